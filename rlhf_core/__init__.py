@@ -1,0 +1,1 @@
+"""The library of the RLHF chain: data, models, algorithms, engines, trainers, evaluation, report."""

@@ -1,0 +1,433 @@
+"""params.yaml as frozen typed models: the only reader of that file.
+
+A stage receives its own section and never the whole tree. Unknown keys, wrong types and values that don't fit together
+are refused here, before anything expensive starts, with the key's path, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+# Which sections of params.yaml each stage reads; dvc.yaml says the same (a contract test compares them).
+STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
+    "prepare_data": ("seed", "data", "model"),
+    "validate_data": ("validation", "model"),
+    "train_sft": ("seed", "model", "sft"),
+    "train_reward": ("seed", "model", "reward"),
+    "gate_reward": ("gate",),
+    "train_rl": ("seed", "model", "rl"),
+    "evaluate": ("seed", "model", "evaluation"),
+    "report": ("report",),
+}
+# Sections that change no result: no stage depends on them.
+UNTRACKED_SECTIONS = ("cluster", "tracking", "flow")
+
+
+class ConfigError(ValueError):
+    """params.yaml, or an override of it, is wrong. The message names the key, what was expected and what to do."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+Fraction = Field(ge=0.0, le=1.0)
+
+
+class ArchitectureConfig(Section):
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    layers: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    vocab_size: int = Field(ge=300)
+
+    @model_validator(mode="after")
+    def _heads_divide(self):
+        if self.hidden_size % self.heads or (self.hidden_size // self.heads) % 2:
+            raise ValueError(
+                f"hidden_size: expected an even multiple of heads={self.heads}, got {self.hidden_size}; "
+                "each head needs an even width for rotary positions"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    path: str | None
+    trust_remote_code: bool
+    dtype: Literal["float32", "bfloat16"]
+    max_length: int = Field(ge=8)
+    architecture: ArchitectureConfig
+
+
+class ClerkConfig(Section):
+    pretrain_lines: int = Field(ge=0)
+    demonstrations: int = Field(ge=0)
+    prompts: int = Field(ge=0)
+    responses_per_prompt: int = Field(ge=2)
+    label_noise: float = Fraction
+    garbled_fraction: float = Fraction
+    polite_errors_only: bool
+
+
+DataUse = Literal["pretrain", "sft", "preference", "prompt"]
+DataFormat = Literal[
+    "preference",  # prompt, chosen, rejected; text or message lists; without a prompt column the shared prefix is the prompt
+    "hh",  # Anthropic-HH transcripts in chosen and rejected
+    "instruction",  # instruction (and input), output
+    "messages",  # one column with a conversation whose last message is the assistant's
+    "unpaired",  # prompt, completion, boolean label
+    "graded",  # prompt and several completions, each marked good or bad: every good one against every bad one
+    "prompt",  # prompt and, for verifiable tasks, label
+    "text",  # plain text for pretraining
+]
+
+
+class SourceConfig(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    kind: Literal["clerk", "file", "huggingface"]
+    uses: list[DataUse] = Field(min_length=1)
+    weight: float = Field(gt=0)
+    clerk: ClerkConfig | None = None
+    path: str | None = None  # a file, a folder, or the name of a Hugging Face data set
+    subset: str | None = None  # of a Hugging Face data set
+    dataset_split: str = "train"  # of a Hugging Face data set
+    format: DataFormat | None = None
+    columns: dict[str, str | list[str]] = Field(default_factory=dict)  # our name -> theirs
+
+    @model_validator(mode="after")
+    def _complete(self):
+        if self.kind == "clerk":
+            if self.clerk is None:
+                raise ValueError(f"source {self.name}: kind clerk expects a clerk section, got none; copy it from the default params.yaml")
+        elif self.path is None or self.format is None:
+            raise ValueError(f"source {self.name}: kind {self.kind} expects path and format, got path={self.path} format={self.format}; set both")
+        return self
+
+
+class DataConfig(Section):
+    validation_fraction: float = Field(gt=0, lt=0.5)
+    test_fraction: float = Field(gt=0, lt=0.5)
+    max_rows: int | None = Field(default=None, gt=0)
+    sources: list[SourceConfig] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _names_differ(self):
+        names = [s.name for s in self.sources]
+        if len(set(names)) < len(names):
+            raise ValueError(f"sources: expected different names, got {names}; rename one")
+        return self
+
+
+class ValidationConfig(Section):
+    max_empty_fraction: float = Fraction
+    max_identical_fraction: float = Fraction
+    max_duplicate_fraction: float = Fraction
+    max_contradictory_fraction: float = Fraction
+    max_too_long_fraction: float = Fraction
+    max_length_bias: float = Field(ge=0, le=0.5)
+    min_label_balance: float = Field(ge=0, le=0.5)
+    min_pairs: int = Field(ge=1)
+    max_reported_ids: int = Field(ge=1)
+
+
+class PretrainConfig(Section):
+    steps: int = Field(ge=0)
+    batch_size: int = Field(gt=0)
+    learning_rate: float = Field(gt=0)
+
+
+class TrainingConfig(Section):
+    """What the supervised stages share."""
+
+    batch_size: int = Field(gt=0)
+    learning_rate: float = Field(gt=0)
+    warmup_fraction: float = Fraction
+    min_learning_rate_fraction: float = Fraction
+    weight_decay: float = Field(ge=0)
+    max_grad_norm: float = Field(gt=0)
+    microbatch_tokens: int = Field(gt=0)
+    zero_stage: Literal[0, 1, 2, 3]
+    offload_optimizer: bool
+    checkpoint_every: int = Field(gt=0)
+    eval_every: int = Field(gt=0)
+
+
+class SftConfig(TrainingConfig):
+    pretrain: PretrainConfig
+    steps: int = Field(gt=0)
+
+
+class RewardConfig(TrainingConfig):
+    epochs: float = Field(gt=0)
+    margin: float
+    centering_coef: float = Field(ge=0)
+
+
+class GateConfig(Section):
+    min_accuracy: float = Fraction
+    confidence: float = Field(gt=0, lt=1)
+    min_pairs: int = Field(ge=1)
+
+
+class PpoConfig(Section):
+    group_size: int = Field(ge=1)
+    gamma: float = Fraction
+    gae_lambda: float = Fraction
+    whiten_advantages: bool
+    value_clip: float | None = Field(gt=0)
+    value_coef: float = Field(gt=0)
+    critic_learning_rate: float = Field(gt=0)
+
+
+class GrpoConfig(Section):
+    group_size: int = Field(ge=2)
+    normalize_std: bool
+
+
+class RlooConfig(Section):
+    group_size: int = Field(ge=2)
+
+
+class KlConfig(Section):
+    coef: float = Field(ge=0)
+    placement: Literal["reward", "loss"]
+    estimator: Literal["k1", "k2", "k3"]
+
+    @model_validator(mode="after")
+    def _k1_has_no_useful_gradient(self):
+        if self.placement == "loss" and self.estimator == "k1":
+            raise ValueError("estimator: expected k2 or k3 with placement loss, got k1; the gradient of k1 is zero in expectation")
+        return self
+
+
+class ScoreConfig(Section):
+    normalization: Literal["initial", "running", "none"]
+    normalization_samples: int = Field(ge=16)
+    clip: float | None = Field(gt=0)
+    no_eos_penalty: float = Field(ge=0)
+
+
+class RolloutConfig(Section):
+    max_new_tokens: int = Field(gt=0)
+    temperature: float = Field(gt=0)
+    kv_cache_gib: int = Field(gt=0)
+    max_concurrent_sequences: int = Field(gt=0)
+    max_logprob_difference: float = Field(gt=0)
+
+
+class TrainerConfig(Section):
+    ranks: int = Field(ge=1)
+    zero_stage: Literal[0, 1, 2, 3]
+    offload_optimizer: bool
+    microbatch_tokens: int = Field(gt=0)
+
+
+class DeadlineConfig(Section):
+    start: float = Field(gt=0)
+    step: float = Field(gt=0)
+
+
+class RlConfig(Section):
+    algorithm: Literal["ppo", "grpo", "rloo"]
+    steps: int = Field(gt=0)
+    samples_per_step: int = Field(gt=0)
+    minibatch_size: int = Field(gt=0)
+    epochs: int = Field(ge=1)
+    learning_rate: float = Field(gt=0)
+    warmup_steps: int = Field(ge=0)
+    weight_decay: float = Field(ge=0)
+    max_grad_norm: float = Field(gt=0)
+    loss_aggregation: Literal["token_mean", "sequence_mean"]
+    clip_low: float = Field(gt=0, lt=1)
+    clip_high: float = Field(gt=0)
+    entropy_coef: float = Field(ge=0)
+    ppo: PpoConfig
+    grpo: GrpoConfig
+    rloo: RlooConfig
+    kl: KlConfig
+    reward: ScoreConfig
+    rollout: RolloutConfig
+    trainer: TrainerConfig
+    checkpoint_every: int = Field(gt=0)
+    deadlines: DeadlineConfig
+
+    @property
+    def group_size(self) -> int:
+        return {"ppo": self.ppo, "grpo": self.grpo, "rloo": self.rloo}[self.algorithm].group_size
+
+    @property
+    def rollout_batch_size(self) -> int:
+        """Prompts per step."""
+        return self.samples_per_step // self.group_size
+
+    @model_validator(mode="after")
+    def _batches_divide(self):
+        for what, divisor in (
+            (f"{self.algorithm}.group_size", self.group_size),
+            ("minibatch_size", self.minibatch_size),
+        ):
+            if self.samples_per_step % divisor:
+                raise ValueError(f"samples_per_step: expected a multiple of {what}={divisor}, got {self.samples_per_step}; change one of them")
+        if self.minibatch_size % self.trainer.ranks:
+            raise ValueError(f"minibatch_size: expected a multiple of trainer.ranks={self.trainer.ranks}, got {self.minibatch_size}; change one of them")
+        return self
+
+
+class EvaluationConfig(Section):
+    prompts: int = Field(gt=0)
+    max_new_tokens: int = Field(gt=0)
+    temperature: float = Field(gt=0)
+    confidence: float = Field(gt=0, lt=1)
+    table_rows: int = Field(gt=0)
+
+
+class ReportConfig(Section):
+    title: str
+
+
+class ClusterConfig(Section):
+    address: str | None
+    start_timeout: float = Field(gt=0)
+    threads: int = Field(gt=0)
+
+
+class TrackingConfig(Section):
+    tensorboard_dir: str | None
+    wandb_project: str | None
+
+
+class FlowConfig(Section):
+    retries: int = Field(ge=0)
+    retry_delay: float = Field(ge=0)
+    stage_timeout: float = Field(gt=0)
+
+
+class Params(Section):
+    """The whole of params.yaml."""
+
+    seed: int = Field(ge=0)
+    model: ModelConfig
+    data: DataConfig
+    validation: ValidationConfig
+    sft: SftConfig
+    reward: RewardConfig
+    gate: GateConfig
+    rl: RlConfig
+    evaluation: EvaluationConfig
+    report: ReportConfig
+    cluster: ClusterConfig
+    tracking: TrackingConfig
+    flow: FlowConfig
+
+    @model_validator(mode="after")
+    def _responses_fit(self):
+        for key, new in (("rl.rollout", self.rl.rollout.max_new_tokens), ("evaluation", self.evaluation.max_new_tokens)):
+            if new >= self.model.max_length:
+                raise ValueError(
+                    f"{key}.max_new_tokens: expected less than model.max_length={self.model.max_length}, got {new}; "
+                    "no token would be left for the prompt"
+                )
+        return self
+
+
+def load_params(path: Path | str = "params.yaml") -> Params:
+    """Read and check params.yaml.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or a key is unknown, missing, or of the wrong type or value.
+    """
+    return parse_params(read_yaml(Path(path)), subject=str(path))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a readable parameter file, got {error.strerror}; run from the folder that has it") from error
+    try:
+        tree = YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        raise ConfigError(f"{path}: expected YAML, got {' '.join(str(error).split())}; fix that line") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, got {type(tree).__name__}; see the default params.yaml")
+    return tree
+
+
+def parse_params(tree: dict[str, Any], subject: str = "params") -> Params:
+    try:
+        return Params.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(subject, e) for e in error.errors())) from error
+
+
+def _explain(subject: str, error: dict[str, Any]) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{subject}: {key}: expected a known key, got one that nothing reads; remove it or correct its spelling"
+    if error["type"] == "missing":
+        return f"{subject}: {key}: expected a value, got nothing; take it from the default params.yaml"
+    if error["type"] == "value_error":
+        message = str(error["ctx"]["error"])
+        return f"{subject}: {key + '.' if key else ''}{message}"
+    expected = re.sub(r"^Input should be ", "", error["msg"])
+    return f"{subject}: {key}: expected {expected}, got {error['input']!r}; correct it there or in the override"
+
+
+def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
+    """Write dotted overrides such as {"rl.algorithm": "grpo"} into params.yaml, comments kept, and check the result.
+
+    Nothing is written when a key is unknown or a value is refused.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    yaml.width = 4096
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    yaml.representer.add_representer(type(None), lambda representer, _: representer.represent_scalar("tag:yaml.org,2002:null", "null"))
+    read_yaml(path)  # for its error messages
+    tree = yaml.load(path.read_text(encoding="utf-8"))
+    for dotted, value in overrides.items():
+        set_key(tree, dotted, value)
+    plain = _plain(tree)
+    params = parse_params(plain, subject="override")
+    with path.open("w", encoding="utf-8") as file:
+        yaml.dump(tree, file)
+    return params
+
+
+def set_key(tree: Any, dotted: str, value: Any) -> None:
+    """Replace an existing key; list items are addressed by their number, as in data.sources.0.weight."""
+    *parents, last = dotted.split(".")
+    node = tree
+    for part in [*parents, last]:
+        holder = node
+        if isinstance(holder, list) and part.isdigit() and int(part) < len(holder):
+            node = holder[int(part)]
+        elif isinstance(holder, dict) and part in holder:
+            node = holder[part]
+        else:
+            known = ", ".join(map(str, holder)) if isinstance(holder, dict) else f"0 to {len(holder) - 1}" if isinstance(holder, list) else "nothing"
+            raise ConfigError(f"override {dotted}: expected a key of params.yaml, got {part!r} (known here: {known}); correct its spelling")
+    holder[int(last) if isinstance(holder, list) else last] = value
+
+
+def _plain(node: Any) -> Any:
+    """ruamel's round-trip containers as plain ones, so that strict types accept them."""
+    if isinstance(node, dict):
+        return {str(k): _plain(v) for k, v in node.items()}
+    if isinstance(node, list):
+        return [_plain(v) for v in node]
+    if isinstance(node, bool) or node is None:
+        return node
+    for kind in (int, float, str):
+        if isinstance(node, kind):
+            return kind(node)
+    return node

@@ -1,0 +1,1 @@
+"""Data: sources, formats, the canonical schema, split, validation, tokenization, batches."""

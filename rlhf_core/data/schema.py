@@ -1,0 +1,60 @@
+"""The canonical data schema: what prepare_data writes and every later stage reads.
+
+`data/prepared/` holds one Parquet file per use, with these columns:
+
+    pretrain.parquet     id, source, split, text
+    sft.parquet          id, source, split, messages, response
+    preference.parquet   id, source, split, messages, chosen, rejected
+    prompt.parquet       id, source, split, messages, label
+
+messages: the conversation up to and including the last user message, a list of {"role", "content"}; roles system, user,
+    assistant, alternating after an optional system message.
+response, chosen, rejected: text of the assistant's next message. Unpaired feedback is a preference row in which one of
+    chosen and rejected is null.
+label: for verifiable tasks, the expected answer as text; null otherwise.
+id: unique within a use, stable under a change of order: a hash of source and content.
+split: train, validation or test, by a hash of the conversation, the same in every use.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypedDict
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+class Message(TypedDict):
+    role: str
+    content: str
+
+
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_COMMON = [("id", pa.string()), ("source", pa.string()), ("split", pa.string())]
+SCHEMAS: dict[str, pa.Schema] = {
+    "pretrain": pa.schema([*_COMMON, ("text", pa.string())]),
+    "sft": pa.schema([*_COMMON, ("messages", MESSAGES), ("response", pa.string())]),
+    "preference": pa.schema([*_COMMON, ("messages", MESSAGES), ("chosen", pa.string()), ("rejected", pa.string())]),
+    "prompt": pa.schema([*_COMMON, ("messages", MESSAGES), ("label", pa.string())]),
+}
+
+
+def write_rows(folder: Path, use: str, rows: list[dict]) -> None:
+    """Write the rows of one use; the schema is enforced, so a wrong type raises pyarrow.ArrowInvalid."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMAS[use]), folder / f"{use}.parquet", compression="zstd")
+
+
+def read_rows(folder: Path, use: str, split: Split | None = None) -> list[dict]:
+    """The rows of one use, of one split or of all, in file order."""
+    filters = None if split is None else [("split", "=", split)]
+    return pq.read_table(folder / f"{use}.parquet", filters=filters).to_pylist()
+
+
+def read_frame(folder: Path, use: str) -> pd.DataFrame:
+    return pq.read_table(folder / f"{use}.parquet").to_pandas()

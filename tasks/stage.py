@@ -1,0 +1,190 @@
+"""What every stage does around its work: parameters, scratch folder, one run at a time, a clean end.
+
+    def main() -> None:
+        with Stage("train_sft") as stage:
+            ...stage.params.sft..., stage.scratch, stage.stop_requested...
+
+A stage is killed in three ways, and each leaves the work resumable: SIGTERM (it checkpoints and exits 143), the death of
+its parent (the kernel then sends it SIGTERM) and SIGKILL (the last checkpoint counts).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from rlhf_core.config import STAGE_SECTIONS, ConfigError, Params, load_params
+from rlhf_core.quiet import be_quiet
+
+PREPARED = Path("data/prepared")
+TOKENIZER = Path("models/tokenizer")
+SFT_MODEL = Path("models/sft")
+REWARD_MODEL = Path("models/reward")
+POLICY_MODEL = Path("models/policy")
+REWARD_HELDOUT = Path("data/reward_heldout.parquet")
+EVALUATION_SAMPLES = Path("data/evaluation_samples.parquet")
+METRICS = Path("metrics")
+PLOTS = Path("plots")
+DATA_DOCS = Path("reports/data_docs")
+REPORT = Path("reports/report.html")
+
+STOPPED_BY_SIGNAL = 143  # 128 + SIGTERM, what a shell reports too
+LOCK_DEADLINE = 60.0  # seconds; a stage that was told to stop needs some to write its checkpoint
+
+log = logging.getLogger("rlhf")
+
+
+class StageStopped(Exception):
+    """SIGTERM came; the work so far is in a checkpoint."""
+
+
+class StageFailed(RuntimeError):
+    """The stage did its work and the result is not acceptable, such as data that fails validation. Shown without a traceback."""
+
+
+class Stage:
+    """The frame around one stage's work; see the module.
+
+    Attributes:
+        params: the whole, checked params.yaml.
+        fingerprint: sha256 over the stage's command, its params and the content of its dependencies.
+        scratch: a folder that only this work finds again, outside what DVC deletes; removed when the stage succeeds.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._stop = threading.Event()
+        be_quiet()
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+
+    def __enter__(self) -> Stage:
+        end_with_parent()
+        signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+        try:
+            self.params: Params = load_params()
+            self.fingerprint = fingerprint(self.name)
+        except ConfigError as error:
+            self._exit(str(error))
+        self.scratch = Path("scratch") / self.name / self.fingerprint[:16]
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.scratch.parent / "lock").open("a+")
+        self._acquire()
+        self._started = time.monotonic()
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self._lock.close()
+        if error is None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            log.info("%s: done in %.1f s", self.name, time.monotonic() - self._started)
+        elif isinstance(error, StageStopped):
+            log.info("%s: stopped by a signal; run it again to go on from its checkpoint", self.name)
+            sys.exit(STOPPED_BY_SIGNAL)
+        elif isinstance(error, StageFailed | ValueError | FileNotFoundError):
+            log.debug("traceback", exc_info=error)
+            self._exit(str(error))
+
+    @property
+    def stop_requested(self) -> bool:
+        """True once SIGTERM has come: write a checkpoint and raise StageStopped."""
+        return self._stop.is_set()
+
+    def _acquire(self) -> None:
+        deadline = time.monotonic() + LOCK_DEADLINE
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    self._lock.seek(0)
+                    self._exit(
+                        f"expected to be the only run in this workspace, got another one, process {self._lock.read().strip() or 'unknown'}, "
+                        f"still at work after {LOCK_DEADLINE:.0f} s; wait for it or stop it"
+                    )
+                time.sleep(0.2)
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+
+    def _exit(self, message: str) -> None:
+        for line in message.splitlines():
+            print(f"{self.name}: {line}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to send SIGTERM when the parent dies: killing dvc would otherwise leave a trainer behind."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def fingerprint(stage: str) -> str:
+    """sha256 over the command, the params and the content of the dependencies of one stage of dvc.yaml.
+
+    Raises:
+        ConfigError: a dependency is missing.
+    """
+    definition = YAML(typ="safe", pure=True).load(Path("dvc.yaml").read_text())["stages"][stage]
+    tree = YAML(typ="safe", pure=True).load(Path("params.yaml").read_text())
+    digest = hashlib.sha256(definition["cmd"].encode())
+    digest.update(json.dumps({s: tree[s] for s in STAGE_SECTIONS[stage]}, sort_keys=True).encode())
+    for dependency in definition["deps"]:
+        for path in _files(Path(dependency), stage):
+            with path.open("rb") as file:
+                digest.update(f"{path}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _files(path: Path, stage: str) -> Iterator[Path]:
+    if not path.exists():
+        raise ConfigError(f"{path}: expected what an earlier stage makes, got nothing; run `dvc repro {stage}`, which runs what is missing")
+    if path.is_file():
+        yield path
+    else:
+        yield from sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Deterministic JSON, written aside and renamed. NaN and infinities become null, which JSON has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(json.dumps(_finite(content), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
+    aside.replace(path)
+
+
+def _finite(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {k: _finite(v) for k, v in node.items()}
+    if isinstance(node, list | tuple):
+        return [_finite(v) for v in node]
+    if isinstance(node, float):
+        return round(node, 6) if node == node and abs(node) != float("inf") else None
+    return node
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def publish(aside: Path, final: Path) -> None:
+    """Move a finished file or folder to its place; a partial one is never seen there."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    if final.is_dir():
+        shutil.rmtree(final)
+    shutil.move(aside, final)
