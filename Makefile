@@ -1,0 +1,49 @@
+# make run     the whole chain on the embedded default; sets up by itself
+# make test    all tests; sets up by itself
+# make server  Prefect's server, work pool, deployments and worker, until Ctrl-C
+# make lint    style
+# make clean   what runs have left behind; not .venv, not DVC's cache, not your worktrees
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+EXTRAS ?= cpu,dev
+RUN_ARGS ?=
+TEST_ARGS ?=
+PORT ?= 4200
+STAMP := $(VENV)/.set-up
+
+.PHONY: setup run test server lint clean
+.DEFAULT_GOAL := run
+
+# The stamp holds what was installed from which files, so that a touched file alone installs nothing again.
+setup:
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@wanted="$$(cat pyproject.toml constraints.txt | cksum) $(EXTRAS)"; \
+	if [ "$$(cat $(STAMP) 2>/dev/null)" != "$$wanted" ]; then \
+		$(MAKE) --no-print-directory install && echo "$$wanted" > $(STAMP); \
+	fi
+
+# Torch first, so that everything else finds it there; then one resolver run under the tested pins.
+.PHONY: install
+install:
+	$(PIP) install -q -c constraints.txt torch==2.13.0
+	$(PIP) install -q -c constraints.txt -e '.[$(EXTRAS)]'
+	$(VENV)/bin/python -m rlhf_core.doctor --fix
+
+run: setup
+	$(VENV)/bin/python -m flows.full_pipeline $(RUN_ARGS)
+
+test: setup
+	$(VENV)/bin/python -m pytest tests $(TEST_ARGS)
+
+server: setup
+	$(VENV)/bin/python -m flows.server --port $(PORT)
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+clean:
+	rm -rf scratch reports models data/prepared data/*.parquet metrics plots .pytest_cache .ruff_cache .hypothesis
+	find flows tasks rlhf_core tests -name __pycache__ -prune -exec rm -rf {} +

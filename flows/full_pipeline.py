@@ -1,0 +1,101 @@
+"""The whole chain from the command line: python -m flows.full_pipeline [--set key=value] [--params recipe] [--run name].
+
+Wrong params are refused and a chain that is up to date is shown before Prefect is imported, which alone takes two seconds.
+Exit codes: 0 done, 1 a stage failed, 2 params or workspace refused, 3 a gate rejected the model, 130 and 143 stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from flows.overrides import check, parse_assignment, read_recipe
+from flows.server import server_for_one_run
+from flows.stages import StageResult, stage_order, up_to_date
+from flows.summary import report_line, stage_table
+from flows.worktree import derive_name, prepare_worktree, worktree_path
+from rlhf_core.config import ConfigError
+
+FAILED, REFUSED, GATE_REJECTED, INTERRUPTED = 1, 2, 3, 130
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m flows.full_pipeline", description="Run the chain of dvc.yaml from data to report.")
+    parser.add_argument(
+        "--set",
+        dest="assignments",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of params.yaml, e.g. rl.algorithm=grpo",
+    )
+    parser.add_argument(
+        "--params",
+        dest="recipes",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="lay a recipe over params.yaml, e.g. recipes/gsm8k.yaml",
+    )
+    parser.add_argument(
+        "--run", metavar="NAME", help="work in the worktree runs/NAME; with overrides and without a name, one is derived from them"
+    )
+    return parser.parse_args(arguments)
+
+
+def prepare(root: Path, arguments: argparse.Namespace) -> tuple[Path, dict[str, Any], str | None]:
+    """Check everything and choose the workspace: the current folder, or a worktree where there are overrides or a name.
+
+    Raises:
+        ConfigError: before anything is written or started.
+    """
+    overrides: dict[str, Any] = {}
+    for recipe in arguments.recipes:
+        overrides |= read_recipe(recipe)
+    overrides |= dict(map(parse_assignment, arguments.assignments))
+    name = arguments.run
+    if name is None and overrides:
+        check(root / "params.yaml", overrides)
+        name = derive_name(root, overrides, arguments.recipes)
+    found = name is not None and worktree_path(root, name).exists()
+    check((worktree_path(root, name) if found else root) / "params.yaml", overrides)
+    stage_order(root)
+    return (root if name is None else prepare_worktree(root, name, overrides)), overrides, name
+
+
+def run(root: Path, overrides: dict[str, Any], name: str | None) -> int:
+    """The flow, under a Prefect server. Imports Prefect."""
+    with server_for_one_run(root):
+        from flows.rlhf_flow import GATE_REJECTED as REJECTED
+        from flows.rlhf_flow import rlhf
+
+        state = rlhf(overrides, name, return_state=True)
+    if state.is_completed():
+        return 0
+    print(f"\n{state.name}: {state.message}", file=sys.stderr)
+    return GATE_REJECTED if state.name == REJECTED else FAILED
+
+
+def main(arguments: list[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    root = Path.cwd()
+    try:
+        workspace, overrides, name = prepare(root, parse_arguments(arguments))
+        if up_to_date(workspace):
+            order = stage_order(workspace)
+            print(f"{stage_table(workspace, order, [StageResult(s, 'cached', 0.0) for s in order])}\n\n{report_line(workspace)}")
+            return 0
+        return run(root, overrides, name)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Overrides of params.yaml for one run: from the command line, from a recipe, from a deployment's form. All end as dotted keys."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from rlhf_core.config import ConfigError, Params, parse_params, read_yaml, set_key
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """`rl.algorithm=grpo` as ("rl.algorithm", "grpo"); the value is YAML.
+
+    Raises:
+        ConfigError: there is no `=`, or the value is not YAML.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {text}: expected key=value, got no {'key' if equals else '='}; write for example --set rl.algorithm=grpo")
+    try:
+        return key.strip(), YAML(typ="safe", pure=True).load(value)
+    except YAMLError as error:
+        raise ConfigError(f"--set {key}: expected a value in YAML, got {value!r}; quote it") from error
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe is a nested mapping laid over params.yaml; lists and empty mappings replace what is there."""
+    return dict(_leaves(read_yaml(path), ()))
+
+
+def _leaves(node: dict[str, Any], path: tuple[str, ...]):
+    for key, value in node.items():
+        here = (*path, str(key))
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, here)
+        else:
+            yield ".".join(here), value
+
+
+def check(params_file: Path, overrides: dict[str, Any]) -> Params:
+    """The params that the overrides would give; nothing is written.
+
+    Raises:
+        ConfigError: naming the key that is unknown or whose value is refused.
+    """
+    tree = copy.deepcopy(read_yaml(params_file))
+    if not overrides:
+        return parse_params(tree, subject=params_file.name)
+    for key, value in overrides.items():
+        set_key(tree, key, value)
+    return parse_params(tree, subject="override")
+
+
+def overrides_schema() -> dict[str, Any]:
+    """JSON schema of a mapping of dotted keys to values, so that Prefect refuses a wrong one when a run is asked for."""
+    schema = Params.model_json_schema()
+    keys: dict[str, Any] = {}
+    _describe(schema, schema, (), keys)
+    return {
+        "type": "object",
+        "title": "Overrides",
+        "description": 'Dotted keys of params.yaml and their values, for example {"rl.algorithm": "grpo"}.',
+        "properties": keys,
+        "patternProperties": {r"^data\.sources\.\d+\.": {}},
+        "additionalProperties": False,
+    }
+
+
+def _describe(node: dict[str, Any], root: dict[str, Any], path: tuple[str, ...], keys: dict[str, Any]) -> None:
+    if "$ref" in node:
+        node = root["$defs"][node["$ref"].rsplit("/", 1)[-1]]
+    if path:
+        keys[".".join(path)] = _plain_schema(node)
+    for name, child in node.get("properties", {}).items():
+        _describe(child, root, (*path, name), keys)
+
+
+def _plain_schema(node: dict[str, Any]) -> dict[str, Any]:
+    """A leaf as it is; what refers to other models only by its type. The flow checks those when it starts."""
+    if node.get("type") in ("object", "array"):
+        return {"type": node["type"]}
+    return {k: v for k, v in node.items() if k != "default"}
+
+
+Overrides = Annotated[dict[str, Any], WithJsonSchema(overrides_schema())]

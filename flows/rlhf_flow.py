@@ -1,0 +1,151 @@
+"""The flow `rlhf`: each stage of dvc.yaml as a Prefect task that runs it through DVC.
+
+Prefect gives order, retries, states and artifacts; what is up to date is DVC's business alone, so no task is cached here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger, runtime, task
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, StateType, TaskRun
+
+from flows.overrides import Overrides, check
+from flows.stages import StageFailed, StageResult, run_stage, stage_order
+from flows.summary import REPORT, read_metrics, report_line, stage_table
+from flows.worktree import commit, derive_name, prepare_worktree, slug
+from rlhf_core.config import ConfigError, FlowConfig, load_params
+
+GATE_REJECTED = "GateRejected"
+
+
+class LogThrottle:
+    """Passes lines on to Prefect's log as at most one record in two seconds: 20,000 records would take 20 s to send."""
+
+    INTERVAL = 2.0  # seconds
+    LINES = 40  # of a record; the newest ones are kept
+
+    def __init__(self, log: logging.Logger | logging.LoggerAdapter):
+        self._log = log
+        self._lines: list[str] = []
+        self._dropped = 0
+        self._sent = time.monotonic()
+
+    def add(self, line: str) -> None:
+        self._lines.append(line)
+        if len(self._lines) > self.LINES:
+            self._lines.pop(0)
+            self._dropped += 1
+        if time.monotonic() - self._sent > self.INTERVAL:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._lines:
+            head = [f"({self._dropped} earlier lines were printed to the terminal only)"] if self._dropped else []
+            self._log.info("%s", "\n".join([*head, *self._lines]))
+        self._lines, self._dropped, self._sent = [], 0, time.monotonic()
+
+
+def _worth_a_retry(_task: Any, _run: TaskRun, state: State) -> bool:
+    """A crash is; a stage that says no (data that fails validation, a rejected gate, wrong params) would say it again."""
+    return isinstance(state.data, StageFailed) and not state.data.refused
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=_worth_a_retry)
+def run_through_dvc(stage: str, workspace: str, timeout: float) -> StageResult:
+    """One stage, its output in the terminal and, throttled, in Prefect's log."""
+    throttle = LogThrottle(get_run_logger())
+
+    def on_line(line: str) -> None:
+        print(line, flush=True)
+        throttle.add(line)
+
+    try:
+        return run_stage(stage, Path(workspace), timeout=timeout, on_line=on_line)
+    finally:
+        throttle.flush()
+
+
+@flow(name="rlhf", persist_result=False)
+def rlhf(overrides: Overrides = {}, run: str | None = None) -> State | None:  # noqa: B006 (Prefect shows the default in its form)
+    """From preference data to an aligned, evaluated policy.
+
+    Args:
+        overrides: dotted keys of params.yaml and their values, such as {"rl.algorithm": "grpo"}.
+        run: the name of the run's worktree, runs/<run>. Without overrides and name, a run from the command line works in
+            the current folder, and a deployment's run in a worktree named after the flow run.
+    """
+    log = get_run_logger()
+    try:
+        workspace = _workspace(Path.cwd(), overrides, run)
+        params = load_params(workspace / "params.yaml")
+        order = stage_order(workspace)
+    except ConfigError as error:
+        log.error("%s", error)
+        return State(type=StateType.FAILED, name="Refused", message=str(error))
+    log.info("Workspace: %s", workspace)
+    results: list[StageResult] = []
+    try:
+        for stage in order:
+            results.append(_with_retries(stage, params.flow)(stage, str(workspace), params.flow.stage_timeout))
+            _publish_gate(workspace, stage)
+    except StageFailed as failure:
+        _publish_gate(workspace, failure.stage)
+        _finish(workspace, order, results, failed=failure.stage)
+        return _end(workspace, failure)
+    _finish(workspace, order, results)
+    return None
+
+
+def _workspace(root: Path, overrides: dict[str, Any], run: str | None) -> Path:
+    """The folder to work in, made where needed; see the flow."""
+    check(root / "params.yaml", overrides)
+    if run is None and runtime.deployment.id is not None:
+        # The name alone is not unique: Prefect draws it from a few thousand.
+        run = f"{slug(runtime.flow_run.name)}-{runtime.flow_run.id[:4]}"
+    if run is None and overrides:
+        run = derive_name(root, overrides, [])
+    return root if run is None else prepare_worktree(root, run, overrides)
+
+
+def _with_retries(stage: str, config: FlowConfig):
+    return run_through_dvc.with_options(name=stage, task_run_name=stage, retries=config.retries, retry_delay_seconds=config.retry_delay)
+
+
+def is_gate(stage: str) -> bool:
+    """Stages named gate_* write `passed` and `message` into their metrics, and exit with an error when not passed."""
+    return stage.startswith("gate_")
+
+
+def _publish_gate(workspace: Path, stage: str) -> None:
+    verdict = read_metrics(workspace, stage) if is_gate(stage) else None
+    if verdict is not None:
+        title = "passed" if verdict["passed"] else "rejected"
+        create_markdown_artifact(f"# {stage}: {title}\n\n{verdict['message']}", key=stage.replace("_", "-"), description=f"Gate {title}")
+
+
+def _end(workspace: Path, failure: StageFailed) -> State:
+    """The state in which a run with a failed stage ends. A rejected gate has one of its own, so that it can be seen and acted on."""
+    verdict = read_metrics(workspace, failure.stage) if is_gate(failure.stage) and failure.refused else None
+    if verdict is not None and verdict["passed"] is False:
+        return State(type=StateType.FAILED, name=GATE_REJECTED, message=verdict["message"])
+    return State(type=StateType.FAILED, name="Failed", message=str(failure))
+
+
+def _finish(workspace: Path, order: list[str], results: list[StageResult], failed: str | None = None) -> None:
+    """Table, report and, in a run's worktree, the commit of what the run has shown."""
+    print(f"\n{stage_table(workspace, order, results, failed)}\n\n{report_line(workspace)}", flush=True)
+    create_markdown_artifact(
+        stage_table(workspace, order, results, failed, style="github"), key="stages", description="The stages of this run"
+    )
+    if failed is None and (workspace / REPORT).is_file():
+        create_link_artifact(
+            (workspace / REPORT).resolve().as_uri(), link_text="report.html", key="report", description=str(workspace / REPORT)
+        )
+    if failed is None and (workspace / ".git").is_file():
+        commit(workspace, f"Results of run {workspace.name}")

@@ -1,0 +1,285 @@
+"""Running stages through DVC: their order, whether anything is to do, and one stage as a subprocess that never outlives us.
+
+dvc.yaml is the only list of stages. DVC decides what is up to date; this module starts it, reads what it says and ends it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+from ruamel.yaml import YAML
+
+from rlhf_core.config import ConfigError
+from rlhf_core.quiet import QUIET_ENVIRONMENT
+
+Outcome = Literal["ran", "cached", "restored"]
+LineHandler = Callable[[str], None]
+
+STOP_GRACE = 25.0  # seconds from SIGTERM to SIGKILL, for a checkpoint; Prefect's worker gives a flow run 30
+REFUSED = 1  # a stage's exit code when it says no (params, data, gate); a crash in it has another one
+_SAID = {
+    "restored": re.compile(r"^Stage '(.+)' is cached - skipping run"),
+    "cached": re.compile(r"^Stage '(.+)' didn't change, skipping"),
+    "ran": re.compile(r"^Running stage '(.+)':"),
+}
+_EXITED = re.compile(r", exited with (-?\d+)")
+_HINTS = re.compile(r"^(Use `dvc push`|To track the changes with git|To enable auto staging|\s*git add |\s*dvc config core\.autostage )")
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class StageFailed(RuntimeError):
+    """A stage ended badly. `refused` means that the stage itself said no, so that the same again would end the same."""
+
+    def __init__(self, stage: str, message: str, *, refused: bool):
+        super().__init__(message)
+        self.stage = stage
+        self.refused = refused
+
+    def __reduce__(self):
+        return _restore_failure, (self.stage, str(self), self.refused)
+
+
+def _restore_failure(stage: str, message: str, refused: bool) -> StageFailed:
+    return StageFailed(stage, message, refused=refused)
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """outcome: ran; cached (nothing had changed); restored (computed before with these inputs, taken from DVC's run cache)."""
+
+    stage: str
+    outcome: Outcome
+    seconds: float
+
+
+def read_stages(workspace: Path) -> dict[str, dict[str, Any]]:
+    """The stages of dvc.yaml by name.
+
+    Raises:
+        ConfigError: there is no dvc.yaml.
+    """
+    path = workspace / "dvc.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{path.name}: expected in the current folder, got nothing; run from the folder of the project")
+    return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))["stages"]
+
+
+def stage_order(workspace: Path) -> list[str]:
+    """Names of the stages so that each follows what it depends on; among equals, the order of the file."""
+    stages = read_stages(workspace)
+    makes = {name: list(_paths(stage, "outs", "metrics", "plots")) for name, stage in stages.items()}
+    needs = {
+        name: {other for other, outs in makes.items() if other != name and any(_overlap(d, o) for d in _paths(stage, "deps") for o in outs)}
+        for name, stage in stages.items()
+    }
+    order: list[str] = []
+    while len(order) < len(stages):
+        ready = next((n for n in stages if n not in order and needs[n] <= set(order)), None)
+        if ready is None:
+            left = ", ".join(n for n in stages if n not in order)
+            raise ConfigError(f"dvc.yaml: expected stages without a cycle, got one among {left}; remove a dependency")
+        order.append(ready)
+    return order
+
+
+def _paths(stage: dict[str, Any], *keys: str) -> Iterator[str]:
+    for key in keys:
+        for entry in stage.get(key) or []:
+            yield entry if isinstance(entry, str) else next(iter(entry))
+
+
+def _overlap(one: str, other: str) -> bool:
+    a, b = Path(one), Path(other)
+    return a == b or a in b.parents or b in a.parents
+
+
+def metrics_file(workspace: Path, stage: str) -> Path | None:
+    """The first metrics file of a stage."""
+    found = next(_paths(read_stages(workspace).get(stage, {}), "metrics"), None)
+    return workspace / found if found else None
+
+
+def stage_environment(workspace: Path) -> dict[str, str]:
+    """Of every stage: quiet, with this interpreter first on PATH and the workspace's own code first on PYTHONPATH."""
+    hidden = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "VIRTUAL_ENV")
+    inherited = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("PREFECT__")}
+    path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])
+    return {**QUIET_ENVIRONMENT, **inherited, "PATH": path, "PYTHONPATH": str(workspace.resolve()), "PYTHONUNBUFFERED": "1"}
+
+
+def up_to_date(workspace: Path) -> bool:
+    """Whether `dvc repro` would do nothing."""
+    command = [sys.executable, "-m", "dvc", "status", "--json"]
+    done = subprocess.run(command, cwd=workspace, env=stage_environment(workspace), capture_output=True, text=True, check=False)
+    with suppress(json.JSONDecodeError):
+        return done.returncode == 0 and json.loads(done.stdout) == {}
+    return False
+
+
+def run_stage(stage: str, workspace: Path, *, timeout: float, on_line: LineHandler) -> StageResult:
+    """`dvc repro --single-item` of one stage, its output passed on line by line.
+
+    The subprocess has a session of its own. When we are interrupted or the deadline passes, the stage is told by SIGTERM,
+    has STOP_GRACE seconds for its checkpoint and is then killed; when we are killed, the kernel tells DVC and through it the stage.
+
+    Args:
+        timeout: seconds.
+    Raises:
+        StageFailed: it exited with an error, or its time was up.
+    """
+    started = time.monotonic()
+    said = _Said()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "dvc", "repro", "--single-item", stage],
+        cwd=workspace,
+        env=stage_environment(workspace),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=end_with(os.getpid()),  # noqa: PLW1509 (two system calls, no locks)
+    )
+    try:
+        for line in _lines(child, deadline=started + timeout):
+            said.listen(line)
+            if not _HINTS.match(line):
+                on_line(line)
+    except TimeoutError:
+        raise StageFailed(
+            stage,
+            f"{stage}: expected to end within flow.stage_timeout={timeout:g} s, got no end; raise it or look at the log",
+            refused=False,
+        ) from None
+    finally:
+        stop_session(child)
+    if child.returncode != 0:
+        raise said.failure(stage, child.returncode)
+    return StageResult(stage, said.outcome, time.monotonic() - started)
+
+
+class _Said:
+    """What DVC's output told about the stage."""
+
+    def __init__(self) -> None:
+        self.outcome: Outcome = "ran"
+        self._exit_code: int | None = None
+        self._last_words: list[str] = []
+
+    def listen(self, line: str) -> None:
+        for outcome, pattern in _SAID.items():
+            if pattern.match(line):
+                self.outcome = outcome  # type: ignore[assignment]
+        if found := _EXITED.search(line):
+            self._exit_code = int(found[1])
+        elif line.strip():
+            self._last_words = [*self._last_words, line.rstrip()][-3:]
+
+    def failure(self, stage: str, dvc_code: int) -> StageFailed:
+        code = self._exit_code if self._exit_code is not None else dvc_code
+        own = [w for w in self._last_words if w.startswith(f"{stage}:")]
+        words = "; ".join(own or self._last_words[-1:]) or "no output"
+        return StageFailed(stage, words if own else f"{stage}: exited with {code}: {words}", refused=self._exit_code == REFUSED)
+
+
+def _lines(child: subprocess.Popen[str], deadline: float) -> Iterator[str]:
+    """Lines of the child's output until it has exited and nothing is left to read.
+
+    Raises:
+        TimeoutError: the deadline passed.
+    """
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in child.stdout:
+            lines.put(line.rstrip("\n"))
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        with suppress(queue.Empty):
+            line = lines.get(timeout=0.5)
+            if line is None:
+                break
+            yield line
+            continue
+        if child.poll() is not None and not session_members(child.pid):
+            break
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    child.wait(timeout=STOP_GRACE)
+
+
+def end_with(parent: int) -> Callable[[], None]:
+    """To be called between fork and exec: SIGTERM for the child when its parent dies, however it dies."""
+
+    def ask() -> None:
+        if _libc is not None:
+            pr_set_pdeathsig = 1
+            _libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(1)
+
+    return ask
+
+
+def session_members(session: int) -> list[psutil.Process]:
+    """Living processes of a session."""
+    members = []
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if os.getsid(pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+    return members
+
+
+def stop_session(child: subprocess.Popen, grace: float = STOP_GRACE) -> None:
+    """End a child and its session: SIGTERM to the processes it started, or to itself where there are none, and SIGKILL after the grace.
+
+    The stage is told rather than DVC, so that DVC sees it end and releases its own locks.
+    """
+    told: set[int] = set()
+    until = time.monotonic() + grace
+    while members := session_members(child.pid):
+        if time.monotonic() > until:
+            for process in members:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            break
+        inner = [p for p in members if p.pid != child.pid]
+        for process in _outermost(inner, child.pid) or members:
+            if process.pid not in told:
+                told.add(process.pid)
+                with suppress(psutil.NoSuchProcess):
+                    process.terminate()
+        child.poll()
+        time.sleep(0.05)
+    child.wait(timeout=STOP_GRACE)
+
+
+def _outermost(processes: list[psutil.Process], root: int) -> list[psutil.Process]:
+    """Those whose parent isn't itself among them: the stage, not the workers that it looks after."""
+    pids = {p.pid for p in processes} - {root}
+    outer = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.ppid() not in pids:
+                outer.append(process)
+    return outer

@@ -1,0 +1,108 @@
+"""What a run shows at its end: one row per stage with its key figure, and where the report is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from flows.stages import StageResult, metrics_file
+
+REPORT = Path("reports/report.html")
+
+
+def _rows(m: dict[str, Any]) -> str:
+    rows = m["rows"]
+    return ", ".join(f"{use} {_total(n):,}" for use, n in rows.items())
+
+
+def _total(node: Any) -> int:
+    return sum(map(_total, node.values())) if isinstance(node, dict) else int(node)
+
+
+def _validation(m: dict[str, Any]) -> str:
+    checks = m["expectations"]
+    failed = sum(not c["passed"] for c in checks)
+    return f"{len(checks)} expectations, {failed or 'none'} failed"
+
+
+def _gate(m: dict[str, Any]) -> str:
+    return f"accuracy {m['accuracy']:.3f}, at least {m['low']:.3f} (needs {m['threshold']:.3f}): {'passed' if m['passed'] else 'rejected'}"
+
+
+def _rl(m: dict[str, Any]) -> str:
+    return f"score {m['score_first']:.2f} -> {m['score_mean']:.2f}, KL {m['kl_mean']:.2f}"
+
+
+def _evaluation(m: dict[str, Any]) -> str:
+    greedy, name, key = m["greedy"], "judge", "judge_ok"
+    if key not in greedy["policy"]:
+        name, key = "reward", "reward_mean"
+    return f"{name} {greedy['sft'][key]:.2f} -> {greedy['policy'][key]:.2f} (greedy), win rate {m['win_rate']['greedy']['value']:.2f}"
+
+
+# Stage -> its key figure, from its metrics file. A stage without a line here shows none.
+KEY_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "prepare_data": _rows,
+    "validate_data": _validation,
+    "train_sft": lambda m: f"held-out loss {m['heldout_loss']:.3f}",
+    "train_reward": lambda m: f"held-out accuracy {m['heldout_accuracy']:.3f}",
+    "gate_reward": _gate,
+    "train_rl": _rl,
+    "evaluate": _evaluation,
+}
+
+
+def read_metrics(workspace: Path, stage: str) -> dict[str, Any] | None:
+    """The stage's metrics; None where it has none yet."""
+    path = metrics_file(workspace, stage)
+    if path is None:
+        return None
+    with suppress(OSError, json.JSONDecodeError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    return None
+
+
+def key_figure(workspace: Path, stage: str) -> str:
+    if stage == "report":
+        report = workspace / REPORT
+        return f"{report.stat().st_size / 1e6:.1f} MB" if report.is_file() else ""
+    metrics, show = read_metrics(workspace, stage), KEY_FIGURES.get(stage)
+    if metrics is None or show is None:
+        return ""
+    with suppress(KeyError, TypeError, ValueError):  # a figure that a stage doesn't write (yet) is left out
+        return show(metrics)
+    return ""
+
+
+def stage_table(workspace: Path, order: list[str], results: list[StageResult], failed: str | None = None, *, style: str = "simple") -> str:
+    """The table as text (style simple) or as markdown (style github).
+
+    Args:
+        order: all stages of the chain; those without a result weren't reached.
+        failed: the stage that ended the run.
+    """
+    done = {r.stage: r for r in results}
+    rows = []
+    for stage in order:
+        result = done.get(stage)
+        outcome = result.outcome if result else "failed" if stage == failed else "not reached"
+        figure = key_figure(workspace, stage) if result or stage == failed else ""
+        rows.append((stage, f"{result.seconds:.1f}" if result else "", figure, outcome))
+    rows.append(("total", f"{sum(r.seconds for r in results):.1f}", "", ""))
+    return tabulate(
+        rows,
+        headers=("stage", "seconds", "key figure", "ran or cached"),
+        tablefmt=style,
+        colalign=("left", "right", "left", "left"),
+        disable_numparse=True,
+    )
+
+
+def report_line(workspace: Path) -> str:
+    report = workspace / REPORT
+    return f"Report: {report}" if report.is_file() else "Report: not written"
