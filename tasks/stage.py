@@ -42,6 +42,9 @@ PLOTS = Path("plots")
 DATA_DOCS = Path("reports/data_docs")
 REPORT = Path("reports/report.html")
 
+# Exit codes. The flow retries all but the first, which would end the same again.
+REFUSED = 1  # wrong params, data or a model that isn't acceptable
+CRASHED = 70  # an error that nobody foresaw; EX_SOFTWARE of sysexits.h
 STOPPED_BY_SIGNAL = 143  # 128 + SIGTERM, what a shell reports too
 LOCK_DEADLINE = 60.0  # seconds; a stage that was told to stop needs some to write its checkpoint
 
@@ -87,9 +90,10 @@ class Stage:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self._lock.close()
         if error is None:
             shutil.rmtree(self.scratch, ignore_errors=True)
+        self._lock.close()
+        if error is None:
             log.info("%s: done in %.1f s", self.name, time.monotonic() - self._started)
         elif isinstance(error, StageStopped):
             log.info("%s: stopped by a signal; run it again to go on from its checkpoint", self.name)
@@ -97,6 +101,9 @@ class Stage:
         elif isinstance(error, StageFailed | ValueError | FileNotFoundError):
             log.debug("traceback", exc_info=error)
             self._exit(str(error))
+        elif isinstance(error, Exception):
+            log.error("%s: crashed", self.name, exc_info=error)
+            sys.exit(CRASHED)
 
     @property
     def stop_requested(self) -> bool:
@@ -124,7 +131,7 @@ class Stage:
     def _exit(self, message: str) -> None:
         for line in message.splitlines():
             print(f"{self.name}: {line}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        sys.exit(REFUSED)
 
 
 def end_with_parent() -> None:
