@@ -119,7 +119,8 @@ def stage_environment(workspace: Path) -> dict[str, str]:
     hidden = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "VIRTUAL_ENV")
     inherited = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("PREFECT__")}
     path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])
-    return {**QUIET_ENVIRONMENT, **inherited, "PATH": path, "PYTHONPATH": str(workspace.resolve()), "PYTHONUNBUFFERED": "1"}
+    code = os.pathsep.join(filter(None, [str(workspace.resolve()), inherited.get("PYTHONPATH")]))
+    return {**QUIET_ENVIRONMENT, **inherited, "PATH": path, "PYTHONPATH": code, "PYTHONUNBUFFERED": "1"}
 
 
 def up_to_date(workspace: Path) -> bool:
