@@ -1,0 +1,164 @@
+"""Credit: from a score per response to an advantage per token.
+
+The results are constants of the update: no gradient flows through them. A score that is not finite says that the response could not be
+scored; it is not a reward of 0. Statistics are computed in float64 and returned in the type that came in.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+
+@torch.no_grad()
+def token_rewards(scores: torch.Tensor, kl: torch.Tensor, response_mask: torch.Tensor, *, kl_coef: float) -> torch.Tensor:
+    """Rewards per token: the score at the last sampled token, less the KL penalty at each.
+
+    r_t = -kl_coef * kl_t + (score if t is the row's last True of response_mask)
+    Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, equation 2.
+
+    Args:
+        scores: [B]; NaN: could not be scored.
+        kl: [B, R], any estimate of KL(policy || reference) per token; masked entries may hold anything.
+        response_mask: [B, R] bool.
+        kl_coef: 0 where the KL is a term of the loss.
+    Returns:
+        [B, R], 0 where masked. The row of an unscored response is 0 and says nothing about the response: clear its mask before `gae`
+        and the losses, or the critic learns a reward of 0.
+    """
+    scored = scores.isfinite()
+    positions = torch.arange(response_mask.shape[1], device=response_mask.device)
+    last = positions.where(response_mask, -1).amax(1, keepdim=True)
+    rewards = -kl_coef * kl + scores.unsqueeze(1) * (positions == last)
+    return rewards.where(response_mask & scored.unsqueeze(1), 0.0)
+
+
+@torch.no_grad()
+def sequence_rewards(scores: torch.Tensor, kl: torch.Tensor, response_mask: torch.Tensor, *, kl_coef: float) -> torch.Tensor:
+    """Rewards per response for `grpo` and `rloo`: the score less kl_coef times the sum of the KL over the sampled tokens.
+
+    So the KL is subtracted *before* the group's baseline. Arguments as of `token_rewards`. Returns [B]; an unscored response stays NaN.
+    """
+    return scores - kl_coef * kl.where(response_mask, 0.0).sum(1)
+
+
+@torch.no_grad()
+def gae(
+    token_rewards: torch.Tensor, values: torch.Tensor, response_mask: torch.Tensor, *, gamma: float, gae_lambda: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalized advantage estimation over the response tokens; the response ends the episode, cut off or not.
+
+    A_t = d_t + gamma * gae_lambda * A_{t+1},   d_t = r_t + gamma * V_{t+1} - V_t
+    Source: Schulman et al. 2016, https://arxiv.org/abs/1506.02438, equations 11 and 16.
+
+    Args:
+        token_rewards: [B, R], KL penalty already subtracted. Rewards of masked tokens are not seen.
+        values: [B, R], in reward units, before each token is taken.
+        response_mask: [B, R] bool. t + 1 is the next unmasked token: values and advantages are carried across a gap (a tool's
+            output) without a discount. Masked entries may hold anything.
+    Returns:
+        advantages [B, R], not whitened; returns [B, R] = these advantages + values. Both 0 where masked.
+    """
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        sampled = response_mask[:, t]
+        delta = token_rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = (delta + gamma * gae_lambda * next_advantage).where(sampled, next_advantage)
+        next_value = values[:, t].where(sampled, next_value)
+        advantages[:, t] = next_advantage.where(sampled, 0.0)
+    return advantages, (advantages + values).where(response_mask, 0.0)
+
+
+@torch.no_grad()
+def grpo(
+    rewards: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor, *, normalize_std: bool, std_floor: float = 1e-4
+) -> torch.Tensor:
+    """Advantages relative to the group: the rewards of the other samples of the prompt are the baseline.
+
+    A_i = (r_i - mean(r)) / max(std(r), std_floor),   or without the division
+    Source: Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2; without the division: Liu et al. 2025 (Dr. GRPO),
+    https://arxiv.org/abs/2503.20783.
+
+    The std is the unbiased one (n - 1). The floor replaces a smaller std, so that nearly equal rewards can't become large advantages.
+
+    Args:
+        rewards: [B], one per response; where the KL is placed in the reward it is already subtracted (`sequence_rewards`).
+            NaN: unscored, left out of the group's statistics, advantage 0.
+        group_ids: [B] int64, any numbers in any order; samples of one prompt share theirs.
+        response_mask: [B, R] bool. A row without True is left out of the statistics too.
+    Returns:
+        [B, R], the response's advantage at each of its tokens, 0 where masked. A group of one and a group of equal rewards get 0.
+    """
+    centered, group, count = _centered(rewards, group_ids, response_mask)
+    if normalize_std:
+        squares = torch.zeros_like(count).index_add(0, group, centered.square())
+        std = (squares / (count - 1).clamp(min=1)).sqrt()
+        centered = centered / std.clamp(min=std_floor)[group]
+    return _per_token(centered, rewards, response_mask)
+
+
+@torch.no_grad()
+def rloo(rewards: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """REINFORCE with the mean of the group's other responses as baseline.
+
+    A_i = r_i - (sum(r) - r_i) / (n - 1) = (r_i - mean(r)) * n / (n - 1),   n = scored responses of the group
+    Source: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, section 3.3 (Kool et al. 2019).
+
+    Arguments, result and degenerate groups as of `grpo`.
+    """
+    centered, group, count = _centered(rewards, group_ids, response_mask)
+    return _per_token(centered * (count / (count - 1).clamp(min=1))[group], rewards, response_mask)
+
+
+@torch.no_grad()
+def whiten(advantages: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True, std_floor: float = 1e-4) -> torch.Tensor:
+    """Advantages with mean 0 and std 1 over all unmasked entries of the batch that is given.
+
+    Give it the whole rollout batch, of all ranks, before it is cut into mini-batches: the statistics of a part are others. The std is
+    the unbiased one (n - 1) and at least std_floor.
+
+    Args:
+        advantages: [B, R]; masked entries may hold anything.
+        mask: [B, R] bool.
+        shift_mean: False keeps the mean.
+    Returns:
+        [B, R], 0 where masked.
+    """
+    kept = advantages.double().where(mask, 0.0)
+    count = mask.sum()
+    mean = kept.sum() / count.clamp(min=1)
+    centered = (kept - mean).where(mask, 0.0)
+    std = (centered.square().sum() / (count - 1).clamp(min=1)).sqrt()
+    white = centered / std.clamp(min=std_floor)
+    if not shift_mean:
+        white = white + mean
+    return white.where(mask, 0.0).to(advantages.dtype)
+
+
+def _centered(
+    rewards: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rewards less their group's mean [B], exactly 0 where the group says nothing; group of each [B]; counted samples of each group [G]."""
+    counted = rewards.isfinite() & response_mask.any(1)
+    groups, group = group_ids.unique(return_inverse=True)
+    known = rewards.double().where(counted, 0.0)
+    zeros = known.new_zeros(len(groups))
+    count = zeros.index_add(0, group, counted.double())
+    mean = zeros.index_add(0, group, known) / count.clamp(min=1)
+    highest = zeros.scatter_reduce(0, group, known.where(counted, -torch.inf), "amax", include_self=False)
+    lowest = zeros.scatter_reduce(0, group, known.where(counted, torch.inf), "amin", include_self=False)
+    informative = highest > lowest
+    if not informative.all():
+        # The message is always the same, so Python shows it once.
+        warnings.warn("groups of equal rewards, or with fewer than two scored responses, get advantage 0", RuntimeWarning, stacklevel=3)
+    return (known - mean[group]).where(counted & informative[group], 0.0), group, count
+
+
+def _per_token(advantage: torch.Tensor, rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    return advantage.to(rewards.dtype).unsqueeze(1).where(response_mask, 0.0)
+
+
+# By rl.algorithm.
+ADVANTAGE_ESTIMATORS = {"ppo": gae, "grpo": grpo, "rloo": rloo}

@@ -1,0 +1,43 @@
+"""Log-probability and entropy of tokens from logits, at the temperature at which the tokens were sampled."""
+
+from __future__ import annotations
+
+import torch
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, *, temperature: float) -> torch.Tensor:
+    """Log-probability of each given token.
+
+    log p(id) = z[id] - logsumexp(z),   z = logits / temperature
+
+    Written with the normaliser rather than with a whole log-softmax: only the logits are kept for the backward pass (and
+    their copy in fp32, or divided by the temperature, where that differs). Rounding is about 1e-7 of the normaliser's size.
+
+    Args:
+        logits: [N, V]; bfloat16 and float16 are computed in float32.
+        token_ids: [N] int64.
+        temperature: above 0, the one used for sampling; otherwise ratios and KL compare different distributions.
+    Returns:
+        [N], natural logarithms.
+    """
+    scaled = _scaled(logits, temperature)
+    return scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)
+
+
+def token_entropy(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
+    """Entropy of the next-token distribution, in nats: -sum_v p_v log p_v.
+
+    Args:
+        logits: [N, V]; -inf (a forbidden token) has probability 0 and adds nothing.
+        temperature: above 0.
+    Returns:
+        [N], with gradient.
+    """
+    logprobs = _scaled(logits, temperature).log_softmax(-1)
+    impossible = logprobs == -torch.inf
+    return -(logprobs.exp() * logprobs.masked_fill(impossible, 0.0)).sum(-1)
+
+
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return precise if temperature == 1.0 else precise / temperature
