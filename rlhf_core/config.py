@@ -106,7 +106,9 @@ class SourceConfig(Section):
             if self.clerk is None:
                 raise ValueError(f"source {self.name}: kind clerk expects a clerk section, got none; copy it from the default params.yaml")
         elif self.path is None or self.format is None:
-            raise ValueError(f"source {self.name}: kind {self.kind} expects path and format, got path={self.path} format={self.format}; set both")
+            raise ValueError(
+                f"source {self.name}: kind {self.kind} expects path and format, got path={self.path} format={self.format}; set both"
+            )
         return self
 
 
@@ -216,6 +218,9 @@ class ScoreConfig(Section):
 class RolloutConfig(Section):
     max_new_tokens: int = Field(gt=0)
     temperature: float = Field(gt=0)
+    engines: int = Field(ge=1)
+    gpus_per_engine: float = Field(gt=0)
+    gpu_memory_fraction: float = Field(gt=0, lt=1)
     kv_cache_gib: int = Field(gt=0)
     max_concurrent_sequences: int = Field(gt=0)
     max_logprob_difference: float = Field(gt=0)
@@ -223,6 +228,7 @@ class RolloutConfig(Section):
 
 class TrainerConfig(Section):
     ranks: int = Field(ge=1)
+    gpus_per_rank: float = Field(gt=0)
     zero_stage: Literal[0, 1, 2, 3]
     offload_optimizer: bool
     microbatch_tokens: int = Field(gt=0)
@@ -273,9 +279,13 @@ class RlConfig(Section):
             ("minibatch_size", self.minibatch_size),
         ):
             if self.samples_per_step % divisor:
-                raise ValueError(f"samples_per_step: expected a multiple of {what}={divisor}, got {self.samples_per_step}; change one of them")
+                raise ValueError(
+                    f"samples_per_step: expected a multiple of {what}={divisor}, got {self.samples_per_step}; change one of them"
+                )
         if self.minibatch_size % self.trainer.ranks:
-            raise ValueError(f"minibatch_size: expected a multiple of trainer.ranks={self.trainer.ranks}, got {self.minibatch_size}; change one of them")
+            raise ValueError(
+                f"minibatch_size: expected a multiple of trainer.ranks={self.trainer.ranks}, got {self.minibatch_size}; change one of them"
+            )
         return self
 
 
@@ -285,6 +295,7 @@ class EvaluationConfig(Section):
     temperature: float = Field(gt=0)
     confidence: float = Field(gt=0, lt=1)
     table_rows: int = Field(gt=0)
+    gpu_memory_fraction: float = Field(gt=0, lt=1)
 
 
 class ReportConfig(Section):
@@ -414,7 +425,13 @@ def set_key(tree: Any, dotted: str, value: Any) -> None:
         elif isinstance(holder, dict) and part in holder:
             node = holder[part]
         else:
-            known = ", ".join(map(str, holder)) if isinstance(holder, dict) else f"0 to {len(holder) - 1}" if isinstance(holder, list) else "nothing"
+            known = (
+                ", ".join(map(str, holder))
+                if isinstance(holder, dict)
+                else f"0 to {len(holder) - 1}"
+                if isinstance(holder, list)
+                else "nothing"
+            )
             raise ConfigError(f"override {dotted}: expected a key of params.yaml, got {part!r} (known here: {known}); correct its spelling")
     holder[int(last) if isinstance(holder, list) else last] = value
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from rlhf_core.config import STAGE_SECTIONS, ConfigError, Params, load_params
+from rlhf_core.config import STAGE_SECTIONS, ConfigError, Params, TrainingConfig, load_params
 from rlhf_core.quiet import be_quiet
 
 PREPARED = Path("data/prepared")
@@ -41,6 +41,7 @@ METRICS = Path("metrics")
 PLOTS = Path("plots")
 DATA_DOCS = Path("reports/data_docs")
 REPORT = Path("reports/report.html")
+TIMINGS = Path("reports/timings")  # not for DVC: no two runs take the same time
 
 # Exit codes. The flow retries all but the first, which would end the same again.
 REFUSED = 1  # wrong params, data or a model that isn't acceptable
@@ -109,6 +110,35 @@ class Stage:
     def stop_requested(self) -> bool:
         """True once SIGTERM has come: write a checkpoint and raise StageStopped."""
         return self._stop.is_set()
+
+    def use_threads(self) -> None:
+        """Let torch use the cores of `cluster.threads` in this process."""
+        import torch
+
+        torch.set_num_threads(self.params.cluster.threads)
+
+    def loop(self, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int) -> dict[str, Any]:
+        """What the training loop of a supervised stage needs from its stage: settings, curves, the stop signal."""
+        from rlhf_core.tracking import MetricsLog
+        from rlhf_core.trainers.supervised import LoopSettings
+
+        def metrics_log(step: int) -> MetricsLog:
+            return MetricsLog(
+                self.scratch / "curves.csv",
+                columns,
+                timings=TIMINGS / f"{self.name}.csv",
+                tracking=self.params.tracking,
+                run_name=f"{self.name}-{self.fingerprint[:8]}",
+                first_step=step,
+            )
+
+        settings = LoopSettings(seed=self.params.seed, checkpoint_every=config.checkpoint_every, eval_every=config.eval_every)
+        return {
+            "settings": settings,
+            "first_step": first_step,
+            "metrics_log": metrics_log,
+            "stop_requested": lambda: self.stop_requested,
+        }
 
     def _acquire(self) -> None:
         deadline = time.monotonic() + LOCK_DEADLINE

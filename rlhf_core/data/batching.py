@@ -1,0 +1,44 @@
+"""Which examples form a batch, and how a batch is cut into micro-batches by a token budget.
+
+Both are pure functions of their arguments: a resumed run asks for step n and gets what an uninterrupted one got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def batch_indices(step: int, *, batch_size: int, num_examples: int, seed: int) -> list[int]:
+    """The examples of one optimizer step: the endless stream of seeded permutations, cut into batches.
+
+    Each pass over the data is a fresh permutation; a batch may span two passes.
+
+    Raises:
+        ValueError: there are no examples.
+    """
+    if num_examples < 1:
+        raise ValueError("training data: expected at least 1 example, got 0; see what prepare_data kept and what was too long")
+    positions = range(step * batch_size, (step + 1) * batch_size)
+    permutations = {
+        epoch: np.random.default_rng([seed, epoch]).permutation(num_examples)
+        for epoch in range(positions[0] // num_examples, positions[-1] // num_examples + 1)
+    }
+    return [int(permutations[p // num_examples][p % num_examples]) for p in positions]
+
+
+def microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Cut examples into micro-batches of at most `max_tokens` padded tokens, similar lengths together.
+
+    An example longer than the budget gets a micro-batch of its own. Returns lists of positions in `lengths`, each
+    position once, the longest first, so that memory peaks at the start.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    batches: list[list[int]] = []
+    for i in order:
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches

@@ -1,0 +1,198 @@
+"""Training with DeepSpeed: the only file that imports it.
+
+The loss handed to `backward` is this rank's share of the step's loss: sums divided by global counts. Micro-batches and ranks
+then only have to be added up, so the engine's own averaging over ranks is undone here and it never divides by the number
+of micro-batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+RENDEZVOUS_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How one module is trained.
+
+    learning_rate: the peak; `schedule(step)` multiplies it (step counts from 0).
+    max_grad_norm: global 2-norm to which gradients are clipped.
+    zero_stage: 0 to 3; offload_optimizer moves the optimizer state to the host (stage 1 and up).
+    dtype: float32 | bfloat16 of parameters and activations; master weights are float32.
+    """
+
+    learning_rate: float
+    schedule: Callable[[int], float]
+    weight_decay: float
+    max_grad_norm: float
+    zero_stage: int
+    offload_optimizer: bool
+    dtype: str
+    seed: int
+
+
+def warmup_cosine(step: int, *, total: int, warmup: int, floor: float) -> float:
+    """Linear from 1/warmup to 1, then a cosine down to `floor` at step `total`. Factor of the peak learning rate."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def join_world(*, rank: int = 0, world_size: int = 1, store: dist.Store | None = None) -> None:
+    """Make this process rank `rank` of the data-parallel world; a world of one needs no network.
+
+    Raises:
+        dist.DistStoreError: not all ranks arrived within RENDEZVOUS_SECONDS.
+    """
+    if dist.is_initialized():
+        return
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size))
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo", store=store or dist.HashStore(), rank=rank, world_size=world_size
+    )
+    import deepspeed
+
+    deepspeed.utils.logging.logger.setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_init_required=False)
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def equal_count(parts: list[list[int]]) -> list[list[int]]:
+    """Split micro-batches until every rank has as many: with ZeRO each forward and backward is a collective.
+
+    Raises:
+        ValueError: a rank has fewer examples than another has micro-batches.
+    """
+    if dist.get_world_size() == 1:
+        return parts
+    wanted = torch.tensor([len(parts)], device=device())
+    dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+    parts = list(parts)
+    while len(parts) < int(wanted):
+        parts.sort(key=len)
+        largest = parts.pop()
+        if len(largest) < 2:
+            raise ValueError(f"micro-batches: expected at least {int(wanted)} examples on each rank, got fewer; raise microbatch_tokens")
+        parts += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    return parts
+
+
+class TrainEngine:
+    """One trained module: forward, backward of loss shares, step, full weights, checkpoint."""
+
+    def __init__(self, module: nn.Module, settings: EngineSettings):
+        import deepspeed
+
+        self._settings = settings
+        self._world_size = dist.get_world_size()
+        # With ZeRO or bfloat16 DeepSpeed's own optimizers clip and keep the norm; in plain float32 it doesn't report it.
+        self._clips_itself = settings.zero_stage == 0 and settings.dtype == "float32"
+        self._grad_norm = 0.0
+        optimizer, scheduler = self._optimizer(module)
+        self._engine, self._optim, _, _ = deepspeed.initialize(
+            model=module, optimizer=optimizer, lr_scheduler=scheduler, config=self._config()
+        )
+        if self._clips_itself:
+            optimizer.register_step_pre_hook(self._clip)
+
+    def _optimizer(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        s = self._settings
+        decayed = [p for p in module.parameters() if p.requires_grad and p.ndim > 1]
+        plain = [p for p in module.parameters() if p.requires_grad and p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": s.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        if s.offload_optimizer:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            optimizer = DeepSpeedCPUAdam(groups, lr=s.learning_rate, betas=(0.9, 0.95), adamw_mode=True)
+        else:
+            optimizer = torch.optim.AdamW(groups, lr=s.learning_rate, betas=(0.9, 0.95), fused=True)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, s.schedule)
+
+    def _config(self) -> dict[str, Any]:
+        s = self._settings
+        zero: dict[str, Any] = {"stage": s.zero_stage, "overlap_comm": False}
+        if s.offload_optimizer:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": False,
+            "gradient_clipping": 0.0 if self._clips_itself else s.max_grad_norm,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": s.dtype == "bfloat16"},
+            "steps_per_print": None,
+            "seed": s.seed,
+        }
+
+    def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        self._grad_norm = float(nn.utils.clip_grad_norm_(parameters, self._settings.max_grad_norm))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine(*args, **kwargs)
+
+    def backward(self, loss_share: torch.Tensor) -> None:
+        """Accumulate gradients of this micro-batch's share of the step's loss; the engine averages over ranks, we sum."""
+        self._engine.backward(loss_share * self._world_size, scale_wrt_gas=False)
+
+    def step(self) -> float:
+        """Reduce over ranks, clip, update, advance the schedule. Returns the gradient norm before clipping."""
+        self._engine.step()
+        return self._grad_norm if self._clips_itself else float(self._engine.get_global_grad_norm())
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return float(self._optim.param_groups[0]["lr"])
+
+    def train(self) -> None:
+        self._engine.train()
+
+    def eval(self) -> None:
+        self._engine.eval()
+
+    @property
+    def module(self) -> nn.Module:
+        return self._engine.module
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Full weights on the CPU, under the names of the wrapped Hugging Face model. Collective with ZeRO 3."""
+        import deepspeed
+
+        parameters = list(self.module.parameters())
+        with deepspeed.zero.GatheredParameters(parameters, enabled=self._settings.zero_stage == 3):
+            state = {k.removeprefix("model."): v.detach().cpu().clone() for k, v in self.module.state_dict().items()}
+        return state
+
+    def save(self, folder: Path, name: str) -> None:
+        """Parameters, optimizer, schedule and counters of this rank. Every rank calls it."""
+        self._engine.save_checkpoint(str(folder), tag=name, save_latest=False)
+
+    def load(self, folder: Path, name: str) -> None:
+        """What `save` wrote.
+
+        Raises:
+            ValueError: the checkpoint isn't of this engine.
+        """
+        path, _ = self._engine.load_checkpoint(str(folder), tag=name)
+        if path is None:
+            raise ValueError(
+                f"checkpoint {folder.name}/{name}: expected the state of a training engine, got nothing that loads; remove the folder"
+            )

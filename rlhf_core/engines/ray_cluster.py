@@ -1,0 +1,171 @@
+"""A Ray cluster for one job: a head of our own where no address is configured, submission, logs, an end without left-overs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+log = logging.getLogger("rlhf")
+
+STOP_GRACE_SECONDS = 60  # between SIGTERM and SIGKILL of a job: it writes a checkpoint
+HEAD_STOP_SECONDS = 20
+
+
+class ClusterError(RuntimeError):
+    """The cluster didn't start, refused the job or lost it. The message says what to look at."""
+
+
+@contextlib.contextmanager
+def local_head(*, cpus: int, start_timeout: float) -> Iterator[str]:
+    """Start a Ray head on free loopback ports, yield its dashboard address, and end it with all its processes.
+
+    A second head on the machine is left alone: nothing here calls `ray stop`. The head dies with this process.
+
+    Raises:
+        ClusterError: it isn't up after `start_timeout` seconds.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="rlhf-ray-"))
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
+    token.chmod(0o600)
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_JOB_STOP_WAIT_TIME_S=str(STOP_GRACE_SECONDS))
+    port, dashboard, agent, client, metrics = _free_ports(5)
+    command = [
+        str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats", "--log-style=record",
+        f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}",
+        f"--metrics-export-port={metrics}", f"--temp-dir={folder}", f"--num-cpus={cpus}", "--object-store-memory=300000000",
+    ]  # fmt: skip
+    with (folder / "head.log").open("w") as output:
+        head = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_end_with_parent)
+    address = f"http://127.0.0.1:{dashboard}"
+    try:
+        _wait_until_up(address, head, folder / "head.log", start_timeout)
+        yield address
+    finally:
+        _stop_head(head)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+def _wait_until_up(address: str, head: subprocess.Popen, output: Path, timeout: float) -> None:
+    from ray.job_submission import JobSubmissionClient
+
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and head.poll() is None:
+        try:
+            JobSubmissionClient(address).list_jobs()
+            return
+        except (ConnectionError, RuntimeError):
+            time.sleep(0.3)
+    raise ClusterError(
+        f"Ray head: expected it up within {timeout:.0f} s, got {'no answer' if head.poll() is None else f'exit code {head.returncode}'}; "
+        f"its output ends with:\n{output.read_text()[-1500:]}"
+    )
+
+
+def _stop_head(head: subprocess.Popen) -> None:
+    head.terminate()
+    try:
+        head.wait(HEAD_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        log.warning("Ray head: still there %d s after SIGTERM; killing it", HEAD_STOP_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(head.pid, signal.SIGKILL)
+    head.wait()
+
+
+def run_job(
+    address: str,
+    entrypoint: str,
+    *,
+    fingerprint: str,
+    environment: dict[str, str],
+    start_timeout: float,
+    on_output: Callable[[str], None],
+    stop_requested: Callable[[], bool],
+) -> int:
+    """Submit a job, or find the live one with this fingerprint again, and follow it to its end.
+
+    Args:
+        entrypoint: the shell command of the driver.
+        on_output: gets the driver's output in pieces, as they come.
+        stop_requested: once True, the job is sent SIGTERM; it has STOP_GRACE_SECONDS to write a checkpoint.
+    Returns:
+        the driver's exit code.
+    Raises:
+        ClusterError: the job didn't start within `start_timeout` seconds, or the head is gone.
+    """
+    from ray.job_submission import JobSubmissionClient
+
+    client = JobSubmissionClient(address)
+    job = _live_job(client, fingerprint)
+    if job is None:
+        job = client.submit_job(
+            entrypoint=entrypoint,
+            metadata={"rlhf_fingerprint": fingerprint},
+            runtime_env={"env_vars": environment},
+        )
+    else:
+        log.info("Ray job %s: already at work on this; following it", job)
+    return _follow(client, job, start_timeout, on_output, stop_requested)
+
+
+def _live_job(client, fingerprint: str) -> str | None:
+    for details in client.list_jobs():
+        if (details.metadata or {}).get("rlhf_fingerprint") == fingerprint and not details.status.is_terminal():
+            return details.submission_id
+    return None
+
+
+def _follow(client, job: str, start_timeout: float, on_output: Callable[[str], None], stop_requested: Callable[[], bool]) -> int:
+    from ray.job_submission import JobStatus
+
+    deadline = time.monotonic() + start_timeout
+    seen, stopping = 0, False
+    while True:
+        try:
+            details = client.get_job_info(job)
+            output = client.get_job_logs(job)
+        except (ConnectionError, RuntimeError) as error:
+            raise ClusterError(f"Ray job {job}: expected the head to answer, got {error}; is it still running?") from error
+        on_output(output[seen:])
+        seen = len(output)
+        if details.status.is_terminal():
+            return details.driver_exit_code if details.driver_exit_code is not None else 1
+        if details.status == JobStatus.PENDING and time.monotonic() > deadline:
+            client.stop_job(job)
+            raise ClusterError(
+                f"Ray job {job}: expected it to start within {start_timeout:.0f} s, got PENDING; does the cluster have a free CPU?"
+            )
+        if stop_requested() and not stopping:
+            stopping = True
+            client.stop_job(job)
+        time.sleep(0.3)

@@ -1,0 +1,70 @@
+"""The SFT model against the policy on held-out prompts: answers, scores, divergence, and what they come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rlhf_core.data.batching import microbatches
+from rlhf_core.data.judge import Judgement
+from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+from rlhf_core.statistics import mean_interval, win_rate_interval
+from rlhf_core.types import Prompt
+
+ASPECTS = ("correct", "polite", "brief", "safe")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One model's answer to one prompt: its text, its reward-model score (NaN: none) and the judge's word where there is a judge."""
+
+    prompt: Prompt
+    response_ids: list[int]
+    text: str
+    finished: bool
+    score: float
+    judgement: Judgement | None
+
+
+def summarize(answers: list[Answer], *, confidence: float) -> dict[str, float | int]:
+    """Means over answers; a score that is missing is left out, and the judge's shares are over what it can judge."""
+    scores = [a.score for a in answers if a.score == a.score]
+    low, high = mean_interval(scores, confidence)
+    summary = {
+        "n": len(answers),
+        "reward_mean": sum(scores) / len(scores),
+        "reward_low": low,
+        "reward_high": high,
+        "length_mean": sum(len(a.response_ids) for a in answers) / len(answers),
+        "cut_off_fraction": sum(not a.finished for a in answers) / len(answers),
+    }
+    judged = [a.judgement for a in answers if a.judgement is not None]
+    if judged:
+        summary["judge_ok"] = sum(j.ok for j in judged) / len(judged)
+        summary |= {f"judge_{aspect}": sum(getattr(j, aspect) for j in judged) / len(judged) for aspect in ASPECTS}
+    return summary
+
+
+def win_rate(policy: list[Answer], baseline: list[Answer], *, confidence: float) -> dict[str, float | int]:
+    """Share of prompts on which the reward model prefers the policy's answer; ties are half, prompts without both scores left out."""
+    pairs = [(p.score, b.score) for p, b in zip(policy, baseline, strict=True) if p.score == p.score and b.score == b.score]
+    ties = sum(p == b for p, b in pairs)
+    wins = sum(p > b for p, b in pairs) + 0.5 * ties
+    low, high = win_rate_interval(wins, len(pairs), confidence)
+    return {"value": wins / len(pairs), "low": low, "high": high, "ties": ties, "n": len(pairs)}
+
+
+@torch.no_grad()
+def response_logprobs(
+    module: PolicyModule, answers: list[Answer], *, pad_id: int, microbatch_tokens: int, temperature: float, device: torch.device
+) -> torch.Tensor:
+    """Summed log-probability [len(answers)] of each response under a model."""
+    sequences = [[*a.prompt.prompt_ids, *a.response_ids] for a in answers]
+    sums = torch.zeros(len(answers))
+    for part in microbatches([len(s) for s in sequences], max_tokens=microbatch_tokens):
+        batch = collate_tokens([sequences[i] for i in part], [len(answers[i].prompt.prompt_ids) for i in part], pad_id=pad_id)
+        flat, _ = module(batch.to(device), temperature=temperature)
+        for i, logprobs in zip(part, flat.cpu().split([len(answers[i].response_ids) for i in part]), strict=True):
+            sums[i] = logprobs.sum()
+    return sums

@@ -1,0 +1,98 @@
+"""Making and loading models: a causal language model, and the same trunk with a scalar head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_core.config import ModelConfig
+
+
+def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
+    """The model that SFT starts from: weights from `config.path`, or random ones of `config.architecture`.
+
+    Master weights are float32; the engine casts for training where `config.dtype` says so.
+    """
+    if config.path is not None:
+        return load_language_model(config.path, trust_remote_code=config.trust_remote_code)
+    shape = config.architecture
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.heads,
+            max_position_embeddings=config.max_length,
+            tie_word_embeddings=False,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            dtype="float32",
+        )
+    )
+
+
+def load_language_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A causal language model from a Hugging Face name or folder (safetensors only), float32."""
+    return AutoModelForCausalLM.from_pretrained(
+        path, trust_remote_code=trust_remote_code, use_safetensors=True, dtype=torch.float32, attn_implementation="sdpa"
+    )
+
+
+def new_scalar_model(language_model_path: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool) -> PreTrainedModel:
+    """A language model's trunk with a fresh scalar head; the head starts at zero, so every score starts at 0."""
+    model = load_scalar_model(language_model_path, trust_remote_code=trust_remote_code)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    torch.nn.init.zeros_(scalar_head(model).weight)
+    return model
+
+
+def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A reward model or critic: a Hugging Face sequence classifier with one label, float32."""
+    return AutoModelForSequenceClassification.from_pretrained(
+        path, num_labels=1, trust_remote_code=trust_remote_code, use_safetensors=True, dtype=torch.float32, attn_implementation="sdpa"
+    )
+
+
+def trunk(model: PreTrainedModel) -> torch.nn.Module:
+    """The model without its head: token ids in, hidden states out."""
+    return model.base_model
+
+
+def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
+    """The linear layer from hidden state to score.
+
+    Raises:
+        ValueError: the architecture's classifier has no plain `score` layer.
+    """
+    for name in ("score", "classifier"):
+        head = dict(model.named_children()).get(name)
+        if isinstance(head, torch.nn.Linear):
+            return head
+    raise ValueError(
+        f"reward model: expected an architecture with a linear score layer, got {type(model).__name__}; use a decoder-only model"
+    )
+
+
+def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """A Hugging Face folder: config, safetensors, tokenizer with its chat template."""
+    model.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
+    tokenizer.save_pretrained(folder)
+
+
+def read_state_dict(folder: Path) -> dict[str, torch.Tensor]:
+    """All weights of a Hugging Face folder's safetensors files, on the CPU."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}

@@ -1,0 +1,77 @@
+"""What the engines train: modules that return numbers for the tokens that are asked for and for no others.
+
+Sequences are right-padded, prompt and response contiguous. Attention is causal, so no real token ever sees padding and no
+attention mask is needed. The vocabulary projection runs on the selected positions only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlhf_core.algorithms.logprobs import token_entropy, token_logprobs
+from rlhf_core.models.build import scalar_head, trunk
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Token sequences of one micro-batch and the tokens in them that count.
+
+    input_ids: [B, T] int64, right-padded.
+    selected: [B, T] bool; N of them are True.
+    """
+
+    input_ids: torch.Tensor
+    selected: torch.Tensor
+
+    def to(self, device: torch.device) -> TokenBatch:
+        return TokenBatch(self.input_ids.to(device), self.selected.to(device))
+
+
+def collate_tokens(sequences: list[list[int]], starts: list[int], *, pad_id: int, ends: list[int] | None = None) -> TokenBatch:
+    """Pad sequences to [B, T] and select the tokens from `starts[i]` to `ends[i]` (default: the end) of each."""
+    width = max(map(len, sequences))
+    input_ids = torch.full((len(sequences), width), pad_id, dtype=torch.long)
+    selected = torch.zeros((len(sequences), width), dtype=torch.bool)
+    for row, ids in enumerate(sequences):
+        input_ids[row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
+        selected[row, starts[row] : len(ids) if ends is None else ends[row]] = True
+    return TokenBatch(input_ids, selected)
+
+
+class PolicyModule(nn.Module):
+    """Log-probabilities of selected tokens under a causal language model."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, batch: TokenBatch, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probability [N] of each selected token given all before it, row by row; and the entropy [N] there if asked for.
+
+        The first token of a sequence can't be selected: nothing predicts it.
+        """
+        hidden = trunk(self.model)(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        predicted = batch.selected[:, 1:]
+        logits = self.model.get_output_embeddings()(hidden[:, :-1][predicted])
+        entropy = token_entropy(logits, temperature=temperature) if with_entropy else None
+        return token_logprobs(logits, batch.input_ids[:, 1:][predicted], temperature=temperature), entropy
+
+
+class ScalarModule(nn.Module):
+    """Scores or values at selected positions: a reward model or a critic."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        scalar_head(model)
+
+    def forward(self, batch: TokenBatch) -> torch.Tensor:
+        """The head's output [N] at each selected position, which has seen that token and all before it."""
+        hidden = trunk(self.model)(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        return scalar_head(self.model)(hidden[batch.selected]).squeeze(-1).float()

@@ -1,0 +1,140 @@
+"""Reward model training: Bradley-Terry on pairs, every distinct response of a conversation scored once.
+
+All pairs of a conversation stay together in one optimizer step, as in Ouyang et al. 2022, section 3.5
+(https://arxiv.org/abs/2203.02155): k responses compared in many pairs cost k forward passes and are not overfitted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.algorithms.preference_losses import bradley_terry
+from rlhf_core.data.batching import microbatches
+from rlhf_core.engines.deepspeed_engine import TrainEngine, device
+from rlhf_core.models.tokenizer import encode_conversation
+from rlhf_core.models.wrappers import collate_tokens
+from rlhf_core.trainers.supervised import Metrics, Phase
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A conversation's distinct responses and the pairs among them.
+
+    sequences: token ids of conversation and response, the end token included.
+    pairs: (chosen, rejected) as positions in `sequences`.
+    row_ids: of the pairs.
+    """
+
+    sequences: list[list[int]] = field(default_factory=list)
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+    row_ids: list[str] = field(default_factory=list)
+
+    @property
+    def padded_tokens(self) -> int:
+        return len(self.sequences) * max(map(len, self.sequences))
+
+
+def encode_comparisons(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[list[Comparison], int]:
+    """Group rows with messages, chosen and rejected by conversation.
+
+    Returns the comparisons, in order of first appearance, and the number of pairs dropped because one of their
+    responses is too long: cutting it would make it look finished. Unpaired rows (one side null) are not for this trainer
+    and are left out.
+    """
+    comparisons: dict[str, Comparison] = {}
+    positions: dict[tuple[str, str], int | None] = {}
+    dropped = 0
+    for row in rows:
+        if row["chosen"] is None or row["rejected"] is None:
+            continue
+        key = json.dumps(row["messages"])
+        comparison = comparisons.setdefault(key, Comparison())
+        sides = []
+        for text in (row["chosen"], row["rejected"]):
+            if (key, text) not in positions:
+                ids, _ = encode_conversation(tokenizer, row["messages"], text)
+                positions[key, text] = None if len(ids) > max_length else len(comparison.sequences)
+                if len(ids) <= max_length:
+                    comparison.sequences.append(ids)
+            sides.append(positions[key, text])
+        if None in sides:
+            dropped += 1
+            continue
+        comparison.pairs.append((sides[0], sides[1]))
+        comparison.row_ids.append(row["id"])
+    return [c for c in comparisons.values() if c.pairs], dropped
+
+
+def reward_phase(
+    train: list[Comparison],
+    heldout: list[Comparison],
+    *,
+    steps: int,
+    batch_size: int,
+    pad_id: int,
+    microbatch_tokens: int,
+    margin: float,
+    centering_coef: float,
+) -> Phase:
+    """Optimizer steps whose loss is the mean over the step's pairs, whatever the micro-batches."""
+
+    def train_batch(engine: TrainEngine, chosen: list[int]) -> Metrics:
+        batch = [train[i] for i in chosen]
+        num_pairs = sum(len(c.pairs) for c in batch)
+        loss, points = 0.0, 0.0
+        for part in _parts(batch, microbatch_tokens):
+            chosen_scores, rejected_scores = score_pairs(engine, part, pad_id=pad_id)
+            share = bradley_terry(chosen_scores, rejected_scores, margin=margin, centering_coef=centering_coef).sum() / num_pairs
+            engine.backward(share)
+            loss += float(share.detach())
+            points += _points(chosen_scores.detach(), rejected_scores.detach())
+        return {"loss": loss, "accuracy": points / num_pairs, "tokens": float(sum(len(s) for c in batch for s in c.sequences))}
+
+    def evaluate(engine: TrainEngine) -> Metrics:
+        chosen_scores, rejected_scores = score_heldout(engine, heldout, pad_id=pad_id, microbatch_tokens=microbatch_tokens)
+        loss = bradley_terry(chosen_scores, rejected_scores, margin=margin, centering_coef=0.0).mean()
+        return {"heldout_loss": float(loss), "heldout_accuracy": _points(chosen_scores, rejected_scores) / len(chosen_scores)}
+
+    return Phase("reward", steps, batch_size, len(train), train_batch, evaluate if heldout else None)
+
+
+def score_pairs(engine: TrainEngine, comparisons: list[Comparison], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores [pairs] of chosen and rejected, in order; each distinct sequence goes through the model once."""
+    sequences = [s for c in comparisons for s in c.sequences]
+    scores = engine(collate_tokens(sequences, [len(s) - 1 for s in sequences], pad_id=pad_id).to(device()))
+    offsets = [0]
+    for c in comparisons:
+        offsets.append(offsets[-1] + len(c.sequences))
+    pairs = torch.tensor([(o + a, o + b) for o, c in zip(offsets, comparisons, strict=False) for a, b in c.pairs], device=scores.device)
+    return scores[pairs[:, 0]], scores[pairs[:, 1]]
+
+
+def score_heldout(
+    engine: TrainEngine, comparisons: list[Comparison], *, pad_id: int, microbatch_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores [pairs] of chosen and rejected on the CPU, in the order of the comparisons and their pairs."""
+    order = microbatches([c.padded_tokens for c in comparisons], max_tokens=microbatch_tokens)
+    by_comparison: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    with torch.no_grad():
+        for part in order:
+            chosen, rejected = score_pairs(engine, [comparisons[i] for i in part], pad_id=pad_id)
+            sizes = [len(comparisons[i].pairs) for i in part]
+            for i, a, b in zip(part, chosen.cpu().split(sizes), rejected.cpu().split(sizes), strict=True):
+                by_comparison[i] = (a, b)
+    scores = [by_comparison[i] for i in range(len(comparisons))]
+    return torch.cat([a for a, _ in scores]), torch.cat([b for _, b in scores])
+
+
+def _parts(batch: list[Comparison], microbatch_tokens: int) -> Iterator[list[Comparison]]:
+    for part in microbatches([c.padded_tokens for c in batch], max_tokens=microbatch_tokens):
+        yield [batch[i] for i in part]
+
+
+def _points(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> float:
+    """Pairs in the right order; a tie is half a point."""
+    return float((chosen_scores > rejected_scores).sum() + 0.5 * (chosen_scores == rejected_scores).sum())

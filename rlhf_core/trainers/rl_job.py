@@ -1,0 +1,35 @@
+"""The description of an RL job: all that the Ray job's driver and its actors need to know, as one JSON file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_core.config import ModelConfig, RlConfig, Section, TrackingConfig
+
+
+class RlJob(Section):
+    """Paths are absolute; on a cluster they are on a file system that every node sees.
+
+    prepared: folder of the canonical data. sft_model: where the policy starts and what the reference is.
+    reward_model: also where PPO's critic starts. work: checkpoints and curves. output: the final policy's folder.
+    """
+
+    seed: int
+    model: ModelConfig
+    rl: RlConfig
+    tracking: TrackingConfig
+    threads: int
+    run_name: str
+    prepared: str
+    sft_model: str
+    reward_model: str
+    work: str
+    output: str
+    timings: str
+
+    def write(self, path: Path) -> None:
+        path.write_text(self.model_dump_json(indent=1), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> RlJob:
+        return cls.model_validate_json(path.read_text(encoding="utf-8"))

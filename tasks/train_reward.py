@@ -1,0 +1,95 @@
+"""Stage train_reward: a scalar head on the SFT model, and its scores of the held-out pairs for the gate to judge."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+from rlhf_core.checkpoint import CheckpointStore
+from rlhf_core.data.schema import read_rows
+from tasks.stage import METRICS, PLOTS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, SFT_MODEL, Stage, StageStopped, publish, write_json
+
+COLUMNS = ("step", "phase", "loss", "accuracy", "heldout_loss", "heldout_accuracy", "learning_rate", "grad_norm")
+
+
+def main() -> None:
+    with Stage("train_reward") as stage:
+        from rlhf_core.engines.deepspeed_engine import join_world
+        from rlhf_core.models.build import new_scalar_model, save_model
+        from rlhf_core.models.tokenizer import load_tokenizer
+        from rlhf_core.trainers.supervised import Interrupted
+
+        stage.use_threads()
+        join_world()
+        trust = stage.params.model.trust_remote_code
+        tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=trust)
+        model = new_scalar_model(SFT_MODEL, tokenizer, trust_remote_code=trust)
+        try:
+            engine, metrics = train(stage, model, tokenizer)
+        except Interrupted as stop:
+            raise StageStopped from stop
+        metrics["heldout_pairs"] = write_heldout_scores(stage, engine, tokenizer)
+        aside = stage.scratch / "model"
+        save_model(model, engine.state_dict(), tokenizer, aside)
+        publish(aside, REWARD_MODEL)
+        PLOTS.mkdir(exist_ok=True)
+        shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_reward.csv")
+        write_json(METRICS / "train_reward.json", metrics)
+
+
+def train(stage: Stage, model, tokenizer):
+    """Returns the engine and the stage's metrics."""
+    from rlhf_core.engines.deepspeed_engine import TrainEngine
+    from rlhf_core.models.wrappers import ScalarModule
+    from rlhf_core.trainers.reward import encode_comparisons, reward_phase
+    from rlhf_core.trainers.supervised import engine_settings, evaluate, train_phase
+
+    params, config = stage.params, stage.params.reward
+    comparisons, dropped = encode_comparisons(read_rows(PREPARED, "preference", "train"), tokenizer, max_length=params.model.max_length)
+    heldout, _ = encode_comparisons(read_rows(PREPARED, "preference", "validation"), tokenizer, max_length=params.model.max_length)
+    phase = reward_phase(
+        comparisons,
+        heldout,
+        steps=math.ceil(config.epochs * len(comparisons) / config.batch_size),
+        batch_size=config.batch_size,
+        pad_id=tokenizer.pad_token_id,
+        microbatch_tokens=config.microbatch_tokens,
+        margin=config.margin,
+        centering_coef=config.centering_coef,
+    )
+    settings = engine_settings(config, steps=phase.steps, learning_rate=config.learning_rate, dtype=params.model.dtype, seed=params.seed)
+    engine = TrainEngine(ScalarModule(model), settings)
+    train_phase(engine, phase, checkpoints=CheckpointStore(stage.scratch / "reward"), **stage.loop(config, COLUMNS, first_step=0))
+    metrics = {"pairs": sum(len(c.pairs) for c in comparisons), "dropped_too_long": dropped, "steps": phase.steps}
+    if phase.evaluate is not None:
+        metrics |= evaluate(engine, phase.evaluate)
+    return engine, metrics
+
+
+def write_heldout_scores(stage: Stage, engine, tokenizer) -> int:
+    """Score every validation and test pair into data/reward_heldout.parquet. Returns how many there are."""
+    import pandas as pd
+
+    from rlhf_core.trainers.reward import encode_comparisons, score_heldout
+
+    engine.eval()
+    rows = []
+    for split in ("validation", "test"):
+        pairs = read_rows(PREPARED, "preference", split)
+        sources = {row["id"]: row["source"] for row in pairs}
+        comparisons, _ = encode_comparisons(pairs, tokenizer, max_length=stage.params.model.max_length)
+        if not comparisons:
+            continue
+        chosen, rejected = score_heldout(
+            engine, comparisons, pad_id=tokenizer.pad_token_id, microbatch_tokens=stage.params.reward.microbatch_tokens
+        )
+        positions = ((c, a, b, row_id) for c in comparisons for (a, b), row_id in zip(c.pairs, c.row_ids, strict=True))
+        for (c, a, b, row_id), chosen_score, rejected_score in zip(positions, chosen.tolist(), rejected.tolist(), strict=True):
+            rows.append((row_id, sources[row_id], split, chosen_score, rejected_score, len(c.sequences[a]), len(c.sequences[b])))
+    columns = ["id", "source", "split", "chosen_score", "rejected_score", "chosen_tokens", "rejected_tokens"]
+    pd.DataFrame(rows, columns=columns).to_parquet(REWARD_HELDOUT, index=False)
+    return len(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Stage train_sft: the model that imitates the demonstrations, and where every later model starts."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+from rlhf_core.checkpoint import CheckpointStore
+from rlhf_core.data.schema import read_rows
+from tasks.stage import METRICS, PLOTS, PREPARED, SFT_MODEL, TOKENIZER, Stage, StageStopped, publish, write_json
+
+COLUMNS = ("step", "phase", "loss", "heldout_loss", "learning_rate", "grad_norm")
+
+
+def main() -> None:
+    with Stage("train_sft") as stage:
+        from rlhf_core.engines.deepspeed_engine import join_world
+        from rlhf_core.models.build import new_language_model, save_model
+        from rlhf_core.models.tokenizer import load_tokenizer
+        from rlhf_core.trainers.supervised import Interrupted
+
+        stage.use_threads()
+        join_world()
+        tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=stage.params.model.trust_remote_code)
+        model = new_language_model(stage.params.model, tokenizer, seed=stage.params.seed)
+        try:
+            # An engine leaves its hooks on what it trained, so the second one gets a copy.
+            first_step = pretrain(stage, copy.deepcopy(model), model, tokenizer)
+            engine, metrics = finetune(stage, model, tokenizer, first_step=first_step)
+        except Interrupted as stop:
+            raise StageStopped from stop
+        aside = stage.scratch / "model"
+        save_model(model, engine.state_dict(), tokenizer, aside)
+        publish(aside, SFT_MODEL)
+        PLOTS.mkdir(exist_ok=True)
+        shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_sft.csv")
+        write_json(METRICS / "train_sft.json", metrics)
+
+
+def pretrain(stage: Stage, model, target, tokenizer) -> int:
+    """A short pretraining of a model that starts from nothing, where the data has plain text.
+
+    Trains `model`, leaves the weights in `target`, and returns the number of steps.
+    """
+    from rlhf_core.engines.deepspeed_engine import TrainEngine
+    from rlhf_core.models.wrappers import PolicyModule
+    from rlhf_core.trainers.sft import encode_texts, sft_phase
+    from rlhf_core.trainers.supervised import engine_settings, train_phase
+
+    params, config = stage.params, stage.params.sft
+    if params.model.path is not None or not (PREPARED / "pretrain.parquet").exists() or config.pretrain.steps == 0:
+        return 0
+    examples, _ = encode_texts(read_rows(PREPARED, "pretrain", "train"), tokenizer, max_length=params.model.max_length)
+    phase = sft_phase(
+        "pretrain",
+        examples,
+        [],
+        steps=config.pretrain.steps,
+        batch_size=config.pretrain.batch_size,
+        pad_id=tokenizer.pad_token_id,
+        microbatch_tokens=config.microbatch_tokens,
+    )
+    settings = engine_settings(
+        config, steps=phase.steps, learning_rate=config.pretrain.learning_rate, dtype=params.model.dtype, seed=params.seed
+    )
+    engine = TrainEngine(PolicyModule(model), settings)
+    train_phase(engine, phase, checkpoints=CheckpointStore(stage.scratch / "pretrain"), **stage.loop(config, COLUMNS, first_step=0))
+    target.load_state_dict(engine.state_dict())
+    return phase.steps
+
+
+def finetune(stage: Stage, model, tokenizer, *, first_step: int):
+    """SFT proper. Returns the engine and the stage's metrics."""
+    from rlhf_core.engines.deepspeed_engine import TrainEngine
+    from rlhf_core.models.wrappers import PolicyModule
+    from rlhf_core.trainers.sft import encode_demonstrations, sft_phase
+    from rlhf_core.trainers.supervised import engine_settings, evaluate, train_phase
+
+    params, config = stage.params, stage.params.sft
+    train, dropped = encode_demonstrations(read_rows(PREPARED, "sft", "train"), tokenizer, max_length=params.model.max_length)
+    heldout, _ = encode_demonstrations(read_rows(PREPARED, "sft", "validation"), tokenizer, max_length=params.model.max_length)
+    phase = sft_phase(
+        "sft",
+        train,
+        heldout,
+        steps=config.steps,
+        batch_size=config.batch_size,
+        pad_id=tokenizer.pad_token_id,
+        microbatch_tokens=config.microbatch_tokens,
+    )
+    settings = engine_settings(config, steps=phase.steps, learning_rate=config.learning_rate, dtype=params.model.dtype, seed=params.seed)
+    engine = TrainEngine(PolicyModule(model), settings)
+    train_phase(engine, phase, checkpoints=CheckpointStore(stage.scratch / "sft"), **stage.loop(config, COLUMNS, first_step=first_step))
+    metrics = {"demonstrations": len(train), "dropped_too_long": dropped, "parameters": sum(p.numel() for p in model.parameters())}
+    if phase.evaluate is not None:
+        metrics |= evaluate(engine, phase.evaluate)
+    return engine, metrics
+
+
+if __name__ == "__main__":
+    main()
