@@ -88,6 +88,19 @@ DataFormat = Literal[
 ]
 
 
+# Format -> the uses it can serve, and our names of its columns.
+FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "preference": (("sft", "preference", "prompt"), ("prompt", "chosen", "rejected")),
+    "hh": (("sft", "preference", "prompt"), ("chosen", "rejected")),
+    "instruction": (("sft", "prompt"), ("instruction", "input", "output", "label")),
+    "messages": (("sft", "prompt"), ("messages", "label")),
+    "unpaired": (("sft", "preference", "prompt"), ("prompt", "completion", "label")),
+    "graded": (("sft", "preference", "prompt"), ("prompt", "completions", "completion", "good")),
+    "prompt": (("prompt",), ("prompt", "label")),
+    "text": (("pretrain",), ("text",)),
+}
+
+
 class SourceConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     kind: Literal["clerk", "file", "huggingface"]
@@ -98,7 +111,8 @@ class SourceConfig(Section):
     subset: str | None = None  # of a Hugging Face data set
     dataset_split: str = "train"  # of a Hugging Face data set
     format: DataFormat | None = None
-    columns: dict[str, str | list[str]] = Field(default_factory=dict)  # our name -> theirs
+    columns: dict[str, str | list[str]] = Field(default_factory=dict)  # our name -> theirs; dots reach into nested columns
+    label_pattern: str | None = None  # regular expression that finds the label inside its column; its first group, if it has one
 
     @model_validator(mode="after")
     def _complete(self):
@@ -109,7 +123,23 @@ class SourceConfig(Section):
             raise ValueError(
                 f"source {self.name}: kind {self.kind} expects path and format, got path={self.path} format={self.format}; set both"
             )
+        else:
+            self._check_format(*FORMATS[self.format])
         return self
+
+    def _check_format(self, uses: tuple[str, ...], columns: tuple[str, ...]) -> None:
+        subject = f"source {self.name}"
+        if unserved := [use for use in self.uses if use not in uses]:
+            raise ValueError(f"{subject}: format {self.format} expects uses among {list(uses)}, got {unserved}; drop them or use another format")
+        if unknown := [column for column in self.columns if column not in columns]:
+            raise ValueError(f"{subject}: format {self.format} expects columns named {list(columns)}, got {unknown}; map ours to theirs")
+        if lists := [column for column, theirs in self.columns.items() if isinstance(theirs, list) and column != "completions"]:
+            raise ValueError(f"{subject}: columns {lists} expect one column each, got lists; only completions takes several")
+        if self.label_pattern is not None:
+            try:
+                re.compile(self.label_pattern)
+            except re.error as error:
+                raise ValueError(f"{subject}: label_pattern expects a regular expression, got {self.label_pattern!r} ({error}); correct it") from error
 
 
 class DataConfig(Section):

@@ -1,0 +1,287 @@
+"""Records of other people's data sets, in eight formats, as rows of the canonical schema.
+
+A converter takes one record and returns its rows per use, or raises `Dropped` with the reason why the record can't be
+used, which is counted. A record that doesn't have the format at all raises ValueError: the mapping is wrong, not the record.
+
+Texts are stripped: chat templates bring their own white space, and many strip what they are given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from os.path import commonprefix
+from typing import Any
+
+from rlhf_core.config import SourceConfig
+from rlhf_core.data.schema import Message
+
+Rows = dict[str, list[dict]]  # use -> rows without id, source and split
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "bot": "assistant",
+}
+_HH_TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+_MISSING = object()
+
+
+class Dropped(Exception):
+    """This record is left out; the message is the reason under which it is counted."""
+
+
+class Record:
+    """One record, seen through the source's column mapping."""
+
+    def __init__(self, values: Mapping[str, Any], source: SourceConfig):
+        self.values = values
+        self.source = source
+
+    def get(self, name: str) -> Any:
+        """The value of one of our columns.
+
+        Raises:
+            ValueError: the record doesn't have that column.
+        """
+        return self.at(self.source.columns.get(name, name), wanted_for=name)
+
+    def optional(self, name: str) -> Any:
+        """The value of a column that the format can do without, unless the mapping names it: then it must be there."""
+        return self.get(name) if name in self.source.columns else self.values.get(name)
+
+    def text(self, name: str) -> str:
+        return _text(self.get(name), self.source.columns.get(name, name))
+
+    def label(self) -> str | None:
+        """The expected answer, found by `label_pattern` where there is one; stripped.
+
+        Raises:
+            Dropped: the pattern finds nothing.
+        """
+        value = self.optional("label")
+        if value is None:
+            return None
+        text = str(value).strip()
+        if self.source.label_pattern is None:
+            return text
+        match = re.search(self.source.label_pattern, text)
+        if match is None:
+            raise Dropped("label_pattern finds nothing in the label")
+        return match.group(1 if match.re.groups else 0).strip()
+
+    def at(self, path: str, *, wanted_for: str) -> Any:
+        """Follow a dotted path; a column whose own name has dots comes first."""
+        value = self.values.get(path, _MISSING)
+        if value is _MISSING:
+            value = self.values
+            for part in path.split("."):
+                if not isinstance(value, Mapping) or part not in value:
+                    there = ", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+                    raise ValueError(
+                        f"expected a column {path!r} for {wanted_for!r}, got one with {there}; map it in this source's columns ({wanted_for}: theirs)"
+                    )
+                value = value[part]
+        return value
+
+
+def convert(values: Mapping[str, Any], source: SourceConfig) -> Rows:
+    """The rows of one record.
+
+    Raises:
+        Dropped: the record is left out.
+        ValueError: the record doesn't have the source's format.
+    """
+    return _CONVERTERS[source.format](Record(values, source))
+
+
+def _preference(record: Record) -> Rows:
+    prompt, chosen, rejected = record.optional("prompt"), record.get("chosen"), record.get("rejected")
+    if isinstance(chosen, list) != isinstance(rejected, list):
+        raise ValueError(f"expected chosen and rejected alike, got {type(chosen).__name__} and {type(rejected).__name__}; use text or lists for both")
+    if prompt is not None:
+        return _pair(_conversation(prompt, "prompt"), _answer(chosen, "chosen"), _answer(rejected, "rejected"))
+    if isinstance(chosen, list):
+        return _pair_of_conversations(_messages(chosen, "chosen"), _messages(rejected, "rejected"))
+    return _pair_with_shared_prefix(_text(chosen, "chosen"), _text(rejected, "rejected"))
+
+
+def _hh(record: Record) -> Rows:
+    return _pair_of_conversations(_transcript(record.text("chosen")), _transcript(record.text("rejected")))
+
+
+def _instruction(record: Record) -> Rows:
+    instruction, context = record.text("instruction"), record.optional("input")
+    content = instruction if context is None or not str(context).strip() else f"{instruction}\n\n{_text(context, 'input')}"
+    messages = _conversation(content, "instruction")
+    return _with_prompt(messages, record.label(), sft=[{"messages": messages, "response": record.text("output")}])
+
+
+def _one_conversation(record: Record) -> Rows:
+    *messages, last = _messages(record.get("messages"), "messages")
+    if last["role"] != "assistant":
+        raise Dropped("the last message is not the assistant's")
+    return _with_prompt(_prompt(messages), record.label(), sft=[{"messages": messages, "response": last["content"]}])
+
+
+def _unpaired(record: Record) -> Rows:
+    messages, completion, good = _conversation(record.get("prompt"), "prompt"), _answer(record.get("completion"), "completion"), record.get("label")
+    good = _boolean(good, "label")
+    pair = {"messages": messages, "chosen": completion if good else None, "rejected": None if good else completion}
+    return _with_prompt(messages, None, preference=[pair], sft=[{"messages": messages, "response": completion}] if good else [])
+
+
+def _graded(record: Record) -> Rows:
+    """Every good completion against every bad one; completions are several columns, or one that holds a list."""
+    messages = _conversation(record.get("prompt"), "prompt")
+    columns = record.source.columns.get("completions", "completions")
+    graded = [record.at(c, wanted_for="completions") for c in columns] if isinstance(columns, list) else record.get("completions")
+    good: list[str] = []
+    bad: list[str] = []
+    for item in graded:
+        inner = Record(item, record.source)
+        (good if _boolean(inner.get("good"), "good") else bad).append(inner.text("completion"))
+    return _with_prompt(
+        messages,
+        None,
+        sft=[{"messages": messages, "response": g} for g in good],
+        preference=[{"messages": messages, "chosen": g, "rejected": b} for g in good for b in bad],
+    )
+
+
+def _prompt_only(record: Record) -> Rows:
+    return _with_prompt(_conversation(record.get("prompt"), "prompt"), record.label())
+
+
+def _plain_text(record: Record) -> Rows:
+    return {"pretrain": [{"text": record.text("text")}]}
+
+
+_CONVERTERS: dict[str, Callable[[Record], Rows]] = {
+    "preference": _preference,
+    "hh": _hh,
+    "instruction": _instruction,
+    "messages": _one_conversation,
+    "unpaired": _unpaired,
+    "graded": _graded,
+    "prompt": _prompt_only,
+    "text": _plain_text,
+}
+
+
+def _with_prompt(messages: list[Message], label: str | None, **rows: list[dict]) -> Rows:
+    return {**rows, "prompt": [{"messages": messages, "label": label}]}
+
+
+def _pair(messages: list[Message], chosen: str, rejected: str) -> Rows:
+    return _with_prompt(
+        messages,
+        None,
+        sft=[{"messages": messages, "response": chosen}],
+        preference=[{"messages": messages, "chosen": chosen, "rejected": rejected}],
+    )
+
+
+def _pair_of_conversations(chosen: list[Message], rejected: list[Message]) -> Rows:
+    """Two conversations that differ in their last message only, which is the assistant's."""
+    if chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
+        raise Dropped("the last message is not the assistant's")
+    if chosen[:-1] != rejected[:-1]:
+        raise Dropped("the prompts of chosen and rejected differ")
+    return _pair(_prompt(chosen[:-1]), chosen[-1]["content"], rejected[-1]["content"])
+
+
+def _pair_with_shared_prefix(chosen: str, rejected: str) -> Rows:
+    """Two texts whose shared beginning, up to the last whole word, is the prompt."""
+    shared = commonprefix([chosen, rejected])
+    inside_a_word = any(text[len(shared) : len(shared) + 1].strip() for text in (chosen, rejected))
+    if inside_a_word and not shared[-1:].isspace():
+        shared = shared[: max((i + 1 for i, c in enumerate(shared) if c.isspace()), default=0)]
+    if not shared.strip():
+        raise Dropped("chosen and rejected share no beginning")
+    return _pair(_conversation(shared, "prompt"), chosen[len(shared) :].strip(), rejected[len(shared) :].strip())
+
+
+def _transcript(text: str) -> list[Message]:
+    """The turns of an Anthropic-HH transcript; two turns in a row by the same speaker are one.
+
+    Raises:
+        ValueError: the text has no turns.
+    """
+    before, *parts = _HH_TURN.split(text)
+    if not parts or before.strip():
+        raise ValueError(f"expected a transcript of 'Human:' and 'Assistant:' turns, got {text[:60]!r}; use another format")
+    return _joined([{"role": ROLES[who.lower()], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)])
+
+
+def _joined(turns: list[Message]) -> list[Message]:
+    joined: list[Message] = []
+    for turn in turns:
+        if joined and joined[-1]["role"] == turn["role"]:
+            joined[-1] = {"role": turn["role"], "content": f"{joined[-1]['content']}\n\n{turn['content']}"}
+        else:
+            joined.append(turn)
+    return joined
+
+
+def _conversation(value: Any, column: str) -> list[Message]:
+    """A prompt, given as text or as messages."""
+    return _prompt(_messages(value, column) if isinstance(value, list) else [{"role": "user", "content": _text(value, column)}])
+
+
+def _prompt(messages: list[Message]) -> list[Message]:
+    if not messages or messages[-1]["role"] != "user":
+        raise Dropped("the prompt doesn't end with a message of the user")
+    return messages
+
+
+def _answer(value: Any, column: str) -> str:
+    """A completion, given as text or as a list whose last message is the assistant's."""
+    if not isinstance(value, list):
+        return _text(value, column)
+    last = _messages(value, column)[-1]
+    if last["role"] != "assistant":
+        raise Dropped("the last message is not the assistant's")
+    return last["content"]
+
+
+def _messages(value: Any, column: str) -> list[Message]:
+    """A list of {role, content}, or {from, value} as ShareGPT has it.
+
+    Raises:
+        Dropped: the list is empty.
+        ValueError: it is no such list.
+    """
+    if not isinstance(value, list) or not all(isinstance(m, Mapping) for m in value):
+        raise ValueError(f"column {column!r}: expected a list of messages, got {type(value).__name__}; use another format or column")
+    if not value:
+        raise Dropped("a conversation without messages")
+    return [_message(m, column) for m in value]
+
+
+def _message(message: Mapping[str, Any], column: str) -> Message:
+    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    if role not in ROLES or not isinstance(content, str):
+        raise ValueError(f"column {column!r}: expected messages with role ({', '.join(ROLES)}) and content, got {dict(message)!r:.120}; convert them first")
+    return {"role": ROLES[role], "content": content.strip()}
+
+
+def _text(value: Any, column: str) -> str:
+    """Text; null counts as empty, which validate_data reports."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise ValueError(f"column {column!r}: expected text, got {type(value).__name__}; map another column")
+    return value.strip()
+
+
+def _boolean(value: Any, column: str) -> bool:
+    """True or false, also as 1 or 0, or as their names (CSV has nothing else)."""
+    named = {"true": True, "1": True, "false": False, "0": False}
+    key = str(value).strip().lower()
+    if key not in named:
+        raise ValueError(f"column {column!r}: expected true or false, got {value!r}; convert it first")
+    return named[key]
