@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.overrides import check, parse_assignment, read_recipe
-from flows.server import server_for_one_run
+from flows.server import use_server
 from flows.stages import StageResult, stage_order, up_to_date
 from flows.summary import report_line, stage_table
 from flows.worktree import derive_name, prepare_worktree, worktree_path
@@ -69,11 +69,11 @@ def prepare(root: Path, arguments: argparse.Namespace) -> tuple[Path, dict[str, 
 
 def run(root: Path, overrides: dict[str, Any], name: str | None) -> int:
     """The flow, under a Prefect server. Imports Prefect."""
-    with server_for_one_run(root):
-        from flows.rlhf_flow import GATE_REJECTED as REJECTED
-        from flows.rlhf_flow import rlhf
+    use_server(root)
+    from flows.rlhf_flow import GATE_REJECTED as REJECTED
+    from flows.rlhf_flow import rlhf
 
-        state = rlhf(overrides, name, return_state=True)
+    state = rlhf(overrides, name, return_state=True)
     if state.is_completed():
         return 0
     print(f"\n{state.name}: {state.message}", file=sys.stderr)
@@ -81,7 +81,7 @@ def run(root: Path, overrides: dict[str, Any], name: str | None) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    _show_own_log()
     root = Path.cwd()
     try:
         workspace, overrides, name = prepare(root, parse_arguments(arguments))
@@ -95,6 +95,15 @@ def main(arguments: list[str] | None = None) -> int:
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _show_own_log() -> None:
+    """Ours only: Prefect brings handlers of its own, and the root logger would show each HTTP request."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    own = logging.getLogger("rlhf")
+    own.addHandler(handler)
+    own.setLevel(logging.INFO)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Both keep their data in .prefect/ of the project (PREFECT_HOME), listen on the l
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import json
 import os
@@ -16,7 +17,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 from flows.stages import end_with, stop_session
@@ -41,15 +41,16 @@ def use_home(root: Path) -> Path:
     return home
 
 
-@contextlib.contextmanager
-def server_for_one_run(root: Path) -> Iterator[None]:
-    """Set PREFECT_API_URL to a server: the one that it names already, the one of `make server`, or one that ends with this run."""
+def use_server(root: Path) -> None:
+    """Set PREFECT_API_URL to a server: the one that it names already, the one of `make server`, or one that ends with this process.
+
+    To be called before Prefect is imported: what is registered for the exit first ends last, after Prefect has sent its last logs.
+    """
     home = use_home(root)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     if "PREFECT_API_URL" in os.environ or (url := running_server(home)):
         os.environ.setdefault("PREFECT_API_URL", url)
-        yield
         return
     port = free_port()
     url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
@@ -57,13 +58,10 @@ def server_for_one_run(root: Path) -> Iterator[None]:
     environment = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
     factory = ["--factory", "prefect.server.api.server:create_app", "--host", HOST, "--port", str(port), "--log-level", "error"]
     server = start([sys.executable, "-m", "uvicorn", *factory, "--lifespan", "on"], **environment)
-    try:
-        import prefect  # noqa: F401  (two seconds, while the server starts)
+    atexit.register(stop, server)
+    import prefect  # noqa: F401  (two seconds, while the server starts)
 
-        wait_for(url, server)
-        yield
-    finally:
-        stop(server)
+    wait_for(url, server)
 
 
 def running_server(home: Path) -> str | None:

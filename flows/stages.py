@@ -38,7 +38,7 @@ _SAID = {
     "ran": re.compile(r"^Running stage '(.+)':"),
 }
 _EXITED = re.compile(r", exited with (-?\d+)")
-_HINTS = re.compile(r"^(Use `dvc push`|To track the changes with git|To enable auto staging|\s*git add |\s*dvc config core\.autostage )")
+_NOISE = re.compile(r"^(\s*$|(Generating|Updating) lock file|Use `dvc push`|To track the changes with git|To enable auto staging|\s*git add |\s*dvc config core\.autostage )")
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -160,7 +160,7 @@ def run_stage(stage: str, workspace: Path, *, timeout: float, on_line: LineHandl
     try:
         for line in _lines(child, deadline=started + timeout):
             said.listen(line)
-            if not _HINTS.match(line):
+            if not _NOISE.match(line):
                 on_line(line)
     except TimeoutError:
         raise StageFailed(
