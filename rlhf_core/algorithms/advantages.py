@@ -35,15 +35,6 @@ def token_rewards(scores: torch.Tensor, kl: torch.Tensor, response_mask: torch.T
 
 
 @torch.no_grad()
-def sequence_rewards(scores: torch.Tensor, kl: torch.Tensor, response_mask: torch.Tensor, *, kl_coef: float) -> torch.Tensor:
-    """Rewards per response for `grpo` and `rloo`: the score less kl_coef times the sum of the KL over the sampled tokens.
-
-    So the KL is subtracted *before* the group's baseline. Arguments as of `token_rewards`. Returns [B]; an unscored response stays NaN.
-    """
-    return scores - kl_coef * kl.where(response_mask, 0.0).sum(1)
-
-
-@torch.no_grad()
 def gae(
     token_rewards: torch.Tensor, values: torch.Tensor, response_mask: torch.Tensor, *, gamma: float, gae_lambda: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,8 +75,8 @@ def grpo(
     The std is the unbiased one (n - 1). The floor replaces a smaller std, so that nearly equal rewards can't become large advantages.
 
     Args:
-        rewards: [B], one per response; where the KL is placed in the reward it is already subtracted (`sequence_rewards`).
-            NaN: unscored, left out of the group's statistics, advantage 0.
+        rewards: [B], one per response. Where the KL is placed in the reward, kl_coef times its sum over the sampled tokens is already
+            subtracted, so *before* the group's baseline. NaN: unscored, left out of the group's statistics, advantage 0.
         group_ids: [B] int64, any numbers in any order; samples of one prompt share theirs.
         response_mask: [B, R] bool. A row without True is left out of the statistics too.
     Returns:
@@ -152,7 +143,7 @@ def _centered(
     informative = highest > lowest
     if not informative.all():
         # The message is always the same, so Python shows it once.
-        warnings.warn("groups of equal rewards, or with fewer than two scored responses, get advantage 0", RuntimeWarning, stacklevel=3)
+        warnings.warn("groups of equal rewards, or with fewer than two scored responses, get advantage 0", RuntimeWarning, stacklevel=1)
     return (known - mean[group]).where(counted & informative[group], 0.0), group, count
 
 

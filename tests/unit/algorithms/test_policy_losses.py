@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import pad
+
+from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, ppo_clip, value_loss
+
+NAN, INF = float("nan"), float("inf")
+CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+
+
+def row(*values: float) -> torch.Tensor:
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor, atol: float = 1e-14) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+def random_batch(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Three [6, 5] and a mask whose rows have 0 to 5 tokens; ratios on both sides of the clip bounds."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b, c = torch.randn(3, 6, 5, dtype=torch.float64, generator=generator)
+    return 0.3 * a - 1, 0.3 * b - 1, c, torch.rand(6, 5, generator=generator) < 0.6
+
+
+# ratio, advantage, loss = -min(ratio * A, clip(ratio, 0.8, 1.3) * A), its derivative by log ratio = -ratio * A or 0
+CASES = [
+    (1.5, 2.0, -2.6, 0.0),  # min(3, 2.6): held
+    (1.5, -2.0, 3.0, 3.0),  # min(-3, -2.6): gone too far the wrong way, not held
+    (0.5, 2.0, -1.0, -1.0),  # min(1, 1.6)
+    (0.5, -2.0, 1.6, 0.0),  # min(-1, -1.6): held
+    (1.25, 2.0, -2.5, -2.5),  # between 1 + clip_low and 1 + clip_high: the upper bound is its own
+    (1.0, 2.0, -2.0, -2.0),  # on policy
+]
+
+
+def test_ppo_clip_by_hand_with_gradient():
+    ratio, advantages, losses, gradients = (row(*column) for column in zip(*CASES, strict=True))
+    old_logprobs = row(-1.0, -2.0, -0.5, -3.0, -1.0, -0.1)
+    logprobs = (old_logprobs + ratio.log()).requires_grad_()
+    token_loss, _ = POLICY_LOSSES["ppo_clip"](logprobs, old_logprobs, advantages, torch.ones_like(ratio, dtype=torch.bool), **CLIP)
+    token_loss.sum().backward()
+    same(token_loss, losses)
+    same(logprobs.grad, gradients)
+
+
+def test_ppo_clip_statistics_by_hand():
+    # Ratios 3/2, 1/2, 1/2, 1; advantages 2, 2, -2, -2. Held: the first and the third.
+    # ratio - 1 - ln ratio: 1/2 - ln 1.5;  ln 2 - 1/2, twice;  0
+    logprobs = row(1.5, 0.5, 0.5, 1.0, 40.0).log()
+    kept = torch.tensor([[True] * 4 + [False]])
+    _, stats = ppo_clip(logprobs, torch.zeros_like(logprobs), row(2, 2, -2, -2, 2), kept, **CLIP)
+    assert stats["clip_frac_sum"].item() == 2.0
+    assert stats["approx_kl_sum"].item() == pytest.approx(0.5 - math.log(1.5) + 2 * (math.log(2) - 0.5), abs=1e-14)
+    assert stats["ratio_max"].item() == pytest.approx(1.5, abs=1e-14)
+    assert not any(s.requires_grad for s in stats.values())
+
+
+def test_largest_ratio_is_not_that_of_padding():
+    _, stats = ppo_clip(row(0.5, 0.0).log(), row(0.0, 0.0), row(1, 1), torch.tensor([[True, False]]), **CLIP)
+    assert stats["ratio_max"].item() == pytest.approx(0.5, abs=1e-14)
+
+
+def test_on_policy_gradient_is_the_policy_gradient():
+    logprobs, _, advantages, kept = random_batch(0)
+    logprobs.requires_grad_()
+    token_loss, stats = ppo_clip(logprobs, logprobs.detach().clone(), advantages, kept, **CLIP)
+    token_loss.sum().backward()
+    same(logprobs.grad, torch.where(kept, -advantages, 0.0))
+    assert stats["clip_frac_sum"] == 0 and stats["approx_kl_sum"] == 0 and stats["ratio_max"] == 1
+
+
+def test_no_gradient_reaches_old_logprobs_advantages_old_values_or_returns():
+    a, b, c, kept = random_batch(1)
+    constants = [b.requires_grad_(), c.requires_grad_()]
+    ppo_clip(a.requires_grad_(), *constants, kept, **CLIP)[0].sum().backward()
+    value_loss(a, *constants, kept, value_clip=0.2).sum().backward()
+    assert a.grad.abs().sum() > 0 and all(x.grad is None for x in constants)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_agree_with_finite_differences(seed):
+    a, b, c, kept = random_batch(seed)
+    a.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: ppo_clip(x, b, c, kept, **CLIP)[0], a)
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, b, c, kept, value_clip=0.2), a)
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, b, c, kept, value_clip=None), a)
+
+
+# Value loss
+
+
+@pytest.mark.parametrize(
+    ("value", "old_value", "target", "value_clip", "expected", "gradient"),
+    [
+        (1.0, 0.0, 2.0, 0.2, 1.62, 0.0),  # (1 - 2)^2 = 1 against (0.2 - 2)^2 = 3.24: held, 3.24 / 2
+        (1.0, 0.0, -1.0, 0.2, 2.0, 2.0),  # (1 + 1)^2 = 4 against (0.2 + 1)^2 = 1.44: 4 / 2, V - R = 2
+        (-1.0, 0.0, -2.0, 0.2, 1.62, 0.0),  # the first, mirrored
+        (0.1, 0.0, 1.0, 0.2, 0.405, -0.9),  # within the bounds: 0.81 / 2
+        (1.0, 0.0, 2.0, None, 0.5, -1.0),  # unclipped
+    ],
+)
+def test_value_clip_by_hand_with_gradient(value, old_value, target, value_clip, expected, gradient):
+    values = row(value).requires_grad_()
+    loss = value_loss(values, row(old_value), row(target), torch.tensor([[True]]), value_clip=value_clip)
+    loss.sum().backward()
+    same(loss, row(expected))
+    same(values.grad, row(gradient))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(value=st.floats(-5, 5), old_value=st.floats(-5, 5), target=st.floats(-5, 5), value_clip=st.floats(0.01, 2))
+def test_clipped_value_loss_is_never_below_the_plain_one(value, old_value, target, value_clip):
+    kept = torch.tensor([[True]])
+    clipped = value_loss(row(value), row(old_value), row(target), kept, value_clip=value_clip)
+    plain = value_loss(row(value), row(old_value), row(target), kept, value_clip=None)
+    assert clipped >= plain
+    if abs(value - old_value) < value_clip - 1e-9:
+        same(clipped, plain, atol=1e-12)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(log_ratio=st.floats(-2, 2), advantage=st.floats(-5, 5), low=st.floats(0.05, 0.9), high=st.floats(0.05, 2))
+def test_clipped_objective_never_promises_more_than_the_plain_one(log_ratio, advantage, low, high):
+    loss, stats = ppo_clip(row(log_ratio), row(0.0), row(advantage), torch.tensor([[True]]), clip_low=low, clip_high=high)
+    assert loss.item() >= -math.exp(log_ratio) * advantage - 1e-12
+    # from that side the objective is bounded: nothing is gained by moving beyond the clip
+    assert loss.item() >= -abs(advantage) * (1 + high if advantage > 0 else -(1 - low)) - 1e-12
+    assert stats["approx_kl_sum"].item() >= 0
+
+
+# Masks
+
+
+@pytest.mark.parametrize("rubbish", [NAN, INF, -INF, 1e6])
+def test_masked_nan_changes_neither_losses_nor_gradients_nor_statistics(rubbish):
+    a, b, c, kept = random_batch(4)
+    a, b, c = (x.where(kept, rubbish) for x in (a, b, c))
+    clean = [x.where(kept, 0.0) for x in (a, b, c)]
+    for one_loss in (
+        lambda x, y, z: ppo_clip(x, y, z, kept, **CLIP),
+        lambda x, y, z: (value_loss(x, y, z, kept, value_clip=0.2), {}),
+        lambda x, y, z: (value_loss(x, y, z, kept, value_clip=None), {}),
+    ):
+        results = []
+        for x, y, z in ((a, b, c), clean):
+            x = x.clone().requires_grad_()
+            loss, stats = one_loss(x, y, z)
+            loss.sum().backward()
+            results.append((loss.detach(), x.grad, stats))
+        assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+        assert results[0][2] == results[1][2]
+        assert not results[0][0][~kept].any() and not results[0][1][~kept].any()
+
+
+def test_losses_are_invariant_to_padding():
+    a, b, c, kept = random_batch(5)
+    wide = [pad(x, (0, 4), value=NAN) for x in (a, b, c)]
+    wide_mask = pad(kept, (0, 4))
+    assert torch.equal(ppo_clip(*wide, wide_mask, **CLIP)[0], pad(ppo_clip(a, b, c, kept, **CLIP)[0], (0, 4)))
+    assert torch.equal(value_loss(*wide, wide_mask, value_clip=0.2), pad(value_loss(a, b, c, kept, value_clip=0.2), (0, 4)))
+
+
+def test_an_empty_mask_gives_zero_losses_and_statistics():
+    nothing, kept = row(NAN, NAN), torch.zeros(1, 2, dtype=torch.bool)
+    token_loss, stats = ppo_clip(nothing, nothing, nothing, kept, **CLIP)
+    assert torch.equal(token_loss, row(0, 0)) and all(s.item() == 0 for s in stats.values())
+    assert torch.equal(value_loss(nothing, nothing, nothing, kept, value_clip=0.2), row(0, 0))
+
+
+def test_statistics_add_up_over_microbatches():
+    a, b, c, kept = random_batch(6)
+    _, whole = ppo_clip(a, b, c, kept, **CLIP)
+    parts = [ppo_clip(*part, **CLIP)[1] for part in zip(a.split(2), b.split(2), c.split(2), kept.split(2), strict=True)]
+    assert whole["clip_frac_sum"] == sum(p["clip_frac_sum"] for p in parts) > 0
+    same(whole["approx_kl_sum"], sum(p["approx_kl_sum"] for p in parts))
+    assert whole["ratio_max"] == max(p["ratio_max"] for p in parts)
