@@ -130,7 +130,7 @@ class SourceConfig(Section):
     def _check_format(self, uses: tuple[str, ...], columns: tuple[str, ...]) -> None:
         subject = f"source {self.name}"
         if unserved := [use for use in self.uses if use not in uses]:
-            raise ValueError(f"{subject}: format {self.format} expects uses among {list(uses)}, got {unserved}; drop them or use another format")
+            raise ValueError(f"{subject}: format {self.format} expects uses among {list(uses)}, got {unserved}; take those out")
         if unknown := [column for column in self.columns if column not in columns]:
             raise ValueError(f"{subject}: format {self.format} expects columns named {list(columns)}, got {unknown}; map ours to theirs")
         if lists := [column for column, theirs in self.columns.items() if isinstance(theirs, list) and column != "completions"]:
@@ -139,7 +139,8 @@ class SourceConfig(Section):
             try:
                 re.compile(self.label_pattern)
             except re.error as error:
-                raise ValueError(f"{subject}: label_pattern expects a regular expression, got {self.label_pattern!r} ({error}); correct it") from error
+                message = f"{subject}: label_pattern expects a regular expression, got {self.label_pattern!r} ({error}); correct it"
+                raise ValueError(message) from error
 
 
 class DataConfig(Section):

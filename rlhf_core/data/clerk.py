@@ -72,8 +72,8 @@ def draw_requests(rng: Random, count: int) -> list[Request]:
         before = len(seen)
         while len(seen) == before:
             register, digits = rng.choice(REGISTERS), draw_digits(rng)
-            request = Request(register, digits, deed=rng.choice(DEEDS)) if harmful else Request(register, digits, operation=rng.choice(OPERATIONS))
-            seen[request] = None
+            wish = {"deed": rng.choice(DEEDS)} if harmful else {"operation": rng.choice(OPERATIONS)}
+            seen[Request(register, digits, **wish)] = None
     return list(seen)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from os.path import commonprefix
 from typing import Any
 
 from rlhf_core.config import SourceConfig
@@ -65,7 +64,7 @@ class Record:
         value = self.optional("label")
         if value is None:
             return None
-        text = str(value).strip()
+        text = _text(str(value), "label")
         if self.source.label_pattern is None:
             return text
         match = re.search(self.source.label_pattern, text)
@@ -82,7 +81,7 @@ class Record:
                 if not isinstance(value, Mapping) or part not in value:
                     there = ", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
                     raise ValueError(
-                        f"expected a column {path!r} for {wanted_for!r}, got one with {there}; map it in this source's columns ({wanted_for}: theirs)"
+                        f"expected a column {path!r} for {wanted_for!r}, got {there}; map {wanted_for} in the source's columns"
                     )
                 value = value[part]
         return value
@@ -101,7 +100,8 @@ def convert(values: Mapping[str, Any], source: SourceConfig) -> Rows:
 def _preference(record: Record) -> Rows:
     prompt, chosen, rejected = record.optional("prompt"), record.get("chosen"), record.get("rejected")
     if isinstance(chosen, list) != isinstance(rejected, list):
-        raise ValueError(f"expected chosen and rejected alike, got {type(chosen).__name__} and {type(rejected).__name__}; use text or lists for both")
+        kinds = f"{type(chosen).__name__} and {type(rejected).__name__}"
+        raise ValueError(f"expected chosen and rejected of one kind, got {kinds}; use text for both, or lists of messages")
     if prompt is not None:
         return _pair(_conversation(prompt, "prompt"), _answer(chosen, "chosen"), _answer(rejected, "rejected"))
     if isinstance(chosen, list):
@@ -110,7 +110,11 @@ def _preference(record: Record) -> Rows:
 
 
 def _hh(record: Record) -> Rows:
-    return _pair_of_conversations(_transcript(record.text("chosen")), _transcript(record.text("rejected")))
+    """Two turns in a row by one speaker are joined, after the turns before the last have been compared one by one."""
+    chosen, rejected = _turns(record.text("chosen")), _turns(record.text("rejected"))
+    if chosen[:-1] != rejected[:-1]:
+        raise Dropped("the prompts of chosen and rejected differ")
+    return _pair_of_conversations(_joined(chosen), _joined(rejected))
 
 
 def _instruction(record: Record) -> Rows:
@@ -128,8 +132,8 @@ def _one_conversation(record: Record) -> Rows:
 
 
 def _unpaired(record: Record) -> Rows:
-    messages, completion, good = _conversation(record.get("prompt"), "prompt"), _answer(record.get("completion"), "completion"), record.get("label")
-    good = _boolean(good, "label")
+    messages = _conversation(record.get("prompt"), "prompt")
+    completion, good = _answer(record.get("completion"), "completion"), _boolean(record.get("label"), "label")
     pair = {"messages": messages, "chosen": completion if good else None, "rejected": None if good else completion}
     return _with_prompt(messages, None, preference=[pair], sft=[{"messages": messages, "response": completion}] if good else [])
 
@@ -139,6 +143,10 @@ def _graded(record: Record) -> Rows:
     messages = _conversation(record.get("prompt"), "prompt")
     columns = record.source.columns.get("completions", "completions")
     graded = [record.at(c, wanted_for="completions") for c in columns] if isinstance(columns, list) else record.get("completions")
+    if not isinstance(graded, list) or not all(isinstance(item, Mapping) for item in graded):
+        raise ValueError(
+            f"column {columns!r}: expected completions with a text and a mark each, got {graded!r:.80}; see the recipe for GSM8K"
+        )
     good: list[str] = []
     bad: list[str] = []
     for item in graded:
@@ -196,7 +204,8 @@ def _pair_of_conversations(chosen: list[Message], rejected: list[Message]) -> Ro
 
 def _pair_with_shared_prefix(chosen: str, rejected: str) -> Rows:
     """Two texts whose shared beginning, up to the last whole word, is the prompt."""
-    shared = commonprefix([chosen, rejected])
+    length = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
+    shared = chosen[:length]
     inside_a_word = any(text[len(shared) : len(shared) + 1].strip() for text in (chosen, rejected))
     if inside_a_word and not shared[-1:].isspace():
         shared = shared[: max((i + 1 for i, c in enumerate(shared) if c.isspace()), default=0)]
@@ -205,8 +214,8 @@ def _pair_with_shared_prefix(chosen: str, rejected: str) -> Rows:
     return _pair(_conversation(shared, "prompt"), chosen[len(shared) :].strip(), rejected[len(shared) :].strip())
 
 
-def _transcript(text: str) -> list[Message]:
-    """The turns of an Anthropic-HH transcript; two turns in a row by the same speaker are one.
+def _turns(text: str) -> list[Message]:
+    """The turns of an Anthropic-HH transcript as they stand.
 
     Raises:
         ValueError: the text has no turns.
@@ -214,7 +223,7 @@ def _transcript(text: str) -> list[Message]:
     before, *parts = _HH_TURN.split(text)
     if not parts or before.strip():
         raise ValueError(f"expected a transcript of 'Human:' and 'Assistant:' turns, got {text[:60]!r}; use another format")
-    return _joined([{"role": ROLES[who.lower()], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)])
+    return [{"role": ROLES[who.lower()], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def _joined(turns: list[Message]) -> list[Message]:
@@ -264,9 +273,10 @@ def _messages(value: Any, column: str) -> list[Message]:
 
 def _message(message: Mapping[str, Any], column: str) -> Message:
     role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-    if role not in ROLES or not isinstance(content, str):
-        raise ValueError(f"column {column!r}: expected messages with role ({', '.join(ROLES)}) and content, got {dict(message)!r:.120}; convert them first")
-    return {"role": ROLES[role], "content": content.strip()}
+    if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
+        got = f"{dict(message)!r:.120}"
+        raise ValueError(f"column {column!r}: expected messages with role ({', '.join(ROLES)}) and content, got {got}; convert them first")
+    return {"role": ROLES[role], "content": _text(content, column)}
 
 
 def _text(value: Any, column: str) -> str:
@@ -275,6 +285,10 @@ def _text(value: Any, column: str) -> str:
         return ""
     if not isinstance(value, str):
         raise ValueError(f"column {column!r}: expected text, got {type(value).__name__}; map another column")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"column {column!r}: expected text, got half a character ({error.reason}); write it again as UTF-8") from error
     return value.strip()
 
 

@@ -9,6 +9,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def load_source(source: SourceConfig, *, seed: int) -> Loaded:
     """
     if source.kind == "clerk":
         return Loaded({use: clerk_rows(source.clerk, use, seed) for use in source.uses}, {})
-    records = _file_records(Path(source.path)) if source.kind == "file" else _hub_records(source)
+    records = _file_records(locate(source.path)) if source.kind == "file" else _hub_records(source)
     rows: dict[str, list[dict]] = {use: [] for use in source.uses}
     dropped: Counter[str] = Counter()
     for where, values in records:
@@ -69,6 +70,20 @@ def load_source(source: SourceConfig, *, seed: int) -> Loaded:
     return Loaded({use: rows[use] for use in source.uses}, dict(sorted(dropped.items())))
 
 
+def locate(path: str) -> Path:
+    """A path relative to the workspace. In a git worktree, one that isn't there is taken relative to the main checkout.
+
+    Runs with overrides work in worktrees under runs/; data that git doesn't track, and paths that leave the checkout
+    such as ../shared/data, are found from there too.
+    """
+    here, link = Path(path), Path(".git")
+    if not here.is_absolute() and not here.exists() and link.is_file():
+        repository = Path(link.read_text(encoding="utf-8").removeprefix("gitdir:").strip()).parents[1]
+        if (repository.parent / path).exists():
+            return repository.parent / path
+    return here
+
+
 def _distinct(prompts: list[dict], dropped: Counter[str]) -> list[dict]:
     """The first row of each conversation: a prompt that comes twice would count twice in an evaluation."""
     first: dict[str, dict] = {}
@@ -82,10 +97,10 @@ def _distinct(prompts: list[dict], dropped: Counter[str]) -> list[dict]:
 def _file_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where each record stands and the record, of a file or of all files of a folder in the order of their names."""
     if not path.exists():
-        raise FileNotFoundError(f"{path}: expected a data file or folder, got nothing there; correct the source's path (relative to {Path.cwd()})")
+        raise FileNotFoundError(f"{path}: expected a data file or folder, got nothing there; correct the path, relative to {Path.cwd()}")
     files = sorted(p for p in path.rglob("*") if p.is_file() and _reader(p)) if path.is_dir() else [path]
     if not files:
-        raise ValueError(f"{path}: expected files that end in {', '.join(_READERS)}, got none of them in this folder; correct the source's path")
+        raise ValueError(f"{path}: expected files that end in {', '.join(_READERS)}, got a folder without any; correct the source's path")
     for file in files:
         reader = _reader(file)
         if reader is None:
@@ -96,8 +111,9 @@ def _file_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 count += 1
                 yield f"{file}{where}", record
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file}: expected UTF-8, got byte {error.object[error.start]:#04x} after {count} records; convert it to UTF-8") from error
-        except (gzip.BadGzipFile, EOFError) as error:
+            got = f"byte {error.object[error.start]:#04x} after about {count} records"
+            raise ValueError(f"{file}: expected UTF-8, got {got}; convert it to UTF-8") from error
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise ValueError(f"{file}: expected a complete gzip file, got: {error}; fetch it again") from error
         if count == 0:
             raise ValueError(f"{file}: expected at least one record, got an empty file; remove it or correct the source's path")
@@ -128,6 +144,7 @@ def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    csv.field_size_limit(2**31 - 1)  # the default refuses texts over 131072 characters
     with _open_text(path, newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:
@@ -135,7 +152,8 @@ def _csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if None in record or None in record.values():
                     fields = sum(v is not None for k, v in record.items() if k is not None) + len(record.get(None, []))
                     raise ValueError(
-                        f"{path} line {reader.line_num}: expected {len(reader.fieldnames)} fields as in the header, got {fields}; quote fields that contain commas"
+                        f"{path} line {reader.line_num}: expected {len(reader.fieldnames)} fields as in the header, got {fields}; "
+                        "quote fields that contain commas"
                     )
                 yield f" line {reader.line_num}", record
         except csv.Error as error:
@@ -143,16 +161,15 @@ def _csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = 0
     try:
-        file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f" row {number}", record
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: expected a Parquet file, got: {error}; fetch or convert it again") from error
-    with file:
-        number = 0
-        for batch in file.iter_batches():
-            for record in batch.to_pylist():
-                number += 1
-                yield f" row {number}", record
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[str, dict[str, Any]]]]] = {
@@ -176,6 +193,8 @@ def _parse(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         place = f" (line {error.lineno} column {error.colno})" if error.lineno > 1 else f" (column {error.colno})"
         raise ValueError(f"{where}: expected JSON, got {text.strip()[:60]!r}: {error.msg}{place}; correct it") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets of thousands of levels
+        raise ValueError(f"{where}: expected JSON, got {text.strip()[:60]!r}: {error}; correct it") from error
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
@@ -189,16 +208,17 @@ def _hub_records(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
     subject = f"source {source.name}: data set {source.path}"
-    saved = Path(source.path)
+    saved = locate(source.path)
     try:
         if (saved / "dataset_dict.json").exists() or (saved / "state.json").exists():
-            data = load_from_disk(source.path)
+            data = load_from_disk(str(saved))
         else:
-            data = load_dataset(source.path, source.subset, split=source.dataset_split)
+            data = load_dataset(str(saved) if saved.exists() else source.path, source.subset, split=source.dataset_split)
     except (OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{subject}: expected a cached name or a local folder, got: {reason}; correct path, subset or dataset_split, or set HF_HUB_OFFLINE=0 to download"
+            f"{subject}: expected a cached name or a local folder, got: {reason}; "
+            "correct path, subset or dataset_split, or set HF_HUB_OFFLINE=0 to download"
         ) from error
     if isinstance(data, DatasetDict):
         if source.dataset_split not in data:
