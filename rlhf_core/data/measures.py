@@ -1,0 +1,177 @@
+"""What validation looks at: one table per use in which every row's text is measured, so that expectations are about columns.
+
+Each distinct text is templated and tokenized once, in batches, the way rlhf_core.models.tokenizer.encode_conversation does it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+from jinja2.exceptions import TemplateError
+
+from rlhf_core.data.schema import SCHEMAS, Message
+from rlhf_core.data.split import conversation_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# The columns that hold a text which a model learns to write.
+TEXT_COLUMNS: dict[str, tuple[str, ...]] = {
+    "pretrain": ("text",),
+    "sft": ("response",),
+    "preference": ("chosen", "rejected"),
+    "prompt": (),
+}
+ROLE_ORDER = r"^(?:system,)?user(?:,assistant,user)*$"
+
+
+def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
+    """The rows of one use with what the expectations are about; missing values wherever there was nothing to measure.
+
+    All uses: id, source, split, the texts of TEXT_COLUMNS, and tokens: of the longest sequence a trainer makes of the row,
+    the end token included (for a prompt: with room for one token of an answer).
+    With messages: conversation (as JSON), canonical_conversation (case and white space ignored), roles (joined by commas),
+    shortest_message (stripped) and template_error (why the chat template refuses the conversation).
+    sft, preference: <text>_decoded, what comes back after template, encoding and decoding.
+    preference: pair (JSON of the conversation and both texts, whichever was preferred), preference (which of them was),
+    is_pair, chosen_is_longer (in tokens: 1, 0 or, for a tie, 0.5), is_chosen (unpaired rows only).
+    """
+    frame = pd.DataFrame({column: _strings(row[column] for row in rows) for column in ("id", "source", "split", *TEXT_COLUMNS[use])})
+    if use == "pretrain":
+        lengths = {text: len(ids) + 1 for text, ids in _encode(tokenizer, frame["text"].dropna().unique().tolist()).items()}
+        return frame.assign(tokens=frame["text"].map(lengths))
+    frame = frame.assign(**_conversation_columns([row["messages"] for row in rows]))
+    frame = frame.assign(**_token_columns(frame, TEXT_COLUMNS[use], tokenizer))
+    return frame.assign(**_preference_columns(frame)) if use == "preference" else frame
+
+
+def schema_frame(use: str, found: dict[str, str]) -> pd.DataFrame:
+    """One row per column of a use, expected or found: id (the column), expected and found (types as text, or that there is none)."""
+    expected = {field.name: str(field.type) for field in SCHEMAS[use]}
+    names = sorted({*expected, *found})
+    return pd.DataFrame(
+        {
+            "id": _strings(names),
+            "expected": _strings(expected.get(name, "no such column") for name in names),
+            "found": _strings(found.get(name, "no such column") for name in names),
+        }
+    )
+
+
+def across_uses(frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """All conversations of all uses: id (`<use>:<id>`), canonical_conversation, split."""
+    parts = [
+        frame[["canonical_conversation", "split"]].assign(id=f"{use}:" + frame["id"])
+        for use, frame in frames.items()
+        if "canonical_conversation" in frame
+    ]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["id", "canonical_conversation", "split"])
+
+
+def _strings(values) -> pd.Series:
+    return pd.Series(list(values), dtype="str")
+
+
+def _conversation_columns(conversations: list[list[Message] | None]) -> dict[str, pd.Series]:
+    """Of each distinct conversation once: most have many rows."""
+    keys = [None if messages is None else json.dumps(messages, ensure_ascii=False) for messages in conversations]
+    distinct = {key: messages for key, messages in zip(keys, conversations, strict=True) if messages is not None}
+    views = {key: _views(messages) for key, messages in distinct.items()}
+    nothing = (None, None, None)
+    columns = list(zip(*(views.get(key, nothing) for key in keys), strict=True)) or [(), (), ()]
+    names = ("roles", "shortest_message", "canonical_conversation")
+    return {"conversation": _strings(keys), **{name: _strings(column) for name, column in zip(names, columns, strict=True)}}
+
+
+def _views(messages: list[Message | None]) -> tuple[str, str | None, str]:
+    """Roles, the shortest message and the canonical text; nulls inside count as empty texts."""
+    filled: list[Message] = [{"role": (m or {}).get("role") or "", "content": (m or {}).get("content") or ""} for m in messages]
+    shortest = min((m["content"].strip() for m in filled), key=len, default=None)
+    return ",".join(m["role"] for m in filled), shortest, conversation_text(filled)
+
+
+def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> dict[str, pd.Series]:
+    """tokens, template_error and, per text, <text>_tokens and <text>_decoded.
+
+    Conversations whose roles are out of order, or with an empty message, are reported as such and not encoded.
+    """
+    sound = frame["roles"].str.match(ROLE_ORDER).eq(True) & frame["shortest_message"].ne("")
+    keys = frame["conversation"].where(sound)
+    prompts = _render(tokenizer, [json.loads(key) for key in keys.dropna().unique()], add_generation_prompt=True)
+    by_key = dict(zip(keys.dropna().unique(), prompts, strict=True))
+    prompt_texts = _strings(p if isinstance(p := by_key.get(key), str) else None for key in keys)
+    errors = _strings(str(p) if isinstance(p := by_key.get(key), TemplateError) else None for key in keys)
+    lengths = {text: len(ids) for text, ids in _encode(tokenizer, prompt_texts.dropna().unique().tolist()).items()}
+    columns: dict[str, pd.Series] = {"template_error": errors}
+    longest = pd.Series(0.0, index=frame.index)
+    for name in texts:
+        columns |= _response_columns(name, frame[name].where(prompt_texts.notna()), keys, prompt_texts, tokenizer)
+        longest = np.fmax(longest, columns[f"{name}_tokens"])
+    return columns | {"tokens": prompt_texts.map(lengths) + longest + 1}
+
+
+def _response_columns(
+    name: str, texts: pd.Series, keys: pd.Series, prompts: pd.Series, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, pd.Series]:
+    """<name>_tokens and <name>_decoded of the assistant's texts, after the conversations `keys` that render as `prompts`."""
+    distinct = texts.dropna().unique().tolist()
+    ids = _encode(tokenizer, distinct, split_special_tokens=True)
+    decoded = (
+        dict(zip(distinct, tokenizer.batch_decode([ids[t] for t in distinct], skip_special_tokens=True), strict=True)) if distinct else {}
+    )
+    table = pd.DataFrame({"key": keys, "prompt": prompts, "text": texts}).dropna().drop_duplicates()
+    answered = [[*json.loads(row.key), {"role": "assistant", "content": row.text}] for row in table.itertuples()]
+    # The template may strip or rewrite the response: then training would see another text than the policy writes.
+    rewritten = {
+        (row.key, row.text): str(full)[len(row.prompt) :]
+        for row, full in zip(table.itertuples(), _render(tokenizer, answered), strict=True)
+        if not str(full).startswith(row.prompt + row.text)
+    }
+    back = (rewritten.get((key, text), decoded.get(text)) for key, text in zip(keys, texts, strict=True))
+    return {f"{name}_tokens": texts.map({text: len(ids[text]) for text in distinct}).astype(float), f"{name}_decoded": _strings(back)}
+
+
+def _preference_columns(frame: pd.DataFrame) -> dict[str, pd.Series]:
+    is_pair = frame["chosen"].notna() & frame["rejected"].notna()
+    is_unpaired = frame["chosen"].notna() ^ frame["rejected"].notna()
+    sides = [sorted([c, r]) for c, r in zip(frame["chosen"].fillna(""), frame["rejected"].fillna(""), strict=True)]
+    keys = (
+        json.dumps([conversation, bool(paired), *texts], ensure_ascii=False)
+        for conversation, paired, texts in zip(frame["conversation"], is_pair, sides, strict=True)
+    )
+    measured = is_pair & frame["chosen_tokens"].notna() & frame["rejected_tokens"].notna()
+    longer = (np.sign(frame["chosen_tokens"] - frame["rejected_tokens"]) + 1) / 2
+    return {
+        "pair": _strings(keys).where(frame["conversation"].notna() & (is_pair | is_unpaired)),
+        "preference": frame["chosen"].where(is_pair, frame["chosen"].notna().map({True: "chosen", False: "rejected"})),
+        "is_pair": is_pair.astype(int),
+        "chosen_is_longer": longer.where(measured),
+        "is_chosen": frame["chosen"].notna().astype(float).where(is_unpaired),
+    }
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: bool) -> dict[str, list[int]]:
+    options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False, **options}
+    ids = tokenizer(texts, **options)["input_ids"] if texts else []
+    return dict(zip(texts, ids, strict=True))
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]], **options: bool) -> list[str | TemplateError]:
+    """Each conversation through the chat template, or why the template refuses it."""
+    if not conversations:
+        return []
+    try:
+        return tokenizer.apply_chat_template(conversations, tokenize=False, **options)
+    except TemplateError:  # then find out which ones
+        return [_render_one(tokenizer, conversation, **options) for conversation in conversations]
+
+
+def _render_one(tokenizer: PreTrainedTokenizerBase, conversation: list[Message], **options: bool) -> str | TemplateError:
+    try:
+        return tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+    except TemplateError as error:
+        return error

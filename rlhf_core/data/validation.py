@@ -1,0 +1,205 @@
+"""Validation of prepared data with Great Expectations: one suite per use, run in memory, findings as plain values.
+
+Nothing here reaches the network or writes outside the folder for the Data Docs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import great_expectations as gx
+import pandas as pd
+import pyarrow as pa
+from great_expectations.core.expectation_validation_result import ExpectationValidationResult
+from great_expectations.data_context import EphemeralDataContext
+from great_expectations.data_context.types.base import DataContextConfig, InMemoryStoreBackendDefaults, ProgressBarsConfig
+from great_expectations.exceptions import GreatExpectationsError
+
+from rlhf_core.config import ValidationConfig
+from rlhf_core.data.expectations import Check, checks_for, leakage_checks, presence_checks, schema_checks
+from rlhf_core.data.measures import across_uses, measure, schema_frame
+from rlhf_core.data.schema import SCHEMAS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ALL_USES = "all"
+# What the later stages read: without rows there they have nothing to do.
+READ_LATER = (("sft", "train"), ("preference", "train"), ("preference", "test"), ("prompt", "train"), ("prompt", "test"))
+IDS_IN_MESSAGE = 5
+DOCS_SITE = "validation"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one expectation found in one use.
+
+    checked, unexpected: rows; unexpected is None where the expectation is about the whole table.
+    observed: the number that is compared with the limit, in `unit`.
+    ids: of unexpected rows, sorted and all of them.
+    """
+
+    name: str
+    use: str
+    meaning: str
+    advice: str
+    checked: int
+    unexpected: int | None
+    observed: float
+    bound: str
+    limit: float
+    unit: str
+    passed: bool
+    ids: tuple[str, ...]
+
+    def message(self) -> str:
+        """For people: which expectation, how many rows, the limit, the first ids, what to do."""
+        limit, observed = f"{self.limit:g}", f"{self.observed:.4g}"
+        if self.unexpected is None:
+            return f"{self.use}: {self.name}: expected {self.bound} {limit} ({self.unit}), got {observed}; {self.advice}"
+        ids = ", ".join(self.ids[:IDS_IN_MESSAGE]) + (
+            f" and {len(self.ids) - IDS_IN_MESSAGE} more" if len(self.ids) > IDS_IN_MESSAGE else ""
+        )
+        return (
+            f"{self.use}: {self.name}: expected that {self.meaning}, but for a share of {limit} at most, "
+            f"got {self.unexpected} of {self.checked} rows that break it ({observed}): {ids}; {self.advice}"
+        )
+
+
+class Validator:
+    """A Great Expectations context in memory; each call of `run` adds a suite and its result to the Data Docs."""
+
+    def __init__(self):
+        config = DataContextConfig(
+            store_backend_defaults=InMemoryStoreBackendDefaults(),
+            analytics_enabled=False,
+            progress_bars=ProgressBarsConfig(globally=False, metric_calculations=False),
+        )
+        self._context: EphemeralDataContext = gx.get_context(mode="ephemeral", project_config=config)
+        self._source = self._context.data_sources.add_pandas("prepared")
+
+    def run(self, suite_name: str, use: str, frame: pd.DataFrame, checks: list[Check]) -> list[Finding]:
+        """Check a table with a column `id`. Findings come in the order of the checks.
+
+        Raises:
+            RuntimeError: an expectation couldn't be computed, which is a fault of ours.
+        """
+        for check in checks:
+            check.expectation.description = check.meaning
+            check.expectation.meta = {"name": check.name}
+        batch = self._source.add_dataframe_asset(suite_name).add_batch_definition_whole_dataframe("all rows")
+        suite = self._context.suites.add(gx.ExpectationSuite(name=suite_name, expectations=[check.expectation for check in checks]))
+        definition = gx.ValidationDefinition(name=suite_name, data=batch, suite=suite)
+        result = self._context.validation_definitions.add(definition).run(
+            batch_parameters={"dataframe": frame},
+            # Texts of the data stay out of the result: the Data Docs don't escape HTML.
+            result_format={
+                "result_format": "COMPLETE",
+                "unexpected_index_column_names": ["id"],
+                "return_unexpected_index_query": False,
+                "exclude_unexpected_values": True,
+            },
+        )
+        by_name = {r.expectation_config.meta["name"]: r for r in result.results}
+        return [_finding(use, check, by_name[check.name], rows=len(frame)) for check in checks]
+
+    def write_docs(self, folder: Path) -> None:
+        """The Data Docs, a site of HTML files. They contain times, so no two runs write the same.
+
+        Raises:
+            OSError, GreatExpectationsError: they couldn't be written.
+        """
+        backend = {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(folder.absolute())}
+        site = {"class_name": "SiteBuilder", "site_index_builder": {"class_name": "DefaultSiteIndexBuilder"}, "store_backend": backend}
+        self._context.add_data_docs_site(DOCS_SITE, site)
+        self._context.build_data_docs(site_names=[DOCS_SITE])
+
+
+def validate(
+    tables: dict[str, pa.Table], tokenizer: PreTrainedTokenizerBase, config: ValidationConfig, *, max_length: int, docs: Path | None = None
+) -> list[Finding]:
+    """Every check of every use. `tables` has those that prepare_data made; `docs`: a folder for the Data Docs.
+
+    A use whose schema is wrong is not looked at further. Findings don't depend on the order of the rows.
+    """
+    validator, findings, frames = Validator(), [], {}
+    for use in (u for u in SCHEMAS if u in tables):
+        schema = validator.run(f"schema of {use}", use, schema_frame(use, _types(use, tables[use].schema)), schema_checks())
+        findings += schema
+        if all(f.passed for f in schema):
+            frames[use] = measure(use, tables[use].to_pylist(), tokenizer)
+            findings += validator.run(use, use, frames[use], checks_for(use, frames[use], config, max_length=max_length))
+    findings += validator.run("rows", ALL_USES, _row_counts(tables), presence_checks())
+    findings += validator.run("splits", ALL_USES, across_uses(frames), leakage_checks())
+    if docs is not None:
+        _write_docs(validator, docs)
+    return findings
+
+
+def summary(findings: list[Finding], tables: dict[str, pa.Table], *, max_reported_ids: int) -> dict[str, Any]:
+    """Findings as what metrics/validation.json holds: the same bytes for the same rows, whatever their order."""
+    observed: dict[str, dict[str, float]] = {}
+    for finding in findings:
+        observed.setdefault(finding.use, {})[finding.name] = finding.observed
+    return {
+        "passed": all(f.passed for f in findings),
+        "checked": len(findings),
+        "failed": sum(not f.passed for f in findings),
+        "rows": {use: table.num_rows for use, table in tables.items()},
+        "observed": observed,
+        "expectations": [_entry(f, max_reported_ids) for f in findings],
+    }
+
+
+def _entry(finding: Finding, max_reported_ids: int) -> dict[str, Any]:
+    keys = ("name", "use", "meaning", "checked", "unexpected", "observed", "bound", "limit", "unit", "passed")
+    return {key: getattr(finding, key) for key in keys} | {"ids": list(finding.ids[:max_reported_ids])}
+
+
+def _finding(use: str, check: Check, result: ExpectationValidationResult, *, rows: int) -> Finding:
+    if any(error["raised_exception"] for error in _exceptions(result.exception_info)):
+        raise RuntimeError(f"{use}: {check.name}: expected a result, got {result.exception_info}; this is a fault of the check")
+    if check.of_observed is None:
+        checked = int(result.result["element_count"]) - int(result.result.get("missing_count") or 0)
+        unexpected = int(result.result["unexpected_count"])
+        observed = unexpected / checked if checked else 0.0
+        ids = tuple(sorted(str(id_) for group in result.result.get("unexpected_index_list") or () for id_ in group["id"]))
+    else:
+        checked, unexpected, ids = rows, None, ()
+        observed = check.of_observed(float(result.result["observed_value"]))
+    assert not math.isnan(observed)
+    named = {"name": check.name, "use": use, "meaning": check.meaning, "advice": check.advice, "unit": check.unit}
+    compared = {"observed": observed, "bound": check.bound, "limit": check.limit, "passed": bool(result.success)}
+    return Finding(checked=checked, unexpected=unexpected, ids=ids, **named, **compared)
+
+
+def _exceptions(info: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Great Expectations reports one exception flat, and several by the metric that raised."""
+    yield from [info] if "raised_exception" in info else info.values()
+
+
+def _types(use: str, schema: pa.Schema) -> dict[str, str]:
+    """Column types as text; equal types read like those of SCHEMAS, which Parquet files name a little differently."""
+    expected = {field.name: field.type for field in SCHEMAS[use]}
+    return {f.name: str(expected[f.name] if f.name in expected and f.type.equals(expected[f.name]) else f.type) for f in schema}
+
+
+def _row_counts(tables: dict[str, pa.Table]) -> pd.DataFrame:
+    """id (`<use>:<split>`) and rows, of what later stages read."""
+    splits = {use: table["split"].to_pylist() for use, table in tables.items() if "split" in table.column_names}
+    counts = [splits.get(use, []).count(split) for use, split in READ_LATER]
+    return pd.DataFrame({"id": [f"{use}:{split}" for use, split in READ_LATER], "rows": counts})
+
+
+def _write_docs(validator: Validator, folder: Path) -> None:
+    try:
+        validator.write_docs(folder)
+    except (OSError, GreatExpectationsError) as error:
+        log.warning("Data Docs: expected to write %s, got %s; the result itself is not affected", folder, error)

@@ -1,0 +1,81 @@
+"""Stage validate_data: what prepare_data wrote must satisfy every expectation, or the chain stops before any training.
+
+Reads data/prepared and models/tokenizer. The verdict is always in metrics/validation.json, whatever it is, and for people
+in the Data Docs; a violation then ends the stage with an error that names expectations, counts and rows.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlhf_core.data.schema import SCHEMAS
+from tasks.stage import DATA_DOCS, METRICS, PREPARED, TOKENIZER, Stage, StageFailed, publish, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Classes that are nothing but tokenizer.json: loading one doesn't take the seconds that importing torch takes.
+PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+log = logging.getLogger("rlhf")
+
+
+def main() -> None:
+    with Stage("validate_data") as stage:
+        logging.getLogger("great_expectations").setLevel(logging.WARNING)
+        from rlhf_core.data.validation import summary, validate  # takes seconds, and the parameters are known to be right by now
+
+        config = stage.params.validation
+        tables = read_tables(PREPARED)
+        tokenizer = load(TOKENIZER, trust_remote_code=stage.params.model.trust_remote_code)
+        docs = stage.scratch / "data_docs"
+        findings = validate(tables, tokenizer, config, max_length=stage.params.model.max_length, docs=docs)
+        write_json(METRICS / "validation.json", summary(findings, tables, max_reported_ids=config.max_reported_ids))
+        if docs.is_dir():
+            publish(docs, DATA_DOCS)
+        for finding in findings:
+            if finding.name == "too_long" and finding.passed and finding.unexpected:
+                log.info("%s: %d of %d rows are too long; later stages drop them", finding.use, finding.unexpected, finding.checked)
+        failed = [finding.message() for finding in findings if not finding.passed]
+        if failed:
+            failed.append(f"{len(failed)} of {len(findings)} expectations failed; nothing is trained on this data")
+            raise StageFailed("\n".join(failed))
+        log.info("%d expectations met by %d rows", len(findings), sum(table.num_rows for table in tables.values()))
+
+
+def read_tables(folder: Path) -> dict[str, pa.Table]:
+    """The tables of the uses that have a file.
+
+    Raises:
+        ValueError: a file is not Parquet.
+    """
+    tables = {}
+    for path in (folder / f"{use}.parquet" for use in SCHEMAS):
+        if path.exists():
+            try:
+                tables[path.stem] = pq.read_table(path)
+            except pa.ArrowInvalid as error:
+                raise ValueError(f"{path}: expected a Parquet file, got: {error}; run prepare_data again") from error
+    return tables
+
+
+def load(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The prepared tokenizer, without importing torch where its class allows."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    if settings.get("tokenizer_class") in PLAIN_TOKENIZERS and "auto_map" not in settings:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    from rlhf_core.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
+
+
+if __name__ == "__main__":
+    main()
