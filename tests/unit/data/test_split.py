@@ -1,0 +1,52 @@
+"""Splits, ids and shares by hash."""
+
+from __future__ import annotations
+
+from random import Random
+
+from rlhf_core.data.split import conversation_text, keep_share, split_of, with_ids
+
+FRACTIONS = {"validation_fraction": 0.06, "test_fraction": 0.12}
+
+
+def test_the_shares_are_as_asked():
+    splits = [split_of(f"prompt {i}", **FRACTIONS) for i in range(20_000)]
+    assert abs(splits.count("test") / 20_000 - 0.12) < 0.01  # 4 standard deviations are 0.0092
+    assert abs(splits.count("validation") / 20_000 - 0.06) < 0.007
+
+
+def test_a_larger_test_share_only_adds_to_the_test_split():
+    for i in range(2000):
+        if split_of(f"{i}", validation_fraction=0.06, test_fraction=0.1) == "test":
+            assert split_of(f"{i}", validation_fraction=0.06, test_fraction=0.2) == "test"
+
+
+def test_case_and_white_space_make_no_other_conversation_and_words_and_roles_do():
+    def text(role, content):
+        return conversation_text([{"role": role, "content": content}])
+
+    assert text("user", "Sort  21.\n") == text("user", "sort 21.")
+    assert text("user", "Sort 21.") != text("user", "Sort 12.")
+    assert text("user", "Sort 21.") != text("system", "Sort 21.")
+    together = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert conversation_text(together) != text("user", "a\nassistant\tb")
+
+
+def test_ids_are_unique_even_for_equal_rows_and_survive_shuffling():
+    rows = [{"text": str(i % 70)} for i in range(100)]
+    shuffled = rows.copy()
+    Random(0).shuffle(shuffled)
+    ids = [r["id"] for r in with_ids(rows, "a")]
+    assert len(set(ids)) == 100
+    assert set(ids) == {r["id"] for r in with_ids(shuffled, "a")}
+    assert not set(ids) & {r["id"] for r in with_ids(rows, "b")}
+
+
+def test_a_share_keeps_the_order_and_a_smaller_one_is_a_part_of_it():
+    rows = with_ids([{"text": str(i)} for i in range(200)], "a")
+    half, tenth = keep_share(rows, 0.5, None), keep_share(rows, 0.1, None)
+    assert (len(half), len(tenth)) == (100, 20)
+    assert [r for r in rows if r in half] == half
+    assert all(r in half for r in tenth)
+    assert keep_share(rows, 1.0, 20) == tenth
+    assert keep_share(rows, 1.0, None) == rows
