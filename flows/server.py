@@ -49,8 +49,10 @@ def use_server(root: Path) -> None:
     home = use_home(root)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    if "PREFECT_API_URL" in os.environ or (url := running_server(home)):
-        os.environ.setdefault("PREFECT_API_URL", url)
+    if "PREFECT_API_URL" in os.environ:
+        return
+    if url := running_server(home):
+        os.environ["PREFECT_API_URL"] = url
         return
     port = free_port()
     url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"

@@ -1,0 +1,192 @@
+"""A small project for tests of the flow's mechanics: its own git repository, DVC set-up and four cheap stages.
+
+The stages are real ones in the real frame (tasks.stage.Stage) under names that params.yaml knows; what they compute is small
+and, for train_sft, slow on request, so that it can be killed in the middle.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).parents[2]
+
+WORK = '''"""One of four stages: python work.py <stage>."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from tasks.stage import METRICS, Stage, StageFailed, StageStopped, publish, write_json
+
+
+def prepare_data(stage):
+    folder = stage.scratch / "prepared"
+    folder.mkdir()
+    (folder / "rows.txt").write_text(str(stage.params.seed))
+    publish(folder, Path("data/prepared"))
+    write_json(METRICS / "prepare_data.json", {"rows": {"sft": {"train": 7, "test": 3}}})
+
+
+def train_sft(stage):
+    """One step is 50 ms; each is noted in a checkpoint, and steps.log tells which process did which step."""
+    crash = Path(os.environ.get("CRASH_ONCE", "nowhere"))
+    if crash.exists():
+        crash.unlink()
+        raise RuntimeError("the disk said no")
+    checkpoint = stage.scratch / "step"
+    done = int(checkpoint.read_text()) if checkpoint.exists() else 0
+    for step in range(done, stage.params.sft.steps):
+        time.sleep(0.05)
+        with open("steps.log", "a") as log:
+            log.write(f"{os.getpid()} {step}\\n")
+        checkpoint.write_text(str(step + 1))
+        if stage.stop_requested:
+            raise StageStopped
+    result = stage.scratch / "model"
+    result.mkdir(exist_ok=True)
+    (result / "weights").write_text(f"{stage.params.seed} {stage.params.sft.steps}")
+    publish(result, Path("models/sft"))
+    write_json(METRICS / "train_sft.json", {"heldout_loss": 1.0 / stage.params.sft.steps})
+
+
+def gate_reward(stage):
+    accuracy, threshold = 0.9, stage.params.gate.min_accuracy
+    message = f"accuracy {accuracy} against {threshold}"
+    verdict = {"passed": accuracy >= threshold, "message": message, "accuracy": accuracy, "low": accuracy, "threshold": threshold}
+    write_json(METRICS / "gate.json", verdict)
+    if not verdict["passed"]:
+        raise StageFailed(message)
+
+
+def report(stage):
+    Path("reports").mkdir(exist_ok=True)
+    Path("reports/report.html").write_text(f"<h1>{stage.params.report.title}</h1>")
+
+
+if __name__ == "__main__":
+    with Stage(sys.argv[1]) as stage:
+        globals()[sys.argv[1]](stage)
+'''
+
+DVC = """
+stages:
+  report:  # first in the file, last in the chain
+    cmd: python work.py report
+    params: [report]
+    deps: [work.py, metrics/gate.json]
+    outs: [reports/report.html]
+  prepare_data:
+    cmd: python work.py prepare_data
+    params: [seed, data, model]
+    deps: [work.py]
+    outs: [data/prepared]
+    metrics: [{metrics/prepare_data.json: {cache: false}}]
+  train_sft:
+    cmd: python work.py train_sft
+    params: [seed, model, sft]
+    deps: [work.py, data/prepared]
+    outs: [models/sft]
+    metrics: [{metrics/train_sft.json: {cache: false}}]
+  gate_reward:
+    cmd: python work.py gate_reward
+    params: [gate]
+    deps: [work.py, models/sft]
+    metrics: [{metrics/gate.json: {cache: false}}]
+"""
+
+ORDER = ["prepare_data", "train_sft", "gate_reward", "report"]
+
+
+def make_workspace(folder: Path, *, steps: int = 3, retries: int = 1) -> Path:
+    """A committed project in `folder`; training takes `steps` times 50 ms."""
+    folder.mkdir(parents=True)
+    shutil.copytree(ROOT / "flows", folder / "flows", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / ".dvc", folder / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache", "config.local"))
+    for name in (".gitignore", ".dvcignore", "prefect.yaml"):
+        shutil.copy(ROOT / name, folder / name)
+    with (folder / ".gitignore").open("a") as file:
+        file.write("/steps.log\n")
+    (folder / "work.py").write_text(WORK)
+    (folder / "dvc.yaml").write_text(DVC)
+    params = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text())
+    params["sft"]["steps"] = steps
+    params["flow"] |= {"retries": retries, "retry_delay": 0}
+    with (folder / "params.yaml").open("w") as file:
+        YAML(typ="safe", pure=True).dump(params, file)
+    git(folder, "init", "--quiet", "--initial-branch", "main")
+    git(folder, "add", "--all")
+    git(folder, "-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "--quiet", "-m", "A small project")
+    return folder
+
+
+def git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """As a user's, with this checkout's code and without anything of a Prefect server that happens to be around."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
+    return {**inherited, "PYTHONPATH": str(ROOT), **extra}
+
+
+def run_flow(workspace: Path, *arguments: str, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flows.full_pipeline", *arguments]
+    return subprocess.run(command, cwd=workspace, env=environment(**extra), capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"{what}: expected within {seconds} s, got nothing"
+        time.sleep(0.1)
+
+
+def steps_done(workspace: Path) -> list[tuple[int, int]]:
+    """(process, step) of each training step so far, in order."""
+    log = workspace / "steps.log"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [(int(p), int(s)) for p, s in (line.split() for line in lines if line.count(" ") == 1)]
+
+
+def outcomes(printed: str) -> dict[str, str]:
+    """Stage -> last column of the printed table."""
+    return {line.split()[0]: " ".join(line.split()[-2:]) if line.endswith("not reached") else line.split()[-1]
+            for line in printed.splitlines() if line.split() and line.split()[0] in ORDER and not line.rstrip().endswith(":")}  # fmt: skip
+
+
+def processes_in(workspace: Path) -> list[psutil.Process]:
+    """Living processes that work in this folder: stages, DVC, flows."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if Path(process.cwd()).is_relative_to(workspace) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def dvc_process(workspace: Path) -> psutil.Process | None:
+    return next((p for p in processes_in(workspace) if "repro" in p.cmdline()), None)
+
+
+def training_has_begun(workspace: Path, steps: int = 3) -> Callable[[], bool]:
+    return lambda: len(steps_done(workspace)) >= steps
+
+
+def assert_resumed(workspace: Path, total: int) -> None:
+    """Each step was done once, in order, by two processes one after the other."""
+    done = steps_done(workspace)
+    assert [step for _, step in done] == list(range(total))
+    pids = [pid for pid, _ in done]
+    assert sorted(set(pids), key=pids.index) == [pid for i, pid in enumerate(pids) if i == 0 or pids[i - 1] != pid]
+    assert len(set(pids)) == 2
