@@ -41,6 +41,7 @@ def summarize(answers: list[Answer], *, confidence: float) -> dict[str, float | 
     }
     judged = [a.judgement for a in answers if a.judgement is not None]
     if judged:
+        summary["judge_n"] = len(judged)
         summary["judge_ok"] = sum(j.ok for j in judged) / len(judged)
         summary |= {f"judge_{aspect}": sum(getattr(j, aspect) for j in judged) / len(judged) for aspect in ASPECTS}
     return summary
