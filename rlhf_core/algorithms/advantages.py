@@ -95,7 +95,7 @@ def rloo(rewards: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Te
     """REINFORCE with the mean of the group's other responses as baseline.
 
     A_i = r_i - (sum(r) - r_i) / (n - 1) = (r_i - mean(r)) * n / (n - 1),   n = scored responses of the group
-    Source: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, section 3.3 (Kool et al. 2019).
+    Source: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, after Kool et al. 2019.
 
     Arguments, result and degenerate groups as of `grpo`.
     """

@@ -50,7 +50,7 @@ def value_loss(
     """Squared error of the critic, the worse of the new value and the new value held near the old one.
 
     0.5 * max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2)
-    Source: the PPO implementation, see https://arxiv.org/abs/2005.12729, section 3, there without the factor.
+    Source: PPO's first implementation (openai/baselines, ppo2); the paper has no clipping here. Discussed in https://arxiv.org/abs/2005.12729.
 
     Args:
         values: [B, R], with gradient.
