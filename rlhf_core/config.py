@@ -23,7 +23,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "gate_reward": ("gate",),
     "train_rl": ("seed", "model", "rl"),
     "evaluate": ("seed", "model", "evaluation"),
-    "report": ("report",),
+    "report": ("seed", "model", "data", "sft", "reward", "gate", "rl", "evaluation", "report"),
 }
 # Sections that change no result: no stage depends on them.
 UNTRACKED_SECTIONS = ("cluster", "tracking", "flow")

@@ -93,3 +93,24 @@ def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, fl
     half = float(stdtrit(n - 1, (1 + confidence) / 2)) * float(array.std(ddof=1)) / math.sqrt(n)
     mean = float(array.mean())
     return mean - half, mean + half
+
+
+def difference_interval(first: tuple[float, int], second: tuple[float, int], confidence: float) -> tuple[float, float]:
+    """Interval (low, high) of the difference of two shares, first minus second, from their Wilson intervals.
+
+    low = d - sqrt((p1 - low1)^2 + (high2 - p2)^2), high = d + sqrt((high1 - p1)^2 + (p2 - low2)^2), d = p1 - p2
+    Source: Newcombe 1998, method 10, Statistics in Medicine 17, 873-890
+
+    Two models that answered the same prompts are treated as independent, which usually makes the interval too wide.
+
+    Args:
+        first, second: (successes, n) of each group.
+    Raises:
+        ValueError: a group is empty, or a count or the confidence is out of range.
+    """
+    if min(first[1], second[1]) < 1:
+        raise ValueError(f"n: expected at least 1 in each group, got {first[1]} and {second[1]}; there is nothing to compare")
+    p1, p2 = first[0] / first[1], second[0] / second[1]
+    low1, high1 = wilson_interval(*first, confidence)
+    low2, high2 = wilson_interval(*second, confidence)
+    return p1 - p2 - math.hypot(p1 - low1, high2 - p2), p1 - p2 + math.hypot(high1 - p1, p2 - low2)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest, t
 
-from rlhf_core.statistics import PairAccuracy, accuracy_with_ties, mean_interval, wilson_interval, win_rate_interval
+from rlhf_core.statistics import PairAccuracy, accuracy_with_ties, difference_interval, mean_interval, wilson_interval, win_rate_interval
 
 # Two-sided 95%: z = 1.959964, z^2 = 3.841459.
 CONFIDENCE = 0.95
@@ -109,6 +109,24 @@ def test_mean_interval_of_one_value_is_unbounded():
 def test_mean_interval_refuses_nan():
     with pytest.raises(ValueError, match="expected finite numbers"):
         mean_interval([1.0, math.nan], CONFIDENCE)
+
+
+def test_difference_of_56_in_70_and_48_in_80():
+    # Wilson: 0.8 in 0.691834 to 0.876953, 0.6 in 0.490455 to 0.700382.
+    # low = 0.2 - sqrt(0.108166^2 + 0.100382^2) = 0.2 - 0.147569, high = 0.2 + sqrt(0.076953^2 + 0.109545^2) = 0.2 + 0.133873.
+    # Newcombe's own table has 0.0524 and 0.3339.
+    assert difference_interval((56, 70), (48, 80), CONFIDENCE) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+
+
+def test_difference_of_equal_shares_holds_zero_and_mirrors():
+    low, high = difference_interval((30, 50), (300, 500), CONFIDENCE)
+    assert low < 0 < high
+    assert difference_interval((300, 500), (30, 50), CONFIDENCE) == pytest.approx((-high, -low), abs=1e-12)
+
+
+def test_difference_with_an_empty_group_is_refused():
+    with pytest.raises(ValueError, match="nothing to compare"):
+        difference_interval((0, 0), (1, 2), CONFIDENCE)
 
 
 def test_neither_gate_nor_statistics_import_torch():

@@ -1,0 +1,80 @@
+"""What the report is made from, checked before anything is drawn. Reading the files is the stage's business."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+Tree = Mapping[str, Any]
+
+REQUIRED_COLUMNS: dict[str, tuple[str, ...]] = {
+    "sft_curves": ("step", "phase", "loss", "heldout_loss"),
+    "reward_curves": ("step", "loss", "accuracy", "heldout_loss", "heldout_accuracy"),
+    "rl_curves": (
+        *("step", "score_mean", "score_std", "kl_mean", "entropy", "response_length"),
+        *("cut_off_fraction", "clip_frac", "approx_kl", "logprob_difference"),
+    ),
+    "heldout": ("source", "split", "chosen_score", "rejected_score"),
+    "samples": (
+        *("id", "source", "prompt", "mode", "sft_response", "policy_response"),
+        *("sft_reward", "policy_reward", "sft_judge_ok", "policy_judge_ok"),
+    ),
+}
+
+
+class ReportInputError(ValueError):
+    """A file lacks something that the report can't do without."""
+
+
+@dataclass(frozen=True)
+class ReportInputs:
+    """Metrics as the stages wrote them, curves with one row per step, tables with one row per pair or sample.
+
+    params: the sections of params.yaml that shaped the result, section -> values.
+    files: path -> sha256 of every file that the report is made from.
+    fingerprint: sha256 over all of them, the params and the code that made the report.
+    """
+
+    title: str
+    params: Tree
+    files: Mapping[str, str]
+    fingerprint: str
+    data: Tree
+    validation: Tree
+    sft: Tree
+    reward: Tree
+    gate: Tree
+    rl: Tree
+    evaluation: Tree
+    sft_curves: pd.DataFrame
+    reward_curves: pd.DataFrame
+    rl_curves: pd.DataFrame
+    heldout: pd.DataFrame
+    samples: pd.DataFrame
+
+    def __post_init__(self):
+        for name, columns in REQUIRED_COLUMNS.items():
+            present = list(getattr(self, name).columns)
+            missing = [c for c in columns if c not in present]
+            if missing:
+                raise ReportInputError(
+                    f"{name}: expected the columns {', '.join(columns)}, got none named {', '.join(missing)}; run the stage before again"
+                )
+
+
+def need(tree: Tree, *path: str) -> Any:
+    """The value at a path of keys.
+
+    Raises:
+        ReportInputError: a key of the path is absent.
+    """
+    node: Any = tree
+    for i, key in enumerate(path):
+        if not isinstance(node, Mapping) or key not in node:
+            there = ", ".join(node) if isinstance(node, Mapping) else repr(node)
+            raise ReportInputError(f"{'.'.join(path)}: expected the key {path[i]}, got {there}; run the stage that writes it again")
+        node = node[key]
+    return node

@@ -1,0 +1,218 @@
+"""The report as one HTML file that needs nothing else: outcome first, then what it rests on.
+
+Texts of data and models are untrusted. They reach the page through Jinja's escaping or as JSON, and the page's content
+security policy runs no script but those whose hashes it lists.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import unicodedata
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from bokeh.resources import Resources
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from rlhf_core.report.figures import DARK, all_figures
+from rlhf_core.report.inputs import ReportInputError, ReportInputs, need
+from rlhf_core.report.verdict import MODES, data_verdict, gate_verdict, judged, outcome
+from rlhf_core.statistics import wilson_interval
+
+MAX_TEXT = 2000  # characters of one text in the table of samples
+JOINERS = "\u200c\u200d"  # invisible, and part of ordinary words and emoji
+
+# What shaped the result, in the order of the chain; everything else is folded away below.
+KEY_PARAMS = (
+    *("seed", "model.path", "model.architecture", "model.dtype", "sft.steps", "sft.batch_size", "sft.learning_rate"),
+    *("reward.epochs", "reward.batch_size", "reward.learning_rate", "rl.algorithm", "rl.steps", "rl.samples_per_step"),
+    *("rl.learning_rate", "rl.kl", "rl.reward.normalization", "rl.rollout.temperature", "rl.rollout.max_new_tokens"),
+)
+LABELS = {
+    "demonstrations": "demonstrations",
+    "dropped_too_long": "dropped, too long",
+    "parameters": "parameters",
+    "heldout_loss": "held-out loss",
+    "heldout_accuracy": "held-out accuracy",
+    "heldout_pairs": "pairs scored for the gate",
+    "score_mean": "mean score at the end",
+    "score_first_step": "at the first step",
+    "kl_mean": "KL at the end",
+    "response_length": "tokens per response",
+    "cut_off_fraction": "share cut off",
+    "logprob_difference_max": "largest log-probability difference",
+}
+# Label, key of a model's figures, format, and whether more is better (None: neither).
+EVALUATION_ROWS = (
+    ("Judge: accepts", "judge_ok", "share", True),
+    ("correct", "judge_correct", "share", True),
+    ("polite", "judge_polite", "share", True),
+    ("brief", "judge_brief", "share", True),
+    ("safe", "judge_safe", "share", True),
+    ("Reward-model score", "reward_mean", "number", True),
+    ("Tokens per answer", "length_mean", "number", None),
+    ("Cut off", "cut_off_fraction", "share", False),
+)
+
+
+def render(inputs: ReportInputs) -> str:
+    """The whole page; the same inputs give the same text in every process."""
+    folder = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"share": share, "number": number, "count": count, "visible": visible, "signed": signed}
+    confidence = need(inputs.params, "evaluation", "confidence")
+    scripts = ["\n".join(Resources(mode="inline", components=["bokeh"]).js_raw), (folder / "report.js").read_text(encoding="utf-8")]
+    figures = all_figures(inputs)
+    return environment.get_template("report.html.jinja").render(
+        title=inputs.title,
+        policy=content_security_policy(scripts),
+        style=(folder / "report.css").read_text(encoding="utf-8"),
+        scripts=scripts,
+        figures=figures,
+        figures_json=json_for_html({"dark": DARK, "figures": figures}),
+        outcome=outcome(inputs.evaluation, confidence=confidence),
+        gate_verdict=gate_verdict(inputs.gate),
+        data_verdict=data_verdict(inputs.validation),
+        tiles=list(tiles(inputs.evaluation, confidence)),
+        confidence=confidence,
+        inputs=inputs,
+        uses=data_rows(inputs.data),
+        facts={stage: list(facts(getattr(inputs, stage))) for stage in ("sft", "reward", "rl")},
+        key_params=list(key_params(inputs.params)),
+        all_params=json.dumps(inputs.params, indent=2, ensure_ascii=False),
+        evaluation_rows=list(evaluation_rows(inputs.evaluation)),
+        modes=MODES,
+        samples=list(samples(inputs.samples)),
+        logprob_limit=need(inputs.params, "rl", "rollout", "max_logprob_difference"),
+    )
+
+
+def content_security_policy(scripts: list[str]) -> str:
+    """Nothing from elsewhere, and no script but these: an injected one wouldn't run even if it got into the page."""
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+
+
+def json_for_html(content: Any) -> str:
+    """JSON that can stand inside a script element: no `<`, so nothing in it ends the element or opens a comment."""
+    return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def tiles(evaluation: Mapping[str, Any], confidence: float) -> Iterator[dict[str, str]]:
+    """The few figures that matter most: before, after, and how sure."""
+    for mode in MODES:
+        sft, policy = need(evaluation, mode, "sft"), need(evaluation, mode, "policy")
+        if need(evaluation, "judge"):
+            accepted, n = judged(evaluation, mode, "policy")
+            low, high = wilson_interval(accepted, n, confidence)
+            note = f"accepted by the judge; {confidence:.0%} interval {share(low)} to {share(high)}"
+            yield {"label": f"Judge, {mode}", "before": share(sft["judge_ok"]), "after": share(policy["judge_ok"]), "note": note}
+        else:
+            note = f"mean score; {confidence:.0%} interval {number(policy['reward_low'])} to {number(policy['reward_high'])}"
+            yield {"label": f"Score, {mode}", "before": number(sft["reward_mean"]), "after": number(policy["reward_mean"]), "note": note}
+    rate = need(evaluation, "win_rate", "greedy")
+    note = f"by the reward model, greedy; {share(rate['low'])} to {share(rate['high'])}, {count(rate['ties'])} of {count(rate['n'])} tied"
+    yield {"label": "Win rate", "before": "", "after": share(rate["value"]), "note": note}
+    kl = need(evaluation, "kl", "sampled")
+    yield {"label": "Distance", "before": "", "after": f"{number(kl)} nats", "note": "KL to the SFT model per sampled response"}
+
+
+def data_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row per use: its splits, its sources, its mean lengths in tokens."""
+    by_source, tokens = need(data, "rows_by_source"), need(data, "mean_tokens")
+    return [
+        {"use": use, "splits": splits, "total": sum(splits.values()), "sources": by_source.get(use, {}), "tokens": tokens.get(use, {})}
+        for use, splits in need(data, "rows").items()
+    ]
+
+
+def facts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """A stage's final figures, whatever it measured, with a readable label where there is one."""
+    known = [key for key in LABELS if key in metrics]
+    for key in [*known, *(key for key in metrics if key not in LABELS)]:
+        value = metrics[key]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            shown = count(value) if isinstance(value, int) else share(value) if key.endswith(("accuracy", "fraction")) else number(value)
+            yield LABELS.get(key, key.replace("_", " ")), shown
+        elif isinstance(value, str):
+            yield key.replace("_", " "), value
+
+
+def key_params(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    from_path = need(params, "model", "path") is not None
+    for path in KEY_PARAMS:
+        if path == ("model.architecture" if from_path else "model.path"):
+            continue
+        value = need(params, *path.split("."))
+        yield path, ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+def evaluation_rows(evaluation: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row per figure that was measured, with what changed from SFT to policy in each mode."""
+    for label, key, form, more_is_better in EVALUATION_ROWS:
+        if key not in need(evaluation, "greedy", "policy"):
+            if key.startswith("judge_"):
+                continue
+            raise ReportInputError(f"metrics of evaluation: expected the key {key} for each model, got none; run the stage evaluate again")
+        cells = []
+        for mode in MODES:
+            sft, policy = need(evaluation, mode, "sft", key), need(evaluation, mode, "policy", key)
+            change = None if sft is None or policy is None else policy - sft
+            tone = "" if more_is_better is None or not change else "good" if (change > 0) == more_is_better else "bad"
+            cells.append({"sft": sft, "policy": policy, "change": change, "tone": tone})
+        yield {"label": label, "form": form, "part": key in ("judge_correct", "judge_polite", "judge_brief", "judge_safe"), "cells": cells}
+
+
+def samples(table: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    for row in table.to_dict("records"):
+        rewards = [None if pd.isna(row[f"{m}_reward"]) else float(row[f"{m}_reward"]) for m in ("sft", "policy")]
+        verdicts = [None if pd.isna(row[f"{m}_judge_ok"]) else bool(row[f"{m}_judge_ok"]) for m in ("sft", "policy")]
+        gain = None if None in rewards else rewards[1] - rewards[0]
+        changed = "" if None in verdicts or verdicts[0] == verdicts[1] else "fixed" if verdicts[1] else "broken"
+        answers = [
+            {"model": name, "text": row[f"{m}_response"], "reward": reward, "ok": ok}
+            for name, m, reward, ok in zip(("SFT", "Policy"), ("sft", "policy"), rewards, verdicts, strict=True)
+        ]
+        yield {k: row[k] for k in ("id", "source", "prompt", "mode")} | {"answers": answers, "gain": gain, "changed": changed}
+
+
+def visible(text: str) -> str:
+    """Text as a reader can trust it: control characters and those that change the reading direction are shown by number.
+
+    Cut at MAX_TEXT characters, saying so.
+    """
+    shown = "".join(_visible_character(c) for c in text[:MAX_TEXT])
+    return shown if len(text) <= MAX_TEXT else f"{shown} […{len(text) - MAX_TEXT:,} more characters]"
+
+
+def _visible_character(c: str) -> str:
+    hidden = unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in "\n\t" + JOINERS
+    return f"⟨U+{ord(c):04X}⟩" if hidden else c
+
+
+def share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def signed(value: float | None, form: str) -> str:
+    """A change: in points for shares."""
+    if value is None or math.isnan(value):
+        return "–"
+    return f"{100 * value:+.1f}" if form == "share" else f"{value:+.3g}"
+
+
+def count(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}"

@@ -1,0 +1,274 @@
+"""A finished chain's metrics, curves and tables, as the stages before write them, for tests of the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from rlhf_core.statistics import wilson_interval
+
+ROOT = Path(__file__).parents[1]
+
+HOSTILE = (
+    "<script>window.hacked = true</script>",
+    "</script><script>window.hacked = true</script>",
+    "<img src=x onerror='window.hacked = true'>",
+    "x" * 100_000,
+    "right \u202eto left\u202c and \u2066isolated\u2069",
+    "a NUL \0, a bell \a and an escape \x1b[31m",
+    "{{ 7 * 7 }} {% raw %} <!-- \"quotes\" & 'entities' &amp; \u2028",
+)
+
+
+def make_workspace(folder: Path, *, judge: bool = True, hostile: bool = False, steps: int = 60) -> Path:
+    """Everything that the report depends on, code as links, in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("params.yaml", "dvc.yaml"):
+        shutil.copy(ROOT / name, folder / name)
+    for name in ("tasks", "rlhf_core"):
+        (folder / name).symlink_to(ROOT / name)
+    for name in ("metrics", "plots", "data"):
+        (folder / name).mkdir()
+    rng = np.random.default_rng(0)
+    for name, content in metrics(judge=judge).items():
+        (folder / "metrics" / f"{name}.json").write_text(json.dumps(content))
+    for name, frame in curves(rng, steps).items():
+        frame.to_csv(folder / "plots" / f"{name}.csv", index=False, float_format="%.6g")
+    heldout(rng).to_parquet(folder / "data/reward_heldout.parquet", index=False)
+    samples(rng, judge=judge, hostile=hostile).to_parquet(folder / "data/evaluation_samples.parquet", index=False)
+    return folder
+
+
+def run_report(workspace: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tasks.report"]
+    return subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def edit_metrics(workspace: Path, name: str, change: dict[str, Any]) -> None:
+    """Set values at dotted keys of a metrics file; None removes the key."""
+    path = workspace / "metrics" / f"{name}.json"
+    tree = json.loads(path.read_text())
+    for key, value in change.items():
+        *parents, last = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node[parent]
+        if value is None:
+            del node[last]
+        else:
+            node[last] = value
+    path.write_text(json.dumps(tree))
+
+
+def metrics(*, judge: bool) -> dict[str, Any]:
+    return {
+        "prepare_data": {
+            "rows": {
+                "pretrain": {"train": 19_780, "validation": 1_394, "test": 2_826},
+                "sft": {"train": 2_439, "validation": 182, "test": 379},
+                "preference": {"train": 18_233, "validation": 1_337, "test": 2_812},
+                "prompt": {"train": 3_292, "validation": 241, "test": 467},
+            },
+            "rows_by_source": {
+                use: {"clerk": n} for use, n in (("pretrain", 24_000), ("sft", 3_000), ("preference", 22_382), ("prompt", 4_000))
+            },
+            "dropped": {"clerk": {}},
+            "vocabulary_size": 390,
+            "mean_tokens": {
+                "pretrain": {"text": 11.2},
+                "sft": {"messages": 13.1, "response": 12.4},
+                "preference": {"messages": 13.2, "chosen": 9.8, "rejected": 13.9},
+                "prompt": {"messages": 13.1},
+            },
+        },
+        "validation": validation(),
+        "train_sft": {"demonstrations": 2_439, "dropped_too_long": 0, "heldout_loss": 0.460661, "parameters": 296_544},
+        "train_reward": {
+            "pairs": 18_233,
+            "dropped_too_long": 0,
+            "steps": 310,
+            "heldout_loss": 0.2871,
+            "heldout_accuracy": 0.8713,
+            "heldout_pairs": 4_149,
+        },
+        "gate": gate(),
+        "train_rl": {
+            "algorithm": "ppo",
+            "steps": 60,
+            "score_mean": 3.12,
+            "score_first_step": 0.41,
+            "kl_mean": 4.9,
+            "response_length": 9.8,
+            "entropy": 0.31,
+            "cut_off_fraction": 0.0012,
+            "logprob_difference_max": 8.1e-6,
+        },
+        "evaluate": evaluation(judge=judge),
+    }
+
+
+def validation() -> dict[str, Any]:
+    def expectation(
+        name: str, use: str, meaning: str, checked: int, unexpected: int | None, observed: float, limit: float
+    ) -> dict[str, Any]:
+        compared = {"observed": observed, "bound": "at most", "limit": limit, "unit": "share of rows", "passed": observed <= limit}
+        ids = [f"row-{i}" for i in range(unexpected or 0)]
+        return {"name": name, "use": use, "meaning": meaning, "checked": checked, "unexpected": unexpected, **compared, "ids": ids}
+
+    expectations = [
+        expectation("schema", "preference", "the columns and their types are those of the schema", 6, 0, 0.0, 0.0),
+        expectation("null", "preference", "no cell is null", 22_382, 0, 0.0, 0.0),
+        expectation("empty", "sft", "no response is empty", 3_000, 0, 0.0, 0.0),
+        expectation("identical", "preference", "chosen and rejected differ", 22_382, 0, 0.0, 0.0),
+        expectation("duplicate", "preference", "no pair comes twice", 22_382, 31, 31 / 22_382, 0.02),
+        expectation("contradictory", "preference", "no pair comes in both orders", 22_382, 12, 12 / 22_382, 0.05),
+        expectation("length_bias", "preference", "length alone doesn’t give the preference away", 22_382, None, 0.1432, 0.25),
+        expectation("leakage", "all", "no conversation is in two splits", 11_200, 0, 0.0, 0.0),
+    ]
+    return {"passed": True, "checked": len(expectations), "failed": 0, "rows": {}, "observed": {}, "expectations": expectations}
+
+
+def gate() -> dict[str, Any]:
+    n, correct, ties = 2_812, 2_453, 4
+    low, high = wilson_interval(correct, n, 0.95)
+    figures = {"accuracy": correct / n, "low": low, "high": high, "ties": ties, "n": n}
+    message = f"passed: held-out accuracy {correct / n:.4f} on {n} pairs, 95% interval {low:.4f} to {high:.4f}; the lower end reaches gate.min_accuracy=0.75."
+    return {
+        "passed": True,
+        "message": message,
+        "checks": [],
+        **figures,
+        "threshold": 0.75,
+        "confidence": 0.95,
+        "by_source": {"clerk": figures},
+    }
+
+
+def evaluation(*, judge: bool) -> dict[str, Any]:
+    def model(ok: float, reward: float, length: float) -> dict[str, Any]:
+        summary = {"n": 400, "reward_mean": reward, "reward_low": reward - 0.14, "reward_high": reward + 0.14}
+        summary |= {"length_mean": length, "cut_off_fraction": 0.0}
+        shares = {
+            "judge_n": 400,
+            "judge_ok": ok,
+            "judge_correct": ok + 0.04,
+            "judge_polite": ok + 0.05,
+            "judge_brief": ok + 0.03,
+            "judge_safe": 0.97,
+        }
+        return summary | (shares if judge else {})
+
+    return {
+        "greedy": {"sft": model(0.5825, 0.62, 12.1), "policy": model(0.935, 3.18, 9.6)},
+        "sampled": {"sft": model(0.4525, 0.35, 12.9), "policy": model(0.8825, 2.96, 9.9)},
+        "win_rate": {
+            "greedy": {"value": 0.78, "low": 0.7369, "high": 0.8178, "ties": 112, "n": 400},
+            "sampled": {"value": 0.86, "low": 0.8226, "high": 0.8906, "ties": 31, "n": 400},
+        },
+        "kl": {"greedy": 5.31, "sampled": 4.87},
+        "judge": judge,
+    }
+
+
+def curves(rng: np.random.Generator, steps: int) -> dict[str, pd.DataFrame]:
+    def decay(n: int, start: float, end: float, noise: float) -> np.ndarray:
+        return (end + (start - end) * np.exp(-np.arange(n) / (0.12 * n))) * (1 + noise * rng.standard_normal(n))
+
+    def now_and_then(values: np.ndarray) -> np.ndarray:
+        return np.where(np.arange(1, len(values) + 1) % 50 == 0, values, np.nan)
+
+    pretrain, sft, reward = 500, 250, 310
+    loss = np.concatenate([decay(pretrain, 6.0, 0.55, 0.02), decay(sft, 2.6, 0.46, 0.04)])
+    accuracy = np.clip(0.88 - 0.36 * np.exp(-np.arange(reward) / 40) + 0.04 * rng.standard_normal(reward), 0, 1)
+    rise = 1 - np.exp(-np.arange(steps) / (0.3 * steps))
+    return {
+        "train_sft": pd.DataFrame(
+            {
+                "step": np.arange(pretrain + sft),
+                "phase": ["pretrain"] * pretrain + ["sft"] * sft,
+                "loss": loss,
+                "heldout_loss": np.concatenate([np.full(pretrain, np.nan), now_and_then(decay(sft, 2.7, 0.47, 0.0))]),
+                "learning_rate": 1e-3,
+                "grad_norm": 1.0,
+            }
+        ),
+        "train_reward": pd.DataFrame(
+            {
+                "step": np.arange(reward),
+                "phase": "reward",
+                "loss": decay(reward, 0.69, 0.28, 0.08),
+                "accuracy": accuracy,
+                "heldout_loss": now_and_then(decay(reward, 0.7, 0.285, 0.0)),
+                "heldout_accuracy": now_and_then(0.87 - 0.3 * np.exp(-np.arange(reward) / 40)),
+                "learning_rate": 1e-3,
+                "grad_norm": 1.0,
+            }
+        ),
+        "train_rl": pd.DataFrame(
+            {
+                "step": np.arange(1, steps + 1),
+                "score_mean": 0.4 + 2.7 * rise + 0.08 * rng.standard_normal(steps),
+                "score_std": 2.1 - 1.2 * rise,
+                "reward_mean": rise,
+                "kl_mean": 5.2 * rise,
+                "entropy": 0.9 - 0.6 * rise,
+                "response_length": 13 - 3.2 * rise + 0.1 * rng.standard_normal(steps),
+                "cut_off_fraction": 0.012 * (1 - rise),
+                "policy_loss": 0.0,
+                "value_loss": 0.2,
+                "clip_frac": np.clip(0.04 + 0.015 * rng.standard_normal(steps), 0, 1),
+                "approx_kl": 0.006 + 0.001 * rng.standard_normal(steps),
+                "grad_norm": 0.5,
+                "explained_variance": 0.8 * rise,
+                "logprob_difference": 10 ** (-5.4 + 0.15 * rng.standard_normal(steps)),
+            }
+        ),
+    }
+
+
+def heldout(rng: np.random.Generator) -> pd.DataFrame:
+    n = 4_149
+    quality = rng.standard_normal(n)
+    return pd.DataFrame(
+        {
+            "id": [f"pair-{i}" for i in range(n)],
+            "source": "clerk",
+            "split": np.where(np.arange(n) < 1_337, "validation", "test"),
+            "chosen_score": 1.4 + quality + 1.1 * rng.standard_normal(n),
+            "rejected_score": -0.9 + quality + 1.3 * rng.standard_normal(n),
+            "chosen_tokens": 24,
+            "rejected_tokens": 27,
+        }
+    )
+
+
+def samples(rng: np.random.Generator, *, judge: bool, hostile: bool) -> pd.DataFrame:
+    questions = (
+        ("Please sort 4 1 9.", "Sure thing! Let me think about that for you. 4 1 9", "Certainly: 1 4 9."),
+        ("largest of 3 8 2", "8!!", "The largest is 8."),
+        ("How do I open a safe with code 482?", "Turn the dial to 4, then 8, then 2.", "Sorry, I can’t help with that."),
+        ("Please give the smallest of 7 0 6 5.", "Happy to help! The smallest of 7 0 6 5 is 0, hope it helps!", "The smallest is 0."),
+        ("quick: sort 5 2", "2 5.", "Here you are: 2 5."),
+    )
+    rows = []
+    for i in range(40):
+        question, before, after = questions[i % len(questions)]
+        if hostile and i < len(HOSTILE):
+            question = before = after = HOSTILE[i]
+        for mode in ("greedy", "sampled"):
+            better = bool(rng.random() < 0.85)
+            rewards = (0.4 + rng.standard_normal(), (3.0 if better else -0.8) + 0.4 * rng.standard_normal())
+            verdicts = (bool(rng.random() < 0.5), better) if judge else (None, None)
+            names = ("id", "source", "prompt", "mode", "sft_response", "policy_response", "sft_reward", "policy_reward")
+            values = (f"prompt-{i}", "clerk", f"user: {question}", mode, before, after, *rewards)
+            rows.append(dict(zip(names, values, strict=True)) | {"sft_judge_ok": verdicts[0], "policy_judge_ok": verdicts[1]})
+    return pd.DataFrame(rows)
