@@ -183,10 +183,11 @@ def training_has_begun(workspace: Path, steps: int = 3) -> Callable[[], bool]:
     return lambda: len(steps_done(workspace)) >= steps
 
 
-def assert_resumed(workspace: Path, total: int) -> None:
-    """Each step was done once, in order, by two processes one after the other."""
+def assert_resumed(workspace: Path, total: int, *, processes: int, repeated: int = 0) -> None:
+    """The steps were done in order, each once but for `repeated` ones, by that many processes, one after the other."""
     done = steps_done(workspace)
-    assert [step for _, step in done] == list(range(total))
     pids = [pid for pid, _ in done]
-    assert sorted(set(pids), key=pids.index) == [pid for i, pid in enumerate(pids) if i == 0 or pids[i - 1] != pid]
-    assert len(set(pids)) == 2
+    turns = [pid for i, pid in enumerate(pids) if i == 0 or pids[i - 1] != pid]
+    assert len(turns) == len(set(turns)) == processes
+    steps = [step for _, step in done]
+    assert steps == sorted(steps) and set(steps) == set(range(total)) and len(steps) <= total + repeated

@@ -1,0 +1,88 @@
+"""flows/stages.py without Prefect: order, outcomes, deadline; DVC is the real one, on the small project of the integration tests."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flows.stages import StageFailed, metrics_file, run_stage, stage_order, up_to_date
+from rlhf_core.config import ConfigError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_workspace import ORDER, make_workspace, processes_in
+
+ONE_AFTER_ANOTHER = """
+stages:
+  last: {cmd: "true", deps: [made/by/middle/file]}
+  middle: {cmd: "true", deps: [first.txt], outs: [made/by/middle]}
+  lonely: {cmd: "true"}
+  first: {cmd: "true", outs: [first.txt: {cache: false}]}
+"""
+
+
+def test_order_follows_dependencies_and_then_the_file(tmp_path):
+    (tmp_path / "dvc.yaml").write_text(ONE_AFTER_ANOTHER)
+    assert stage_order(tmp_path) == ["lonely", "first", "middle", "last"]
+
+
+def test_a_cycle_is_named(tmp_path):
+    (tmp_path / "dvc.yaml").write_text("stages:\n  a: {cmd: x, deps: [b], outs: [a]}\n  b: {cmd: x, deps: [a], outs: [b]}\n  c: {cmd: x}\n")
+    with pytest.raises(ConfigError, match="a cycle, got one among a, b;"):
+        stage_order(tmp_path)
+
+
+def test_without_dvc_yaml_the_message_says_where_to_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"dvc.yaml: expected in the current folder"):
+        stage_order(tmp_path)
+
+
+def test_outcomes_of_a_stage(tmp_path):
+    workspace = make_workspace(tmp_path / "project")
+    assert stage_order(workspace) == ORDER and not up_to_date(workspace)
+    printed: list[str] = []
+
+    def run() -> str:
+        return run_stage("prepare_data", workspace, timeout=60, on_line=printed.append).outcome
+
+    assert run() == "ran"
+    assert "prepare_data: done in 0.0 s" in printed and not any("git add" in line or not line.strip() for line in printed)
+    assert run() == "cached"
+    params = workspace / "params.yaml"
+    original = params.read_text()
+    params.write_text(original.replace("seed: 0", "seed: 1"))
+    assert run() == "ran"
+    params.write_text(original)
+    assert run() == "restored"
+    assert (workspace / "data/prepared/rows.txt").read_text() == "0"
+    assert metrics_file(workspace, "prepare_data") == workspace / "metrics/prepare_data.json"
+
+
+def test_a_refusal_is_told_from_a_crash_and_a_deadline_ends_all_processes(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path / "project", steps=2000)
+    run_stage("prepare_data", workspace, timeout=60, on_line=lambda _: None)
+    marker = tmp_path / "crash"
+    marker.touch()
+    monkeypatch.setenv("CRASH_ONCE", str(marker))
+    with pytest.raises(StageFailed, match="train_sft: exited with 70: RuntimeError: the disk said no") as crash:
+        run_stage("train_sft", workspace, timeout=60, on_line=lambda _: None)
+    assert not crash.value.refused
+
+    started = time.monotonic()
+    with pytest.raises(StageFailed, match=r"expected to end within flow.stage_timeout=3 s") as late:
+        run_stage("train_sft", workspace, timeout=3, on_line=lambda _: None)
+    assert not late.value.refused and time.monotonic() - started < 15
+    assert processes_in(workspace) == []
+    assert list((workspace / "scratch/train_sft").glob("*/step"))  # its checkpoint
+
+    with pytest.raises(StageFailed) as refusal:
+        run_stage("gate_reward", workspace, timeout=60, on_line=lambda _: None)
+    assert refusal.value.refused is False  # DVC itself said no: models/sft is missing
+
+    broken = (workspace / "params.yaml").read_text().replace("steps: 2000", "steps: many")
+    (workspace / "params.yaml").write_text(broken)
+    with pytest.raises(StageFailed, match=r"train_sft: params.yaml: sft.steps: expected a valid integer") as refusal:
+        run_stage("train_sft", workspace, timeout=60, on_line=lambda _: None)
+    assert refusal.value.refused
