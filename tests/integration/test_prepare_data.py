@@ -1,0 +1,166 @@
+"""The stage prepare_data in a workspace of its own, as a process, as DVC runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.overrides import check, read_recipe
+from rlhf_core.config import apply_overrides
+from rlhf_core.data.schema import SCHEMAS, read_rows
+from rlhf_core.data.split import conversation_text
+
+ROOT = Path(__file__).parents[2]
+REAL = ROOT / "../shared/data"
+OUTS = ("data/prepared", "models/tokenizer", "metrics/prepare_data.json")
+SMALL = {
+    "data.sources.0.clerk.pretrain_lines": 300,
+    "data.sources.0.clerk.demonstrations": 300,
+    "data.sources.0.clerk.prompts": 300,
+}
+
+
+def workspace(folder: Path, overrides: dict) -> Path:
+    """Parameters and the code of the checkout, nothing else."""
+    folder.mkdir()
+    for name in ("params.yaml", "dvc.yaml"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("tasks", "rlhf_core"):
+        (folder / name).symlink_to(ROOT / name)
+    apply_overrides(folder / "params.yaml", overrides)
+    return folder
+
+
+def prepare(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tasks.prepare_data"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = [f for out in OUTS for f in ([folder / out] if (folder / out).is_file() else sorted((folder / out).rglob("*")))]
+    return {str(f.relative_to(folder)): f.read_bytes() for f in files}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    folder = workspace(tmp_path_factory.mktemp("prepare") / "a", SMALL)
+    done = prepare(folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_same_parameters_give_the_same_bytes_and_another_seed_others(prepared, tmp_path):
+    again, other = workspace(tmp_path / "b", SMALL), workspace(tmp_path / "c", SMALL | {"seed": 1})
+    assert prepare(again).returncode == prepare(other).returncode == 0
+    assert contents(again) == contents(prepared)
+    assert {name for name, content in contents(other).items() if content != contents(prepared)[name]} >= {
+        f"data/prepared/{use}.parquet" for use in SCHEMAS
+    }
+
+
+def test_no_conversation_is_in_two_splits_of_any_use(prepared):
+    split_of: dict[str, str] = {}
+    shared = 0
+    for use in ("sft", "preference", "prompt"):
+        for row in read_rows(prepared / "data/prepared", use):
+            text = conversation_text(row["messages"])
+            shared += text in split_of
+            assert split_of.setdefault(text, row["split"]) == row["split"]
+    assert set(split_of.values()) == {"train", "validation", "test"}
+    assert shared > 1000  # most pairs share their prompt, so the claim above is about something
+
+
+def test_metrics_and_sources_say_what_is_there(prepared):
+    metrics = json.loads((prepared / "metrics/prepare_data.json").read_text())
+    sources = json.loads((prepared / "data/prepared/sources.json").read_text())
+    for use in SCHEMAS:
+        rows = read_rows(prepared / "data/prepared", use)
+        assert len({row["id"] for row in rows}) == len(rows)
+        for split in ("train", "validation", "test"):
+            count = len(read_rows(prepared / "data/prepared", use, split))
+            assert metrics["rows"][use][split] == sources["clerk"]["rows"][use][split] == count
+    assert sources["clerk"]["kind"] == "clerk"
+    assert metrics["vocabulary_size"] == 390
+    assert 5 < metrics["mean_tokens"]["sft"]["response"] < 16
+
+
+def test_prompts_and_good_answers_are_short_in_tokens(prepared):
+    from rlhf_core.data.judge import judge
+    from rlhf_core.models.tokenizer import encode_conversation, load_tokenizer
+
+    tokenizer = load_tokenizer(str(prepared / "models/tokenizer"), trust_remote_code=False)
+    for row in read_rows(prepared / "data/prepared", "sft"):
+        ids, prompt_length = encode_conversation(tokenizer, row["messages"], row["response"])
+        assert prompt_length <= 34
+        assert len(ids) - prompt_length <= (16 if judge(row["messages"], row["response"]).ok else 32)
+
+
+def test_mixing_keeps_shares_by_weight_and_caps_rows(tmp_path):
+    lines = "".join(json.dumps({"q": f"question {i}", "a": "1"}) + "\n" for i in range(100))
+    sources = [
+        {
+            "name": name,
+            "kind": "file",
+            "path": "mine.jsonl",
+            "format": "prompt",
+            "columns": {"prompt": "q", "label": "a"},
+            "uses": ["prompt"],
+            "weight": weight,
+        }
+        for name, weight in (("light", 0.25), ("heavy", 2.0))
+    ]
+    folder = workspace(tmp_path / "w", {"data.sources": sources, "data.max_rows": 60})
+    (folder / "mine.jsonl").write_text(lines)
+    done = prepare(folder)
+    assert done.returncode == 0, done.stderr
+    rows = read_rows(folder / "data/prepared", "prompt")
+    # 0.25 / 2.0 of 100 rows is 12.5, rounded to even; 60 is the cap
+    assert [sum(row["source"] == name for row in rows) for name in ("light", "heavy")] == [12, 60]
+    assert {p.name for p in (folder / "data/prepared").iterdir()} == {"prompt.parquet", "sources.json"}
+
+
+def test_a_broken_line_stops_the_stage_with_one_plain_line(tmp_path):
+    source = {"name": "mine", "kind": "file", "path": "mine.jsonl", "format": "text", "uses": ["pretrain"], "weight": 1.0}
+    folder = workspace(tmp_path / "w", {"data.sources": [source]})
+    (folder / "mine.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    done = prepare(folder)
+    assert done.returncode == 1
+    assert done.stderr.startswith("prepare_data: mine.jsonl line 2: expected JSON, got '{\"text\":'")
+    assert not (folder / "data/prepared").exists()
+
+
+def test_the_stage_does_not_import_torch(prepared):
+    code = "import sys; from tasks.prepare_data import main; main(); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=prepared, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("recipe", ["hh_rlhf", "gsm8k"])
+def test_recipes_are_complete_parameters(recipe):
+    params = check(ROOT / "params.yaml", read_recipe(ROOT / f"recipes/{recipe}.yaml"))
+    assert {"sft", "preference", "prompt"} == {use for source in params.data.sources for use in source.uses}
+    assert params.model.architecture.vocab_size == 2000
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="the real data sets are not here: ../shared/data, beside the checkout")
+@pytest.mark.parametrize(("recipe", "pairs"), [("hh_rlhf", 2307), ("gsm8k", 2429)])
+def test_recipes_prepare_the_real_data(tmp_path, recipe, pairs):
+    (tmp_path / "shared").symlink_to(REAL.resolve().parent)
+    folder = workspace(tmp_path / "w", read_recipe(ROOT / f"recipes/{recipe}.yaml"))
+    done = prepare(folder)
+    assert done.returncode == 0, done.stderr
+    assert len(read_rows(folder / "data/prepared", "preference")) == pairs
+    assert len(read_rows(folder / "data/prepared", "preference", "test")) >= check(folder / "params.yaml", {}).gate.min_pairs
