@@ -152,7 +152,6 @@ def test_the_stage_does_not_import_torch(prepared):
 def test_recipes_are_complete_parameters(recipe):
     params = check(ROOT / "params.yaml", read_recipe(ROOT / f"recipes/{recipe}.yaml"))
     assert {"sft", "preference", "prompt"} == {use for source in params.data.sources for use in source.uses}
-    assert params.model.architecture.vocab_size == 2000
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the real data sets are not here: ../shared/data, beside the checkout")
