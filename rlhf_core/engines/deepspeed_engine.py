@@ -65,6 +65,8 @@ def join_world(*, rank: int = 0, world_size: int = 1, store: dist.Store | None =
     import deepspeed
 
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
+    # Its shared-memory collectives for the CPU would be compiled here, which takes half a minute and a compiler; gloo serves.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)
 
 

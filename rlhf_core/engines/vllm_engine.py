@@ -76,6 +76,7 @@ class VllmEngine:
             max_num_batched_tokens=max(8192, max_length),
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             seed=seed,
             trust_remote_code=trust_remote_code,
             gpu_memory_utilization=gpu_memory_fraction,

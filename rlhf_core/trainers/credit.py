@@ -22,7 +22,7 @@ class Moments:
     squares: float = 0.0
 
     def merge(self, scores: torch.Tensor) -> Moments:
-        known = scores[~scores.isnan()].double()
+        known = scores[scores.isfinite()].double()
         if len(known) == 0:
             return self
         count, mean = len(known), float(known.mean())
@@ -52,7 +52,8 @@ class RewardNormalizer:
             self.moments = Moments().merge(scores)
 
     def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        """Normalised and clipped rewards [B]; NaN stays NaN."""
+        """Normalised and clipped rewards [B]; NaN where the score isn't finite."""
+        scores = scores.where(scores.isfinite(), torch.nan)
         if self._config.normalization == "running":
             self.moments = self.moments.merge(scores)
         if self._config.normalization != "none":
@@ -62,8 +63,11 @@ class RewardNormalizer:
 
 
 def assign_credit(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNormalizer) -> tuple[TrainBatch, dict[str, float]]:
-    """Advantages (and returns, for the critic) of a batch by `rl.algorithm`. The normaliser may move on."""
-    mask = batch.response_mask
+    """Advantages (and returns, for the critic) of a batch by `rl.algorithm`. The normaliser may move on.
+
+    A response that could not be scored (its score isn't finite) is masked: neither policy nor critic learns from it.
+    """
+    mask = batch.response_mask & batch.scores.isfinite()[:, None]
     rewards = normalizer(batch.scores) - rl.reward.no_eos_penalty * (~batch.finished).float()
     kl_coef = rl.kl.coef if rl.kl.placement == "reward" else 0.0
     kl = torch.where(mask, KL_ESTIMATORS[rl.kl.estimator](batch.old_logprobs, batch.ref_logprobs), 0.0)
@@ -81,7 +85,8 @@ def assign_credit(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNormalize
             advantages = grpo(sequence_rewards, batch.group_ids, mask, normalize_std=rl.grpo.normalize_std)
         else:
             advantages = rloo(sequence_rewards, batch.group_ids, mask)
-    metrics["reward_mean"] = float((rewards - kl_coef * kl.sum(1)).nanmean())
+    scored = rewards - kl_coef * kl.sum(1)
+    metrics["reward_mean"] = float(scored[scored.isfinite()].mean())
     train_batch = TrainBatch(
         prompt_ids=batch.prompt_ids,
         prompt_mask=batch.prompt_mask,

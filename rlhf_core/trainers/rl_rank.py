@@ -149,7 +149,9 @@ class TrainerRank:
             logprobs, part.old_logprobs, part.advantages, part.response_mask, clip_low=rl.clip_low, clip_high=rl.clip_high
         )
         if rl.kl.placement == "loss" and rl.kl.coef:
-            token_loss = token_loss + rl.kl.coef * kl_loss_term(logprobs, part.old_logprobs, part.ref_logprobs, estimator=rl.kl.estimator)
+            token_loss = token_loss + rl.kl.coef * kl_loss_term(
+                logprobs, part.old_logprobs, part.ref_logprobs, part.response_mask, estimator=rl.kl.estimator
+            )
         if rl.entropy_coef:
             token_loss = token_loss - rl.entropy_coef * entropy
         loss = self._aggregate(token_loss, part, minibatch)
