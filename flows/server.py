@@ -18,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import IO
 
 from flows.stages import end_with, stop_session
 from rlhf_core.config import ConfigError
@@ -36,6 +37,8 @@ _QUIET = {
 def use_home(root: Path) -> Path:
     """Where Prefect keeps its things: PREFECT_HOME, or .prefect of the project."""
     be_quiet()
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
     home = Path(os.environ.setdefault("PREFECT_HOME", str(root.resolve() / ".prefect")))
     home.mkdir(parents=True, exist_ok=True)
     return home
@@ -47,8 +50,6 @@ def use_server(root: Path) -> None:
     To be called before Prefect is imported: what is registered for the exit first ends last, after Prefect has sent its last logs.
     """
     home = use_home(root)
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
     if "PREFECT_API_URL" in os.environ:
         return
     if url := running_server(home):
@@ -100,14 +101,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(command: list[str], **environment: str) -> subprocess.Popen:
-    """A child in a session of its own, told by SIGTERM when we die."""
+def start(command: list[str], log: IO[str] | None = None, **environment: str) -> subprocess.Popen:
+    """A child in a session of its own, told by SIGTERM when we die. It writes to `log`, or where we write."""
     return subprocess.Popen(
         command,
         env={**os.environ, **environment},
         start_new_session=True,
         stdin=subprocess.DEVNULL,
-        preexec_fn=end_with(os.getpid()),  # noqa: PLW1509 (two system calls, no locks)
+        stdout=log,
+        stderr=subprocess.STDOUT if log else None,
+        preexec_fn=end_with(os.getpid()),
     )
 
 
@@ -131,7 +134,11 @@ def serve(root: Path, port: int) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        children.append(start([*prefect, "server", "start", "--host", HOST, "--port", str(port)], PREFECT_SERVER_LOGGING_LEVEL="WARNING"))
+        with (home / "server.log").open(
+            "w"
+        ) as log:  # not the terminal: on SQLite some passes of its services find the database locked and say so at length
+            command = [*prefect, "server", "start", "--host", HOST, "--port", str(port)]
+            children.append(start(command, log, PREFECT_SERVER_LOGGING_LEVEL="WARNING"))
         wait_for(url, children[0])
         subprocess.run(
             [*prefect, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"], check=True, stdout=subprocess.DEVNULL
@@ -155,7 +162,7 @@ def serve(root: Path, port: int) -> int:
 
 
 _WELCOME = """
-Prefect is ready: {ui}
+Prefect is ready: {ui}  (the server's log: .prefect/server.log)
 
 In another terminal:
   export PREFECT_API_URL={url}

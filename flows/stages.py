@@ -38,7 +38,12 @@ _SAID = {
     "ran": re.compile(r"^Running stage '(.+)':"),
 }
 _EXITED = re.compile(r", exited with (-?\d+)")
-_NOISE = re.compile(r"^(\s*$|(Generating|Updating) lock file|Use `dvc push`|To track the changes with git|To enable auto staging|\s*git add |\s*dvc config core\.autostage )")
+_NOISE = re.compile(
+    r"^(\s*$|(Generating|Updating) lock file|Use `dvc push`|To track the changes with git|To enable auto staging"
+    r"|\s*git add |\s*dvc config core\.autostage )"
+)
+    r"^(\s*$|(Generating|Updating) lock file|Use `dvc push`|To track the changes with git|To enable auto staging|\s*git add |\s*dvc config core\.autostage )"
+)
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -155,7 +160,7 @@ def run_stage(stage: str, workspace: Path, *, timeout: float, on_line: LineHandl
         text=True,
         errors="replace",
         start_new_session=True,
-        preexec_fn=end_with(os.getpid()),  # noqa: PLW1509 (two system calls, no locks)
+        preexec_fn=end_with(os.getpid()),  # two system calls and no lock: safe beside threads
     )
     try:
         for line in _lines(child, deadline=started + timeout):

@@ -54,7 +54,7 @@ def prepare_worktree(root: Path, name: str, overrides: dict[str, Any]) -> Path:
 def worktree_path(root: Path, name: str) -> Path:
     if not _NAME.match(name) or name.endswith((".lock", ".")) or ".." in name:
         raise ConfigError(
-            f"run name: expected letters, digits, '.', '_' and '-', at most 80, starting with a letter or digit, got {name!r}; choose another"
+            f"run name: expected at most 80 letters, digits, '.', '_' and '-', a letter or digit first, got {name!r}; choose another"
         )
     return root / FOLDER / name
 
@@ -107,9 +107,10 @@ def _say_what_differs(root: Path, path: Path, name: str) -> None:
     behind = _git(root, "rev-list", "--count", f"{base}..HEAD")
     if behind != "0":
         log.warning(
-            "run/%s: was made %s commits ago and keeps its code; for a fresh one choose another name, or `git worktree remove --force %s/%s` and `git branch -D run/%s`",
-            name, behind, FOLDER, name, name,
-        )  # fmt: skip
+            "run/%s: was made %s commits ago and keeps its code; choose another name for a fresh one, or remove this one with "
+            "`git worktree remove --force %s/%s` and `git branch -D run/%s`",
+            *(name, behind, FOLDER, name, name),
+        )
 
 
 def _has_identity(path: Path) -> bool:

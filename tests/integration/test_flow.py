@@ -125,7 +125,7 @@ def test_overrides_run_in_a_worktree_that_shares_the_run_cache_and_is_found_agai
         (["--set", "rl.minibatch_size=100"], "samples_per_step: expected a multiple of minibatch_size=100, got 256"),
         (["--set", "sft.steps"], "--set sft.steps: expected key=value, got no ="),
         (["--params", "absent.yaml"], "absent.yaml: expected a readable parameter file, got No such file"),
-        (["--run", "../out"], "run name: expected letters"),
+        (["--run", "../out"], "run name: expected at most 80 letters"),
     ],
 )
 def test_wrong_params_are_refused_before_anything_starts(tmp_path, arguments, message):

@@ -1,0 +1,103 @@
+"""A deployment's run through a real Prefect server and worker, as `make server` starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_workspace import (
+    ORDER,
+    assert_resumed,
+    dvc_process,
+    environment,
+    git,
+    make_workspace,
+    outcomes,
+    processes_in,
+    training_has_begun,
+    wait_until,
+)
+
+STEPS = 80
+
+
+@pytest.fixture
+def served(tmp_path):
+    """(workspace, prefect): a project with its server and worker, and a function that runs Prefect's command line against them."""
+    workspace = make_workspace(tmp_path / "project")
+    log = (tmp_path / "server.log").open("w")
+    command = [sys.executable, "-m", "flows.server", "--port", "0"]
+    server = subprocess.Popen(command, cwd=workspace, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+    ready = workspace / ".prefect/server.json"
+    try:
+        wait_until(lambda: ready.exists() or server.poll() is not None, 120, "server, pool and deployment")
+        assert server.poll() is None, (tmp_path / "server.log").read_text()
+        url = json.loads(ready.read_text())["url"]
+
+        def prefect(*arguments: str) -> subprocess.CompletedProcess[str]:
+            extra = {"PREFECT_API_URL": url, "PREFECT_HOME": str(workspace / ".prefect"), "COLUMNS": "400"}
+            command = [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
+            return subprocess.run(command, cwd=tmp_path, env=environment(**extra), capture_output=True, text=True, timeout=60, check=False)
+
+        prefect.url = url
+        yield workspace, prefect
+    finally:
+        server.send_signal(signal.SIGTERM)
+        code = server.wait(timeout=90)
+        log.close()
+    assert code == 0, (tmp_path / "server.log").read_text()
+    assert processes_in(workspace) == []
+
+
+def runs(url: str) -> list[dict]:
+    request = urllib.request.Request(f"{url}/flow_runs/filter", b"{}", {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return json.load(response)
+
+
+def wait_for_state(url: str, expected: str, seconds: float) -> dict:
+    until = time.monotonic() + seconds
+    while True:
+        (run,) = runs(url)
+        if run["state"]["name"] == expected:
+            return run
+        assert time.monotonic() < until, f"expected state {expected}, got {run['state']['name']}: {run['state']['message']}"
+        time.sleep(0.3)
+
+
+@pytest.mark.timeout(420)
+def test_a_deployments_run_refused_started_killed_and_retried(served):
+    workspace, prefect = served
+    for wrong in ({"rl.algoritm": "grpo"}, {"rl.algorithm": "sarsa"}, {"sft.steps": "many"}):
+        refused = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": wrong}))
+        assert refused.returncode != 0 and next(iter(wrong)) in refused.stdout + refused.stderr
+    assert runs(prefect.url) == []
+
+    asked = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": {"sft.steps": STEPS}}))
+    assert asked.returncode == 0, asked.stderr
+    wait_until(lambda: (workspace / "runs").exists() and any((workspace / "runs").iterdir()), 90, "a worktree")
+    (worktree,) = (workspace / "runs").iterdir()
+    wait_until(training_has_begun(worktree), 60, "training")
+    os.kill(dvc_process(worktree).ppid(), signal.SIGKILL)  # the flow's process
+    crashed = wait_for_state(prefect.url, "Crashed", 60)
+    wait_until(lambda: not processes_in(worktree), 15, "the end of DVC and the stage")
+
+    retried = prefect("flow-run", "retry", crashed["id"])
+    assert retried.returncode == 0, retried.stdout + retried.stderr
+    completed = wait_for_state(prefect.url, "Completed", 120)
+    assert (completed["id"], completed["run_count"]) == (crashed["id"], 2)
+    assert worktree.name == f"{completed['name']}-{completed['id'][:4]}"
+    assert list((workspace / "runs").iterdir()) == [worktree]
+    assert_resumed(worktree, STEPS, processes=2)
+    assert git(worktree, "status", "--porcelain") == "" and (worktree / "dvc.lock").exists()
+    printed = (workspace.parent / "server.log").read_text()
+    assert outcomes(printed) == {**dict.fromkeys(ORDER, "ran"), "prepare_data": "cached"}
