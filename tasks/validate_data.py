@@ -28,11 +28,11 @@ log = logging.getLogger("rlhf")
 
 def main() -> None:
     with Stage("validate_data") as stage:
+        tables = read_tables(PREPARED)
         logging.getLogger("great_expectations").setLevel(logging.WARNING)
-        from rlhf_core.data.validation import summary, validate  # takes seconds, and the parameters are known to be right by now
+        from rlhf_core.data.validation import summary, validate  # takes seconds; parameters and files can be read by now
 
         config = stage.params.validation
-        tables = read_tables(PREPARED)
         tokenizer = load(TOKENIZER, trust_remote_code=stage.params.model.trust_remote_code)
         docs = stage.scratch / "data_docs"
         findings = validate(tables, tokenizer, config, max_length=stage.params.model.max_length, docs=docs)

@@ -14,6 +14,7 @@ import pandas as pd
 from great_expectations.execution_engine import PandasExecutionEngine
 from great_expectations.expectations.expectation import BatchExpectation, ColumnPairMapExpectation
 from great_expectations.expectations.metrics.map_metric_provider import ColumnPairMapMetricProvider, column_pair_condition_partial
+from great_expectations.expectations.row_conditions import Column
 
 from rlhf_core.config import ValidationConfig
 from rlhf_core.data.measures import ROLE_ORDER, TEXT_COLUMNS
@@ -63,7 +64,7 @@ class ExpectColumnAToDetermineColumnB(ColumnPairMapExpectation):
 class Check:
     """One expectation about one use.
 
-    limit, bound, unit: of the number that is compared; for a check on rows, the share of rows that may break it.
+    limit, bound, unit: of the number that is compared; for a check on rows, the share of them that may break it.
     of_observed: None for a check on rows; else makes that number of what a check on the whole table observed.
     advice: what to do when it fails.
     """
@@ -102,7 +103,8 @@ def presence_checks() -> list[Check]:
     """Of a table with id (`<use>:<split>`) and rows."""
     expectation = gxe.ExpectColumnValuesToBeBetween(column="rows", min_value=1)
     meaning = "the stages find rows in every use and split they read"
-    return [Check("rows_present", expectation, meaning, 0.0, "add a source with that use to data.sources, or more rows")]
+    advice = "add a source with that use to data.sources, or more rows"
+    return [Check("rows_present", expectation, meaning, 0.0, advice, unit="share of uses and splits")]
 
 
 def leakage_checks() -> list[Check]:
@@ -180,7 +182,7 @@ def _conversations(use: str) -> list[Check]:
 
 
 def _pairs(config: ValidationConfig, *, any_pairs: bool) -> list[Check]:
-    either = gxe.ExpectColumnValuesToNotBeNull(column="chosen", row_condition="rejected.isnull()", condition_parser="pandas")
+    either = gxe.ExpectColumnValuesToNotBeNull(column="chosen", row_condition=Column("rejected").is_null())
     differ = ExpectColumnPairValuesToDiffer(column_A="chosen", column_B="rejected", mostly=_mostly(config.max_identical_fraction))
     once = gxe.ExpectCompoundColumnsToBeUnique(
         column_list=["pair", "preference"], ignore_row_if="any_value_is_missing", mostly=_mostly(config.max_duplicate_fraction)
@@ -207,7 +209,7 @@ def _pairs(config: ValidationConfig, *, any_pairs: bool) -> list[Check]:
             config.min_pairs,
             "add preference data, or lower validation.min_pairs",
             "at least",
-            "pairs",
+            "number of pairs",
             float,
         ),
     ]
@@ -220,7 +222,7 @@ def _length_bias(limit: float) -> Check:
         "chosen is the longer response about as often as the shorter one, in tokens",
         limit,
         "a reward model would learn length: balance the pairs, or raise validation.max_length_bias knowingly",
-        unit="distance from one half of the share of pairs in which chosen is longer",
+        unit="distance from 0.5 of the share of pairs whose chosen is longer",
         of_observed=lambda share: abs(share - 0.5),
     )
 

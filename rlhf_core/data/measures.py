@@ -50,16 +50,12 @@ def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) 
 
 
 def schema_frame(use: str, found: dict[str, str]) -> pd.DataFrame:
-    """One row per column of a use, expected or found: id (the column), expected and found (types as text, or that there is none)."""
-    expected = {field.name: str(field.type) for field in SCHEMAS[use]}
-    names = sorted({*expected, *found})
-    return pd.DataFrame(
-        {
-            "id": _strings(names),
-            "expected": _strings(expected.get(name, "no such column") for name in names),
-            "found": _strings(found.get(name, "no such column") for name in names),
-        }
-    )
+    """One row per column of a use, expected or found: id (the column and what is wrong with it), expected and found (types, as text)."""
+    wanted = {field.name: str(field.type) for field in SCHEMAS[use]}
+    nothing = "no such column"
+    columns = [(name, wanted.get(name, nothing), found.get(name, nothing)) for name in sorted({*wanted, *found})]
+    ids = [name if want == got else f"{name} (expected {want}, got {got})" for name, want, got in columns]
+    return pd.DataFrame({"id": _strings(ids), "expected": _strings(c[1] for c in columns), "found": _strings(c[2] for c in columns)})
 
 
 def across_uses(frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
@@ -111,7 +107,7 @@ def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTr
     for name in texts:
         columns |= _response_columns(name, frame[name].where(prompt_texts.notna()), keys, prompt_texts, tokenizer)
         longest = np.fmax(longest, columns[f"{name}_tokens"])
-    return columns | {"tokens": prompt_texts.map(lengths) + longest + 1}
+    return columns | {"tokens": prompt_texts.map(lengths).astype(float) + longest + 1}
 
 
 def _response_columns(

@@ -5,6 +5,7 @@ Nothing here reaches the network or writes outside the folder for the Data Docs.
 
 from __future__ import annotations
 
+import html
 import logging
 import math
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ ALL_USES = "all"
 # What the later stages read: without rows there they have nothing to do.
 READ_LATER = (("sft", "train"), ("preference", "train"), ("preference", "test"), ("prompt", "train"), ("prompt", "test"))
 IDS_IN_MESSAGE = 5
+NO_ID = "(no id)"
 DOCS_SITE = "validation"
 
 log = logging.getLogger(__name__)
@@ -61,15 +63,13 @@ class Finding:
 
     def message(self) -> str:
         """For people: which expectation, how many rows, the limit, the first ids, what to do."""
-        limit, observed = f"{self.limit:g}", f"{self.observed:.4g}"
         if self.unexpected is None:
-            return f"{self.use}: {self.name}: expected {self.bound} {limit} ({self.unit}), got {observed}; {self.advice}"
-        ids = ", ".join(self.ids[:IDS_IN_MESSAGE]) + (
-            f" and {len(self.ids) - IDS_IN_MESSAGE} more" if len(self.ids) > IDS_IN_MESSAGE else ""
-        )
+            return f"{self.use}: {self.name}: expected {self.unit} {self.bound} {self.limit:g}, got {self.observed:.4g}; {self.advice}"
+        more = len(self.ids) - IDS_IN_MESSAGE
+        ids = ", ".join(self.ids[:IDS_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
         return (
-            f"{self.use}: {self.name}: expected that {self.meaning}, but for a share of {limit} at most, "
-            f"got {self.unexpected} of {self.checked} rows that break it ({observed}): {ids}; {self.advice}"
+            f"{self.use}: {self.name}: expected that {self.meaning} ({self.unit} that break this: {self.bound} {self.limit:g}), "
+            f"got {self.unexpected} of {self.checked} ({self.observed:.4g}): {ids}; {self.advice}"
         )
 
 
@@ -98,13 +98,11 @@ class Validator:
         suite = self._context.suites.add(gx.ExpectationSuite(name=suite_name, expectations=[check.expectation for check in checks]))
         definition = gx.ValidationDefinition(name=suite_name, data=batch, suite=suite)
         result = self._context.validation_definitions.add(definition).run(
-            batch_parameters={"dataframe": frame},
-            # Texts of the data stay out of the result: the Data Docs don't escape HTML.
+            batch_parameters={"dataframe": _escaped(frame)},
             result_format={
                 "result_format": "COMPLETE",
                 "unexpected_index_column_names": ["id"],
                 "return_unexpected_index_query": False,
-                "exclude_unexpected_values": True,
             },
         )
         by_name = {r.expectation_config.meta["name"]: r for r in result.results}
@@ -170,7 +168,8 @@ def _finding(use: str, check: Check, result: ExpectationValidationResult, *, row
         checked = int(result.result["element_count"]) - int(result.result.get("missing_count") or 0)
         unexpected = int(result.result["unexpected_count"])
         observed = unexpected / checked if checked else 0.0
-        ids = tuple(sorted(str(id_) for group in result.result.get("unexpected_index_list") or () for id_ in group["id"]))
+        found = [row["id"] for row in result.result.get("unexpected_index_list") or ()]
+        ids = tuple(sorted(html.unescape(id_) if isinstance(id_, str) else NO_ID for id_ in found))
     else:
         checked, unexpected, ids = rows, None, ()
         observed = check.of_observed(float(result.result["observed_value"]))
@@ -178,6 +177,11 @@ def _finding(use: str, check: Check, result: ExpectationValidationResult, *, row
     named = {"name": check.name, "use": use, "meaning": check.meaning, "advice": check.advice, "unit": check.unit}
     compared = {"observed": observed, "bound": check.bound, "limit": check.limit, "passed": bool(result.success)}
     return Finding(checked=checked, unexpected=unexpected, ids=ids, **named, **compared)
+
+
+def _escaped(frame: pd.DataFrame) -> pd.DataFrame:
+    """The texts of the data as the Data Docs can show them, which don't escape HTML. Texts stay as equal or different as they were."""
+    return frame.assign(**{c: frame[c].map(html.escape, na_action="ignore") for c in frame if frame[c].dtype == "str"})
 
 
 def _exceptions(info: dict[str, Any]) -> Iterator[dict[str, Any]]:
