@@ -42,8 +42,6 @@ _NOISE = re.compile(
     r"^(\s*$|(Generating|Updating) lock file|Use `dvc push`|To track the changes with git|To enable auto staging"
     r"|\s*git add |\s*dvc config core\.autostage )"
 )
-    r"^(\s*$|(Generating|Updating) lock file|Use `dvc push`|To track the changes with git|To enable auto staging|\s*git add |\s*dvc config core\.autostage )"
-)
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
