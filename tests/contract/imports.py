@@ -1,0 +1,62 @@
+"""What a module imports, read from its source: nothing is executed, and imports inside functions count too."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OWN = ("flows", "tasks", "rlhf_core")
+_MODULE = re.compile(r"^(?:flows|tasks|rlhf_core)(?:\.\w+)+$")
+
+
+@cache
+def imported_names(path: Path) -> frozenset[str]:
+    """Dotted names that a file imports; `from a import b` gives both a and a.b, one of which is the module.
+
+    A string that is the dotted name of a module of ours counts as an import: it is how a job for `python -m` is named.
+    """
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names |= {word for word in node.value.split() if _MODULE.match(word)}
+    return frozenset(names)
+
+
+def module_file(name: str) -> Path | None:
+    """The file of a module of ours; None for a package, for a name inside a module and for what isn't ours."""
+    path = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+    return path if name.split(".")[0] in OWN and path.is_file() else None
+
+
+def own_imports(path: Path) -> set[Path]:
+    return {file for name in imported_names(path) if (file := module_file(name))}
+
+
+def foreign_imports(path: Path) -> set[str]:
+    """Top-level names that aren't ours."""
+    return {name.split(".")[0] for name in imported_names(path)} - set(OWN)
+
+
+def closure(start: Path, exempt: set[Path]) -> set[Path]:
+    """All files of ours that a file needs, directly or not; exempt ones are neither listed nor looked into."""
+    seen: set[Path] = set()
+    todo = [start]
+    while todo:
+        path = todo.pop()
+        if path not in seen and path not in exempt:
+            seen.add(path)
+            todo += own_imports(path)
+    return seen
+
+
+def sources(folder: str) -> Iterator[Path]:
+    return (p for p in sorted((ROOT / folder).rglob("*.py")))

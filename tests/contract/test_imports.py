@@ -1,0 +1,73 @@
+"""Imports go one way: flows -> tasks -> rlhf_core.trainers -> {engines, algorithms, scorers, models, data} -> {types, config}."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from imports import ROOT, closure, foreign_imports, imported_names, sources
+
+VENDORS = {"ray", "vllm", "deepspeed"}
+
+
+def offenders(folder: str, forbidden: set[str]) -> dict[str, set[str]]:
+    return {str(p.relative_to(ROOT)): found for p in sources(folder) if (found := foreign_imports(p) & forbidden)}
+
+
+@pytest.mark.parametrize("folder", ["tasks", "rlhf_core"])
+def test_only_flows_import_prefect(folder):
+    assert offenders(folder, {"prefect"}) == {}
+
+
+def test_flows_need_no_torch_however_far_one_follows_their_imports():
+    for path in sources("flows"):
+        for needed in closure(path, set()):
+            assert not foreign_imports(needed) & {"torch", "transformers", *VENDORS}, f"{path} -> {needed}"
+
+
+def test_only_engines_import_ray_vllm_and_deepspeed():
+    found = offenders("tasks", VENDORS) | offenders("rlhf_core", VENDORS) | offenders("flows", VENDORS)
+    assert {path for path in found if not path.startswith("rlhf_core/engines/")} == set()
+
+
+def test_an_engine_is_one_vendor():
+    for path, vendors in offenders("rlhf_core/engines", VENDORS).items():
+        assert len(vendors) == 1, path
+
+
+def test_algorithms_import_torch_types_and_each_other():
+    for path in sources("rlhf_core/algorithms"):
+        foreign = foreign_imports(path) - set(sys.stdlib_module_names)
+        assert foreign <= {"torch"}, path
+        own = {name for name in imported_names(path) if name.startswith(("rlhf_core.", "tasks", "flows"))}
+        assert all(name.startswith(("rlhf_core.algorithms", "rlhf_core.types")) for name in own), (path, own)
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper"),
+    [
+        ("rlhf_core", ("flows", "tasks")),
+        ("tasks", ("flows",)),
+        *((f"rlhf_core/{part}", ("rlhf_core.trainers",)) for part in ("engines", "algorithms", "scorers", "models", "data", "report")),
+        ("rlhf_core/data", ("rlhf_core.engines", "rlhf_core.scorers", "rlhf_core.algorithms")),
+        ("rlhf_core/models", ("rlhf_core.engines", "rlhf_core.scorers")),
+        ("rlhf_core/types.py", ("rlhf_core.",)),
+        ("rlhf_core/config.py", ("rlhf_core.",)),
+    ],
+)
+def test_what_lies_below_does_not_import_what_lies_above(lower, upper):
+    files = [ROOT / lower] if lower.endswith(".py") else sources(lower)
+    for path in files:
+        found = {name for name in imported_names(path) if any(name == u or name.startswith(f"{u.rstrip('.')}.") for u in upper)}
+        assert found == set(), path
+
+
+def test_checking_params_loads_nothing_heavy():
+    """The command line refuses wrong params in the first second: before Prefect, torch, pandas and the like are imported."""
+    program = "import sys, flows.full_pipeline; print(sorted({'prefect', 'torch', 'pandas', 'ray', 'dvc'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,83 @@
+"""dvc.yaml, params.yaml, the code and the flow say the same about the chain."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from flows.rlhf_flow import is_gate
+from flows.stages import read_stages, stage_order
+from flows.summary import KEY_FIGURES, REPORT
+from rlhf_core.config import STAGE_SECTIONS, UNTRACKED_SECTIONS, Params, load_params
+
+sys.path.insert(0, str(Path(__file__).parent))
+from imports import ROOT, closure
+
+STAGES = read_stages(ROOT)
+
+# Code that runs in a stage and yet is no dependency of it, because it doesn't decide what comes out. A change of it that does
+# (rlhf_core/config.py deriving a value in another way, say) is one to run `dvc repro --force` after.
+FRAME = {
+    "tasks/stage.py": "the frame around a stage: locks, signals, messages",
+    "rlhf_core/config.py": "reads params.yaml, whose sections are dependencies themselves",
+    "rlhf_core/quiet.py": "environment variables that silence libraries",
+    "rlhf_core/tracking.py": "where curves are written to",
+    "rlhf_core/checkpoint.py": "where unfinished work is kept",
+}
+
+
+def test_the_flow_runs_the_stages_of_dvc_yaml_in_the_order_of_the_design():
+    order = stage_order(ROOT)
+    assert sorted(order) == sorted(STAGES)
+    assert order == ["prepare_data", "validate_data", "train_sft", "train_reward", "gate_reward", "train_rl", "evaluate", "report"]
+    assert [s for s in order if is_gate(s)] == ["gate_reward"]
+
+
+def test_every_stage_has_a_module_and_every_module_a_stage():
+    modules = {p.stem for p in (ROOT / "tasks").glob("*.py")} - {"__init__", "stage"}
+    assert modules == set(STAGES)
+    assert {name: stage["cmd"] for name, stage in STAGES.items()} == {name: f"python -m tasks.{name}" for name in STAGES}
+
+
+def test_sections_of_params_are_those_of_the_stages():
+    assert {name: tuple(stage["params"]) for name, stage in STAGES.items()} == STAGE_SECTIONS
+    tracked = {section for sections in STAGE_SECTIONS.values() for section in sections}
+    assert tracked | set(UNTRACKED_SECTIONS) == set(Params.model_fields) and not tracked & set(UNTRACKED_SECTIONS)
+    assert set(YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text())) == set(Params.model_fields)
+    load_params(ROOT / "params.yaml")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_dependencies_cover_the_code_that_a_stage_runs(stage):
+    exempt = {ROOT / path for path in FRAME}
+    declared = [ROOT / d for d in STAGES[stage]["deps"]]
+    needed = closure(ROOT / f"tasks/{stage}.py", exempt)
+    missing = {str(p.relative_to(ROOT)) for p in needed if not any(d == p or d in p.parents for d in declared)}
+    assert missing == set(), f"add to deps of {stage} in dvc.yaml"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_dependencies_on_code_exist_and_are_used(stage):
+    needed = closure(ROOT / f"tasks/{stage}.py", set())
+    for dependency in STAGES[stage]["deps"]:
+        path = ROOT / dependency
+        if dependency.startswith(("tasks/", "rlhf_core/")):
+            assert path.exists(), dependency
+            assert any(p == path or path in p.parents for p in needed), f"{stage} doesn't import {dependency}"
+
+
+def test_outs_keep_the_run_cache():
+    """`persist`, or a plain out with `cache: false`, turns DVC's run cache off; metrics and plots stay in git."""
+    for name, stage in STAGES.items():
+        assert all(isinstance(out, str) for out in stage.get("outs", [])), name
+        for entry in [*stage.get("metrics", []), *stage.get("plots", [])]:
+            (options,) = entry.values()
+            assert options["cache"] is False, name
+
+
+def test_the_table_knows_the_stages():
+    assert set(KEY_FIGURES) | {"report"} == set(STAGES)
+    assert str(REPORT) in STAGES["report"]["outs"]
