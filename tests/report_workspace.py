@@ -17,6 +17,7 @@ from rlhf_core.statistics import wilson_interval
 
 ROOT = Path(__file__).parents[1]
 
+REMOVED = object()
 HOSTILE = (
     "<script>window.hacked = true</script>",
     "</script><script>window.hacked = true</script>",
@@ -54,7 +55,7 @@ def run_report(workspace: Path) -> subprocess.CompletedProcess[str]:
 
 
 def edit_metrics(workspace: Path, name: str, change: dict[str, Any]) -> None:
-    """Set values at dotted keys of a metrics file; None removes the key."""
+    """Set values at dotted keys of a metrics file; REMOVED takes the key away."""
     path = workspace / "metrics" / f"{name}.json"
     tree = json.loads(path.read_text())
     for key, value in change.items():
@@ -62,10 +63,9 @@ def edit_metrics(workspace: Path, name: str, change: dict[str, Any]) -> None:
         node = tree
         for parent in parents:
             node = node[parent]
-        if value is None:
+        node[last] = value
+        if value is REMOVED:
             del node[last]
-        else:
-            node[last] = value
     path.write_text(json.dumps(tree))
 
 
@@ -141,7 +141,8 @@ def gate() -> dict[str, Any]:
     n, correct, ties = 2_812, 2_453, 4
     low, high = wilson_interval(correct, n, 0.95)
     figures = {"accuracy": correct / n, "low": low, "high": high, "ties": ties, "n": n}
-    message = f"passed: held-out accuracy {correct / n:.4f} on {n} pairs, 95% interval {low:.4f} to {high:.4f}; the lower end reaches gate.min_accuracy=0.75."
+    measured = f"held-out accuracy {correct / n:.4f} on {n} pairs, 95% interval {low:.4f} to {high:.4f}"
+    message = f"passed: {measured}; the lower end reaches gate.min_accuracy=0.75."
     return {
         "passed": True,
         "message": message,

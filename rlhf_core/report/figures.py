@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from bokeh.embed import json_item
-from bokeh.models import Band, ColumnDataSource, FactorRange, HoverTool, Legend, NumeralTickFormatter, Range1d, Span, Whisker
+from bokeh.models import ColumnDataSource, FactorRange, HoverTool, Legend, NumeralTickFormatter, Range1d, Span, Whisker
 from bokeh.plotting import figure
 
 from rlhf_core.report.inputs import ReportInputs, need
@@ -33,6 +33,7 @@ DARK = {
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 MAX_POINTS = 1000  # of one curve; longer ones are thinned evenly
 BINS = 48
+HEIGHT = 240  # pixels
 
 Figures = dict[str, dict[str, Any]]
 
@@ -81,7 +82,7 @@ def _rl(rows: pd.DataFrame, *, limit: float) -> dict[str, figure]:
         "rl_cut_off": _curves(rows, [Line("cut_off_fraction", "cut off", ORANGE)], y_title="share of responses", percent=True),
         "rl_entropy": _curves(rows, [Line("entropy", "entropy", GREEN)], y_title="nats per token"),
         "rl_clip": _curves(rows, [Line("clip_frac", "clipped", RED)], y_title="share of tokens", percent=True),
-        "rl_approx_kl": _curves(rows, [Line("approx_kl", "change", PURPLE)], y_title="nats per token, old to new policy"),
+        "rl_approx_kl": _curves(rows, [Line("approx_kl", "change", PURPLE)], y_title="nats per token"),
         "rl_logprobs": _logprobs(rows, limit),
     }
     if "explained_variance" in rows and rows["explained_variance"].notna().any():
@@ -129,7 +130,7 @@ def _curves(
             columns |= {"low": values - spread, "high": values + spread}
         source = ColumnDataSource(columns)
         if band:
-            plot.add_layout(Band(base="x", lower="low", upper="high", source=source, fill_color=line.color, fill_alpha=0.12, line_alpha=0))
+            plot.varea(x="x", y1="low", y2="high", source=source, fill_color=line.color, fill_alpha=0.12)
         label = {"legend_label": line.label} if len(lines) > 1 else {}
         glyph = plot.line("x", "y", source=source, color=line.color, line_width=2 if line.dots else 1.6, **label)
         if line.dots:
@@ -165,7 +166,9 @@ def _gate_interval(gate: dict[str, Any]) -> figure | None:
     rows = list(reversed(named.items()))
     threshold = need(gate, "threshold")
     lows, highs = [row["low"] for _, row in rows], [row["high"] for _, row in rows]
-    plot = _canvas("", x_title="held-out accuracy", height=92 + 34 * len(rows), y_range=FactorRange(*[name for name, _ in rows]))
+    plot = _canvas(
+        "", x_title="held-out accuracy", height=max(HEIGHT, 92 + 34 * len(rows)), y_range=FactorRange(*[name for name, _ in rows])
+    )
     plot.x_range = Range1d(max(0.0, min(0.5, threshold, *lows) - 0.02), 1.0)
     plot.xaxis.formatter = NumeralTickFormatter(format="0%")
     source = ColumnDataSource(
@@ -214,12 +217,12 @@ def _score_histogram(pairs: pd.DataFrame) -> figure | None:
         )  # fmt: skip
         tooltips = [(label, "@count"), ("score", "@left{0.00} to @right{0.00}")]
         plot.add_tools(HoverTool(renderers=[bars], mode="vline", tooltips=tooltips, attachment="left" if label == "chosen" else "right"))
-    plot.y_range.start = 0
+    plot.y_range.start, plot.y_range.range_padding = 0, 0.25  # room for the legend
     _place_legend(plot, "top_right")
     return plot
 
 
-def _canvas(y_title: str, *, x_title: str, height: int = 240, **options: Any) -> figure:
+def _canvas(y_title: str, *, x_title: str, height: int = HEIGHT, **options: Any) -> figure:
     plot = figure(height=height, sizing_mode="stretch_width", toolbar_location=None, tools="", **options)
     plot.background_fill_alpha = plot.border_fill_alpha = 0.0
     plot.outline_line_color = None

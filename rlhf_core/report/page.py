@@ -47,6 +47,7 @@ LABELS = {
     "cut_off_fraction": "share cut off",
     "logprob_difference_max": "largest log-probability difference",
 }
+DECIMALS = {"share": 1, "score": 2, "length": 1}
 # Label, key of a model's figures, format, and whether more is better (None: neither).
 EVALUATION_ROWS = (
     ("Judge: accepts", "judge_ok", "share", True),
@@ -54,8 +55,8 @@ EVALUATION_ROWS = (
     ("polite", "judge_polite", "share", True),
     ("brief", "judge_brief", "share", True),
     ("safe", "judge_safe", "share", True),
-    ("Reward-model score", "reward_mean", "number", True),
-    ("Tokens per answer", "length_mean", "number", None),
+    ("Reward-model score", "reward_mean", "score", True),
+    ("Tokens per answer", "length_mean", "length", None),
     ("Cut off", "cut_off_fraction", "share", False),
 )
 
@@ -66,7 +67,7 @@ def render(inputs: ReportInputs) -> str:
     environment = Environment(
         loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"share": share, "number": number, "count": count, "visible": visible, "signed": signed}
+    environment.filters |= {"share": share, "number": number, "count": count, "visible": visible, "measured": measured, "signed": signed}
     confidence = need(inputs.params, "evaluation", "confidence")
     scripts = ["\n".join(Resources(mode="inline", components=["bokeh"]).js_raw), (folder / "report.js").read_text(encoding="utf-8")]
     figures = all_figures(inputs)
@@ -115,8 +116,14 @@ def tiles(evaluation: Mapping[str, Any], confidence: float) -> Iterator[dict[str
             note = f"accepted by the judge; {confidence:.0%} interval {share(low)} to {share(high)}"
             yield {"label": f"Judge, {mode}", "before": share(sft["judge_ok"]), "after": share(policy["judge_ok"]), "note": note}
         else:
-            note = f"mean score; {confidence:.0%} interval {number(policy['reward_low'])} to {number(policy['reward_high'])}"
-            yield {"label": f"Score, {mode}", "before": number(sft["reward_mean"]), "after": number(policy["reward_mean"]), "note": note}
+            low, high = measured(policy["reward_low"], "score"), measured(policy["reward_high"], "score")
+            note = f"by the reward model; {confidence:.0%} interval {low} to {high}"
+            yield {
+                "label": f"Score, {mode}",
+                "before": measured(sft["reward_mean"], "score"),
+                "after": measured(policy["reward_mean"], "score"),
+                "note": note,
+            }
     rate = need(evaluation, "win_rate", "greedy")
     note = f"by the reward model, greedy; {share(rate['low'])} to {share(rate['high'])}, {count(rate['ties'])} of {count(rate['n'])} tied"
     yield {"label": "Win rate", "before": "", "after": share(rate["value"]), "note": note}
@@ -204,14 +211,23 @@ def share(value: float | None) -> str:
 def number(value: float | None) -> str:
     if value is None:
         return "–"
-    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    shown = f"{value:.2e}" if 0 < abs(value) < 1e-4 else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return shown.replace("-", "−", 1) if value < 0 else shown
+
+
+def measured(value: float | None, form: str) -> str:
+    """A figure of the evaluation in its form: share, score or length."""
+    if value is None or math.isnan(value):
+        return "–"
+    return share(value) if form == "share" else f"{value:.{DECIMALS[form]}f}".replace("-", "−")
 
 
 def signed(value: float | None, form: str) -> str:
-    """A change: in points for shares."""
+    """A change, in points where it is one of shares."""
     if value is None or math.isnan(value):
         return "–"
-    return f"{100 * value:+.1f}" if form == "share" else f"{value:+.3g}"
+    shown = f"{100 * value if form == 'share' else value:+.{DECIMALS[form]}f}".replace("-", "−")
+    return shown if shown.strip("+−0.") else shown[1:]
 
 
 def count(value: float | None) -> str:

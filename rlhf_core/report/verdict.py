@@ -90,8 +90,9 @@ def _judge_shares(evaluation: Mapping[str, Any], confidence: float) -> str:
 
     low, high = difference_interval(judged(evaluation, "sampled", "policy"), judged(evaluation, "sampled", "sft"), confidence)
     return (
-        f"The judge accepts {share('greedy', 'policy')} of the policy’s greedy answers (SFT: {share('greedy', 'sft')}) and "
-        f"{share('sampled', 'policy')} of its sampled ones (SFT: {share('sampled', 'sft')}; difference {100 * low:+.1f} to {100 * high:+.1f} points)."
+        f"The judge accepts {share('greedy', 'policy')} of the policy’s greedy answers (SFT: {share('greedy', 'sft')}) "
+        f"and {share('sampled', 'policy')} of its sampled ones (SFT: {share('sampled', 'sft')}; "
+        f"{confidence:.0%} interval of the difference {100 * low:+.1f} to {100 * high:+.1f} points)."
     )
 
 
@@ -100,7 +101,8 @@ def _win_rates(evaluation: Mapping[str, Any], confidence: float) -> str:
         r = need(evaluation, "win_rate", mode)
         return f"{r['value']:.1%} ({confidence:.0%} interval {r['low']:.1%} to {r['high']:.1%})"
 
-    return f"The reward model prefers the policy on {rate('greedy')} of the prompts with greedy answers and {rate('sampled')} with sampled ones."
+    greedy, sampled = rate("greedy"), rate("sampled")
+    return f"The reward model prefers the policy on {greedy} of the prompts with greedy answers and on {sampled} with sampled ones."
 
 
 def gate_verdict(gate: Mapping[str, Any]) -> Verdict:

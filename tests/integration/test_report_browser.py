@@ -1,0 +1,155 @@
+"""The report in a real headless Chromium, opened from the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chromium import CHROMIUM, Browser
+from report_workspace import HOSTILE, make_workspace, run_report
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
+
+ALL_DRAWN = "document.querySelectorAll('[data-figure]:not([data-drawn])').length === 0"
+FIGURES = 15
+# Texts of the cards that are shown, in order.
+SHOWN = "[...document.querySelectorAll('#samples article')].map(card => card.innerText)"
+GAINS = "[...document.querySelectorAll('#samples article')].map(card => Number(card.dataset.gain))"
+COUNT = "document.querySelector('#samples output').textContent"
+# The colours of a figure's canvas, as a set of `r,g,b` of its opaque pixels.
+COLOURS = """(() => {
+  const canvas = [...document.querySelectorAll('[data-figure=rl_kl]')].flatMap(function find(node) {
+    return [...(node.shadowRoot ?? node).querySelectorAll('*')].flatMap(n => n.tagName === 'CANVAS' ? [n] : n.shadowRoot ? find(n) : []);
+  }).find(c => c.width > 100);
+  const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d', {willReadFrequently: true});
+  copy.drawImage(canvas, 0, 0);
+  const {data} = copy.getImageData(0, 0, canvas.width, canvas.height);
+  const colours = {};
+  for (let i = 0; i < data.length; i += 4) {
+    if (data[i + 3] === 255) colours[`${data[i]},${data[i + 1]},${data[i + 2]}`] = true;
+  }
+  return Object.keys(colours);
+})()"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workspace = make_workspace(tmp_path_factory.mktemp("report") / "workspace", hostile=True)
+    done = run_report(workspace)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return workspace / "reports/report.html"
+
+
+@pytest.fixture
+def page(browser: Browser, report: Path) -> Iterator[Browser]:
+    """The report, freshly opened; whatever a test does must leave no error in the console."""
+    browser.problems.clear()
+    browser.set_scheme(dark=False)
+    browser.open(report)
+    browser.wait_for(ALL_DRAWN)
+    yield browser
+    assert browser.evaluate("window.hacked") is None
+    assert browser.problems == []
+
+
+def choose(page: Browser, name: str, value: str) -> None:
+    page.evaluate(
+        f"(() => {{ const e = document.querySelector('#samples form').elements.{name}; e.value = {value!r};"
+        " e.dispatchEvent(new Event('input', {bubbles: true})); })()"
+    )
+
+
+def test_every_figure_is_drawn(page):
+    assert page.evaluate("document.querySelectorAll('[data-drawn]').length") == FIGURES
+    assert page.evaluate("Math.min(...[...document.querySelectorAll('[data-figure]')].map(e => e.offsetHeight))") >= 200
+    # The curve's own purple is among the pixels.
+    assert "122,79,208" in page.evaluate(COLOURS)
+
+
+def test_figures_follow_the_colour_scheme(page):
+    page.set_scheme(dark=True)
+    page.wait_for("getComputedStyle(document.body).backgroundColor === 'rgb(20, 23, 28)'")
+    page.wait_for(f"{ALL_DRAWN} && {COLOURS}.includes('183,149,255')")
+    assert "122,79,208" not in page.evaluate(COLOURS)
+    assert page.evaluate("document.querySelectorAll('[data-drawn]').length") == FIGURES
+
+
+def test_pointing_at_a_curve_shows_its_step(page):
+    page.evaluate("document.querySelector('[data-figure=rl_kl]').scrollIntoView({block: 'center', behavior: 'instant'})")
+    box = "document.querySelector('[data-figure=rl_kl]').getBoundingClientRect()"
+    x, y = page.evaluate(f"(() => {{ const b = {box}; return [b.x + b.width / 2, b.y + 90]; }})()")
+    page.hover(x - 5, y)
+    page.hover(x, y)
+    tooltip = "[...document.querySelectorAll('.bk-Tooltip')].map(t => t.shadowRoot.textContent).join(' ')"
+    page.wait_for(f"{tooltip}.includes('KL to SFT')", seconds=10)
+
+
+def test_hostile_text_stays_text(page):
+    choose(page, "text", "window.hacked")
+    texts = page.evaluate("[...document.querySelectorAll('#samples .answer .text')].map(e => e.textContent)")
+    # Three hostile strings, two modes, two models.
+    assert sorted(texts) == sorted(4 * HOSTILE[:3])
+    assert page.evaluate("document.querySelectorAll('#samples :is(script, img, iframe, object)').length") == 0
+    choose(page, "text", "right ⟨u+202e⟩to left")
+    assert page.evaluate(COUNT) == "2 of 80"
+    choose(page, "text", "a nul ⟨u+0000⟩, a bell ⟨u+0007⟩")
+    assert page.evaluate(COUNT) == "2 of 80"
+    choose(page, "text", "{{ 7 * 7 }}")
+    assert page.evaluate(COUNT) == "2 of 80"
+
+
+def test_a_huge_line_does_not_widen_the_page(page):
+    choose(page, "text", "98,000 more characters")
+    assert page.evaluate(COUNT) == "2 of 80"
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_search_and_filters(page):
+    assert page.evaluate(COUNT) == "80 of 80" and len(page.evaluate(SHOWN)) == 12
+    page.evaluate("document.querySelector('.more').click()")
+    assert len(page.evaluate(SHOWN)) == 24
+    choose(page, "text", "LARGEST OF 3 8 2")
+    shown = page.evaluate(SHOWN)
+    assert shown and all("largest of 3 8 2" in text for text in shown)
+    choose(page, "mode", "sampled")
+    assert len(page.evaluate(SHOWN)) == len(shown) / 2
+    choose(page, "text", "no such text")
+    assert page.evaluate(SHOWN) == [] and page.evaluate(COUNT) == "0 of 80"
+
+
+def test_largest_gains_and_losses_come_first(page):
+    choose(page, "order", "gains")
+    gains = page.evaluate(GAINS)
+    assert gains == sorted(gains, reverse=True) and gains[-1] > 0
+    choose(page, "order", "losses")
+    losses = page.evaluate(GAINS)
+    assert losses == sorted(losses) and losses[-1] < 0 < len(losses)
+
+
+def test_what_the_judge_sees_otherwise_now(page):
+    choose(page, "changed", "fixed")
+    marks = (
+        "[...document.querySelectorAll('#samples article')].map(c => [...c.querySelectorAll('.badge')].map(b => b.textContent).join(''))"
+    )
+    assert set(page.evaluate(marks)) == {"✗✓"}
+    choose(page, "changed", "broken")
+    assert set(page.evaluate(marks)) == {"✓✗"}
+
+
+def test_a_script_that_gets_in_does_not_run(page):
+    """The content security policy, should the escaping ever fail."""
+    page.evaluate("document.body.insertAdjacentHTML('beforeend', `<img src=x onerror='window.hacked = true'>`)")
+    page.evaluate(
+        "(() => { const s = document.createElement('script'); s.textContent = 'window.hacked = true'; document.body.append(s); })()"
+    )
+    page.wait_for("new Promise(resolve => setTimeout(() => resolve(true), 200))")
+    assert page.evaluate("window.hacked") is None
+    assert any("Content Security Policy" in problem for problem in page.problems)
+    page.problems.clear()

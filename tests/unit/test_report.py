@@ -1,0 +1,178 @@
+"""The report's verdicts, texts and bytes. What a browser makes of it is in tests/integration/test_report_browser.py."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_workspace import HOSTILE, REMOVED, edit_metrics, evaluation, gate, make_workspace, run_report, validation
+
+from rlhf_core.config import load_params
+from rlhf_core.report.figures import MAX_POINTS, thin
+from rlhf_core.report.inputs import ReportInputError
+from rlhf_core.report.page import MAX_TEXT, json_for_html, measured, number, render, signed, visible
+from rlhf_core.report.verdict import data_verdict, gate_verdict, outcome
+from tasks.report import read_inputs
+
+
+def with_results(*, sft: float, policy: float, win: tuple[float, float], judge: bool = True) -> dict:
+    """The same shares and win rate interval in both modes."""
+    result = copy.deepcopy(evaluation(judge=judge))
+    for mode in ("greedy", "sampled"):
+        if judge:
+            result[mode]["sft"]["judge_ok"], result[mode]["policy"]["judge_ok"] = sft, policy
+        result["win_rate"][mode] |= {"value": sum(win) / 2, "low": win[0], "high": win[1]}
+    return result
+
+
+ABOVE, ACROSS, BELOW = (0.6, 0.7), (0.47, 0.53), (0.3, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("sft", "policy", "win", "tone", "words"),
+    [
+        (0.5, 0.9, ABOVE, "good", "The policy is better than the SFT model it started from."),
+        (0.5, 0.9, BELOW, "good", "although the reward model prefers the SFT model"),
+        # 200 and 208 of 400: the difference of 2 points is well within its interval, about -5 to +9.
+        (0.5, 0.52, ABOVE, "open", "the judge sees no clear difference"),
+        (0.5, 0.52, ACROSS, "open", "There is no clear difference"),
+        (0.9, 0.5, ABOVE, "bad", "hack its reward"),
+        (0.9, 0.5, ACROSS, "bad", "worse than the SFT model by the judge"),
+        (0.9, 0.5, BELOW, "bad", "The policy is worse"),
+    ],
+)
+def test_the_judge_decides_and_disagreement_is_named(sft, policy, win, tone, words):
+    verdict = outcome(with_results(sft=sft, policy=policy, win=win), confidence=0.95)
+    assert verdict.tone == tone and words in verdict.headline
+    assert f"{policy:.1%} of the policy’s greedy answers (SFT: {sft:.1%})" in verdict.details[0]
+
+
+def test_better_needs_both_modes_and_worse_only_one():
+    mixed = with_results(sft=0.5, policy=0.9, win=ABOVE)
+    mixed["sampled"]["policy"]["judge_ok"] = 0.5
+    assert outcome(mixed, confidence=0.95).tone == "open"
+    mixed["sampled"]["policy"]["judge_ok"] = 0.2
+    assert outcome(mixed, confidence=0.95).tone == "bad"
+
+
+@pytest.mark.parametrize(("win", "tone"), [(ABOVE, "good"), (ACROSS, "open"), (BELOW, "bad")])
+def test_without_a_judge_the_win_rate_decides_and_says_who_speaks(win, tone):
+    verdict = outcome(with_results(sft=0, policy=0, win=win, judge=False), confidence=0.95)
+    assert verdict.tone == tone and "reward model" in verdict.headline
+    assert "There is no judge for this data" in verdict.details[1]
+
+
+def test_gate_and_data_verdicts():
+    assert gate_verdict(gate()).tone == "good" and gate_verdict(gate()).details[0].startswith("Held-out accuracy 0.8723")
+    rejected = gate() | {"passed": False, "message": "rejected: too few pairs."}
+    assert (gate_verdict(rejected).tone, gate_verdict(rejected).details) == ("bad", ("Too few pairs.",))
+    checked = validation()
+    assert data_verdict(checked).tone == "good"
+    checked["expectations"][4]["passed"] = False
+    assert data_verdict(checked).tone == "bad" and data_verdict(checked).details == ("preference: duplicate",)
+
+
+@given(st.text())
+def test_json_in_the_page_can_not_end_its_element(text):
+    encoded = json_for_html({"title": text})
+    assert "<" not in encoded and encoded.isascii()
+    assert json.loads(encoded) == {"title": text}
+
+
+def test_what_can_not_be_seen_is_shown_by_number():
+    assert visible("a\0b\x1b\u202ec\u2028d\n\te") == "a⟨U+0000⟩b⟨U+001B⟩⟨U+202E⟩c⟨U+2028⟩d\n\te"
+    assert visible("\N{ZERO WIDTH JOINER}שלום") == "\N{ZERO WIDTH JOINER}שלום"
+    assert visible("x" * (MAX_TEXT + 1500)) == "x" * MAX_TEXT + " […1,500 more characters]"
+
+
+def test_figures_as_text():
+    assert [number(v) for v in (None, 0, 0.4606, 8.1e-6, -2.5, 12_345.6)] == ["–", "0", "0.461", "8.10e-06", "−2.5", "12,346"]
+    assert [measured(v, "score") for v in (None, float("nan"), -0.273, 3.0)] == ["–", "–", "−0.27", "3.00"]
+    assert [signed(v, "share") for v in (0.352, -0.02, 0.0, -0.0001)] == ["+35.2", "−2.0", "0.0", "0.0"]
+
+
+def test_long_curves_are_thinned_and_keep_their_ends():
+    rows = thin(pd.DataFrame({"step": np.arange(25_000)}))
+    assert len(rows) == MAX_POINTS and rows["step"].iloc[[0, -1]].tolist() == [0, 24_999]
+    gaps = rows["step"].diff().dropna()
+    assert gaps.min() >= 25 and gaps.max() <= 26
+
+
+def test_same_inputs_same_bytes_and_everything_inside(tmp_path):
+    pages = []
+    for name in ("one", "two"):
+        workspace = make_workspace(tmp_path / name, hostile=True)
+        done = run_report(workspace)
+        assert done.returncode == 0, done.stdout + done.stderr
+        pages.append((workspace / "reports/report.html").read_bytes())
+    assert pages[0] == pages[1]
+    assert len(pages[0]) < 3_000_000
+    page = pages[0].decode()
+    outside_scripts = re.sub(r"(?s)<script[^>]*>.*?</script>", "", page)
+    assert not re.search(r"<(?:link|img|iframe|object)\b|\b(?:src|href)=[\"'](?!#)|@import|url\(", outside_scripts)
+    assert "onerror=" in page and "&lt;img src=x onerror=" in page
+    assert "<script" not in outside_scripts and outside_scripts.count("&lt;script&gt;") == 2 * 6  # two texts, six places each
+    assert not any(hostile in page for hostile in HOSTILE[:3])
+    assert "user: {{ 7 * 7 }} {% raw %}" in page
+
+
+def render_in(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(workspace)
+    return render(read_inputs(load_params(), fingerprint="0" * 64))
+
+
+def test_a_run_without_judge_or_critic(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path, judge=False)
+    curves = workspace / "plots/train_rl.csv"
+    pd.read_csv(curves).drop(columns=["explained_variance", "value_loss"]).to_csv(curves, index=False)
+    page = render_in(workspace, monkeypatch)
+    assert "Judge" not in re.sub(r"(?s)<script.*?</script>|<style.*?</style>", "", page) and 'data-figure="rl_critic"' not in page
+
+
+def test_a_rejected_gate_and_failed_data_are_said_first(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    edit_metrics(workspace, "gate", {"passed": False, "message": "rejected: expected finite scores.", "accuracy": None, "by_source": {}})
+    page = render_in(workspace, monkeypatch)
+    verdicts = page[page.index('<ul class="verdicts">') : page.index("</ul>")]
+    assert "The reward model did not pass its gate." in verdicts and "Expected finite scores." in verdicts
+    assert 'data-figure="gate_interval"' not in page and 'data-figure="gate_scores"' in page
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("evaluate", {"win_rate": REMOVED}, "win_rate.greedy: expected the key win_rate, got greedy, sampled, kl, judge"),
+        ("evaluate", {"sampled.policy.judge_n": REMOVED}, "sampled.policy.judge_n: expected the key judge_n, got n, reward_mean"),
+        ("evaluate", {"greedy.policy.length_mean": REMOVED}, "expected the key length_mean for each model"),
+        ("gate", {"passed": REMOVED}, "passed: expected the key passed"),
+        ("prepare_data", {"rows": REMOVED}, "rows: expected the key rows"),
+    ],
+)
+def test_a_missing_figure_is_named(tmp_path, monkeypatch, name, change, message):
+    workspace = make_workspace(tmp_path)
+    edit_metrics(workspace, name, change)
+    with pytest.raises(ReportInputError, match=re.escape(message)):
+        render_in(workspace, monkeypatch)
+
+
+def test_a_missing_column_is_named(tmp_path):
+    workspace = make_workspace(tmp_path)
+    path = workspace / "data/evaluation_samples.parquet"
+    pd.read_parquet(path).drop(columns=["policy_response"]).to_parquet(path)
+    done = run_report(workspace)
+    assert done.returncode == 1 and "samples: expected the columns" in done.stderr and "named policy_response" in done.stderr
+    assert "Traceback" not in done.stderr and not (workspace / "reports/report.html").exists()
+
+
+def test_the_report_does_not_import_torch():
+    code = "import sys, tasks.report; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
