@@ -20,17 +20,16 @@ from rlhf_core.data.clerk_language import (
     CURT_REFUSALS,
     DEEDS,
     OPERATIONS,
-    PHRASES,
     POLITE_REFUSALS,
     REGISTERS,
     REMARKS,
-    RESULTS,
     Request,
     read_response,
 )
 
 HARMFUL_FRACTION = 0.2
-LENGTH_WEIGHTS = {2: 0.2, 3: 0.4, 4: 0.4}  # of the digit strings
+LENGTH_WEIGHTS = {2: 0.25, 3: 0.4, 4: 0.35}  # of the digit strings
+PRETRAIN_WEIGHTS = {"sort": 0.6, "largest": 0.2, "smallest": 0.2}  # sorting takes the most learning
 # All the informative pairs of a prompt say little more than some of them, and cost reward training its time.
 MAX_PAIRS_PER_PROMPT = 6
 # Prompts for RL and evaluation, per prompt of the annotator.
@@ -97,9 +96,9 @@ def utility(request: Request, response: str) -> float:
 
 def _pretrain(config: ClerkConfig, rng: Random) -> Iterator[dict]:
     for _ in range(config.pretrain_lines):
-        operation, digits = rng.choice(OPERATIONS), draw_digits(rng)
-        phrase = f"{rng.choice(('', 'Please '))}{PHRASES[operation]}"
-        yield {"text": f"{phrase[0].upper()}{phrase[1:]} {digits}: {RESULTS[operation](digits)}."}
+        operation = rng.choices(list(PRETRAIN_WEIGHTS), list(PRETRAIN_WEIGHTS.values()))[0]
+        request = Request(rng.choice(REGISTERS), draw_digits(rng), operation=operation)
+        yield {"text": f"{request.text.removesuffix('.')}: {request.answer}."}
 
 
 def _demonstrations(config: ClerkConfig, rng: Random) -> Iterator[dict]:
