@@ -49,8 +49,10 @@ class CheckpointStore:
             shutil.rmtree(final)
         aside.rename(final)
         _fsync(self.folder)
-        for old in self._steps()[self.keep_last :]:
-            shutil.rmtree(self.folder / f"step-{old}")
+        # Later ones are damaged ones that `latest` passed over: they must not take the place of whole ones.
+        later = [s for s in self._steps() if s > step]
+        for superseded in later + self._steps()[len(later) + self.keep_last :]:
+            shutil.rmtree(self.folder / f"step-{superseded}")
         return final
 
     def latest(self) -> tuple[int, Path] | None:
@@ -71,7 +73,7 @@ def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None."""
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"expected a readable {MANIFEST}, got {type(error).__name__}"
     for name, described in files.items():
         path = folder / name

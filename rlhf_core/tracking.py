@@ -64,16 +64,22 @@ class MetricsLog:
 
 
 class _Rows:
-    """A CSV file that goes on at a given step; without columns they are taken from the first row."""
+    """A CSV file that goes on at a given step; without columns they are taken from the first row.
+
+    The rows that stay are written aside and renamed: a kill while a run resumes must not cost the curve so far.
+    """
 
     def __init__(self, path: Path, columns: tuple[str, ...] | None, first_step: int):
         kept = [row for row in _read(path) if int(row["step"]) < first_step]
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", newline="", encoding="utf-8")
+        aside = path.with_name(path.name + ".tmp")
+        self._file = aside.open("w", newline="", encoding="utf-8")
         self._writer: csv.DictWriter | None = None
         if columns is not None or kept:
             self._start(columns or tuple(kept[0]))
             self._writer.writerows(kept)
+            self._file.flush()
+        aside.replace(path)
 
     def _start(self, columns: tuple[str, ...]) -> None:
         self._writer = csv.DictWriter(self._file, columns, lineterminator="\n")
@@ -94,4 +100,5 @@ def _read(path: Path) -> list[dict[str, str]]:
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if row["step"]]
+        # A row that a crash cut short lacks columns.
+        return [row for row in csv.DictReader(file) if None not in row.values()]

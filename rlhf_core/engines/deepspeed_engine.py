@@ -193,8 +193,7 @@ class TrainEngine:
         Raises:
             ValueError: the checkpoint isn't of this engine.
         """
-        path, _ = self._engine.load_checkpoint(str(folder), tag=name)
-        if path is None:
+        if not any((folder / name).glob("*.pt")) or self._engine.load_checkpoint(str(folder), tag=name)[0] is None:
             raise ValueError(
                 f"checkpoint {folder.name}/{name}: expected the state of a training engine, got nothing that loads; remove the folder"
             )

@@ -1,0 +1,145 @@
+"""Real models and batches small enough for unit tests: a Llama of width 16 whose outputs differ clearly from token to token."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from rlhf_core.config import Params, parse_params, read_yaml, set_key
+from rlhf_core.data.batching import microbatches
+from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine
+from rlhf_core.models.build import load_language_model, load_scalar_model, new_language_model, new_scalar_model, save_model, scalar_head
+from rlhf_core.models.tokenizer import build_tokenizer
+from rlhf_core.models.wrappers import PolicyModule, ScalarModule, collate_tokens
+from rlhf_core.trainers.rl_job import RlJob
+from rlhf_core.trainers.rl_rank import Minibatch
+from rlhf_core.types import TrainBatch
+
+torch.set_num_threads(1)
+
+PAD = 0
+MAX_LENGTH = 64
+TEXTS = ["Please sort 4172.", "Certainly: 1247.", "Quick, give the largest of 309.", "Sorry, I can't help with that."] * 20
+DEFAULTS = Path(__file__).parents[1] / "params.yaml"
+
+
+def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
+    return build_tokenizer(TEXTS, vocab_size=vocab_size)
+
+
+def tiny_params(**overrides: Any) -> Params:
+    """The default params.yaml with a tiny model; keys are dotted, with __ for the dots."""
+    tree = read_yaml(DEFAULTS)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "layers": 2, "heads": 2, "vocab_size": 300}
+    for key, value in {"model.max_length": MAX_LENGTH, "model.architecture": shape, **overrides}.items():
+        set_key(tree, key.replace("__", "."), value)
+    return parse_params(tree)
+
+
+def save_tiny_models(folder: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[Path, Path]:
+    """Folders of a language model and of a reward model on the same trunk."""
+    language_model = lively(new_language_model(tiny_params().model, tokenizer, seed=1))
+    save_model(language_model, language_model.state_dict(), tokenizer, folder / "sft")
+    reward_model = new_scalar_model(folder / "sft", tokenizer, trust_remote_code=False)
+    torch.manual_seed(2)
+    torch.nn.init.normal_(scalar_head(reward_model).weight, std=0.5)
+    save_model(reward_model, reward_model.state_dict(), tokenizer, folder / "reward")
+    return folder / "sft", folder / "reward"
+
+
+def lively(model: PreTrainedModel) -> PreTrainedModel:
+    """Larger weights: fresh ones give nearly the same probability to every token, and hide mistakes."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(10.0)
+    return model
+
+
+def settings(**changes: Any) -> EngineSettings:
+    base: dict[str, Any] = {
+        "learning_rate": 3e-3,
+        "schedule": lambda step: 1.0 / (1 + step),
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "zero_stage": 0,
+        "offload_optimizer": False,
+        "dtype": "float32",
+        "seed": 0,
+    }
+    return EngineSettings(**{**base, **changes})
+
+
+def policy_engine(folder: Path, **changes: Any) -> TrainEngine:
+    return TrainEngine(PolicyModule(load_language_model(folder)), settings(**changes))
+
+
+def scalar_engine(folder: Path, **changes: Any) -> TrainEngine:
+    return TrainEngine(ScalarModule(load_scalar_model(folder)), settings(**changes))
+
+
+def sequences(count: int, *, seed: int, shortest: int = 4, longest: int = 14) -> list[list[int]]:
+    """Random token ids; no pad and no end token among them."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(5, 261, (n,), generator=generator).tolist() for n in lengths]
+
+
+def negative_logprob_step(engine: TrainEngine, ids: list[list[int]], *, num_loss_tokens: int, microbatch_tokens: int) -> tuple[float, float]:
+    """One optimizer step on this rank's sequences, trained from their second token on. Returns the loss share and the gradient norm."""
+    loss = 0.0
+    for part in microbatches([len(s) for s in ids], max_tokens=microbatch_tokens):
+        logprobs, _ = engine(collate_tokens([ids[i] for i in part], [1] * len(part), pad_id=PAD))
+        share = -logprobs.sum() / num_loss_tokens
+        engine.backward(share)
+        loss += float(share.detach())
+    return loss, engine.step()
+
+
+def train_batch(rows: int = 8, *, seed: int = 0, unscored: tuple[int, ...] = ()) -> TrainBatch:
+    """Random prompts (1 to 5 tokens) and responses (1 to 7 tokens) with made-up credit; the mask of unscored rows is empty."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.tensor([1 + (3 * i) % 5 for i in range(rows)])
+    responses = torch.tensor([1 + (4 * i) % 7 for i in range(rows)])
+    prompt_mask = torch.arange(5) >= 5 - prompts[:, None]
+    sampled = torch.arange(7) < responses[:, None]
+    mask = sampled.clone()
+    mask[list(unscored)] = False
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(rows, 7, generator=generator)
+
+    return TrainBatch(
+        prompt_ids=torch.randint(5, 261, (rows, 5), generator=generator).where(prompt_mask, PAD),
+        prompt_mask=prompt_mask,
+        response_ids=torch.randint(5, 261, (rows, 7), generator=generator).where(sampled, PAD),
+        response_mask=mask,
+        old_logprobs=-5.5 + noise(0.3),
+        ref_logprobs=-5.5 + noise(0.3),
+        old_values=noise(0.5),
+        advantages=noise(1.0).where(mask, 0.0),
+        returns=noise(1.0).where(mask, 0.0),
+    )
+
+
+def whole(batch: TrainBatch) -> Minibatch:
+    """A batch as the only rank's share of an optimizer step."""
+    return Minibatch(batch, int(batch.response_mask.sum()), int(batch.response_mask.any(1).sum()))
+
+
+def rl_job(sft: Path, reward: Path, **overrides: Any) -> RlJob:
+    params = tiny_params(**{"rl.rollout.max_new_tokens": 8, "rl.weight_decay": 0.1, "rl.warmup_steps": 3, **overrides})
+    return RlJob(
+        seed=0, model=params.model, rl=params.rl, tracking=params.tracking, threads=1, run_name="tiny", prepared="", sft_model=str(sft),
+        reward_model=str(reward), work="", output="", timings="",
+    )  # fmt: skip
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Over all weights; the names must be the same."""
+    assert a.keys() == b.keys()
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a) if a else math.nan

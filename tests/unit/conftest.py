@@ -1,0 +1,46 @@
+"""What the tests of models and training share: a tokenizer, two tiny models on disk, a data-parallel world of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    from tiny_models import tiny_tokenizer
+
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> tuple[Path, Path]:
+    """Language model and reward model."""
+    from tiny_models import save_tiny_models
+
+    return save_tiny_models(tmp_path_factory.mktemp("models"), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def sft_folder(model_folders: tuple[Path, Path]) -> Path:
+    return model_folders[0]
+
+
+@pytest.fixture(scope="session")
+def reward_folder(model_folders: tuple[Path, Path]) -> Path:
+    return model_folders[1]
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[None]:
+    """DeepSpeed's world of one rank, in this process."""
+    import torch.distributed as dist
+
+    from rlhf_core.engines.deepspeed_engine import join_world
+
+    join_world()
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,63 @@
+"""Which examples form a batch, and how a batch is cut: CORRECTNESS, resume (the data position) and token-mean loss."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_core.data.batching import batch_indices, microbatches
+
+
+def stream(steps: range, **kwargs: int) -> list[int]:
+    return [i for step in steps for i in batch_indices(step, **kwargs)]
+
+
+@given(batch_size=st.integers(1, 13), num_examples=st.integers(1, 20), seed=st.integers(0, 2**31))
+def test_every_example_comes_once_per_pass(batch_size: int, num_examples: int, seed: int):
+    passes = 3
+    steps = -(-passes * num_examples // batch_size)
+    drawn = stream(range(steps), batch_size=batch_size, num_examples=num_examples, seed=seed)
+    for k in range(passes):
+        assert sorted(drawn[k * num_examples : (k + 1) * num_examples]) == list(range(num_examples))
+
+
+def test_a_step_needs_nothing_from_the_steps_before_it():
+    settings = {"batch_size": 7, "num_examples": 30, "seed": 5}
+    assert stream(range(12), **settings)[7 * 8 :] == stream(range(8, 12), **settings)
+
+
+def test_seed_and_pass_change_the_order():
+    first, second = (batch_indices(k, batch_size=50, num_examples=50, seed=0) for k in range(2))
+    other_seed = batch_indices(0, batch_size=50, num_examples=50, seed=1)
+    assert len({tuple(first), tuple(second), tuple(other_seed), tuple(range(50))}) == 4
+
+
+def test_no_examples_is_an_error_with_advice():
+    with pytest.raises(ValueError, match="expected at least 1 example, got 0"):
+        batch_indices(0, batch_size=4, num_examples=0, seed=0)
+
+
+LENGTHS = st.lists(st.integers(1, 60), max_size=40)
+
+
+@given(lengths=LENGTHS, max_tokens=st.integers(1, 200))
+def test_microbatches_hold_every_row_once_within_the_budget(lengths: list[int], max_tokens: int):
+    parts = microbatches(lengths, max_tokens=max_tokens)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    for part in parts:
+        padded = len(part) * max(lengths[i] for i in part)
+        assert padded <= max_tokens or len(part) == 1
+
+
+@given(lengths=LENGTHS, max_tokens=st.integers(1, 200))
+def test_microbatches_put_similar_lengths_together_longest_first(lengths: list[int], max_tokens: int):
+    flat = [lengths[i] for part in microbatches(lengths, max_tokens=max_tokens) for i in part]
+    assert flat == sorted(flat, reverse=True)
+
+
+def test_microbatches_by_hand():
+    # 9 + 9 padded <= 20; 5, 4, 4, 4 padded to 20; the last one is left over.
+    assert microbatches([4, 9, 4, 5, 8, 4, 4], max_tokens=20) == [[1, 4], [3, 0, 2, 5], [6]]
+    assert microbatches([30, 2], max_tokens=20) == [[0], [1]]
+    assert microbatches([], max_tokens=20) == []
