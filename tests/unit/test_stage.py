@@ -1,0 +1,192 @@
+"""The frame around a stage: fingerprint, scratch, lock, exit codes and the ways in which it is stopped. Stages are real processes here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config import ConfigError
+from tasks.stage import CRASHED, REFUSED, STOPPED_BY_SIGNAL, fingerprint, publish, read_json, write_json
+
+ROOT = Path(__file__).parents[2]
+DVC = """
+stages:
+  train_sft:
+    cmd: python work.py
+    deps: [work.py, inputs]
+"""
+WORK = """
+import sys, time
+from pathlib import Path
+from tasks.stage import Stage, StageFailed, StageStopped
+
+def work(stage):
+    how = sys.argv[1]
+    if how == "crash":
+        raise RuntimeError("no memory left")
+    if how == "refuse":
+        raise StageFailed("the data is empty")
+    checkpoint = stage.scratch / "checkpoint"
+    print("resumed" if checkpoint.exists() else "fresh", stage.fingerprint[:16], flush=True)
+    while how == "wait":
+        time.sleep(0.02)
+        if stage.stop_requested:
+            checkpoint.write_text("half")
+            raise StageStopped
+
+with Stage("train_sft") as stage:
+    work(stage)
+"""
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    (tmp_path / "dvc.yaml").write_text(DVC)
+    (tmp_path / "work.py").write_text(WORK)
+    (tmp_path / "inputs").mkdir()
+    (tmp_path / "inputs/rows").write_text("1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def begin(how: str, *wrapper: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [*wrapper, sys.executable, "work.py", how]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_fingerprint_follows_command_params_and_dependencies_and_nothing_else(workspace):
+    first = fingerprint("train_sft")
+    (workspace / "unrelated").write_text("x")
+    change(workspace / "params.yaml", "min_accuracy: 0.75", "min_accuracy: 0.8")  # the gate's section, not this stage's
+    (workspace / "inputs/__pycache__").mkdir()
+    (workspace / "inputs/__pycache__/x.pyc").write_text("x")
+    assert fingerprint("train_sft") == first
+    seen = {first}
+    for edit in (
+        lambda: change(workspace / "params.yaml", "seed: 0", "seed: 1"),
+        lambda: (workspace / "inputs/rows").write_text("2"),
+        lambda: (workspace / "inputs/rows").rename(workspace / "inputs/lines"),
+        lambda: change(workspace / "dvc.yaml", "python work.py", "python  work.py"),
+    ):
+        edit()
+        seen.add(fingerprint("train_sft"))
+    assert len(seen) == 5
+    change(workspace / "params.yaml", "seed: 1", "seed: 0")
+    change(workspace / "dvc.yaml", "python  work.py", "python work.py")
+    (workspace / "inputs/lines").rename(workspace / "inputs/rows")
+    (workspace / "inputs/rows").write_text("1")
+    assert fingerprint("train_sft") == first
+
+
+def test_a_missing_dependency_is_named(workspace):
+    (workspace / "inputs/rows").unlink()
+    (workspace / "inputs").rmdir()
+    with pytest.raises(ConfigError, match="inputs: expected what an earlier stage makes, got nothing; run `dvc repro train_sft`"):
+        fingerprint("train_sft")
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [("refuse", REFUSED, "train_sft: the data is empty\n"), ("crash", CRASHED, "RuntimeError: no memory left"), ("end", 0, "")],
+)
+def test_exit_codes_tell_a_refusal_from_a_crash(workspace, how, code, said):
+    stage = begin(how)
+    out, err = stage.communicate(timeout=60)
+    assert stage.returncode == code, err
+    assert said in err + out
+    assert ("Traceback" in out + err) == (how == "crash")
+    assert list((workspace / "scratch/train_sft").glob("*/")) == (
+        [] if how == "end" else list((workspace / "scratch/train_sft").glob("*/"))
+    )
+
+
+def test_wrong_params_are_refused_without_a_traceback(workspace):
+    change(workspace / "params.yaml", "seed: 0", "sead: 0")
+    stage = begin("end")
+    _, err = stage.communicate(timeout=60)
+    assert stage.returncode == REFUSED
+    assert "train_sft: params.yaml: sead: expected a known key" in err and "Traceback" not in err
+
+
+def test_sigterm_checkpoints_and_the_same_work_resumes_while_changed_work_does_not(workspace):
+    stage = begin("wait")
+    first = stage.stdout.readline().split()
+    stage.terminate()
+    assert stage.wait(timeout=20) == STOPPED_BY_SIGNAL
+    assert "stopped by a signal; run it again" in stage.stdout.read()
+
+    (workspace / "inputs/rows").write_text("2")
+    assert begin("end").communicate(timeout=60)[0].startswith("fresh ")
+    (workspace / "inputs/rows").write_text("1")
+    assert begin("end").communicate(timeout=60)[0].splitlines()[0] == f"resumed {first[1]}"
+    assert begin("end").communicate(timeout=60)[0].startswith("fresh ")  # success removed the checkpoint
+
+
+def test_a_second_run_waits_until_the_first_has_ended(workspace):
+    first = begin("wait")
+    first.stdout.readline()
+    second = begin("end")
+    time.sleep(2.0)
+    assert second.poll() is None
+    lock = workspace / "scratch/train_sft/lock"
+    assert lock.read_text() == str(first.pid)
+    first.terminate()
+    first.wait(timeout=20)
+    out, _ = second.communicate(timeout=60)
+    assert second.returncode == 0 and out.startswith("resumed ")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells a child about its parent's death on Linux only")
+def test_the_death_of_the_parent_stops_the_stage_with_a_checkpoint(workspace):
+    # A parent that starts the stage as DVC does, through no shell, and is killed without a chance to tell it.
+    parent = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    wrapper = begin("wait", sys.executable, "-c", parent)
+    wrapper.stdout.readline()
+    pid = int((workspace / "scratch/train_sft/lock").read_text())
+    assert pid != wrapper.pid and alive(pid)
+    wrapper.send_signal(signal.SIGKILL)
+    wrapper.wait(timeout=20)
+    until = time.monotonic() + 20
+    while alive(pid):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert [p.read_text() for p in (workspace / "scratch/train_sft").glob("*/checkpoint")] == ["half"]
+
+
+def test_json_is_deterministic_and_finite(tmp_path):
+    path = tmp_path / "metrics/x.json"
+    write_json(path, {"b": float("nan"), "a": [float("inf"), 0.12345678], "c": {"z": 1, "y": None}})
+    assert read_json(path) == {"a": [None, 0.123457], "b": None, "c": {"y": None, "z": 1}}
+    first = path.read_bytes()
+    write_json(path, {"c": {"y": None, "z": 1}, "a": [float("-inf"), 0.12345679], "b": float("nan")})
+    assert path.read_bytes() == first and list(path.parent.iterdir()) == [path]
+
+
+def test_publish_replaces_a_folder_and_a_file(tmp_path):
+    for round_ in ("one", "two"):
+        aside = tmp_path / "aside"
+        aside.mkdir()
+        (aside / round_).write_text(round_)
+        publish(aside, tmp_path / "deep/final")
+    assert [p.name for p in (tmp_path / "deep/final").iterdir()] == ["two"] and not (tmp_path / "aside").exists()
