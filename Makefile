@@ -27,6 +27,7 @@ setup:
 # Torch first, so that everything else finds it there; then one resolver run under the tested pins.
 .PHONY: install
 install:
+	@echo "Installing into $(VENV); the first time takes four to five minutes."
 	$(PIP) install -q -c constraints.txt torch==2.13.0
 	$(PIP) install -q -c constraints.txt -e '.[$(EXTRAS)]'
 	$(VENV)/bin/python -m rlhf_core.doctor --fix

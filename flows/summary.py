@@ -35,7 +35,7 @@ def _gate(m: dict[str, Any]) -> str:
 
 
 def _rl(m: dict[str, Any]) -> str:
-    return f"score {m['score_first']:.2f} -> {m['score_mean']:.2f}, KL {m['kl_mean']:.2f}"
+    return f"score {m['score_first_step']:.2f} -> {m['score_mean']:.2f}, KL {m['kl_mean']:.2f}"
 
 
 def _evaluation(m: dict[str, Any]) -> str:
