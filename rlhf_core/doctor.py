@@ -160,7 +160,7 @@ def find_git(folder: Path) -> list[Finding]:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
 
-    if not git("rev-parse", "HEAD"):
+    if not git("rev-parse", "--verify", "--quiet", "HEAD"):
         return [Finding("git", "no commit here", "broken", "runs start from a commit; clone the project, or `git init` and commit")]
     name, email = git("config", "user.name"), git("config", "user.email")
     if name and email:
