@@ -37,10 +37,10 @@ class RewardModelInput:
         return ids if len(ids) <= self._max_length else None
 
 
-def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str | None]:
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int, str | None]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else str(sorted(tokenizer.get_vocab().items()))
-    return vocabulary, tokenizer.chat_template
+    return vocabulary, tokenizer.eos_token_id, tokenizer.chat_template
 
 
 @torch.no_grad()

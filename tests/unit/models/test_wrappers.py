@@ -1,0 +1,147 @@
+"""The modules against Hugging Face's own full forward passes, one sequence at a time and without padding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import sequences
+
+from rlhf_core.models.build import load_language_model, load_scalar_model, new_scalar_model, save_model, scalar_head, trunk
+from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch, collate_tokens
+
+IDS = sequences(7, seed=3)
+STARTS = [1, 3, 2, 1, 2, 3, 1]
+
+
+@pytest.fixture(scope="module")
+def language_model(sft_folder: Path):
+    return load_language_model(sft_folder)
+
+
+@pytest.fixture(scope="module")
+def reward_model(reward_folder: Path):
+    return load_scalar_model(reward_folder)
+
+
+def naive_logprobs(model, ids: list[int], start: int, temperature: float = 1.0) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([ids])).logits[0] / temperature
+    return logits.log_softmax(-1)[torch.arange(start - 1, len(ids) - 1), torch.tensor(ids[start:])]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+@torch.no_grad()
+def test_log_probabilities_equal_a_full_forward_pass(language_model, temperature: float):
+    expected = torch.cat([naive_logprobs(language_model, ids, start, temperature) for ids, start in zip(IDS, STARTS, strict=True)])
+    flat, entropy = PolicyModule(language_model)(collate_tokens(IDS, STARTS, pad_id=0), temperature=temperature)
+    assert entropy is None
+    torch.testing.assert_close(flat, expected, rtol=0, atol=2e-6)
+    assert expected.std() > 0.3  # the tokens differ enough for a mix-up to show
+
+
+@torch.no_grad()
+def test_entropy_is_that_of_the_distribution_the_token_was_drawn_from(language_model):
+    _, entropy = PolicyModule(language_model)(collate_tokens(IDS[:2], STARTS[:2], pad_id=0), temperature=2.0, with_entropy=True)
+    expected = []
+    for ids, start in zip(IDS[:2], STARTS[:2], strict=True):
+        logits = language_model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1]
+        expected.append(torch.distributions.Categorical(logits=logits / 2.0).entropy())
+    torch.testing.assert_close(entropy, torch.cat(expected), rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_log_probabilities_do_not_depend_on_batch_order_width_or_pad_id(language_model):
+    module = PolicyModule(language_model)
+    together = module(collate_tokens(IDS, STARTS, pad_id=0))[0].split([len(s) - k for s, k in zip(IDS, STARTS, strict=True)])
+    order = [4, 0, 6, 2, 1, 5, 3]
+    shuffled = collate_tokens([IDS[i] for i in order], [STARTS[i] for i in order], pad_id=77)
+    wider = TokenBatch(
+        torch.nn.functional.pad(shuffled.input_ids, (0, 9), value=77), torch.nn.functional.pad(shuffled.selected, (0, 9), value=False)
+    )
+    for batch in (shuffled, wider):
+        torch.testing.assert_close(module(batch)[0], torch.cat([together[i] for i in order]), rtol=0, atol=2e-6)
+
+
+@torch.no_grad()
+def test_nothing_predicts_the_first_token_so_selecting_it_changes_nothing(language_model):
+    module = PolicyModule(language_model)
+    from_first, from_second = (module(collate_tokens(IDS[:3], [start] * 3, pad_id=0))[0] for start in (0, 1))
+    assert torch.equal(from_first, from_second)
+
+
+@torch.no_grad()
+def test_a_stretch_in_the_middle_can_be_selected(language_model):
+    batch = collate_tokens(IDS[:2], [1, 2], pad_id=0, ends=[3, 4])
+    expected = torch.cat([naive_logprobs(language_model, IDS[0], 1)[:2], naive_logprobs(language_model, IDS[1], 2)[:2]])
+    torch.testing.assert_close(PolicyModule(language_model)(batch)[0], expected, rtol=0, atol=2e-6)
+
+
+def test_no_selected_token_gives_no_numbers_and_no_gradient(language_model):
+    module = PolicyModule(language_model)
+    flat, entropy = module(collate_tokens([[5, 6, 7]], [3], pad_id=0), with_entropy=True)
+    assert flat.shape == entropy.shape == (0,)
+    flat.sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in module.parameters())
+    module.zero_grad(set_to_none=True)
+
+
+def naive_score(model, ids: list[int]) -> torch.Tensor:
+    hidden = trunk(model)(input_ids=torch.tensor([ids])).last_hidden_state
+    return scalar_head(model)(hidden)[0, -1, 0]
+
+
+@pytest.mark.parametrize("pad", ["pad token", "end token"])
+@torch.no_grad()
+def test_rm_score_is_read_at_the_last_token_by_position_in_any_batch(reward_model, tokenizer, pad: str):
+    """CORRECTNESS, RM last token and RM score: an end token in the middle, and one that pads, move nothing."""
+    end = tokenizer.eos_token_id
+    pad_id = end if pad == "end token" else tokenizer.pad_token_id
+    ids = [[*IDS[0], end], [*IDS[1][:2], end, *IDS[1][2:], end], IDS[2], [*IDS[3], end, end], [9]]
+    module = ScalarModule(reward_model)
+    expected = torch.stack([naive_score(reward_model, s) for s in ids])
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1], [4, 1]):
+        scores = module(collate_tokens([ids[i] for i in order], [len(ids[i]) - 1 for i in order], pad_id=pad_id))
+        torch.testing.assert_close(scores, expected[order], rtol=0, atol=2e-6)
+    assert expected.unique().numel() == len(ids)
+    assert expected.std() > 0.1
+
+
+@torch.no_grad()
+def test_rm_score_equals_hugging_faces_where_that_finds_the_last_token(reward_model, tokenizer):
+    ids = torch.tensor([[*IDS[0], tokenizer.eos_token_id]])
+    scores = ScalarModule(reward_model)(collate_tokens(ids.tolist(), [ids.shape[1] - 1], pad_id=0))
+    torch.testing.assert_close(scores, reward_model(input_ids=ids).logits[0], rtol=0, atol=2e-6)
+
+
+def test_a_fresh_scalar_model_scores_nothing_yet_and_shares_the_trunk(sft_folder: Path, language_model, tokenizer):
+    model = new_scalar_model(sft_folder, tokenizer, trust_remote_code=False)
+    assert not scalar_head(model).weight.any()
+    assert torch.equal(trunk(model).layers[1].mlp.up_proj.weight, trunk(language_model).layers[1].mlp.up_proj.weight)
+
+
+def test_a_saved_model_comes_back_with_its_tokenizer_and_template(tmp_path: Path, reward_model, tokenizer):
+    from rlhf_core.models.build import read_state_dict
+    from rlhf_core.models.tokenizer import load_tokenizer
+
+    state = {name: tensor + 1 for name, tensor in reward_model.state_dict().items()}
+    save_model(reward_model, state, tokenizer, tmp_path)
+    back = load_scalar_model(tmp_path).state_dict()
+    written = read_state_dict(tmp_path)
+    assert back.keys() == state.keys() == written.keys()
+    assert all(torch.equal(back[name], state[name]) and torch.equal(written[name], state[name]) for name in state)
+    assert load_tokenizer(str(tmp_path), trust_remote_code=False).chat_template == tokenizer.chat_template
+
+
+def test_an_architecture_without_a_linear_score_is_refused(language_model):
+    with pytest.raises(ValueError, match="expected an architecture with a linear score layer, got LlamaForCausalLM"):
+        ScalarModule(language_model)
+
+
+def test_initial_weights_follow_from_the_seed(tokenizer):
+    from tiny_models import tiny_params
+
+    from rlhf_core.models.build import new_language_model
+
+    first, again, other = (new_language_model(tiny_params().model, tokenizer, seed=s).lm_head.weight for s in (3, 3, 4))
+    assert torch.equal(first, again) and not torch.equal(first, other)

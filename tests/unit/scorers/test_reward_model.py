@@ -1,0 +1,91 @@
+"""What a reward model is shown, and how its scores come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import sequences, tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from rlhf_core.models.build import load_scalar_model
+from rlhf_core.models.tokenizer import PLAIN_TEMPLATE, encode_conversation, encode_prompt, load_tokenizer
+from rlhf_core.models.wrappers import ScalarModule, collate_tokens
+from rlhf_core.scorers.reward_model import RewardModelInput, score_sequences
+
+QUESTION = [{"role": "user", "content": "Please sort 4172."}]
+CPU = torch.device("cpu")
+
+
+def sampled(tokenizer: PreTrainedTokenizerFast, text: str, *, finished: bool) -> tuple[list[int], list[int]]:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return encode_prompt(tokenizer, QUESTION), [*ids, tokenizer.eos_token_id] if finished else ids
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_rm_tokenizer_the_same_one_gets_the_very_ids(tokenizer, tmp_path: Path, finished: bool):
+    tokenizer.save_pretrained(tmp_path)
+    twin = load_tokenizer(str(tmp_path), trust_remote_code=False)
+    prompt_ids, response_ids = sampled(tokenizer, "Certainly: 1247.", finished=finished)
+    # Ids that no tokenizer would produce: decoding and encoding again would give others.
+    response_ids = [tokenizer.convert_tokens_to_ids(c) for c in "Cer"] + response_ids
+    shown = RewardModelInput(tokenizer, twin, max_length=64).sequence(QUESTION, prompt_ids, response_ids, finished=finished)
+    assert shown == prompt_ids + response_ids
+
+
+def other_tokenizer(template: str = PLAIN_TEMPLATE) -> PreTrainedTokenizerFast:
+    other = tiny_tokenizer(vocab_size=290)
+    other.chat_template = template
+    return other
+
+
+def test_rm_tokenizer_another_one_encodes_again_with_its_own_template(tokenizer):
+    other = other_tokenizer()
+    prompt_ids, response_ids = sampled(tokenizer, "Certainly: 1247.", finished=True)
+    shown = RewardModelInput(tokenizer, other, max_length=64).sequence(QUESTION, prompt_ids, response_ids, finished=True)
+    assert shown == encode_conversation(other, QUESTION, "Certainly: 1247.")[0]
+    assert other.decode(shown) == "User:\nPlease sort 4172.\n\nAssistant:\nCertainly: 1247.<|end|>"
+
+
+def test_rm_truncation_a_cut_off_response_gets_no_end_token(tokenizer):
+    other = other_tokenizer()
+    prompt_ids, response_ids = sampled(tokenizer, "Certainly: 12", finished=False)
+    shown = RewardModelInput(tokenizer, other, max_length=64).sequence(QUESTION, prompt_ids, response_ids, finished=False)
+    assert other.decode(shown) == "User:\nPlease sort 4172.\n\nAssistant:\nCertainly: 12"
+
+
+def test_the_same_vocabulary_with_another_template_or_end_is_another_tokenizer(tokenizer):
+    prompt_ids, response_ids = sampled(tokenizer, "Certainly: 1247.", finished=True)
+    templated, ended = tiny_tokenizer(), tiny_tokenizer()
+    templated.chat_template = PLAIN_TEMPLATE
+    ended.eos_token = "<|user|>"
+    for other in (templated, ended):
+        shown = RewardModelInput(tokenizer, other, max_length=64).sequence(QUESTION, prompt_ids, response_ids, finished=True)
+        assert shown == encode_conversation(other, QUESTION, "Certainly: 1247.")[0] != prompt_ids + response_ids
+
+
+@pytest.mark.parametrize("other", [None, 290])
+def test_rm_truncation_too_long_is_no_sequence_rather_than_a_cut_one(tokenizer, other: int | None):
+    reward_tokenizer = tokenizer if other is None else other_tokenizer()
+    prompt_ids, response_ids = sampled(tokenizer, "Certainly: 1247.", finished=True)
+    needed = len(RewardModelInput(tokenizer, reward_tokenizer, max_length=999).sequence(QUESTION, prompt_ids, response_ids, finished=True))
+    for max_length, fits in ((needed, True), (needed - 1, False)):
+        shown = RewardModelInput(tokenizer, reward_tokenizer, max_length=max_length)
+        assert (shown.sequence(QUESTION, prompt_ids, response_ids, finished=True) is not None) == fits
+
+
+def test_rm_score_the_same_for_any_microbatches_in_order_and_nan_where_there_is_nothing(reward_folder: Path):
+    module = ScalarModule(load_scalar_model(reward_folder))
+    ids: list[list[int] | None] = [*sequences(6, seed=9), None, *sequences(3, seed=10)]
+    with torch.no_grad():
+        alone = [float("nan") if s is None else float(module(collate_tokens([s], [len(s) - 1], pad_id=0))) for s in ids]
+    for microbatch_tokens in (1, 40, 1000):
+        scores = score_sequences(module, ids, pad_id=0, microbatch_tokens=microbatch_tokens, device=CPU)
+        torch.testing.assert_close(scores, torch.tensor(alone), rtol=0, atol=2e-6, equal_nan=True)
+    assert not scores.requires_grad
+
+
+def test_nothing_to_score_is_all_nan(reward_folder: Path):
+    module = ScalarModule(load_scalar_model(reward_folder))
+    assert score_sequences(module, [None, None], pad_id=0, microbatch_tokens=10, device=CPU).isnan().tolist() == [True, True]
