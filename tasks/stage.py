@@ -84,9 +84,10 @@ class Stage:
         except ConfigError as error:
             self._exit(str(error))
         self.scratch = Path("scratch") / self.name / self.fingerprint[:16]
-        self.scratch.mkdir(parents=True, exist_ok=True)
+        self.scratch.parent.mkdir(parents=True, exist_ok=True)
         self._lock = (self.scratch.parent / "lock").open("a+")
         self._acquire()
+        self.scratch.mkdir(exist_ok=True)  # only now: the run that held the lock may have removed it
         self._started = time.monotonic()
         return self
 
@@ -110,6 +111,11 @@ class Stage:
     def stop_requested(self) -> bool:
         """True once SIGTERM has come: write a checkpoint and raise StageStopped."""
         return self._stop.is_set()
+
+    @property
+    def lock_descriptor(self) -> int:
+        """Of the stage's lock: as long as a process that inherits it lives, no other run of the stage begins."""
+        return self._lock.fileno()
 
     def use_threads(self) -> None:
         """Let torch use the cores of `cluster.threads` in this process."""

@@ -53,7 +53,9 @@ def run(stage: Stage, output: Path) -> None:
     with contextlib.ExitStack() as stack:
         address = params.cluster.address
         if address is None:
-            address = stack.enter_context(local_head(cpus=max(actors, params.cluster.threads), start_timeout=params.cluster.start_timeout))
+            cpus, start_timeout = max(actors, params.cluster.threads), params.cluster.start_timeout
+            head = local_head(cpus=cpus, start_timeout=start_timeout, keep_open=(stage.lock_descriptor,))
+            address = stack.enter_context(head)
         code = run_job(
             address,
             f"cd {shlex.quote(os.getcwd())} && exec {shlex.quote(sys.executable)} -m rlhf_core.trainers.rl {shlex.quote(str(description.resolve()))}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import secrets
@@ -16,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger("rlhf")
 
@@ -28,11 +28,13 @@ class ClusterError(RuntimeError):
 
 
 @contextlib.contextmanager
-def local_head(*, cpus: int, start_timeout: float) -> Iterator[str]:
+def local_head(*, cpus: int, start_timeout: float, keep_open: tuple[int, ...] = ()) -> Iterator[str]:
     """Start a Ray head on free loopback ports, yield its dashboard address, and end it with all its processes.
 
     A second head on the machine is left alone: nothing here calls `ray stop`. The head dies with this process.
 
+    Args:
+        keep_open: file descriptors that stay open until the last process of the head is gone, even when this one is killed.
     Raises:
         ClusterError: it isn't up after `start_timeout` seconds.
     """
@@ -48,8 +50,8 @@ def local_head(*, cpus: int, start_timeout: float) -> Iterator[str]:
         f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}",
         f"--metrics-export-port={metrics}", f"--temp-dir={folder}", f"--num-cpus={cpus}", "--object-store-memory=300000000",
     ]  # fmt: skip
-    with (folder / "head.log").open("w") as output:
-        head = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_end_with_parent)
+    keeper = [sys.executable, "-m", "rlhf_core.engines.ray_head", str(folder), str(os.getpid()), *command]
+    head = subprocess.Popen(keeper, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=keep_open)
     address = f"http://127.0.0.1:{dashboard}"
     try:
         _wait_until_up(address, head, folder / "head.log", start_timeout)
@@ -57,11 +59,6 @@ def local_head(*, cpus: int, start_timeout: float) -> Iterator[str]:
     finally:
         _stop_head(head)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _free_ports(count: int) -> list[int]:
@@ -87,19 +84,19 @@ def _wait_until_up(address: str, head: subprocess.Popen, output: Path, timeout: 
             time.sleep(0.3)
     raise ClusterError(
         f"Ray head: expected it up within {timeout:.0f} s, got {'no answer' if head.poll() is None else f'exit code {head.returncode}'}; "
-        f"its output ends with:\n{output.read_text()[-1500:]}"
+        f"its output ends with:\n{output.read_text()[-1500:] if output.exists() else 'nothing'}"
     )
 
 
-def _stop_head(head: subprocess.Popen) -> None:
-    head.terminate()
+def _stop_head(keeper: subprocess.Popen) -> None:
+    keeper.terminate()
     try:
-        head.wait(HEAD_STOP_SECONDS)
+        keeper.wait(HEAD_STOP_SECONDS)
     except subprocess.TimeoutExpired:
         log.warning("Ray head: still there %d s after SIGTERM; killing it", HEAD_STOP_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(head.pid, signal.SIGKILL)
-    head.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(keeper.pid, signal.SIGKILL)
+        keeper.wait()
 
 
 def run_job(
@@ -128,7 +125,9 @@ def run_job(
     client = JobSubmissionClient(address)
     job = _live_job(client, fingerprint)
     if job is None:
-        job = client.submit_job(
+        job = _submit(
+            client,
+            time.monotonic() + start_timeout,
             entrypoint=entrypoint,
             metadata={"rlhf_fingerprint": fingerprint},
             runtime_env={"env_vars": environment},
@@ -136,6 +135,17 @@ def run_job(
     else:
         log.info("Ray job %s: already at work on this; following it", job)
     return _follow(client, job, start_timeout, on_output, stop_requested)
+
+
+def _submit(client, deadline: float, **job: Any) -> str:
+    """Submit a job. A head that has just come up may answer before the agent that starts jobs is there: ask again until it is."""
+    while True:
+        try:
+            return client.submit_job(**job)
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or time.monotonic() > deadline:
+                raise ClusterError(f"Ray job: expected the cluster to take it, got {error}; look at the head's log") from error
+            time.sleep(0.3)
 
 
 def _live_job(client, fingerprint: str) -> str | None:

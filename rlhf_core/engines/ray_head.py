@@ -1,0 +1,74 @@
+"""Keeps a Ray head: starts it, and ends all that came of it when told by SIGTERM or when the stage that wants it is gone.
+
+    python -m rlhf_core.engines.ray_head <folder> <pid of the stage> <command of the head>
+
+A process of its own, because the stage may be killed at any time: Ray's processes, the job's driver and the actors among
+them, mustn't outlive it, and the folder goes too. Descriptors that the keeper inherits stay open until all of them are gone,
+which is how the stage's lock holds off a second trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+POLL_SECONDS = 0.2
+END_SECONDS = 10.0  # for killed processes to be gone
+
+
+def main() -> int:
+    folder, stage, command = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    _follow_parent()
+    code = 0
+    if os.getppid() == stage:
+        with (folder / "head.log").open("w") as output:
+            head = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        while head.poll() is None and not stop.wait(POLL_SECONDS):
+            pass
+        code = head.returncode or 0
+        _end_descendants()
+    if stop.is_set() or os.getppid() != stage:
+        shutil.rmtree(folder, ignore_errors=True)
+    return code
+
+
+def _follow_parent() -> None:
+    """SIGTERM when the parent dies; and processes whose own parents die become our children, so that none gets away."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig, pr_set_child_subreaper = 1, 36
+        libc = ctypes.CDLL(None)
+        libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
+        libc.prctl(pr_set_child_subreaper, 1)
+
+
+def _end_descendants() -> None:
+    """Nothing here needs a grace: the job was told to write its checkpoint before, or its stage was killed."""
+    until = time.monotonic() + END_SECONDS
+    while (children := psutil.Process().children(recursive=True)) and time.monotonic() < until:
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=POLL_SECONDS)
+        _reap()
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())
