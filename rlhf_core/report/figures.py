@@ -5,6 +5,7 @@ Colours are those of the light scheme; the page's script exchanges them by DARK 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,11 @@ def all_figures(inputs: ReportInputs) -> Figures:
 
 def _sft(rows: pd.DataFrame) -> figure:
     lines = [Line("loss", "training", BLUE), Line("heldout_loss", "held out", ORANGE, dots=True)]
-    return _curves(rows, lines, y_title="loss, nats per token", y_axis_type="log")
+    plot = _curves(rows, lines, y_title="loss, nats per token", y_axis_type="log")
+    values = rows[["loss", "heldout_loss"]].stack()
+    plot.yaxis.ticker = [m * 10.0**e for e in range(-6, 4) for m in (1, 2, 5) if values.min() / 1.2 <= m * 10.0**e <= values.max() * 1.2]
+    plot.yaxis.formatter = NumeralTickFormatter(format="0.[000000]")
+    return plot
 
 
 def _reward(rows: pd.DataFrame) -> dict[str, figure]:
@@ -95,8 +100,10 @@ def _logprobs(rows: pd.DataFrame, limit: float) -> figure:
     positive = rows[["step", "logprob_difference"]].where(rows["logprob_difference"] > 0).dropna()
     plot = _curves(positive, [Line("logprob_difference", "largest difference", BLUE)], y_title="nats", y_axis_type="log")
     plot.add_layout(Span(location=limit, dimension="width", line_color=RED, line_dash="dashed", line_width=1.5))
-    lowest = positive["logprob_difference"].min() if len(positive) else limit / 100
-    plot.y_range = Range1d(min(lowest, limit) / 2, max(positive["logprob_difference"].max() if len(positive) else limit, limit) * 2)
+    values = [*positive["logprob_difference"], limit]
+    first, last = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    plot.y_range = Range1d(10.0**first, 10.0 ** (last + 0.2))
+    plot.yaxis.ticker = [10.0**e for e in range(first, last + 1)]
     return plot
 
 
@@ -116,6 +123,7 @@ def _curves(
         band: a column drawn as a band of plus and minus its value around the first line.
     """
     plot = _canvas(y_title, x_title="step", y_axis_type=y_axis_type)
+    plot.yaxis.ticker.desired_num_ticks = 5
     number = "0.0%" if percent else "0.0000"
     if percent:
         plot.yaxis.formatter = NumeralTickFormatter(format="0.[0]%")

@@ -27,6 +27,7 @@ from rlhf_core.statistics import wilson_interval
 MAX_TEXT = 2000  # characters of one text in the table of samples
 JOINERS = "\u200c\u200d"  # invisible, and part of ordinary words and emoji
 
+USES = ("pretrain", "sft", "preference", "prompt")  # in the order of the chain
 # What shaped the result, in the order of the chain; everything else is folded away below.
 KEY_PARAMS = (
     *("seed", "model.path", "model.architecture", "model.dtype", "sft.steps", "sft.batch_size", "sft.learning_rate"),
@@ -85,6 +86,7 @@ def render(inputs: ReportInputs) -> str:
         confidence=confidence,
         inputs=inputs,
         uses=data_rows(inputs.data),
+        expectations=expectations(inputs.validation),
         facts={stage: list(facts(getattr(inputs, stage))) for stage in ("sft", "reward", "rl")},
         key_params=list(key_params(inputs.params)),
         all_params=json.dumps(inputs.params, indent=2, ensure_ascii=False),
@@ -136,8 +138,17 @@ def data_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     by_source, tokens = need(data, "rows_by_source"), need(data, "mean_tokens")
     return [
         {"use": use, "splits": splits, "total": sum(splits.values()), "sources": by_source.get(use, {}), "tokens": tokens.get(use, {})}
-        for use, splits in need(data, "rows").items()
+        for use, splits in sorted(need(data, "rows").items(), key=lambda row: (*USES, row[0]).index(row[0]))
     ]
+
+
+def expectations(validation: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    """Notable ones first: those that failed, found exceptions, or compare a number with a limit."""
+    notable: list[Mapping[str, Any]] = []
+    plain: list[Mapping[str, Any]] = []
+    for e in need(validation, "expectations"):
+        (plain if e["passed"] and e["unexpected"] == 0 else notable).append(e)
+    return {"notable": sorted(notable, key=lambda e: e["passed"]), "plain": plain}
 
 
 def facts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

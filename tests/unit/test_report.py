@@ -19,7 +19,7 @@ from report_workspace import HOSTILE, REMOVED, edit_metrics, evaluation, gate, m
 from rlhf_core.config import load_params
 from rlhf_core.report.figures import MAX_POINTS, thin
 from rlhf_core.report.inputs import ReportInputError
-from rlhf_core.report.page import MAX_TEXT, json_for_html, measured, number, render, signed, visible
+from rlhf_core.report.page import MAX_TEXT, expectations, json_for_html, measured, number, render, signed, visible
 from rlhf_core.report.verdict import data_verdict, gate_verdict, outcome
 from tasks.report import read_inputs
 
@@ -136,6 +136,14 @@ def test_a_run_without_judge_or_critic(tmp_path, monkeypatch):
     pd.read_csv(curves).drop(columns=["explained_variance", "value_loss"]).to_csv(curves, index=False)
     page = render_in(workspace, monkeypatch)
     assert "Judge" not in re.sub(r"(?s)<script.*?</script>|<style.*?</style>", "", page) and 'data-figure="rl_critic"' not in page
+
+
+def test_expectations_that_found_something_stand_first():
+    checked = validation()
+    checked["expectations"][-1] |= {"passed": False, "unexpected": 3}
+    sorted_out = expectations(checked)
+    assert [e["name"] for e in sorted_out["notable"]] == ["leakage", "duplicate", "contradictory", "length_bias"]
+    assert [e["name"] for e in sorted_out["plain"]] == ["schema", "null", "empty", "identical"]
 
 
 def test_a_rejected_gate_and_failed_data_are_said_first(tmp_path, monkeypatch):
