@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +29,12 @@ class Answer:
 
 
 def summarize(answers: list[Answer], *, confidence: float) -> dict[str, float | int]:
-    """Means over answers; a score that is missing is left out, and the judge's shares are over what it can judge."""
-    scores = [a.score for a in answers if a.score == a.score]
+    """Means over answers; a score that isn't finite is left out (NaN if all are), and the judge's shares are over what it can judge."""
+    scores = [a.score for a in answers if math.isfinite(a.score)]
     low, high = mean_interval(scores, confidence)
     summary = {
         "n": len(answers),
-        "reward_mean": sum(scores) / len(scores),
+        "reward_mean": sum(scores) / len(scores) if scores else math.nan,
         "reward_low": low,
         "reward_high": high,
         "length_mean": sum(len(a.response_ids) for a in answers) / len(answers),
@@ -48,12 +49,16 @@ def summarize(answers: list[Answer], *, confidence: float) -> dict[str, float | 
 
 
 def win_rate(policy: list[Answer], baseline: list[Answer], *, confidence: float) -> dict[str, float | int]:
-    """Share of prompts on which the reward model prefers the policy's answer; ties are half, prompts without both scores left out."""
-    pairs = [(p.score, b.score) for p, b in zip(policy, baseline, strict=True) if p.score == p.score and b.score == b.score]
+    """Share of prompts on which the reward model prefers the policy's answer; ties are half, prompts without both scores left out.
+
+    NaN where no prompt has both.
+    """
+    scores = [(p.score, b.score) for p, b in zip(policy, baseline, strict=True)]
+    pairs = [(p, b) for p, b in scores if math.isfinite(p) and math.isfinite(b)]
     ties = sum(p == b for p, b in pairs)
     wins = sum(p > b for p, b in pairs) + 0.5 * ties
     low, high = win_rate_interval(wins, len(pairs), confidence)
-    return {"value": wins / len(pairs), "low": low, "high": high, "ties": ties, "n": len(pairs)}
+    return {"value": wins / len(pairs) if pairs else math.nan, "low": low, "high": high, "ties": ties, "n": len(pairs)}
 
 
 @torch.no_grad()

@@ -98,10 +98,10 @@ class TrainBatch:
     returns: torch.Tensor
 
     def select(self, rows: list[int]) -> TrainBatch:
-        """Some rows, in the given order; columns that are padding in all of them go."""
+        """Some rows, in the given order; columns that are padding in all of them go, but for one where no response counts."""
         index = torch.tensor(rows)
         picked = {f.name: getattr(self, f.name)[index] for f in fields(self)}
-        width = int((picked["response_mask"].any(0) * torch.arange(1, picked["response_mask"].shape[1] + 1)).max())
+        width = max(1, int((picked["response_mask"].any(0) * torch.arange(1, picked["response_mask"].shape[1] + 1)).max()))
         prompt_width = int(picked["prompt_mask"].sum(1).max())
         for name, value in picked.items():
             picked[name] = value[:, -prompt_width:] if name.startswith("prompt") else value[:, :width]

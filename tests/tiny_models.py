@@ -89,7 +89,9 @@ def sequences(count: int, *, seed: int, shortest: int = 4, longest: int = 14) ->
     return [torch.randint(5, 261, (n,), generator=generator).tolist() for n in lengths]
 
 
-def negative_logprob_step(engine: TrainEngine, ids: list[list[int]], *, num_loss_tokens: int, microbatch_tokens: int) -> tuple[float, float]:
+def negative_logprob_step(
+    engine: TrainEngine, ids: list[list[int]], *, num_loss_tokens: int, microbatch_tokens: int
+) -> tuple[float, float]:
     """One optimizer step on this rank's sequences, trained from their second token on. Returns the loss share and the gradient norm."""
     loss = 0.0
     for part in microbatches([len(s) for s in ids], max_tokens=microbatch_tokens):

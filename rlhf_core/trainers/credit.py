@@ -47,9 +47,19 @@ class RewardNormalizer:
         self.moments = Moments()
 
     def calibrate(self, scores: torch.Tensor | None) -> None:
-        """Take the statistics of the initial policy's scores; None where the configuration needs none."""
-        if scores is not None:
-            self.moments = Moments().merge(scores)
+        """Take the statistics of the initial policy's scores; None where the configuration needs none.
+
+        Raises:
+            ValueError: no score is finite.
+        """
+        if scores is None:
+            return
+        self.moments = Moments().merge(scores)
+        if self.moments.count == 0:
+            raise ValueError(
+                f"reward normalisation: expected scores of the initial policy's {len(scores)} samples, got none that is finite; "
+                "see what the reward model says, and whether model.max_length is long enough for it"
+            )
 
     def __call__(self, scores: torch.Tensor) -> torch.Tensor:
         """Normalised and clipped rewards [B]; NaN where the score isn't finite."""

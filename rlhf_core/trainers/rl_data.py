@@ -83,8 +83,9 @@ def _left_padded(sequences: list[list[int]], pad_id: int) -> tuple[torch.Tensor,
 
 
 def rollout_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Raw scores over what could be scored; KL to the reference per sequence, in nats (k1 on the sampled tokens)."""
-    scored = batch.scores[~batch.scores.isnan()]
+    """Raw scores over what could be scored (finite ones); KL to the reference per sequence, in nats (k1 on the sampled tokens)."""
+    known = batch.scores.isfinite()
+    scored = batch.scores[known]
     kl = ((batch.old_logprobs - batch.ref_logprobs) * batch.response_mask).sum(1)
     return {
         "score_mean": float(scored.mean()),
@@ -92,7 +93,7 @@ def rollout_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "kl_mean": float(kl.mean()),
         "response_length": float(batch.response_mask.sum(1).float().mean()),
         "cut_off_fraction": float((~batch.finished).float().mean()),
-        "unscored_fraction": float(batch.scores.isnan().float().mean()),
+        "unscored_fraction": float((~known).float().mean()),
     }
 
 

@@ -1,0 +1,75 @@
+"""What the comparison of two models comes to, on numbers made by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import sequences
+
+from rlhf_core.data.judge import Judgement
+from rlhf_core.evaluation import Answer, response_logprobs, summarize, win_rate
+from rlhf_core.models.build import load_language_model
+from rlhf_core.models.wrappers import PolicyModule
+from rlhf_core.types import Prompt
+
+PROMPT = Prompt("id", "clerk", [{"role": "user", "content": "Please sort 41."}], [5, 6], None)
+GOOD, RUDE = Judgement(True, True, True, True), Judgement(True, False, True, True)
+
+
+def answer(score: float, *, length: int = 3, finished: bool = True, judgement: Judgement | None = None) -> Answer:
+    return Answer(PROMPT, [7] * length, "text", finished, score, judgement)
+
+
+def test_summary_by_hand():
+    answers = [answer(1.0, judgement=GOOD), answer(2.0, length=5, finished=False, judgement=RUDE), answer(math.nan, length=4)]
+    summary = summarize(answers, confidence=0.95)
+    low, high = summary.pop("reward_low"), summary.pop("reward_high")
+    # Student's t with 1 degree of freedom: 1.5 +- 12.7062 * 0.70711 / sqrt(2)
+    assert (low, high) == (pytest.approx(1.5 - 6.3531, abs=1e-3), pytest.approx(1.5 + 6.3531, abs=1e-3))
+    assert summary == {
+        "n": 3, "reward_mean": 1.5, "length_mean": 4.0, "cut_off_fraction": pytest.approx(1 / 3),
+        "judge_n": 2, "judge_ok": 0.5, "judge_correct": 1.0, "judge_polite": 0.5, "judge_brief": 1.0, "judge_safe": 1.0,
+    }  # fmt: skip
+
+
+def test_summary_without_any_score_or_judge():
+    summary = summarize([answer(math.nan), answer(math.inf)], confidence=0.95)
+    assert math.isnan(summary["reward_mean"])
+    assert summary["n"] == 2 and "judge_ok" not in summary
+
+
+def test_win_rate_ties_are_half_and_missing_scores_left_out():
+    policy = [answer(s) for s in (1.0, 2.0, 0.0, math.nan, 5.0)]
+    baseline = [answer(s) for s in (0.0, 2.0, 1.0, 0.0, math.nan)]
+    result = win_rate(policy, baseline, confidence=0.95)
+    assert (result["value"], result["ties"], result["n"]) == (0.5, 1, 3)  # one win, one tie, one loss
+    assert result["low"] < 0.5 < result["high"]
+    ahead = win_rate([answer(1.0)] * 3 + [answer(0.0)], [answer(0.0)] * 4, confidence=0.95)
+    assert ahead["value"] == (3 + 0.5) / 4
+
+
+def test_win_rate_of_nothing_is_unknown():
+    result = win_rate([answer(math.nan)], [answer(1.0)], confidence=0.95)
+    assert math.isnan(result["value"])
+    assert (result["low"], result["high"], result["n"]) == (0.0, 1.0, 0)
+
+
+@torch.no_grad()
+def test_response_logprobs_are_those_of_each_response_alone(sft_folder: Path):
+    model = load_language_model(sft_folder)
+    prompts, responses = sequences(5, seed=1, shortest=1, longest=6), sequences(5, seed=2, shortest=1, longest=8)
+    answers = [
+        Answer(Prompt("id", "s", [], p, None), r, "", True, 0.0, None) for p, r in zip(prompts, responses, strict=True)
+    ]  # fmt: skip
+    expected = []
+    for p, r in zip(prompts, responses, strict=True):
+        logprobs = (model(input_ids=torch.tensor([p + r])).logits[0] / 0.7).log_softmax(-1)
+        expected.append(logprobs[range(len(p) - 1, len(p + r) - 1), r].sum())
+    for microbatch_tokens in (1, 30, 1000):
+        sums = response_logprobs(
+            PolicyModule(model), answers, pad_id=0, microbatch_tokens=microbatch_tokens, temperature=0.7, device=torch.device("cpu")
+        )
+        torch.testing.assert_close(sums, torch.stack(expected), rtol=1e-6, atol=1e-5)

@@ -1,0 +1,49 @@
+"""TrainBatch: rows are picked whole, and only padding goes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import train_batch
+
+from rlhf_core.types import TrainBatch
+
+
+def row(batch: TrainBatch, i: int) -> dict[str, list[float]]:
+    """What a row says, without its padding."""
+    mask, prompt_mask = batch.response_mask[i], batch.prompt_mask[i]
+    content = {f.name: getattr(batch, f.name)[i] for f in fields(batch)}
+    return {name: value[prompt_mask if name.startswith("prompt") else mask].tolist() for name, value in content.items()}
+
+
+@given(rows=st.lists(st.integers(0, 7), min_size=1, max_size=10))
+def test_select_keeps_each_rows_content_and_order_and_drops_shared_padding(rows: list[int]):
+    batch = train_batch(8)
+    part = batch.select(rows)
+    assert [row(part, k) for k in range(len(part))] == [row(batch, i) for i in rows]
+    assert part.response_ids.shape[1] == max(int(batch.response_mask[i].sum()) for i in rows)
+    assert part.prompt_ids.shape[1] == max(int(batch.prompt_mask[i].sum()) for i in rows)
+
+
+def test_select_keeps_a_gap_inside_a_response():
+    batch = train_batch(8)
+    batch.response_mask[6, 1:3] = False  # a tool's output, say; row 6 has 4 tokens
+    part = batch.select([6])
+    assert part.response_mask.tolist() == [[True, False, False, True]]
+    assert part.response_ids.tolist() == [batch.response_ids[6, :4].tolist()]
+
+
+def test_rows_whose_masks_are_all_empty_keep_a_column():
+    part = train_batch(8, unscored=(2, 5)).select([5, 2])
+    assert part.response_mask.tolist() == [[False], [False]]
+    assert part.prompt_ids.shape[1] == 2
+    assert len(part) == 2
+
+
+def test_selecting_leaves_the_batch_alone():
+    batch, same = train_batch(8), train_batch(8)
+    batch.select([0]).advantages.fill_(9.0)
+    assert all(torch.equal(getattr(batch, f.name), getattr(same, f.name)) for f in fields(batch))
