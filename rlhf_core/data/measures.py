@@ -96,39 +96,51 @@ def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTr
     Conversations whose roles are out of order, or with an empty message, are reported as such and not encoded.
     """
     sound = frame["roles"].str.match(ROLE_ORDER).eq(True) & frame["shortest_message"].ne("")
-    keys = frame["conversation"].where(sound)
-    prompts = _render(tokenizer, [json.loads(key) for key in keys.dropna().unique()], add_generation_prompt=True)
-    by_key = dict(zip(keys.dropna().unique(), prompts, strict=True))
-    prompt_texts = _strings(p if isinstance(p := by_key.get(key), str) else None for key in keys)
-    errors = _strings(str(p) if isinstance(p := by_key.get(key), TemplateError) else None for key in keys)
-    lengths = {text: len(ids) for text, ids in _encode(tokenizer, prompt_texts.dropna().unique().tolist()).items()}
-    columns: dict[str, pd.Series] = {"template_error": errors}
-    longest = pd.Series(0.0, index=frame.index)
-    for name in texts:
-        columns |= _response_columns(name, frame[name].where(prompt_texts.notna()), keys, prompt_texts, tokenizer)
-        longest = np.fmax(longest, columns[f"{name}_tokens"])
-    return columns | {"tokens": prompt_texts.map(lengths).astype(float) + longest + 1}
+    keys = frame["conversation"].where(sound).tolist()
+    conversations = {key: json.loads(key) for key in frame["conversation"][sound].unique().tolist()}
+    rendered = dict(zip(conversations, _render(tokenizer, list(conversations.values()), add_generation_prompt=True), strict=True))
+    prompts = {key: text for key, text in rendered.items() if isinstance(text, str)}
+    lengths = {text: len(ids) for text, ids in _encode(tokenizer, list(dict.fromkeys(prompts.values()))).items()}
 
-
-def _response_columns(
-    name: str, texts: pd.Series, keys: pd.Series, prompts: pd.Series, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, pd.Series]:
-    """<name>_tokens and <name>_decoded of the assistant's texts, after the conversations `keys` that render as `prompts`."""
-    distinct = texts.dropna().unique().tolist()
-    ids = _encode(tokenizer, distinct, split_special_tokens=True)
-    decoded = (
-        dict(zip(distinct, tokenizer.batch_decode([ids[t] for t in distinct], skip_special_tokens=True), strict=True)) if distinct else {}
-    )
-    table = pd.DataFrame({"key": keys, "prompt": prompts, "text": texts}).dropna().drop_duplicates()
-    answered = [[*json.loads(row.key), {"role": "assistant", "content": row.text}] for row in table.itertuples()]
-    # The template may strip or rewrite the response: then training would see another text than the policy writes.
-    rewritten = {
-        (row.key, row.text): str(full)[len(row.prompt) :]
-        for row, full in zip(table.itertuples(), _render(tokenizer, answered), strict=True)
-        if not str(full).startswith(row.prompt + row.text)
+    rows = [
+        (key, text)
+        for name in texts
+        for key, text in zip(keys, frame[name].tolist(), strict=True)
+        if key in prompts and isinstance(text, str)
+    ]
+    answers = _answers(list(dict.fromkeys(rows)), conversations, prompts, tokenizer)
+    columns: dict[str, pd.Series] = {
+        "template_error": _strings(str(rendered[key]) if key in rendered and key not in prompts else None for key in keys)
     }
-    back = (rewritten.get((key, text), decoded.get(text)) for key, text in zip(keys, texts, strict=True))
-    return {f"{name}_tokens": texts.map({text: len(ids[text]) for text in distinct}).astype(float), f"{name}_decoded": _strings(back)}
+    longest = np.zeros(len(frame))
+    for name in texts:
+        found = [answers.get(row, (np.nan, None)) for row in zip(keys, frame[name].tolist(), strict=True)]
+        columns[f"{name}_tokens"] = pd.Series([tokens for tokens, _ in found], dtype=float)
+        columns[f"{name}_decoded"] = _strings(decoded for _, decoded in found)
+        longest = np.fmax(longest, columns[f"{name}_tokens"])
+    prompt_tokens = pd.Series([lengths[prompts[key]] if key in prompts else np.nan for key in keys], dtype=float)
+    return columns | {"tokens": prompt_tokens + longest + 1}
+
+
+def _answers(
+    rows: list[tuple[str, str]], conversations: dict[str, list[Message]], prompts: dict[str, str], tokenizer: PreTrainedTokenizerBase
+) -> dict[tuple[str, str], tuple[int, str]]:
+    """Of each (conversation's key, response): the response's tokens and what comes back of it.
+
+    A template may strip or rewrite a response; then training would see another text than the policy writes, and that text
+    is what comes back.
+    """
+    if not rows:  # batch_decode makes one text of no ids
+        return {}
+    texts = list(dict.fromkeys(text for _, text in rows))
+    ids = _encode(tokenizer, texts, split_special_tokens=True)
+    decoded = dict(zip(texts, tokenizer.batch_decode(list(ids.values()), skip_special_tokens=True), strict=True))
+    complete = _render(tokenizer, [[*conversations[key], {"role": "assistant", "content": text}] for key, text in rows])
+    found = {}
+    for (key, text), full in zip(rows, map(str, complete), strict=True):
+        copied = full.startswith(prompts[key] + text)
+        found[key, text] = (len(ids[text]), decoded[text] if copied else full.removeprefix(prompts[key]))
+    return found
 
 
 def _preference_columns(frame: pd.DataFrame) -> dict[str, pd.Series]:
