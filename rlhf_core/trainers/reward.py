@@ -7,14 +7,12 @@ All pairs of a conversation stay together in one optimizer step, as in Ouyang et
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.algorithms.preference_losses import bradley_terry
-from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.models.tokenizer import encode_conversation
 from rlhf_core.models.wrappers import collate_tokens
@@ -35,8 +33,8 @@ class Comparison:
     row_ids: list[str] = field(default_factory=list)
 
     @property
-    def padded_tokens(self) -> int:
-        return len(self.sequences) * max(map(len, self.sequences))
+    def longest(self) -> int:
+        return max(map(len, self.sequences))
 
 
 def encode_comparisons(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[list[Comparison], int]:
@@ -88,7 +86,7 @@ def reward_phase(
         num_pairs = sum(len(c.pairs) for c in batch)
         loss, points = 0.0, 0.0
         for part in _parts(batch, microbatch_tokens):
-            chosen_scores, rejected_scores = score_pairs(engine, part, pad_id=pad_id)
+            chosen_scores, rejected_scores = score_pairs(engine, [batch[i] for i in part], pad_id=pad_id)
             share = bradley_terry(chosen_scores, rejected_scores, margin=margin, centering_coef=centering_coef).sum() / num_pairs
             engine.backward(share)
             loss += float(share.detach())
@@ -118,10 +116,9 @@ def score_heldout(
     engine: TrainEngine, comparisons: list[Comparison], *, pad_id: int, microbatch_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores [pairs] of chosen and rejected on the CPU, in the order of the comparisons and their pairs."""
-    order = microbatches([c.padded_tokens for c in comparisons], max_tokens=microbatch_tokens)
     by_comparison: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     with torch.no_grad():
-        for part in order:
+        for part in _parts(comparisons, microbatch_tokens):
             chosen, rejected = score_pairs(engine, [comparisons[i] for i in part], pad_id=pad_id)
             sizes = [len(comparisons[i].pairs) for i in part]
             for i, a, b in zip(part, chosen.cpu().split(sizes), rejected.cpu().split(sizes), strict=True):
@@ -130,9 +127,19 @@ def score_heldout(
     return torch.cat([a for a, _ in scores]), torch.cat([b for _, b in scores])
 
 
-def _parts(batch: list[Comparison], microbatch_tokens: int) -> Iterator[list[Comparison]]:
-    for part in microbatches([c.padded_tokens for c in batch], max_tokens=microbatch_tokens):
-        yield [batch[i] for i in part]
+def _parts(comparisons: list[Comparison], microbatch_tokens: int) -> list[list[int]]:
+    """Positions of comparisons whose sequences, padded together, fit the budget; one that is larger is alone."""
+    parts: list[list[int]] = []
+    count = width = 0
+    for i in sorted(range(len(comparisons)), key=lambda i: (-comparisons[i].longest, i)):
+        comparison = comparisons[i]
+        if parts and (count + len(comparison.sequences)) * width <= microbatch_tokens:
+            parts[-1].append(i)
+            count += len(comparison.sequences)
+        else:
+            parts.append([i])
+            count, width = len(comparison.sequences), comparison.longest
+    return parts
 
 
 def _points(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> float:

@@ -87,6 +87,9 @@ def train_phase(
         Interrupted: a stop was asked for, and the state is saved.
     """
     done = _resume(engine, checkpoints, phase)
+    if done == phase.steps:  # the curves may already hold a later phase's rows
+        return
+    engine.train()
     curves = metrics_log(first_step + done)
     try:
         for step in range(done, phase.steps):
@@ -96,10 +99,10 @@ def train_phase(
             curves.log({"step": first_step + step, "phase": phase.name, **row}, timings)
             if (step + 1) % 25 == 0 or step + 1 == phase.steps:
                 log.info("%s %d/%d  %s", phase.name, step + 1, phase.steps, "  ".join(f"{k} {v:.4g}" for k, v in row.items()))
-            last = step + 1 == phase.steps
-            if last or stop_requested() or (step + 1) % settings.checkpoint_every == 0:
+            last, stop = step + 1 == phase.steps, stop_requested()
+            if last or stop or (step + 1) % settings.checkpoint_every == 0:
                 checkpoints.save(step + 1, lambda folder: save_state(engine, folder))
-            if stop_requested() and not last:
+            if stop and not last:
                 raise Interrupted
     finally:
         curves.close()
