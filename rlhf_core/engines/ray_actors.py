@@ -11,6 +11,16 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
+def join_cluster() -> bool:
+    """Connect to the cluster that this job runs on. Returns whether it has GPUs."""
+    ray.init(address="auto", logging_level="ERROR")
+    return ray.cluster_resources().get("GPU", 0) > 0
+
+
+def leave_cluster() -> None:
+    ray.shutdown()
+
+
 class RoleLost(RuntimeError):
     """An actor died, or didn't answer by its deadline. The message names role and rank."""
 

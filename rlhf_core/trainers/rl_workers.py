@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import numpy as np
-import ray
 import torch
 
 from rlhf_core.checkpoint import CheckpointStore
 from rlhf_core.data.batching import batch_indices
-from rlhf_core.engines.ray_actors import ActorGroup
+from rlhf_core.engines.ray_actors import ActorGroup, join_cluster, leave_cluster
 from rlhf_core.engines.vllm_engine import RolloutActor, SamplingSettings, request_seeds
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.scorers.reward_model import RewardModelInput
@@ -44,8 +43,7 @@ class Workers:
 
     def __enter__(self) -> Workers:
         job, rl = self._job, self._job.rl
-        ray.init(address="auto", log_to_driver=True, logging_level="ERROR")
-        has_gpu = ray.cluster_resources().get("GPU", 0) > 0
+        has_gpu = join_cluster()
         start = rl.deadlines.start
         self._trainers = ActorGroup(
             "trainer",
@@ -85,7 +83,7 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self._trainers.close()
         self._rollouts.close()
-        ray.shutdown()
+        leave_cluster()
 
     # Rollouts
 
