@@ -144,9 +144,10 @@ class Workers:
         per_epoch = len(batch) // rl.minibatch_size
         for k in range(per_epoch * rl.epochs):
             rows = batch_indices(k, batch_size=rl.minibatch_size, num_examples=len(batch), seed=_mixed(self._job.seed, step))
-            tokens = int(batch.response_mask[rows].sum())
+            mask = batch.response_mask[rows]
+            tokens, sequences = int(mask.sum()), int(mask.any(1).sum())
             for rank in range(ranks):
-                plans[rank].append(Minibatch(batch.select(rows[rank::ranks]), tokens, len(rows)))
+                plans[rank].append(Minibatch(batch.select(rows[rank::ranks]), tokens, sequences))
         answers = self._trainers.call("update", [(plan,) for plan in plans], deadline=rl.deadlines.step)
         sums = {name: sum(a[name] for a in answers) for name in answers[0]}
         steps = sums["optimizer_steps"] / ranks

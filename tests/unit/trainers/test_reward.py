@@ -110,7 +110,7 @@ def test_held_out_scores_come_in_the_order_of_the_pairs_for_any_microbatches(rew
         assert not scores[0].requires_grad
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=1, max_size=8),
     microbatch_tokens=st.integers(1, 200),
