@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.batching import microbatches
-from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine
+from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, equal_count
 from rlhf_core.models.build import load_language_model, load_scalar_model, new_language_model, new_scalar_model, save_model, scalar_head
 from rlhf_core.models.tokenizer import build_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, collate_tokens
@@ -94,7 +94,7 @@ def negative_logprob_step(
 ) -> tuple[float, float]:
     """One optimizer step on this rank's sequences, trained from their second token on. Returns the loss share and the gradient norm."""
     loss = 0.0
-    for part in microbatches([len(s) for s in ids], max_tokens=microbatch_tokens):
+    for part in equal_count(microbatches([len(s) for s in ids], max_tokens=microbatch_tokens)):
         logprobs, _ = engine(collate_tokens([ids[i] for i in part], [1] * len(part), pad_id=PAD))
         share = -logprobs.sum() / num_loss_tokens
         engine.backward(share)
