@@ -155,8 +155,9 @@ class Stage:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     self._lock.seek(0)
+                    other = self._lock.read().strip() or "unknown"
                     self._exit(
-                        f"expected to be the only run in this workspace, got another one, process {self._lock.read().strip() or 'unknown'}, "
+                        f"expected to be the only run in this workspace, got another one, process {other}, "
                         f"still at work after {LOCK_DEADLINE:.0f} s; wait for it or stop it"
                     )
                 time.sleep(0.2)

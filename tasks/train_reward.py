@@ -23,7 +23,7 @@ def main() -> None:
         join_world()
         trust = stage.params.model.trust_remote_code
         tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=trust)
-        model = new_scalar_model(SFT_MODEL, tokenizer, trust_remote_code=trust)
+        model = new_scalar_model(SFT_MODEL, tokenizer, trust_remote_code=trust, training_dtype=stage.params.model.dtype)
         try:
             engine, metrics = train(stage, model, tokenizer)
         except Interrupted as stop:

@@ -58,7 +58,7 @@ def run(stage: Stage, output: Path) -> None:
             address = stack.enter_context(head)
         code = run_job(
             address,
-            f"cd {shlex.quote(os.getcwd())} && exec {shlex.quote(sys.executable)} -m rlhf_core.trainers.rl {shlex.quote(str(description.resolve()))}",
+            f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([sys.executable, '-m', 'rlhf_core.trainers.rl', str(description.resolve())])}",
             fingerprint=stage.fingerprint,
             environment={"PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1"},
             start_timeout=params.cluster.start_timeout,

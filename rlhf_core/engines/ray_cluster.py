@@ -19,7 +19,7 @@ from typing import Any
 
 log = logging.getLogger("rlhf")
 
-STOP_GRACE_SECONDS = 60  # between SIGTERM and SIGKILL of a job: it writes a checkpoint
+STOP_GRACE_SECONDS = 20  # between SIGTERM and SIGKILL of a job: it writes a checkpoint; the flow gives the stage 25
 HEAD_STOP_SECONDS = 20
 
 

@@ -59,15 +59,19 @@ class VllmEngine:
     ):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
-        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         os.environ["OMP_NUM_THREADS"] = str(threads)
         from vllm import LLM
+        from vllm.platforms import current_platform
+
+        on_cpu = current_platform.is_cpu()
+        if on_cpu:
+            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling took 13 s at the first generate
 
         self.version = 0
         self._llm = LLM(
             model=model_path,
             skip_tokenizer_init=True,
-            enforce_eager=True,
+            enforce_eager=on_cpu,
             dtype=dtype,
             enable_prefix_caching=False,
             generation_config="vllm",
@@ -80,7 +84,7 @@ class VllmEngine:
             seed=seed,
             trust_remote_code=trust_remote_code,
             gpu_memory_utilization=gpu_memory_fraction,
-            **_cpu_blocks(max_length, max_concurrent_sequences),
+            **(_cpu_cache(model_path, max_length, max_concurrent_sequences, kv_cache_gib, trust_remote_code) if on_cpu else {}),
         )
 
     def generate(
@@ -125,11 +129,14 @@ def _sample(output) -> Sample:
     return Sample(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "stop")
 
 
-def _cpu_blocks(max_length: int, sequences: int) -> dict[str, int]:
-    """On the CPU: no more cache blocks than all sequences can fill, since the cache is zeroed at the start (3.6 s for 1 GiB)."""
-    from vllm.platforms import current_platform
+def _cpu_cache(model_path: str, max_length: int, sequences: int, kv_cache_gib: int, trust_remote_code: bool) -> dict[str, int]:
+    """Settings for a cache no larger than all sequences can fill: it is zeroed at the start, which takes 3.6 s for 1 GiB."""
+    from transformers import AutoConfig
 
-    if not current_platform.is_cpu():
-        return {}
     block = 128
-    return {"block_size": block, "num_gpu_blocks_override": sequences * -(-max_length // block) + 1}
+    shape = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code).get_text_config()
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    needed = sequences * -(-max_length // block) + 1
+    affordable = (kv_cache_gib << 30) // (2 * 4 * shape.num_hidden_layers * heads * width * block)
+    return {"block_size": block, "num_gpu_blocks_override": needed} if needed < affordable else {}

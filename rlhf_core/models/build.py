@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
     Master weights are float32; the engine casts for training where `config.dtype` says so.
     """
     if config.path is not None:
-        return load_language_model(config.path, trust_remote_code=config.trust_remote_code)
+        return load_language_model(config.path, trust_remote_code=config.trust_remote_code, training_dtype=config.dtype)
     shape = config.architecture
     torch.manual_seed(seed)
     return LlamaForCausalLM(
@@ -45,26 +46,43 @@ def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
     )
 
 
-def load_language_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A causal language model from a Hugging Face name or folder (safetensors only), float32."""
+def load_language_model(path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32") -> PreTrainedModel:
+    """A causal language model from a Hugging Face name or folder (safetensors only); float32, whatever it will be trained in."""
     return AutoModelForCausalLM.from_pretrained(
-        path, trust_remote_code=trust_remote_code, use_safetensors=True, dtype=torch.float32, attn_implementation="sdpa"
+        path,
+        trust_remote_code=trust_remote_code,
+        use_safetensors=True,
+        dtype=torch.float32,
+        attn_implementation=attention_implementation(training_dtype),
     )
 
 
-def new_scalar_model(language_model_path: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool) -> PreTrainedModel:
+def new_scalar_model(
+    language_model_path: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool, training_dtype: str = "float32"
+) -> PreTrainedModel:
     """A language model's trunk with a fresh scalar head; the head starts at zero, so every score starts at 0."""
-    model = load_scalar_model(language_model_path, trust_remote_code=trust_remote_code)
+    model = load_scalar_model(language_model_path, trust_remote_code=trust_remote_code, training_dtype=training_dtype)
     model.config.pad_token_id = tokenizer.pad_token_id
     torch.nn.init.zeros_(scalar_head(model).weight)
     return model
 
 
-def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32") -> PreTrainedModel:
     """A reward model or critic: a Hugging Face sequence classifier with one label, float32."""
     return AutoModelForSequenceClassification.from_pretrained(
-        path, num_labels=1, trust_remote_code=trust_remote_code, use_safetensors=True, dtype=torch.float32, attn_implementation="sdpa"
+        path,
+        num_labels=1,
+        trust_remote_code=trust_remote_code,
+        use_safetensors=True,
+        dtype=torch.float32,
+        attn_implementation=attention_implementation(training_dtype),
     )
+
+
+def attention_implementation(training_dtype: str) -> str:
+    """flash_attention_2 where there is a GPU, flash-attn is installed and training runs in bfloat16; else torch's own."""
+    flash = training_dtype == "bfloat16" and torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
+    return "flash_attention_2" if flash else "sdpa"
 
 
 def trunk(model: PreTrainedModel) -> torch.nn.Module:

@@ -92,7 +92,8 @@ def check_logprobs(batch: RolloutBatch, rl: RlConfig, *, step: int) -> float:
     if not difference <= rl.rollout.max_logprob_difference:
         raise LogprobMismatch(
             f"step {step}: expected vLLM's and the trainer's log-probabilities to differ by at most rl.rollout.max_logprob_difference="
-            f"{rl.rollout.max_logprob_difference}, got {difference:.3g}; if the weights are in sync, the arithmetic differs (bfloat16?): raise the limit"
+            f"{rl.rollout.max_logprob_difference}, got {difference:.3g}; if the weights are in sync, the arithmetic differs "
+            "(bfloat16?): raise the limit"
         )
     return difference
 

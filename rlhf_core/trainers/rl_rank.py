@@ -57,18 +57,17 @@ class TrainerRank:
         if self._world_size > 1:
             store = dist.TCPStore(host, port, self._world_size, is_master=self._rank == 0, timeout=timedelta(seconds=RENDEZVOUS_SECONDS))
         join_world(rank=self._rank, world_size=self._world_size, store=store)
-        job, trust = self._job, self._job.model.trust_remote_code
+        job = self._job
+        how = {"trust_remote_code": job.model.trust_remote_code, "training_dtype": job.model.dtype}
         self._device = device()
-        self._language_model = load_language_model(job.sft_model, trust_remote_code=trust)
+        self._language_model = load_language_model(job.sft_model, **how)
         self._policy = TrainEngine(PolicyModule(self._language_model), self._settings(job.rl.learning_rate))
         self._critic = None
         if job.rl.algorithm == "ppo":
-            critic = ScalarModule(load_scalar_model(job.reward_model, trust_remote_code=trust))
+            critic = ScalarModule(load_scalar_model(job.reward_model, **how))
             self._critic = TrainEngine(critic, self._settings(job.rl.ppo.critic_learning_rate))
-        self._reference = (
-            self._frozen(PolicyModule(load_language_model(job.sft_model, trust_remote_code=trust))) if job.rl.kl.coef else None
-        )
-        self._reward = self._frozen(ScalarModule(load_scalar_model(job.reward_model, trust_remote_code=trust)))
+        self._reference = self._frozen(PolicyModule(load_language_model(job.sft_model, **how))) if job.rl.kl.coef else None
+        self._reward = self._frozen(ScalarModule(load_scalar_model(job.reward_model, **how)))
 
     def _settings(self, learning_rate: float) -> EngineSettings:
         rl, model = self._job.rl, self._job.model

@@ -1,0 +1,112 @@
+"""What only a GPU can tell: `python -m pytest tests/gpu`. Skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from rlhf_core.config import load_params
+from rlhf_core.models.tokenizer import build_tokenizer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+TEXTS = [f"Sort {n}: {''.join(sorted(str(n)))}." for n in range(100, 400)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small random model with its tokenizer, as a Hugging Face folder."""
+    from rlhf_core.models.build import new_language_model, save_model
+
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer(TEXTS, vocab_size=390)
+    model = new_language_model(load_params().model, tokenizer, seed=0)
+    save_model(model, model.state_dict(), tokenizer, path)
+    return path
+
+
+def engine(folder, dtype: str):
+    from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, join_world, warmup_cosine
+    from rlhf_core.models.build import load_language_model
+    from rlhf_core.models.wrappers import PolicyModule
+
+    join_world()
+    settings = EngineSettings(
+        learning_rate=1e-3,
+        schedule=functools.partial(warmup_cosine, total=20, warmup=1, floor=0.1),
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        zero_stage=0 if dtype == "float32" else 1,
+        offload_optimizer=False,
+        dtype=dtype,
+        seed=0,
+    )
+    return TrainEngine(PolicyModule(load_language_model(folder, training_dtype=dtype)), settings)
+
+
+def batch(folder):
+    from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.models.wrappers import collate_tokens
+
+    tokenizer = load_tokenizer(str(folder), trust_remote_code=False)
+    ids = tokenizer(TEXTS[:64], add_special_tokens=False)["input_ids"]
+    return collate_tokens(ids, [1] * len(ids), pad_id=tokenizer.pad_token_id)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_steps_on_the_gpu_lower_the_loss(folder, dtype):
+    trained, tokens = engine(folder, dtype), batch(folder).to(torch.device("cuda"))
+    losses = []
+    for _ in range(20):
+        logprobs, _ = trained(tokens)
+        loss = -logprobs.mean()
+        trained.backward(loss)
+        trained.step()
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] - 1.0
+
+
+def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
+    from rlhf_core.models.build import load_language_model
+    from rlhf_core.models.wrappers import PolicyModule
+
+    module, tokens = PolicyModule(load_language_model(folder)).eval(), batch(folder)
+    with torch.no_grad():
+        on_cpu, _ = module(tokens)
+        on_gpu, _ = module.cuda()(tokens.to(torch.device("cuda")))
+    assert float((on_gpu.cpu() - on_cpu).abs().max()) < 1e-3
+
+
+def test_vllm_and_the_trainer_agree_before_and_after_a_weight_sync(folder):
+    from rlhf_core.engines.vllm_engine import SamplingSettings, VllmEngine, request_seeds
+    from rlhf_core.models.build import load_language_model
+    from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+
+    model = load_language_model(folder)
+    vllm = VllmEngine(
+        str(folder),
+        max_length=96,
+        dtype="float32",
+        kv_cache_gib=1,
+        max_concurrent_sequences=64,
+        threads=1,
+        seed=0,
+        trust_remote_code=False,
+        gpu_memory_fraction=0.3,
+    )
+    prompts = [ids[:6] for ids in batch(folder).input_ids.tolist()]
+    for version in (0, 1):
+        if version == 1:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.02 * torch.randn_like(parameter))
+            vllm.load_weights(model.state_dict(), version)
+        groups = vllm.generate(prompts, request_seeds(0, version, len(prompts)), SamplingSettings(16, 1.0), eos_id=1, group_size=1)
+        samples = [group[0] for group in groups]
+        sequences = [[*p, *s.response_ids] for p, s in zip(prompts, samples, strict=True)]
+        tokens = collate_tokens(sequences, [len(p) for p in prompts], pad_id=0)
+        with torch.no_grad():
+            logprobs, _ = PolicyModule(model)(tokens)
+        assert float((logprobs - torch.tensor([x for s in samples for x in s.logprobs])).abs().max()) < 1e-3
