@@ -86,6 +86,7 @@ class VllmEngine:
             gpu_memory_utilization=gpu_memory_fraction,
             **(_cpu_cache(model_path, max_length, max_concurrent_sequences, kv_cache_gib, trust_remote_code) if on_cpu else {}),
         )
+        self._packs_tied_head = on_cpu and self._llm.model_config.hf_config.tie_word_embeddings
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, eos_id: int, group_size: int
@@ -112,6 +113,8 @@ class VllmEngine:
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
         """Replace the weights in place and forget what was cached under the old ones. Returns `version`."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(state_dict.items())})
+        if self._packs_tied_head:
+            self._llm.apply_model(_pack_head)
         self._llm.reset_prefix_cache()
         self.version = version
         return version
@@ -127,6 +130,11 @@ class RolloutActor(VllmEngine):
 
 def _sample(output) -> Sample:
     return Sample(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "stop")
+
+
+def _pack_head(model: torch.nn.Module) -> None:
+    """Some CPUs multiply by a packed copy of a layer's weight. vLLM renews it where a layer is loaded, which a tied head never is."""
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
 def _cpu_cache(model_path: str, max_length: int, sequences: int, kv_cache_gib: int, trust_remote_code: bool) -> dict[str, int]:

@@ -52,7 +52,9 @@ def train(job: RlJob, workers: Workers, stop: threading.Event) -> bool:
     prompts = PromptStream(job)
     normalizer = RewardNormalizer(rl.reward)
     step = workers.resume(normalizer)
-    if step == 0:
+    if step > 0:
+        log.info("rl: going on from the checkpoint of step %d", step)
+    else:
         normalizer.calibrate(workers.calibration_scores(prompts))
     curves = workers.open_curves(CURVES, first_step=step)
     while step < rl.steps and not stop.is_set():

@@ -1,0 +1,117 @@
+"""One vLLM engine and the trainer's own modules on the same tiny model: python rollout_probe.py <folder> <tied: yes | no>
+
+A process of its own, since an engine can't be taken down in one. Prints what it saw as one line of JSON; test_rollouts.py judges it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhf_core.config import load_params
+from rlhf_core.engines.vllm_engine import Sample, SamplingSettings, VllmEngine, request_seeds
+from rlhf_core.models.build import read_state_dict
+from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+from rlhf_core.quiet import be_quiet
+from rlhf_core.trainers.rl import LogprobMismatch, check_logprobs
+from rlhf_core.trainers.rl_data import collate
+from rlhf_core.types import Prompt, Rollout, ScoredRollout
+
+ROOT = Path(__file__).parents[2]
+
+EOS, VOCABULARY, LONGEST, NEW = 1, 101, 48, 12
+PROMPTS = [[5, 9, 33, 60], [7] * 11, [90, 3], [12, 13, 14, 15, 16, 17, 18], *([40 + i, 8, 22 + i] for i in range(12))]
+SEEDS = request_seeds(3, 0, len(PROMPTS))
+
+
+def model(seed: int, *, tied: bool) -> LlamaForCausalLM:
+    """Random, with logits wide enough (standard deviation about 1.5) that wrong weights show, and an end token that comes up."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        max_position_embeddings=LONGEST, tie_word_embeddings=tied, eos_token_id=EOS, pad_token_id=0, initializer_range=0.2, dtype="float32",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def trainer_logprobs(policy: LlamaForCausalLM, groups: list[list[Sample]], *, temperature: float) -> torch.Tensor:
+    """Of every sampled token, flat."""
+    pairs = [(prompt, sample) for prompt, group in zip(PROMPTS, groups, strict=True) for sample in group]
+    batch = collate_tokens([[*p, *s.response_ids] for p, s in pairs], [len(p) for p, _ in pairs], pad_id=0)
+    return PolicyModule(policy)(batch, temperature=temperature)[0]
+
+
+def difference(policy: LlamaForCausalLM, groups: list[list[Sample]], *, temperature: float) -> float:
+    """Largest |vLLM's - the trainer's| log-probability of a sampled token, in nats."""
+    sampled = torch.tensor([x for group in groups for s in group for x in s.logprobs])
+    return float((trainer_logprobs(policy, groups, temperature=temperature) - sampled).abs().max())
+
+
+def check(policy: LlamaForCausalLM, groups: list[list[Sample]]) -> str:
+    """What the RL loop's own check says when the trainer holds `policy`, with the project's budget."""
+    rollouts = [
+        Rollout(Prompt(str(i), "made", [], prompt, None), s.response_ids, s.logprobs, s.finished, group_id=i, policy_version=0)
+        for i, (prompt, group) in enumerate(zip(PROMPTS, groups, strict=True))
+        for s in group
+    ]
+    outputs = {"old_logprobs": trainer_logprobs(policy, groups, temperature=1.0)}
+    batch = collate([ScoredRollout(r, 0.0) for r in rollouts], outputs, pad_id=0)
+    try:
+        check_logprobs(batch, load_params(ROOT / "params.yaml").rl, step=3)
+    except LogprobMismatch as error:
+        return str(error)
+    return "passed"
+
+
+def main() -> None:
+    be_quiet()
+    folder, tied = Path(sys.argv[1]), sys.argv[2] == "yes"
+    first, second = model(0, tied=tied), model(1, tied=tied)
+    first.save_pretrained(folder)
+    engine = VllmEngine(
+        str(folder), max_length=LONGEST, dtype="float32", kv_cache_gib=1, max_concurrent_sequences=32, threads=1, seed=0,
+        trust_remote_code=False, gpu_memory_fraction=0.3,
+    )  # fmt: skip
+
+    def sample(temperature: float = 1.0, group_size: int = 2, rows: slice = slice(None)) -> list[list[Sample]]:
+        settings = SamplingSettings(NEW, temperature)
+        return engine.generate(PROMPTS[rows], SEEDS[rows], settings, eos_id=EOS, group_size=group_size)
+
+    hot, cool, greedy = sample(), sample(0.7), sample(0.0, 1)
+    seen = {
+        "at_1": difference(first, hot, temperature=1.0),
+        "at_0.7": difference(first, cool, temperature=0.7),
+        "at_1_taken_for_0.7": difference(first, hot, temperature=0.7),
+        "again": ids(sample()) == ids(hot),
+        "alone": [ids(sample(rows=slice(i, i + 1))) == ids(hot[i : i + 1]) for i in range(len(PROMPTS))],
+        "siblings_differ": sum(a.response_ids != b.response_ids for a, b in hot),
+        "greedy_is_argmax": all(is_argmax(first, p, group[0]) for p, group in zip(PROMPTS, greedy, strict=True)),
+        "samples": [[s.response_ids, s.finished, len(s.logprobs)] for group in hot for s in group],
+        "check_in_sync": check(first, hot),
+        "check_stale": check(second, hot),
+    }
+    seen["version"] = [engine.version, engine.load_weights(second.state_dict(), 7), engine.version]
+    changed = sample()
+    seen |= {"synced": difference(second, changed, temperature=1.0), "old_after_sync": difference(first, changed, temperature=1.0)}
+    engine.load_weights(read_state_dict(folder), 8)  # from a file, where a tied head has no name of its own
+    seen["back"] = ids(sample()) == ids(hot)
+    print(json.dumps(seen))
+
+
+def ids(groups: list[list[Sample]]) -> list[list[list[int]]]:
+    return [[s.response_ids for s in group] for group in groups]
+
+
+@torch.no_grad()
+def is_argmax(policy: LlamaForCausalLM, prompt: list[int], sample: Sample) -> bool:
+    logits = policy(torch.tensor([[*prompt, *sample.response_ids]])).logits[0, len(prompt) - 1 : -1]
+    return logits.argmax(1).tolist() == sample.response_ids
+
+
+if __name__ == "__main__":
+    main()

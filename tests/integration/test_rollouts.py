@@ -1,0 +1,68 @@
+"""vLLM against the trainer on the same weights: log-probabilities, weight sync, seeds, ends. One engine per kind of model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import rollout_probe
+from small_workspace import ROOT
+
+pytestmark = pytest.mark.timeout(600)
+BUDGET = 1e-4  # nats, rl.rollout.max_logprob_difference of params.yaml; measured: 1e-5
+
+
+@pytest.fixture(scope="module", params=["no", "yes"], ids=["own_head", "tied_head"])
+def seen(request, tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("model")
+    command = [sys.executable, str(Path(rollout_probe.__file__)), str(folder), request.param]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_log_probabilities_are_the_trainers_at_the_sampling_temperature(seen):
+    assert seen["at_1"] < BUDGET and seen["at_0.7"] < BUDGET
+    assert seen["at_1_taken_for_0.7"] > 0.1  # the comparison can tell
+
+
+def test_new_weights_replace_the_old_ones(seen):
+    assert seen["version"] == [0, 7, 7]
+    assert seen["synced"] < BUDGET
+    assert seen["old_after_sync"] > 0.1
+
+
+def test_weights_from_a_file_bring_the_first_samples_back(seen):
+    assert seen["back"]
+
+
+def test_stale_weights_are_noticed_by_the_loops_check(seen):
+    assert seen["check_in_sync"] == "passed"
+    assert seen["check_stale"].startswith("step 3: expected vLLM's and the trainer's log-probabilities to differ by at most")
+
+
+def test_the_seed_alone_decides_what_is_drawn(seen):
+    assert seen["again"]
+    assert all(seen["alone"]), "expected the same samples whatever else is in the batch"
+    assert seen["siblings_differ"] >= len(rollout_probe.PROMPTS) - 1  # two of one prompt are two draws
+
+
+def test_temperature_zero_takes_the_most_likely_token(seen):
+    assert seen["greedy_is_argmax"]
+
+
+def test_a_response_ends_with_the_end_token_or_is_cut_off(seen):
+    for response_ids, finished, num_logprobs in seen["samples"]:
+        assert num_logprobs == len(response_ids) <= rollout_probe.NEW
+        assert finished == (response_ids[-1] == rollout_probe.EOS)
+        assert finished or len(response_ids) == rollout_probe.NEW
+        assert rollout_probe.EOS not in response_ids[:-1]
+    ends = {finished for _, finished, _ in seen["samples"]}
+    assert ends == {True, False}
