@@ -1,0 +1,196 @@
+"""The real chain, small: this checkout's own files in a repository of their own, with params that take seconds a stage.
+
+Nothing is replaced: DVC, Prefect, Great Expectations, DeepSpeed, Ray and vLLM run as they do for a user. The model is too
+small and trained too briefly to learn anything; what it comes to is the business of other tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+from ruamel.yaml import YAML
+from small_workspace import ROOT, git, processes_in, wait_until
+
+from flows.stages import stage_environment
+
+ORDER = ["prepare_data", "validate_data", "train_sft", "train_reward", "gate_reward", "train_rl", "evaluate", "report"]
+DEADLINE = 400.0  # seconds for anything that starts a stage; ten times what it takes on two idle cores
+SMALL = {
+    "model": {"architecture": {"hidden_size": 64, "intermediate_size": 128, "layers": 1, "heads": 2}},
+    "sft": {"steps": 24, "batch_size": 16, "checkpoint_every": 6, "eval_every": 12, "pretrain": {"steps": 24, "batch_size": 16}},
+    "reward": {"epochs": 0.5, "checkpoint_every": 3, "eval_every": 4},
+    "gate": {"min_accuracy": 0.3, "min_pairs": 100},
+    "rl": {
+        "steps": 60,  # enough to be interrupted four times
+        "samples_per_step": 16,
+        "minibatch_size": 8,
+        "checkpoint_every": 5,
+        "reward": {"normalization_samples": 32},
+        "rollout": {"max_new_tokens": 16, "engines": 1, "max_concurrent_sequences": 32},
+    },
+    "evaluation": {"prompts": 20, "max_new_tokens": 16, "table_rows": 8},
+    "flow": {"retry_delay": 0.0},
+}
+SMALL_CLERK = {"pretrain_lines": 400, "demonstrations": 300, "prompts": 240}
+
+
+def make_chain(folder: Path, *recipes: dict) -> Path:
+    """A committed project in `folder` with this checkout's files, tracked or about to be, and small params."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file() and not name.startswith(("tests/", "docs/")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    change_params(folder, *(recipes or (SMALL, {"data": {"sources": {0: {"clerk": SMALL_CLERK}}}})))
+    git(folder, "init", "--quiet", "--initial-branch", "main")
+    git(folder, "add", "--all")
+    git(folder, "-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "--quiet", "-m", "A small chain")
+    return folder
+
+
+def clone_chain(chain: Path, folder: Path) -> Path:
+    """The same commit in a fresh clone: nothing is computed there yet."""
+    subprocess.run(["git", "clone", "--quiet", str(chain), str(folder)], check=True)
+    return folder
+
+
+def copy_chain(chain: Path, folder: Path) -> Path:
+    """A workspace once more, with all it has computed and a cache of its own."""
+    shutil.copytree(chain, folder, symlinks=True)
+    return folder
+
+
+def change_params(workspace: Path, *changes: dict) -> None:
+    path = workspace / "params.yaml"
+    params = YAML(typ="safe", pure=True).load(path.read_text())
+    for change in changes:
+        _merge(params, change)
+    with path.open("w") as file:
+        YAML(typ="safe", pure=True).dump(params, file)
+
+
+def _merge(node: dict | list, change: dict) -> None:
+    for key, value in change.items():
+        if isinstance(value, dict) and value:
+            _merge(node[key], value)
+        else:
+            node[key] = value
+
+
+def begin(workspace: Path, *command: str) -> subprocess.Popen:
+    """A Python module in the background, in a session of its own; its output goes to the end of <workspace>.log."""
+    environment = {k: v for k, v in stage_environment(workspace).items() if not k.startswith("PREFECT_")}
+    with log_of(workspace).open("a") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            cwd=workspace,
+            env=environment | {"PYTHONPATH": str(workspace)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def run(workspace: Path, *command: str) -> tuple[int, str]:
+    """A Python module to its end: exit code and all it printed. Whatever happens, it is not left running."""
+    start = len(said(workspace))
+    child = begin(workspace, *command)
+    try:
+        code = child.wait(timeout=DEADLINE)
+    finally:
+        child.kill()
+    return code, said(workspace)[start:]
+
+
+def log_of(workspace: Path) -> Path:
+    return workspace.with_name(workspace.name + ".log")
+
+
+def said(workspace: Path) -> str:
+    """Everything that was printed by what ran in this workspace."""
+    return log_of(workspace).read_text(errors="replace") if log_of(workspace).exists() else ""
+
+
+def outcomes(printed: str) -> dict[str, str]:
+    """Stage -> last column of the last table printed: ran, cached, restored, failed or not reached."""
+    rows = re.findall(rf"^({'|'.join(ORDER)}) .*?(ran|cached|restored|failed|not reached)$", printed, re.MULTILINE)
+    return dict(rows)
+
+
+def ran(printed: str) -> list[str]:
+    """Stages that DVC really ran, in order."""
+    return re.findall(r"^Running stage '(.+)':", printed, re.MULTILINE)
+
+
+def results(workspace: Path) -> dict[str, str]:
+    """sha256 of every file that DVC tracks in a workspace: outs, metrics and plots."""
+    found = {}
+    for top in ("data", "models", "metrics", "plots", "reports/report.html"):
+        for path in [workspace / top, *sorted((workspace / top).rglob("*"))]:
+            if path.is_file() and path.suffix != ".py":
+                found[str(path.relative_to(workspace))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+def newest_checkpoint(workspace: Path, stage: str) -> int:
+    """Steps in the newest whole checkpoint of a stage; those of the pretraining count before those of the SFT."""
+    steps = [0]
+    for path in (workspace / "scratch" / stage).glob("*/*/step-*/manifest.json"):
+        before = SMALL["sft"]["pretrain"]["steps"] if path.parts[-3] == "sft" else 0
+        steps.append(before + int(path.parent.name.removeprefix("step-")))
+    return max(steps)
+
+
+def await_checkpoint(workspace: Path, stage: str, child: subprocess.Popen) -> None:
+    """Wait until `child` has made a checkpoint that wasn't there before."""
+    before = newest_checkpoint(workspace, stage)
+    until = time.monotonic() + DEADLINE
+    while newest_checkpoint(workspace, stage) <= before:
+        assert child.poll() is None, f"{stage}: ended with {child.returncode} before it was interrupted:\n{said(workspace)[-3000:]}"
+        assert time.monotonic() < until, f"{stage}: expected a checkpoint after step {before}, got none:\n{said(workspace)[-3000:]}"
+        time.sleep(0.02)
+
+
+def stage_process(workspace: Path, stage: str) -> psutil.Process:
+    """The one process that runs a stage here; two would be a second trainer."""
+    (process,) = [p for p in processes_in(workspace) if p.cmdline()[-2:] == ["-m", f"tasks.{stage}"] and "python" in p.name()]
+    return process
+
+
+def ray_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("rlhf-ray-*"))
+
+
+def mentions(workspace: Path) -> list[str]:
+    """Command lines of living processes that work in this folder or name it: stages, jobs, actors."""
+    found = [" ".join(p.cmdline()) for p in processes_in(workspace)]
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if f"{workspace}/" in line and process.pid != os.getpid():
+            found.append(line)
+    return found
+
+
+def assert_nothing_left(workspace: Path, folders: set[Path]) -> None:
+    """Every process of this workspace ends within a minute, Ray's and their folders included.
+
+    Args:
+        folders: of Ray, as they were before; other tests' heads may come and go.
+    """
+    mine = ray_folders() - folders
+
+    def gone() -> bool:
+        heads = [p for p in psutil.process_iter(["cmdline"]) if any(str(f) in " ".join(p.info["cmdline"] or []) for f in mine)]
+        return not mentions(workspace) and not heads and not any(f.exists() for f in mine)
+
+    wait_until(gone, 60, f"the end of {mentions(workspace)} and of {[str(f) for f in mine]}")

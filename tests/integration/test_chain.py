@@ -1,0 +1,100 @@
+"""The whole chain on its real parts: once through Prefect, then again, by DVC alone, with other parameters, rejected, refused."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pandas as pd
+import pytest
+from small_chain import ORDER, SMALL, assert_nothing_left, change_params, copy_chain, outcomes, ran, results, run
+
+from rlhf_core.models.build import read_state_dict
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_every_stage_ran_and_left_its_results(chain):
+    assert outcomes(chain.printed) == dict.fromkeys(ORDER, "ran")
+    assert ran(chain.printed) == ORDER
+    assert f"Report: {chain.workspace / 'reports/report.html'}" in chain.printed
+    assert "Traceback" not in chain.printed and "ERROR" not in chain.printed
+    assert_nothing_left(chain.workspace, chain.ray_folders_before)
+    assert not list((chain.workspace / "scratch").glob("*/*/*")), "expected no left-overs of finished work"
+
+
+def test_the_real_parts_took_part(chain):
+    workspace = chain.workspace
+    metrics = {path.stem: json.loads(path.read_text()) for path in (workspace / "metrics").iterdir()}
+    assert metrics["validation"]["passed"] and len(metrics["validation"]["expectations"]) > 20
+    assert (workspace / "reports/data_docs/index.html").exists()  # Great Expectations
+    assert metrics["gate"]["passed"] and metrics["gate"]["threshold"] == 0.3
+    assert metrics["train_rl"]["steps"] == SMALL["rl"]["steps"]
+    assert 0 < metrics["train_rl"]["logprob_difference_max"] < 1e-4  # vLLM and DeepSpeed, each with its own arithmetic
+    assert {"greedy", "sampled"} <= set(metrics["evaluate"])
+    assert len(pd.read_parquet(workspace / "data/evaluation_samples.parquet")) == 2 * SMALL["evaluation"]["table_rows"]
+
+
+def test_curves_have_every_step_once(chain):
+    plots = chain.workspace / "plots"
+    rl = pd.read_csv(plots / "train_rl.csv")
+    assert list(rl["step"]) == list(range(1, SMALL["rl"]["steps"] + 1))
+    assert rl[["score_mean", "kl_mean", "grad_norm", "value_loss"]].notna().all(axis=None)
+    sft = pd.read_csv(plots / "train_sft.csv")
+    steps = SMALL["sft"]["pretrain"]["steps"] + SMALL["sft"]["steps"]
+    assert list(sft["step"]) == list(range(steps)) and sft["loss"].iloc[-1] < sft["loss"].iloc[0]
+
+
+def test_each_model_is_another_than_the_one_it_started_from(chain):
+    sft, policy = (read_state_dict(chain.workspace / "models" / name) for name in ("sft", "policy"))
+    assert sft.keys() == policy.keys()
+    assert all((sft[name] != policy[name]).any() for name in sft)
+
+
+def test_a_second_run_is_cached_and_a_second_repro_too(chain):
+    started = time.monotonic()
+    code, printed = run(chain.workspace, "flows.full_pipeline")
+    assert code == 0 and outcomes(printed) == dict.fromkeys(ORDER, "cached")
+    assert time.monotonic() - started < 60  # 3 s when the machine is idle
+    code, printed = run(chain.workspace, "dvc", "repro")
+    assert code == 0 and ran(printed) == [] and "Data and pipelines are up to date" in printed
+
+
+def test_another_algorithm_reruns_only_what_follows_and_back_is_restored(chain, tmp_path):
+    workspace = copy_chain(chain.workspace, tmp_path / "algorithm")
+    lock, before = (workspace / "dvc.lock").read_text(), results(workspace)
+    change_params(workspace, {"rl": {"algorithm": "grpo", "steps": 2}})
+    code, printed = run(workspace, "dvc", "repro")
+    assert code == 0 and ran(printed) == ["train_rl", "evaluate", "report"], printed
+    assert json.loads((workspace / "metrics/train_rl.json").read_text())["algorithm"] == "grpo"
+    assert results(workspace)["models/policy/model.safetensors"] != before["models/policy/model.safetensors"]
+
+    change_params(workspace, {"rl": {"algorithm": "ppo", "steps": SMALL["rl"]["steps"]}})
+    code, printed = run(workspace, "dvc", "repro")
+    assert code == 0 and ran(printed) == [] and printed.count("is cached - skipping run") == 3, printed
+    assert (workspace / "dvc.lock").read_text() == lock and results(workspace) == before
+
+
+def test_a_rejected_reward_model_stops_the_chain_before_any_policy_is_trained(chain, tmp_path):
+    workspace = copy_chain(chain.workspace, tmp_path / "gate")
+    change_params(workspace, {"gate": {"min_accuracy": 0.999}})
+    code, printed = run(workspace, "flows.full_pipeline")
+    assert code == 3
+    assert "GateRejected: rejected: expected the lower end of the interval to reach gate.min_accuracy=0.999" in printed
+    assert ran(printed) == ["gate_reward"]
+    assert outcomes(printed) == {**dict.fromkeys(ORDER[:4], "cached"), "gate_reward": "failed", **dict.fromkeys(ORDER[5:], "not reached")}
+    gate = json.loads((workspace / "metrics/gate.json").read_text())
+    assert not gate["passed"] and gate["threshold"] == 0.999 and 0 < gate["low"] < gate["accuracy"] < 0.999
+    code, printed = run(workspace, "dvc", "repro")
+    assert code != 0 and ran(printed) == ["gate_reward"] and "gate_reward: rejected: expected the lower end" in printed
+
+
+def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, tmp_path):
+    workspace = copy_chain(chain.workspace, tmp_path / "budget")
+    change_params(workspace, {"rl": {"rollout": {"max_logprob_difference": 1e-12}}})
+    code, printed = run(workspace, "dvc", "repro", "train_rl")
+    assert code != 0
+    assert "step 0: expected vLLM's and the trainer's log-probabilities to differ by at most" in printed
+    assert "rl.rollout.max_logprob_difference=1e-12, got " in printed
+    assert not (workspace / "models/policy").exists()
+    assert_nothing_left(workspace, chain.ray_folders_before)
