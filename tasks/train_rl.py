@@ -29,6 +29,10 @@ from tasks.stage import (
 TAIL = 20  # steps over which the final figures are averaged
 
 
+class JobCrashed(RuntimeError):
+    """The job, or an actor of it, died. Its last checkpoint counts."""
+
+
 def main() -> None:
     with Stage("train_rl") as stage:
         gate = read_json(METRICS / "gate.json")
@@ -45,6 +49,7 @@ def main() -> None:
 def run(stage: Stage, output: Path) -> None:
     """Submit the job, or follow it where it already runs, and pass its output on."""
     from rlhf_core.engines.ray_cluster import local_head, run_job
+    from rlhf_core.trainers.rl_job import REFUSED
 
     params = stage.params
     description = stage.scratch / "job.json"
@@ -56,9 +61,10 @@ def run(stage: Stage, output: Path) -> None:
             cpus, start_timeout = max(actors, params.cluster.threads), params.cluster.start_timeout
             head = local_head(cpus=cpus, start_timeout=start_timeout, keep_open=(stage.lock_descriptor,))
             address = stack.enter_context(head)
+        driver = [sys.executable, "-m", "rlhf_core.trainers.rl", str(description.resolve())]
         code = run_job(
             address,
-            f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([sys.executable, '-m', 'rlhf_core.trainers.rl', str(description.resolve())])}",
+            f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(driver)}",
             fingerprint=stage.fingerprint,
             environment={"PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1"},
             start_timeout=params.cluster.start_timeout,
@@ -67,8 +73,10 @@ def run(stage: Stage, output: Path) -> None:
         )
     if stage.stop_requested or code == STOPPED_BY_SIGNAL:
         raise StageStopped
+    if code == REFUSED:
+        raise StageFailed("RL job: expected to be able to train, got the refusal above; change what it names")
     if code != 0:
-        raise StageFailed(f"RL job: expected exit code 0, got {code}; its output above ends with the reason")
+        raise JobCrashed(f"RL job: expected exit code 0, got {code}; its output above ends with the reason; run it again to go on")
 
 
 def describe(stage: Stage, output: Path):

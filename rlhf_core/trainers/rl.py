@@ -16,7 +16,7 @@ from rlhf_core.config import RlConfig
 from rlhf_core.quiet import be_quiet
 from rlhf_core.trainers.credit import RewardNormalizer, assign_credit
 from rlhf_core.trainers.rl_data import PromptStream, collate, rollout_batch_metrics
-from rlhf_core.trainers.rl_job import RlJob
+from rlhf_core.trainers.rl_job import REFUSED, RlJob
 from rlhf_core.trainers.rl_workers import Workers
 from rlhf_core.types import RolloutBatch
 
@@ -39,10 +39,14 @@ def main() -> int:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     job = RlJob.read(Path(sys.argv[1]))
-    with Workers(job) as workers:
-        finished = train(job, workers, stop)
-        if finished:
-            workers.export(job.output)
+    try:
+        with Workers(job) as workers:
+            finished = train(job, workers, stop)
+            if finished:
+                workers.export(job.output)
+    except (LogprobMismatch, ValueError) as error:
+        log.error("%s", error)
+        return REFUSED
     return 0 if finished else STOPPED
 
 

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from rlhf_core.config import ModelConfig, RlConfig, Section, TrackingConfig
 
+# The job's exit code when the same again would end the same; EX_DATAERR of sysexits.h. Any other: a crash, worth another try.
+REFUSED = 65
+
 
 class RlJob(Section):
     """Paths are absolute; on a cluster they are on a file system that every node sees.
