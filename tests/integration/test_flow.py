@@ -33,7 +33,7 @@ from small_workspace import (
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 SLOW_STEPS = 80  # four seconds of training: time to kill something in the middle
 
 
@@ -85,7 +85,7 @@ def test_a_first_run_works_a_second_has_nothing_to_do_and_dvc_alone_does_the_sam
     second = run_flow(workspace, PREFECT_HOME="/proc/nowhere")  # a server could not even be started
     assert second.returncode == 0, second.stderr
     assert outcomes(second.stdout) == dict.fromkeys(ORDER, "cached")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20
 
     by_dvc = make_workspace(tmp_path / "dvc")
     subprocess.run([sys.executable, "-m", "dvc", "repro", "--quiet"], cwd=by_dvc, env=stage_environment(by_dvc), check=True)

@@ -73,7 +73,7 @@ def test_a_refusal_is_told_from_a_crash_and_a_deadline_ends_all_processes(tmp_pa
     started = time.monotonic()
     with pytest.raises(StageFailed, match=r"expected to end within flow.stage_timeout=3 s") as late:
         run_stage("train_sft", workspace, timeout=3, on_line=lambda _: None)
-    assert not late.value.refused and time.monotonic() - started < 15
+    assert not late.value.refused and time.monotonic() - started < 25
     assert processes_in(workspace) == []
     assert list((workspace / "scratch/train_sft").glob("*/step"))  # its checkpoint
 

@@ -38,7 +38,7 @@ def test_this_installation_can_run_the_chain_and_says_so_quickly():
     assert done.returncode == 0, done.stdout
     assert done.stdout.endswith("The chain can run.\n")
     assert ["ok", "torch", importlib.metadata.version("torch")] in [line.split() for line in done.stdout.splitlines()]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20
 
 
 def test_a_version_out_of_range_is_broken(site):
