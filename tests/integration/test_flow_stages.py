@@ -12,7 +12,7 @@ from flows.stages import StageFailed, metrics_file, run_stage, stage_order, up_t
 from rlhf_core.config import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from small_workspace import ORDER, make_workspace, processes_in
+from small_workspace import ORDER, ROOT, make_workspace, processes_in
 
 ONE_AFTER_ANOTHER = """
 stages:
@@ -21,6 +21,12 @@ stages:
   lonely: {cmd: "true"}
   first: {cmd: "true", outs: [first.txt: {cache: false}]}
 """
+
+
+@pytest.fixture(autouse=True)
+def _this_checkout(monkeypatch):
+    """Stages import tasks.stage from here, wherever the installed one is."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 def test_order_follows_dependencies_and_then_the_file(tmp_path):
