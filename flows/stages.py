@@ -6,6 +6,7 @@ dvc.yaml is the only list of stages. DVC decides what is up to date; this module
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import queue
@@ -148,6 +149,7 @@ def run_stage(stage: str, workspace: Path, *, timeout: float, on_line: LineHandl
     """
     started = time.monotonic()
     said = _Said()
+    remove_torn_lock(workspace)
     child = subprocess.Popen(
         [sys.executable, "-m", "dvc", "repro", "--single-item", stage],
         cwd=workspace,
@@ -176,6 +178,22 @@ def run_stage(stage: str, workspace: Path, *, timeout: float, on_line: LineHandl
     if child.returncode != 0:
         raise said.failure(stage, child.returncode)
     return StageResult(stage, said.outcome, time.monotonic() - started)
+
+
+def remove_torn_lock(workspace: Path) -> None:
+    """DVC writes .dvc/tmp/rwlock in place; killed in the middle it leaves a torn file, and refuses to start beside one ever after.
+
+    Removed under the guard that DVC itself takes for each change of it. What a killed DVC left in a whole file, DVC removes.
+    """
+    torn = workspace / ".dvc" / "tmp" / "rwlock"
+    if not torn.exists():
+        return
+    with torn.with_name("rwlock.lock").open("a+") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        try:
+            json.loads(torn.read_text(encoding="utf-8"))
+        except json.JSONDecodeError:
+            torn.unlink()
 
 
 class _Said:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.stages import StageFailed, metrics_file, run_stage, stage_order, up_to_date
+from flows.stages import StageFailed, metrics_file, remove_torn_lock, run_stage, stage_order, up_to_date
 from rlhf_core.config import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -66,6 +66,17 @@ def test_outcomes_of_a_stage(tmp_path):
     assert metrics_file(workspace, "prepare_data") == workspace / "metrics/prepare_data.json"
 
 
+def test_a_lock_file_that_dvc_was_killed_over_is_removed(tmp_path):
+    workspace = make_workspace(tmp_path / "project")
+    torn = workspace / ".dvc/tmp/rwlock"
+    torn.parent.mkdir(exist_ok=True)
+    torn.write_text('{"write": {"da')
+    assert run_stage("prepare_data", workspace, timeout=60, on_line=lambda _: None).outcome == "ran"
+    before = torn.read_text()
+    remove_torn_lock(workspace)
+    assert torn.read_text() == before  # a whole one is DVC's business
+
+
 def test_a_refusal_is_told_from_a_crash_and_a_deadline_ends_all_processes(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path / "project", steps=2000)
     run_stage("prepare_data", workspace, timeout=60, on_line=lambda _: None)
@@ -77,9 +88,9 @@ def test_a_refusal_is_told_from_a_crash_and_a_deadline_ends_all_processes(tmp_pa
     assert not crash.value.refused
 
     started = time.monotonic()
-    with pytest.raises(StageFailed, match=r"expected to end within flow.stage_timeout=3 s") as late:
-        run_stage("train_sft", workspace, timeout=3, on_line=lambda _: None)
-    assert not late.value.refused and time.monotonic() - started < 25
+    with pytest.raises(StageFailed, match=r"expected to end within flow.stage_timeout=10 s") as late:
+        run_stage("train_sft", workspace, timeout=10, on_line=lambda _: None)
+    assert not late.value.refused and time.monotonic() - started < 35
     assert processes_in(workspace) == []
     assert list((workspace / "scratch/train_sft").glob("*/step"))  # its checkpoint
 
