@@ -244,6 +244,7 @@ class ScoreConfig(Section):
     normalization_samples: int = Field(ge=16)
     clip: float | None = Field(gt=0)
     no_eos_penalty: float = Field(ge=0)
+    max_unscored_fraction: float = Fraction
 
 
 class RolloutConfig(Section):

@@ -43,6 +43,7 @@ def local_head(*, cpus: int, start_timeout: float, keep_open: tuple[int, ...] = 
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_JOB_STOP_WAIT_TIME_S=str(STOP_GRACE_SECONDS))
+    os.environ.setdefault("RAY_worker_niceness", "0")  # or its workers, who do all the work, yield to everything else
     port, dashboard, agent, client, metrics = _free_ports(5)
     command = [
         str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats", "--log-style=record",

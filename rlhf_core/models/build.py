@@ -48,13 +48,14 @@ def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
 
 def load_language_model(path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32") -> PreTrainedModel:
     """A causal language model from a Hugging Face name or folder (safetensors only); float32, whatever it will be trained in."""
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         path,
         trust_remote_code=trust_remote_code,
         use_safetensors=True,
         dtype=torch.float32,
         attn_implementation=attention_implementation(training_dtype),
     )
+    return _refuse_scaled_logits(model)
 
 
 def new_scalar_model(
@@ -83,6 +84,21 @@ def attention_implementation(training_dtype: str) -> str:
     """flash_attention_2 where there is a GPU, flash-attn is installed and training runs in bfloat16; else torch's own."""
     flash = training_dtype == "bfloat16" and torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
     return "flash_attention_2" if flash else "sdpa"
+
+
+def _refuse_scaled_logits(model: PreTrainedModel) -> PreTrainedModel:
+    """The wrappers project hidden states themselves, so what an architecture does to its logits afterwards would be lost.
+
+    Raises:
+        ValueError: the model caps or scales its logits.
+    """
+    config = model.config.get_text_config()
+    for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
+        if getattr(config, name, neutral) not in (neutral, None):
+            raise ValueError(
+                f"model: expected one whose logits are its head's output, got {name}={getattr(config, name)}; use another model"
+            )
+    return model
 
 
 def trunk(model: PreTrainedModel) -> torch.nn.Module:

@@ -33,6 +33,10 @@ class LogprobMismatch(RuntimeError):
     """The sampling engine and the trainer disagree about the same tokens: stale weights, or different arithmetic."""
 
 
+class TooManyUnscored(RuntimeError):
+    """The reward model had no answer for too many responses."""
+
+
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     be_quiet()
@@ -44,7 +48,7 @@ def main() -> int:
             finished = train(job, workers, stop)
             if finished:
                 workers.export(job.output)
-    except (LogprobMismatch, ValueError) as error:
+    except (LogprobMismatch, TooManyUnscored, ValueError) as error:
         log.error("%s", error)
         return REFUSED
     return 0 if finished else STOPPED
@@ -61,13 +65,15 @@ def train(job: RlJob, workers: Workers, stop: threading.Event) -> bool:
     else:
         normalizer.calibrate(workers.calibration_scores(prompts))
     curves = workers.open_curves(CURVES, first_step=step)
-    while step < rl.steps and not stop.is_set():
+    stopping = False
+    while step < rl.steps and not stopping:
         clock = Clock()
         rollouts = workers.generate(prompts.batch(step), step=step)
         clock.lap("generate")
         scored = workers.score(rollouts)
         clock.lap("score")
         batch = collate(scored, workers.forward(rollouts), prompts.pad_id)
+        check_scored(batch, rl, step=step)
         difference = check_logprobs(batch, rl, step=step)
         clock.lap("forward")
         train_batch, credit_metrics = assign_credit(batch, rl, normalizer)
@@ -78,14 +84,28 @@ def train(job: RlJob, workers: Workers, stop: threading.Event) -> bool:
         clock.lap("sync")
         step += 1
         row = {"step": step, **rollout_batch_metrics(batch), **credit_metrics, **update_metrics, "logprob_difference": difference}
-        last = step == rl.steps
-        if last or stop.is_set() or step % rl.checkpoint_every == 0:
+        stopping = stop.is_set()
+        if step == rl.steps or stopping or step % rl.checkpoint_every == 0:
             workers.checkpoint(step, normalizer)
         clock.lap("other")
         curves.log(row, clock.timings(samples=rl.samples_per_step))
         log.info("%s", progress_line(row, rl, clock))
     curves.close()
     return step == rl.steps
+
+
+def check_scored(batch: RolloutBatch, rl: RlConfig, *, step: int) -> None:
+    """Unscored responses are masked and counted; too many of them mean that the reward is broken.
+
+    Raises:
+        TooManyUnscored: their share is above rl.reward.max_unscored_fraction, or nothing was scored.
+    """
+    unscored = int((~batch.scores.isfinite()).sum()) / len(batch.scores)
+    if unscored > rl.reward.max_unscored_fraction or unscored == 1.0:
+        raise TooManyUnscored(
+            f"step {step}: expected at most rl.reward.max_unscored_fraction={rl.reward.max_unscored_fraction} of the responses "
+            f"without a finite score, got {unscored:.3g}; are they too long for the reward model, or are its weights broken?"
+        )
 
 
 def check_logprobs(batch: RolloutBatch, rl: RlConfig, *, step: int) -> float:

@@ -46,7 +46,7 @@ def credit(batch: RolloutBatch, config):
 
 
 def score_config(normalization: str, clip: float | None = None) -> ScoreConfig:
-    return ScoreConfig(normalization=normalization, normalization_samples=16, clip=clip, no_eos_penalty=0.0)
+    return ScoreConfig(normalization=normalization, normalization_samples=16, clip=clip, no_eos_penalty=0.0, max_unscored_fraction=0.1)
 
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), max_size=8), max_size=6))

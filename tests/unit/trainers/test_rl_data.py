@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import rl_job
+from tiny_models import rl_job, tiny_params
 
 from rlhf_core.data.schema import write_rows
 from rlhf_core.models.tokenizer import encode_prompt
+from rlhf_core.trainers.rl import TooManyUnscored, check_scored
 from rlhf_core.trainers.rl_data import PromptStream, collate, rollout_batch_metrics, sequences_of
 from rlhf_core.types import Prompt, Rollout, ScoredRollout
 
@@ -105,3 +106,15 @@ def test_prompts_that_leave_no_room_for_the_response_are_dropped(tmp_path: Path,
 def test_no_prompt_that_fits_is_an_error(tmp_path: Path, sft_folder: Path):
     with pytest.raises(ValueError, match=r"prompts: expected some of at most 56 tokens, got none of 1"):
         stream(tmp_path, sft_folder, ["Please sort 4172. " * 30])
+
+
+@pytest.mark.parametrize("bad", [[math.nan], [math.nan, math.inf]])
+def test_more_unscored_responses_than_the_limit_stop_the_run(bad):
+    config = tiny_params().rl
+    scores = [*bad, *[0.5] * (10 - len(bad))]
+    batch = collate([scored([11], [1], score) for score in scores], {"old_logprobs": torch.zeros(10)}, pad_id=0)
+    if len(bad) == 1:  # 1 of 10 is the limit of 0.1
+        check_scored(batch, config, step=3)
+    else:
+        with pytest.raises(TooManyUnscored, match=r"step 3.*max_unscored_fraction=0\.1 .*got 0\.2"):
+            check_scored(batch, config, step=3)
