@@ -1,0 +1,41 @@
+"""HH-RLHF and GSM8K solutions through their recipes, from the files to the gate: all data, few steps, the verdict as it comes."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+import pytest
+from ruamel.yaml import YAML
+from small_chain import change_params, make_chain, ran, run
+from small_workspace import ROOT
+
+REAL = ROOT.parent / "shared/data"
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not REAL.is_dir(), reason="the real data sets are not here: ../shared/data, beside the checkout"),
+]
+BRIEF = {"sft": {"steps": 3, "batch_size": 8, "eval_every": 3}, "reward": {"epochs": 0.02, "eval_every": 1000}}
+UPSTREAM = ["prepare_data", "validate_data", "train_sft", "train_reward", "gate_reward"]
+
+
+@pytest.mark.parametrize("recipe", ["hh_rlhf", "gsm8k"])
+def test_a_recipe_runs_to_the_gate_which_rejects_or_accepts_by_its_bar(tmp_path, recipe):
+    (tmp_path / "shared").symlink_to(REAL.resolve().parent)
+    laid_over = YAML(typ="safe", pure=True).load((ROOT / f"recipes/{recipe}.yaml").read_text())
+    workspace = make_chain(tmp_path / "project", laid_over, BRIEF, {"gate": {"min_accuracy": 0.9}})
+
+    code, printed = run(workspace, "dvc", "repro")
+    assert code != 0 and ran(printed) == UPSTREAM, printed
+    validation, gate = (json.loads((workspace / f"metrics/{name}.json").read_text()) for name in ("validation", "gate"))
+    assert validation["passed"] and validation["rows"]["preference"] > 2000
+    heldout = pd.read_parquet(workspace / "data/reward_heldout.parquet")
+    assert gate["n"] == (heldout["split"] == "test").sum() >= 200
+    assert not gate["passed"] and gate["low"] < gate["accuracy"] < gate["high"] < 0.9
+    assert "gate_reward: rejected: expected the lower end of the interval to reach gate.min_accuracy=0.9" in printed
+
+    change_params(workspace, {"gate": {"min_accuracy": 0.2}})  # a bar that even a coin clears
+    code, printed = run(workspace, "dvc", "repro", "gate_reward")
+    assert code == 0 and ran(printed) == ["gate_reward"], printed
+    accepted = json.loads((workspace / "metrics/gate.json").read_text())
+    assert accepted["passed"] and accepted["accuracy"] == gate["accuracy"]
