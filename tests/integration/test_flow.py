@@ -20,6 +20,7 @@ from flows.stages import stage_environment
 sys.path.insert(0, str(Path(__file__).parent))
 from small_workspace import (
     ORDER,
+    ROOT,
     assert_resumed,
     dvc_process,
     environment,
@@ -72,6 +73,11 @@ def begin_flow(workspace: Path, url: str, **extra: str) -> subprocess.Popen:
         )
 
 
+def plain_environment(workspace: Path) -> dict[str, str]:
+    """For DVC alone, with this checkout's code, wherever the installed one is."""
+    return {**stage_environment(workspace), "PYTHONPATH": str(ROOT)}
+
+
 def test_a_first_run_works_a_second_has_nothing_to_do_and_dvc_alone_does_the_same(tmp_path):
     workspace = make_workspace(tmp_path / "project")
     first = run_flow(workspace)  # with a server of its own
@@ -88,13 +94,13 @@ def test_a_first_run_works_a_second_has_nothing_to_do_and_dvc_alone_does_the_sam
     assert time.monotonic() - started < 20
 
     by_dvc = make_workspace(tmp_path / "dvc")
-    subprocess.run([sys.executable, "-m", "dvc", "repro", "--quiet"], cwd=by_dvc, env=stage_environment(by_dvc), check=True)
+    subprocess.run([sys.executable, "-m", "dvc", "repro", "--quiet"], cwd=by_dvc, env=plain_environment(by_dvc), check=True)
     assert (workspace / "dvc.lock").read_text() == (by_dvc / "dvc.lock").read_text()
 
 
 def test_overrides_run_in_a_worktree_that_shares_the_run_cache_and_is_found_again(tmp_path, server):
     workspace = make_workspace(tmp_path / "project")
-    subprocess.run([sys.executable, "-m", "dvc", "repro", "--quiet"], cwd=workspace, env=stage_environment(workspace), check=True)
+    subprocess.run([sys.executable, "-m", "dvc", "repro", "--quiet"], cwd=workspace, env=plain_environment(workspace), check=True)
     before = (workspace / "params.yaml").read_text()
     recipe = tmp_path / "milder.yaml"
     recipe.write_text("gate:\n  min_accuracy: 0.5\n")
