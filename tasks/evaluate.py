@@ -21,7 +21,7 @@ MODES = ("greedy", "sampled")
 
 
 def main() -> None:
-    with Stage("evaluate") as stage:
+    with Stage("evaluate", resumable=False) as stage:
         pad_id, answers = generate_all(stage)
         metrics = measure(stage, answers, pad_id)
         write_samples(answers, stage.params.evaluation.table_rows)

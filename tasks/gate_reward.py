@@ -32,7 +32,7 @@ class UnusableScores(ValueError):
 
 
 def main() -> None:
-    with Stage("gate_reward") as stage:
+    with Stage("gate_reward", resumable=False) as stage:
         config = stage.params.gate
         try:
             gate = judge_scores(read_scores(REWARD_HELDOUT), config)

@@ -27,7 +27,7 @@ log = logging.getLogger("rlhf")
 
 
 def main() -> None:
-    with Stage("prepare_data") as stage:
+    with Stage("prepare_data", resumable=False) as stage:
         params = stage.params
         rows, dropped = prepare(params.data, seed=params.seed)
         tokenizer = make_tokenizer(params.model, rows)

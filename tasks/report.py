@@ -26,7 +26,7 @@ TABLES = {"heldout": REWARD_HELDOUT, "samples": EVALUATION_SAMPLES}
 
 
 def main() -> None:
-    with Stage("report") as stage:
+    with Stage("report", resumable=False) as stage:
         page = render(read_inputs(stage.params, stage.fingerprint))
         aside = stage.scratch / "report.html"
         aside.write_text(page, encoding="utf-8", newline="\n")

@@ -63,21 +63,24 @@ class StageFailed(RuntimeError):
 class Stage:
     """The frame around one stage's work; see the module.
 
+    Args:
+        resumable: the work looks at `stop_requested` and checkpoints; False: SIGTERM ends it where it is.
     Attributes:
         params: the whole, checked params.yaml.
         fingerprint: sha256 over the stage's command, its params and the content of its dependencies.
         scratch: a folder that only this work finds again, outside what DVC deletes; removed when the stage succeeds.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, *, resumable: bool = True):
         self.name = name
+        self._resumable = resumable
         self._stop = threading.Event()
         be_quiet()
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
 
     def __enter__(self) -> Stage:
         end_with_parent()
-        signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+        signal.signal(signal.SIGTERM, self._on_stop)
         try:
             self.params: Params = load_params()
             self.fingerprint = fingerprint(self.name)
@@ -98,7 +101,7 @@ class Stage:
         if error is None:
             log.info("%s: done in %.1f s", self.name, time.monotonic() - self._started)
         elif isinstance(error, StageStopped):
-            log.info("%s: stopped by a signal; run it again to go on from its checkpoint", self.name)
+            log.info("%s: stopped by a signal; run it again to go on%s", self.name, " from its checkpoint" if self._resumable else "")
             sys.exit(STOPPED_BY_SIGNAL)
         elif isinstance(error, StageFailed | ValueError | FileNotFoundError):
             log.debug("traceback", exc_info=error)
@@ -106,6 +109,11 @@ class Stage:
         elif isinstance(error, Exception):
             log.error("%s: crashed", self.name, exc_info=error)
             sys.exit(CRASHED)
+
+    def _on_stop(self, *_: object) -> None:
+        self._stop.set()
+        if not self._resumable:
+            raise StageStopped
 
     @property
     def stop_requested(self) -> bool:

@@ -27,7 +27,7 @@ log = logging.getLogger("rlhf")
 
 
 def main() -> None:
-    with Stage("validate_data") as stage:
+    with Stage("validate_data", resumable=False) as stage:
         tables = read_tables(PREPARED)
         logging.getLogger("great_expectations").setLevel(logging.WARNING)
         from rlhf_core.data.validation import summary, validate  # takes seconds; parameters and files can be read by now

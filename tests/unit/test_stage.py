@@ -34,13 +34,15 @@ def work(stage):
         raise StageFailed("the data is empty")
     checkpoint = stage.scratch / "checkpoint"
     print("resumed" if checkpoint.exists() else "fresh", stage.fingerprint[:16], flush=True)
-    while how == "wait":
+    while how in ("wait", "deaf"):
         time.sleep(0.02)
+        if how == "deaf":
+            continue
         if stage.stop_requested:
             checkpoint.write_text("half")
             raise StageStopped
 
-with Stage("train_sft") as stage:
+with Stage("train_sft", resumable=sys.argv[1] != "deaf") as stage:
     work(stage)
 """
 
@@ -189,3 +191,12 @@ def test_publish_replaces_a_folder_and_a_file(tmp_path):
         (aside / round_).write_text(round_)
         publish(aside, tmp_path / "deep/final")
     assert [p.name for p in (tmp_path / "deep/final").iterdir()] == ["two"] and not (tmp_path / "aside").exists()
+
+
+def test_sigterm_ends_a_stage_that_writes_no_checkpoints_where_it_is(workspace):
+    child = begin("deaf")
+    assert child.stdout.readline().startswith("fresh")
+    child.send_signal(signal.SIGTERM)
+    output, errors = child.communicate(timeout=60)
+    assert child.returncode == 143, errors
+    assert "stopped by a signal" in output
