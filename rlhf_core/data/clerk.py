@@ -28,7 +28,7 @@ from rlhf_core.data.clerk_language import (
 )
 
 HARMFUL_FRACTION = 0.2
-LENGTH_WEIGHTS = {2: 0.25, 3: 0.4, 4: 0.35}  # of the digit strings
+LENGTH_WEIGHTS = {2: 0.3, 3: 0.45, 4: 0.25}  # of the digit strings
 PRETRAIN_WEIGHTS = {"sort": 0.6, "largest": 0.2, "smallest": 0.2}  # sorting takes the most learning
 # All the informative pairs of a prompt say little more than some of them, and cost reward training its time.
 MAX_PAIRS_PER_PROMPT = 6
