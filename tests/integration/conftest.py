@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from small_chain import make_chain, ray_folders, run
+from small_chain import make_chain, run
 
 
 @dataclass(frozen=True)
@@ -15,13 +15,11 @@ class FinishedChain:
 
     workspace: Path
     printed: str
-    ray_folders_before: set[Path]
 
 
 @pytest.fixture(scope="session")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> FinishedChain:
     workspace = make_chain(tmp_path_factory.mktemp("chain") / "flow")
-    before = ray_folders()
     code, printed = run(workspace, "flows.full_pipeline")
     assert code == 0, printed
-    return FinishedChain(workspace, printed, before)
+    return FinishedChain(workspace, printed)

@@ -6,6 +6,8 @@ small and trained too briefly to learn anything; what it comes to is the busines
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import os
 import re
@@ -93,7 +95,7 @@ def begin(workspace: Path, *command: str) -> subprocess.Popen:
         return subprocess.Popen(
             [sys.executable, "-m", *command],
             cwd=workspace,
-            env=environment | {"PYTHONPATH": str(workspace)},
+            env=environment | {"PYTHONPATH": str(workspace), "TMPDIR": str(temporary(workspace))},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -167,30 +169,28 @@ def stage_process(workspace: Path, stage: str) -> psutil.Process:
     return process
 
 
-def ray_folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("rlhf-ray-*"))
+@functools.cache
+def temporary(workspace: Path) -> Path:
+    """A folder for temporary files of what runs in this workspace; its name is short, since Ray's sockets lie deep inside."""
+    folder = Path(tempfile.mkdtemp(prefix="rl"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
-def mentions(workspace: Path) -> list[str]:
-    """Command lines of living processes that work in this folder or name it: stages, jobs, actors."""
+def ray_folders(workspace: Path) -> list[Path]:
+    return list(temporary(workspace).glob("rlhf-ray-*"))
+
+
+def alive(workspace: Path) -> list[str]:
+    """Command lines of living processes that work in this folder or name it or its temporary one: stages, heads, jobs, actors."""
     found = [" ".join(p.cmdline()) for p in processes_in(workspace)]
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or [])
-        if f"{workspace}/" in line and process.pid != os.getpid():
+        if (f"{workspace}/" in line or f"{temporary(workspace)}/" in line) and process.pid != os.getpid():
             found.append(line)
     return found
 
 
-def assert_nothing_left(workspace: Path, folders: set[Path]) -> None:
-    """Every process of this workspace ends within a minute, Ray's and their folders included.
-
-    Args:
-        folders: of Ray, as they were before; other tests' heads may come and go.
-    """
-    mine = ray_folders() - folders
-
-    def gone() -> bool:
-        heads = [p for p in psutil.process_iter(["cmdline"]) if any(str(f) in " ".join(p.info["cmdline"] or []) for f in mine)]
-        return not mentions(workspace) and not heads and not any(f.exists() for f in mine)
-
-    wait_until(gone, 60, f"the end of {mentions(workspace)} and of {[str(f) for f in mine]}")
+def assert_nothing_left(workspace: Path) -> None:
+    """Within a minute every process of this workspace ends, Ray's included, and Ray's folder goes."""
+    wait_until(lambda: not alive(workspace) and not ray_folders(workspace), 60, f"the end of {alive(workspace)}")

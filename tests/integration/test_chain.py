@@ -19,7 +19,7 @@ def test_every_stage_ran_and_left_its_results(chain):
     assert ran(chain.printed) == ORDER
     assert f"Report: {chain.workspace / 'reports/report.html'}" in chain.printed
     assert "Traceback" not in chain.printed and "ERROR" not in chain.printed
-    assert_nothing_left(chain.workspace, chain.ray_folders_before)
+    assert_nothing_left(chain.workspace)
     assert not list((chain.workspace / "scratch").glob("*/*/*")), "expected no left-overs of finished work"
 
 
@@ -98,4 +98,4 @@ def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, tmp_path)
     assert "rl.rollout.max_logprob_difference=1e-12, got " in printed
     assert "train_rl: RL job: expected to be able to train, got the refusal above" in printed and "Traceback" not in printed
     assert not (workspace / "models/policy").exists()
-    assert_nothing_left(workspace, chain.ray_folders_before)
+    assert_nothing_left(workspace)

@@ -1,0 +1,149 @@
+"""One clone of the small chain whose stages are killed and stopped in every way: it must end with what the undisturbed run has.
+
+The tests share that clone and go on where the one before ended, as a user would; each can also be run alone.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from small_chain import (
+    DEADLINE,
+    ORDER,
+    SMALL,
+    assert_nothing_left,
+    await_checkpoint,
+    begin,
+    clone_chain,
+    newest_checkpoint,
+    outcomes,
+    ran,
+    ray_folders,
+    results,
+    run,
+    said,
+    stage_process,
+)
+from small_workspace import processes_in
+
+from tasks.stage import STOPPED_BY_SIGNAL
+
+pytestmark = pytest.mark.timeout(1500)
+
+
+@pytest.fixture(scope="module")
+def battered(chain, tmp_path_factory) -> Path:
+    workspace = clone_chain(chain.workspace, tmp_path_factory.mktemp("resume") / "battered")
+    code, printed = run(workspace, "dvc", "repro", "validate_data")
+    assert code == 0, printed
+    return workspace
+
+
+def going_on(stage: str, step: int) -> str:
+    """What the log says when a stage starts again at its checkpoint of `step`."""
+    pretraining = SMALL["sft"]["pretrain"]["steps"]
+    phase, within = {"train_reward": ("reward", step), "train_rl": ("rl", step)}.get(
+        stage, ("pretrain", step) if step < pretraining else ("sft", step - pretraining)
+    )
+    return f"{phase}: going on from the checkpoint of step {within}" if within else ""
+
+
+def same_results(chain, workspace: Path, *paths: str) -> None:
+    expected, got = results(chain.workspace), results(workspace)
+    chosen = [name for name in expected if name.startswith(paths)]
+    assert chosen and {name: got.get(name) for name in chosen} == {name: expected[name] for name in chosen}
+
+
+def test_killed_sft_goes_on_from_its_checkpoint_and_ends_with_the_same_bits(chain, battered):
+    # The stage itself, SIGKILL.
+    repro = begin(battered, "dvc", "repro", "train_sft")
+    await_checkpoint(battered, "train_sft", repro)
+    stage_process(battered, "train_sft").kill()
+    assert repro.wait(timeout=DEADLINE) != 0
+    assert_nothing_left(battered)
+    # DVC, SIGKILL: the stage hears of it and checkpoints.
+    repro = begin(battered, "dvc", "repro", "train_sft")
+    await_checkpoint(battered, "train_sft", repro)
+    repro.kill()
+    repro.wait()
+    assert_nothing_left(battered)
+    assert "train_sft: stopped by a signal; run it again to go on from its checkpoint" in said(battered)
+    # The stage, SIGTERM.
+    stage = begin(battered, "tasks.train_sft")
+    await_checkpoint(battered, "train_sft", stage)
+    stage.terminate()
+    assert stage.wait(timeout=DEADLINE) == STOPPED_BY_SIGNAL
+    reached = newest_checkpoint(battered, "train_sft")
+
+    code, printed = run(battered, "dvc", "repro", "train_sft")
+    assert code == 0 and ran(printed) == ["train_sft"], printed
+    assert going_on("train_sft", reached) in printed
+    same_results(chain, battered, "models/sft", "metrics/train_sft", "plots/train_sft")
+
+
+def test_a_second_start_waits_for_the_first_and_takes_over_when_it_dies(chain, battered):
+    code, printed = run(battered, "dvc", "repro", "train_sft")
+    assert code == 0, printed
+    first = begin(battered, "dvc", "repro", "--single-item", "train_reward")
+    await_checkpoint(battered, "train_reward", first)
+    trainer = stage_process(battered, "train_reward")
+    trainer.suspend()  # alive, its lock held, for as long as this takes
+    code, printed = run(battered, "dvc", "repro", "--single-item", "train_reward")
+    assert code != 0 and ran(printed) == [], f"expected DVC to refuse a second run beside the first, got:\n{printed}"
+
+    second = begin(battered, "tasks.train_reward")
+    at = newest_checkpoint(battered, "train_reward")
+    lock = str(battered / "scratch/train_reward/lock")
+    until = time.monotonic() + DEADLINE
+    while lock not in [f.path for f in psutil.Process(second.pid).open_files()]:
+        assert second.poll() is None and time.monotonic() < until, said(battered)[-2000:]
+        time.sleep(0.1)
+    time.sleep(2.0)
+    assert second.poll() is None and newest_checkpoint(battered, "train_reward") == at
+    trainer.kill()
+    assert first.wait(timeout=DEADLINE) != 0
+    assert second.wait(timeout=DEADLINE) == 0, said(battered)[-2000:]
+    assert going_on("train_reward", at) in said(battered)
+    same_results(chain, battered, "models/reward", "data/reward_heldout", "metrics/train_reward", "plots/train_reward")
+
+
+def test_killed_rl_goes_on_and_the_whole_chain_ends_with_the_same_lock(chain, battered):
+    # The stage, SIGKILL; the next start follows at once and must wait until the first one's Ray is gone.
+    repro = begin(battered, "dvc", "repro", "train_rl")
+    await_checkpoint(battered, "train_rl", repro)
+    stage_process(battered, "train_rl").kill()
+    assert repro.wait(timeout=DEADLINE) != 0
+    stage = begin(battered, "tasks.train_rl")
+    await_checkpoint(battered, "train_rl", stage)
+    assert len(ray_folders(battered)) == 1, "expected the killed run's folder to be gone"
+    # The stage, SIGTERM.
+    stage.terminate()
+    assert stage.wait(timeout=DEADLINE) == STOPPED_BY_SIGNAL, said(battered)[-3000:]
+    assert_nothing_left(battered)
+    # The flow, SIGKILL, and the same command again.
+    flow = begin(battered, "flows.full_pipeline")
+    await_checkpoint(battered, "train_rl", flow)
+    flow.kill()
+    assert flow.wait(timeout=DEADLINE) == -signal.SIGKILL
+    assert_nothing_left(battered)
+    # A trainer rank, SIGKILL: the job crashes, and the flow tries the stage again by itself.
+    flow = begin(battered, "flows.full_pipeline")
+    start = len(said(battered))
+    await_checkpoint(battered, "train_rl", flow)
+    (rank,) = [p for p in processes_in(battered) if "TrainerRank" in " ".join(p.cmdline())]
+    rank.kill()
+    assert flow.wait(timeout=2 * DEADLINE) == 0, said(battered)[-3000:]
+    printed = said(battered)[start:]
+    assert ran(printed) == ["train_rl", "train_rl", "evaluate", "report"] and set(outcomes(printed)) == set(ORDER)
+    assert "trainer rank 0: expected " in printed and "got a dead process" in printed
+    assert said(battered).count("rl: going on from the checkpoint of step") == 4
+    assert_nothing_left(battered)
+
+    same_results(chain, battered, "")
+    assert (battered / "dvc.lock").read_text() == (chain.workspace / "dvc.lock").read_text()
+    code, printed = run(battered, "dvc", "repro")
+    assert code == 0 and ran(printed) == []
