@@ -1,6 +1,8 @@
 """The environment of every process of ours: no usage statistics, no waiting for a network that isn't there, no spinning threads."""
 
+import logging
 import os
+import sys
 
 QUIET_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -28,3 +30,9 @@ def be_quiet() -> None:
     """Set the environment for this process and all that it starts; what a user has set already wins."""
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def show_own_log() -> None:
+    """Our log lines go to stdout as they are; of other libraries only warnings are shown."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
+    logging.getLogger("rlhf").setLevel(logging.INFO)

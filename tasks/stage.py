@@ -28,7 +28,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from rlhf_core.config import STAGE_SECTIONS, ConfigError, Params, TrainingConfig, load_params
-from rlhf_core.quiet import be_quiet
+from rlhf_core.quiet import be_quiet, show_own_log
 
 PREPARED = Path("data/prepared")
 TOKENIZER = Path("models/tokenizer")
@@ -76,7 +76,7 @@ class Stage:
         self._resumable = resumable
         self._stop = threading.Event()
         be_quiet()
-        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+        show_own_log()
 
     def __enter__(self) -> Stage:
         end_with_parent()

@@ -36,7 +36,7 @@ IDS_IN_MESSAGE = 5
 NO_ID = "(no id)"
 DOCS_SITE = "validation"
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("rlhf")
 
 
 @dataclass(frozen=True)

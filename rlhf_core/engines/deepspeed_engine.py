@@ -62,6 +62,8 @@ def join_world(*, rank: int = 0, world_size: int = 1, store: dist.Store | None =
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo", store=store or dist.HashStore(), rank=rank, world_size=world_size
     )
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found none
     import deepspeed
 
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)

@@ -15,7 +15,7 @@ from rlhf_core.data.schema import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("rlhf")
 
 PAD, END = "<pad>", "<|end|>"
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from rlhf_core.config import RlConfig
-from rlhf_core.quiet import be_quiet
+from rlhf_core.quiet import be_quiet, show_own_log
 from rlhf_core.trainers.credit import RewardNormalizer, assign_credit
 from rlhf_core.trainers.rl_data import PromptStream, collate, rollout_batch_metrics
 from rlhf_core.trainers.rl_job import REFUSED, RlJob
@@ -38,7 +38,7 @@ class TooManyUnscored(RuntimeError):
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    show_own_log()
     be_quiet()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
