@@ -21,8 +21,9 @@ QUIET_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "DS_LOG_LEVEL": "error",
-    # Waiting threads sleep. Spinning ones made a step ten times slower whenever another process was busy on the same cores.
-    "OMP_WAIT_POLICY": "PASSIVE",
+    # How long a waiting OpenMP thread spins before it sleeps. Never: a step on two idle cores takes 1.5 times as long. The default,
+    # a hundred times this: ten times as long whenever another process is busy on the same cores. docs/figures.md has the trade.
+    "GOMP_SPINCOUNT": "3000",
 }
 
 
