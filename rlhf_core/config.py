@@ -197,6 +197,7 @@ class SftConfig(TrainingConfig):
 
 
 class RewardConfig(TrainingConfig):
+    enabled: bool
     epochs: float = Field(gt=0)
     margin: float
     centering_coef: float = Field(ge=0)
@@ -216,6 +217,8 @@ class PpoConfig(Section):
     value_clip: float | None = Field(gt=0)
     value_coef: float = Field(gt=0)
     critic_learning_rate: float = Field(gt=0)
+    critic_init: Literal["reward_model", "sft"]
+    critic_warmup_steps: int = Field(ge=0)
 
 
 class GrpoConfig(Section):
@@ -223,14 +226,25 @@ class GrpoConfig(Section):
     normalize_std: bool
 
 
-class RlooConfig(Section):
+class GroupConfig(Section):
+    """An algorithm whose baseline comes from a prompt's other samples."""
+
     group_size: int = Field(ge=2)
+
+
+class SampleConfig(Section):
+    """An algorithm that needs no siblings: its baseline is the batch's mean or a greedy response."""
+
+    group_size: int = Field(ge=1)
 
 
 class KlConfig(Section):
     coef: float = Field(ge=0)
     placement: Literal["reward", "loss"]
     estimator: Literal["k1", "k2", "k3"]
+    target: float | None = Field(gt=0)
+    horizon: int = Field(gt=0)
+    refresh_reference_every: int | None = Field(gt=0)
 
     @model_validator(mode="after")
     def _k1_has_no_useful_gradient(self):
@@ -238,24 +252,127 @@ class KlConfig(Section):
             raise ValueError("estimator: expected k2 or k3 with placement loss, got k1; the gradient of k1 is zero in expectation")
         return self
 
+    @model_validator(mode="after")
+    def _nothing_without_a_coefficient(self):
+        for name, value in (("target", self.target), ("refresh_reference_every", self.refresh_reference_every)):
+            if self.coef == 0 and value is not None:
+                raise ValueError(f"{name}: expected null with coef 0, which turns the reference off, got {value}; raise coef or remove it")
+        return self
+
+
+LABEL_SCORERS = ("exact_match", "number", "math")  # they compare with the prompt's label
+
+
+class ScorerConfig(Section):
+    """One component of the reward; weight 0: only measured."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_]+$")
+    kind: Literal["reward_model", "function", "exact_match", "number", "math", "regex", "length", "judge"]
+    weight: float
+    normalization: Literal["initial", "running", "none"]
+    path: str | None = None  # reward_model: a folder, null takes the chain's own; function: file.py:name or package.module:name
+    pattern: str | None = None  # regex: 1 where it is found in the response, else 0
+    target_length: int | None = Field(default=None, gt=0)  # length: tokens
+    timeout: float = Field(default=60.0, gt=0)  # seconds for a step's responses
+
+    @model_validator(mode="after")
+    def _has_what_its_kind_needs(self):
+        needed = {"function": "path", "regex": "pattern", "length": "target_length"}.get(self.kind)
+        allowed = {"reward_model": {"path"}}.get(self.kind, {needed})
+        for field in ("path", "pattern", "target_length"):
+            given = getattr(self, field) is not None
+            if given and field not in allowed:
+                raise ValueError(f"{field}: expected none for a scorer of kind {self.kind}, got {getattr(self, field)!r}; remove it")
+            if not given and field == needed:
+                raise ValueError(f"{field}: expected a value for a scorer of kind {self.kind}, got none; set it")
+        if self.pattern is not None:
+            try:
+                re.compile(self.pattern)
+            except re.error as error:
+                raise ValueError(f"pattern: expected a regular expression, got {self.pattern!r} ({error}); correct it") from error
+        return self
+
+
+class OverlongConfig(Section):
+    """DAPO's soft penalty: from 0 at max_new_tokens - buffer tokens linearly to `penalty` at max_new_tokens."""
+
+    buffer: int = Field(gt=0)
+    penalty: float = Field(gt=0)
+
 
 class ScoreConfig(Section):
-    normalization: Literal["initial", "running", "none"]
+    scorers: list[ScorerConfig] = Field(min_length=1)
     normalization_samples: int = Field(ge=16)
     clip: float | None = Field(gt=0)
     no_eos_penalty: float = Field(ge=0)
+    mask_cut_off: bool
+    overlong: OverlongConfig | None
     max_unscored_fraction: float = Fraction
+
+    @model_validator(mode="after")
+    def _names_and_weights(self):
+        names = [s.name for s in self.scorers]
+        if len(set(names)) < len(names):
+            raise ValueError(f"scorers: expected different names, got {names}; rename one")
+        if not any(s.weight for s in self.scorers):
+            raise ValueError("scorers: expected one with a weight other than 0, got none; nothing would be learned")
+        return self
+
+
+class CorrectionConfig(Section):
+    kind: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask"]
+    low: float = Field(ge=0)
+    high: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _ordered(self):
+        if self.low >= self.high:
+            raise ValueError(f"low: expected less than high={self.high}, got {self.low}; swap or change them")
+        return self
+
+
+class DynamicSamplingConfig(Section):
+    enabled: bool
+    max_rounds: int = Field(ge=1)
+
+
+class PtxConfig(Section):
+    coef: float = Field(ge=0)
+    batch_size: int = Field(gt=0)
+
+
+class PeriodicEvaluationConfig(Section):
+    every: int | None = Field(gt=0)
+    prompts: int = Field(gt=0)
+    metric: str
+    keep_best: bool
+
+    @model_validator(mode="after")
+    def _best_of_something(self):
+        if self.keep_best and self.every is None:
+            raise ValueError("keep_best: expected a number of steps in every, got null; nothing would be compared")
+        return self
 
 
 class RolloutConfig(Section):
     max_new_tokens: int = Field(gt=0)
+    min_new_tokens: int = Field(ge=0)
     temperature: float = Field(gt=0)
+    top_p: float = Field(gt=0, le=1)
+    top_k: int | None = Field(gt=0)
+    stop: list[str]
     engines: int = Field(ge=1)
     gpus_per_engine: float = Field(gt=0)
     gpu_memory_fraction: float = Field(gt=0, lt=1)
     kv_cache_gib: int = Field(gt=0)
     max_concurrent_sequences: int = Field(gt=0)
     max_logprob_difference: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _min_within_max(self):
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens: expected at most max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}; lower it")
+        return self
 
 
 class TrainerConfig(Section):
@@ -271,8 +388,11 @@ class DeadlineConfig(Section):
     step: float = Field(gt=0)
 
 
+Algorithm = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"]
+
+
 class RlConfig(Section):
-    algorithm: Literal["ppo", "grpo", "rloo"]
+    algorithm: Algorithm
     steps: int = Field(gt=0)
     samples_per_step: int = Field(gt=0)
     minibatch_size: int = Field(gt=0)
@@ -281,28 +401,50 @@ class RlConfig(Section):
     warmup_steps: int = Field(ge=0)
     weight_decay: float = Field(ge=0)
     max_grad_norm: float = Field(gt=0)
-    loss_aggregation: Literal["token_mean", "sequence_mean"]
+    policy_loss: Literal["ppo_clip", "gspo", "cispo"]
+    loss_aggregation: Literal["auto", "token_mean", "sequence_mean", "constant_horizon"]
     clip_low: float = Field(gt=0, lt=1)
     clip_high: float = Field(gt=0)
+    dual_clip: float | None = Field(gt=1)
     entropy_coef: float = Field(ge=0)
+    moe_aux_coef: float = Field(ge=0)
+    max_approx_kl: float | None = Field(gt=0)
     ppo: PpoConfig
     grpo: GrpoConfig
-    rloo: RlooConfig
+    dr_grpo: GroupConfig
+    rloo: GroupConfig
+    reinforce_pp: SampleConfig
+    reinforce_pp_baseline: GroupConfig
+    remax: SampleConfig
     kl: KlConfig
     reward: ScoreConfig
+    correction: CorrectionConfig
+    dynamic_sampling: DynamicSamplingConfig
+    ptx: PtxConfig
+    prompt_weights: dict[str, float]
     rollout: RolloutConfig
+    evaluation: PeriodicEvaluationConfig
     trainer: TrainerConfig
     checkpoint_every: int = Field(gt=0)
     deadlines: DeadlineConfig
 
     @property
     def group_size(self) -> int:
-        return {"ppo": self.ppo, "grpo": self.grpo, "rloo": self.rloo}[self.algorithm].group_size
+        return getattr(self, self.algorithm).group_size
 
     @property
     def rollout_batch_size(self) -> int:
         """Prompts per step."""
         return self.samples_per_step // self.group_size
+
+    @property
+    def aggregation(self) -> str:
+        """What `auto` stands for: Dr. GRPO's constant horizon, GSPO's mean over sequences, otherwise the mean over tokens."""
+        if self.loss_aggregation != "auto":
+            return self.loss_aggregation
+        if self.policy_loss == "gspo":
+            return "sequence_mean"
+        return "constant_horizon" if self.algorithm == "dr_grpo" else "token_mean"
 
     @model_validator(mode="after")
     def _batches_divide(self):
@@ -314,10 +456,35 @@ class RlConfig(Section):
                 raise ValueError(
                     f"samples_per_step: expected a multiple of {what}={divisor}, got {self.samples_per_step}; change one of them"
                 )
-        if self.minibatch_size % self.trainer.ranks:
+        for what, divided in (("minibatch_size", self.minibatch_size), *((("ptx.batch_size", self.ptx.batch_size),) if self.ptx.coef else ())):
+            if divided % self.trainer.ranks:
+                raise ValueError(f"{what}: expected a multiple of trainer.ranks={self.trainer.ranks}, got {divided}; change one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _combinations_make_sense(self):
+        if self.policy_loss == "gspo" and self.aggregation != "sequence_mean":
             raise ValueError(
-                f"minibatch_size: expected a multiple of trainer.ranks={self.trainer.ranks}, got {self.minibatch_size}; change one of them"
+                f"loss_aggregation: expected sequence_mean or auto with policy_loss gspo, got {self.loss_aggregation}; its ratio is one per "
+                "sequence, and other means would weigh long responses again"
             )
+        if self.dual_clip is not None and self.policy_loss != "ppo_clip":
+            raise ValueError(f"dual_clip: expected null with policy_loss {self.policy_loss}, got {self.dual_clip}; it belongs to ppo_clip")
+        if self.dynamic_sampling.enabled and self.group_size < 2:
+            raise ValueError(
+                f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; a group of one is always all "
+                "right or all wrong"
+            )
+        if self.reward.overlong is not None and self.reward.overlong.buffer > self.rollout.max_new_tokens:
+            raise ValueError(
+                f"reward.overlong.buffer: expected at most rollout.max_new_tokens={self.rollout.max_new_tokens}, got "
+                f"{self.reward.overlong.buffer}; lower it"
+            )
+        known = ("score", *(s.name for s in self.reward.scorers))
+        if self.evaluation.metric not in known:
+            raise ValueError(f"evaluation.metric: expected one of {list(known)}, got {self.evaluation.metric!r}; name the score or a scorer")
+        if any(weight <= 0 for weight in self.prompt_weights.values()):
+            raise ValueError(f"prompt_weights: expected weights above 0, got {self.prompt_weights}; leave a source out of data.sources instead")
         return self
 
 
@@ -376,6 +543,24 @@ class Params(Section):
                     f"{key}.max_new_tokens: expected less than model.max_length={self.model.max_length}, got {new}; "
                     "no token would be left for the prompt"
                 )
+        return self
+
+
+    @model_validator(mode="after")
+    def _scorers_exist(self):
+        if not self.reward.enabled:
+            own = [s.name for s in self.rl.reward.scorers if s.kind == "reward_model" and s.path is None]
+            if own:
+                raise ValueError(f"rl.reward.scorers: expected none of kind reward_model without a path while reward.enabled is false, got {own}")
+            if self.rl.algorithm == "ppo" and self.rl.ppo.critic_init == "reward_model":
+                raise ValueError("rl.ppo.critic_init: expected sft while reward.enabled is false, got reward_model; there is none to start from")
+        prompted = [s for s in self.data.sources if "prompt" in s.uses]
+        if any(s.kind == "judge" for s in self.rl.reward.scorers) and (others := [s.name for s in prompted if s.kind != "clerk"]):
+            raise ValueError(f"rl.reward.scorers: expected no judge for prompts of sources {others}, got one; it only knows the built-in data")
+        if unknown := set(self.rl.prompt_weights) - {s.name for s in prompted}:
+            raise ValueError(
+                f"rl.prompt_weights: expected sources of prompts, {[s.name for s in prompted]}, got {sorted(unknown)}; correct the names"
+            )
         return self
 
 

@@ -49,10 +49,10 @@ class Rollout:
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """A rollout and the raw score of its response; NaN: it could not be scored."""
+    """A rollout and the raw score of its response by each scorer, by name; NaN: that one could not score it."""
 
     rollout: Rollout
-    score: float
+    components: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,13 @@ class RolloutBatch:
     response_ids: [B, R] int64, right-padded.         response_mask: [B, R] bool, True = sampled and trained on.
     rollout_logprobs: [B, R], from the sampling engine.
     old_logprobs: [B, R], from the trainer before the update.
+    sampler_logprobs: [B, R], from the trainer before the update, of the distribution that was sampled from: old_logprobs within the
+        tokens that top-p and top-k leave.
     ref_logprobs: [B, R], from the reference; equal to old_logprobs where no reference is used.
     values: [B, R], the critic's before each token; zeros where there is no critic.
-    scores: [B] raw, NaN = not scored.                group_ids: [B] int64.
-    finished: [B] bool.                               policy_versions: [B] int64.
+    components: scorer's name -> [B] raw scores, NaN = not scored.
+    baseline_components: the same of the greedy response to each row's prompt; empty where the algorithm asks for none.
+    group_ids: [B] int64.    finished: [B] bool.    policy_versions: [B] int64.
     """
 
     prompt_ids: torch.Tensor
@@ -75,9 +78,11 @@ class RolloutBatch:
     response_mask: torch.Tensor
     rollout_logprobs: torch.Tensor
     old_logprobs: torch.Tensor
+    sampler_logprobs: torch.Tensor
     ref_logprobs: torch.Tensor
     values: torch.Tensor
-    scores: torch.Tensor
+    components: dict[str, torch.Tensor]
+    baseline_components: dict[str, torch.Tensor]
     group_ids: torch.Tensor
     finished: torch.Tensor
     policy_versions: torch.Tensor
@@ -85,7 +90,11 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """What the update needs: the rollouts and their credit. Shapes as in RolloutBatch; advantages and returns [B, R]."""
+    """What the update needs: the rollouts and their credit. Shapes as in RolloutBatch.
+
+    advantages, returns: [B, R].
+    importance_weights: [B, R], of each token's policy loss, for samples of a policy that isn't quite the trainer's; 1 where uncorrected.
+    """
 
     prompt_ids: torch.Tensor
     prompt_mask: torch.Tensor
@@ -96,6 +105,7 @@ class TrainBatch:
     old_values: torch.Tensor
     advantages: torch.Tensor
     returns: torch.Tensor
+    importance_weights: torch.Tensor
 
     def select(self, rows: list[int]) -> TrainBatch:
         """Some rows, in the given order; columns that are padding in all of them go, but for one where no response counts."""
