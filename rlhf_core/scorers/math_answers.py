@@ -1,0 +1,99 @@
+"""Are two mathematical answers equal? Asked of math-verify (https://github.com/huggingface/Math-Verify) in a process of its own.
+
+A response can make the comparison endless or huge (10^{10^{10}}), and nothing within a process can end that in every case. So a
+child does it, under an alarm that kills it and a limit of its memory; then that response has no score and the next gets a new child.
+
+    python -m rlhf_core.scorers.math_answers    the child: a JSON line per question, a JSON line per answer
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+SECONDS = 5  # for one comparison
+MEMORY = 4 * 2**30  # bytes of the child's address space
+
+
+class MathComparer:
+    """The parent's side. The child starts with the first question and ends with its parent."""
+
+    def __init__(self):
+        self._child: subprocess.Popen[str] | None = None
+
+    def same(self, response: str, label: str) -> bool:
+        """Is the response's answer the label's? An answer is the last LaTeX in $...$ or \\boxed{...}, or else the last plain expression.
+
+        Raises:
+            ValueError: the label can't be read, or the comparison failed or took longer than SECONDS.
+            RuntimeError: the child can't be started.
+        """
+        if self._child is None:
+            self._child = _start()
+        child = self._child
+        try:
+            child.stdin.write(json.dumps({"response": response, "label": label}) + "\n")
+            child.stdin.flush()
+            answer = child.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            self._child = None
+            child.stdin.close()
+            child.stdout.close()
+            raise ValueError(f"the comparison took longer than {SECONDS} s or too much memory: its process ended with code {child.wait()}")
+        found = json.loads(answer)
+        if "error" in found:
+            raise ValueError(found["error"])
+        return found["same"]
+
+
+def _start() -> subprocess.Popen[str]:
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "rlhf_core.scorers.math_answers"]
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env={**os.environ, "PYTHONPATH": path}
+    )
+    if child.stdout.readline().strip() != "ready":
+        raise RuntimeError(f"math scorer: expected its process to start, got exit code {child.wait()}; is math-verify installed?")
+    return child
+
+
+def serve() -> None:
+    """The child's side: answers until its input ends."""
+    import logging
+
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts, by signals in threads, are off
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's business
+    print("ready", flush=True)
+    for line in sys.stdin:
+        question = json.loads(line)
+        signal.alarm(SECONDS)  # nobody handles it: the kernel ends the process, whatever it does
+        try:
+            expected = _read(math_verify, f"\\boxed{{{question['label']}}}") or _read(math_verify, question["label"])
+            if expected:
+                given = _read(math_verify, question["response"])
+                answer = {"same": math_verify.verify(expected, given, timeout_seconds=None, raise_on_error=True)}
+            else:
+                answer = {"error": f"the label has no mathematical answer to compare with: {question['label']!r}"}
+        except Exception as error:  # whatever a parser makes of a model's text
+            answer = {"error": f"the comparison failed with {type(error).__name__}: {error}"[:300]}
+        signal.alarm(0)
+        print(json.dumps(answer), flush=True)
+
+
+def _read(math_verify, text: str) -> list:
+    return math_verify.parse(text, parsing_timeout=None)
+
+
+if __name__ == "__main__":
+    serve()
