@@ -23,7 +23,9 @@ def load_function(path: str) -> Callable[..., Any]:
     """
     place, colon, name = path.rpartition(":")
     if not colon or not place or not name:
-        raise ValueError(f"scorer function {path}: expected path/file.py:name or package.module:name, got no such form; name the function too")
+        raise ValueError(
+            f"scorer function {path}: expected path/file.py:name or package.module:name, got no such form; name the function too"
+        )
     function = getattr(_module(path, place), name, None)
     if not callable(function):
         raise ValueError(f"scorer function {path}: expected a function {name} there, got {function!r}; correct the name")
@@ -40,7 +42,9 @@ def _module(path: str, place: str) -> ModuleType:
     try:
         return _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # a user's module may raise anything when it is imported
-        raise ValueError(f"scorer function {path}: expected an importable module, got {type(error).__name__} ({error}); correct it") from error
+        raise ValueError(
+            f"scorer function {path}: expected an importable module, got {type(error).__name__} ({error}); correct it"
+        ) from error
 
 
 def _from_file(file: Path) -> ModuleType:
