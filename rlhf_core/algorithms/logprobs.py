@@ -24,6 +24,34 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, *, temperature
     return scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)
 
 
+def sampler_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, *, temperature: float, top_k: int | None, top_p: float) -> torch.Tensor:
+    """Log-probability of each given token under what it was sampled from: the tokens that top-k and top-p leave, renormalised.
+
+    First the top_k largest logits stay (ties with the smallest of them too), then of those the most probable ones, up to and including
+    the first at which their summed probability passes top_p; that is vLLM's order. Without either it is `token_logprobs`.
+
+    A given token always stays: it was sampled, so it can only have fallen out by rounding at the border.
+
+    Args:
+        logits, token_ids, temperature: as of `token_logprobs`.
+        top_k: None: all tokens.
+        top_p: above 0, at most 1; 1: all tokens.
+    Returns:
+        [N], natural logarithms.
+    """
+    scaled = _scaled(logits, temperature)
+    values, order = scaled.sort(-1)
+    if top_k is not None and top_k < values.shape[-1]:
+        values = values.masked_fill(values < values[:, -top_k, None], -torch.inf)
+    if top_p < 1.0:
+        dropped = values.softmax(-1).cumsum(-1) <= 1 - torch.tensor(top_p, dtype=values.dtype)
+        dropped[:, -1] = False
+        values = values.masked_fill(dropped, -torch.inf)
+    sampled = scaled.gather(-1, token_ids.unsqueeze(-1))
+    kept = torch.empty_like(values).scatter(-1, order, values).scatter(-1, token_ids.unsqueeze(-1), sampled)
+    return sampled.squeeze(-1) - kept.logsumexp(-1)
+
+
 def token_entropy(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
     """Entropy of the next-token distribution, in nats: -sum_v p_v log p_v.
 

@@ -96,6 +96,13 @@ def equal_count(parts: list[list[int]]) -> list[list[int]]:
     return parts
 
 
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The sum of every rank's values, the same bits on each."""
+    total = values.to(device(), copy=True)
+    dist.all_reduce(total)
+    return total
+
+
 class TrainEngine:
     """One trained module: forward, backward of loss shares, step, full weights, checkpoint."""
 
@@ -107,12 +114,12 @@ class TrainEngine:
         # With ZeRO or bfloat16 DeepSpeed's own optimizers clip and keep the norm; in plain float32 it doesn't report it.
         self._clips_itself = settings.zero_stage == 0 and settings.dtype == "float32"
         self._grad_norm = 0.0
-        optimizer, scheduler = self._optimizer(module)
+        self._torch_optimizer, scheduler = self._optimizer(module)
         self._engine, self._optim, _, _ = deepspeed.initialize(
-            model=module, optimizer=optimizer, lr_scheduler=scheduler, config=self._config()
+            model=module, optimizer=self._torch_optimizer, lr_scheduler=scheduler, config=self._config()
         )
         if self._clips_itself:
-            optimizer.register_step_pre_hook(self._clip)
+            self._torch_optimizer.register_step_pre_hook(self._clip)
 
     def _optimizer(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         s = self._settings
@@ -160,6 +167,20 @@ class TrainEngine:
         """Reduce over ranks, clip, update, advance the schedule. Returns the gradient norm before clipping."""
         self._engine.step()
         return self._grad_norm if self._clips_itself else float(self._engine.get_global_grad_norm())
+
+    def discard(self) -> None:
+        """Drop the gradients since the last step; parameters, optimizer state and schedule stay as they are.
+
+        Where they lie, and in what buffers, depends on the ZeRO stage. So DeepSpeed ends the step as always, which clears them all, while
+        optimizer and schedule stand still.
+        """
+        step, schedule = self._torch_optimizer.step, self._engine.lr_scheduler
+        self._torch_optimizer.step = lambda *_, **__: None
+        self._engine.lr_scheduler = None
+        try:
+            self._engine.step()
+        finally:
+            self._torch_optimizer.step, self._engine.lr_scheduler = step, schedule
 
     @property
     def learning_rate(self) -> float:

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_core.config import ModelConfig
 
@@ -125,6 +126,11 @@ def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], toke
     """A Hugging Face folder: config, safetensors, tokenizer with its chat template."""
     model.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
     tokenizer.save_pretrained(folder)
+
+
+def checkpoint_names(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights as in the model's Hugging Face folder, which other libraries load: experts, in memory one tensor, are apart there."""
+    return revert_weight_conversion(model, dict(state_dict))
 
 
 def read_state_dict(folder: Path) -> dict[str, torch.Tensor]:

@@ -7,12 +7,13 @@ attention mask is needed. The vocabulary projection runs on the selected positio
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlhf_core.algorithms.logprobs import token_entropy, token_logprobs
+from rlhf_core.algorithms.logprobs import sampler_logprobs, token_entropy, token_logprobs
 from rlhf_core.models.build import scalar_head, trunk
 
 
@@ -42,6 +43,21 @@ def collate_tokens(sequences: list[list[int]], starts: list[int], *, pad_id: int
     return TokenBatch(input_ids, selected)
 
 
+class PolicyOutput(NamedTuple):
+    """Of the N selected tokens, row by row. What wasn't asked for is None. A tuple, which DeepSpeed's hooks look into.
+
+    logprobs: [N].
+    entropy: [N], of the distribution that the token comes from.
+    sampler_logprobs: [N], within the tokens that top-k and top-p leave.
+    router_logits: [layers * M, E], of the M routed tokens in each layer with experts.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None
+    sampler_logprobs: torch.Tensor | None
+    router_logits: torch.Tensor | None
+
+
 class PolicyModule(nn.Module):
     """Log-probabilities of selected tokens under a causal language model."""
 
@@ -50,17 +66,36 @@ class PolicyModule(nn.Module):
         self.model = model
 
     def forward(
-        self, batch: TokenBatch, *, temperature: float = 1.0, with_entropy: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probability [N] of each selected token given all before it, row by row; and the entropy [N] there if asked for.
+        self,
+        batch: TokenBatch,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        routed: torch.Tensor | None = None,
+    ) -> PolicyOutput:
+        """Log-probability of each selected token given all before it.
 
         The first token of a sequence can't be selected: nothing predicts it.
+
+        Args:
+            with_entropy: also the entropy.
+            top_k, top_p: with either, also the sampler's log-probabilities.
+            routed: [B, T] bool, the tokens whose router logits are wanted; only of a model with experts.
         """
-        hidden = trunk(self.model)(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        routing = {} if routed is None else {"output_router_logits": True}
+        outputs = trunk(self.model)(input_ids=batch.input_ids, use_cache=False, **routing)
         predicted = batch.selected[:, 1:]
-        logits = self.model.get_output_embeddings()(hidden[:, :-1][predicted])
-        entropy = token_entropy(logits, temperature=temperature) if with_entropy else None
-        return token_logprobs(logits, batch.input_ids[:, 1:][predicted], temperature=temperature), entropy
+        logits = self.model.get_output_embeddings()(outputs.last_hidden_state[:, :-1][predicted])
+        ids = batch.input_ids[:, 1:][predicted]
+        filtered = top_k is not None or top_p < 1.0
+        return PolicyOutput(
+            token_logprobs(logits, ids, temperature=temperature),
+            token_entropy(logits, temperature=temperature) if with_entropy else None,
+            sampler_logprobs(logits, ids, temperature=temperature, top_k=top_k, top_p=top_p) if filtered else None,
+            None if routed is None else torch.cat([layer[routed.flatten()] for layer in outputs.router_logits]),
+        )
 
 
 class ScalarModule(nn.Module):

@@ -7,8 +7,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rlhf_core.algorithms.advantages import gae, grpo, rloo, token_rewards, whiten
+from rlhf_core.algorithms.advantages import (
+    dr_grpo,
+    gae,
+    grpo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    remax,
+    rloo,
+    token_rewards,
+    whiten,
+)
+from rlhf_core.algorithms.corrections import importance_weights
 from rlhf_core.algorithms.kl import KL_ESTIMATORS
+from rlhf_core.algorithms.shaping import overlong_penalty
 from rlhf_core.config import RlConfig, ScoreConfig
 from rlhf_core.types import RolloutBatch, TrainBatch
 
@@ -37,66 +49,101 @@ class Moments:
 
 
 class RewardNormalizer:
-    """Scores to rewards of mean 0 and std 1, by the initial policy's samples or by all so far.
+    """Scores to one reward: the weighted sum of the scorers' scores, each of mean 0 and std 1 if so configured.
 
-    `initial` is the normalisation of Ziegler et al. 2019, section 2.2 (https://arxiv.org/abs/1909.08593).
+    `initial` is the normalisation of Ziegler et al. 2019, section 2.2 (https://arxiv.org/abs/1909.08593): by the initial policy's
+    samples. `running` is by all samples so far.
+
+    moments: of each scorer that is normalised, by name; state to be saved and set again.
     """
 
     def __init__(self, config: ScoreConfig):
         self._config = config
-        self.moments = Moments()
+        self._rewarded = [s for s in config.scorers if s.weight]
+        self.moments = {s.name: Moments() for s in self._rewarded if s.normalization != "none"}
 
-    def calibrate(self, scores: torch.Tensor | None) -> None:
-        """Take the statistics of the initial policy's scores; None where the configuration needs none.
+    @property
+    def needs_calibration(self) -> bool:
+        return any(s.normalization == "initial" for s in self._rewarded)
+
+    def calibrate(self, components: dict[str, torch.Tensor] | None) -> None:
+        """Take the statistics of the initial policy's scores, by scorer's name; None where the configuration needs none.
 
         Raises:
-            ValueError: no score is finite.
+            ValueError: a scorer has no finite score.
         """
-        if scores is None:
+        if components is None:
             return
-        self.moments = Moments().merge(scores)
-        if self.moments.count == 0:
-            raise ValueError(
-                f"reward normalisation: expected scores of the initial policy's {len(scores)} samples, got none that is finite; "
-                "see what the reward model says, and whether model.max_length is long enough for it"
-            )
+        for scorer in self._rewarded:
+            if scorer.normalization != "initial":
+                continue
+            scores = components[scorer.name]
+            self.moments[scorer.name] = Moments().merge(scores)
+            if self.moments[scorer.name].count == 0:
+                raise ValueError(
+                    f"reward normalisation of {scorer.name}: expected scores of the initial policy's {len(scores)} samples, got none that "
+                    "is finite; see what that scorer says, and whether model.max_length is long enough for a reward model"
+                )
 
-    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        """Normalised and clipped rewards [B]; NaN where the score isn't finite."""
-        scores = scores.where(scores.isfinite(), torch.nan)
-        if self._config.normalization == "running":
-            self.moments = self.moments.merge(scores)
-        if self._config.normalization != "none":
-            scores = (scores - self.moments.mean) / max(self.moments.std, 1e-6)
+    def __call__(self, components: dict[str, torch.Tensor], *, learn: bool = True) -> torch.Tensor:
+        """Rewards [B], clipped as a whole; NaN where one of the scores that count isn't finite.
+
+        Args:
+            components: scorer's name -> [B] raw scores.
+            learn: False leaves running statistics as they are.
+        """
+        total = 0.0
+        for scorer in self._rewarded:
+            scores = _known(components[scorer.name])
+            if scorer.normalization == "running" and learn:
+                self.moments[scorer.name] = self.moments[scorer.name].merge(scores)
+            if scorer.normalization != "none":
+                moments = self.moments[scorer.name]
+                scores = (scores - moments.mean) / max(moments.std, 1e-6)
+            total = total + scorer.weight * scores
         limit = self._config.clip
-        return scores if limit is None else scores.clamp(-limit, limit)
+        return total if limit is None else total.clamp(-limit, limit)
 
 
-def assign_credit(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNormalizer) -> tuple[TrainBatch, dict[str, float]]:
+def weighted_score(components: dict[str, torch.Tensor], config: ScoreConfig) -> torch.Tensor:
+    """The raw scores' weighted sum [B], neither normalised nor clipped; NaN where one of the scores that count isn't finite."""
+    return sum(s.weight * _known(components[s.name]) for s in config.scorers if s.weight)
+
+
+def _known(scores: torch.Tensor) -> torch.Tensor:
+    return scores.where(scores.isfinite(), torch.nan)
+
+
+def assign_credit(
+    batch: RolloutBatch, rl: RlConfig, normalizer: RewardNormalizer, *, kl_coef: float
+) -> tuple[TrainBatch, dict[str, float]]:
     """Advantages (and returns, for the critic) of a batch by `rl.algorithm`. The normaliser may move on.
 
-    A response that could not be scored (its score isn't finite) is masked: neither policy nor critic learns from it.
+    A response that could not be scored (a score that counts isn't finite) is masked: neither policy nor critic learns from it, and no
+    statistic sees it. So is one that was cut off, where rl.reward.mask_cut_off says so.
+
+    Args:
+        kl_coef: of the KL in the reward; unused where it is a term of the loss.
     """
-    mask = batch.response_mask & batch.scores.isfinite()[:, None]
-    rewards = normalizer(batch.scores) - rl.reward.no_eos_penalty * (~batch.finished).float()
-    kl_coef = rl.kl.coef if rl.kl.placement == "reward" else 0.0
+    rewards = shaped_rewards(batch, rl, normalizer)
+    mask = batch.response_mask & rewards.isfinite()[:, None]
+    if rl.kl.placement == "loss":
+        kl_coef = 0.0
     kl = torch.where(mask, KL_ESTIMATORS[rl.kl.estimator](batch.old_logprobs, batch.ref_logprobs), 0.0)
-    returns = torch.zeros_like(batch.values)
-    metrics = {}
-    if rl.algorithm == "ppo":
-        per_token = token_rewards(rewards, kl, mask, kl_coef=kl_coef)
-        advantages, returns = gae(per_token, batch.values, mask, gamma=rl.ppo.gamma, gae_lambda=rl.ppo.gae_lambda)
-        metrics["explained_variance"] = explained_variance(batch.values, returns, mask)
-        if rl.ppo.whiten_advantages:
-            advantages = whiten(advantages, mask)
-    else:
-        sequence_rewards = rewards - kl_coef * kl.sum(1)
-        if rl.algorithm == "grpo":
-            advantages = grpo(sequence_rewards, batch.group_ids, mask, normalize_std=rl.grpo.normalize_std)
-        else:
-            advantages = rloo(sequence_rewards, batch.group_ids, mask)
-    scored = rewards - kl_coef * kl.sum(1)
-    metrics["reward_mean"] = float(scored[scored.isfinite()].mean())
+    with_kl = rewards - kl_coef * kl.sum(1)
+    advantages, returns, metrics = _advantages(batch, rl, normalizer, rewards=rewards, kl=kl, kl_coef=kl_coef, mask=mask)
+    weights, correction_metrics = importance_weights(
+        batch.sampler_logprobs,
+        batch.rollout_logprobs,
+        mask,
+        kind=rl.correction.kind,
+        low=rl.correction.low,
+        high=rl.correction.high,
+    )
+    learned = mask.any(1)
+    metrics |= correction_metrics
+    metrics["reward_mean"] = float(with_kl[with_kl.isfinite()].mean())
+    metrics["advantage_zero_fraction"] = float((advantages[learned] == 0).all(1).float().mean())
     train_batch = TrainBatch(
         prompt_ids=batch.prompt_ids,
         prompt_mask=batch.prompt_mask,
@@ -107,8 +154,62 @@ def assign_credit(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNormalize
         old_values=batch.values,
         advantages=advantages,
         returns=returns,
+        importance_weights=weights,
     )
     return train_batch, metrics
+
+
+def shaped_rewards(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNormalizer) -> torch.Tensor:
+    """Normalised rewards less the penalties for length [B], before any KL; NaN: nothing is to be learned from the response."""
+    config, components = rl.reward, batch.components
+    if config.mask_cut_off:
+        components = {name: scores.where(batch.finished, torch.nan) for name, scores in components.items()}
+    rewards = normalizer(components) - config.no_eos_penalty * (~batch.finished).float()
+    if config.overlong is not None:
+        rewards = rewards - overlong_penalty(
+            batch.response_mask.sum(1),
+            max_new_tokens=rl.rollout.max_new_tokens,
+            buffer=config.overlong.buffer,
+            penalty=config.overlong.penalty,
+        )
+    return rewards
+
+
+def _advantages(
+    batch: RolloutBatch,
+    rl: RlConfig,
+    normalizer: RewardNormalizer,
+    *,
+    rewards: torch.Tensor,
+    kl: torch.Tensor,
+    kl_coef: float,
+    mask: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    """Advantages and returns [B, R] by the algorithm, and its metrics. Returns are zeros where there is no critic.
+
+    With a baseline per response the KL is subtracted from the rewards before the baseline is.
+    """
+    zeros = torch.zeros_like(batch.values)
+    per_token = token_rewards(rewards, kl, mask, kl_coef=kl_coef)
+    per_response = rewards - kl_coef * kl.sum(1)
+    match rl.algorithm:
+        case "ppo":
+            advantages, returns = gae(per_token, batch.values, mask, gamma=rl.ppo.gamma, gae_lambda=rl.ppo.gae_lambda)
+            if rl.ppo.whiten_advantages:
+                advantages = whiten(advantages, mask)
+            return advantages, returns, {"explained_variance": explained_variance(batch.values, returns, mask)}
+        case "grpo":
+            return grpo(per_response, batch.group_ids, mask, normalize_std=rl.grpo.normalize_std), zeros, {}
+        case "dr_grpo":
+            return dr_grpo(per_response, batch.group_ids, mask), zeros, {}
+        case "rloo":
+            return rloo(per_response, batch.group_ids, mask), zeros, {}
+        case "reinforce_pp":
+            return reinforce_pp(per_token, mask, gamma=1.0), zeros, {}
+        case "reinforce_pp_baseline":
+            return reinforce_pp_baseline(per_response, batch.group_ids, mask), zeros, {}
+        case "remax":
+            return remax(per_response, normalizer(batch.baseline_components, learn=False), mask), zeros, {}
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic import model_validator
+
 from rlhf_core.config import ModelConfig, RlConfig, Section, TrackingConfig
 
 # The job's exit code when the same again would end the same; EX_DATAERR of sysexits.h. Any other: a crash, worth another try.
@@ -14,7 +16,8 @@ class RlJob(Section):
     """Paths are absolute; on a cluster they are on a file system that every node sees.
 
     prepared: folder of the canonical data. sft_model: where the policy starts and what the reference is.
-    reward_model: also where PPO's critic starts. work: checkpoints and curves. output: the final policy's folder.
+    reward_model: where PPO's critic starts, or None where it starts elsewhere. scorer_models: the folder of each scorer of kind
+    reward_model, by name. work: checkpoints and curves. output: the final policy's folder.
     """
 
     seed: int
@@ -25,10 +28,20 @@ class RlJob(Section):
     run_name: str
     prepared: str
     sft_model: str
-    reward_model: str
+    reward_model: str | None
+    scorer_models: dict[str, str]
     work: str
     output: str
     timings: str
+
+    @model_validator(mode="after")
+    def _models_are_named(self):
+        wanted = sorted(s.name for s in self.rl.reward.scorers if s.kind == "reward_model")
+        if sorted(self.scorer_models) != wanted:
+            raise ValueError(f"scorer_models: expected a folder for each of {wanted}, got {sorted(self.scorer_models)}; name each scorer's")
+        if self.reward_model is None and self.rl.algorithm == "ppo" and self.rl.ppo.critic_init == "reward_model":
+            raise ValueError("reward_model: expected a folder for the critic to start from, got none; set it or rl.ppo.critic_init")
+        return self
 
     def write(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=1), encoding="utf-8")

@@ -78,8 +78,7 @@ def _loss_tokens(examples: list[Demonstration]) -> int:
 
 def _negative_logprob(engine: TrainEngine, examples: list[Demonstration], pad_id: int):
     batch = collate_tokens([e.ids for e in examples], [e.start for e in examples], pad_id=pad_id).to(device())
-    logprobs, _ = engine(batch)
-    return -logprobs.sum()
+    return -engine(batch).logprobs.sum()
 
 
 def _backward(engine: TrainEngine, examples: list[Demonstration], num_loss_tokens: int, pad_id: int) -> float:

@@ -1,0 +1,216 @@
+"""The update of RL training on one rank: losses of policy and critic, and what else goes into an optimizer step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from rlhf_core.algorithms.aggregation import aggregate
+from rlhf_core.algorithms.kl import kl_loss_term
+from rlhf_core.algorithms.load_balancing import expert_counts, load_balancing_loss
+from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, value_loss
+from rlhf_core.config import RlConfig
+from rlhf_core.data.batching import microbatches
+from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
+from rlhf_core.models.wrappers import TokenBatch, collate_tokens
+from rlhf_core.types import TrainBatch
+
+Totals = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """This rank's rows of one optimizer step's batch, and the denominators of the whole step, all ranks together.
+
+    ptx: this rank's demonstrations, ids and where the part to be learned starts; empty where rl.ptx.coef is 0.
+    """
+
+    batch: TrainBatch
+    num_loss_tokens: int
+    num_sequences: int
+    ptx: list[tuple[list[int], int]]
+    num_ptx_tokens: int
+
+
+@dataclass(frozen=True)
+class RlUpdate:
+    """Optimizer steps of policy and critic.
+
+    kl_coef: of the KL in the loss; unused where it is part of the reward.
+    train_policy: False: only the critic learns.
+    experts_per_token: of a policy with experts whose load is to be balanced; None: no load balancing.
+    """
+
+    rl: RlConfig
+    policy: TrainEngine
+    critic: TrainEngine | None
+    pad_id: int
+    device: torch.device
+    kl_coef: float
+    train_policy: bool
+    experts_per_token: int | None
+
+    def run(self, minibatches: list[Minibatch]) -> Totals:
+        """One optimizer step for each minibatch, until one is too far from the sampling policy.
+
+        Returns sums over this rank's tokens, and norms over all ranks. The tokens of a minibatch that was too far count (so that its
+        approx_kl shows), its losses and norms don't: nothing was stepped.
+        """
+        totals: Totals = defaultdict(float, optimizer_steps=0, stopped_early=0)
+        for minibatch in minibatches:
+            losses: Totals = defaultdict(float)
+            if not self._backward(minibatch, losses, totals):
+                totals["stopped_early"] = 1
+                break
+            if self.train_policy:
+                losses["grad_norm"] = self.policy.step()
+            if self.critic is not None:
+                losses["critic_grad_norm"] = self.critic.step()
+            for name, value in losses.items():
+                totals[name] += value
+            totals["optimizer_steps"] += 1
+        return dict(totals)
+
+    def _backward(self, minibatch: Minibatch, losses: Totals, totals: Totals) -> bool:
+        """Gradients of a whole optimizer step. False: it is too far from the sampling policy, and the gradients are dropped."""
+        parts = self._parts(minibatch.batch)
+        counts = self._expert_counts(minibatch.batch, parts) if self.train_policy and self.experts_per_token is not None else None
+        approx_kl = 0.0
+        for rows in parts:
+            part = minibatch.batch.select(rows).to(self.device)
+            tokens = contiguous(part)
+            totals["tokens"] += int(part.response_mask.sum())
+            if self.train_policy:
+                stats = self._policy_backward(part, tokens, minibatch, counts, losses)
+                for name, value in stats.items():
+                    totals[name] += value
+                approx_kl += stats["approx_kl_sum"]
+            if self.critic is not None:
+                self._critic_backward(part, tokens, minibatch, losses)
+        if self.train_policy and self._too_far(approx_kl, minibatch.num_loss_tokens):
+            self.policy.discard()
+            if self.critic is not None:
+                self.critic.discard()
+            return False
+        if self.train_policy and self.rl.ptx.coef:
+            self._ptx_backward(minibatch, losses)
+        return True
+
+    def _parts(self, batch: TrainBatch) -> list[list[int]]:
+        lengths = (batch.prompt_mask.sum(1) + batch.response_mask.sum(1)).tolist()
+        return equal_count(microbatches(lengths, max_tokens=self.rl.trainer.microbatch_tokens))
+
+    def _too_far(self, approx_kl_sum: float, num_loss_tokens: int) -> bool:
+        """Whether the minibatch's mean of KL(sampling policy || policy), over all ranks' tokens, is above rl.max_approx_kl."""
+        limit = self.rl.max_approx_kl
+        if limit is None:
+            return False
+        total = sum_over_ranks(torch.tensor(approx_kl_sum, dtype=torch.float64))
+        return not float(total) / max(num_loss_tokens, 1) <= limit
+
+    # Policy
+
+    def _policy_backward(
+        self, part: TrainBatch, tokens: TokenBatch, minibatch: Minibatch, counts: torch.Tensor | None, losses: Totals
+    ) -> Totals:
+        rl, mask = self.rl, part.response_mask
+        routed = None if counts is None else real_tokens(part)
+        output = self.policy(tokens, temperature=rl.rollout.temperature, with_entropy=True, routed=routed)
+        logprobs = _unflatten(output.logprobs.float(), mask)
+        bounds = {"clip_low": rl.clip_low, "clip_high": rl.clip_high}
+        if rl.policy_loss == "ppo_clip":
+            bounds["dual_clip"] = rl.dual_clip
+        token_loss, stats = POLICY_LOSSES[rl.policy_loss](logprobs, part.old_logprobs, part.advantages, mask, **bounds)
+        token_loss = token_loss * part.importance_weights.where(mask, 0.0)
+        if rl.kl.placement == "loss" and self.kl_coef:
+            token_loss = token_loss + self.kl_coef * kl_loss_term(
+                logprobs, part.old_logprobs, part.ref_logprobs, mask, estimator=rl.kl.estimator
+            )
+        if rl.entropy_coef:
+            token_loss = token_loss - rl.entropy_coef * _unflatten(output.entropy.float(), mask)
+        loss = self._aggregate(token_loss, part, minibatch)
+        losses["policy_loss"] += float(loss.detach())
+        if counts is not None:
+            balance = load_balancing_loss(output.router_logits, counts, top_k=self.experts_per_token)
+            losses["moe_aux_loss"] += float(balance.detach())
+            loss = loss + rl.moe_aux_coef * balance
+        self.policy.backward(loss)
+        return {
+            "entropy_sum": float(output.entropy.detach().sum()),
+            "clip_frac_sum": float(stats["clip_frac_sum"]),
+            "approx_kl_sum": float(stats["approx_kl_sum"]),
+        }
+
+    @torch.no_grad()
+    def _expert_counts(self, batch: TrainBatch, parts: list[list[int]]) -> torch.Tensor:
+        """How often the current policy chooses each expert, over the whole optimizer step; a forward pass ahead of the gradients."""
+        counts = 0.0
+        for rows in parts:
+            part = batch.select(rows).to(self.device)
+            router_logits = self.policy(contiguous(part), routed=real_tokens(part)).router_logits
+            counts = counts + expert_counts(router_logits, top_k=self.experts_per_token)
+        return sum_over_ranks(counts)
+
+    def _ptx_backward(self, minibatch: Minibatch, losses: Totals) -> None:
+        """The SFT loss of demonstrations, at temperature 1: minus the mean log-probability over all ranks' tokens.
+
+        Source: Ouyang et al. 2022 (InstructGPT), https://arxiv.org/abs/2203.02155, equation 2.
+        """
+        examples = minibatch.ptx
+        for rows in equal_count(microbatches([len(ids) for ids, _ in examples], max_tokens=self.rl.trainer.microbatch_tokens)):
+            batch = collate_tokens([examples[i][0] for i in rows], [examples[i][1] for i in rows], pad_id=self.pad_id)
+            loss = -self.policy(batch.to(self.device)).logprobs.float().sum() / max(minibatch.num_ptx_tokens, 1)
+            self.policy.backward(self.rl.ptx.coef * loss)
+            losses["ptx_loss"] += float(loss.detach())
+
+    # Critic
+
+    def _critic_backward(self, part: TrainBatch, tokens: TokenBatch, minibatch: Minibatch, losses: Totals) -> None:
+        ppo = self.rl.ppo
+        values = _unflatten(self.critic(before(tokens)), part.response_mask)
+        token_loss = value_loss(values, part.old_values, part.returns, part.response_mask, value_clip=ppo.value_clip)
+        loss = ppo.value_coef * self._aggregate(token_loss, part, minibatch)
+        self.critic.backward(loss)
+        losses["value_loss"] += float(loss.detach())
+
+    def _aggregate(self, token_loss: torch.Tensor, part: TrainBatch, minibatch: Minibatch) -> torch.Tensor:
+        return aggregate(
+            token_loss,
+            part.response_mask,
+            mode=self.rl.aggregation,
+            num_loss_tokens=minibatch.num_loss_tokens,
+            num_sequences=minibatch.num_sequences,
+            horizon=self.rl.rollout.max_new_tokens,
+        )
+
+
+def before(batch: TokenBatch) -> TokenBatch:
+    """The positions just before the selected ones: what the critic sees when a token is about to be taken."""
+    selected = torch.zeros_like(batch.selected)
+    selected[:, :-1] = batch.selected[:, 1:]
+    return TokenBatch(batch.input_ids, selected)
+
+
+def contiguous(batch: TrainBatch) -> TokenBatch:
+    """Left-padded prompts and right-padded responses as right-padded sequences [B, T], response tokens selected."""
+    ids = torch.cat([batch.prompt_ids, batch.response_ids], dim=1)
+    selected = torch.cat([torch.zeros_like(batch.prompt_mask), batch.response_mask], dim=1)
+    padding = (~batch.prompt_mask).sum(1, keepdim=True)
+    source = (torch.arange(ids.shape[1], device=ids.device) + padding).clamp(max=ids.shape[1] - 1)
+    beyond = torch.arange(ids.shape[1], device=ids.device) + padding >= ids.shape[1]
+    return TokenBatch(ids.gather(1, source), selected.gather(1, source) & ~beyond)
+
+
+def real_tokens(batch: TrainBatch) -> torch.Tensor:
+    """The positions [B, T] in `contiguous` of the prompt and of the response up to its last trained token; bool."""
+    columns = torch.arange(1, batch.response_mask.shape[1] + 1, device=batch.response_mask.device)
+    lengths = batch.prompt_mask.sum(1) + (batch.response_mask * columns).amax(1)
+    width = batch.prompt_mask.shape[1] + batch.response_mask.shape[1]
+    return torch.arange(width, device=lengths.device) < lengths[:, None]
+
+
+def _unflatten(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Flat values [N] at the True positions of a mask [B, R], zeros elsewhere; gradients flow."""
+    return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
