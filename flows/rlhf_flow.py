@@ -118,14 +118,14 @@ def _with_retries(stage: str, config: FlowConfig):
 
 
 def is_gate(stage: str) -> bool:
-    """Stages named gate_* write `passed` and `message` into their metrics, and exit with an error when not passed."""
+    """Stages named gate_* write `needed`, `passed` and `message` into their metrics, and exit with an error when needed and not passed."""
     return stage.startswith("gate_")
 
 
 def _publish_gate(workspace: Path, stage: str) -> None:
     verdict = read_metrics(workspace, stage) if is_gate(stage) else None
     if verdict is not None:
-        title = "passed" if verdict["passed"] else "rejected"
+        title = "passed" if verdict["passed"] else "rejected" if verdict["needed"] else "not needed"
         create_markdown_artifact(f"# {stage}: {title}\n\n{verdict['message']}", key=stage.replace("_", "-"), description=f"Gate {title}")
 
 

@@ -30,7 +30,13 @@ def _validation(m: dict[str, Any]) -> str:
     return f"{len(checks)} expectations, {failed or 'none'} failed"
 
 
+def _reward(m: dict[str, Any]) -> str:
+    return f"held-out accuracy {m['heldout_accuracy']:.3f}" if m["trained"] else "none trained"
+
+
 def _gate(m: dict[str, Any]) -> str:
+    if not m["needed"]:
+        return "not needed"
     return f"accuracy {m['accuracy']:.3f}, at least {m['low']:.3f} (needs {m['threshold']:.3f}): {'passed' if m['passed'] else 'rejected'}"
 
 
@@ -41,7 +47,7 @@ def _rl(m: dict[str, Any]) -> str:
 def _evaluation(m: dict[str, Any]) -> str:
     greedy, name, key = m["greedy"], "judge", "judge_ok"
     if key not in greedy["policy"]:
-        name, key = "reward", "reward_mean"
+        name, key = "score", "score_mean"
     return f"{name} {greedy['sft'][key]:.2f} -> {greedy['policy'][key]:.2f} (greedy), win rate {m['win_rate']['greedy']['value']:.2f}"
 
 
@@ -50,7 +56,7 @@ KEY_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
     "prepare_data": _rows,
     "validate_data": _validation,
     "train_sft": lambda m: f"held-out loss {m['heldout_loss']:.3f}",
-    "train_reward": lambda m: f"held-out accuracy {m['heldout_accuracy']:.3f}",
+    "train_reward": _reward,
     "gate_reward": _gate,
     "train_rl": _rl,
     "evaluate": _evaluation,

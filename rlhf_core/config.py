@@ -20,9 +20,9 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "validate_data": ("validation", "model"),
     "train_sft": ("seed", "model", "sft"),
     "train_reward": ("seed", "model", "reward"),
-    "gate_reward": ("gate",),
+    "gate_reward": ("reward", "gate"),
     "train_rl": ("seed", "model", "rl"),
-    "evaluate": ("seed", "model", "evaluation"),
+    "evaluate": ("seed", "model", "rl", "evaluation"),
     "report": ("seed", "model", "data", "sft", "reward", "gate", "rl", "evaluation", "report"),
 }
 # Sections that change no result: no stage depends on them.

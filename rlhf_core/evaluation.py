@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,25 +19,28 @@ ASPECTS = ("correct", "polite", "brief", "safe")
 
 @dataclass(frozen=True)
 class Answer:
-    """One model's answer to one prompt: its text, its reward-model score (NaN: none) and the judge's word where there is a judge."""
+    """One model's answer to one prompt.
+
+    score: the raw weighted sum of the scorers' scores (NaN: none); components: each scorer's, by name.
+    judgement: the judge's word where there is a judge.
+    """
 
     prompt: Prompt
     response_ids: list[int]
     text: str
     finished: bool
     score: float
+    components: dict[str, float]
     judgement: Judgement | None
 
 
-def summarize(answers: list[Answer], *, confidence: float) -> dict[str, float | int]:
+def summarize(answers: list[Answer], *, confidence: float) -> dict[str, Any]:
     """Means over answers; a score that isn't finite is left out (NaN if all are), and the judge's shares are over what it can judge."""
-    scores = [a.score for a in answers if math.isfinite(a.score)]
-    low, high = mean_interval(scores, confidence)
+    score = _mean([a.score for a in answers], confidence)
     summary = {
         "n": len(answers),
-        "reward_mean": sum(scores) / len(scores) if scores else math.nan,
-        "reward_low": low,
-        "reward_high": high,
+        **{f"score_{name}": score[name] for name in ("mean", "low", "high")},
+        "scores": {name: _mean([a.components[name] for a in answers], confidence) for name in answers[0].components},
         "length_mean": sum(len(a.response_ids) for a in answers) / len(answers),
         "cut_off_fraction": sum(not a.finished for a in answers) / len(answers),
     }
@@ -48,8 +52,14 @@ def summarize(answers: list[Answer], *, confidence: float) -> dict[str, float | 
     return summary
 
 
+def _mean(scores: list[float], confidence: float) -> dict[str, float | int]:
+    known = [s for s in scores if math.isfinite(s)]
+    low, high = mean_interval(known, confidence)
+    return {"mean": sum(known) / len(known) if known else math.nan, "low": low, "high": high, "n": len(known)}
+
+
 def win_rate(policy: list[Answer], baseline: list[Answer], *, confidence: float) -> dict[str, float | int]:
-    """Share of prompts on which the reward model prefers the policy's answer; ties are half, prompts without both scores left out.
+    """Share of prompts on which the policy's answer has the higher score; ties are half, prompts without both scores left out.
 
     NaN where no prompt has both.
     """
@@ -70,7 +80,7 @@ def response_logprobs(
     sums = torch.zeros(len(answers))
     for part in microbatches([len(s) for s in sequences], max_tokens=microbatch_tokens):
         batch = collate_tokens([sequences[i] for i in part], [len(answers[i].prompt.prompt_ids) for i in part], pad_id=pad_id)
-        flat, _ = module(batch.to(device), temperature=temperature)
+        flat = module(batch.to(device), temperature=temperature).logprobs
         for i, logprobs in zip(part, flat.cpu().split([len(answers[i].response_ids) for i in part]), strict=True):
             sums[i] = logprobs.sum()
     return sums

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from rlhf_core.config import ScorerConfig
 from rlhf_core.data.schema import read_rows
 from tasks.stage import (
     EVALUATION_SAMPLES,
@@ -83,35 +86,58 @@ def score_and_judge(stage: Stage, tokenizer, prompts, samples):
     import torch
 
     from rlhf_core.data.judge import JUDGES
-    from rlhf_core.engines.deepspeed_engine import device
     from rlhf_core.evaluation import Answer
+    from rlhf_core.scorers.text import TextScorers, score_item
+    from rlhf_core.trainers.credit import weighted_score
+
+    config = stage.params.rl.reward
+    kinds = {name: source["kind"] for name, source in read_json(PREPARED / "sources.json").items()}
+    by_text = TextScorers(0, config.scorers, kinds)
+    by_model = {s.name: model_scorer(stage, s, tokenizer) for s in config.scorers if s.kind == "reward_model"}
+
+    def answers(responses: list) -> list[Answer]:
+        texts = [tokenizer.decode(s.response_ids, skip_special_tokens=True) for s in responses]
+        items = [
+            score_item(prompt, text, finished=sample.finished, response_length=len(sample.response_ids))
+            for prompt, text, sample in zip(prompts, texts, responses, strict=True)
+        ]
+        components = {
+            s.name: by_model[s.name](prompts, responses) if s.name in by_model else by_text.score(s.name, items)[0] for s in config.scorers
+        }
+        scores = weighted_score({name: torch.tensor(values) for name, values in components.items()}, config).tolist()
+        made = []
+        for i, (prompt, sample, text) in enumerate(zip(prompts, responses, texts, strict=True)):
+            judge = JUDGES.get(kinds[prompt.source])
+            own = {name: values[i] for name, values in components.items()}
+            made.append(Answer(prompt, sample.response_ids, text, sample.finished, scores[i], own, judge and judge(prompt.messages, text)))
+        return made
+
+    return {mode: {name: answers(responses) for name, responses in models.items()} for mode, models in samples.items()}
+
+
+def model_scorer(stage: Stage, scorer: ScorerConfig, tokenizer) -> Callable[[list, list], list[float]]:
+    """Scores of samples for their prompts by a reward model, the chain's own where the scorer names no folder."""
+    from rlhf_core.engines.deepspeed_engine import device
     from rlhf_core.models.build import load_scalar_model
     from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.models.wrappers import ScalarModule
     from rlhf_core.scorers.reward_model import RewardModelInput, score_sequences
 
-    trust = stage.params.model.trust_remote_code
-    reward_tokenizer = load_tokenizer(str(REWARD_MODEL), trust_remote_code=trust)
-    reward_input = RewardModelInput(tokenizer, reward_tokenizer, max_length=stage.params.model.max_length)
-    reward = ScalarModule(load_scalar_model(REWARD_MODEL, trust_remote_code=trust)).to(device()).eval()
-    kinds = {name: source["kind"] for name, source in read_json(PREPARED / "sources.json").items()}
+    folder, trust = scorer.path or str(REWARD_MODEL), stage.params.model.trust_remote_code
+    own_tokenizer = load_tokenizer(folder, trust_remote_code=trust)
+    reward_input = RewardModelInput(tokenizer, own_tokenizer, max_length=stage.params.model.max_length)
+    module = ScalarModule(load_scalar_model(folder, trust_remote_code=trust)).to(device()).eval()
 
-    def answers(responses: list) -> list[Answer]:
+    def score(prompts: list, samples: list) -> list[float]:
         inputs = [
             reward_input.sequence(p.messages, p.prompt_ids, s.response_ids, finished=s.finished)
-            for p, s in zip(prompts, responses, strict=True)
+            for p, s in zip(prompts, samples, strict=True)
         ]
-        scores: torch.Tensor = score_sequences(
-            reward, inputs, pad_id=reward_tokenizer.pad_token_id, microbatch_tokens=MICROBATCH_TOKENS, device=device()
-        )
-        made = []
-        for prompt, sample, score in zip(prompts, responses, scores.tolist(), strict=True):
-            text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-            judge = JUDGES.get(kinds[prompt.source])
-            made.append(Answer(prompt, sample.response_ids, text, sample.finished, score, judge and judge(prompt.messages, text)))
-        return made
+        return score_sequences(
+            module, inputs, pad_id=own_tokenizer.pad_token_id, microbatch_tokens=MICROBATCH_TOKENS, device=device()
+        ).tolist()
 
-    return {mode: {name: answers(responses) for name, responses in by_model.items()} for mode, by_model in samples.items()}
+    return score
 
 
 def measure(stage: Stage, answers, pad_id: int) -> dict:
@@ -155,8 +181,8 @@ def write_samples(answers, rows: int) -> None:
             "mode": mode,
             "sft_response": sft.text,
             "policy_response": policy.text,
-            "sft_reward": sft.score,
-            "policy_reward": policy.score,
+            "sft_score": sft.score,
+            "policy_score": policy.score,
             "sft_judge_ok": sft.judgement.ok if sft.judgement else None,
             "policy_judge_ok": policy.judgement.ok if policy.judgement else None,
         }

@@ -1,7 +1,8 @@
 """Stage gate_reward: the reward model must earn its place before a policy is trained on it.
 
 It passes when the lower end of the interval of its accuracy on the test pairs reaches gate.min_accuracy. The verdict is
-always in metrics/gate.json, whatever it is; a rejection ends the stage with an error after the file is written.
+always in metrics/gate.json, whatever it is; a rejection ends the stage with an error after the file is written. Where no
+reward model is trained (`reward.enabled: false`) the file says that none had to pass.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tasks.stage import METRICS, REWARD_HELDOUT, Stage, StageFailed, write_json
 SPLIT = "test"  # never looked at during training, unlike validation
 COLUMNS = ("id", "source", "split", "chosen_score", "rejected_score")
 MAX_IDS = 10  # named in a message
+NOT_NEEDED = "not needed: no reward model was trained, for reward.enabled is false; the rewards come from other scorers."
 
 log = logging.getLogger("rlhf")
 
@@ -33,15 +35,15 @@ class UnusableScores(ValueError):
 
 def main() -> None:
     with Stage("gate_reward", resumable=False) as stage:
-        config = stage.params.gate
+        config, needed = stage.params.gate, stage.params.reward.enabled
         try:
-            gate = judge_scores(read_scores(REWARD_HELDOUT), config)
+            gate = judge_scores(read_scores(REWARD_HELDOUT), config) if needed else unjudged(config, NOT_NEEDED, needed=False)
         except UnusableScores as error:
-            gate = unjudged(config, str(error))
+            gate = unjudged(config, str(error), needed=True)
         write_json(METRICS / "gate.json", gate)
         for line in explain(gate):
             log.info("gate_reward: %s", line)
-        if not gate["passed"]:
+        if needed and not gate["passed"]:
             raise StageFailed(gate["message"])
 
 
@@ -88,7 +90,14 @@ def judge_scores(scores: Scores, config: GateConfig) -> dict[str, Any]:
     ]
     sources = sorted(set(scores["source"].tolist()))
     by_source = {s: summarize({c: v[scores["source"] == s] for c, v in scores.items()}, config.confidence) for s in sources}
-    gate = {"passed": all(c["passed"] for c in checks), "checks": checks, **overall, **settings(config), "by_source": by_source}
+    gate = {
+        "needed": True,
+        "passed": all(c["passed"] for c in checks),
+        "checks": checks,
+        **overall,
+        **settings(config),
+        "by_source": by_source,
+    }
     return {**gate, "message": " ".join(verdict(gate, config))}
 
 
@@ -103,10 +112,10 @@ def settings(config: GateConfig) -> dict[str, float]:
     return {"threshold": config.min_accuracy, "confidence": config.confidence}
 
 
-def unjudged(config: GateConfig, message: str) -> dict[str, Any]:
-    """gate.json of a gate that stays shut because there is nothing it could judge."""
+def unjudged(config: GateConfig, message: str, *, needed: bool) -> dict[str, Any]:
+    """gate.json of a gate that stays shut because there is nothing it could judge; needed: there should have been."""
     nothing = {"accuracy": None, "low": None, "high": None, "ties": None, "n": None}
-    return {"passed": False, "checks": [], **nothing, **settings(config), "by_source": {}, "message": message}
+    return {"needed": needed, "passed": False, "checks": [], **nothing, **settings(config), "by_source": {}, "message": message}
 
 
 def verdict(gate: dict[str, Any], config: GateConfig) -> Iterator[str]:
@@ -133,7 +142,7 @@ def explain(gate: dict[str, Any]) -> Iterator[str]:
     """What the terminal shows besides a rejection's message."""
     for source, s in gate["by_source"].items():
         yield f"{source}: accuracy {s['accuracy']:.4f} ({s['low']:.4f} to {s['high']:.4f}) on {s['n']} pairs, {s['ties']} ties"
-    if gate["passed"]:
+    if gate["passed"] or not gate["needed"]:
         yield gate["message"]
 
 

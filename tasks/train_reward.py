@@ -1,4 +1,7 @@
-"""Stage train_reward: a scalar head on the SFT model, and its scores of the held-out pairs for the gate to judge."""
+"""Stage train_reward: a scalar head on the SFT model, and its scores of the held-out pairs for the gate to judge.
+
+With `reward.enabled: false` there is no reward model; the stage then writes that, in the place of all that it makes.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,23 @@ from rlhf_core.data.schema import read_rows
 from tasks.stage import METRICS, PLOTS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, SFT_MODEL, Stage, StageStopped, publish, write_json
 
 COLUMNS = ("step", "phase", "loss", "accuracy", "heldout_loss", "heldout_accuracy", "learning_rate", "grad_norm")
+HELDOUT_COLUMNS = {
+    "id": "str",
+    "source": "str",
+    "split": "str",
+    "chosen_score": "float64",
+    "rejected_score": "float64",
+    "chosen_tokens": "int64",
+    "rejected_tokens": "int64",
+}
+NOT_TRAINED = {"trained": False, "reason": "reward.enabled is false"}
 
 
 def main() -> None:
     with Stage("train_reward") as stage:
+        if not stage.params.reward.enabled:
+            write_nothing(stage)
+            return
         from rlhf_core.engines.deepspeed_engine import join_world
         from rlhf_core.models.build import new_scalar_model, save_model
         from rlhf_core.models.tokenizer import load_tokenizer
@@ -35,6 +51,17 @@ def main() -> None:
         PLOTS.mkdir(exist_ok=True)
         shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_reward.csv")
         write_json(METRICS / "train_reward.json", metrics)
+
+
+def write_nothing(stage: Stage) -> None:
+    """Outputs that say that there is no reward model: later stages and DVC find every file, and none that could be taken for one."""
+    aside = stage.scratch / "model"
+    write_json(aside / "not_trained.json", NOT_TRAINED)
+    publish(aside, REWARD_MODEL)
+    PLOTS.mkdir(exist_ok=True)
+    (PLOTS / "train_reward.csv").write_text(",".join(COLUMNS) + "\n")
+    write_heldout([])
+    write_json(METRICS / "train_reward.json", NOT_TRAINED)
 
 
 def train(stage: Stage, model, tokenizer):
@@ -60,7 +87,7 @@ def train(stage: Stage, model, tokenizer):
     settings = engine_settings(config, steps=phase.steps, learning_rate=config.learning_rate, dtype=params.model.dtype, seed=params.seed)
     engine = TrainEngine(ScalarModule(model), settings)
     train_phase(engine, phase, checkpoints=CheckpointStore(stage.scratch / "reward"), **stage.loop(config, COLUMNS, first_step=0))
-    metrics = {"pairs": sum(len(c.pairs) for c in comparisons), "dropped_too_long": dropped, "steps": phase.steps}
+    metrics = {"trained": True, "pairs": sum(len(c.pairs) for c in comparisons), "dropped_too_long": dropped, "steps": phase.steps}
     if phase.evaluate is not None:
         metrics |= evaluate(engine, phase.evaluate)
     return engine, metrics
@@ -68,8 +95,6 @@ def train(stage: Stage, model, tokenizer):
 
 def write_heldout_scores(stage: Stage, engine, tokenizer) -> int:
     """Score every validation and test pair into data/reward_heldout.parquet. Returns how many there are."""
-    import pandas as pd
-
     from rlhf_core.trainers.reward import encode_comparisons, score_heldout
 
     engine.eval()
@@ -86,9 +111,15 @@ def write_heldout_scores(stage: Stage, engine, tokenizer) -> int:
         positions = ((c, a, b, row_id) for c in comparisons for (a, b), row_id in zip(c.pairs, c.row_ids, strict=True))
         for (c, a, b, row_id), chosen_score, rejected_score in zip(positions, chosen.tolist(), rejected.tolist(), strict=True):
             rows.append((row_id, sources[row_id], split, chosen_score, rejected_score, len(c.sequences[a]), len(c.sequences[b])))
-    columns = ["id", "source", "split", "chosen_score", "rejected_score", "chosen_tokens", "rejected_tokens"]
-    pd.DataFrame(rows, columns=columns).to_parquet(REWARD_HELDOUT, index=False)
+    write_heldout(rows)
     return len(rows)
+
+
+def write_heldout(rows: list[tuple]) -> None:
+    import pandas as pd
+
+    REWARD_HELDOUT.parent.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(rows, columns=list(HELDOUT_COLUMNS)).astype(HELDOUT_COLUMNS).to_parquet(REWARD_HELDOUT, index=False)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
+from rlhf_core.config import LABEL_SCORERS, RlConfig, ScorerConfig
+from rlhf_core.data.schema import read_rows
 from tasks.stage import (
     METRICS,
     PLOTS,
@@ -35,15 +38,60 @@ class JobCrashed(RuntimeError):
 
 def main() -> None:
     with Stage("train_rl") as stage:
-        gate = read_json(METRICS / "gate.json")
-        if not gate["passed"]:
-            raise StageFailed(f"reward model: expected one that passed the gate, got a rejected one; {gate['message']}")
+        check_rewards(stage.params.rl, read_json(METRICS / "gate.json"))
         output = stage.scratch / "policy"
         run(stage, output)
         publish(output, POLICY_MODEL)
         PLOTS.mkdir(exist_ok=True)
         shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_rl.csv")
-        write_json(METRICS / "train_rl.json", final_figures(stage.scratch / "curves.csv", stage.params.rl.algorithm))
+        write_json(METRICS / "train_rl.json", final_figures(stage.scratch, stage.params.rl))
+
+
+def check_rewards(rl: RlConfig, gate: dict) -> None:
+    """What the job needs to give rewards is there and fits together; nothing expensive has started.
+
+    Raises:
+        StageFailed: the chain's own reward model is used and did not pass its gate.
+        ValueError: a reward model's folder, a label, a function or a demonstration is missing.
+    """
+    from rlhf_core.scorers.text import TextScorers
+
+    if uses_own_reward_model(rl) and not gate["passed"]:
+        raise StageFailed(f"reward model: expected one that passed the gate, got one that didn't; {gate['message']}")
+    for scorer in rl.reward.scorers:
+        folder = model_folder(scorer)
+        if folder is not None and not (folder / "config.json").is_file():
+            raise ValueError(
+                f"scorer {scorer.name}: expected a reward model's folder, got none with a config.json at {folder}; correct its path"
+            )
+    TextScorers(0, rl.reward.scorers, source_kinds())
+    comparing = [scorer.name for scorer in rl.reward.scorers if scorer.kind in LABEL_SCORERS]
+    if comparing and not any(row["label"] is not None for row in read_rows(PREPARED, "prompt", "train")):
+        raise ValueError(
+            f"scorers {comparing}: expected prompts with labels to compare with, got not a single one; map the column `label` of a source"
+        )
+    if rl.ptx.coef > 0 and not ((PREPARED / "sft.parquet").exists() and read_rows(PREPARED, "sft", "train")):
+        raise ValueError(f"rl.ptx.coef: expected 0 without demonstrations, got {rl.ptx.coef}; add a source with the use sft")
+
+
+def uses_own_reward_model(rl: RlConfig) -> bool:
+    return starts_critic_from_reward_model(rl) or any(s.kind == "reward_model" and s.path is None for s in rl.reward.scorers)
+
+
+def starts_critic_from_reward_model(rl: RlConfig) -> bool:
+    return rl.algorithm == "ppo" and rl.ppo.critic_init == "reward_model"
+
+
+def model_folder(scorer: ScorerConfig) -> Path | None:
+    """Of a reward model, the chain's own or another; None: the scorer is none."""
+    if scorer.kind != "reward_model":
+        return None
+    return REWARD_MODEL if scorer.path is None else Path(scorer.path)
+
+
+def source_kinds() -> dict[str, str]:
+    """Name of each data source -> its kind."""
+    return {name: source["kind"] for name, source in read_json(PREPARED / "sources.json").items()}
 
 
 def run(stage: Stage, output: Path) -> None:
@@ -83,35 +131,50 @@ def describe(stage: Stage, output: Path):
     from rlhf_core.trainers.rl_job import RlJob
 
     params = stage.params
+    rl = with_absolute_paths(params.rl)
+    folders = {scorer.name: model_folder(scorer) for scorer in rl.reward.scorers}
     return RlJob(
         seed=params.seed,
         model=params.model,
-        rl=params.rl,
+        rl=rl,
         tracking=params.tracking,
         threads=params.cluster.threads,
         run_name=f"train_rl-{stage.fingerprint[:8]}",
         prepared=str(PREPARED.resolve()),
         sft_model=str(SFT_MODEL.resolve()),
-        reward_model=str(REWARD_MODEL.resolve()),
+        scorer_models={name: str(folder.resolve()) for name, folder in folders.items() if folder is not None},
+        reward_model=str(REWARD_MODEL.resolve()) if starts_critic_from_reward_model(rl) else None,
         work=str(stage.scratch.resolve()),
         output=str(output.resolve()),
         timings=str((TIMINGS / "train_rl.csv").resolve()),
     )
 
 
-def final_figures(curves: Path, algorithm: str) -> dict[str, float | int | str]:
-    """Means over the last steps, and the largest log-probability difference of the whole run."""
+def with_absolute_paths(rl: RlConfig) -> RlConfig:
+    """Files of functions are found from here; an actor of the job may work in another folder."""
+
+    def absolute(scorer: ScorerConfig) -> ScorerConfig:
+        file, _, name = (scorer.path or "").rpartition(":")
+        return scorer.model_copy(update={"path": f"{Path(file).resolve()}:{name}"}) if file.endswith(".py") else scorer
+
+    scorers = [absolute(scorer) if scorer.kind == "function" else scorer for scorer in rl.reward.scorers]
+    return rl.model_copy(update={"reward": rl.reward.model_copy(update={"scorers": scorers})})
+
+
+def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
+    """Means over the last steps, the largest log-probability difference of the whole run, and the step that was kept as the best."""
     import pandas as pd
 
-    rows = pd.read_csv(curves)
+    rows = pd.read_csv(work / "curves.csv")
     last = rows.tail(TAIL)
-    means = {name: float(last[name].mean()) for name in ("score_mean", "kl_mean", "response_length", "entropy", "cut_off_fraction")}
+    means = ("score_mean", "kl_mean", "response_length", "entropy", "cut_off_fraction", *(f"score_{s.name}" for s in rl.reward.scorers))
     return {
-        **means,
-        "algorithm": algorithm,
+        **{name: float(last[name].mean()) for name in means},
+        "algorithm": rl.algorithm,
         "steps": len(rows),
         "score_first_step": float(rows["score_mean"].iloc[0]),
         "logprob_difference_max": float(rows["logprob_difference"].max()),
+        **({f"best_{name}": value for name, value in read_json(work / "best.json").items()} if rl.evaluation.keep_best else {}),
     }
 
 

@@ -93,6 +93,7 @@ def metrics(*, judge: bool) -> dict[str, Any]:
         "validation": validation(),
         "train_sft": {"demonstrations": 2_439, "dropped_too_long": 0, "heldout_loss": 0.460661, "parameters": 296_544},
         "train_reward": {
+            "trained": True,
             "pairs": 18_233,
             "dropped_too_long": 0,
             "steps": 310,
@@ -105,6 +106,7 @@ def metrics(*, judge: bool) -> dict[str, Any]:
             "algorithm": "ppo",
             "steps": 60,
             "score_mean": 3.12,
+            "score_reward_model": 3.12,
             "score_first_step": 0.41,
             "kl_mean": 4.9,
             "response_length": 9.8,
@@ -144,6 +146,7 @@ def gate() -> dict[str, Any]:
     measured = f"held-out accuracy {correct / n:.4f} on {n} pairs, 95% interval {low:.4f} to {high:.4f}"
     message = f"passed: {measured}; the lower end reaches gate.min_accuracy=0.75."
     return {
+        "needed": True,
         "passed": True,
         "message": message,
         "checks": [],
@@ -156,7 +159,8 @@ def gate() -> dict[str, Any]:
 
 def evaluation(*, judge: bool) -> dict[str, Any]:
     def model(ok: float, reward: float, length: float) -> dict[str, Any]:
-        summary = {"n": 400, "reward_mean": reward, "reward_low": reward - 0.14, "reward_high": reward + 0.14}
+        summary = {"n": 400, "score_mean": reward, "score_low": reward - 0.14, "score_high": reward + 0.14}
+        summary["scores"] = {"reward_model": {"mean": reward, "low": reward - 0.14, "high": reward + 0.14, "n": 400}}
         summary |= {"length_mean": length, "cut_off_fraction": 0.0}
         shares = {
             "judge_n": 400,
@@ -219,6 +223,7 @@ def curves(rng: np.random.Generator, steps: int) -> dict[str, pd.DataFrame]:
                 "step": np.arange(1, steps + 1),
                 "score_mean": 0.4 + 2.7 * rise + 0.08 * rng.standard_normal(steps),
                 "score_std": 2.1 - 1.2 * rise,
+                "score_reward_model": 0.4 + 2.7 * rise,
                 "reward_mean": rise,
                 "kl_mean": 5.2 * rise,
                 "entropy": 0.9 - 0.6 * rise,
@@ -269,7 +274,7 @@ def samples(rng: np.random.Generator, *, judge: bool, hostile: bool) -> pd.DataF
             better = bool(rng.random() < 0.85)
             rewards = (0.4 + rng.standard_normal(), (3.0 if better else -0.8) + 0.4 * rng.standard_normal())
             verdicts = (bool(rng.random() < 0.5), better) if judge else (None, None)
-            names = ("id", "source", "prompt", "mode", "sft_response", "policy_response", "sft_reward", "policy_reward")
+            names = ("id", "source", "prompt", "mode", "sft_response", "policy_response", "sft_score", "policy_score")
             values = (f"prompt-{i}", "clerk", f"user: {question}", mode, before, after, *rewards)
             rows.append(dict(zip(names, values, strict=True)) | {"sft_judge_ok": verdicts[0], "policy_judge_ok": verdicts[1]})
     return pd.DataFrame(rows)

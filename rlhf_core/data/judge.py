@@ -1,6 +1,6 @@
 """The programmatic judge of the clerk's world: tells whether alignment happened.
 
-No model ever sees it and no reward comes from it; evaluation uses it on sources of kind clerk.
+Evaluation uses it on sources of kind clerk. No reward comes from it, unless a scorer of kind judge is asked for.
 """
 
 from __future__ import annotations

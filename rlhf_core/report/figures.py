@@ -50,11 +50,12 @@ class Line:
 
 
 def all_figures(inputs: ReportInputs) -> Figures:
-    """Name of the figure -> what Bokeh.embed.embed_item draws."""
+    """Name of the figure -> what Bokeh.embed.embed_item draws. Those of a scorer are named rl_score_<its name>."""
     drawn = {
         **{f"sft_{phase}": _sft(rows) for phase, rows in inputs.sft_curves.groupby("phase", sort=False)},
         **_reward(inputs.reward_curves),
         **_rl(inputs.rl_curves, limit=need(inputs.params, "rl", "rollout", "max_logprob_difference")),
+        **_scorers(inputs.rl_curves, [s["name"] for s in need(inputs.params, "rl", "reward", "scorers")]),
         "gate_interval": _gate_interval(inputs.gate),
         "gate_scores": _score_histogram(inputs.heldout[inputs.heldout["split"] == "test"]),
     }
@@ -71,6 +72,8 @@ def _sft(rows: pd.DataFrame) -> figure:
 
 
 def _reward(rows: pd.DataFrame) -> dict[str, figure]:
+    if rows.empty:
+        return {}
     loss = [Line("loss", "training", BLUE), Line("heldout_loss", "held out", ORANGE, dots=True)]
     accuracy = [Line("accuracy", "training", BLUE), Line("heldout_accuracy", "held out", ORANGE, dots=True)]
     return {
@@ -81,7 +84,7 @@ def _reward(rows: pd.DataFrame) -> dict[str, figure]:
 
 def _rl(rows: pd.DataFrame, *, limit: float) -> dict[str, figure]:
     figures = {
-        "rl_score": _curves(rows, [Line("score_mean", "mean score", BLUE)], y_title="reward-model score", band="score_std"),
+        "rl_score": _curves(rows, _with_evaluation(rows, "score_mean", "eval_score"), y_title="score", band="score_std"),
         "rl_kl": _curves(rows, [Line("kl_mean", "KL to SFT", PURPLE)], y_title="nats per response"),
         "rl_length": _curves(rows, [Line("response_length", "length", TEAL)], y_title="tokens per response"),
         "rl_cut_off": _curves(rows, [Line("cut_off_fraction", "cut off", ORANGE)], y_title="share of responses", percent=True),
@@ -93,6 +96,21 @@ def _rl(rows: pd.DataFrame, *, limit: float) -> dict[str, figure]:
     if "explained_variance" in rows and rows["explained_variance"].notna().any():
         figures["rl_critic"] = _curves(rows, [Line("explained_variance", "explained", TEAL)], y_title="share of the returns' variance")
     return figures
+
+
+def _scorers(rows: pd.DataFrame, names: Sequence[str]) -> dict[str, figure]:
+    """Each scorer's raw scores, where there are several; a single one's are the score."""
+    if len(names) == 1:
+        return {}
+    return {f"rl_score_{name}": _curves(rows, _with_evaluation(rows, f"score_{name}", f"eval_{name}"), y_title="score") for name in names}
+
+
+def _with_evaluation(rows: pd.DataFrame, column: str, evaluated: str) -> list[Line]:
+    """The curve of a batch's mean, and dots for the validation prompts where they were evaluated during training."""
+    lines = [Line(column, "training", BLUE)]
+    if evaluated in rows and rows[evaluated].notna().any():
+        lines.append(Line(evaluated, "validation, greedy", ORANGE, dots=True))
+    return lines
 
 
 def _logprobs(rows: pd.DataFrame, limit: float) -> figure:
@@ -133,11 +151,11 @@ def _curves(
             continue
         values = measured[line.column].to_numpy(dtype=float)
         columns = {"x": measured["step"].to_numpy(), "y": values}
-        if band:
+        if band and line is lines[0]:
             spread = measured[band].to_numpy(dtype=float)
             columns |= {"low": values - spread, "high": values + spread}
         source = ColumnDataSource(columns)
-        if band:
+        if band and line is lines[0]:
             plot.varea(x="x", y1="low", y2="high", source=source, fill_color=line.color, fill_alpha=0.12)
         label = {"legend_label": line.label} if len(lines) > 1 else {}
         glyph = plot.line("x", "y", source=source, color=line.color, line_width=2 if line.dots else 1.6, **label)

@@ -20,7 +20,7 @@ REQUIRED_COLUMNS: dict[str, tuple[str, ...]] = {
     "heldout": ("source", "split", "chosen_score", "rejected_score"),
     "samples": (
         *("id", "source", "prompt", "mode", "sft_response", "policy_response"),
-        *("sft_reward", "policy_reward", "sft_judge_ok", "policy_judge_ok"),
+        *("sft_score", "policy_score", "sft_judge_ok", "policy_judge_ok"),
     ),
 }
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rlhf_core.report.figures import DARK, all_figures
 from rlhf_core.report.inputs import ReportInputError, ReportInputs, need
-from rlhf_core.report.verdict import MODES, data_verdict, gate_verdict, judged, outcome
+from rlhf_core.report.verdict import MODES, data_verdict, gate_verdict, judged, outcome, rewarded_by
 from rlhf_core.statistics import wilson_interval
 
 MAX_TEXT = 2000  # characters of one text in the table of samples
@@ -32,7 +32,7 @@ USES = ("pretrain", "sft", "preference", "prompt")  # in the order of the chain
 KEY_PARAMS = (
     *("seed", "model.path", "model.architecture", "model.dtype", "sft.steps", "sft.batch_size", "sft.learning_rate"),
     *("reward.epochs", "reward.batch_size", "reward.learning_rate", "rl.algorithm", "rl.steps", "rl.samples_per_step"),
-    *("rl.learning_rate", "rl.kl", "rl.reward.normalization", "rl.rollout.temperature", "rl.rollout.max_new_tokens"),
+    *("rl.learning_rate", "rl.kl", "rl.reward.scorers", "rl.rollout.temperature", "rl.rollout.max_new_tokens"),
 )
 LABELS = {
     "demonstrations": "demonstrations",
@@ -56,9 +56,9 @@ EVALUATION_ROWS = (
     ("polite", "judge_polite", "share", True),
     ("brief", "judge_brief", "share", True),
     ("safe", "judge_safe", "share", True),
-    ("Reward-model score", "reward_mean", "score", True),
     ("Tokens per answer", "length_mean", "length", None),
     ("Cut off", "cut_off_fraction", "share", False),
+    ("Score", "score_mean", "score", True),
 )
 
 
@@ -72,6 +72,7 @@ def render(inputs: ReportInputs) -> str:
     confidence = need(inputs.params, "evaluation", "confidence")
     scripts = ["\n".join(Resources(mode="inline", components=["bokeh"]).js_raw), (folder / "report.js").read_text(encoding="utf-8")]
     figures = all_figures(inputs)
+    scorers = need(inputs.params, "rl", "reward", "scorers")
     return environment.get_template("report.html.jinja").render(
         title=inputs.title,
         policy=content_security_policy(scripts),
@@ -79,10 +80,12 @@ def render(inputs: ReportInputs) -> str:
         scripts=scripts,
         figures=figures,
         figures_json=json_for_html({"dark": DARK, "figures": figures}),
-        outcome=outcome(inputs.evaluation, confidence=confidence),
+        outcome=outcome(inputs.evaluation, scorers, confidence=confidence),
+        rewarder=rewarded_by(scorers),
+        scorers=scorers,
         gate_verdict=gate_verdict(inputs.gate),
         data_verdict=data_verdict(inputs.validation),
-        tiles=list(tiles(inputs.evaluation, confidence)),
+        tiles=list(tiles(inputs.evaluation, rewarded_by(scorers), confidence)),
         confidence=confidence,
         inputs=inputs,
         uses=data_rows(inputs.data),
@@ -90,7 +93,7 @@ def render(inputs: ReportInputs) -> str:
         facts={stage: list(facts(getattr(inputs, stage))) for stage in ("sft", "reward", "rl")},
         key_params=list(key_params(inputs.params)),
         all_params=json.dumps(inputs.params, indent=2, ensure_ascii=False),
-        evaluation_rows=list(evaluation_rows(inputs.evaluation)),
+        evaluation_rows=[*evaluation_rows(inputs.evaluation), *scorer_rows(inputs.evaluation, scorers)],
         modes=MODES,
         samples=list(samples(inputs.samples)),
         logprob_limit=need(inputs.params, "rl", "rollout", "max_logprob_difference"),
@@ -108,7 +111,7 @@ def json_for_html(content: Any) -> str:
     return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def tiles(evaluation: Mapping[str, Any], confidence: float) -> Iterator[dict[str, str]]:
+def tiles(evaluation: Mapping[str, Any], rewarder: str, confidence: float) -> Iterator[dict[str, str]]:
     """The few figures that matter most: before, after, and how sure."""
     for mode in MODES:
         sft, policy = need(evaluation, mode, "sft"), need(evaluation, mode, "policy")
@@ -118,16 +121,16 @@ def tiles(evaluation: Mapping[str, Any], confidence: float) -> Iterator[dict[str
             note = f"accepted by the judge; {confidence:.0%} interval {share(low)} to {share(high)}"
             yield {"label": f"Judge, {mode}", "before": share(sft["judge_ok"]), "after": share(policy["judge_ok"]), "note": note}
         else:
-            low, high = measured(policy["reward_low"], "score"), measured(policy["reward_high"], "score")
-            note = f"by the reward model; {confidence:.0%} interval {low} to {high}"
+            low, high = measured(policy["score_low"], "score"), measured(policy["score_high"], "score")
+            note = f"by the {rewarder}; {confidence:.0%} interval {low} to {high}"
             yield {
                 "label": f"Score, {mode}",
-                "before": measured(sft["reward_mean"], "score"),
-                "after": measured(policy["reward_mean"], "score"),
+                "before": measured(sft["score_mean"], "score"),
+                "after": measured(policy["score_mean"], "score"),
                 "note": note,
             }
     rate = need(evaluation, "win_rate", "greedy")
-    note = f"by the reward model, greedy; {share(rate['low'])} to {share(rate['high'])}, {count(rate['ties'])} of {count(rate['n'])} tied"
+    note = f"by the {rewarder}, greedy; {share(rate['low'])} to {share(rate['high'])}, {count(rate['ties'])} of {count(rate['n'])} tied"
     yield {"label": "Win rate", "before": "", "after": share(rate["value"]), "note": note}
     kl = need(evaluation, "kl", "sampled")
     yield {"label": "Distance", "before": "", "after": f"{number(kl)} nats", "note": "KL to the SFT model per sampled response"}
@@ -164,39 +167,64 @@ def facts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def key_params(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    from_path = need(params, "model", "path") is not None
+    left_out = {"model.architecture" if need(params, "model", "path") is not None else "model.path"}
+    if not need(params, "reward", "enabled"):
+        left_out |= {path for path in KEY_PARAMS if path.startswith("reward.")}
     for path in KEY_PARAMS:
-        if path == ("model.architecture" if from_path else "model.path"):
-            continue
-        value = need(params, *path.split("."))
-        yield path, ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
+        if path not in left_out:
+            value = need(params, *path.split("."))
+            yield path, ", ".join(map(scorer_name, value)) if path == "rl.reward.scorers" else _shown(value)
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+def scorer_name(scorer: Mapping[str, Any]) -> str:
+    """Its name, its kind where the name doesn't say it, and its weight."""
+    kind = "" if scorer["kind"] == scorer["name"] else f"{scorer['kind'].replace('_', ' ')}, "
+    weight = f"weight {scorer['weight']:g}" if scorer["weight"] else "only measured"
+    return f"{scorer['name'].replace('_', ' ')} ({kind}{weight})"
 
 
 def evaluation_rows(evaluation: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row per figure that was measured, with what changed from SFT to policy in each mode."""
+    """A row per figure that was measured, with what changed from SFT to policy in each mode. The score's comes last."""
     for label, key, form, more_is_better in EVALUATION_ROWS:
         if key not in need(evaluation, "greedy", "policy"):
             if key.startswith("judge_"):
                 continue
             raise ReportInputError(f"metrics of evaluation: expected the key {key} for each model, got none; run the stage evaluate again")
-        cells = []
-        for mode in MODES:
-            sft, policy = need(evaluation, mode, "sft", key), need(evaluation, mode, "policy", key)
-            change = None if sft is None or policy is None else policy - sft
-            tone = "" if more_is_better is None or not change else "good" if (change > 0) == more_is_better else "bad"
-            cells.append({"sft": sft, "policy": policy, "change": change, "tone": tone})
-        yield {"label": label, "form": form, "part": key in ("judge_correct", "judge_polite", "judge_brief", "judge_safe"), "cells": cells}
+        part = key in ("judge_correct", "judge_polite", "judge_brief", "judge_safe")
+        yield {"label": label, "form": form, "part": part, "cells": _cells(evaluation, (key,), more_is_better)}
+
+
+def scorer_rows(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A row per scorer, where there are several; a negative weight asks for less."""
+    for scorer in scorers if len(scorers) > 1 else ():
+        more_is_better = scorer["weight"] > 0 if scorer["weight"] else None
+        cells = _cells(evaluation, ("scores", scorer["name"], "mean"), more_is_better)
+        yield {"label": scorer_name(scorer), "form": "score", "part": True, "cells": cells}
+
+
+def _cells(evaluation: Mapping[str, Any], path: tuple[str, ...], more_is_better: bool | None) -> list[dict[str, Any]]:
+    cells = []
+    for mode in MODES:
+        sft, policy = need(evaluation, mode, "sft", *path), need(evaluation, mode, "policy", *path)
+        change = None if sft is None or policy is None else policy - sft
+        tone = "" if more_is_better is None or not change else "good" if (change > 0) == more_is_better else "bad"
+        cells.append({"sft": sft, "policy": policy, "change": change, "tone": tone})
+    return cells
 
 
 def samples(table: pd.DataFrame) -> Iterator[dict[str, Any]]:
     for row in table.to_dict("records"):
-        rewards = [None if pd.isna(row[f"{m}_reward"]) else float(row[f"{m}_reward"]) for m in ("sft", "policy")]
+        scores = [None if pd.isna(row[f"{m}_score"]) else float(row[f"{m}_score"]) for m in ("sft", "policy")]
         verdicts = [None if pd.isna(row[f"{m}_judge_ok"]) else bool(row[f"{m}_judge_ok"]) for m in ("sft", "policy")]
-        gain = None if None in rewards else rewards[1] - rewards[0]
+        gain = None if None in scores else scores[1] - scores[0]
         changed = "" if None in verdicts or verdicts[0] == verdicts[1] else "fixed" if verdicts[1] else "broken"
         answers = [
-            {"model": name, "text": row[f"{m}_response"], "reward": reward, "ok": ok}
-            for name, m, reward, ok in zip(("SFT", "Policy"), ("sft", "policy"), rewards, verdicts, strict=True)
+            {"model": name, "text": row[f"{m}_response"], "score": score, "ok": ok}
+            for name, m, score, ok in zip(("SFT", "Policy"), ("sft", "policy"), scores, verdicts, strict=True)
         ]
         yield {k: row[k] for k in ("id", "source", "prompt", "mode")} | {"answers": answers, "gain": gain, "changed": changed}
 

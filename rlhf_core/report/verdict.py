@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,37 +23,49 @@ class Verdict:
     details: tuple[str, ...]
 
 
-def outcome(evaluation: Mapping[str, Any], *, confidence: float) -> Verdict:
+def outcome(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]], *, confidence: float) -> Verdict:
     """Policy against SFT.
 
-    The judge, where there is one, decides: no model was trained on it. The reward model was what the policy was trained to
+    The judge, where there is one, decides: no model was trained on it. What was rewarded is what the policy was trained to
     please, so its preference alone is weaker evidence, and its preference against the judge is reward hacking.
+
+    Args:
+        scorers: rl.reward.scorers, which say what was rewarded.
     """
+    rewarder = rewarded_by(scorers)
     reward = reward_direction(evaluation)
-    details = [_win_rates(evaluation, confidence)]
+    details = [_win_rates(evaluation, rewarder, confidence)]
     if not need(evaluation, "judge"):
         tone, headline = _BY_REWARD_ALONE[reward]
-        details.append("There is no judge for this data: only the reward model that the policy was trained on has compared the answers.")
-        return Verdict(tone, headline, tuple(details))
+        details.append(f"There is no judge for this data: only the {rewarder} that the policy was trained on has compared the answers.")
+        return Verdict(tone, headline.format(rewarder), tuple(details))
     judge = judge_direction(evaluation, confidence)
     details.insert(0, _judge_shares(evaluation, confidence))
+    if any(s["kind"] == "judge" and s["weight"] > 0 for s in scorers):
+        details.append("The judge was part of the reward: the policy was trained to please it too.")
     tone, headline = _BY_JUDGE[judge, reward]
-    return Verdict(tone, headline, tuple(details))
+    return Verdict(tone, headline.format(rewarder), tuple(details))
+
+
+def rewarded_by(scorers: Sequence[Mapping[str, Any]]) -> str:
+    """What the score is called: that of a single reward model, or of whatever else was rewarded."""
+    rewarded = [s["kind"] for s in scorers if s["weight"] != 0]
+    return "reward model" if rewarded == ["reward_model"] else "reward"
 
 
 _BY_REWARD_ALONE: dict[Direction, tuple[Tone, str]] = {
-    "better": ("good", "The reward model prefers the policy’s answers to those of the SFT model."),
-    "worse": ("bad", "The reward model prefers the SFT model’s answers to those of the policy."),
-    "unclear": ("open", "The reward model sees no clear difference between the policy and the SFT model."),
+    "better": ("good", "The {} prefers the policy’s answers to those of the SFT model."),
+    "worse": ("bad", "The {} prefers the SFT model’s answers to those of the policy."),
+    "unclear": ("open", "The {} sees no clear difference between the policy and the SFT model."),
 }
-_HACKED = "The policy pleases the reward model more and the judge less: it has learned to hack its reward."
+_HACKED = "The policy pleases the {} more and the judge less: it has learned to hack its reward."
 _BY_JUDGE: dict[tuple[Direction, Direction], tuple[Tone, str]] = {
     ("better", "better"): ("good", "The policy is better than the SFT model it started from."),
-    ("better", "unclear"): ("good", "The policy is better than the SFT model by the judge; the reward model sees no clear difference."),
-    ("better", "worse"): ("good", "The policy is better than the SFT model by the judge, although the reward model prefers the SFT model."),
-    ("unclear", "better"): ("open", "The reward model prefers the policy, but the judge sees no clear difference from the SFT model."),
+    ("better", "unclear"): ("good", "The policy is better than the SFT model by the judge; the {} sees no clear difference."),
+    ("better", "worse"): ("good", "The policy is better than the SFT model by the judge, although the {} prefers the SFT model."),
+    ("unclear", "better"): ("open", "The {} prefers the policy, but the judge sees no clear difference from the SFT model."),
     ("unclear", "unclear"): ("open", "There is no clear difference between the policy and the SFT model."),
-    ("unclear", "worse"): ("bad", "The reward model prefers the SFT model, and the judge sees no clear difference."),
+    ("unclear", "worse"): ("bad", "The {} prefers the SFT model, and the judge sees no clear difference."),
     ("worse", "better"): ("bad", _HACKED),
     ("worse", "unclear"): ("bad", "The policy is worse than the SFT model by the judge."),
     ("worse", "worse"): ("bad", "The policy is worse than the SFT model it started from."),
@@ -96,19 +108,21 @@ def _judge_shares(evaluation: Mapping[str, Any], confidence: float) -> str:
     )
 
 
-def _win_rates(evaluation: Mapping[str, Any], confidence: float) -> str:
+def _win_rates(evaluation: Mapping[str, Any], rewarder: str, confidence: float) -> str:
     def rate(mode: str) -> str:
         r = need(evaluation, "win_rate", mode)
         return f"{r['value']:.1%} ({confidence:.0%} interval {r['low']:.1%} to {r['high']:.1%})"
 
     greedy, sampled = rate("greedy"), rate("sampled")
-    return f"The reward model prefers the policy on {greedy} of the prompts with greedy answers and on {sampled} with sampled ones."
+    return f"The {rewarder} prefers the policy on {greedy} of the prompts with greedy answers and on {sampled} with sampled ones."
 
 
 def gate_verdict(gate: Mapping[str, Any]) -> Verdict:
     passed = need(gate, "passed")
-    headline = "The reward model passed its gate." if passed else "The reward model did not pass its gate."
     message = str(need(gate, "message")).partition(": ")[2]
+    if not need(gate, "needed"):
+        return Verdict("open", "There is no reward model to judge.", (message[:1].upper() + message[1:],))
+    headline = "The reward model passed its gate." if passed else "The reward model did not pass its gate."
     return Verdict("good" if passed else "bad", headline, (message[:1].upper() + message[1:],))
 
 

@@ -19,25 +19,27 @@ PROMPT = Prompt("id", "clerk", [{"role": "user", "content": "Please sort 41."}],
 GOOD, RUDE = Judgement(True, True, True, True), Judgement(True, False, True, True)
 
 
-def answer(score: float, *, length: int = 3, finished: bool = True, judgement: Judgement | None = None) -> Answer:
-    return Answer(PROMPT, [7] * length, "text", finished, score, judgement)
+def answer(score: float, *, length: int = 3, finished: bool = True, other: float = 0.0, judgement: Judgement | None = None) -> Answer:
+    return Answer(PROMPT, [7] * length, "text", finished, score, {"reward_model": score, "other": other}, judgement)
 
 
 def test_summary_by_hand():
-    answers = [answer(1.0, judgement=GOOD), answer(2.0, length=5, finished=False, judgement=RUDE), answer(math.nan, length=4)]
+    answers = [answer(1.0, judgement=GOOD), answer(2.0, length=5, finished=False, judgement=RUDE), answer(math.nan, length=4, other=3.0)]
     summary = summarize(answers, confidence=0.95)
-    low, high = summary.pop("reward_low"), summary.pop("reward_high")
+    low, high, scores = summary.pop("score_low"), summary.pop("score_high"), summary.pop("scores")
     # Student's t with 1 degree of freedom: 1.5 +- 12.7062 * 0.70711 / sqrt(2)
     assert (low, high) == (pytest.approx(1.5 - 6.3531, abs=1e-3), pytest.approx(1.5 + 6.3531, abs=1e-3))
+    assert scores["reward_model"] == {"mean": 1.5, "low": low, "high": high, "n": 2}
+    assert (scores["other"]["mean"], scores["other"]["n"]) == (1.0, 3)  # (0 + 0 + 3) / 3
     assert summary == {
-        "n": 3, "reward_mean": 1.5, "length_mean": 4.0, "cut_off_fraction": pytest.approx(1 / 3),
+        "n": 3, "score_mean": 1.5, "length_mean": 4.0, "cut_off_fraction": pytest.approx(1 / 3),
         "judge_n": 2, "judge_ok": 0.5, "judge_correct": 1.0, "judge_polite": 0.5, "judge_brief": 1.0, "judge_safe": 1.0,
     }  # fmt: skip
 
 
 def test_summary_without_any_score_or_judge():
     summary = summarize([answer(math.nan), answer(math.inf)], confidence=0.95)
-    assert math.isnan(summary["reward_mean"])
+    assert math.isnan(summary["score_mean"]) and summary["scores"]["reward_model"]["n"] == 0
     assert summary["n"] == 2 and "judge_ok" not in summary
 
 
@@ -62,7 +64,7 @@ def test_response_logprobs_are_those_of_each_response_alone(sft_folder: Path):
     model = load_language_model(sft_folder)
     prompts, responses = sequences(5, seed=1, shortest=1, longest=6), sequences(5, seed=2, shortest=1, longest=8)
     answers = [
-        Answer(Prompt("id", "s", [], p, None), r, "", True, 0.0, None) for p, r in zip(prompts, responses, strict=True)
+        Answer(Prompt("id", "s", [], p, None), r, "", True, 0.0, {}, None) for p, r in zip(prompts, responses, strict=True)
     ]  # fmt: skip
     expected = []
     for p, r in zip(prompts, responses, strict=True):

@@ -14,7 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlhf_core.config import apply_overrides
+
 ROOT = Path(__file__).parents[2]
+JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}
+WITHOUT_REWARD_MODEL = {"reward.enabled": False, "rl.algorithm": "grpo", "rl.reward.scorers": [JUDGE], "rl.ppo.critic_init": "sft"}
 Row = tuple[str, str, str, float, float]
 
 
@@ -53,7 +57,7 @@ def test_passes_on_the_lower_end_and_counts_only_test_pairs(workspace):
     write_scores(workspace, pairs(900, 80, 20) + pairs(0, 500, split="validation"))
     done, gate = run_gate(workspace)
     assert done.returncode == 0 and "passed: held-out accuracy 0.9100 on 1000 pairs" in done.stdout
-    assert gate["passed"] and (gate["n"], gate["ties"], gate["accuracy"]) == (1000, 20, 0.91)
+    assert gate["needed"] and gate["passed"] and (gate["n"], gate["ties"], gate["accuracy"]) == (1000, 20, 0.91)
     assert (gate["low"], gate["high"]) == pytest.approx((0.890658, 0.926204), abs=3e-6)
     assert [c["name"] for c in gate["checks"]] == ["pairs", "accuracy"] and all(c["passed"] for c in gate["checks"])
 
@@ -87,7 +91,7 @@ def test_no_test_pairs_at_all(workspace):
 def test_scores_that_are_no_numbers_are_refused_with_their_ids(workspace, bad):
     write_scores(workspace, [*pairs(300, 0), ("the-bad-one", "clerk", "test", bad, 0.0)])
     done, gate = run_gate(workspace)
-    assert done.returncode == 1 and not gate["passed"] and gate["accuracy"] is None
+    assert done.returncode == 1 and gate["needed"] and not gate["passed"] and gate["accuracy"] is None
     assert "1 of 301 test pairs: the-bad-one" in gate["message"] and gate["message"] in done.stderr
 
 
@@ -105,6 +109,16 @@ def test_each_source_is_reported_by_itself(workspace):
     _, gate = run_gate(workspace)
     assert gate["accuracy"] == 0.9
     assert {name: (s["accuracy"], s["n"]) for name, s in gate["by_source"].items()} == {"good": (1.0, 400), "coin": (0.5, 100)}
+
+
+def test_without_a_reward_model_the_chain_goes_on_and_the_file_says_why(workspace):
+    params = workspace / "params.yaml"
+    apply_overrides(params, WITHOUT_REWARD_MODEL)
+    (workspace / "data").mkdir()
+    (workspace / "data/reward_heldout.parquet").write_bytes(b"not even read")
+    done, gate = run_gate(workspace)
+    assert done.returncode == 0 and "not needed: no reward model was trained" in done.stdout
+    assert (gate["needed"], gate["passed"], gate["accuracy"], gate["by_source"]) == (False, False, None, {})
 
 
 def test_gate_json_survives_a_rejection_under_dvc(workspace):

@@ -16,12 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_workspace import HOSTILE, REMOVED, edit_metrics, evaluation, gate, make_workspace, run_report, validation
 
-from rlhf_core.config import load_params
+from rlhf_core.config import apply_overrides, load_params
 from rlhf_core.report.figures import MAX_POINTS, thin
 from rlhf_core.report.inputs import ReportInputError
 from rlhf_core.report.page import MAX_TEXT, expectations, json_for_html, measured, number, render, signed, visible
 from rlhf_core.report.verdict import data_verdict, gate_verdict, outcome
+from tasks.gate_reward import NOT_NEEDED, unjudged
 from tasks.report import read_inputs
+from tasks.train_reward import NOT_TRAINED
 
 
 def with_results(*, sft: float, policy: float, win: tuple[float, float], judge: bool = True) -> dict:
@@ -35,6 +37,9 @@ def with_results(*, sft: float, policy: float, win: tuple[float, float], judge: 
 
 
 ABOVE, ACROSS, BELOW = (0.6, 0.7), (0.47, 0.53), (0.3, 0.4)
+REWARD_MODEL = {"name": "reward_model", "kind": "reward_model", "weight": 1.0, "normalization": "initial"}
+JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}
+WITHOUT_REWARD_MODEL = {"reward.enabled": False, "rl.algorithm": "grpo", "rl.reward.scorers": [JUDGE], "rl.ppo.critic_init": "sft"}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +56,7 @@ ABOVE, ACROSS, BELOW = (0.6, 0.7), (0.47, 0.53), (0.3, 0.4)
     ],
 )
 def test_the_judge_decides_and_disagreement_is_named(sft, policy, win, tone, words):
-    verdict = outcome(with_results(sft=sft, policy=policy, win=win), confidence=0.95)
+    verdict = outcome(with_results(sft=sft, policy=policy, win=win), [REWARD_MODEL], confidence=0.95)
     assert verdict.tone == tone and words in verdict.headline
     assert f"{policy:.1%} of the policy’s greedy answers (SFT: {sft:.1%})" in verdict.details[0]
 
@@ -59,19 +64,31 @@ def test_the_judge_decides_and_disagreement_is_named(sft, policy, win, tone, wor
 def test_better_needs_both_modes_and_worse_only_one():
     mixed = with_results(sft=0.5, policy=0.9, win=ABOVE)
     mixed["sampled"]["policy"]["judge_ok"] = 0.5
-    assert outcome(mixed, confidence=0.95).tone == "open"
+    assert outcome(mixed, [REWARD_MODEL], confidence=0.95).tone == "open"
     mixed["sampled"]["policy"]["judge_ok"] = 0.2
-    assert outcome(mixed, confidence=0.95).tone == "bad"
+    assert outcome(mixed, [REWARD_MODEL], confidence=0.95).tone == "bad"
 
 
 @pytest.mark.parametrize(("win", "tone"), [(ABOVE, "good"), (ACROSS, "open"), (BELOW, "bad")])
 def test_without_a_judge_the_win_rate_decides_and_says_who_speaks(win, tone):
-    verdict = outcome(with_results(sft=0, policy=0, win=win, judge=False), confidence=0.95)
+    verdict = outcome(with_results(sft=0, policy=0, win=win, judge=False), [REWARD_MODEL], confidence=0.95)
     assert verdict.tone == tone and "reward model" in verdict.headline
     assert "There is no judge for this data" in verdict.details[1]
 
 
+def test_a_reward_that_is_no_reward_model_is_not_called_one():
+    results = with_results(sft=0.5, policy=0.9, win=ABOVE)
+    verdict = outcome(results, [JUDGE, REWARD_MODEL | {"weight": 0.0}], confidence=0.95)
+    assert verdict.details[1].startswith("The reward prefers the policy") and "trained to please it too" in verdict.details[2]
+    measured_only = outcome(results, [JUDGE | {"weight": 0.0}, REWARD_MODEL], confidence=0.95)
+    assert measured_only.details[1].startswith("The reward model prefers the policy") and len(measured_only.details) == 2
+    alone = outcome(with_results(sft=0, policy=0, win=BELOW, judge=False), [JUDGE, REWARD_MODEL], confidence=0.95)
+    assert alone.headline == "The reward prefers the SFT model’s answers to those of the policy."
+
+
 def test_gate_and_data_verdicts():
+    not_needed = gate() | {"needed": False, "passed": False, "message": "not needed: none was trained."}
+    assert gate_verdict(not_needed).tone == "open" and gate_verdict(not_needed).details == ("None was trained.",)
     assert gate_verdict(gate()).tone == "good" and gate_verdict(gate()).details[0].startswith("Held-out accuracy 0.8723")
     rejected = gate() | {"passed": False, "message": "rejected: too few pairs."}
     assert (gate_verdict(rejected).tone, gate_verdict(rejected).details) == ("bad", ("Too few pairs.",))
@@ -138,6 +155,43 @@ def test_a_run_without_judge_or_critic(tmp_path, monkeypatch):
     assert "Judge" not in re.sub(r"(?s)<script.*?</script>|<style.*?</style>", "", page) and 'data-figure="rl_critic"' not in page
 
 
+def test_several_scorers_each_have_curves_and_a_row(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    apply_overrides(workspace / "params.yaml", {"rl.reward.scorers": [REWARD_MODEL, JUDGE | {"name": "ok", "weight": 0.0}]})
+    curves = workspace / "plots/train_rl.csv"
+    rows = pd.read_csv(curves)
+    rows.assign(score_ok=0.5, eval_score=rows["score_mean"].where(rows["step"] % 20 == 0)).to_csv(curves, index=False)
+    figures = {"mean": 0.25, "low": 0.2, "high": 0.3, "n": 400}
+    scores = {f"{mode}.{model}.scores.ok": figures for mode in ("greedy", "sampled") for model in ("sft", "policy")}
+    edit_metrics(workspace, "evaluate", scores | {"greedy.policy.scores.ok": figures | {"mean": 0.75}})
+    page = render_in(workspace, monkeypatch)
+    assert 'data-figure="rl_score_reward_model"' in page and 'data-figure="rl_score_ok"' in page and "validation, greedy" in page
+    row = re.search(r"<tr[^>]*><th scope=\"row\">ok \(judge, only measured\)</th>(.*?)</tr>", page, re.DOTALL)[1]
+    assert re.findall(r"[+−\d.]+(?=\s*</td>)", row) == ["0.25", "0.75", "+0.50", "0.25", "0.25", "0.00"]
+
+
+def test_one_scorer_is_the_score_and_gets_no_row_of_its_own(tmp_path, monkeypatch):
+    page = render_in(make_workspace(tmp_path), monkeypatch)
+    assert 'data-figure="rl_score"' in page and 'data-figure="rl_score_reward_model"' not in page
+    assert "only measured" not in page and page.count('<th scope="row">Score</th>') == 1
+
+
+def test_a_run_without_a_reward_model(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    apply_overrides(workspace / "params.yaml", WITHOUT_REWARD_MODEL)
+    curves = workspace / "plots/train_reward.csv"
+    pd.read_csv(curves).head(0).to_csv(curves, index=False)
+    heldout = workspace / "data/reward_heldout.parquet"
+    pd.read_parquet(heldout).head(0).to_parquet(heldout)
+    (workspace / "metrics/train_reward.json").write_text(json.dumps(NOT_TRAINED))
+    (workspace / "metrics/gate.json").write_text(json.dumps(unjudged(load_params().gate, NOT_NEEDED, needed=False)))
+    page = render_in(workspace, monkeypatch)
+    assert "None was trained: reward.enabled is false." in page and "There is no reward model to judge." in page
+    assert "Win rate by the reward<" in page and "The judge was part of the reward" in page
+    assert not any(f'data-figure="{name}"' in page for name in ("reward_loss", "reward_accuracy", "gate_interval", "gate_scores"))
+    assert "reward.epochs</dt>" not in page
+
+
 def test_expectations_that_found_something_stand_first():
     checked = validation()
     checked["expectations"][-1] |= {"passed": False, "unexpected": 3}
@@ -159,7 +213,7 @@ def test_a_rejected_gate_and_failed_data_are_said_first(tmp_path, monkeypatch):
     ("name", "change", "message"),
     [
         ("evaluate", {"win_rate": REMOVED}, "win_rate.greedy: expected the key win_rate, got greedy, sampled, kl, judge"),
-        ("evaluate", {"sampled.policy.judge_n": REMOVED}, "sampled.policy.judge_n: expected the key judge_n, got n, reward_mean"),
+        ("evaluate", {"sampled.policy.judge_n": REMOVED}, "sampled.policy.judge_n: expected the key judge_n, got n, score_mean"),
         ("evaluate", {"greedy.policy.length_mean": REMOVED}, "expected the key length_mean for each model"),
         ("gate", {"passed": REMOVED}, "passed: expected the key passed"),
         ("prepare_data", {"rows": REMOVED}, "rows: expected the key rows"),
