@@ -43,10 +43,14 @@ def workspace(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_gate(workspace: Path) -> tuple[subprocess.CompletedProcess[str], dict]:
+def run_stage(workspace: Path, stage: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tasks.gate_reward"]
-    done = subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-m", f"tasks.{stage}"]
+    return subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def run_gate(workspace: Path) -> tuple[subprocess.CompletedProcess[str], dict]:
+    done = run_stage(workspace, "gate_reward")
     return done, json.loads((workspace / "metrics/gate.json").read_text())
 
 
@@ -111,11 +115,20 @@ def test_each_source_is_reported_by_itself(workspace):
     assert {name: (s["accuracy"], s["n"]) for name, s in gate["by_source"].items()} == {"good": (1.0, 400), "coin": (0.5, 100)}
 
 
-def test_without_a_reward_model_the_chain_goes_on_and_the_file_says_why(workspace):
-    params = workspace / "params.yaml"
-    apply_overrides(params, WITHOUT_REWARD_MODEL)
-    (workspace / "data").mkdir()
-    (workspace / "data/reward_heldout.parquet").write_bytes(b"not even read")
+def test_without_a_reward_model_the_chain_goes_on_and_the_files_say_why(workspace):
+    apply_overrides(workspace / "params.yaml", WITHOUT_REWARD_MODEL)
+    for needed in ("data/prepared", "models/sft", "models/reward"):
+        (workspace / needed).mkdir(parents=True)
+    (workspace / "models/reward/model.safetensors").write_bytes(b"an earlier run's")
+    trained = run_stage(workspace, "train_reward")
+    assert trained.returncode == 0, trained.stderr
+    assert [path.name for path in (workspace / "models/reward").iterdir()] == ["not_trained.json"]
+    reason = {"trained": False, "reason": "reward.enabled is false"}
+    assert json.loads((workspace / "models/reward/not_trained.json").read_text()) == reason
+    assert json.loads((workspace / "metrics/train_reward.json").read_text()) == reason
+    heldout = pq.read_table(workspace / "data/reward_heldout.parquet")
+    assert len(heldout) == 0 and pa.types.is_floating(heldout.schema.field("chosen_score").type)
+    assert heldout.column_names == ["id", "source", "split", "chosen_score", "rejected_score", "chosen_tokens", "rejected_tokens"]
     done, gate = run_gate(workspace)
     assert done.returncode == 0 and "not needed: no reward model was trained" in done.stdout
     assert (gate["needed"], gate["passed"], gate["accuracy"], gate["by_source"]) == (False, False, None, {})
