@@ -40,13 +40,17 @@ class MetricsLog:
 
             self._wandb = wandb.init(project=tracking.wandb_project, name=run_name, id=run_name, resume="allow")
 
-    def log(self, row: Row, timings: Row) -> None:
-        """Write one row of the curves. Columns without a value this time stay empty; an unknown column raises ValueError."""
+    def log(self, row: Row, timings: Row, further: Row | None = None) -> None:
+        """Write one row of the curves. Columns without a value this time stay empty; an unknown column raises ValueError.
+
+        Args:
+            further: numbers whose names nobody knows in advance: for TensorBoard and wandb, which need no columns.
+        """
         step = int(row["step"])
         self._curves.write(row)
         if self._timings is not None:
             self._timings.write({"step": step, **timings})
-        numbers = {k: v for k, v in {**row, **timings}.items() if k != "step" and not isinstance(v, str)}
+        numbers = {k: v for k, v in {**row, **timings, **(further or {})}.items() if k != "step" and not isinstance(v, str)}
         if self._tensorboard is not None:
             for name, value in numbers.items():
                 self._tensorboard.add_scalar(name, value, step)

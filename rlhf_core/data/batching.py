@@ -1,6 +1,6 @@
 """Which examples form a batch, and how a batch is cut into micro-batches by a token budget.
 
-Both are pure functions of their arguments: a resumed run asks for step n and gets what an uninterrupted one got.
+All are pure functions of their arguments: a resumed run asks for step n and gets what an uninterrupted one got.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ import numpy as np
 
 
 def batch_indices(step: int, *, batch_size: int, num_examples: int, seed: int) -> list[int]:
-    """The examples of one optimizer step: the endless stream of seeded permutations, cut into batches.
+    """The examples of one optimizer step: `stream_indices` cut into batches; one may span two passes."""
+    return stream_indices(step * batch_size, batch_size, num_examples=num_examples, seed=seed)
 
-    Each pass over the data is a fresh permutation; a batch may span two passes.
+
+def stream_indices(start: int, count: int, *, num_examples: int, seed: int) -> list[int]:
+    """`count` examples from position `start` of an endless stream; each pass over the data is a fresh seeded permutation.
 
     Raises:
         ValueError: there are no examples.
     """
     if num_examples < 1:
         raise ValueError("training data: expected at least 1 example, got 0; see what prepare_data kept and what was too long")
-    positions = range(step * batch_size, (step + 1) * batch_size)
+    positions = range(start, start + count)
     permutations = {
         epoch: np.random.default_rng([seed, epoch]).permutation(num_examples)
-        for epoch in range(positions[0] // num_examples, positions[-1] // num_examples + 1)
+        for epoch in range(start // num_examples, (start + count - 1) // num_examples + 1)
     }
     return [int(permutations[p // num_examples][p % num_examples]) for p in positions]
 

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -31,7 +31,7 @@ class ActorGroup:
     Args:
         role: for messages, such as "trainer".
         factory: the class of each actor; it gets `rank` and `kwargs`.
-        cpus, gpus: of each actor.
+        cpus, gpus: of each actor. Without any it starts wherever, beside the others.
         threads: OMP_NUM_THREADS of each actor's process.
         start_deadline: seconds until every actor must have been placed and made.
     Raises:
@@ -42,7 +42,7 @@ class ActorGroup:
         self, role: str, factory: type, size: int, *, cpus: float, gpus: float, threads: int, start_deadline: float, kwargs: dict[str, Any]
     ):
         self.role = role
-        self._bundles = _place(role, size, cpus=cpus, gpus=gpus, deadline=start_deadline)
+        self._bundles = _place(role, size, cpus=cpus, gpus=gpus, deadline=start_deadline) if cpus or gpus else None
         environment = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         self.actors = [
             ray.remote(factory)
@@ -51,7 +51,9 @@ class ActorGroup:
                 num_gpus=gpus,
                 max_restarts=0,
                 runtime_env={"env_vars": environment},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=rank),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=rank)
+                if self._bundles
+                else "DEFAULT",
             )
             .remote(rank=rank, **kwargs)
             for rank in range(size)
@@ -71,6 +73,18 @@ class ActorGroup:
     def call(self, method: str, per_rank: list[tuple] | None = None, *, deadline: float, **kwargs: Any) -> list[Any]:
         """Call a method on each rank and return the results, rank 0 first."""
         return self.wait(self.submit(method, per_rank or [()] * len(self), **kwargs), deadline=deadline, what=method)
+
+    def attempt(self, method: str, *args: Any, deadline: float) -> Any:
+        """Call a method of the only actor, which may well fail: an exception in it counts as the loss of the role too.
+
+        Raises:
+            RoleLost: it died, is late, or raised.
+        """
+        try:
+            (answer,) = self.call(method, [args], deadline=deadline)
+        except RayTaskError as error:
+            raise RoleLost(f"{self.role}: expected {method} to return, got {type(error.cause).__name__}: {error.cause}") from error
+        return answer
 
     def wait(self, references: list[ray.ObjectRef], *, deadline: float, what: str) -> list[Any]:
         """Results of references, one for each rank.
@@ -103,7 +117,8 @@ class ActorGroup:
     def close(self) -> None:
         for actor in self.actors:
             ray.kill(actor)
-        remove_placement_group(self._bundles)
+        if self._bundles is not None:
+            remove_placement_group(self._bundles)
 
 
 def _place(role: str, size: int, *, cpus: float, gpus: float, deadline: float) -> PlacementGroup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,10 +14,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """max_new_tokens counts the end token. temperature 0 is greedy. Log-probabilities are those at that temperature."""
+    """How responses are drawn. Log-probabilities are those of the distribution that was drawn from.
+
+    max_new_tokens: the end token counts.
+    temperature: 0 is greedy, and its log-probabilities are those at temperature 1.
+    top_p, top_k: only these tokens are drawn, after the temperature and top-k before top-p; 1.0 and None: any.
+    min_new_tokens: neither the end token nor a stop string ends a response before; until then the log-probabilities are those of a
+        distribution without the end token.
+    stop: strings that end a response and stay in it.
+    """
 
     max_new_tokens: int
     temperature: float
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+
+    @property
+    def greedy(self) -> SamplingSettings:
+        """The same ends, but always the most likely token."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=None)
 
 
 @dataclass(frozen=True)
@@ -29,9 +46,14 @@ class Sample:
     finished: bool
 
 
-def request_seeds(seed: int, step: int, count: int) -> list[int]:
-    """A sampling seed for each of `count` requests of a step, whatever engine serves it and whatever it drew before."""
-    return [int(s) for s in np.random.SeedSequence([seed, step]).generate_state(count, dtype=np.uint32)]
+def request_seeds(seed: int, step: int, count: int, *, turn: int = 0) -> list[int]:
+    """A sampling seed for each of `count` requests of a step, whatever engine serves it and whatever it drew before.
+
+    Args:
+        turn: of generation within the step.
+    """
+    entropy = [seed, step, 0, turn] if turn else [seed, step]
+    return [int(s) for s in np.random.SeedSequence(entropy).generate_state(count, dtype=np.uint32)]
 
 
 class VllmEngine:
@@ -42,6 +64,7 @@ class VllmEngine:
         max_length: tokens of prompt and response together.
         threads: cores for the CPU build; ignored on a GPU.
         gpu_memory_fraction: of the GPU's memory that weights and cache may take; ignored on the CPU.
+        reads_text: whether responses may end with a stop string. It takes the model's tokenizer, and every token is decoded.
     """
 
     def __init__(
@@ -56,6 +79,7 @@ class VllmEngine:
         seed: int,
         trust_remote_code: bool,
         gpu_memory_fraction: float,
+        reads_text: bool = False,
     ):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
@@ -70,7 +94,7 @@ class VllmEngine:
         self.version = 0
         self._llm = LLM(
             model=model_path,
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not reads_text,
             enforce_eager=on_cpu,
             dtype=dtype,
             enable_prefix_caching=False,
@@ -98,12 +122,17 @@ class VllmEngine:
             SamplingParams(
                 n=group_size,
                 temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k or 0,
                 max_tokens=settings.max_new_tokens,
+                min_tokens=settings.min_new_tokens,
                 stop_token_ids=[eos_id],
+                stop=list(settings.stop) or None,
+                include_stop_str_in_output=True,
                 seed=seed,
                 logprobs=0,
                 flat_logprobs=True,
-                detokenize=False,
+                detokenize=bool(settings.stop),
             )
             for seed in seeds
         ]

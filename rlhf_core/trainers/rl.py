@@ -5,36 +5,41 @@ python -m rlhf_core.trainers.rl <job.json>
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 import signal
 import sys
 import threading
-import time
+from dataclasses import replace
 from pathlib import Path
 
 from rlhf_core.config import RlConfig
 from rlhf_core.quiet import be_quiet, show_own_log
+from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.credit import RewardNormalizer, assign_credit
-from rlhf_core.trainers.rl_data import PromptStream, collate, rollout_batch_metrics
+from rlhf_core.trainers.rl_data import DemonstrationStream, PromptStream, collate, components_of, evaluation_prompts, read_prompts
 from rlhf_core.trainers.rl_job import REFUSED, RlJob
-from rlhf_core.trainers.rl_workers import Workers
-from rlhf_core.types import RolloutBatch
+from rlhf_core.trainers.rl_metrics import (
+    Clock,
+    LogprobMismatch,
+    Metrics,
+    TooManyUnscored,
+    batch_metrics,
+    check_logprobs,
+    check_scored,
+    curve_columns,
+    evaluation_metrics,
+    progress_line,
+)
+from rlhf_core.trainers.rl_sampling import draw, greedy_components
+from rlhf_core.trainers.rl_state import Best, Progress
+from rlhf_core.trainers.rl_workers import Workers, plan_update
+from rlhf_core.types import Prompt
 
 log = logging.getLogger("rlhf")
 
 STOPPED = 143  # exit code after SIGTERM, the checkpoint written
-CURVES = (
-    "step", "score_mean", "score_std", "reward_mean", "kl_mean", "entropy", "response_length", "cut_off_fraction", "unscored_fraction",
-    "policy_loss", "value_loss", "clip_frac", "approx_kl", "grad_norm", "critic_grad_norm", "explained_variance", "logprob_difference",
-)  # fmt: skip
-
-
-class LogprobMismatch(RuntimeError):
-    """The sampling engine and the trainer disagree about the same tokens: stale weights, or different arithmetic."""
-
-
-class TooManyUnscored(RuntimeError):
-    """The reward model had no answer for too many responses."""
 
 
 def main() -> int:
@@ -45,113 +50,136 @@ def main() -> int:
     job = RlJob.read(Path(sys.argv[1]))
     try:
         with Workers(job) as workers:
-            finished = train(job, workers, stop)
+            progress = train(job, workers, stop)
+            finished = progress.step == job.rl.steps
             if finished:
-                workers.export(job.output)
+                export(job, workers, progress)
     except (LogprobMismatch, TooManyUnscored, ValueError) as error:
         log.error("%s", error)
         return REFUSED
     return 0 if finished else STOPPED
 
 
-def train(job: RlJob, workers: Workers, stop: threading.Event) -> bool:
-    """Every step from the last checkpoint to the end. False: stopped by a signal, with the state saved."""
+def train(job: RlJob, workers: Workers, stop: threading.Event) -> Progress:
+    """Every step from the last checkpoint to the end, or until a signal stops it; then the state is saved."""
     rl = job.rl
-    prompts = PromptStream(job)
+    prompts = PromptStream(read_prompts(job, "train"), rl.prompt_weights, seed=job.seed)
+    validation = evaluation_prompts(job)
+    demonstrations = DemonstrationStream(job)
     normalizer = RewardNormalizer(rl.reward)
-    step = workers.resume(normalizer)
-    if step > 0:
-        log.info("rl: going on from the checkpoint of step %d", step)
+    warn(rl)
+    progress = workers.resume(normalizer)
+    if progress is not None:
+        log.info("rl: going on from the checkpoint of step %d", progress.step)
     else:
-        normalizer.calibrate(workers.calibration_scores(prompts))
-    curves = workers.open_curves(CURVES, first_step=step)
+        progress = begin(workers, prompts, validation, normalizer, rl)
+    curves = open_curves(job, first_step=progress.step + 1)
     stopping = False
-    while step < rl.steps and not stopping:
-        clock = Clock()
-        rollouts = workers.generate(prompts.batch(step), step=step)
-        clock.lap("generate")
-        scored = workers.score(rollouts)
-        clock.lap("score")
-        batch = collate(scored, workers.forward(rollouts), prompts.pad_id)
+    while progress.step < rl.steps and not stopping:
+        clock, step, kl_coef = Clock(), progress.step, progress.kl_coef
+        drawn = draw(workers, prompts, rl, step=step, prompts_drawn=progress.prompts_drawn, clock=clock)
+        outputs = workers.forward([s.rollout for s in drawn.scored])
+        clock.lap("forward")
+        batch = collate(drawn.scored, outputs, workers.pad_id, drawn.baseline_components)
         check_scored(batch, rl, step=step)
         difference = check_logprobs(batch, rl, step=step)
-        clock.lap("forward")
-        train_batch, credit_metrics = assign_credit(batch, rl, normalizer)
+        clock.lap("collate")
+        train_batch, credit_metrics = assign_credit(batch, rl, normalizer, kl_coef=kl_coef)
         clock.lap("credit")
-        update_metrics = workers.update(train_batch, step=step)
+        plans = plan_update(train_batch, demonstrations, rl, seed=job.seed, step=step)
+        clock.lap("plan")
+        update = workers.update(plans, kl_coef=kl_coef, train_policy=trains_policy(rl, step))
         clock.lap("update")
         workers.sync_weights(version=step + 1)
         clock.lap("sync")
-        step += 1
-        row = {"step": step, **rollout_batch_metrics(batch), **credit_metrics, **update_metrics, "logprob_difference": difference}
+        row = {
+            "step": step + 1,
+            **batch_metrics(batch, rl.reward),
+            **drawn.metrics,
+            **credit_metrics,
+            **update,
+            "kl_coef": kl_coef,
+            "logprob_difference": difference,
+        }
+        if drawn.scorer_metrics:
+            row["scorer_metrics"] = json.dumps(drawn.scorer_metrics)
+        progress = progress.after_step(rl, kl=row["kl_mean"], prompts_drawn=drawn.prompts_drawn)
+        if rl.kl.refresh_reference_every and progress.step % rl.kl.refresh_reference_every == 0:
+            workers.refresh_reference()
+        if is_due(rl.evaluation.every, progress.step, rl):
+            progress, evaluated = evaluate(workers, validation, progress, rl)
+            row |= evaluated
+        clock.lap("evaluate")
         stopping = stop.is_set()
-        if step == rl.steps or stopping or step % rl.checkpoint_every == 0:
-            workers.checkpoint(step, normalizer)
-        clock.lap("other")
-        curves.log(row, clock.timings(samples=rl.samples_per_step))
+        if stopping or is_due(rl.checkpoint_every, progress.step, rl):
+            workers.checkpoint(progress, normalizer)
+        clock.lap("checkpoint")
+        curves.log(row, clock.timings(samples=rl.samples_per_step), drawn.scorer_metrics)
         log.info("%s", progress_line(row, rl, clock))
     curves.close()
-    return step == rl.steps
+    return progress
 
 
-def check_scored(batch: RolloutBatch, rl: RlConfig, *, step: int) -> None:
-    """Unscored responses are masked and counted; too many of them mean that the reward is broken.
-
-    Raises:
-        TooManyUnscored: their share is above rl.reward.max_unscored_fraction, or nothing was scored.
-    """
-    unscored = int((~batch.scores.isfinite()).sum()) / len(batch.scores)
-    if unscored > rl.reward.max_unscored_fraction or unscored == 1.0:
-        raise TooManyUnscored(
-            f"step {step}: expected at most rl.reward.max_unscored_fraction={rl.reward.max_unscored_fraction} of the responses "
-            f"without a finite score, got {unscored:.3g}; are they too long for the reward model, or are its weights broken?"
+def warn(rl: RlConfig) -> None:
+    if rl.kl.coef == 0:
+        log.warning(
+            "rl: kl.coef is 0: nothing holds the policy near the SFT model, so it will follow the reward wherever it is wrong; no "
+            "reference is kept, and kl_mean is 0 in the curves whatever happens"
         )
 
 
-def check_logprobs(batch: RolloutBatch, rl: RlConfig, *, step: int) -> float:
-    """Largest difference, in nats, between the sampling engine's and the trainer's log-probability of a sampled token.
-
-    Raises:
-        LogprobMismatch: it is above rl.rollout.max_logprob_difference.
-    """
-    difference = float((batch.rollout_logprobs - batch.old_logprobs)[batch.response_mask].abs().max())
-    if not difference <= rl.rollout.max_logprob_difference:
-        raise LogprobMismatch(
-            f"step {step}: expected vLLM's and the trainer's log-probabilities to differ by at most rl.rollout.max_logprob_difference="
-            f"{rl.rollout.max_logprob_difference}, got {difference:.3g}; if the weights are in sync, the arithmetic differs "
-            "(bfloat16?): raise the limit"
-        )
-    return difference
+def begin(workers: Workers, prompts: PromptStream, validation: list[Prompt], normalizer: RewardNormalizer, rl: RlConfig) -> Progress:
+    """What a run that isn't resumed does before its first step."""
+    if normalizer.needs_calibration:
+        rollouts = workers.generate_for_calibration(prompts.take(0, rl.reward.normalization_samples))
+        normalizer.calibrate(components_of(workers.score(rollouts)))
+    progress = Progress.start(rl)
+    if rl.evaluation.every:
+        progress, evaluated = evaluate(workers, validation, progress, rl)
+        log.info("rl: before training  %s", "  ".join(f"{name} {value:.3f}" for name, value in evaluated.items()))
+    return progress
 
 
-class Clock:
-    """Where a step's time goes, in seconds per phase."""
-
-    def __init__(self):
-        self._start = self._last = time.perf_counter()
-        self._laps: dict[str, float] = {}
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self._laps[phase] = now - self._last
-        self._last = now
-
-    @property
-    def total(self) -> float:
-        return self._last - self._start
-
-    def timings(self, *, samples: int) -> dict[str, float]:
-        return {"seconds": self.total, "samples_per_second": samples / self.total, **{f"seconds_{k}": v for k, v in self._laps.items()}}
-
-    def __str__(self) -> str:
-        return " ".join(f"{phase} {seconds:.2f}" for phase, seconds in self._laps.items())
+def evaluate(workers: Workers, prompts: list[Prompt], progress: Progress, rl: RlConfig) -> tuple[Progress, Metrics]:
+    """Score the policy's greedy responses, and with rl.evaluation.keep_best put it aside if it is the best so far."""
+    metrics = evaluation_metrics(greedy_components(workers, prompts), rl.reward)
+    value = metrics[f"eval_{rl.evaluation.metric}"]
+    if rl.evaluation.keep_best and progress.improves(value):
+        workers.store.keep_best(workers.export)
+        progress = replace(progress, best=Best(progress.step, value))
+    return progress, metrics
 
 
-def progress_line(row: dict[str, float], rl: RlConfig, clock: Clock) -> str:
-    rate = rl.samples_per_step / clock.total
-    return (
-        f"rl {row['step']}/{rl.steps}  score {row['score_mean']:.3f}  kl {row['kl_mean']:.3f}  length {row['response_length']:.1f}  "
-        f"entropy {row['entropy']:.2f}  {rate:.0f} samples/s  ({clock} s)"
+def export(job: RlJob, workers: Workers, progress: Progress) -> None:
+    """The policy of the last step, or with rl.evaluation.keep_best the best one that could be evaluated, which best.json then names."""
+    best = progress.best
+    if best is None:
+        workers.export(Path(job.output))
+    else:
+        shutil.copytree(workers.store.best_policy, job.output, dirs_exist_ok=True)
+    if job.rl.evaluation.keep_best:
+        found = {"step": best.step, "value": best.value} if best else {"step": progress.step, "value": None}
+        (Path(job.work) / "best.json").write_text(json.dumps({**found, "metric": job.rl.evaluation.metric}))
+
+
+def trains_policy(rl: RlConfig, step: int) -> bool:
+    """False in the first steps of PPO, where only the critic learns."""
+    return rl.algorithm != "ppo" or step >= rl.ppo.critic_warmup_steps
+
+
+def is_due(every: int | None, step: int, rl: RlConfig) -> bool:
+    """Whether what happens every so many steps, and after the last one, happens after this one."""
+    return every is not None and (step % every == 0 or step == rl.steps)
+
+
+def open_curves(job: RlJob, *, first_step: int) -> MetricsLog:
+    return MetricsLog(
+        Path(job.work) / "curves.csv",
+        curve_columns(job.rl),
+        timings=Path(job.timings),
+        tracking=job.tracking,
+        run_name=job.run_name,
+        first_step=first_step,
     )
 
 

@@ -1,71 +1,172 @@
-"""Prompts in, tensors out: what the RL loop does with data."""
+"""Prompts and demonstrations in, tensors out: what the RL loop does with data."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from rlhf_core.data.batching import batch_indices
-from rlhf_core.data.schema import read_rows
+from rlhf_core.data.batching import batch_indices, stream_indices
+from rlhf_core.data.schema import Split, read_rows
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
 from rlhf_core.trainers.rl_job import RlJob
+from rlhf_core.trainers.sft import encode_demonstrations
 from rlhf_core.types import Prompt, Rollout, RolloutBatch, ScoredRollout
 
 
-class PromptStream:
-    """The training prompts, in an order that follows from the seed and the step alone.
-
-    Prompts that leave no room for `rollout.max_new_tokens` are dropped.
+def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
+    """The prompts of a split that leave room for `rollout.max_new_tokens`, in file order.
 
     Raises:
-        ValueError: none is left.
+        ValueError: there is none.
+    """
+    tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
+    rows = read_rows(Path(job.prepared), "prompt", split)
+    prompts = [Prompt(r["id"], r["source"], r["messages"], encode_prompt(tokenizer, r["messages"]), r["label"]) for r in rows]
+    longest = job.model.max_length - job.rl.rollout.max_new_tokens
+    kept = [p for p in prompts if len(p.prompt_ids) <= longest]
+    if not kept:
+        raise ValueError(
+            f"prompts of the {split} split: expected some of at most {longest} tokens, got none of {len(rows)}; raise model.max_length"
+        )
+    return kept
+
+
+def evaluation_prompts(job: RlJob) -> list[Prompt]:
+    """What the policy is evaluated on during training: prompts of the validation split in a seeded order; none if it isn't."""
+    if job.rl.evaluation.every is None:
+        return []
+    prompts = read_prompts(job, "validation")
+    order = stream_indices(0, len(prompts), num_examples=len(prompts), seed=job.seed)
+    return [prompts[i] for i in order[: job.rl.evaluation.prompts]]
+
+
+class PromptStream:
+    """The training prompts, in an endless order that follows from the seed and the position alone.
+
+    Without weights each pass over all prompts is a fresh permutation. With weights each position draws its source by weight, and each
+    source's prompts come in passes of their own.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], weights: dict[str, float], *, seed: int):
+        self._seed = seed
+        by_source: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            by_source.setdefault(prompt.source if weights else "", []).append(prompt)
+        self._pools = [by_source[name] for name in sorted(by_source)]
+        self._sources = SourceDraws([weights.get(name, 1.0) for name in sorted(by_source)], seed=seed) if weights else None
+
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """The prompts at `count` positions from `start` on."""
+        if self._sources is None:
+            (pool,) = self._pools
+            return self._of_pool(pool, start, count)
+        drawn = self._sources.draw(start, count)
+        before = self._sources.counts(start)
+        passing = [iter(self._of_pool(pool, before[i], int((drawn == i).sum()))) for i, pool in enumerate(self._pools)]
+        return [next(passing[i]) for i in drawn]
+
+    def _of_pool(self, pool: list[Prompt], start: int, count: int) -> list[Prompt]:
+        return [pool[i] for i in stream_indices(start, count, num_examples=len(pool), seed=self._seed)] if count else []
+
+
+class SourceDraws:
+    """Which source each position takes its prompt from: independent draws by weight, made in blocks that are seeded by their number."""
+
+    BLOCK = 4096
+
+    def __init__(self, weights: Sequence[float], *, seed: int):
+        self._probabilities = np.array(weights) / sum(weights)
+        self._seed = seed
+        self._blocks: list[np.ndarray] = []
+
+    def draw(self, start: int, count: int) -> np.ndarray:
+        """[count] numbers of sources."""
+        self._extend(start + count)
+        first = start // self.BLOCK
+        return np.concatenate(self._blocks[first:])[start - first * self.BLOCK :][:count]
+
+    def counts(self, end: int) -> list[int]:
+        """How often each source comes before position `end`."""
+        self._extend(end)
+        drawn = np.concatenate([*self._blocks, np.empty(0, dtype=np.int64)])[:end]
+        return np.bincount(drawn, minlength=len(self._probabilities)).tolist()
+
+    def _extend(self, end: int) -> None:
+        while len(self._blocks) * self.BLOCK < end:
+            generator = np.random.default_rng([self._seed, 2, len(self._blocks)])
+            self._blocks.append(generator.choice(len(self._probabilities), size=self.BLOCK, p=self._probabilities))
+
+
+class DemonstrationStream:
+    """The training demonstrations for rl.ptx, batch by batch; empty batches where the coefficient is 0.
+
+    Raises:
+        ValueError: there is none that fits model.max_length.
     """
 
     def __init__(self, job: RlJob):
-        tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
-        self.pad_id, self.eos_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-        self._seed, self._batch_size = job.seed, job.rl.rollout_batch_size
-        rows = read_rows(Path(job.prepared), "prompt", "train")
-        prompts = [Prompt(r["id"], r["source"], r["messages"], encode_prompt(tokenizer, r["messages"]), r["label"]) for r in rows]
-        longest = job.model.max_length - job.rl.rollout.max_new_tokens
-        self._prompts = [p for p in prompts if len(p.prompt_ids) <= longest]
-        if not self._prompts:
-            raise ValueError(f"prompts: expected some of at most {longest} tokens, got none of {len(rows)}; raise model.max_length")
+        self._batch_size, self._seed = job.rl.ptx.batch_size, job.seed
+        self._demonstrations: list[tuple[list[int], int]] = []
+        if job.rl.ptx.coef:
+            tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
+            rows = read_rows(Path(job.prepared), "sft", "train")
+            kept, _ = encode_demonstrations(rows, tokenizer, max_length=job.model.max_length)
+            if not kept:
+                raise ValueError(
+                    f"rl.ptx: expected demonstrations of at most model.max_length tokens, got none of {len(rows)}; set coef to 0"
+                )
+            self._demonstrations = [(d.ids, d.start) for d in kept]
 
-    def batch(self, step: int, *, size: int | None = None) -> list[Prompt]:
-        """The prompts of one step; `size` overrides rollout_batch_size."""
-        chosen = batch_indices(step, batch_size=size or self._batch_size, num_examples=len(self._prompts), seed=self._seed)
-        return [self._prompts[i] for i in chosen]
+    def batch(self, number: int) -> list[tuple[list[int], int]]:
+        """Of the optimizer step of this number in the whole run: token ids, and from where on they are trained on."""
+        if not self._demonstrations:
+            return []
+        chosen = batch_indices(number, batch_size=self._batch_size, num_examples=len(self._demonstrations), seed=self._seed)
+        return [self._demonstrations[i] for i in chosen]
 
 
-def collate(scored: list[ScoredRollout], outputs: dict[str, torch.Tensor], pad_id: int) -> RolloutBatch:
+Components = dict[str, torch.Tensor]  # scorer's name -> [B] raw scores, NaN = not scored
+
+
+def components_of(scored: Sequence[ScoredRollout]) -> Components:
+    return {name: torch.tensor([s.components[name] for s in scored]) for name in scored[0].components} if scored else {}
+
+
+def collate(
+    scored: Sequence[ScoredRollout], outputs: dict[str, torch.Tensor], pad_id: int, baseline_components: Components
+) -> RolloutBatch:
     """Rollouts, their scores and what the models said of them, as tensors.
 
     Args:
-        outputs: flat [N] over the response tokens in order; `ref_logprobs` and `values` may be absent.
+        outputs: flat [N] over the response tokens in order. Absent: `ref_logprobs` without a reference, `values` without a critic,
+            `sampler_logprobs` where any token could be sampled.
+        baseline_components: of the greedy response to each row's prompt; empty where there is none.
     """
     rollouts = [s.rollout for s in scored]
-    responses = [torch.tensor(r.response_ids) for r in rollouts]
-    response_ids = torch.nn.utils.rnn.pad_sequence(responses, batch_first=True, padding_value=pad_id)
-    lengths = torch.tensor([len(r) for r in responses])
-    response_mask = torch.arange(response_ids.shape[1]) < lengths[:, None]
+    lengths = torch.tensor([len(r.response_ids) for r in rollouts])
+    response_mask = torch.arange(int(lengths.max())) < lengths[:, None]
     prompt_ids, prompt_mask = _left_padded([r.prompt.prompt_ids for r in rollouts], pad_id)
 
     def padded(flat: torch.Tensor) -> torch.Tensor:
         return torch.zeros(response_mask.shape).masked_scatter(response_mask, flat)
 
+    response_ids = torch.tensor([token for r in rollouts for token in r.response_ids])
     old_logprobs = padded(outputs["old_logprobs"])
     return RolloutBatch(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
-        response_ids=response_ids,
+        response_ids=torch.full(response_mask.shape, pad_id).masked_scatter(response_mask, response_ids),
         response_mask=response_mask,
         rollout_logprobs=padded(torch.tensor([x for r in rollouts for x in r.rollout_logprobs])),
         old_logprobs=old_logprobs,
+        sampler_logprobs=padded(outputs["sampler_logprobs"]) if "sampler_logprobs" in outputs else old_logprobs,
         ref_logprobs=padded(outputs["ref_logprobs"]) if "ref_logprobs" in outputs else old_logprobs,
         values=padded(outputs["values"]) if "values" in outputs else torch.zeros(response_mask.shape),
-        scores=torch.tensor([s.score for s in scored]),
+        components=components_of(scored),
+        baseline_components=baseline_components,
         group_ids=torch.tensor([r.group_id for r in rollouts]),
         finished=torch.tensor([r.finished for r in rollouts]),
         policy_versions=torch.tensor([r.policy_version for r in rollouts]),
@@ -73,30 +174,13 @@ def collate(scored: list[ScoredRollout], outputs: dict[str, torch.Tensor], pad_i
 
 
 def _left_padded(sequences: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(map(len, sequences))
-    ids = torch.full((len(sequences), width), pad_id)
-    mask = torch.zeros((len(sequences), width), dtype=torch.bool)
-    for row, sequence in enumerate(sequences):
-        ids[row, width - len(sequence) :] = torch.tensor(sequence)
-        mask[row, width - len(sequence) :] = True
-    return ids, mask
+    lengths = torch.tensor([len(s) for s in sequences])
+    width = int(lengths.max())
+    mask = torch.arange(width) >= width - lengths[:, None]
+    flat = torch.tensor([token for s in sequences for token in s])
+    return torch.full(mask.shape, pad_id).masked_scatter(mask, flat), mask
 
 
-def rollout_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Raw scores over what could be scored (finite ones); KL to the reference per sequence, in nats (k1 on the sampled tokens)."""
-    known = batch.scores.isfinite()
-    scored = batch.scores[known]
-    kl = ((batch.old_logprobs - batch.ref_logprobs) * batch.response_mask).sum(1)
-    return {
-        "score_mean": float(scored.mean()),
-        "score_std": float(scored.std(correction=0)),
-        "kl_mean": float(kl.mean()),
-        "response_length": float(batch.response_mask.sum(1).float().mean()),
-        "cut_off_fraction": float((~batch.finished).float().mean()),
-        "unscored_fraction": float((~known).float().mean()),
-    }
-
-
-def sequences_of(rollouts: list[Rollout]) -> tuple[list[list[int]], list[int]]:
+def sequences_of(rollouts: Sequence[Rollout]) -> tuple[list[list[int]], list[int]]:
     """Prompt and response of each rollout as one sequence, and where the response starts."""
     return [[*r.prompt.prompt_ids, *r.response_ids] for r in rollouts], [len(r.prompt.prompt_ids) for r in rollouts]

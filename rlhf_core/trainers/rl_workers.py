@@ -1,24 +1,26 @@
-"""The RL loop's hands: rollout engines and trainer ranks as Ray actors, each call with a deadline."""
+"""The RL loop's hands: rollout engines, trainer ranks and scorers as Ray actors, each call with a deadline."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from rlhf_core.checkpoint import CheckpointStore
+from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.ray_actors import ActorGroup, join_cluster, leave_cluster
 from rlhf_core.engines.vllm_engine import RolloutActor, SamplingSettings, request_seeds
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.scorers.reward_model import RewardModelInput
-from rlhf_core.tracking import MetricsLog
-from rlhf_core.trainers.credit import Moments, RewardNormalizer
-from rlhf_core.trainers.rl_data import PromptStream, sequences_of
+from rlhf_core.trainers.credit import RewardNormalizer
+from rlhf_core.trainers.rl_data import DemonstrationStream, sequences_of
 from rlhf_core.trainers.rl_job import RlJob
-from rlhf_core.trainers.rl_rank import Minibatch, TrainerRank
+from rlhf_core.trainers.rl_metrics import Metrics, update_metrics
+from rlhf_core.trainers.rl_rank import TrainerRank
+from rlhf_core.trainers.rl_scoring import ScorerMetrics, Scoring
+from rlhf_core.trainers.rl_state import Progress, RunStore
+from rlhf_core.trainers.rl_update import Minibatch
 from rlhf_core.types import Prompt, Rollout, ScoredRollout, TrainBatch
 
 CALIBRATION_STEP = 2**31 - 1  # a step number of its own for the seeds of the calibration samples
@@ -33,12 +35,10 @@ class Workers:
 
     def __init__(self, job: RlJob):
         self._job = job
-        self._checkpoints = CheckpointStore(Path(job.work) / "checkpoints")
+        self.store = RunStore(Path(job.work))
         tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
-        reward_tokenizer = load_tokenizer(job.reward_model, trust_remote_code=job.model.trust_remote_code)
-        self._eos_id = tokenizer.eos_token_id
-        self._reward_input = RewardModelInput(tokenizer, reward_tokenizer, max_length=job.model.max_length)
-        self._sampling = SamplingSettings(job.rl.rollout.max_new_tokens, job.rl.rollout.temperature)
+        self._eos_id, self.pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        self._sampling = sampling_settings(job.rl)
         self._version = 0
 
     def __enter__(self) -> Workers:
@@ -73,8 +73,10 @@ class Workers:
                 "seed": job.seed,
                 "trust_remote_code": job.model.trust_remote_code,
                 "gpu_memory_fraction": rl.rollout.gpu_memory_fraction,
+                "reads_text": bool(rl.rollout.stop),
             },
         )
+        self._scoring = Scoring(job, self._trainers)
         (address, *_) = self._trainers.call("address", deadline=start)
         self._trainers.call("connect", [address] * len(self._trainers), deadline=start)
         self._rollouts.wait_ready()
@@ -83,20 +85,29 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self._trainers.close()
         self._rollouts.close()
+        self._scoring.close()
         leave_cluster()
 
     # Rollouts
 
-    def generate(self, prompts: list[Prompt], *, step: int) -> list[Rollout]:
-        """`group_size` rollouts of each prompt, a prompt's next to each other; what is drawn follows from seed and step."""
-        return self._generate(prompts, step=step, group_size=self._job.rl.group_size)
+    def generate(self, prompts: Sequence[Prompt], *, step: int, turn: int = 0) -> list[Rollout]:
+        """`group_size` rollouts of each prompt, a prompt's next to each other; what is drawn follows from seed, step and turn."""
+        seeds = request_seeds(self._job.seed, step, len(prompts), turn=turn)
+        return self._generate(prompts, seeds, self._sampling, group_size=self._job.rl.group_size)
 
-    def _generate(self, prompts: list[Prompt], *, step: int, group_size: int) -> list[Rollout]:
-        seeds = request_seeds(self._job.seed, step, len(prompts))
+    def generate_for_calibration(self, prompts: Sequence[Prompt]) -> list[Rollout]:
+        """One rollout of each prompt."""
+        return self._generate(prompts, request_seeds(self._job.seed, CALIBRATION_STEP, len(prompts)), self._sampling, group_size=1)
+
+    def generate_greedy(self, prompts: Sequence[Prompt]) -> list[Rollout]:
+        """The policy's greedy response to each prompt."""
+        return self._generate(prompts, [0] * len(prompts), self._sampling.greedy, group_size=1)
+
+    def _generate(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings, *, group_size: int) -> list[Rollout]:
         shards = _shards(len(prompts), len(self._rollouts))
         answers = self._rollouts.call(
             "generate",
-            [([prompts[i].prompt_ids for i in shard], [seeds[i] for i in shard], self._sampling) for shard in shards],
+            [([prompts[i].prompt_ids for i in shard], [seeds[i] for i in shard], sampling) for shard in shards],
             deadline=self._job.rl.deadlines.step,
             eos_id=self._eos_id,
             group_size=group_size,
@@ -108,17 +119,11 @@ class Workers:
             for s in by_prompt[i]
         ]
 
-    def score(self, rollouts: list[Rollout]) -> list[ScoredRollout]:
-        """Raw scores by the reward model; NaN: it couldn't."""
-        inputs = [
-            self._reward_input.sequence(r.prompt.messages, r.prompt.prompt_ids, r.response_ids, finished=r.finished) for r in rollouts
-        ]
-        shards = _shards(len(inputs), len(self._trainers))
-        answers = self._trainers.call("score", [([inputs[i] for i in shard],) for shard in shards], deadline=self._job.rl.deadlines.step)
-        scores = torch.cat(answers)[_inverse(shards)].tolist()
-        return [ScoredRollout(rollout, score) for rollout, score in zip(rollouts, scores, strict=True)]
+    def score(self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None) -> list[ScoredRollout]:
+        """Raw scores by every scorer; NaN: it couldn't. What else the scorers measure is added to `metrics`."""
+        return self._scoring.score(rollouts, metrics)
 
-    def forward(self, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
+    def forward(self, rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:
         """What policy, reference and critic say of every response token, flat [N] in the order of the rollouts."""
         sequences, starts = sequences_of(rollouts)
         shards = _contiguous_shards(len(sequences), len(self._trainers))
@@ -127,40 +132,19 @@ class Workers:
         )
         return {name: torch.cat([a[name] for a in answers]) for name in answers[0]}
 
-    def calibration_scores(self, prompts: PromptStream) -> torch.Tensor | None:
-        """Scores of the initial policy's samples, for the reward's normalisation."""
-        config = self._job.rl.reward
-        if config.normalization != "initial":
-            return None
-        rollouts = self._generate(prompts.batch(0, size=config.normalization_samples), step=CALIBRATION_STEP, group_size=1)
-        return torch.tensor([s.score for s in self.score(rollouts)])
-
     # Training
 
-    def update(self, batch: TrainBatch, *, step: int) -> dict[str, float]:
-        """All epochs and minibatches of a step. Returns means over tokens and optimizer steps."""
-        rl, ranks = self._job.rl, len(self._trainers)
-        plans: list[list[Minibatch]] = [[] for _ in range(ranks)]
-        per_epoch = len(batch) // rl.minibatch_size
-        for k in range(per_epoch * rl.epochs):
-            rows = batch_indices(k, batch_size=rl.minibatch_size, num_examples=len(batch), seed=_mixed(self._job.seed, step))
-            mask = batch.response_mask[rows]
-            tokens, sequences = int(mask.sum()), int(mask.any(1).sum())
-            for rank in range(ranks):
-                plans[rank].append(Minibatch(batch.select(rows[rank::ranks]), tokens, sequences))
-        answers = self._trainers.call("update", [(plan,) for plan in plans], deadline=rl.deadlines.step)
-        sums = {name: sum(a[name] for a in answers) for name in answers[0]}
-        steps = sums["optimizer_steps"] / ranks
-        metrics = {
-            "policy_loss": sums["policy_loss"] / steps,
-            "entropy": sums["entropy_sum"] / sums["tokens"],
-            "clip_frac": sums["clip_frac_sum"] / sums["tokens"],
-            "approx_kl": sums["approx_kl_sum"] / sums["tokens"],
-            "grad_norm": sums["grad_norm"] / ranks / steps,
-        }
-        if "value_loss" in sums:
-            metrics |= {"value_loss": sums["value_loss"] / steps, "critic_grad_norm": sums["critic_grad_norm"] / ranks / steps}
-        return metrics
+    def update(self, plans: list[list[Minibatch]], *, kl_coef: float, train_policy: bool) -> Metrics:
+        """The optimizer steps of a step, of each rank its plan. Returns means over tokens and optimizer steps."""
+        answers = self._trainers.call(
+            "update", [(plan,) for plan in plans], deadline=self._job.rl.deadlines.step, kl_coef=kl_coef, train_policy=train_policy
+        )
+        names = {name for answer in answers for name in answer}
+        return update_metrics({name: sum(a.get(name, 0.0) for a in answers) for name in names}, ranks=len(answers))
+
+    def refresh_reference(self) -> None:
+        """The reference becomes the current policy."""
+        self._trainers.call("refresh_reference", deadline=self._job.rl.deadlines.step)
 
     def sync_weights(self, *, version: int) -> None:
         """Give the policy's weights to every rollout engine. That they arrived shows in the next step's log-probabilities."""
@@ -171,45 +155,54 @@ class Workers:
             raise RuntimeError(f"rollout engines: expected policy version {version} everywhere, got {versions}")
         self._version = version
 
-    def export(self, folder: str) -> None:
-        self._trainers.call("export", [(folder,)] * len(self._trainers), deadline=self._job.rl.deadlines.step)
+    def export(self, folder: Path) -> None:
+        """The policy as a Hugging Face folder."""
+        self._on_every_rank("export", folder)
 
     # State
 
-    def checkpoint(self, step: int, normalizer: RewardNormalizer) -> None:
+    def checkpoint(self, progress: Progress, normalizer: RewardNormalizer) -> None:
         """Everything that the loop needs to go on, in one folder: every rank's engines and generators, and the driver's state."""
-        moments = normalizer.moments
+        self.store.save(progress, normalizer, lambda folder: self._on_every_rank("save", folder))
 
-        def write(folder: Path) -> None:
-            self._trainers.call("save", [(str(folder),)] * len(self._trainers), deadline=self._job.rl.deadlines.step)
-            state = {"policy_version": self._version, "normalizer": [moments.count, moments.mean, moments.squares]}
-            (folder / "driver.json").write_text(json.dumps(state))
+    def resume(self, normalizer: RewardNormalizer) -> Progress | None:
+        """Load the newest whole checkpoint, weights into the rollout engines too. None: there is none."""
+        progress = self.store.load(normalizer, lambda folder: self._on_every_rank("load", folder))
+        if progress is not None:
+            self.sync_weights(version=progress.step)
+        return progress
 
-        self._checkpoints.save(step, write)
+    def _on_every_rank(self, method: str, folder: Path) -> None:
+        self._trainers.call(method, [(str(folder),)] * len(self._trainers), deadline=self._job.rl.deadlines.step)
 
-    def resume(self, normalizer: RewardNormalizer) -> int:
-        """Load the newest whole checkpoint, weights into the rollout engines too. Returns the steps that are done."""
-        found = self._checkpoints.latest()
-        if found is None:
-            return 0
-        step, folder = found
-        self._trainers.call("load", [(str(folder),)] * len(self._trainers), deadline=self._job.rl.deadlines.start)
-        state = json.loads((folder / "driver.json").read_text())
-        count, mean, squares = state["normalizer"]
-        normalizer.moments = Moments(count, mean, squares)
-        self.sync_weights(version=state["policy_version"])
-        return step
 
-    def open_curves(self, columns: tuple[str, ...], *, first_step: int) -> MetricsLog:
-        job = self._job
-        return MetricsLog(
-            Path(job.work) / "curves.csv",
-            columns,
-            timings=Path(job.timings),
-            tracking=job.tracking,
-            run_name=job.run_name,
-            first_step=first_step + 1,
-        )
+def sampling_settings(rl: RlConfig) -> SamplingSettings:
+    rollout = rl.rollout
+    return SamplingSettings(
+        rollout.max_new_tokens,
+        rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_new_tokens=rollout.min_new_tokens,
+        stop=tuple(rollout.stop),
+    )
+
+
+def plan_update(batch: TrainBatch, demonstrations: DemonstrationStream, rl: RlConfig, *, seed: int, step: int) -> list[list[Minibatch]]:
+    """Every epoch's minibatches of a step, dealt out: for each rank its share of each optimizer step."""
+    ranks = rl.trainer.ranks
+    plans: list[list[Minibatch]] = [[] for _ in range(ranks)]
+    steps = len(batch) // rl.minibatch_size * rl.epochs
+    order_seed = int(np.random.SeedSequence([seed, step, 1]).generate_state(1)[0])
+    for k in range(steps):
+        rows = batch_indices(k, batch_size=rl.minibatch_size, num_examples=len(batch), seed=order_seed)
+        mask = batch.response_mask[rows]
+        tokens, sequences = int(mask.sum()), int(mask.any(1).sum())
+        ptx = demonstrations.batch(step * steps + k)
+        ptx_tokens = sum(len(ids) - start for ids, start in ptx)
+        for rank in range(ranks):
+            plans[rank].append(Minibatch(batch.select(rows[rank::ranks]), tokens, sequences, ptx[rank::ranks], ptx_tokens))
+    return plans
 
 
 def _shards(count: int, parts: int) -> list[list[int]]:
@@ -219,13 +212,3 @@ def _shards(count: int, parts: int) -> list[list[int]]:
 
 def _contiguous_shards(count: int, parts: int) -> list[list[int]]:
     return [list(map(int, part)) for part in np.array_split(np.arange(count), parts)]
-
-
-def _inverse(shards: list[list[int]]) -> torch.Tensor:
-    """Where each original position went when shards are laid end to end."""
-    return torch.argsort(torch.tensor([i for shard in shards for i in shard]))
-
-
-def _mixed(seed: int, step: int) -> int:
-    """A seed for the order of minibatches within one step."""
-    return int(np.random.SeedSequence([seed, step, 1]).generate_state(1)[0])

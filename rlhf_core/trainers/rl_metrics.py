@@ -1,0 +1,165 @@
+"""What is measured of an RL step, and what stops the run."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from rlhf_core.config import RlConfig, ScoreConfig
+from rlhf_core.trainers.credit import weighted_score
+from rlhf_core.trainers.rl_data import Components
+from rlhf_core.types import RolloutBatch
+
+Metrics = dict[str, float]
+
+UPDATE_COLUMNS = (
+    "policy_loss", "value_loss", "clip_frac", "approx_kl", "grad_norm", "critic_grad_norm", "stopped_early",
+    "explained_variance", "advantage_zero_fraction", "logprob_difference",
+    "mismatch_mean", "mismatch_max", "mismatch_kl", "ratio_mean", "corrected_fraction",
+)  # fmt: skip
+
+
+class LogprobMismatch(RuntimeError):
+    """The sampling engine and the trainer disagree about the same tokens: stale weights, or different arithmetic."""
+
+
+class TooManyUnscored(RuntimeError):
+    """A scorer had no answer for too many responses."""
+
+
+def curve_columns(rl: RlConfig) -> tuple[str, ...]:
+    """Of the curves. They follow from the configuration alone, so that a resumed run goes on with the same ones."""
+    names = [s.name for s in rl.reward.scorers]
+    columns = ["step", "score_mean", "score_std", "reward_mean", "kl_mean", "kl_coef", "entropy", "response_length", "cut_off_fraction"]
+    columns += ["unscored_fraction", *(f"score_{n}" for n in names), *(f"failed_{n}" for n in names)]
+    columns += UPDATE_COLUMNS
+    columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
+    columns += ["dynamic_rounds", "dropped_groups"] * rl.dynamic_sampling.enabled
+    columns += ["eval_score", *(f"eval_{n}" for n in names)] * (rl.evaluation.every is not None)
+    columns += ["scorer_metrics"] * any(s.kind == "function" for s in rl.reward.scorers)
+    return tuple(columns)
+
+
+def batch_metrics(batch: RolloutBatch, config: ScoreConfig) -> Metrics:
+    """Raw scores over what could be scored (finite ones); KL to the reference per sequence, in nats (k1 on the sampled tokens)."""
+    scores = weighted_score(batch.components, config)
+    known = scores.isfinite()
+    kl = ((batch.old_logprobs - batch.ref_logprobs) * batch.response_mask).sum(1)
+    return {
+        "score_mean": finite_mean(scores),
+        "score_std": float(scores[known].std(correction=0)),
+        **{f"score_{name}": finite_mean(values) for name, values in batch.components.items()},
+        **{f"failed_{name}": int((~values.isfinite()).sum()) for name, values in batch.components.items()},
+        "kl_mean": float(kl.mean()),
+        "response_length": float(batch.response_mask.sum(1).float().mean()),
+        "cut_off_fraction": float((~batch.finished).float().mean()),
+        "unscored_fraction": float((~known).float().mean()),
+    }
+
+
+def evaluation_metrics(components: Components, config: ScoreConfig) -> Metrics:
+    """Means over what could be scored; NaN where nothing could."""
+    scores = {"score": weighted_score(components, config), **components}
+    return {f"eval_{name}": finite_mean(values) for name, values in scores.items()}
+
+
+def finite_mean(values: torch.Tensor) -> float:
+    known = values[values.isfinite()]
+    return float(known.mean()) if len(known) else math.nan
+
+
+def update_metrics(sums: Metrics, *, ranks: int) -> Metrics:
+    """Means over tokens and optimizer steps, from sums over all ranks. What no optimizer step had is left out.
+
+    Args:
+        sums: those that are the same on every rank (norms, counts of steps) are in it `ranks` times.
+    """
+    steps, tokens = sums["optimizer_steps"] / ranks, max(sums["tokens"], 1)
+    found = {
+        **{name: sums[f"{name}_sum"] / tokens for name in ("entropy", "clip_frac", "approx_kl") if f"{name}_sum" in sums},
+        "stopped_early": sums["stopped_early"] / ranks,
+    }
+    if steps:
+        found |= {name: sums[name] / steps for name in ("policy_loss", "value_loss", "ptx_loss", "moe_aux_loss") if name in sums}
+        found |= {name: sums[name] / ranks / steps for name in ("grad_norm", "critic_grad_norm") if name in sums}
+    return found
+
+
+def check_scored(batch: RolloutBatch, rl: RlConfig, *, step: int) -> None:
+    """Responses without a score are masked and counted; too many of them mean that the reward is broken.
+
+    Raises:
+        TooManyUnscored: of a scorer that is rewarded, their share is above rl.reward.max_unscored_fraction, or no response has them all.
+    """
+    limit = rl.reward.max_unscored_fraction
+    for scorer in rl.reward.scorers:
+        unscored = float((~batch.components[scorer.name].isfinite()).float().mean())
+        if scorer.weight and (unscored > limit or unscored == 1.0):
+            hint = "are they too long for it, or are its weights broken?" if scorer.kind == "reward_model" else "the log says why"
+            raise TooManyUnscored(
+                f"step {step}: scorer {scorer.name}: expected at most rl.reward.max_unscored_fraction={limit} of the responses without a "
+                f"finite score, got {unscored:.3g}; {hint}"
+            )
+    if not weighted_score(batch.components, rl.reward).isfinite().any():
+        raise TooManyUnscored(f"step {step}: expected a response that every scorer could score, got none; each failed for other ones")
+
+
+def check_logprobs(batch: RolloutBatch, rl: RlConfig, *, step: int) -> float:
+    """Largest difference, in nats, between the sampling engine's and the trainer's log-probability of a sampled token.
+
+    Before rollout.min_new_tokens the engine forbids the end token, and the others share its probability: nothing to compare. Where
+    top-p or top-k is set, rounding decides for a token in many thousands whether it is still among those that may be drawn, which
+    shifts all of its position; so the thousandth part that differs most is left out.
+
+    Raises:
+        LogprobMismatch: it is above rl.rollout.max_logprob_difference.
+    """
+    rollout = rl.rollout
+    mask = batch.response_mask.clone()
+    mask[:, : rollout.min_new_tokens] = False
+    differences = (batch.rollout_logprobs - batch.sampler_logprobs)[mask].abs().sort().values
+    if (rollout.top_p < 1.0 or rollout.top_k is not None) and not differences.isnan().any():
+        differences = differences[: len(differences) - math.ceil(len(differences) / 1000)]
+    difference = float(differences[-1]) if len(differences) else 0.0
+    if not difference <= rollout.max_logprob_difference:
+        raise LogprobMismatch(
+            f"step {step}: expected vLLM's and the trainer's log-probabilities to differ by at most rl.rollout.max_logprob_difference="
+            f"{rollout.max_logprob_difference}, got {difference:.3g}; if the weights are in sync, the arithmetic differs "
+            "(bfloat16?): raise the limit"
+        )
+    return difference
+
+
+class Clock:
+    """Where a step's time goes, in seconds per phase; a phase that comes again adds up."""
+
+    def __init__(self):
+        self._start = self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._laps[phase] = self._laps.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        return self._last - self._start
+
+    def timings(self, *, samples: int) -> dict[str, float]:
+        return {"seconds": self.total, "samples_per_second": samples / self.total, **{f"seconds_{k}": v for k, v in self._laps.items()}}
+
+    def __str__(self) -> str:
+        return " ".join(f"{phase} {seconds:.2f}" for phase, seconds in self._laps.items())
+
+
+def progress_line(row: Metrics, rl: RlConfig, clock: Clock) -> str:
+    rate = rl.samples_per_step / clock.total
+    entropy = f"  entropy {row['entropy']:.2f}" if "entropy" in row else ""
+    evaluated = f"  validation {row['eval_score']:.3f}" if "eval_score" in row else ""
+    return (
+        f"rl {row['step']}/{rl.steps}  score {row['score_mean']:.3f}  kl {row['kl_mean']:.3f}  length {row['response_length']:.1f}"
+        f"{entropy}{evaluated}  {rate:.0f} samples/s  ({clock} s)"
+    )

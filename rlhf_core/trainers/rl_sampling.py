@@ -1,0 +1,89 @@
+"""Which responses a step learns from: drawn, scored, and where asked for drawn again until their groups can teach something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rlhf_core.config import RlConfig, ScoreConfig
+from rlhf_core.trainers.credit import weighted_score
+from rlhf_core.trainers.rl_data import Components, PromptStream, components_of
+from rlhf_core.trainers.rl_metrics import Clock, Metrics
+from rlhf_core.trainers.rl_scoring import ScorerMetrics
+from rlhf_core.trainers.rl_workers import Workers
+from rlhf_core.types import Prompt, ScoredRollout
+
+Group = list[ScoredRollout]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a step learns from, a prompt's rollouts next to each other.
+
+    baseline_components: of the greedy response to each row's prompt; empty where the algorithm asks for none.
+    prompts_drawn: of the prompt stream, from the run's beginning.
+    """
+
+    scored: list[ScoredRollout]
+    baseline_components: Components
+    prompts_drawn: int
+    metrics: Metrics
+    scorer_metrics: dict[str, float]
+
+
+def draw(workers: Workers, prompts: PromptStream, rl: RlConfig, *, step: int, prompts_drawn: int, clock: Clock) -> Drawn:
+    """A step's rollouts and their scores, of prompts from position `prompts_drawn` on."""
+    measured = ScorerMetrics()
+
+    def draw_groups(start: int, count: int, turn: int) -> list[Group]:
+        rollouts = workers.generate(prompts.take(start, count), step=step, turn=turn)
+        clock.lap("generate")
+        scored = workers.score(rollouts, measured)
+        clock.lap("score")
+        return [scored[i : i + rl.group_size] for i in range(0, len(scored), rl.group_size)]
+
+    groups, position, metrics = select_groups(draw_groups, rl, start=prompts_drawn)
+    scored = [replace(s, rollout=replace(s.rollout, group_id=i)) for i, group in enumerate(groups) for s in group]
+    baseline = {}
+    if rl.algorithm == "remax":
+        components = greedy_components(workers, [group[0].rollout.prompt for group in groups])
+        baseline = {name: scores.repeat_interleave(rl.group_size) for name, scores in components.items()}
+        clock.lap("baseline")
+    return Drawn(scored, baseline, position, metrics, measured.means())
+
+
+def select_groups(draw_groups: Callable[[int, int, int], list[Group]], rl: RlConfig, *, start: int) -> tuple[list[Group], int, Metrics]:
+    """Groups for a step, the position after the last prompt that was drawn, and how many were dropped.
+
+    With rl.dynamic_sampling, groups that teach nothing are replaced by those of the next prompts, in at most `max_rounds` rounds. Should
+    too few teach something even then, the rest is filled up with the others, in the order in which they came.
+    Source: Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, section 3.2
+
+    Args:
+        draw_groups: position of the first prompt, number of prompts, round from 0 on -> a group for each prompt.
+    """
+    wanted, position = rl.rollout_batch_size, start
+    if not rl.dynamic_sampling.enabled:
+        return draw_groups(position, wanted, 0), position + wanted, {}
+    informative: list[Group] = []
+    others: list[Group] = []
+    rounds = 0
+    while len(informative) < wanted and rounds < rl.dynamic_sampling.max_rounds:
+        missing = wanted - len(informative)
+        for group in draw_groups(position, missing, rounds):
+            (informative if is_informative(group, rl.reward) else others).append(group)
+        position += missing
+        rounds += 1
+    chosen = [*informative, *others][:wanted]
+    return chosen, position, {"dynamic_rounds": rounds, "dropped_groups": position - start - wanted}
+
+
+def is_informative(group: Group, config: ScoreConfig) -> bool:
+    """Whether at least two of a group's responses have different scores; those without one don't count."""
+    scores = weighted_score(components_of(group), config)
+    return len(scores[scores.isfinite()].unique()) > 1
+
+
+def greedy_components(workers: Workers, prompts: Sequence[Prompt]) -> Components:
+    """Scores of the current policy's greedy responses."""
+    return components_of(workers.score(workers.generate_greedy(prompts)))

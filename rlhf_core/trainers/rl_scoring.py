@@ -1,0 +1,112 @@
+"""Every response's score by every scorer: reward models on the trainer ranks, the rest in an actor that may fail."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from rlhf_core.config import ScorerConfig
+from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
+from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.scorers.reward_model import RewardModelInput
+from rlhf_core.scorers.text import ScoreItem, TextScorers, score_item
+from rlhf_core.trainers.rl_job import RlJob
+from rlhf_core.types import Rollout, ScoredRollout
+
+log = logging.getLogger("rlhf")
+
+
+@dataclass
+class ScorerMetrics:
+    """What scorers measured beside their scores, over all their calls of a step: <scorer>.<name>, weighted by the responses of a call."""
+
+    _sums: dict[str, float] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, scorer: str, metrics: dict[str, float], *, count: int) -> None:
+        for name, value in metrics.items():
+            key = f"{scorer}.{name}"
+            self._sums[key] = self._sums.get(key, 0.0) + count * value
+            self._counts[key] = self._counts.get(key, 0) + count
+
+    def means(self) -> dict[str, float]:
+        return {name: self._sums[name] / self._counts[name] for name in sorted(self._sums)}
+
+
+class Scoring:
+    """Raises RoleLost where a trainer fails: that ends the run. A text scorer that fails only has no scores for these responses."""
+
+    def __init__(self, job: RlJob, trainers: ActorGroup):
+        self._job, self._trainers = job, trainers
+        trust = job.model.trust_remote_code
+        self._tokenizer = load_tokenizer(job.sft_model, trust_remote_code=trust)
+        self._inputs = {
+            name: RewardModelInput(self._tokenizer, load_tokenizer(folder, trust_remote_code=trust), max_length=job.model.max_length)
+            for name, folder in job.scorer_models.items()
+        }
+        self._text_configs = [s for s in job.rl.reward.scorers if s.kind != "reward_model"]
+        self._text = self._start_text_scorers() if self._text_configs else None
+
+    def close(self) -> None:
+        if self._text is not None:
+            self._text.close()
+
+    def score(self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None) -> list[ScoredRollout]:
+        """Raw scores by every scorer, in their order; NaN: it couldn't. What else they measure is added to `metrics`."""
+        shards = [list(range(len(rollouts)))[rank :: len(self._trainers)] for rank in range(len(self._trainers))]
+        running = {name: self._submit(name, rollouts, shards) for name in self._inputs}
+        items = self._items(rollouts) if self._text_configs else []
+        found = {config.name: self._by_text(config, items, metrics) for config in self._text_configs}
+        order = torch.argsort(torch.tensor([i for shard in shards for i in shard]))
+        for name, references in running.items():
+            answers = self._trainers.wait(references, deadline=self._job.rl.deadlines.step, what=f"score by {name}")
+            found[name] = torch.cat(answers)[order].tolist()
+        names = [s.name for s in self._job.rl.reward.scorers]
+        return [ScoredRollout(rollout, {name: found[name][i] for name in names}) for i, rollout in enumerate(rollouts)]
+
+    def _submit(self, name: str, rollouts: Sequence[Rollout], shards: list[list[int]]) -> list:
+        """Dealt out in turn, so that each rank gets its share of long and short ones."""
+        sequence = self._inputs[name].sequence
+        inputs = [sequence(r.prompt.messages, r.prompt.prompt_ids, r.response_ids, finished=r.finished) for r in rollouts]
+        return self._trainers.submit("score", [(name, [inputs[i] for i in shard]) for shard in shards])
+
+    def _items(self, rollouts: Sequence[Rollout]) -> list[ScoreItem]:
+        texts = self._tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
+        return [
+            score_item(r.prompt, text, finished=r.finished, response_length=len(r.response_ids))
+            for r, text in zip(rollouts, texts, strict=True)
+        ]
+
+    def _by_text(self, config: ScorerConfig, items: list[ScoreItem], metrics: ScorerMetrics | None) -> list[float]:
+        try:
+            scores, measured = self._text.attempt("score", config.name, items, deadline=config.timeout)
+        except RoleLost as error:
+            log.warning("scorer %s: expected scores of %d responses, got none (%s); they are unscored", config.name, len(items), error)
+            self._text.close()
+            self._text = self._start_text_scorers()
+            return [math.nan] * len(items)
+        if metrics is not None:
+            metrics.add(config.name, measured, count=len(items))
+        return scores
+
+    def _start_text_scorers(self) -> ActorGroup:
+        job = self._job
+        sources = json.loads((Path(job.prepared) / "sources.json").read_text())
+        group = ActorGroup(
+            "scorer",
+            TextScorers,
+            1,
+            cpus=0,
+            gpus=0,
+            threads=1,
+            start_deadline=job.rl.deadlines.start,
+            kwargs={"configs": self._text_configs, "source_kinds": {name: source["kind"] for name, source in sources.items()}},
+        )
+        group.wait_ready()
+        return group
