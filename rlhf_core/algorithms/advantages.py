@@ -7,6 +7,7 @@ scored; it is not a reward of 0. Statistics are computed in float64 and returned
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import torch
 
@@ -69,8 +70,7 @@ def grpo(
     """Advantages relative to the group: the rewards of the other samples of the prompt are the baseline.
 
     A_i = (r_i - mean(r)) / max(std(r), std_floor),   or without the division
-    Source: Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2; without the division: Liu et al. 2025 (Dr. GRPO),
-    https://arxiv.org/abs/2503.20783.
+    Source: Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2.
 
     The std is the unbiased one (n - 1). The floor replaces a smaller std, so that nearly equal rewards can't become large advantages.
 
@@ -82,12 +82,24 @@ def grpo(
     Returns:
         [B, R], the response's advantage at each of its tokens, 0 where masked. A group of one and a group of equal rewards get 0.
     """
-    centered, group, count = _centered(rewards, group_ids, response_mask)
+    groups = _Groups.of(rewards, group_ids, response_mask)
+    advantages = groups.centered
     if normalize_std:
-        squares = torch.zeros_like(count).index_add(0, group, centered.square())
-        std = (squares / (count - 1).clamp(min=1)).sqrt()
-        centered = centered / std.clamp(min=std_floor)[group]
-    return _per_token(centered, rewards, response_mask)
+        squares = torch.zeros_like(groups.count).index_add(0, groups.group, advantages.square())
+        std = (squares / (groups.count - 1).clamp(min=1)).sqrt()
+        advantages = advantages / std.clamp(min=std_floor)[groups.group]
+    return _per_token(advantages, rewards, response_mask)
+
+
+def dr_grpo(rewards: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """GRPO without the division by the std, which weighs questions that are too easy or too hard more than others.
+
+    A_i = r_i - mean(r)
+    Source: Liu et al. 2025, https://arxiv.org/abs/2503.20783, section 3.2; its other half is the constant_horizon of `aggregate`.
+
+    Arguments, result and degenerate groups as of `grpo`.
+    """
+    return grpo(rewards, group_ids, response_mask, normalize_std=False)
 
 
 @torch.no_grad()
@@ -99,8 +111,63 @@ def rloo(rewards: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Te
 
     Arguments, result and degenerate groups as of `grpo`.
     """
-    centered, group, count = _centered(rewards, group_ids, response_mask)
-    return _per_token(centered * (count / (count - 1).clamp(min=1))[group], rewards, response_mask)
+    groups = _Groups.of(rewards, group_ids, response_mask)
+    leave_one_out = groups.count / (groups.count - 1).clamp(min=1)
+    return _per_token(groups.centered * leave_one_out[groups.group], rewards, response_mask)
+
+
+@torch.no_grad()
+def reinforce_pp(token_rewards: torch.Tensor, response_mask: torch.Tensor, *, gamma: float) -> torch.Tensor:
+    """REINFORCE++: the rewards to go of each token, with the whole batch's mean as baseline.
+
+    A_t = (G_t - mean(G)) / std(G),   G_t = r_t + gamma * G_{t+1};   mean and std over all sampled tokens of the batch
+    Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262.
+
+    Args:
+        token_rewards: [B, R], KL penalty already subtracted, of the whole rollout batch, as from `token_rewards`.
+        response_mask: [B, R] bool; clear it where a response could not be scored. Masked entries may hold anything; gaps carry G
+            without a discount, as in `gae`.
+    Returns:
+        [B, R], 0 where masked.
+    """
+    to_go, _ = gae(token_rewards, torch.zeros_like(token_rewards), response_mask, gamma=gamma, gae_lambda=1.0)
+    return whiten(to_go, response_mask)
+
+
+@torch.no_grad()
+def reinforce_pp_baseline(rewards: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """REINFORCE++ with the group's mean as baseline: rewards less that mean, then whitened over the whole batch.
+
+    A_i = (a_i - mean(a)) / std(a),   a_i = r_i - mean of its group;   mean and std over all sampled tokens of the batch
+    Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262.
+
+    The std is the batch's, so a group whose rewards hardly differ gets small advantages; `grpo` makes all groups alike.
+    A group of one and a group of equal rewards count in the batch's statistics, with a = 0, and get advantage 0.
+
+    Arguments as of `grpo`; a response that is left out of its group's statistics is left out of the batch's too.
+    Returns:
+        [B, R], the response's advantage at each of its tokens, 0 where masked.
+    """
+    groups = _Groups.of(rewards, group_ids, response_mask)
+    white = whiten(_per_token(groups.centered, rewards, response_mask), response_mask & groups.counted[:, None])
+    return white.where(groups.informative[groups.group][:, None], 0.0)
+
+
+@torch.no_grad()
+def remax(rewards: torch.Tensor, baseline_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """ReMax: the reward of the greedy response to the same prompt is the baseline.
+
+    A_i = r_i - r_i(greedy)
+    Source: Li et al. 2023, https://arxiv.org/abs/2310.10505, algorithm 1.
+
+    Args:
+        rewards, baseline_rewards: [B], of the sampled and of the greedy response. NaN in either: advantage 0.
+        response_mask: [B, R] bool, of the sampled response.
+    Returns:
+        [B, R], the response's advantage at each of its tokens, 0 where masked.
+    """
+    known = rewards.isfinite() & baseline_rewards.isfinite()
+    return _per_token((rewards - baseline_rewards).where(known, 0.0), rewards, response_mask)
 
 
 @torch.no_grad()
@@ -128,28 +195,37 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = T
     return white.where(mask, 0.0).to(advantages.dtype)
 
 
-def _centered(
-    rewards: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards less their group's mean [B], exactly 0 where the group says nothing; group of each [B]; counted samples of each group [G]."""
-    counted = rewards.isfinite() & response_mask.any(1)
-    groups, group = group_ids.unique(return_inverse=True)
-    known = rewards.double().where(counted, 0.0)
-    zeros = known.new_zeros(len(groups))
-    count = zeros.index_add(0, group, counted.double())
-    mean = zeros.index_add(0, group, known) / count.clamp(min=1)
-    highest = zeros.scatter_reduce(0, group, known.where(counted, -torch.inf), "amax", include_self=False)
-    lowest = zeros.scatter_reduce(0, group, known.where(counted, torch.inf), "amin", include_self=False)
-    informative = highest > lowest
-    if not informative.all():
-        # The message is always the same, so Python shows it once.
-        warnings.warn("groups of equal rewards, or with fewer than two scored responses, get advantage 0", RuntimeWarning, stacklevel=1)
-    return (known - mean[group]).where(counted & informative[group], 0.0), group, count
+@dataclass(frozen=True)
+class _Groups:
+    """Rewards less their group's mean, and what it took.
+
+    centered: [B] float64, exactly 0 where the group says nothing.    group: [B] int64, 0 to G - 1.    counted: [B] bool.
+    count: [G] float64, counted samples.    informative: [G] bool, the counted samples' rewards differ.
+    """
+
+    centered: torch.Tensor
+    group: torch.Tensor
+    counted: torch.Tensor
+    count: torch.Tensor
+    informative: torch.Tensor
+
+    @classmethod
+    def of(cls, rewards: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor) -> _Groups:
+        counted = rewards.isfinite() & response_mask.any(1)
+        ids, group = group_ids.unique(return_inverse=True)
+        known = rewards.double().where(counted, 0.0)
+        zeros = known.new_zeros(len(ids))
+        count = zeros.index_add(0, group, counted.double())
+        mean = zeros.index_add(0, group, known) / count.clamp(min=1)
+        highest = zeros.scatter_reduce(0, group, known.where(counted, -torch.inf), "amax", include_self=False)
+        lowest = zeros.scatter_reduce(0, group, known.where(counted, torch.inf), "amin", include_self=False)
+        informative = highest > lowest
+        if not informative.all():
+            # The message is always the same, so Python shows it once.
+            warnings.warn("groups of equal rewards, or with fewer than two scored responses, get advantage 0", RuntimeWarning, stacklevel=1)
+        centered = (known - mean[group]).where(counted & informative[group], 0.0)
+        return cls(centered, group, counted, count, informative)
 
 
 def _per_token(advantage: torch.Tensor, rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     return advantage.to(rewards.dtype).unsqueeze(1).where(response_mask, 0.0)
-
-
-# By rl.algorithm.
-ADVANTAGE_ESTIMATORS = {"ppo": gae, "grpo": grpo, "rloo": rloo}

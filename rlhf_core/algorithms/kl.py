@@ -7,6 +7,8 @@ Masked entries may hold anything, NaN too: token_rewards and aggregate drop them
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -71,6 +73,30 @@ def kl_loss_term(
     raise ValueError(
         f"KL estimator in the loss: expected k2 or k3, got {estimator}; k1 belongs in the reward, its gradient is 0 in expectation"
     )
+
+
+def adaptive_kl_coef(coef: float, kl: float, *, target: float, horizon: int, samples: int) -> float:
+    """The KL coefficient after a step, steered so that the KL comes to its target.
+
+    coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon)
+    Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2, with samples / horizon in place of its constant 0.1.
+
+    Args:
+        coef: of the step.
+        kl: of the step's responses from the reference, mean over responses, in nats per response.
+        target: in the same units.
+        horizon: samples in which the coefficient can change by a fifth.
+        samples: responses of the step.
+    Raises:
+        ValueError: a KL that isn't finite, or a horizon so short that one step could make the coefficient 0 or negative.
+    """
+    if not math.isfinite(kl):
+        raise ValueError(
+            f"adaptive KL coefficient: expected a finite KL, got {kl}; look at the policy's and the reference's log-probabilities"
+        )
+    if horizon <= 0.2 * samples:
+        raise ValueError(f"rl.kl.horizon: expected more than a fifth of a step's {samples} samples, got {horizon}; raise it")
+    return coef * (1.0 + min(max(kl / target - 1.0, -0.2), 0.2) * samples / horizon)
 
 
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

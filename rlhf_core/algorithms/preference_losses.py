@@ -25,6 +25,3 @@ def bradley_terry(
     """
     likelihood = logsigmoid(chosen_scores - rejected_scores - margin)
     return centering_coef * (chosen_scores + rejected_scores).square() - likelihood
-
-
-PREFERENCE_LOSSES = {"bradley_terry": bradley_terry}
