@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.batching import microbatches
@@ -16,7 +24,7 @@ from rlhf_core.models.build import load_language_model, load_scalar_model, new_l
 from rlhf_core.models.tokenizer import build_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, collate_tokens
 from rlhf_core.trainers.rl_job import RlJob
-from rlhf_core.trainers.rl_rank import Minibatch
+from rlhf_core.trainers.rl_update import Minibatch
 from rlhf_core.types import TrainBatch
 
 torch.set_num_threads(1)
@@ -49,6 +57,21 @@ def save_tiny_models(folder: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[
     torch.nn.init.normal_(scalar_head(reward_model).weight, std=0.5)
     save_model(reward_model, reward_model.state_dict(), tokenizer, folder / "reward")
     return folder / "sft", folder / "reward"
+
+
+def save_tiny_experts(folder: Path, tokenizer: PreTrainedTokenizerFast, family: str = "mixtral") -> Path:
+    """Folder of a language model with two of four experts per token: of the family mixtral or qwen3_moe."""
+    shape = {
+        "vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": MAX_LENGTH, "dtype": "float32",
+    }  # fmt: skip
+    torch.manual_seed(3)
+    if family == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(num_local_experts=4, **shape))
+    else:
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=4, moe_intermediate_size=16, head_dim=8, **shape))
+    save_model(lively(model), model.state_dict(), tokenizer, folder)
+    return folder
 
 
 def lively(model: PreTrainedModel) -> PreTrainedModel:
@@ -95,8 +118,8 @@ def negative_logprob_step(
     """One optimizer step on this rank's sequences, trained from their second token on. Returns the loss share and the gradient norm."""
     loss = 0.0
     for part in equal_count(microbatches([len(s) for s in ids], max_tokens=microbatch_tokens)):
-        logprobs, _ = engine(collate_tokens([ids[i] for i in part], [1] * len(part), pad_id=PAD))
-        share = -logprobs.sum() / num_loss_tokens
+        output = engine(collate_tokens([ids[i] for i in part], [1] * len(part), pad_id=PAD))
+        share = -output.logprobs.sum() / num_loss_tokens
         engine.backward(share)
         loss += float(share.detach())
     return loss, engine.step()
@@ -125,19 +148,34 @@ def train_batch(rows: int = 8, *, seed: int = 0, unscored: tuple[int, ...] = ())
         old_values=noise(0.5),
         advantages=noise(1.0).where(mask, 0.0),
         returns=noise(1.0).where(mask, 0.0),
+        importance_weights=(1 + noise(0.3)).abs().where(mask, 1.0),
     )
 
 
-def whole(batch: TrainBatch) -> Minibatch:
-    """A batch as the only rank's share of an optimizer step."""
-    return Minibatch(batch, int(batch.response_mask.sum()), int(batch.response_mask.any(1).sum()))
+def whole(batch: TrainBatch, ptx: Sequence[tuple[list[int], int]] = ()) -> Minibatch:
+    """A batch, and demonstrations, as the only rank's share of an optimizer step."""
+    return share(batch, list(ptx), rank=0, ranks=1)
+
+
+def share(batch: TrainBatch, ptx: list[tuple[list[int], int]], *, rank: int, ranks: int) -> Minibatch:
+    """What one of several ranks gets of an optimizer step."""
+    mask = batch.response_mask
+    tokens = sum(len(ids) - start for ids, start in ptx)
+    rows = list(range(len(batch)))[rank::ranks]
+    return Minibatch(batch.select(rows), int(mask.sum()), int(mask.any(1).sum()), ptx[rank::ranks], tokens)
+
+
+def demonstrations(count: int, *, seed: int) -> list[tuple[list[int], int]]:
+    """Token ids, and where the part to be learned starts."""
+    return [(ids, 1 + k % 3) for k, ids in enumerate(sequences(count, seed=seed))]
 
 
 def rl_job(sft: Path, reward: Path, **overrides: Any) -> RlJob:
     params = tiny_params(**{"rl.rollout.max_new_tokens": 8, "rl.weight_decay": 0.1, "rl.warmup_steps": 3, **overrides})
+    scorers = {s.name: s.path or str(reward) for s in params.rl.reward.scorers if s.kind == "reward_model"}
     return RlJob(
         seed=0, model=params.model, rl=params.rl, tracking=params.tracking, threads=1, run_name="tiny", prepared="", sft_model=str(sft),
-        reward_model=str(reward), work="", output="", timings="",
+        reward_model=str(reward), scorer_models=scorers, work="", output="", timings="",
     )  # fmt: skip
 
 

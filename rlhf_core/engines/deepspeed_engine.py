@@ -169,7 +169,7 @@ class TrainEngine:
         return self._grad_norm if self._clips_itself else float(self._engine.get_global_grad_norm())
 
     def discard(self) -> None:
-        """Drop the gradients since the last step; parameters, optimizer state and schedule stay as they are.
+        """Drop the gradients since the last step (there must be some); parameters, optimizer state and schedule stay as they are.
 
         Where they lie, and in what buffers, depends on the ZeRO stage. So DeepSpeed ends the step as always, which clears them all, while
         optimizer and schedule stand still.

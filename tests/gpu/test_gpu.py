@@ -60,8 +60,7 @@ def test_training_steps_on_the_gpu_lower_the_loss(folder, dtype):
     trained, tokens = engine(folder, dtype), batch(folder).to(torch.device("cuda"))
     losses = []
     for _ in range(20):
-        logprobs, _ = trained(tokens)
-        loss = -logprobs.mean()
+        loss = -trained(tokens).logprobs.mean()
         trained.backward(loss)
         trained.step()
         losses.append(float(loss))
@@ -74,8 +73,8 @@ def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
 
     module, tokens = PolicyModule(load_language_model(folder)).eval(), batch(folder)
     with torch.no_grad():
-        on_cpu, _ = module(tokens)
-        on_gpu, _ = module.cuda()(tokens.to(torch.device("cuda")))
+        on_cpu = module(tokens).logprobs
+        on_gpu = module.cuda()(tokens.to(torch.device("cuda"))).logprobs
     assert float((on_gpu.cpu() - on_cpu).abs().max()) < 1e-3
 
 
@@ -108,5 +107,5 @@ def test_vllm_and_the_trainer_agree_before_and_after_a_weight_sync(folder):
         sequences = [[*p, *s.response_ids] for p, s in zip(prompts, samples, strict=True)]
         tokens = collate_tokens(sequences, [len(p) for p in prompts], pad_id=0)
         with torch.no_grad():
-            logprobs, _ = PolicyModule(model)(tokens)
+            logprobs = PolicyModule(model)(tokens).logprobs
         assert float((logprobs - torch.tensor([x for s in samples for x in s.logprobs])).abs().max()) < 1e-3

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.algorithms.logprobs import token_entropy, token_logprobs
+from rlhf_core.algorithms.logprobs import sampler_logprobs, token_entropy, token_logprobs
 
 LN3 = math.log(3.0)
 
@@ -92,3 +92,65 @@ def test_probabilities_sum_to_one_and_entropy_is_their_mean_surprise(row, temper
 def test_no_tokens_give_no_numbers():
     assert token_logprobs(torch.zeros(0, 5), torch.zeros(0, dtype=torch.long), temperature=0.5).shape == (0,)
     assert token_entropy(torch.zeros(0, 5), temperature=0.5).shape == (0,)
+
+
+# What the sampler draws from
+
+QUARTERS = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (2, 1.0, 0.8),  # 0.5 + 0.3
+        (None, 0.7, 0.8),  # 0.5 is not enough, with 0.3 it is
+        (None, 0.5 - 1e-9, 0.5),
+        (3, 0.85, 0.95),  # of the three, 0.8 / 0.95 = 0.842 is not enough; of all four it would not be either
+        (2, 0.6, 0.5),  # of the two, 0.5 / 0.8 = 0.625 is enough; of all four 0.5 would not be
+        (9, 1.0, 1.0),
+        (None, 1.0, 1.0),
+    ],
+)
+def test_sampler_logprobs_by_hand(top_k: int | None, top_p: float, kept: float):
+    found = sampler_logprobs(QUARTERS, torch.tensor([0]), temperature=1.0, top_k=top_k, top_p=top_p)
+    assert float(found) == pytest.approx(math.log(0.5 / kept), abs=1e-12)
+
+
+def test_the_temperature_comes_before_the_filter():
+    # At temperature 1/2 probabilities are squared: 25, 9, 2.25, 0.25 of 36.5. 25 / 36.5 = 0.685 is above 0.6, though 0.5 isn't.
+    found = sampler_logprobs(QUARTERS, torch.tensor([0]), temperature=0.5, top_k=None, top_p=0.6)
+    assert float(found) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_ties_at_the_border_of_top_k_stay():
+    logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
+    expected = 2.0 - math.log(math.exp(2) + 2 * math.exp(1))
+    assert float(sampler_logprobs(logits, torch.tensor([0]), temperature=1.0, top_k=2, top_p=1.0)) == pytest.approx(expected)
+
+
+def test_a_sampled_token_outside_of_the_filter_stays_finite():
+    # 0.05 beside the kept 0.5: 0.05 / 0.55
+    found = sampler_logprobs(QUARTERS, torch.tensor([3]), temperature=1.0, top_k=1, top_p=1.0)
+    assert float(found) == pytest.approx(math.log(0.05 / 0.55), abs=1e-12)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(row=st.lists(st.floats(-20, 20), min_size=2, max_size=12), top_k=st.integers(1, 12), top_p=st.floats(0.05, 1.0))
+def test_a_filter_only_takes_tokens_away(row: list[float], top_k: int, top_p: float):
+    logits, ids = torch.tensor([row] * len(row), dtype=torch.float64), torch.arange(len(row))
+    plain = token_logprobs(logits, ids, temperature=0.7)
+    found = sampler_logprobs(logits, ids, temperature=0.7, top_k=top_k, top_p=top_p)
+    assert (found >= plain - 1e-12).all()
+    assert (found <= 1e-12).all()
+
+
+def test_sampler_logprobs_without_a_filter_are_the_log_probabilities():
+    logits = torch.randn(5, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    ids = torch.arange(5)
+    torch.testing.assert_close(
+        sampler_logprobs(logits, ids, temperature=0.7, top_k=None, top_p=1.0),
+        token_logprobs(logits, ids, temperature=0.7),
+        rtol=0,
+        atol=1e-14,
+    )
+    assert sampler_logprobs(logits[:0], ids[:0], temperature=0.7, top_k=2, top_p=0.5).shape == (0,)

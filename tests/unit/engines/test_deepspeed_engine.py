@@ -37,8 +37,7 @@ def test_steps_equal_a_plain_adamw_loop(sft_folder: Path, max_grad_norm: float):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 / (1 + step)
         assert engine.learning_rate == pytest.approx(3e-3 / (1 + step))
-        logprobs, _ = module(collate_tokens(batch, [1] * len(batch), pad_id=PAD))
-        loss = -logprobs.mean()
+        loss = -module(collate_tokens(batch, [1] * len(batch), pad_id=PAD)).logprobs.mean()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_grad_norm)
         optimizer.step()
@@ -69,6 +68,22 @@ def test_resume_save_load_and_continue_equal_an_uninterrupted_run(sft_folder: Pa
     assert second.learning_rate == first.learning_rate
     assert train(second, BATCHES[2:]) == expected[2:]
     assert largest_difference(second.state_dict(), whole.state_dict()) == 0
+
+
+@pytest.mark.parametrize("how", ["plain", "zero 1", "zero 2", "zero 3", "bfloat16", "zero 2 bfloat16"])
+def test_discarded_gradients_leave_no_trace(sft_folder: Path, how: str):
+    """Bit for bit as without them: parameters, moments, schedule, and the buffers that the next gradients are added to."""
+    changes = {"zero_stage": int(how[5]) if how.startswith("zero") else 0, "dtype": "bfloat16" if "bfloat16" in how else "float32"}
+    disturbed, undisturbed = (policy_engine(sft_folder, **changes) for _ in range(2))
+    for batch in BATCHES[:3]:
+        for part in (batch[:2], batch[2:]):
+            disturbed.backward(disturbed(collate_tokens(part, [1] * len(part), pad_id=PAD)).logprobs.sum())
+        before = disturbed.state_dict()
+        disturbed.discard()
+        assert largest_difference(disturbed.state_dict(), before) == 0
+        assert disturbed.learning_rate == undisturbed.learning_rate
+        assert train(disturbed, [batch]) == train(undisturbed, [batch])
+    assert largest_difference(disturbed.state_dict(), undisturbed.state_dict()) == 0
 
 
 def test_loading_what_was_never_saved_says_so(sft_folder: Path, tmp_path: Path):

@@ -6,9 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import sequences
+from tiny_models import save_tiny_experts, sequences
 
-from rlhf_core.models.build import load_language_model, load_scalar_model, new_scalar_model, save_model, scalar_head, trunk
+from rlhf_core.models.build import (
+    checkpoint_names,
+    load_language_model,
+    load_scalar_model,
+    new_scalar_model,
+    read_state_dict,
+    save_model,
+    scalar_head,
+    trunk,
+)
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch, collate_tokens
 
 IDS = sequences(7, seed=3)
@@ -34,39 +43,57 @@ def naive_logprobs(model, ids: list[int], start: int, temperature: float = 1.0) 
 @torch.no_grad()
 def test_log_probabilities_equal_a_full_forward_pass(language_model, temperature: float):
     expected = torch.cat([naive_logprobs(language_model, ids, start, temperature) for ids, start in zip(IDS, STARTS, strict=True)])
-    flat, entropy = PolicyModule(language_model)(collate_tokens(IDS, STARTS, pad_id=0), temperature=temperature)
-    assert entropy is None
-    torch.testing.assert_close(flat, expected, rtol=0, atol=2e-6)
+    output = PolicyModule(language_model)(collate_tokens(IDS, STARTS, pad_id=0), temperature=temperature)
+    assert output.entropy is output.sampler_logprobs is output.router_logits is None
+    torch.testing.assert_close(output.logprobs, expected, rtol=0, atol=2e-6)
     assert expected.std() > 0.3  # the tokens differ enough for a mix-up to show
 
 
 @torch.no_grad()
 def test_entropy_is_that_of_the_distribution_the_token_was_drawn_from(language_model):
-    _, entropy = PolicyModule(language_model)(collate_tokens(IDS[:2], STARTS[:2], pad_id=0), temperature=2.0, with_entropy=True)
+    output = PolicyModule(language_model)(collate_tokens(IDS[:2], STARTS[:2], pad_id=0), temperature=2.0, with_entropy=True)
     expected = []
     for ids, start in zip(IDS[:2], STARTS[:2], strict=True):
         logits = language_model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1]
         expected.append(torch.distributions.Categorical(logits=logits / 2.0).entropy())
-    torch.testing.assert_close(entropy, torch.cat(expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output.entropy, torch.cat(expected), rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_sampler_logprobs_are_those_within_top_k_and_top_p_at_the_temperature(language_model):
+    """One token at a time: of the 20 most likely those that make up 0.9 of them, renormalised; a token outside of them stays too."""
+    module = PolicyModule(language_model)
+    output = module(collate_tokens(IDS, STARTS, pad_id=0), temperature=2.0, top_k=20, top_p=0.9)
+    expected = []
+    for ids, start in zip(IDS, STARTS, strict=True):
+        for at in range(start, len(ids)):
+            logits = language_model(input_ids=torch.tensor([ids])).logits[0, at - 1] / 2.0
+            ranked = logits.softmax(-1).sort(descending=True)
+            probabilities = ranked.values[:20] / ranked.values[:20].sum()
+            count = 1 + int((probabilities.cumsum(0) < 0.9).sum())
+            kept = {*ranked.indices[:count].tolist(), ids[at]}
+            expected.append(logits[ids[at]] - logits[list(kept)].logsumexp(-1))
+    torch.testing.assert_close(output.sampler_logprobs, torch.stack(expected), rtol=0, atol=3e-6)
+    torch.testing.assert_close(output.logprobs, module(collate_tokens(IDS, STARTS, pad_id=0), temperature=2.0).logprobs, rtol=0, atol=0)
 
 
 @torch.no_grad()
 def test_log_probabilities_do_not_depend_on_batch_order_width_or_pad_id(language_model):
     module = PolicyModule(language_model)
-    together = module(collate_tokens(IDS, STARTS, pad_id=0))[0].split([len(s) - k for s, k in zip(IDS, STARTS, strict=True)])
+    together = module(collate_tokens(IDS, STARTS, pad_id=0)).logprobs.split([len(s) - k for s, k in zip(IDS, STARTS, strict=True)])
     order = [4, 0, 6, 2, 1, 5, 3]
     shuffled = collate_tokens([IDS[i] for i in order], [STARTS[i] for i in order], pad_id=77)
     wider = TokenBatch(
         torch.nn.functional.pad(shuffled.input_ids, (0, 9), value=77), torch.nn.functional.pad(shuffled.selected, (0, 9), value=False)
     )
     for batch in (shuffled, wider):
-        torch.testing.assert_close(module(batch)[0], torch.cat([together[i] for i in order]), rtol=0, atol=2e-6)
+        torch.testing.assert_close(module(batch).logprobs, torch.cat([together[i] for i in order]), rtol=0, atol=2e-6)
 
 
 @torch.no_grad()
 def test_nothing_predicts_the_first_token_so_selecting_it_changes_nothing(language_model):
     module = PolicyModule(language_model)
-    from_first, from_second = (module(collate_tokens(IDS[:3], [start] * 3, pad_id=0))[0] for start in (0, 1))
+    from_first, from_second = (module(collate_tokens(IDS[:3], [start] * 3, pad_id=0)).logprobs for start in (0, 1))
     assert torch.equal(from_first, from_second)
 
 
@@ -74,16 +101,49 @@ def test_nothing_predicts_the_first_token_so_selecting_it_changes_nothing(langua
 def test_a_stretch_in_the_middle_can_be_selected(language_model):
     batch = collate_tokens(IDS[:2], [1, 2], pad_id=0, ends=[3, 4])
     expected = torch.cat([naive_logprobs(language_model, IDS[0], 1)[:2], naive_logprobs(language_model, IDS[1], 2)[:2]])
-    torch.testing.assert_close(PolicyModule(language_model)(batch)[0], expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(PolicyModule(language_model)(batch).logprobs, expected, rtol=0, atol=2e-6)
 
 
 def test_no_selected_token_gives_no_numbers_and_no_gradient(language_model):
     module = PolicyModule(language_model)
-    flat, entropy = module(collate_tokens([[5, 6, 7]], [3], pad_id=0), with_entropy=True)
-    assert flat.shape == entropy.shape == (0,)
-    flat.sum().backward()
+    output = module(collate_tokens([[5, 6, 7]], [3], pad_id=0), with_entropy=True, top_k=3)
+    assert output.logprobs.shape == output.entropy.shape == output.sampler_logprobs.shape == (0,)
+    output.logprobs.sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in module.parameters())
     module.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@torch.no_grad()
+def test_router_logits_are_those_of_the_routed_tokens_in_every_layer(tmp_path: Path, tokenizer, family: str):
+    """A token's routing doesn't depend on what comes after it, so each sequence alone and unpadded says the same."""
+    model = load_language_model(save_tiny_experts(tmp_path, tokenizer, family))
+    batch = collate_tokens(IDS[:3], STARTS[:3], pad_id=0)
+    lengths = torch.tensor([len(ids) - k for k, ids in enumerate(IDS[:3])])  # the last tokens of the second and the third aren't asked for
+    routed = torch.arange(batch.input_ids.shape[1]) < lengths[:, None]
+    found = PolicyModule(model)(batch, routed=routed).router_logits.view(2, int(lengths.sum()), 4)
+    alone = [model.base_model(input_ids=torch.tensor([ids]), output_router_logits=True).router_logits for ids in IDS[:3]]
+    for layer in range(2):
+        expected = torch.cat([logits[layer][:n] for logits, n in zip(alone, lengths.tolist(), strict=True)])
+        torch.testing.assert_close(found[layer], expected, rtol=0, atol=3e-6)
+    assert found.std() > 0.1
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_checkpoint_names_are_those_of_the_models_folder(tmp_path: Path, tokenizer, family: str):
+    """vLLM loads experts one by one; in memory they are one tensor."""
+    model = load_language_model(save_tiny_experts(tmp_path, tokenizer, family))
+    written, named = read_state_dict(tmp_path), checkpoint_names(model, model.state_dict())
+    assert len(written) > len(model.state_dict())
+    assert written.keys() == named.keys()
+    assert all(torch.equal(written[name], named[name]) for name in written)
+
+
+def test_checkpoint_names_without_experts_are_those_in_memory(language_model):
+    state = language_model.state_dict()
+    named = checkpoint_names(language_model, state)
+    assert named.keys() == state.keys()
+    assert all(torch.equal(named[name], state[name]) for name in state)
 
 
 def naive_score(model, ids: list[int]) -> torch.Tensor:
@@ -121,7 +181,6 @@ def test_a_fresh_scalar_model_scores_nothing_yet_and_shares_the_trunk(sft_folder
 
 
 def test_a_saved_model_comes_back_with_its_tokenizer_and_template(tmp_path: Path, reward_model, tokenizer):
-    from rlhf_core.models.build import read_state_dict
     from rlhf_core.models.tokenizer import load_tokenizer
 
     state = {name: tensor + 1 for name, tensor in reward_model.state_dict().items()}

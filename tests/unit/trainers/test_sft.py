@@ -64,7 +64,7 @@ def test_only_the_assistants_tokens_are_learned(sft_folder: Path, tokenizer):
     model = load_language_model(sft_folder)
     embedded: list[torch.Tensor] = []
     model.model.norm.register_forward_hook(lambda _module, _inputs, output: embedded.append(output) or output.retain_grad())
-    flat, _ = PolicyModule(model)(collate_tokens([ids, [*ids, 7, 7, 7]], [start, start], pad_id=PAD, ends=[len(ids), len(ids)]))
+    flat = PolicyModule(model)(collate_tokens([ids, [*ids, 7, 7, 7]], [start, start], pad_id=PAD, ends=[len(ids), len(ids)])).logprobs
     flat.sum().backward()
     learned = embedded[0].grad.abs().sum(-1) > 0
     predicts = torch.zeros_like(learned)
