@@ -10,7 +10,7 @@ from pydantic import WithJsonSchema
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from rlhf_core.config import ConfigError, Params, parse_params, read_yaml, set_key
+from rlhf_core.config import ConfigError, Params, Section, parse_params, read_yaml, set_key
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -29,15 +29,16 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe is a nested mapping laid over params.yaml; lists and empty mappings replace what is there."""
-    return dict(_leaves(read_yaml(path), ()))
+    """A recipe is a nested mapping laid over params.yaml; lists, empty mappings and those that are one value replace what is there."""
+    return dict(_leaves(read_yaml(path), (), Params))
 
 
-def _leaves(node: dict[str, Any], path: tuple[str, ...]):
+def _leaves(node: dict[str, Any], path: tuple[str, ...], section: type[Section]):
     for key, value in node.items():
         here = (*path, str(key))
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, here)
+        below = section.model_fields[key].annotation if key in section.model_fields else None
+        if isinstance(value, dict) and value and isinstance(below, type) and issubclass(below, Section):
+            yield from _leaves(value, here, below)
         else:
             yield ".".join(here), value
 
@@ -66,7 +67,7 @@ def overrides_schema() -> dict[str, Any]:
         "title": "Overrides",
         "description": 'Dotted keys of params.yaml and their values, for example {"rl.algorithm": "grpo"}.',
         "properties": keys,
-        "patternProperties": {r"^data\.sources\.\d+\.": {}},
+        "patternProperties": {r"^(data\.sources|rl\.reward\.scorers)\.\d+\.": {}},
         "additionalProperties": False,
     }
 
@@ -84,6 +85,8 @@ def _plain_schema(node: dict[str, Any]) -> dict[str, Any]:
     """A leaf as it is; what refers to other models only by its type. The flow checks those when it starts."""
     if node.get("type") in ("object", "array"):
         return {"type": node["type"]}
+    if any("$ref" in choice for choice in node.get("anyOf", ())):
+        return {"type": ["object", "null"]}
     return {k: v for k, v in node.items() if k != "default"}
 
 

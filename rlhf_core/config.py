@@ -456,7 +456,10 @@ class RlConfig(Section):
                 raise ValueError(
                     f"samples_per_step: expected a multiple of {what}={divisor}, got {self.samples_per_step}; change one of them"
                 )
-        for what, divided in (("minibatch_size", self.minibatch_size), *((("ptx.batch_size", self.ptx.batch_size),) if self.ptx.coef else ())):
+        for what, divided in (
+            ("minibatch_size", self.minibatch_size),
+            *((("ptx.batch_size", self.ptx.batch_size),) if self.ptx.coef else ()),
+        ):
             if divided % self.trainer.ranks:
                 raise ValueError(f"{what}: expected a multiple of trainer.ranks={self.trainer.ranks}, got {divided}; change one of them")
         return self
@@ -465,15 +468,15 @@ class RlConfig(Section):
     def _combinations_make_sense(self):
         if self.policy_loss == "gspo" and self.aggregation != "sequence_mean":
             raise ValueError(
-                f"loss_aggregation: expected sequence_mean or auto with policy_loss gspo, got {self.loss_aggregation}; its ratio is one per "
-                "sequence, and other means would weigh long responses again"
+                f"loss_aggregation: expected sequence_mean or auto with policy_loss gspo, got {self.loss_aggregation}; its ratio is one "
+                "per sequence, and other means would weigh long responses again"
             )
         if self.dual_clip is not None and self.policy_loss != "ppo_clip":
             raise ValueError(f"dual_clip: expected null with policy_loss {self.policy_loss}, got {self.dual_clip}; it belongs to ppo_clip")
         if self.dynamic_sampling.enabled and self.group_size < 2:
             raise ValueError(
-                f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; a group of one is always all "
-                "right or all wrong"
+                f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; a group of one is always "
+                "all right or all wrong"
             )
         if self.reward.overlong is not None and self.reward.overlong.buffer > self.rollout.max_new_tokens:
             raise ValueError(
@@ -482,9 +485,13 @@ class RlConfig(Section):
             )
         known = ("score", *(s.name for s in self.reward.scorers))
         if self.evaluation.metric not in known:
-            raise ValueError(f"evaluation.metric: expected one of {list(known)}, got {self.evaluation.metric!r}; name the score or a scorer")
+            raise ValueError(
+                f"evaluation.metric: expected one of {list(known)}, got {self.evaluation.metric!r}; name the score or a scorer"
+            )
         if any(weight <= 0 for weight in self.prompt_weights.values()):
-            raise ValueError(f"prompt_weights: expected weights above 0, got {self.prompt_weights}; leave a source out of data.sources instead")
+            raise ValueError(
+                f"prompt_weights: expected weights above 0, got {self.prompt_weights}; leave a source out of data.sources instead"
+            )
         return self
 
 
@@ -545,18 +552,23 @@ class Params(Section):
                 )
         return self
 
-
     @model_validator(mode="after")
     def _scorers_exist(self):
         if not self.reward.enabled:
             own = [s.name for s in self.rl.reward.scorers if s.kind == "reward_model" and s.path is None]
             if own:
-                raise ValueError(f"rl.reward.scorers: expected none of kind reward_model without a path while reward.enabled is false, got {own}")
+                raise ValueError(
+                    f"rl.reward.scorers: expected none of kind reward_model without a path while reward.enabled is false, got {own}"
+                )
             if self.rl.algorithm == "ppo" and self.rl.ppo.critic_init == "reward_model":
-                raise ValueError("rl.ppo.critic_init: expected sft while reward.enabled is false, got reward_model; there is none to start from")
+                raise ValueError(
+                    "rl.ppo.critic_init: expected sft while reward.enabled is false, got reward_model; there is none to start from"
+                )
         prompted = [s for s in self.data.sources if "prompt" in s.uses]
         if any(s.kind == "judge" for s in self.rl.reward.scorers) and (others := [s.name for s in prompted if s.kind != "clerk"]):
-            raise ValueError(f"rl.reward.scorers: expected no judge for prompts of sources {others}, got one; it only knows the built-in data")
+            raise ValueError(
+                f"rl.reward.scorers: expected no judge for prompts of sources {others}, got one; it only knows the built-in data"
+            )
         if unknown := set(self.rl.prompt_weights) - {s.name for s in prompted}:
             raise ValueError(
                 f"rl.prompt_weights: expected sources of prompts, {[s.name for s in prompted]}, got {sorted(unknown)}; correct the names"

@@ -43,7 +43,12 @@ def test_the_default_is_accepted_and_typed():
         ("rl.steps", 60.0, "params: rl.steps: expected a valid integer, got 60.0"),
         ("rl.steps", 0, "params: rl.steps: expected greater than 0, got 0"),
         ("sft.offload_optimizer", 1, "params: sft.offload_optimizer: expected a valid boolean, got 1"),
-        ("rl.algorithm", "sarsa", "params: rl.algorithm: expected 'ppo', 'grpo' or 'rloo', got 'sarsa'"),
+        (
+            "rl.algorithm",
+            "sarsa",
+            "params: rl.algorithm: expected 'ppo', 'grpo', 'dr_grpo', 'rloo', 'reinforce_pp', "
+            "'reinforce_pp_baseline' or 'remax', got 'sarsa'",
+        ),
         ("data.sources.0.weight", 0, "params: data.sources.0.weight: expected greater than 0, got 0"),
         ("seed", None, "params: seed: expected a valid integer, got None"),
         ("gate", [], "params: gate: expected a valid dictionary or instance of GateConfig, got []"),
@@ -67,6 +72,123 @@ def test_the_group_of_the_chosen_algorithm_has_to_divide_the_samples():
         parse_params(tree)
     tree["rl"]["grpo"]["group_size"] = 8
     assert parse_params(tree).rl.rollout_batch_size == 32  # 256 / 8
+
+
+def scorer(kind: str, **settings) -> dict[str, Any]:
+    return {"name": kind, "kind": kind, "weight": 1.0, "normalization": "none", **settings}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (scorer("function"), "path: expected a value for a scorer of kind function, got none; set it"),
+        (scorer("regex"), "pattern: expected a value for a scorer of kind regex, got none; set it"),
+        (scorer("length"), "target_length: expected a value for a scorer of kind length, got none; set it"),
+        (scorer("judge", path="x"), "path: expected none for a scorer of kind judge, got 'x'; remove it"),
+        (scorer("number", pattern="x"), "pattern: expected none for a scorer of kind number, got 'x'; remove it"),
+        (scorer("regex", pattern="(a"), "pattern: expected a regular expression, got '(a'"),
+        (scorer("judge", timeout=0.0), "timeout: expected greater than 0, got 0.0"),
+        (scorer("judge", name="a b"), "name: expected"),
+    ],
+)
+def test_a_scorer_has_what_its_kind_needs_and_no_more(settings, message):
+    with pytest.raises(ConfigError) as error:
+        parse_params(changed("rl.reward.scorers", [settings]))
+    assert f"params: rl.reward.scorers.0.{message}" in str(error.value)
+
+
+def test_every_kind_of_scorer_is_accepted_with_what_it_needs():
+    scorers = [
+        scorer("reward_model", path="a/folder"),
+        scorer("function", path="file.py:name"),
+        *(scorer(kind) for kind in ("exact_match", "number", "math", "judge")),
+        scorer("regex", pattern="a+"),
+        scorer("length", target_length=5, weight=-0.1),
+    ]
+    assert len(parse_params(changed("rl.reward.scorers", scorers)).rl.reward.scorers) == 8
+
+
+JUDGE = scorer("judge")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rl.kl.placement": "loss"}, "rl.kl.estimator: expected k2 or k3 with placement loss, got k1"),
+        ({"rl.kl.coef": 0.0, "rl.kl.target": 6.0}, "rl.kl.target: expected null with coef 0, which turns the reference off, got 6.0"),
+        ({"rl.kl.coef": 0.0, "rl.kl.refresh_reference_every": 5}, "rl.kl.refresh_reference_every: expected null with coef 0"),
+        ({"rl.reward.scorers": [JUDGE, JUDGE]}, "rl.reward.scorers: expected different names, got ['judge', 'judge']; rename one"),
+        ({"rl.reward.scorers": [JUDGE | {"weight": 0.0}]}, "rl.reward.scorers: expected one with a weight other than 0, got none"),
+        ({"rl.correction.low": 2.0}, "rl.correction.low: expected less than high=2.0, got 2.0; swap or change them"),
+        ({"rl.evaluation.keep_best": True}, "rl.evaluation.keep_best: expected a number of steps in every, got null"),
+        ({"rl.rollout.min_new_tokens": 33}, "rl.rollout.min_new_tokens: expected at most max_new_tokens=32, got 33; lower it"),
+        ({"rl.trainer.ranks": 3}, "rl.minibatch_size: expected a multiple of trainer.ranks=3, got 128"),
+        (
+            {"rl.trainer.ranks": 2, "rl.ptx.coef": 0.1, "rl.ptx.batch_size": 31},
+            "rl.ptx.batch_size: expected a multiple of trainer.ranks=2, got 31",
+        ),
+        (
+            {"rl.policy_loss": "gspo", "rl.loss_aggregation": "token_mean"},
+            "rl.loss_aggregation: expected sequence_mean or auto with policy_loss gspo, got token_mean",
+        ),
+        ({"rl.policy_loss": "cispo", "rl.dual_clip": 3.0}, "rl.dual_clip: expected null with policy_loss cispo, got 3.0"),
+        ({"rl.dynamic_sampling.enabled": True}, "rl.dynamic_sampling: expected ppo.group_size of at least 2, got 1"),
+        (
+            {"rl.reward.overlong": {"buffer": 33, "penalty": 1.0}},
+            "rl.reward.overlong.buffer: expected at most rollout.max_new_tokens=32, got 33; lower it",
+        ),
+        ({"rl.evaluation.metric": "judge"}, "rl.evaluation.metric: expected one of ['score', 'reward_model'], got 'judge'"),
+        ({"rl.prompt_weights": {"clerk": 0.0}}, "rl.prompt_weights: expected weights above 0, got {'clerk': 0.0}"),
+        ({"rl.prompt_weights": {"clark": 1.0}}, "rl.prompt_weights: expected sources of prompts, ['clerk'], got ['clark']; correct"),
+        (
+            {"reward.enabled": False},
+            "rl.reward.scorers: expected none of kind reward_model without a path while reward.enabled is false, got ['reward_model']",
+        ),
+        (
+            {"reward.enabled": False, "rl.reward.scorers": [JUDGE]},
+            "rl.ppo.critic_init: expected sft while reward.enabled is false, got reward_model",
+        ),
+        (
+            {"rl.reward.scorers": [JUDGE], "data.sources.0.kind": "file", "data.sources.0.path": "x", "data.sources.0.format": "preference",
+             "data.sources.0.uses": ["prompt"]},
+            "rl.reward.scorers: expected no judge for prompts of sources ['clerk'], got one; it only knows the built-in data",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_together_in_rl_is_refused(changes, message):
+    tree = read_yaml(DEFAULT)
+    tree["data"]["sources"][0] |= {"path": None, "format": None}
+    for key, value in changes.items():
+        set_key(tree, key, value)
+    with pytest.raises(ConfigError) as error:
+        parse_params(tree)
+    assert f"params: {message}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "token_mean"),
+        ({"rl.algorithm": "dr_grpo"}, "constant_horizon"),
+        ({"rl.policy_loss": "gspo"}, "sequence_mean"),
+        ({"rl.algorithm": "dr_grpo", "rl.policy_loss": "gspo"}, "sequence_mean"),
+        ({"rl.algorithm": "dr_grpo", "rl.loss_aggregation": "token_mean"}, "token_mean"),
+    ],
+)
+def test_auto_is_the_aggregation_of_the_algorithms_paper(changes, expected):
+    tree = read_yaml(DEFAULT)
+    for key, value in changes.items():
+        set_key(tree, key, value)
+    assert parse_params(tree).rl.aggregation == expected
+
+
+def test_a_chain_without_a_reward_model_is_accepted_with_other_scorers():
+    tree = changed("rl.reward.scorers", [JUDGE])
+    tree["reward"]["enabled"] = False
+    tree["rl"]["ppo"]["critic_init"] = "sft"
+    assert not parse_params(tree).reward.enabled
+    tree["rl"]["reward"]["scorers"] = [scorer("reward_model", path="another/model")]
+    assert parse_params(tree).rl.reward.scorers[0].path == "another/model"
 
 
 def test_unknown_and_missing_keys_are_all_named():
@@ -176,6 +298,16 @@ def test_a_recipe_replaces_leaves_and_lists(tmp_path):
     assert read_recipe(recipe) == {"rl.steps": 3, "rl.kl.coef": 0.1, "data.sources": [{"name": "x"}]}
 
 
+def test_a_mapping_that_is_one_value_is_replaced_as_a_whole(params_file, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("rl:\n  prompt_weights: {clerk: 2.0}\n  reward:\n    overlong: {buffer: 8, penalty: 1.0}\n")
+    overrides = read_recipe(recipe)
+    assert overrides == {"rl.prompt_weights": {"clerk": 2.0}, "rl.reward.overlong": {"buffer": 8, "penalty": 1.0}}
+    rl = apply_overrides(params_file, overrides).rl
+    assert rl.prompt_weights == {"clerk": 2.0} and rl.reward.overlong.buffer == 8
+    assert apply_overrides(params_file, {"rl.reward.overlong": None, "rl.prompt_weights": {}}) == load_params(DEFAULT)
+
+
 @pytest.mark.parametrize("recipe", sorted((DEFAULT.parent / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_recipes_of_the_project_fit_the_default(recipe):
     check(DEFAULT, read_recipe(recipe))
@@ -192,7 +324,8 @@ def test_the_schema_of_a_deployments_form_knows_every_key_and_its_type():
     for wrong in ({"rl.algoritm": "grpo"}, {"rl.algorithm": "sarsa"}, {"rl.steps": "60"}, {"rl.steps": 0}, {"rl": 3}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
-    jsonschema.validate({"data.sources.0.weight": 2.0, "model.path": "x"}, schema)
+    jsonschema.validate({"data.sources.0.weight": 2.0, "model.path": "x", "rl.reward.scorers.0.weight": 0.0}, schema)
+    jsonschema.validate({"rl.reward.overlong": {"buffer": 8, "penalty": 1.0}, "rl.prompt_weights": {"clerk": 2.0}}, schema)
 
 
 def _leaves(node: dict[str, Any], prefix: str):
