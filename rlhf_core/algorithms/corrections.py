@@ -60,12 +60,12 @@ def importance_weights(
         raise ValueError(
             f"correction: expected none, tis, icepop, sequence_tis or sequence_mask, got {kind}; see rl.correction.kind in params.yaml"
         )
-    tokens = response_mask.sum().clamp(min=1)
+    tokens = max(int(response_mask.sum()), 1)
     metrics = {
-        "mismatch_mean": float(log_ratio.abs().sum() / tokens),
+        "mismatch_mean": float(log_ratio.abs().sum()) / tokens,
         "mismatch_max": float(log_ratio.abs().max()),
-        "ratio_mean": float(ratio.where(response_mask, 0.0).sum() / tokens),
-        "mismatch_kl": float((torch.expm1(log_ratio) - log_ratio).sum() / tokens),
-        "corrected_fraction": float((corrected & response_mask).sum() / tokens),
+        "ratio_mean": float(ratio.where(response_mask, 0.0).sum()) / tokens,
+        "mismatch_kl": float((torch.expm1(log_ratio) - log_ratio).sum()) / tokens,
+        "corrected_fraction": int((corrected & response_mask).sum()) / tokens,
     }
     return weights.where(response_mask, 1.0).to(old_logprobs.dtype), metrics

@@ -14,7 +14,8 @@ from rlhf_core.algorithms.policy_losses import ppo_clip
 from rlhf_core.config import RlConfig
 
 NAN = float("nan")
-MODES = RlConfig.model_fields["loss_aggregation"].annotation.__args__
+MODES = [mode for mode in RlConfig.model_fields["loss_aggregation"].annotation.__args__ if mode != "auto"]
+HORIZON = 10
 # Rows of 3, 1 and 0 tokens: 4 tokens, 2 sequences.
 LOSS = torch.tensor([[1.0, 2.0, 6.0], [5.0, NAN, float("inf")], [NAN, NAN, NAN]], dtype=torch.float64)
 MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
@@ -22,7 +23,7 @@ MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, Fa
 
 def share(token_loss: torch.Tensor, response_mask: torch.Tensor, mode: str, step_mask: torch.Tensor) -> torch.Tensor:
     """The loss of a part of the step whose masks are step_mask."""
-    counts = {"num_loss_tokens": int(step_mask.sum()), "num_sequences": int(step_mask.any(1).sum())}
+    counts = {"num_loss_tokens": int(step_mask.sum()), "num_sequences": int(step_mask.any(1).sum()), "horizon": HORIZON}
     return aggregate(token_loss, response_mask, mode=mode, **counts)
 
 
@@ -31,6 +32,7 @@ def share(token_loss: torch.Tensor, response_mask: torch.Tensor, mode: str, step
     [
         ("token_mean", 14 / 4, [1 / 4, 1 / 4, 1 / 4, 1 / 4]),  # (1 + 2 + 6 + 5) / 4
         ("sequence_mean", 4.0, [1 / 6, 1 / 6, 1 / 6, 1 / 2]),  # (9/3 + 5/1) / 2
+        ("constant_horizon", 0.7, [1 / 20, 1 / 20, 1 / 20, 1 / 20]),  # (9/10 + 5/10) / 2
     ],
 )
 def test_loss_by_hand_with_gradient_and_masked_nan(mode, expected, gradients):
@@ -45,13 +47,16 @@ def test_loss_by_hand_with_gradient_and_masked_nan(mode, expected, gradients):
 def test_modes_of_the_configuration_are_known_and_others_refused():
     for mode in MODES:
         share(LOSS, MASK, mode, MASK)
-    with pytest.raises(ValueError, match="expected token_mean or sequence_mean, got mean"):
+    with pytest.raises(ValueError, match="expected token_mean, sequence_mean or constant_horizon, got mean"):
         share(LOSS, MASK, "mean", MASK)
 
 
-def test_dr_grpo_constant_horizon_is_token_mean_with_another_denominator():
-    # Horizon 10: (9/10 + 5/10) / 2 sequences = 0.7
-    assert aggregate(LOSS, MASK, mode="token_mean", num_loss_tokens=2 * 10, num_sequences=2).item() == pytest.approx(0.7, abs=1e-14)
+def test_in_the_constant_horizon_a_token_weighs_the_same_whatever_the_lengths():
+    # One response of 3 tokens and one of 1, then with the second grown to 3: the first one's share stays 9 / 20.
+    longer = torch.tensor([[True] * 3, [True] * 3, [False] * 3])
+    first = [share(LOSS[:1], MASK[:1], "constant_horizon", step_mask).item() for step_mask in (MASK, longer)]
+    assert first == [9 / 20, 9 / 20]
+    assert share(LOSS[:1], MASK[:1], "token_mean", MASK) != share(LOSS[:1], MASK[:1], "token_mean", longer)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.algorithms.kl import KL_ESTIMATORS, k1, k2, k3, kl_loss_term
+from rlhf_core.algorithms.kl import KL_ESTIMATORS, adaptive_kl_coef, k1, k2, k3, kl_loss_term
 
 NAN = float("nan")
 # Three distributions over a vocabulary of five, so that every expectation is a sum over it and not an estimate.
@@ -152,3 +152,41 @@ def test_k2_and_k3_are_never_negative_and_all_are_zero_only_without_a_difference
         assert k2(a, b) > 0 and k3(a, b) > 0
     for estimate in (k1, k2, k3):
         assert estimate(a, a).item() == 0.0
+
+
+# The coefficient
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        (6.0, 0.1),  # on target
+        (6.6, 0.101),  # 10 % above: 0.1 * (1 + 0.1 * 100 / 1000)
+        (5.4, 0.099),  # 10 % below
+        (60.0, 0.102),  # far above: as 20 %
+        (0.0, 0.098),  # far below: as 20 %
+        (-3.0, 0.098),  # k1 can be negative
+    ],
+)
+def test_adaptive_kl_coef_by_hand(kl, expected):
+    assert adaptive_kl_coef(0.1, kl, target=6.0, horizon=1000, samples=100) == pytest.approx(expected, abs=1e-15)
+
+
+def test_adaptive_kl_coef_settles_on_the_target():
+    # A policy whose KL is 1 / coefficient: for a target of 4 the coefficient has to come to 1/4, from either side.
+    for coef in (0.01, 10.0):
+        for _ in range(1000):
+            coef = adaptive_kl_coef(coef, 1 / coef, target=4.0, horizon=1000, samples=100)
+        assert coef == pytest.approx(0.25, rel=1e-6)
+
+
+@pytest.mark.parametrize("kl", [float("nan"), float("inf"), -float("inf")])
+def test_adaptive_kl_coef_refuses_a_kl_that_is_not_finite(kl):
+    with pytest.raises(ValueError, match="expected a finite KL"):
+        adaptive_kl_coef(0.1, kl, target=6.0, horizon=1000, samples=100)
+
+
+def test_adaptive_kl_coef_stays_positive_or_the_horizon_is_refused():
+    assert adaptive_kl_coef(0.1, 0.0, target=6.0, horizon=21, samples=100) > 0
+    with pytest.raises(ValueError, match="expected more than a fifth of a step's 100 samples, got 20"):
+        adaptive_kl_coef(0.1, 0.0, target=6.0, horizon=20, samples=100)

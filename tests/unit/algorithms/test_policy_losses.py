@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad
 
-from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, ppo_clip, value_loss
+from rlhf_core.algorithms.aggregation import aggregate
+from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, cispo, gspo, ppo_clip, value_loss
 
 NAN, INF = float("nan"), float("inf")
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
@@ -91,6 +93,162 @@ def test_gradients_agree_with_finite_differences(seed):
     assert torch.autograd.gradcheck(lambda x: ppo_clip(x, b, c, kept, **CLIP)[0], a)
     assert torch.autograd.gradcheck(lambda x: value_loss(x, b, c, kept, value_clip=0.2), a)
     assert torch.autograd.gradcheck(lambda x: value_loss(x, b, c, kept, value_clip=None), a)
+
+
+# Dual clip
+
+
+def test_dual_clip_by_hand_with_gradient():
+    # Ratios 5, 2, 1/2 and 5 with advantages -2, -2, -2 and 2; bound 3 * 2 = 6 for the negative ones.
+    # 2 * 5 = 10: held at 6.  2 * 2 = 4: below it.  2 * 0.8 = 1.6: held by the lower clip.  -2 * 1.3: held by the upper clip, no bound.
+    logprobs = row(5.0, 2.0, 0.5, 5.0).log().requires_grad_()
+    kept = torch.ones(1, 4, dtype=torch.bool)
+    token_loss, stats = ppo_clip(logprobs, torch.zeros(1, 4, dtype=torch.float64), row(-2, -2, -2, 2), kept, **CLIP, dual_clip=3.0)
+    token_loss.sum().backward()
+    same(token_loss, row(6.0, 4.0, 1.6, -2.6))
+    same(logprobs.grad, row(0, 4.0, 0, 0))
+    assert stats["clip_frac_sum"].item() == 3.0
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(log_ratio=st.floats(-4, 4), advantage=st.floats(-5, 5), dual_clip=st.floats(1.01, 5))
+def test_dual_clip_only_lowers_the_loss_of_negative_advantages_and_bounds_it(log_ratio, advantage, dual_clip):
+    one = (row(log_ratio), row(0.0), row(advantage), torch.tensor([[True]]))
+    plain, dual = ppo_clip(*one, **CLIP)[0].item(), ppo_clip(*one, **CLIP, dual_clip=dual_clip)[0].item()
+    assert dual == (min(plain, -dual_clip * advantage) if advantage < 0 else plain)
+
+
+# GSPO
+
+
+def test_gspo_by_hand_with_gradient():
+    # Row 0: ratios 1.44 and 1: s = sqrt 1.44 = 1.2, A = 1, within 0.8 and 1.3: loss -1.2, derivative -1.2 * 1/2 by each log ratio, at each
+    # of two tokens: -1.2.   Row 1: ratio 4, then masked, then 1: s = 2, A = 3: held at -3.9.
+    # Row 2: one ratio 1/2, A = -2: max(2 * 1/2, 2 * 0.8) = 1.6, held.
+    ratio = torch.tensor([[1.44, 1, NAN], [4, NAN, 1], [0.5, NAN, NAN]], dtype=torch.float64)
+    kept = torch.tensor([[True, True, False], [True, False, True], [True, False, False]])
+    advantages = torch.tensor([[1.0], [3.0], [-2.0]], dtype=torch.float64).expand(3, 3)
+    logprobs = ratio.log().requires_grad_()
+    token_loss, stats = gspo(logprobs, torch.zeros_like(ratio), advantages, kept, **CLIP)
+    token_loss.sum().backward()
+    same(token_loss, torch.tensor([[-1.2, -1.2, 0], [-3.9, 0, -3.9], [1.6, 0, 0]], dtype=torch.float64))
+    same(logprobs.grad, torch.tensor([[-1.2, -1.2, 0], [0, 0, 0], [0, 0, 0]], dtype=torch.float64))
+    assert stats["clip_frac_sum"].item() == 3.0
+    assert stats["ratio_max"].item() == pytest.approx(2.0, abs=1e-14)
+    # the tokens' own: 1.44 - 1 - ln 1.44, 4 - 1 - ln 4, 1/2 - 1 + ln 2
+    assert stats["approx_kl_sum"].item() == pytest.approx(0.44 - math.log(1.44) + 3 - math.log(4) + math.log(2) - 0.5, abs=1e-14)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gspo_under_sequence_mean_is_the_objective_of_whole_responses_and_its_gradient(seed):
+    # Written for one response after the other, straight from the paper, without a tensor of token losses.
+    logprobs, old_logprobs, advantages, kept = random_batch(seed)
+    advantages = advantages[:, :1].expand(6, 5)
+    a, b = (logprobs.clone().requires_grad_() for _ in range(2))
+    responses = [i for i in range(6) if kept[i].any()]
+    objective = 0.0
+    for i in responses:
+        s = ((a[i][kept[i]] - old_logprobs[i][kept[i]]).sum() / int(kept[i].sum())).exp()
+        objective = objective + torch.minimum(s * advantages[i, 0], s.clamp(0.8, 1.3) * advantages[i, 0])
+    expected = -objective / len(responses)
+    token_loss, _ = gspo(b, old_logprobs, advantages, kept, **CLIP)
+    loss = aggregate(token_loss, kept, mode="sequence_mean", num_loss_tokens=int(kept.sum()), num_sequences=len(responses), horizon=5)
+    expected.backward(), loss.backward()
+    same(loss, expected)
+    same(b.grad, a.grad)
+    assert a.grad.abs().max() > 0
+
+
+# CISPO
+
+
+def test_cispo_by_hand_with_gradient():
+    # -w * A * log p with w = clip(ratio, 0.8, 1.3), and -w * A as its derivative. log p = ln 1/2; ratios 2, 1/2, 1.1; A 2, -1, 3.
+    # w 1.3, 0.8, 1.1: no token loses its gradient; ppo_clip would leave the first and the second none.
+    logprobs = row(0.5, 0.5, 0.5).log().requires_grad_()
+    old_logprobs = logprobs.detach() - row(2.0, 0.5, 1.1).log()
+    token_loss, stats = cispo(logprobs, old_logprobs, row(2, -1, 3), torch.ones(1, 3, dtype=torch.bool), **CLIP)
+    token_loss.sum().backward()
+    same(token_loss, row(2.6, -0.8, 3.3) * math.log(2))
+    same(logprobs.grad, row(-2.6, 0.8, -3.3))
+    assert stats["clip_frac_sum"].item() == 2.0 and stats["ratio_max"].item() == pytest.approx(2.0, abs=1e-14)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cispo_within_the_bounds_has_the_gradient_of_the_unclipped_surrogate(seed):
+    # r * grad log p = grad r
+    logprobs, old_logprobs, advantages, kept = random_batch(seed)
+    a, b = (logprobs.clone().requires_grad_() for _ in range(2))
+    cispo(a, old_logprobs, advantages, kept, clip_low=0.99, clip_high=100.0)[0].sum().backward()
+    (-(b - old_logprobs).exp() * advantages)[kept].sum().backward()
+    same(a.grad, b.grad, atol=1e-13)
+
+
+# Every policy loss
+
+ALL_LOSSES = [*POLICY_LOSSES.values(), partial(ppo_clip, dual_clip=1.5)]
+
+
+@pytest.mark.parametrize("policy_loss", ALL_LOSSES)
+def test_every_policy_loss_has_the_policy_gradient_on_policy(policy_loss):
+    logprobs, _, advantages, kept = random_batch(0)
+    advantages = advantages[:, :1].expand(6, 5)
+    logprobs.requires_grad_()
+    token_loss, stats = policy_loss(logprobs, logprobs.detach().clone(), advantages, kept, **CLIP)
+    token_loss.sum().backward()
+    same(logprobs.grad, torch.where(kept, -advantages, 0.0))
+    assert stats["clip_frac_sum"] == 0 and stats["approx_kl_sum"] == 0 and stats["ratio_max"] == 1
+
+
+@pytest.mark.parametrize("policy_loss", [gspo, partial(ppo_clip, dual_clip=1.5)])
+def test_gradients_of_gspo_and_the_dual_clip_agree_with_finite_differences(policy_loss):
+    a, b, c, kept = random_batch(2)
+    assert torch.autograd.gradcheck(lambda x: policy_loss(x, b, c, kept, **CLIP)[0], a.requires_grad_())
+
+
+@pytest.mark.parametrize("policy_loss", ALL_LOSSES)
+def test_every_policy_loss_ignores_masked_entries_padding_and_other_rows(policy_loss):
+    a, b, c, kept = random_batch(4)
+    x = a.clone().requires_grad_()
+    token_loss, stats = policy_loss(x, b, c, kept, **CLIP)
+    token_loss.sum().backward()
+    assert not token_loss[~kept].any() and not x.grad[~kept].any()
+
+    wide = [pad(v.where(kept, NAN), (0, 3), value=INF) for v in (a, b, c)]
+    wide[0].requires_grad_()
+    again, same_stats = policy_loss(*wide, pad(kept, (0, 3)), **CLIP)
+    again.sum().backward()
+    same(again, pad(token_loss, (0, 3)))
+    same(wide[0].grad, pad(x.grad, (0, 3)))
+    for name in stats:
+        same(same_stats[name], stats[name])
+
+    parts = [policy_loss(*part, **CLIP) for part in zip(a.split(2), b.split(2), c.split(2), kept.split(2), strict=True)]
+    same(torch.cat([loss for loss, _ in parts]), token_loss)
+    for name in ("clip_frac_sum", "approx_kl_sum"):
+        same(sum(part[name] for _, part in parts), stats[name])
+    assert stats["ratio_max"] == max(part["ratio_max"] for _, part in parts)
+
+
+@pytest.mark.parametrize("policy_loss", ALL_LOSSES)
+def test_every_policy_loss_is_zero_on_an_empty_mask_and_without_advantages(policy_loss):
+    nothing, empty = row(NAN, NAN), torch.zeros(1, 2, dtype=torch.bool)
+    token_loss, stats = policy_loss(nothing, nothing, nothing, empty, **CLIP)
+    assert torch.equal(token_loss, row(0, 0)) and all(s.item() == 0 for s in stats.values())
+    a, b, c, kept = random_batch(6)
+    a.requires_grad_()
+    policy_loss(a, b, torch.zeros_like(c), kept, **CLIP)[0].sum().backward()
+    assert not a.grad.any()
+
+
+@pytest.mark.parametrize("policy_loss", ALL_LOSSES)
+def test_every_policy_loss_takes_gradients_for_logprobs_alone(policy_loss):
+    a, b, c, kept = random_batch(1)
+    constants = [b.requires_grad_(), c.requires_grad_()]
+    _, stats = policy_loss(a.requires_grad_(), *constants, kept, **CLIP)
+    policy_loss(a, *constants, kept, **CLIP)[0].sum().backward()
+    assert a.grad.abs().sum() > 0 and all(x.grad is None for x in constants)
+    assert not any(s.requires_grad for s in stats.values())
 
 
 # Value loss

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.algorithms.preference_losses import PREFERENCE_LOSSES, bradley_terry
+from rlhf_core.algorithms.preference_losses import bradley_terry
 
 
 def pair(chosen: float, rejected: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +25,7 @@ def pair(chosen: float, rejected: float) -> tuple[torch.Tensor, torch.Tensor]:
     ],
 )
 def test_bradley_terry_by_hand(chosen, rejected, margin, centering_coef, expected):
-    loss = PREFERENCE_LOSSES["bradley_terry"](*pair(chosen, rejected), margin=margin, centering_coef=centering_coef)
+    loss = bradley_terry(*pair(chosen, rejected), margin=margin, centering_coef=centering_coef)
     torch.testing.assert_close(loss, torch.tensor([expected], dtype=torch.float64), rtol=0, atol=1e-14)
 
 
