@@ -48,9 +48,9 @@ def tiny_params(**overrides: Any) -> Params:
     return parse_params(tree)
 
 
-def save_tiny_models(folder: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[Path, Path]:
+def save_tiny_models(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int = 1) -> tuple[Path, Path]:
     """Folders of a language model and of a reward model on the same trunk."""
-    language_model = lively(new_language_model(tiny_params().model, tokenizer, seed=1))
+    language_model = lively(new_language_model(tiny_params().model, tokenizer, seed=seed))
     save_model(language_model, language_model.state_dict(), tokenizer, folder / "sft")
     reward_model = new_scalar_model(folder / "sft", tokenizer, trust_remote_code=False)
     torch.manual_seed(2)
