@@ -260,6 +260,7 @@ class KlConfig(Section):
         return self
 
 
+RESERVED_NAMES = ("score", "mean", "std")  # score_<name> and eval_<name> are columns of the curves
 LABEL_SCORERS = ("exact_match", "number", "math")  # they compare with the prompt's label
 
 
@@ -314,6 +315,8 @@ class ScoreConfig(Section):
         names = [s.name for s in self.scorers]
         if len(set(names)) < len(names):
             raise ValueError(f"scorers: expected different names, got {names}; rename one")
+        if taken := [name for name in names if name in RESERVED_NAMES]:
+            raise ValueError(f"scorers: expected names other than {list(RESERVED_NAMES)}, which the curves use, got {taken}; rename them")
         if not any(s.weight for s in self.scorers):
             raise ValueError("scorers: expected one with a weight other than 0, got none; nothing would be learned")
         return self

@@ -51,12 +51,15 @@ def heldout_prompts(stage: Stage, tokenizer):
 
 
 def generate_all(stage: Stage):
-    """Every model's answers in every mode, scored and judged: {mode: {"sft": [...], "policy": [...]}}."""
+    """Every model's answers in every mode, scored and judged: {mode: {"sft": [...], "policy": [...]}}.
+
+    They end where the policy's rollouts end: at the end token or a string of rl.rollout.stop.
+    """
     from rlhf_core.engines.vllm_engine import SamplingSettings, VllmEngine, request_seeds
     from rlhf_core.models.build import read_state_dict
     from rlhf_core.models.tokenizer import load_tokenizer
 
-    params, config = stage.params, stage.params.evaluation
+    params, config, stop = stage.params, stage.params.evaluation, tuple(stage.params.rl.rollout.stop)
     tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code)
     prompts = heldout_prompts(stage, tokenizer)
     engine = VllmEngine(
@@ -69,6 +72,7 @@ def generate_all(stage: Stage):
         seed=params.seed,
         trust_remote_code=params.model.trust_remote_code,
         gpu_memory_fraction=config.gpu_memory_fraction,
+        reads_text=bool(stop),
     )
     seeds = request_seeds(params.seed, 0, len(prompts))
     samples: dict[str, dict[str, list]] = {mode: {} for mode in MODES}
@@ -76,7 +80,7 @@ def generate_all(stage: Stage):
         if name == "policy":
             engine.load_weights(read_state_dict(POLICY_MODEL), version=1)
         for mode in MODES:
-            settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature)
+            settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature, stop=stop)
             groups = engine.generate([p.prompt_ids for p in prompts], seeds, settings, eos_id=tokenizer.eos_token_id, group_size=1)
             samples[mode][name] = [group[0] for group in groups]
     return tokenizer.pad_token_id, score_and_judge(stage, tokenizer, prompts, samples)

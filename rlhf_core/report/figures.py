@@ -54,7 +54,11 @@ def all_figures(inputs: ReportInputs) -> Figures:
     drawn = {
         **{f"sft_{phase}": _sft(rows) for phase, rows in inputs.sft_curves.groupby("phase", sort=False)},
         **_reward(inputs.reward_curves),
-        **_rl(inputs.rl_curves, limit=need(inputs.params, "rl", "rollout", "max_logprob_difference")),
+        **_rl(
+            inputs.rl_curves,
+            limit=need(inputs.params, "rl", "rollout", "max_logprob_difference"),
+            has_reference=need(inputs.params, "rl", "kl", "coef") > 0,
+        ),
         **_scorers(inputs.rl_curves, [s["name"] for s in need(inputs.params, "rl", "reward", "scorers")]),
         "gate_interval": _gate_interval(inputs.gate),
         "gate_scores": _score_histogram(inputs.heldout[inputs.heldout["split"] == "test"]),
@@ -82,10 +86,9 @@ def _reward(rows: pd.DataFrame) -> dict[str, figure]:
     }
 
 
-def _rl(rows: pd.DataFrame, *, limit: float) -> dict[str, figure]:
+def _rl(rows: pd.DataFrame, *, limit: float, has_reference: bool) -> dict[str, figure]:
     figures = {
         "rl_score": _curves(rows, _with_evaluation(rows, "score_mean", "eval_score"), y_title="score", band="score_std"),
-        "rl_kl": _curves(rows, [Line("kl_mean", "KL to SFT", PURPLE)], y_title="nats per response"),
         "rl_length": _curves(rows, [Line("response_length", "length", TEAL)], y_title="tokens per response"),
         "rl_cut_off": _curves(rows, [Line("cut_off_fraction", "cut off", ORANGE)], y_title="share of responses", percent=True),
         "rl_entropy": _curves(rows, [Line("entropy", "entropy", GREEN)], y_title="nats per token"),
@@ -93,6 +96,8 @@ def _rl(rows: pd.DataFrame, *, limit: float) -> dict[str, figure]:
         "rl_approx_kl": _curves(rows, [Line("approx_kl", "change", PURPLE)], y_title="nats per token"),
         "rl_logprobs": _logprobs(rows, limit),
     }
+    if has_reference:  # without one nothing was measured
+        figures["rl_kl"] = _curves(rows, [Line("kl_mean", "KL to SFT", PURPLE)], y_title="nats per response")
     if "explained_variance" in rows and rows["explained_variance"].notna().any():
         figures["rl_critic"] = _curves(rows, [Line("explained_variance", "explained", TEAL)], y_title="share of the returns' variance")
     return figures

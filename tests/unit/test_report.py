@@ -157,7 +157,9 @@ def test_a_run_without_judge_or_critic(tmp_path, monkeypatch):
 
 def test_several_scorers_each_have_curves_and_a_row(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path)
-    apply_overrides(workspace / "params.yaml", {"rl.reward.scorers": [REWARD_MODEL, JUDGE | {"name": "ok", "weight": 0.0}]})
+    apply_overrides(
+        workspace / "params.yaml", {"rl.kl.coef": 0.0, "rl.reward.scorers": [REWARD_MODEL, JUDGE | {"name": "ok", "weight": 0.0}]}
+    )
     curves = workspace / "plots/train_rl.csv"
     rows = pd.read_csv(curves)
     rows.assign(score_ok=0.5, eval_score=rows["score_mean"].where(rows["step"] % 20 == 0)).to_csv(curves, index=False)
@@ -166,13 +168,14 @@ def test_several_scorers_each_have_curves_and_a_row(tmp_path, monkeypatch):
     edit_metrics(workspace, "evaluate", scores | {"greedy.policy.scores.ok": figures | {"mean": 0.75}})
     page = render_in(workspace, monkeypatch)
     assert 'data-figure="rl_score_reward_model"' in page and 'data-figure="rl_score_ok"' in page and "validation, greedy" in page
+    assert 'data-figure="rl_kl"' not in page  # no reference, no KL
     row = re.search(r"<tr[^>]*><th scope=\"row\">ok \(judge, only measured\)</th>(.*?)</tr>", page, re.DOTALL)[1]
     assert re.findall(r"[+−\d.]+(?=\s*</td>)", row) == ["0.25", "0.75", "+0.50", "0.25", "0.25", "0.00"]
 
 
 def test_one_scorer_is_the_score_and_gets_no_row_of_its_own(tmp_path, monkeypatch):
     page = render_in(make_workspace(tmp_path), monkeypatch)
-    assert 'data-figure="rl_score"' in page and 'data-figure="rl_score_reward_model"' not in page
+    assert 'data-figure="rl_kl"' in page and 'data-figure="rl_score"' in page and 'data-figure="rl_score_reward_model"' not in page
     assert "only measured" not in page and page.count('<th scope="row">Score</th>') == 1
 
 
