@@ -95,7 +95,8 @@ def check_scored(batch: RolloutBatch, rl: RlConfig, *, step: int) -> None:
     """
     limit = rl.reward.max_unscored_fraction
     for scorer in rl.reward.scorers:
-        unscored = float((~batch.components[scorer.name].isfinite()).float().mean())
+        scores = batch.components[scorer.name]
+        unscored = int((~scores.isfinite()).sum()) / len(scores)
         if scorer.weight and (unscored > limit or unscored == 1.0):
             hint = "are they too long for it, or are its weights broken?" if scorer.kind == "reward_model" else "the log says why"
             raise TooManyUnscored(

@@ -17,3 +17,9 @@ def test_a_requests_seed_does_not_depend_on_how_many_there_are():
 
 def test_seeds_fit_what_samplers_take():
     assert all(0 <= s < 2**32 for s in request_seeds(2**40, 2**31 - 1, 1000))
+
+
+def test_each_round_of_a_step_has_seeds_of_its_own_and_the_first_is_the_step():
+    assert request_seeds(0, 7, 100, turn=0) == request_seeds(0, 7, 100)
+    rounds = [s for step in (0, 1) for turn in range(4) for s in request_seeds(0, step, 100, turn=turn)]
+    assert len(set(rounds)) == 800

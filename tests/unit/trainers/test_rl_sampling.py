@@ -1,0 +1,86 @@
+"""Dynamic sampling: which groups a step learns from, how often it draws, and where the prompt stream goes on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from tiny_models import tiny_params
+
+from rlhf_core.config import RlConfig
+from rlhf_core.trainers.rl_sampling import is_informative, select_groups
+from rlhf_core.types import Prompt, Rollout, ScoredRollout
+
+NAN = math.nan
+SCORERS = [
+    {"name": "right", "kind": "exact_match", "weight": 1.0, "normalization": "none"},
+    {"name": "watched", "kind": "regex", "weight": 0.0, "normalization": "none", "pattern": "e"},
+]
+
+
+def group(number: int, *scores: float) -> list[ScoredRollout]:
+    prompt = Prompt(str(number), "clerk", [], [5], None)
+    watched = iter(range(100))  # differs within every group, but has no weight
+    return [ScoredRollout(Rollout(prompt, [1], [-1.0], True, number, 0), {"right": s, "watched": float(next(watched))}) for s in scores]
+
+
+def config(*, enabled: bool = True, max_rounds: int = 3) -> RlConfig:
+    overrides = {
+        "rl.algorithm": "grpo", "rl.grpo.group_size": 2, "rl.samples_per_step": 8, "rl.minibatch_size": 8, "rl.reward.scorers": SCORERS,
+        "rl.dynamic_sampling.enabled": enabled, "rl.dynamic_sampling.max_rounds": max_rounds,
+    }  # fmt: skip
+    return tiny_params(**overrides).rl
+
+
+class Source:
+    """Groups by position of their prompt: informative where `good` says so. Remembers what was asked of it."""
+
+    def __init__(self, good: set[int]):
+        self.good, self.asked = good, []
+
+    def __call__(self, start: int, count: int, turn: int) -> list[list[ScoredRollout]]:
+        self.asked.append((start, count, turn))
+        return [group(i, 0.0, 1.0 if i in self.good else 0.0) for i in range(start, start + count)]
+
+
+def numbers(groups: list[list[ScoredRollout]]) -> list[int]:
+    return [int(g[0].rollout.prompt.id) for g in groups]
+
+
+@pytest.mark.parametrize(
+    ("scores", "informative"),
+    [((0.0, 1.0), True), ((1.0, 1.0), False), ((0.0, 0.0), False), ((1.0, NAN), False), ((NAN, NAN), False), ((0.0, NAN, 1.0), True),
+     ((math.inf, 1.0), False)],
+)  # fmt: skip
+def test_a_group_teaches_something_where_two_scored_responses_differ(scores, informative):
+    assert is_informative(group(0, *scores), config().reward) == informative
+
+
+def test_uninformative_groups_are_replaced_by_the_next_prompts():
+    source = Source({10, 12, 15, 16})
+    groups, position, metrics = select_groups(source, config(), start=10)
+    # 10 to 13: two are missing; 14 and 15: one is missing; 16
+    assert source.asked == [(10, 4, 0), (14, 2, 1), (16, 1, 2)]
+    assert numbers(groups) == [10, 12, 15, 16]
+    assert position == 17
+    assert metrics == {"dynamic_rounds": 3, "dropped_groups": 3}
+
+
+def test_after_the_last_round_the_rest_is_filled_up_informative_groups_first():
+    groups, position, metrics = select_groups(Source({3}), config(max_rounds=2), start=0)
+    assert numbers(groups) == [3, 0, 1, 2]
+    assert (position, metrics) == (7, {"dynamic_rounds": 2, "dropped_groups": 3})
+
+
+def test_a_round_that_is_enough_is_the_only_one():
+    source = Source(set(range(100)))
+    groups, position, metrics = select_groups(source, config(), start=20)
+    assert source.asked == [(20, 4, 0)] and numbers(groups) == [20, 21, 22, 23]
+    assert (position, metrics) == (24, {"dynamic_rounds": 1, "dropped_groups": 0})
+
+
+def test_without_dynamic_sampling_every_group_is_taken_as_it_comes():
+    source = Source({2})
+    groups, position, metrics = select_groups(source, config(enabled=False), start=8)
+    assert source.asked == [(8, 4, 0)] and numbers(groups) == [8, 9, 10, 11]
+    assert (position, metrics) == (12, {})
