@@ -7,14 +7,28 @@ import socket
 from pathlib import Path
 
 import torch
-from tiny_models import negative_logprob_step, policy_engine, rl_job, sequences, train_batch
+from tiny_models import demonstrations, negative_logprob_step, policy_engine, rl_job, sequences, share, train_batch
 
-from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count
-from rlhf_core.trainers.rl_rank import Minibatch, TrainerRank
+from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
+from rlhf_core.trainers.rl_rank import TrainerRank
+from rlhf_core.trainers.rl_update import Minibatch
 
 STAGES = (0, 2, 3)
 DEADLINE = 240  # seconds; two processes import torch and deepspeed on a machine that may be busy
 BATCHES = [sequences(8, seed=k) for k in range(4)]
+# Every policy loss, aggregation, and part of an optimizer step; "experts" has a model of its own, and "ppo" ends its first step early.
+CASES = {
+    "ppo": {"rl.max_approx_kl": 1.0, "rl.ptx.coef": 0.5},
+    "gspo": {"rl.algorithm": "rloo", "rl.policy_loss": "gspo", "rl.clip_low": 0.9, "rl.clip_high": 3.0},
+    "experts": {
+        "rl.algorithm": "rloo",
+        "rl.policy_loss": "cispo",
+        "rl.loss_aggregation": "constant_horizon",
+        "rl.moe_aux_coef": 0.5,
+        "rl.kl.placement": "loss",
+        "rl.kl.estimator": "k3",
+    },
+}
 FORWARD, STARTS = sequences(6, seed=11), [1, 2, 3, 1, 2, 3]
 
 
@@ -26,23 +40,36 @@ def sft_steps(engine: TrainEngine, batches: list[list[list[int]]], *, rank: int,
     ]
 
 
-def rl_steps(trainer: TrainerRank, *, rank: int, ranks: int) -> dict[str, float]:
+def rl_case(case: str, folders: tuple[Path, Path, Path], *, stage: int, rank: int, ranks: int, port: int) -> dict:
+    """What a rank gets of a forward pass and of two updates, and the weights after them."""
+    sft, reward, experts = folders
+    options = {"rl.trainer.zero_stage": stage, "rl.trainer.microbatch_tokens": 30, **CASES[case]}
+    trainer = TrainerRank(rank, ranks, rl_job(experts if case == "experts" else sft, reward, **options))
+    trainer.connect("127.0.0.1", port)
+    size = len(FORWARD) // ranks
+    mine = slice(size * rank, size * (rank + 1))
+    forward = trainer.forward(FORWARD[mine], STARTS[mine])
+    totals = [trainer.update(minibatches, kl_coef=0.2, train_policy=True) for minibatches in rl_steps(case, rank=rank, ranks=ranks)]
+    return {"forward": forward, "totals": totals, "weights": trainer.weights()}
+
+
+def rl_steps(case: str, *, rank: int, ranks: int) -> list[list[Minibatch]]:
+    """Two steps of two minibatches. In the last one all that rank 1 of 2 has is unscored; in the case ppo the second ends its step."""
     minibatches = []
-    for seed in range(3):
-        batch = train_batch(8, seed=seed, unscored=(1, 3, 5, 7) if seed == 2 else (6,))  # in the last step, all that rank 1 of 2 has
-        mask = batch.response_mask
-        minibatches.append(Minibatch(batch.select(list(range(8))[rank::ranks]), int(mask.sum()), int(mask.any(1).sum())))
-    return trainer.update(minibatches)
+    for seed in range(4):
+        batch = train_batch(8, seed=seed, unscored=(1, 3, 5, 7) if seed == 3 else (6,))
+        if case == "ppo" and seed == 1:
+            batch.old_logprobs[::2] -= 3.0  # of rank 0 alone: by its own tokens rank 1 of 2 would go on
+        minibatches.append(share(batch, demonstrations(6, seed=seed), rank=rank, ranks=ranks))
+    return [minibatches[:2], minibatches[2:]]
 
 
-def rank_main(rank: int, ports: list[int], folders: tuple[Path, Path], out: Path) -> None:
+def rank_main(rank: int, ports: list[int], folders: tuple[Path, Path, Path], out: Path) -> None:
     """One of two ranks; leaves its results in `out`."""
     results: dict = {"rl": {}, "sft": {}, "resumed": {}}
-    for stage, port in zip(STAGES, ports, strict=True):
-        trainer = TrainerRank(rank, 2, rl_job(*folders, **{"rl.trainer.zero_stage": stage, "rl.trainer.microbatch_tokens": 30}))
-        trainer.connect("127.0.0.1", port)
-        forward = trainer.forward(FORWARD[3 * rank : 3 * rank + 3], STARTS[3 * rank : 3 * rank + 3])
-        results["rl"][stage] = {"forward": forward, "totals": rl_steps(trainer, rank=rank, ranks=2), "weights": trainer.weights()}
+    unused = iter(ports)
+    for stage in STAGES:
+        results["rl"][stage] = {case: rl_case(case, folders, stage=stage, rank=rank, ranks=2, port=next(unused)) for case in CASES}
         engine = policy_engine(folders[0], zero_stage=stage)
         steps = sft_steps(engine, BATCHES[:2], rank=rank, ranks=2)
         engine.save(out, f"stage-{stage}")
@@ -56,17 +83,18 @@ def rank_main(rank: int, ports: list[int], folders: tuple[Path, Path], out: Path
         equal_count([[0]] if rank == 0 else [[0], [1]])
     except ValueError as error:
         results["too few"] = str(error)
+    results["sum"] = sum_over_ranks(torch.tensor([1.0, 10.0]) * (rank + 1))
     torch.save(results, out / f"rank-{rank}.pt")
 
 
-def run_two_ranks(folders: tuple[Path, Path], out: Path) -> list[dict]:
+def run_two_ranks(folders: tuple[Path, Path, Path], out: Path) -> list[dict]:
     """The results of both ranks.
 
     Raises:
         RuntimeError: a rank failed, or is still at work after DEADLINE seconds.
     """
     spawn = multiprocessing.get_context("spawn")
-    ports = free_ports(len(STAGES))
+    ports = free_ports(len(STAGES) * len(CASES))
     ranks = [spawn.Process(target=rank_main, args=(rank, ports, folders, out)) for rank in range(2)]
     for process in ranks:
         process.start()

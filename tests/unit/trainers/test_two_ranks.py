@@ -6,29 +6,30 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import largest_difference, policy_engine, rl_job
-from two_ranks import BATCHES, FORWARD, STAGES, STARTS, rl_steps, run_two_ranks, sft_steps
-
-from rlhf_core.trainers.rl_rank import TrainerRank
+from tiny_models import largest_difference, policy_engine, save_tiny_experts
+from two_ranks import BATCHES, CASES, STAGES, rl_case, run_two_ranks, sft_steps
 
 pytestmark = pytest.mark.usefixtures("world")
 at_every_stage = pytest.mark.parametrize("stage", STAGES)
 
 
 @pytest.fixture(scope="module")
-def ranks(model_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return run_two_ranks(model_folders, tmp_path_factory.mktemp("ranks"))
+def folders(model_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, tokenizer) -> tuple[Path, Path, Path]:
+    """Language model, reward model, and a language model with experts."""
+    return *model_folders, save_tiny_experts(tmp_path_factory.mktemp("experts"), tokenizer)
 
 
 @pytest.fixture(scope="module")
-def alone(model_folders: tuple[Path, Path]) -> dict:
+def ranks(folders: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return run_two_ranks(folders, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def alone(folders: tuple[Path, Path, Path]) -> dict:
     """What a single rank gets, without ZeRO."""
-    trainer = TrainerRank(0, 1, rl_job(*model_folders, **{"rl.trainer.microbatch_tokens": 30}))
-    trainer.connect(*trainer.address())
-    forward = trainer.forward(FORWARD, STARTS)
-    engine = policy_engine(model_folders[0])
+    engine = policy_engine(folders[0])
     return {
-        "rl": {"forward": forward, "totals": rl_steps(trainer, rank=0, ranks=1), "weights": trainer.weights()},
+        "rl": {case: rl_case(case, folders, stage=0, rank=0, ranks=1, port=0) for case in CASES},
         "sft": (sft_steps(engine, BATCHES, rank=0, ranks=1), engine.state_dict()),
     }
 
@@ -45,20 +46,32 @@ def test_token_mean_loss_and_weights_of_two_ranks_equal_those_of_one(ranks: list
     assert largest_difference(first_weights, second_weights) == 0
 
 
+@pytest.mark.parametrize("case", CASES)
 @at_every_stage
-def test_an_rl_update_on_two_ranks_equals_that_on_one(ranks: list[dict], alone: dict, stage: int):
+def test_rl_updates_on_two_ranks_equal_those_on_one(ranks: list[dict], alone: dict, stage: int, case: str):
     """Also where one rank has nothing but unscored rows."""
-    first, second = (rank["rl"][stage] for rank in ranks)
-    for name, values in alone["rl"]["forward"].items():
+    first, second = (rank["rl"][stage][case] for rank in ranks)
+    expected = alone["rl"][case]
+    for name, values in expected["forward"].items():
         torch.testing.assert_close(torch.cat([first["forward"][name], second["forward"][name]]), values, rtol=0, atol=3e-6)
-    expected = alone["rl"]["totals"]
-    for name, value in expected.items():
-        if name == "optimizer_steps" or name.endswith("grad_norm"):
-            assert first["totals"][name] == second["totals"][name] == pytest.approx(value, rel=1e-4)
-        else:
-            assert first["totals"][name] + second["totals"][name] == pytest.approx(value, rel=1e-4, abs=1e-6)
-    assert largest_difference(first["weights"], alone["rl"]["weights"]) < 2e-6
+    for mine, others, both in zip(first["totals"], second["totals"], expected["totals"], strict=True):
+        assert mine.keys() == others.keys() == both.keys()
+        for name, value in both.items():
+            if name in ("optimizer_steps", "stopped_early") or name.endswith("grad_norm"):
+                assert mine[name] == others[name] == pytest.approx(value, rel=1e-4)
+            else:
+                assert mine[name] + others[name] == pytest.approx(value, rel=1e-4, abs=1e-5)
+    assert largest_difference(first["weights"], expected["weights"]) < 2e-6
     assert second["weights"] is None
+
+
+def test_both_ranks_end_a_step_by_the_mean_of_all_their_tokens(ranks: list[dict]):
+    """Rank 1's own tokens are near enough to the sampling policy to go on."""
+    for stage in STAGES:
+        step, after = ranks[1]["rl"][stage]["ppo"]["totals"]
+        assert (step["optimizer_steps"], step["stopped_early"]) == (1, 1)
+        assert step["approx_kl_sum"] < 1.0 * step["tokens"]
+        assert (after["optimizer_steps"], after["stopped_early"]) == (2, 0)
 
 
 @at_every_stage
@@ -76,3 +89,7 @@ def test_every_rank_gets_as_many_microbatches(ranks: list[dict]):
     assert sorted(i for part in first for i in part) == [0, 1, 2, 3, 4]
     assert "expected at least 2 examples on each rank" in ranks[0]["too few"]
     assert "too few" not in ranks[1]
+
+
+def test_sums_over_ranks_are_the_same_on_each(ranks: list[dict]):
+    assert ranks[0]["sum"].tolist() == ranks[1]["sum"].tolist() == [3.0, 30.0]
