@@ -17,7 +17,7 @@ from ruamel.yaml.error import YAMLError
 # Which sections of params.yaml each stage reads; dvc.yaml says the same (a contract test compares them).
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "prepare_data": ("seed", "data", "model"),
-    "validate_data": ("validation", "model"),
+    "validate_data": ("validation", "model", "reward"),
     "train_sft": ("seed", "model", "sft"),
     "train_reward": ("seed", "model", "reward"),
     "gate_reward": ("reward", "gate"),

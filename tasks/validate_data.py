@@ -32,10 +32,10 @@ def main() -> None:
         logging.getLogger("great_expectations").setLevel(logging.WARNING)
         from rlhf_core.data.validation import summary, validate  # takes seconds; parameters and files can be read by now
 
-        config = stage.params.validation
+        config, needs_pairs = stage.params.validation, stage.params.reward.enabled
         tokenizer = load(TOKENIZER, trust_remote_code=stage.params.model.trust_remote_code)
         docs = stage.scratch / "data_docs"
-        findings = validate(tables, tokenizer, config, max_length=stage.params.model.max_length, docs=docs)
+        findings = validate(tables, tokenizer, config, max_length=stage.params.model.max_length, reward_model=needs_pairs, docs=docs)
         write_json(METRICS / "validation.json", summary(findings, tables, max_reported_ids=config.max_reported_ids))
         if docs.is_dir():
             publish(docs, DATA_DOCS)

@@ -121,11 +121,20 @@ class Validator:
 
 
 def validate(
-    tables: dict[str, pa.Table], tokenizer: PreTrainedTokenizerBase, config: ValidationConfig, *, max_length: int, docs: Path | None = None
+    tables: dict[str, pa.Table],
+    tokenizer: PreTrainedTokenizerBase,
+    config: ValidationConfig,
+    *,
+    max_length: int,
+    reward_model: bool = True,
+    docs: Path | None = None,
 ) -> list[Finding]:
     """Every check of every use. `tables` has those that prepare_data made; `docs`: a folder for the Data Docs.
 
     A use whose schema is wrong is not looked at further. Findings don't depend on the order of the rows.
+
+    Args:
+        reward_model: whether one is trained, for which there must be preferences.
     """
     validator, findings, frames = Validator(), [], {}
     for use in (u for u in SCHEMAS if u in tables):
@@ -134,7 +143,7 @@ def validate(
         if all(f.passed for f in schema):
             frames[use] = measure(use, tables[use].to_pylist(), tokenizer)
             findings += validator.run(use, use, frames[use], checks_for(use, frames[use], config, max_length=max_length))
-    findings += validator.run("rows", ALL_USES, _row_counts(tables), presence_checks())
+    findings += validator.run("rows", ALL_USES, _row_counts(tables, reward_model=reward_model), presence_checks())
     findings += validator.run("splits", ALL_USES, across_uses(frames), leakage_checks())
     if docs is not None:
         _write_docs(validator, docs)
@@ -195,11 +204,12 @@ def _types(use: str, schema: pa.Schema) -> dict[str, str]:
     return {f.name: str(expected[f.name] if f.name in expected and f.type.equals(expected[f.name]) else f.type) for f in schema}
 
 
-def _row_counts(tables: dict[str, pa.Table]) -> pd.DataFrame:
+def _row_counts(tables: dict[str, pa.Table], *, reward_model: bool) -> pd.DataFrame:
     """id (`<use>:<split>`) and rows, of what later stages read."""
+    read = [(use, split) for use, split in READ_LATER if reward_model or use != "preference"]
     splits = {use: table["split"].to_pylist() for use, table in tables.items() if "split" in table.column_names}
-    counts = [splits.get(use, []).count(split) for use, split in READ_LATER]
-    return pd.DataFrame({"id": [f"{use}:{split}" for use, split in READ_LATER], "rows": counts})
+    counts = [splits.get(use, []).count(split) for use, split in read]
+    return pd.DataFrame({"id": [f"{use}:{split}" for use, split in read], "rows": counts})
 
 
 def _write_docs(validator: Validator, folder: Path) -> None:

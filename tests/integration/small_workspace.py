@@ -63,7 +63,8 @@ def train_sft(stage):
 def gate_reward(stage):
     accuracy, threshold = 0.9, stage.params.gate.min_accuracy
     message = f"accuracy {accuracy} against {threshold}"
-    verdict = {"needed": True, "passed": accuracy >= threshold, "message": message, "accuracy": accuracy, "low": accuracy, "threshold": threshold}
+    verdict = {"needed": True, "passed": accuracy >= threshold, "message": message}
+    verdict |= {"accuracy": accuracy, "low": accuracy, "threshold": threshold}
     write_json(METRICS / "gate.json", verdict)
     if not verdict["passed"]:
         raise StageFailed(message)

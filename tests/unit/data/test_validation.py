@@ -148,6 +148,12 @@ def test_uses_and_splits_that_later_stages_read_must_have_rows(rows, tokenizer):
     assert found == [("all", "rows_present", 3, ("preference:test", "prompt:test", "prompt:train"))]
 
 
+def test_without_a_reward_model_no_preferences_are_missed(rows, tokenizer):
+    del rows["preference"], rows["prompt"]
+    findings = validate(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, reward_model=False)
+    assert failures(findings) == [("all", "rows_present", 2, ("prompt:test", "prompt:train"))]
+
+
 def test_files_without_rows_are_reported_and_nothing_breaks(rows, tokenizer):
     findings = check({use: [] for use in rows}, tokenizer)
     assert [(f.use, f.name) for f in findings if not f.passed] == [("preference", "min_pairs"), ("all", "rows_present")]
