@@ -1,0 +1,220 @@
+"""Options of the section rl on the real parts, many at once: each run is one stage train_rl in a copy of the finished small chain."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from small_chain import (
+    assert_nothing_left,
+    await_checkpoint,
+    begin,
+    change_params,
+    copy_chain,
+    newest_checkpoint,
+    results,
+    run,
+    stage_process,
+)
+
+pytestmark = pytest.mark.timeout(900)
+
+WORK = ("generate", "score", "baseline", "forward", "update", "evaluate", "checkpoint")  # phases of a step in which models or disks work
+
+GROUPS = {
+    "algorithm": "grpo",
+    "policy_loss": "gspo",
+    "steps": 10,
+    "checkpoint_every": 2,
+    "grpo": {"group_size": 4},
+    "kl": {"target": 0.2, "horizon": 50, "refresh_reference_every": 3},
+    "reward": {
+        "clip": None,
+        "scorers": [
+            {"name": "vowel", "kind": "regex", "pattern": "[aeiou]", "weight": 1.0, "normalization": "running"},
+            {"name": "brief", "kind": "length", "target_length": 2, "weight": 0.0, "normalization": "none"},
+            {"name": "reward_model", "kind": "reward_model", "weight": 0.0, "normalization": "none"},
+        ],
+    },
+    "rollout": {"top_p": 0.95, "top_k": 200},
+    "correction": {"kind": "tis"},
+    "dynamic_sampling": {"enabled": True, "max_rounds": 3},
+    "prompt_weights": {"clerk": 2.0},
+    "evaluation": {"every": 3, "prompts": 16, "metric": "brief", "keep_best": True},
+}
+CRITIC = {
+    "algorithm": "ppo",
+    "steps": 6,
+    "ppo": {"critic_init": "sft", "critic_warmup_steps": 2},
+    "max_approx_kl": 1e-9,  # the first minibatch is on the policy, the second isn't any more
+    "ptx": {"coef": 0.5, "batch_size": 4},
+    "reward": {
+        "scorers": [
+            {"name": "reward_model", "kind": "reward_model", "weight": 1.0, "normalization": "initial"},
+            {"name": "even", "kind": "function", "path": "rewards/flaky.py:even", "weight": 0.5, "normalization": "initial"},
+            {"name": "flaky", "kind": "function", "path": "rewards/flaky.py:flaky", "weight": 0.0, "normalization": "none", "timeout": 4.0},
+        ],
+        "max_unscored_fraction": 0.9,
+    },
+    "rollout": {"min_new_tokens": 3},
+}
+FLAKY = '''
+import time
+
+CALLS = []
+
+
+def even(prompts, responses, labels, metadata):
+    """Unscored where a response has an odd number of tokens."""
+    return [1.0 * m["finished"] if m["response_length"] % 2 == 0 else None for m in metadata], {"tokens": metadata[0]["response_length"]}
+
+
+def flaky(prompts, responses, labels, metadata):
+    CALLS.append(1)
+    if len(CALLS) == 3:  # of a process: the first call is the calibration, the third is step 2
+        raise RuntimeError("nothing to say")
+    if len(CALLS) == 4:
+        time.sleep(3600)
+    return [1.0] * len(responses)
+'''
+GREEDY = {
+    "algorithm": "remax",
+    "policy_loss": "cispo",
+    "steps": 4,
+    "rollout": {"stop": ["e", "a"], "min_new_tokens": 2},
+    "reward": {"scorers": [{"name": "brief", "kind": "length", "target_length": 4, "weight": 1.0, "normalization": "none"}]},
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    workspace: Path
+    printed: str
+    curves: pd.DataFrame
+    metrics: dict
+
+
+def train(chain, folder: Path, rl: dict, **files: str) -> Path:
+    """A workspace whose next stage is train_rl."""
+    workspace = copy_chain(chain.workspace, folder)
+    change_params(workspace, {"rl": rl})
+    for name, text in files.items():
+        (workspace / "rewards" / f"{name}.py").write_text(text)
+    return workspace
+
+
+def trained(workspace: Path) -> Trained:
+    code, printed = run(workspace, "tasks.train_rl")
+    assert code == 0, printed
+    timings = pd.read_csv(workspace / "reports/timings/train_rl.csv")
+    busy = sum(timings[f"seconds_{phase}"] for phase in WORK if f"seconds_{phase}" in timings)
+    rest = (1 - busy / timings["seconds"]).median()
+    print(f"{workspace.name}: {timings['seconds'].median():.2f} s a step, of which the driver itself takes {rest:.1%}")
+    metrics = json.loads((workspace / "metrics/train_rl.json").read_text())
+    return Trained(workspace, printed, pd.read_csv(workspace / "plots/train_rl.csv"), metrics)
+
+
+@pytest.fixture(scope="module")
+def groups(chain, tmp_path_factory) -> Trained:
+    return trained(train(chain, tmp_path_factory.mktemp("groups") / "groups", GROUPS))
+
+
+def test_groups_are_drawn_again_until_they_teach_something(groups):
+    rows = groups.curves
+    assert list(rows["step"]) == list(range(1, 11))
+    assert rows["dynamic_rounds"].between(1, 3).all() and rows["dynamic_rounds"].max() > 1
+    assert (rows["dropped_groups"] > 0).any() and (rows["dropped_groups"] <= 8).all()  # two rounds of at most four more prompts
+    # once four groups have been found each response has a sibling that is scored differently: no advantage is 0
+    assert (rows["advantage_zero_fraction"][rows["dynamic_rounds"] < 3] == 0).all()
+
+
+def test_a_filtered_sampler_agrees_with_the_trainer_on_what_it_drew_from(groups):
+    assert (groups.curves["logprob_difference"] < 1e-4).all() and (groups.curves["ratio_mean"] - 1).abs().max() < 1e-2
+
+
+def test_the_best_policy_on_the_validation_prompts_is_the_one_that_is_kept(groups):
+    evaluated = groups.curves.dropna(subset=["eval_brief"])
+    assert list(evaluated["step"]) == [3, 6, 9, 10]  # and before the first step, which the log has
+    assert evaluated[["eval_score", "eval_vowel", "eval_reward_model"]].notna().all(axis=None)
+    assert "rl: before training  eval_score" in groups.printed
+    best = groups.metrics["best_value"]
+    assert groups.metrics["best_metric"] == "brief" and best >= evaluated["eval_brief"].max() - 1e-5
+    if groups.metrics["best_step"]:
+        step = evaluated.set_index("step").loc[groups.metrics["best_step"]]
+        assert step["eval_brief"] == pytest.approx(best, rel=1e-5)
+
+
+def test_the_coefficient_follows_the_divergence_from_a_reference_that_moves(groups):
+    rows = groups.curves
+    factors = (rows["kl_coef"] / rows["kl_coef"].shift(1))[1:].to_numpy()
+    # horizon 50, 16 samples, target 0.2: a factor of 1 + clip(kl / 0.2 - 1, -0.2, 0.2) * 16 / 50
+    expected = 1 + (rows["kl_mean"] / 0.2 - 1).clip(-0.2, 0.2)[:-1].to_numpy() * 16 / 50
+    assert factors == pytest.approx(expected, rel=1e-4)
+    afresh = rows.set_index("step")["kl_mean"].abs()[[1, 4, 7, 10]]  # before any update, and right after the reference was renewed
+    assert afresh.max() < 1e-5 < rows["kl_mean"].abs().max()
+
+
+def test_killed_and_run_again_it_ends_with_the_same_bits(chain, groups, tmp_path):
+    workspace = train(chain, tmp_path / "killed", GROUPS)
+    stage = begin(workspace, "tasks.train_rl")
+    await_checkpoint(workspace, "train_rl", stage)
+    stage_process(workspace, "train_rl").kill()
+    stage.wait()
+    assert_nothing_left(workspace)
+    reached = newest_checkpoint(workspace, "train_rl")
+    again = trained(workspace)
+    assert 0 < reached < 10 and f"rl: going on from the checkpoint of step {reached}" in again.printed
+    for name in ("models/policy/model.safetensors", "plots/train_rl.csv", "metrics/train_rl.json"):
+        assert results(workspace)[name] == results(groups.workspace)[name], name
+
+
+@pytest.fixture(scope="module")
+def critic(chain, tmp_path_factory) -> Trained:
+    return trained(train(chain, tmp_path_factory.mktemp("critic") / "critic", CRITIC, flaky=FLAKY))
+
+
+def test_only_the_critic_learns_at_first_and_a_minibatch_that_is_too_far_ends_the_step(critic):
+    rows = critic.curves.set_index("step")
+    learned = ["policy_loss", "grad_norm", "ptx_loss"]
+    assert rows.loc[:2, learned].isna().all(axis=None) and rows.loc[3:, learned].notna().all(axis=None)
+    assert rows[["value_loss", "critic_grad_norm"]].notna().all(axis=None)
+    assert list(rows["stopped_early"]) == [0, 0, 1, 1, 1, 1]
+    assert (
+        rows["kl_mean"].abs().loc[:3].max() < 1e-5 < rows["kl_mean"].abs().loc[4:].max()
+    )  # the policy moves after its first update, in step 3
+
+
+def test_what_a_scorer_cant_score_is_counted_and_one_that_fails_does_not_stop_the_run(critic):
+    rows = critic.curves
+    assert (rows["failed_reward_model"] == 0).all()
+    assert rows["failed_even"].between(1, 15).all() and (rows["unscored_fraction"] == rows["failed_even"] / 16).all()
+    # the calibration and step 1 are its first calls; it raises in step 2 and is late in step 3; then its actor is new
+    assert list(rows["failed_flaky"]) == [0, 16, 16, 0, 0, 16]
+    assert "scorer flaky: expected a score for every response, got none for 16; RuntimeError: nothing to say" in critic.printed
+    assert (
+        "scorer flaky: expected scores of 16 responses, got none (scorer rank 0: expected score to finish, got no answer" in critic.printed
+    )
+
+
+def test_what_a_function_measures_is_in_a_column_of_its_own(critic):
+    measured = [json.loads(text) for text in critic.curves["scorer_metrics"]]
+    assert all(set(m) == {"even.tokens"} and 3 <= m["even.tokens"] <= 16 for m in measured)
+
+
+def test_no_response_ends_before_the_fewest_tokens_and_log_probabilities_still_agree(critic):
+    assert (critic.curves["response_length"] >= 3).all() and (critic.curves["logprob_difference"] < 1e-4).all()
+
+
+def test_a_stop_string_ends_a_response_and_the_greedy_one_is_the_baseline(chain, tmp_path):
+    greedy = trained(train(chain, tmp_path / "greedy", GREEDY))
+    rows = greedy.curves
+    # 16 tokens fit; a and e are in most words
+    assert (rows["response_length"] < 12).all() and (rows["cut_off_fraction"] < 0.5).all()
+    assert (rows["response_length"] >= 2).all() and (rows["logprob_difference"] < 1e-4).all()
+    assert rows["grad_norm"].gt(0).all() and rows["advantage_zero_fraction"].lt(1).all()
+    assert not math.isnan(greedy.metrics["score_brief"])
+    assert_nothing_left(greedy.workspace)
