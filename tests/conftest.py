@@ -7,6 +7,7 @@ from rlhf_core.quiet import be_quiet
 be_quiet()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several workers: a file's tests stay together, and those that look at the small chain too, so that it is run once."""
     for item in items:
