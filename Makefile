@@ -10,6 +10,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 EXTRAS ?= cpu,dev
 RUN_ARGS ?=
 TEST_ARGS ?=
+TEST_WORKERS ?= 2
 PORT ?= 4200
 STAMP := $(VENV)/.set-up
 
@@ -36,7 +37,7 @@ run: setup
 	$(VENV)/bin/python -m flows.full_pipeline $(RUN_ARGS)
 
 test: setup
-	$(VENV)/bin/python -m pytest tests $(TEST_ARGS)
+	$(VENV)/bin/python -m pytest tests -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
 
 server: setup
 	$(VENV)/bin/python -m flows.server --port $(PORT)

@@ -486,6 +486,11 @@ class RlConfig(Section):
                 f"reward.overlong.buffer: expected at most rollout.max_new_tokens={self.rollout.max_new_tokens}, got "
                 f"{self.reward.overlong.buffer}; lower it"
             )
+        if self.kl.target is not None and self.kl.horizon <= self.samples_per_step / 5:
+            raise ValueError(
+                f"kl.horizon: expected more than a fifth of samples_per_step={self.samples_per_step} with a target, got {self.kl.horizon}; "
+                "one step could make the coefficient 0"
+            )
         known = ("score", *(s.name for s in self.reward.scorers))
         if self.evaluation.metric not in known:
             raise ValueError(

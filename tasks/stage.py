@@ -180,7 +180,10 @@ class Stage:
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to send SIGTERM when the parent dies: killing dvc would otherwise leave a trainer behind."""
+    """Ask the kernel to send SIGTERM when the parent dies: killing dvc would otherwise leave a trainer behind.
+
+    The parent must be DVC itself and not a shell of its, hence `exec` in dvc.yaml.
+    """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -5,12 +5,16 @@ With `reward.enabled: false` there is no reward model; the stage then writes tha
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import shutil
 
 from rlhf_core.checkpoint import CheckpointStore
 from rlhf_core.data.schema import read_rows
 from tasks.stage import METRICS, PLOTS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, SFT_MODEL, Stage, StageStopped, publish, write_json
+
+log = logging.getLogger("rlhf")
 
 COLUMNS = ("step", "phase", "loss", "accuracy", "heldout_loss", "heldout_accuracy", "learning_rate", "grad_norm")
 HELDOUT_COLUMNS = {
@@ -40,11 +44,12 @@ def main() -> None:
         trust = stage.params.model.trust_remote_code
         tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=trust)
         model = new_scalar_model(SFT_MODEL, tokenizer, trust_remote_code=trust, training_dtype=stage.params.model.dtype)
+        encoder = comparison_encoder(stage, model, tokenizer)
         try:
-            engine, metrics = train(stage, model, tokenizer)
+            engine, metrics = train(stage, model, encoder)
         except Interrupted as stop:
             raise StageStopped from stop
-        metrics["heldout_pairs"] = write_heldout_scores(stage, engine, tokenizer)
+        metrics["heldout_pairs"] = write_heldout_scores(stage, engine, encoder)
         aside = stage.scratch / "model"
         save_model(model, engine.state_dict(), tokenizer, aside)
         publish(aside, REWARD_MODEL)
@@ -64,22 +69,35 @@ def write_nothing(stage: Stage) -> None:
     write_json(METRICS / "train_reward.json", NOT_TRAINED)
 
 
-def train(stage: Stage, model, tokenizer):
+def comparison_encoder(stage: Stage, model, tokenizer):
+    """From a split's rows of pairs to comparisons and the number of pairs that were too long; a common prompt is computed once if the
+    model can.
+    """
+    from rlhf_core.models.branches import can_share_prefixes
+    from rlhf_core.trainers.reward import encode_comparisons
+
+    shares_prefix = can_share_prefixes(model)
+    if not shares_prefix:
+        log.info("train_reward: this model's attention takes no mask of ours, so that prompts are computed again for each response")
+    return functools.partial(encode_comparisons, tokenizer=tokenizer, max_length=stage.params.model.max_length, shares_prefix=shares_prefix)
+
+
+def train(stage: Stage, model, encoder):
     """Returns the engine and the stage's metrics."""
     from rlhf_core.engines.deepspeed_engine import TrainEngine
     from rlhf_core.models.wrappers import ScalarModule
-    from rlhf_core.trainers.reward import encode_comparisons, reward_phase
+    from rlhf_core.trainers.reward import reward_phase
     from rlhf_core.trainers.supervised import engine_settings, evaluate, train_phase
 
     params, config = stage.params, stage.params.reward
-    comparisons, dropped = encode_comparisons(read_rows(PREPARED, "preference", "train"), tokenizer, max_length=params.model.max_length)
-    heldout, _ = encode_comparisons(read_rows(PREPARED, "preference", "validation"), tokenizer, max_length=params.model.max_length)
+    comparisons, dropped = encoder(read_rows(PREPARED, "preference", "train"))
+    heldout, _ = encoder(read_rows(PREPARED, "preference", "validation"))
     phase = reward_phase(
         comparisons,
         heldout,
         steps=math.ceil(config.epochs * len(comparisons) / config.batch_size),
         batch_size=config.batch_size,
-        pad_id=tokenizer.pad_token_id,
+        pad_id=model.config.pad_token_id,
         microbatch_tokens=config.microbatch_tokens,
         margin=config.margin,
         centering_coef=config.centering_coef,
@@ -93,20 +111,20 @@ def train(stage: Stage, model, tokenizer):
     return engine, metrics
 
 
-def write_heldout_scores(stage: Stage, engine, tokenizer) -> int:
+def write_heldout_scores(stage: Stage, engine, encoder) -> int:
     """Score every validation and test pair into data/reward_heldout.parquet. Returns how many there are."""
-    from rlhf_core.trainers.reward import encode_comparisons, score_heldout
+    from rlhf_core.trainers.reward import score_heldout
 
     engine.eval()
     rows = []
     for split in ("validation", "test"):
         pairs = read_rows(PREPARED, "preference", split)
         sources = {row["id"]: row["source"] for row in pairs}
-        comparisons, _ = encode_comparisons(pairs, tokenizer, max_length=stage.params.model.max_length)
+        comparisons, _ = encoder(pairs)
         if not comparisons:
             continue
         chosen, rejected = score_heldout(
-            engine, comparisons, pad_id=tokenizer.pad_token_id, microbatch_tokens=stage.params.reward.microbatch_tokens
+            engine, comparisons, pad_id=engine.module.model.config.pad_token_id, microbatch_tokens=stage.params.reward.microbatch_tokens
         )
         positions = ((c, a, b, row_id) for c in comparisons for (a, b), row_id in zip(c.pairs, c.row_ids, strict=True))
         for (c, a, b, row_id), chosen_score, rejected_score in zip(positions, chosen.tolist(), rejected.tolist(), strict=True):

@@ -23,13 +23,21 @@ class TokenBatch:
 
     input_ids: [B, T] int64, right-padded.
     selected: [B, T] bool; N of them are True.
+    position_ids: [B, T] int64; None: 0 to T - 1 in each row.
+    visible: [B, 1, T, T] bool, which tokens (last) each token sees; None: all before it, and itself.
     """
 
     input_ids: torch.Tensor
     selected: torch.Tensor
+    position_ids: torch.Tensor | None = None
+    visible: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
-        return TokenBatch(self.input_ids.to(device), self.selected.to(device))
+        return TokenBatch(*(x if x is None else x.to(device) for x in (self.input_ids, self.selected, self.position_ids, self.visible)))
+
+    def attention(self) -> dict[str, torch.Tensor]:
+        """Arguments for a Hugging Face model; none where attention is plainly causal."""
+        return {} if self.visible is None else {"position_ids": self.position_ids, "attention_mask": self.visible}
 
 
 def collate_tokens(sequences: list[list[int]], starts: list[int], *, pad_id: int, ends: list[int] | None = None) -> TokenBatch:
@@ -108,5 +116,5 @@ class ScalarModule(nn.Module):
 
     def forward(self, batch: TokenBatch) -> torch.Tensor:
         """The head's output [N] at each selected position, which has seen that token and all before it."""
-        hidden = trunk(self.model)(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        hidden = trunk(self.model)(input_ids=batch.input_ids, use_cache=False, **batch.attention()).last_hidden_state
         return scalar_head(self.model)(hidden[batch.selected]).squeeze(-1).float()

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.algorithms.preference_losses import bradley_terry
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
+from rlhf_core.models.branches import Branches, collate_branches, separate, share_prefix
 from rlhf_core.models.tokenizer import encode_conversation
-from rlhf_core.models.wrappers import collate_tokens
 from rlhf_core.trainers.supervised import Metrics, Phase
 
 
@@ -26,18 +27,28 @@ class Comparison:
     sequences: token ids of conversation and response, the end token included.
     pairs: (chosen, rejected) as positions in `sequences`.
     row_ids: of the pairs.
+    shares_prefix: compute what the sequences have in common once, where that pays.
     """
 
+    shares_prefix: bool
     sequences: list[list[int]] = field(default_factory=list)
     pairs: list[tuple[int, int]] = field(default_factory=list)
     row_ids: list[str] = field(default_factory=list)
 
+    @cached_property
+    def rows(self) -> list[Branches]:
+        """What goes through the model: the sequences in order, in one row or in one each."""
+        return share_prefix(self.sequences) if self.shares_prefix else separate(self.sequences)
+
     @property
     def longest(self) -> int:
-        return max(map(len, self.sequences))
+        """Tokens of the longest row."""
+        return max(map(len, self.rows))
 
 
-def encode_comparisons(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[list[Comparison], int]:
+def encode_comparisons(
+    rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int, shares_prefix: bool
+) -> tuple[list[Comparison], int]:
     """Group rows with messages, chosen and rejected by conversation.
 
     Returns the comparisons, in order of first appearance, and the number of pairs dropped because one of their
@@ -51,7 +62,7 @@ def encode_comparisons(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, 
         if row["chosen"] is None or row["rejected"] is None:
             continue
         key = json.dumps(row["messages"])
-        comparison = comparisons.setdefault(key, Comparison())
+        comparison = comparisons.setdefault(key, Comparison(shares_prefix))
         sides = []
         for text in (row["chosen"], row["rejected"]):
             if (key, text) not in positions:
@@ -103,8 +114,7 @@ def reward_phase(
 
 def score_pairs(engine: TrainEngine, comparisons: list[Comparison], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores [pairs] of chosen and rejected, in order; each distinct sequence goes through the model once."""
-    sequences = [s for c in comparisons for s in c.sequences]
-    scores = engine(collate_tokens(sequences, [len(s) - 1 for s in sequences], pad_id=pad_id).to(device()))
+    scores = engine(collate_branches([row for c in comparisons for row in c.rows], pad_id=pad_id).to(device()))
     offsets = [0]
     for c in comparisons:
         offsets.append(offsets[-1] + len(c.sequences))
@@ -128,17 +138,17 @@ def score_heldout(
 
 
 def _parts(comparisons: list[Comparison], microbatch_tokens: int) -> list[list[int]]:
-    """Positions of comparisons whose sequences, padded together, fit the budget; one that is larger is alone."""
+    """Positions of comparisons whose rows, padded together, fit the budget; one that is larger is alone."""
     parts: list[list[int]] = []
     count = width = 0
     for i in sorted(range(len(comparisons)), key=lambda i: (-comparisons[i].longest, i)):
         comparison = comparisons[i]
-        if parts and (count + len(comparison.sequences)) * width <= microbatch_tokens:
+        if parts and (count + len(comparison.rows)) * width <= microbatch_tokens:
             parts[-1].append(i)
-            count += len(comparison.sequences)
+            count += len(comparison.rows)
         else:
             parts.append([i])
-            count, width = len(comparison.sequences), comparison.longest
+            count, width = len(comparison.rows), comparison.longest
     return parts
 
 

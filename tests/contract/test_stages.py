@@ -39,7 +39,7 @@ def test_the_flow_runs_the_stages_of_dvc_yaml_in_the_order_of_the_design():
 def test_every_stage_has_a_module_and_every_module_a_stage():
     modules = {p.stem for p in (ROOT / "tasks").glob("*.py")} - {"__init__", "stage"}
     assert modules == set(STAGES)
-    assert {name: stage["cmd"] for name, stage in STAGES.items()} == {name: f"python -m tasks.{name}" for name in STAGES}
+    assert {name: stage["cmd"] for name, stage in STAGES.items()} == {name: f"exec python -m tasks.{name}" for name in STAGES}
 
 
 def test_sections_of_params_are_those_of_the_stages():

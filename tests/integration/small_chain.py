@@ -95,7 +95,7 @@ def begin(workspace: Path, *command: str) -> subprocess.Popen:
         return subprocess.Popen(
             [sys.executable, "-m", *command],
             cwd=workspace,
-            env=environment | {"PYTHONPATH": str(workspace), "TMPDIR": str(temporary(workspace))},
+            env=environment | {"SHELL": "/bin/sh", "PYTHONPATH": str(workspace), "TMPDIR": str(temporary(workspace))},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -83,24 +83,24 @@ if __name__ == "__main__":
 DVC = """
 stages:
   report:  # first in the file, last in the chain
-    cmd: python work.py report
+    cmd: exec python work.py report
     params: [report]
     deps: [work.py, metrics/gate.json]
     outs: [reports/report.html]
   prepare_data:
-    cmd: python work.py prepare_data
+    cmd: exec python work.py prepare_data
     params: [seed, data, model]
     deps: [work.py]
     outs: [data/prepared]
     metrics: [{metrics/prepare_data.json: {cache: false}}]
   train_sft:
-    cmd: python work.py train_sft
+    cmd: exec python work.py train_sft
     params: [seed, model, sft]
     deps: [work.py, data/prepared]
     outs: [models/sft]
     metrics: [{metrics/train_sft.json: {cache: false}}]
   gate_reward:
-    cmd: python work.py gate_reward
+    cmd: exec python work.py gate_reward
     params: [gate]
     deps: [work.py, models/sft]
     metrics: [{metrics/gate.json: {cache: false}}]
@@ -136,9 +136,12 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """As a user's, with this checkout's code and without anything of a Prefect server that happens to be around."""
+    """As a user's, with this checkout's code and without anything of a Prefect server that happens to be around.
+
+    DVC runs stages through SHELL, and not every shell lets the stage take its place by itself, as bash does.
+    """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
-    return {**inherited, "PYTHONPATH": str(ROOT), **extra}
+    return {**inherited, "SHELL": "/bin/sh", "PYTHONPATH": str(ROOT), **extra}
 
 
 def run_flow(workspace: Path, *arguments: str, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,99 @@
+"""Sequences with a common beginning as one row: the beginning is computed once, and each continuation sees it and itself.
+
+    row        p p p a a b b b      prefix p, branches a and b
+    positions  0 1 2 3 4 3 4 5      as in the sequences p a and p b
+    b sees     p p p     b b b
+
+What a model says of each branch is what it would say of the whole sequence, up to rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.models.build import trunk
+from rlhf_core.models.wrappers import TokenBatch
+
+SHARING_PAYS = 0.75  # a shared row that is longer than this part of its sequences' sum costs more attention than it saves
+
+
+@dataclass(frozen=True)
+class Branches:
+    """A common prefix and at least one continuation, each of at least one token."""
+
+    prefix: list[int]
+    branches: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.prefix) + sum(map(len, self.branches))
+
+
+def share_prefix(sequences: list[list[int]]) -> list[Branches]:
+    """Sequences as rows, their order kept: one row for all where that pays, else a row for each."""
+    shared = shared_row(sequences)
+    if len(sequences) > 1 and len(shared) <= SHARING_PAYS * sum(map(len, sequences)):
+        return [shared]
+    return separate(sequences)
+
+
+def shared_row(sequences: list[list[int]]) -> Branches:
+    """One row for all, whether it pays or not."""
+    shortest = min(map(len, sequences))
+    common = 0
+    while common < shortest - 1 and len({ids[common] for ids in sequences}) == 1:
+        common += 1
+    return Branches(sequences[0][:common], [ids[common:] for ids in sequences])
+
+
+def separate(sequences: list[list[int]]) -> list[Branches]:
+    """A row for each sequence."""
+    return [Branches([], [ids]) for ids in sequences]
+
+
+def collate_branches(rows: list[Branches], *, pad_id: int) -> TokenBatch:
+    """Rows padded to [B, T], the last token of each branch selected, row by row."""
+    width = max(map(len, rows))
+    input_ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
+    selected = torch.zeros((len(rows), width), dtype=torch.bool)
+    position_ids = torch.zeros((len(rows), width), dtype=torch.long)
+    segments = torch.full((len(rows), width), -1)  # 0: prefix; 1, 2, ...: branches; -1: padding
+    for r, row in enumerate(rows):
+        at = len(row.prefix)
+        input_ids[r, :at] = torch.tensor(row.prefix, dtype=torch.long)
+        position_ids[r, :at] = torch.arange(at)
+        segments[r, :at] = 0
+        for number, branch in enumerate(row.branches, start=1):
+            end = at + len(branch)
+            input_ids[r, at:end] = torch.tensor(branch, dtype=torch.long)
+            position_ids[r, at:end] = torch.arange(len(row.prefix), len(row.prefix) + len(branch))
+            segments[r, at:end] = number
+            selected[r, end - 1] = True
+            at = end
+    if all(len(row.branches) == 1 for row in rows):  # plain sequences: causal attention needs no mask
+        return TokenBatch(input_ids, selected)
+    visible = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
+    visible &= torch.ones(width, width, dtype=torch.bool).tril()
+    return TokenBatch(input_ids, selected, position_ids, visible[:, None])
+
+
+@torch.no_grad()
+def can_share_prefixes(model: PreTrainedModel) -> bool:
+    """Whether the model computes the same for a shared row as for whole sequences: tried on one, not assumed from its architecture.
+
+    Some attention implementations take no mask, and some positional encodings no position ids.
+    """
+    ids = torch.arange(12) % model.config.get_text_config().vocab_size
+    sequences = [ids[:9].tolist(), [*ids[:5].tolist(), *ids[9:].tolist()]]
+    hidden = []
+    for rows in ([shared_row(sequences)], separate(sequences)):
+        batch = collate_branches(rows, pad_id=0).to(model.device)
+        try:
+            states = trunk(model)(input_ids=batch.input_ids, use_cache=False, **batch.attention()).last_hidden_state
+        except (ValueError, TypeError, RuntimeError):
+            return False
+        hidden.append(states[batch.selected].float())
+    shared, alone = hidden
+    return bool((shared - alone).abs().max() <= 1e-3 * alone.abs().max())

@@ -1,0 +1,81 @@
+"""Rows with a shared beginning against the whole sequences one by one: same scores, same gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import PAD, lively, sequences
+from transformers import BloomConfig, BloomForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
+
+from rlhf_core.models.branches import Branches, can_share_prefixes, collate_branches, separate, share_prefix, shared_row
+from rlhf_core.models.build import load_scalar_model
+from rlhf_core.models.wrappers import ScalarModule
+
+PREFIX, *ENDS = sequences(6, seed=4)
+WHOLE = [[*PREFIX, *end] for end in ENDS]
+SMALL = {"vocab_size": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 1}
+
+
+def test_a_shared_row_by_hand():
+    batch = collate_branches([Branches([7, 8], [[5], [6, 9]]), Branches([], [[4, 3]])], pad_id=PAD)
+    assert batch.input_ids.tolist() == [[7, 8, 5, 6, 9], [4, 3, 0, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 2, 3], [0, 1, 0, 0, 0]]
+    assert batch.selected.tolist() == [[False, False, True, False, True], [False, True, False, False, False]]
+    assert batch.visible[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 0, 1, 1],
+    ]
+    assert batch.visible[1, 0, :2, :2].int().tolist() == [[1, 0], [1, 1]]
+    assert batch.visible.any(-1).all()  # padding sees something too: a softmax over nothing would be NaN
+
+
+def test_the_common_beginning_leaves_a_token_for_each_branch():
+    assert shared_row([[1, 2, 3], [1, 2, 3, 4], [1, 2]]) == Branches([1], [[2, 3], [2, 3, 4], [2]])
+    assert shared_row([[1, 2], [3]]) == Branches([], [[1, 2], [3]])
+    assert shared_row([[1, 2, 3]]) == Branches([1, 2], [[3]])
+
+
+def test_rows_are_shared_only_where_that_saves_a_quarter():
+    # 8 common tokens and 4 + 4 others: 16 in one row against 24 in two. 2 common ones: 10 against 12.
+    assert share_prefix([[1] * 8 + [2] * 4, [1] * 8 + [3] * 4]) == [Branches([1] * 8, [[2] * 4, [3] * 4])]
+    few = [[1] * 2 + [2] * 4, [1] * 2 + [3] * 4]
+    assert share_prefix(few) == separate(few) == [Branches([], ids) for ids in ([few[0]], [few[1]])]
+    assert share_prefix([[1, 2, 3]]) == separate([[1, 2, 3]])
+
+
+def test_plain_rows_need_no_mask():
+    assert collate_branches(separate(WHOLE), pad_id=PAD).attention() == {}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_scores_and_gradients_of_branches_are_those_of_whole_sequences(reward_folder: Path, family: str):
+    if family == "llama":
+        model = load_scalar_model(reward_folder)
+    else:
+        torch.manual_seed(0)
+        model = lively(GPT2ForSequenceClassification(GPT2Config(n_embd=16, n_layer=2, n_head=2, **SMALL))).eval()
+    module = ScalarModule(model)
+    weights = torch.arange(1.0, 6.0)
+    alone = torch.cat([module(collate_branches([Branches([], [ids])], pad_id=PAD)) for ids in WHOLE])
+    (alone * weights).sum().backward()
+    expected = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+    together = module(collate_branches([shared_row(WHOLE[:3]), Branches(PREFIX, [ENDS[3]]), Branches([], [WHOLE[4]])], pad_id=77))
+    (together * weights).sum().backward()
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    assert float(alone.detach().std()) > 0.01  # they differ enough for a mix-up to show
+    for name, parameter in module.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4 * float(expected[name].abs().max()))
+
+
+def test_a_model_that_can_not_share_is_found_out(reward_folder: Path):
+    assert can_share_prefixes(load_scalar_model(reward_folder))
+    torch.manual_seed(0)
+    bloom = BloomForSequenceClassification(BloomConfig(hidden_size=16, n_layer=2, n_head=2, **SMALL))  # positions from the mask itself
+    assert not can_share_prefixes(lively(bloom).eval())
