@@ -117,7 +117,7 @@ JUDGE = scorer("judge")
         ({"rl.kl.placement": "loss"}, "rl.kl.estimator: expected k2 or k3 with placement loss, got k1"),
         ({"rl.kl.coef": 0.0, "rl.kl.target": 6.0}, "rl.kl.target: expected null with coef 0, which turns the reference off, got 6.0"),
         ({"rl.kl.coef": 0.0, "rl.kl.refresh_reference_every": 5}, "rl.kl.refresh_reference_every: expected null with coef 0"),
-        ({"rl.kl.target": 6.0, "rl.kl.horizon": 51}, "rl.kl.horizon: expected more than a fifth of samples_per_step=256 with a target, got 51"),
+        ({"rl.kl.target": 6.0, "rl.kl.horizon": 51}, "rl.kl.horizon: expected more than a fifth of samples_per_step=256 with a target"),
         ({"rl.reward.scorers": [JUDGE, JUDGE]}, "rl.reward.scorers: expected different names, got ['judge', 'judge']; rename one"),
         ({"rl.reward.scorers": [JUDGE | {"name": "mean"}]}, "rl.reward.scorers: expected names other than ['score', 'mean', 'std']"),
         ({"rl.reward.scorers": [JUDGE | {"weight": 0.0}]}, "rl.reward.scorers: expected one with a weight other than 0, got none"),
