@@ -109,6 +109,7 @@ def main() -> None:
         "at_1_taken_for_0.7": difference(first, hot, temperature=0.7),
         "again": ids(sample()) == ids(hot),
         "alone": [ids(sample(rows=slice(i, i + 1))) == ids(hot[i : i + 1]) for i in range(len(PROMPTS))],
+        "of_nothing": engine.generate([], [], plain, eos_id=EOS, group_size=2),
         "siblings_differ": sum(a.response_ids != b.response_ids for a, b in hot),
         "greedy_is_argmax": all(is_argmax(first, p, group[0]) for p, group in zip(PROMPTS, greedy, strict=True)),
         "samples": [[s.response_ids, s.finished, len(s.logprobs)] for group in hot for s in group],

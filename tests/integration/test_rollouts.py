@@ -67,6 +67,10 @@ def test_the_seed_alone_decides_what_is_drawn(seen):
     assert seen["siblings_differ"] >= len(rollout_probe.PROMPTS) - 1  # two of one prompt are two draws
 
 
+def test_an_engine_without_a_prompt_has_no_samples(seen):
+    assert seen["of_nothing"] == []
+
+
 def test_temperature_zero_takes_the_most_likely_token(seen):
     assert seen["greedy_is_argmax"]
 
