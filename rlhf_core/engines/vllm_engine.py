@@ -136,6 +136,8 @@ class VllmEngine:
             )
             for seed in seeds
         ]
+        if not prompts:  # this engine's share where there are fewer prompts than engines
+            return []
         outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
         return [[_sample(o) for o in sorted(request.outputs, key=lambda o: o.index)] for request in outputs]
 

@@ -52,14 +52,13 @@ class TextScorers:
     """Every scorer of `configs` that reads text, loaded and checked at once.
 
     Args:
-        rank: among several of these; they all do the same.
+        rank: which of several of these; they all do the same.
         source_kinds: name of a data source -> its kind, for the judge.
     Raises:
         ValueError: a function can't be loaded.
     """
 
     def __init__(self, rank: int, configs: list[ScorerConfig], source_kinds: dict[str, str]):
-        self._rank = rank
         self._scorers = {c.name: _scorer(c, source_kinds) for c in configs if c.kind != "reward_model"}
 
     def score(self, name: str, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,8 +18,8 @@ from rlhf_core.engines.vllm_engine import Sample, SamplingSettings, VllmEngine, 
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.quiet import be_quiet
-from rlhf_core.trainers.rl import LogprobMismatch, check_logprobs
 from rlhf_core.trainers.rl_data import collate
+from rlhf_core.trainers.rl_metrics import LogprobMismatch, check_logprobs
 from rlhf_core.types import Prompt, Rollout, ScoredRollout
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,25 @@ def trainer_logprobs(policy: LlamaForCausalLM, groups: list[list[Sample]], *, te
     """Of every sampled token, flat."""
     pairs = [(prompt, sample) for prompt, group in zip(PROMPTS, groups, strict=True) for sample in group]
     batch = collate_tokens([[*p, *s.response_ids] for p, s in pairs], [len(p) for p, _ in pairs], pad_id=0)
-    return PolicyModule(policy)(batch, temperature=temperature)[0]
+    return PolicyModule(policy)(batch, temperature=temperature).logprobs
+
+
+@torch.no_grad()
+def filtered_difference(policy: LlamaForCausalLM, groups: list[list[Sample]], settings: SamplingSettings) -> float:
+    """Largest difference of a sampled token where top-k and top-p left only some; infinite where the trainer leaves it out."""
+    pairs = [(prompt, sample) for prompt, group in zip(PROMPTS, groups, strict=True) for sample in group]
+    batch = collate_tokens([[*p, *s.response_ids] for p, s in pairs], [len(p) for p, _ in pairs], pad_id=0)
+    output = PolicyModule(policy)(batch, temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
+    sampled = torch.tensor([x for group in groups for s in group for x in s.logprobs])
+    return float((output.sampler_logprobs - sampled).abs().max())
+
+
+def early_and_late(policy: LlamaForCausalLM, groups: list[list[Sample]], *, first: int) -> tuple[float, float]:
+    """Largest difference over the first tokens of each response, and over the rest."""
+    flat = trainer_logprobs(policy, groups, temperature=1.0).split([len(s.response_ids) for group in groups for s in group])
+    samples = [s for group in groups for s in group]
+    differences = [(theirs - torch.tensor(s.logprobs)).abs() for theirs, s in zip(flat, samples, strict=True)]
+    return max(float(d[:first].max()) for d in differences), max(float(d[first:].max()) for d in differences if len(d) > first)
 
 
 def difference(policy: LlamaForCausalLM, groups: list[list[Sample]], *, temperature: float) -> float:
@@ -60,7 +79,7 @@ def check(policy: LlamaForCausalLM, groups: list[list[Sample]]) -> str:
         for s in group
     ]
     outputs = {"old_logprobs": trainer_logprobs(policy, groups, temperature=1.0)}
-    batch = collate([ScoredRollout(r, 0.0) for r in rollouts], outputs, pad_id=0)
+    batch = collate([ScoredRollout(r, {"reward_model": 0.0}) for r in rollouts], outputs, 0, {})
     try:
         check_logprobs(batch, load_params(ROOT / "params.yaml").rl, step=3)
     except LogprobMismatch as error:
@@ -82,6 +101,7 @@ def main() -> None:
         settings = SamplingSettings(NEW, temperature)
         return engine.generate(PROMPTS[rows], SEEDS[rows], settings, eos_id=EOS, group_size=group_size)
 
+    plain = SamplingSettings(NEW, 1.0)
     hot, cool, greedy = sample(), sample(0.7), sample(0.0, 1)
     seen = {
         "at_1": difference(first, hot, temperature=1.0),
@@ -89,12 +109,21 @@ def main() -> None:
         "at_1_taken_for_0.7": difference(first, hot, temperature=0.7),
         "again": ids(sample()) == ids(hot),
         "alone": [ids(sample(rows=slice(i, i + 1))) == ids(hot[i : i + 1]) for i in range(len(PROMPTS))],
+        "of_nothing": engine.generate([], [], plain, eos_id=EOS, group_size=2),
         "siblings_differ": sum(a.response_ids != b.response_ids for a, b in hot),
         "greedy_is_argmax": all(is_argmax(first, p, group[0]) for p, group in zip(PROMPTS, greedy, strict=True)),
         "samples": [[s.response_ids, s.finished, len(s.logprobs)] for group in hot for s in group],
         "check_in_sync": check(first, hot),
         "check_stale": check(second, hot),
     }
+    filters = {"top_p": {"top_p": 0.7}, "top_k": {"top_k": 5}, "both_cool": {"top_p": 0.8, "top_k": 9, "temperature": 0.7}}
+    for name, changes in filters.items():
+        filtered = replace(plain, **changes)
+        drawn = engine.generate(PROMPTS, SEEDS, filtered, eos_id=EOS, group_size=2)
+        seen[name] = [filtered_difference(first, drawn, filtered), difference(first, drawn, temperature=filtered.temperature)]
+    late = engine.generate(PROMPTS, SEEDS, replace(plain, min_new_tokens=6), eos_id=EOS, group_size=2)
+    seen["min_lengths"] = [len(s.response_ids) for group in late for s in group]
+    seen["before_and_after_min"] = early_and_late(first, late, first=6)
     seen["version"] = [engine.version, engine.load_weights(second.state_dict(), 7), engine.version]
     changed = sample()
     seen |= {"synced": difference(second, changed, temperature=1.0), "old_after_sync": difference(first, changed, temperature=1.0)}

@@ -33,6 +33,19 @@ def test_log_probabilities_are_the_trainers_at_the_sampling_temperature(seen):
     assert seen["at_1_taken_for_0.7"] > 0.1  # the comparison can tell
 
 
+@pytest.mark.parametrize("name", ["top_p", "top_k", "both_cool"])
+def test_of_a_filtered_sampler_they_are_those_within_the_tokens_that_are_left(seen, name):
+    filtered, unfiltered = seen[name]
+    assert filtered < BUDGET
+    assert unfiltered > 0.1  # the mass that the filter took away
+
+
+def test_before_the_fewest_tokens_the_end_is_forbidden_and_only_there_log_probabilities_differ(seen):
+    assert min(seen["min_lengths"]) >= 6 and min(len(ids) for ids, _, _ in seen["samples"]) < 6
+    before, after = seen["before_and_after_min"]
+    assert after < BUDGET < 1e-3 < before
+
+
 def test_new_weights_replace_the_old_ones(seen):
     assert seen["version"] == [0, 7, 7]
     assert seen["synced"] < BUDGET
@@ -52,6 +65,10 @@ def test_the_seed_alone_decides_what_is_drawn(seen):
     assert seen["again"]
     assert all(seen["alone"]), "expected the same samples whatever else is in the batch"
     assert seen["siblings_differ"] >= len(rollout_probe.PROMPTS) - 1  # two of one prompt are two draws
+
+
+def test_an_engine_without_a_prompt_has_no_samples(seen):
+    assert seen["of_nothing"] == []
 
 
 def test_temperature_zero_takes_the_most_likely_token(seen):
