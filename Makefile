@@ -37,7 +37,7 @@ run: setup
 	$(VENV)/bin/python -m flows.full_pipeline $(RUN_ARGS)
 
 test: setup
-	$(VENV)/bin/python -m pytest tests -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
+	$(VENV)/bin/python -m pytest tests -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 server: setup
 	$(VENV)/bin/python -m flows.server --port $(PORT)
