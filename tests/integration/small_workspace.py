@@ -50,7 +50,9 @@ def train_sft(stage):
         time.sleep(0.05)
         with open("steps.log", "a") as log:
             log.write(f"{os.getpid()} {step}\\n")
-        checkpoint.write_text(str(step + 1))
+        aside = checkpoint.with_name("step.tmp")
+        aside.write_text(str(step + 1))
+        aside.replace(checkpoint)
         if stage.stop_requested:
             raise StageStopped
     result = stage.scratch / "model"
