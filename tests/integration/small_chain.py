@@ -163,9 +163,17 @@ def await_checkpoint(workspace: Path, stage: str, child: subprocess.Popen) -> No
         time.sleep(0.02)
 
 
+def command_line(process: psutil.Process) -> list[str]:
+    """Empty where the process has ended since it was found."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def stage_process(workspace: Path, stage: str) -> psutil.Process:
     """The one process that runs a stage here; two would be a second trainer."""
-    (process,) = [p for p in processes_in(workspace) if p.cmdline()[-2:] == ["-m", f"tasks.{stage}"] and "python" in p.name()]
+    (process,) = [p for p in processes_in(workspace) if command_line(p)[-2:] == ["-m", f"tasks.{stage}"] and "python" in p.name()]
     return process
 
 
@@ -183,7 +191,7 @@ def ray_folders(workspace: Path) -> list[Path]:
 
 def alive(workspace: Path) -> list[str]:
     """Command lines of living processes that work in this folder or name it or its temporary one: stages, heads, jobs, actors."""
-    found = [" ".join(p.cmdline()) for p in processes_in(workspace)]
+    found = [line for p in processes_in(workspace) if (line := " ".join(command_line(p)))]
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or [])
         if (f"{workspace}/" in line or f"{temporary(workspace)}/" in line) and process.pid != os.getpid():

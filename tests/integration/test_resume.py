@@ -19,6 +19,7 @@ from small_chain import (
     await_checkpoint,
     begin,
     clone_chain,
+    command_line,
     newest_checkpoint,
     outcomes,
     ran,
@@ -128,7 +129,7 @@ def test_killed_rl_goes_on_and_the_whole_chain_ends_with_the_same_lock(chain, ba
     flow = begin(battered, "flows.full_pipeline")
     start = len(said(battered))
     await_checkpoint(battered, "train_rl", flow)
-    (rank,) = [p for p in processes_in(battered) if "TrainerRank" in " ".join(p.cmdline())]
+    (rank,) = [p for p in processes_in(battered) if "TrainerRank" in " ".join(command_line(p))]
     rank.kill()
     assert flow.wait(timeout=2 * DEADLINE) == 0, said(battered)[-3000:]
     printed = said(battered)[start:]
