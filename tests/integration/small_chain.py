@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 from ruamel.yaml import YAML
-from small_workspace import ROOT, git, processes_in, wait_until
+from small_workspace import ROOT, command_line, git, processes_in, wait_until
 
 from flows.stages import stage_environment
 
@@ -161,14 +161,6 @@ def await_checkpoint(workspace: Path, stage: str, child: subprocess.Popen) -> No
         assert child.poll() is None, f"{stage}: ended with {child.returncode} before it was interrupted:\n{said(workspace)[-3000:]}"
         assert time.monotonic() < until, f"{stage}: expected a checkpoint after step {before}, got none:\n{said(workspace)[-3000:]}"
         time.sleep(0.02)
-
-
-def command_line(process: psutil.Process) -> list[str]:
-    """Empty where the process has ended since it was found."""
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
 
 
 def stage_process(workspace: Path, stage: str) -> psutil.Process:

@@ -181,8 +181,16 @@ def processes_in(workspace: Path) -> list[psutil.Process]:
     return found
 
 
+def command_line(process: psutil.Process) -> list[str]:
+    """Empty where the process has ended since it was found."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def dvc_process(workspace: Path) -> psutil.Process | None:
-    return next((p for p in processes_in(workspace) if "repro" in p.cmdline()), None)
+    return next((p for p in processes_in(workspace) if "repro" in command_line(p)), None)
 
 
 def training_has_begun(workspace: Path, steps: int = 3) -> Callable[[], bool]:

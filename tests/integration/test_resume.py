@@ -19,7 +19,6 @@ from small_chain import (
     await_checkpoint,
     begin,
     clone_chain,
-    command_line,
     newest_checkpoint,
     outcomes,
     ran,
@@ -29,7 +28,7 @@ from small_chain import (
     said,
     stage_process,
 )
-from small_workspace import processes_in
+from small_workspace import command_line, processes_in
 
 from tasks.stage import STOPPED_BY_SIGNAL
 
