@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     with ThreadPoolExecutor(asked.jobs) as pool:
         failed = [name for name in pool.map(lambda w: _repro(w, SHARED), first) if name]
         if not failed:
-            failed = [name for name in pool.map(lambda w: _repro(w, "train_rl"), workspaces.values()) if name]
+            failed = [name for name in pool.map(lambda w: _repro(w, "train_policy"), workspaces.values()) if name]
     if failed:
         print(f"compare: expected every run to end well, got failures in {', '.join(failed)}; see compare.log there", file=sys.stderr)
         return 1

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from ruamel.yaml import YAML
 
+from rlhf_core import config
 from rlhf_core.config import ConfigError
 from rlhf_core.quiet import QUIET_ENVIRONMENT
 
@@ -72,15 +72,15 @@ class StageResult:
 
 
 def read_stages(workspace: Path) -> dict[str, dict[str, Any]]:
-    """The stages of dvc.yaml by name.
+    """The stages of dvc.yaml by name, with what params.yaml says filled in.
 
     Raises:
-        ConfigError: there is no dvc.yaml.
+        ConfigError: there is no dvc.yaml, or it asks for a key that params.yaml doesn't have.
     """
     path = workspace / "dvc.yaml"
     if not path.is_file():
         raise ConfigError(f"{path.name}: expected in the current folder, got nothing; run from the folder of the project")
-    return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))["stages"]
+    return config.read_stages(path, config.read_yaml(workspace / "params.yaml"))
 
 
 def stage_order(workspace: Path) -> list[str]:

@@ -58,7 +58,7 @@ KEY_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
     "train_sft": lambda m: f"held-out loss {m['heldout_loss']:.3f}",
     "train_reward": _reward,
     "gate_reward": _gate,
-    "train_rl": _rl,
+    "train_policy": _rl,
     "evaluate": _evaluation,
 }
 

@@ -21,9 +21,12 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "train_sft": ("seed", "model", "sft"),
     "train_reward": ("seed", "model", "reward"),
     "gate_reward": ("reward", "gate"),
-    "train_rl": ("seed", "model", "rl"),
+    "train_policy": ("seed", "model", "${alignment.method}"),
     "evaluate": ("seed", "model", "rl", "evaluation"),
-    "report": ("seed", "model", "data", "sft", "reward", "gate", "rl", "evaluation", "report"),
+    "report": (
+        *("seed", "model", "data", "sft", "reward", "gate", "alignment", "rl"),
+        *("dpo", "kto", "rejection_sampling", "conditional_sft", "evaluation", "report"),
+    ),
 }
 # Sections that change no result: no stage depends on them.
 UNTRACKED_SECTIONS = ("cluster", "tracking", "flow")
@@ -169,6 +172,18 @@ class ValidationConfig(Section):
     max_reported_ids: int = Field(ge=1)
 
 
+class LoraConfig(Section):
+    """Low-rank adapters in the place of full training; merged into the weights when the model is saved.
+
+    target_modules: names of linear layers, or all-linear: every one but the head.
+    """
+
+    rank: int = Field(gt=0)
+    alpha: float = Field(gt=0)
+    dropout: float = Field(ge=0, lt=1)
+    target_modules: Literal["all-linear"] | list[str]
+
+
 class PretrainConfig(Section):
     steps: int = Field(ge=0)
     batch_size: int = Field(gt=0)
@@ -189,6 +204,7 @@ class TrainingConfig(Section):
     offload_optimizer: bool
     checkpoint_every: int = Field(gt=0)
     eval_every: int = Field(gt=0)
+    lora: LoraConfig | None
 
 
 class SftConfig(TrainingConfig):
@@ -412,6 +428,7 @@ class RlConfig(Section):
     entropy_coef: float = Field(ge=0)
     moe_aux_coef: float = Field(ge=0)
     max_approx_kl: float | None = Field(gt=0)
+    lora: LoraConfig | None
     ppo: PpoConfig
     grpo: GrpoConfig
     dr_grpo: GroupConfig
@@ -503,6 +520,130 @@ class RlConfig(Section):
         return self
 
 
+PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo", "apo_zero", "apo_down"]
+REFERENCE_FREE = ("simpo", "orpo")
+
+
+class DpoConfig(TrainingConfig):
+    """Direct alignment on pairs; batch_size counts pairs."""
+
+    steps: int = Field(gt=0)
+    loss: PreferenceLoss
+    beta: float = Field(gt=0)
+    label_smoothing: float = Field(ge=0, lt=0.5)
+    length_normalize: bool
+    simpo_margin: float = Field(ge=0)
+    nll_coef: float = Field(ge=0)
+    reference: Literal["precomputed", "live"]
+
+    @model_validator(mode="after")
+    def _combinations_make_sense(self):
+        if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
+            raise ValueError(
+                f"label_smoothing: expected 0 with loss {self.loss}, got {self.label_smoothing}; sigmoid (conservative DPO) and robust have it"
+            )
+        if self.loss == "robust" and not self.label_smoothing:
+            raise ValueError("label_smoothing: expected above 0 with loss robust, got 0; it is the share of flipped labels that is assumed")
+        if self.length_normalize and self.loss in ("ipo", *REFERENCE_FREE):
+            raise ValueError(f"length_normalize: expected false with loss {self.loss}, got true; it is one per token already")
+        return self
+
+
+class KtoConfig(TrainingConfig):
+    """Alignment on single responses marked good or bad; batch_size counts responses."""
+
+    steps: int = Field(gt=0)
+    loss: Literal["kto", "apo_zero_unpaired"]
+    beta: float = Field(gt=0)
+    desirable_weight: float = Field(ge=0)
+    undesirable_weight: float = Field(ge=0)
+    reference: Literal["precomputed", "live"]
+
+    @model_validator(mode="after")
+    def _something_to_learn(self):
+        if not self.desirable_weight and not self.undesirable_weight:
+            raise ValueError("desirable_weight: expected above 0 here or in undesirable_weight, got 0 in both; nothing would be learned")
+        if self.loss == "kto" and self.batch_size < 2:
+            raise ValueError("batch_size: expected at least 2 with loss kto, got 1; its KL is estimated with other rows' responses")
+        return self
+
+
+class SamplingConfig(Section):
+    """How many responses are drawn for how many training prompts, and how."""
+
+    prompts: int | None = Field(gt=0)
+    samples_per_prompt: int = Field(ge=2)
+    max_new_tokens: int = Field(gt=0)
+    temperature: float = Field(gt=0)
+    top_p: float = Field(gt=0, le=1)
+    max_concurrent_sequences: int = Field(gt=0)
+    gpu_memory_fraction: float = Field(gt=0, lt=1)
+
+
+class RejectionSamplingConfig(TrainingConfig):
+    """Best of n by the scorers of rl.reward, then SFT on the best."""
+
+    steps: int = Field(gt=0)
+    sampling: SamplingConfig
+    min_score: float | None
+
+
+class ConditionalSftConfig(TrainingConfig):
+    """SFT on responses of every quality with the quality in the prompt; at inference the best is asked for (SteerLM)."""
+
+    steps: int = Field(gt=0)
+    label_by: Literal["preference", "scores"]
+    levels: int = Field(ge=2, le=10)
+    wanted: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _levels_exist(self):
+        if self.wanted >= self.levels:
+            raise ValueError(f"wanted: expected a level from 0 to {self.levels - 1}, got {self.wanted}; the highest is the best")
+        if self.label_by == "preference" and self.levels != 2:
+            raise ValueError(f"levels: expected 2 with label_by preference (rejected, chosen), got {self.levels}; scores give more")
+        return self
+
+
+class PromotionConfig(Section):
+    """When a round's policy takes the place of the one before.
+
+    metric: win_rate (of the score, ties half) or judge (difference in shares, where the data has a judge), on held-out prompts.
+    min_advantage: the lower end of the interval of the win rate minus a half, or of the difference, must be above this.
+    """
+
+    metric: Literal["win_rate", "judge"]
+    confidence: float = Field(gt=0, lt=1)
+    min_advantage: float = Field(ge=-1, le=1)
+
+
+class IterativeConfig(Section):
+    """Rounds of iterative DPO (flows/iterative_dpo.py); how a round trains is the section dpo."""
+
+    start: Literal["sft", "policy"]
+    steps: int = Field(gt=0)
+    sampling: SamplingConfig
+    scorers: list[ScorerConfig] = Field(min_length=1)
+    min_margin: float = Field(ge=0)
+    min_pairs: int = Field(ge=1)
+    promotion: PromotionConfig
+
+    @model_validator(mode="after")
+    def _prompts_are_counted(self):
+        if self.sampling.prompts is None:
+            raise ValueError("sampling.prompts: expected a number of prompts per round, got null; rounds share the pool of prompts")
+        return self
+
+
+Method = Literal["rl", "dpo", "kto", "rejection_sampling", "conditional_sft"]
+
+
+class AlignmentConfig(Section):
+    """Which way leads from the SFT model to the policy; each is the section and the module tasks/train_<method>.py of its name."""
+
+    method: Method
+
+
 class EvaluationConfig(Section):
     prompts: int = Field(gt=0)
     max_new_tokens: int = Field(gt=0)
@@ -543,7 +684,13 @@ class Params(Section):
     sft: SftConfig
     reward: RewardConfig
     gate: GateConfig
+    alignment: AlignmentConfig
     rl: RlConfig
+    dpo: DpoConfig
+    kto: KtoConfig
+    rejection_sampling: RejectionSamplingConfig
+    conditional_sft: ConditionalSftConfig
+    iterative: IterativeConfig
     evaluation: EvaluationConfig
     report: ReportConfig
     cluster: ClusterConfig
@@ -552,7 +699,12 @@ class Params(Section):
 
     @model_validator(mode="after")
     def _responses_fit(self):
-        for key, new in (("rl.rollout", self.rl.rollout.max_new_tokens), ("evaluation", self.evaluation.max_new_tokens)):
+        for key, new in (
+            ("rl.rollout", self.rl.rollout.max_new_tokens),
+            ("rejection_sampling.sampling", self.rejection_sampling.sampling.max_new_tokens),
+            ("iterative.sampling", self.iterative.sampling.max_new_tokens),
+            ("evaluation", self.evaluation.max_new_tokens),
+        ):
             if new >= self.model.max_length:
                 raise ValueError(
                     f"{key}.max_new_tokens: expected less than model.max_length={self.model.max_length}, got {new}; "
@@ -582,6 +734,30 @@ class Params(Section):
                 f"rl.prompt_weights: expected sources of prompts, {[s.name for s in prompted]}, got {sorted(unknown)}; correct the names"
             )
         return self
+
+
+def read_stages(path: Path, params: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The stages of a dvc.yaml by name, with `${section.key}` in it replaced from params as DVC does."""
+    text = path.read_text(encoding="utf-8")
+    return YAML(typ="safe", pure=True).load(fill_in(text, params))["stages"]
+
+
+def fill_in(text: str, params: dict[str, Any]) -> str:
+    """`${section.key}` replaced by what params say.
+
+    Raises:
+        ConfigError: params have no such key.
+    """
+
+    def value(found: re.Match[str]) -> str:
+        node: Any = params
+        for part in found[1].split("."):
+            if not isinstance(node, dict) or part not in node:
+                raise ConfigError(f"dvc.yaml: expected a key of params.yaml in {found[0]}, got none of that name; correct its spelling")
+            node = node[part]
+        return str(node)
+
+    return re.sub(r"\$\{([\w.]+)\}", value, text)
 
 
 def load_params(path: Path | str = "params.yaml") -> Params:

@@ -25,9 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
-from rlhf_core.config import STAGE_SECTIONS, ConfigError, Params, TrainingConfig, load_params
+from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params, read_stages, read_yaml
 from rlhf_core.quiet import be_quiet, show_own_log
 
 PREPARED = Path("data/prepared")
@@ -195,10 +193,10 @@ def fingerprint(stage: str) -> str:
     Raises:
         ConfigError: a dependency is missing.
     """
-    definition = YAML(typ="safe", pure=True).load(Path("dvc.yaml").read_text())["stages"][stage]
-    tree = YAML(typ="safe", pure=True).load(Path("params.yaml").read_text())
+    tree = read_yaml(Path("params.yaml"))
+    definition = read_stages(Path("dvc.yaml"), tree)[stage]
     digest = hashlib.sha256(definition["cmd"].encode())
-    digest.update(json.dumps({s: tree[s] for s in STAGE_SECTIONS[stage]}, sort_keys=True).encode())
+    digest.update(json.dumps({section: tree[section] for section in definition["params"]}, sort_keys=True).encode())
     for dependency in definition["deps"]:
         for path in _files(Path(dependency), stage):
             with path.open("rb") as file:

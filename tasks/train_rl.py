@@ -1,4 +1,4 @@
-"""Stage train_rl: the policy, trained by a Ray job on a cluster that is configured or on a head of its own."""
+"""Stage train_policy: the policy, trained by a Ray job on a cluster that is configured or on a head of its own."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class JobCrashed(RuntimeError):
 
 
 def main() -> None:
-    with Stage("train_rl") as stage:
+    with Stage("train_policy") as stage:
         check_rewards(stage.params.rl, read_json(METRICS / "gate.json"))
         output = stage.scratch / "policy"
         run(stage, output)
         publish(output, POLICY_MODEL)
         PLOTS.mkdir(exist_ok=True)
-        shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_rl.csv")
-        write_json(METRICS / "train_rl.json", final_figures(stage.scratch, stage.params.rl))
+        shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_policy.csv")
+        write_json(METRICS / "train_policy.json", final_figures(stage.scratch, stage.params.rl))
 
 
 def check_rewards(rl: RlConfig, gate: dict) -> None:
@@ -139,14 +139,14 @@ def describe(stage: Stage, output: Path):
         rl=rl,
         tracking=params.tracking,
         threads=params.cluster.threads,
-        run_name=f"train_rl-{stage.fingerprint[:8]}",
+        run_name=f"train_policy-{stage.fingerprint[:8]}",
         prepared=str(PREPARED.resolve()),
         sft_model=str(SFT_MODEL.resolve()),
         scorer_models={name: str(folder.resolve()) for name, folder in folders.items() if folder is not None},
         reward_model=str(REWARD_MODEL.resolve()) if starts_critic_from_reward_model(rl) else None,
         work=str(stage.scratch.resolve()),
         output=str(output.resolve()),
-        timings=str((TIMINGS / "train_rl.csv").resolve()),
+        timings=str((TIMINGS / "train_policy.csv").resolve()),
     )
 
 
@@ -170,6 +170,7 @@ def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
     means = ("score_mean", "kl_mean", "response_length", "entropy", "cut_off_fraction", *(f"score_{s.name}" for s in rl.reward.scorers))
     return {
         **{name: float(last[name].mean()) for name in means},
+        "method": "rl",
         "algorithm": rl.algorithm,
         "steps": len(rows),
         "score_first_step": float(rows["score_mean"].iloc[0]),

@@ -102,7 +102,7 @@ def metrics(*, judge: bool) -> dict[str, Any]:
             "heldout_pairs": 4_149,
         },
         "gate": gate(),
-        "train_rl": {
+        "train_policy": {
             "algorithm": "ppo",
             "steps": 60,
             "score_mean": 3.12,
@@ -218,7 +218,7 @@ def curves(rng: np.random.Generator, steps: int) -> dict[str, pd.DataFrame]:
                 "grad_norm": 1.0,
             }
         ),
-        "train_rl": pd.DataFrame(
+        "train_policy": pd.DataFrame(
             {
                 "step": np.arange(1, steps + 1),
                 "score_mean": 0.4 + 2.7 * rise + 0.08 * rng.standard_normal(steps),

@@ -13,7 +13,7 @@ LAST = 5  # training steps over which a run's end is averaged
 
 @dataclass(frozen=True)
 class Run:
-    """One algorithm on one seed; curves as in plots/train_rl.csv, with a judge among the scorers."""
+    """One algorithm on one seed; curves as in plots/train_policy.csv, with a judge among the scorers."""
 
     algorithm: str
     seed: int
@@ -25,7 +25,7 @@ class Run:
         from rlhf_core.config import load_params
 
         rl = load_params(workspace / "params.yaml").rl
-        return cls(algorithm, seed, rl.samples_per_step, pd.read_csv(workspace / "plots" / "train_rl.csv"))
+        return cls(algorithm, seed, rl.samples_per_step, pd.read_csv(workspace / "plots" / "train_policy.csv"))
 
     @property
     def judged(self) -> pd.Series:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from ruamel.yaml import YAML
 
 from flows.rlhf_flow import is_gate
-from flows.stages import read_stages, stage_order
+from flows.stages import stage_order
 from flows.summary import KEY_FIGURES, REPORT
-from rlhf_core.config import STAGE_SECTIONS, UNTRACKED_SECTIONS, Params, load_params
+from rlhf_core.config import STAGE_SECTIONS, UNTRACKED_SECTIONS, Method, Params, load_params, read_stages
 
 sys.path.insert(0, str(Path(__file__).parent))
 from imports import ROOT, closure
 
-STAGES = read_stages(ROOT)
+METHODS = get_args(Method)
+CHAINS = {method: read_stages(ROOT / "dvc.yaml", {"alignment": {"method": method}}) for method in METHODS}  # method -> stages
+STAGES = CHAINS["rl"]
+ALL = [(method, stage) for method in METHODS for stage in STAGES if method == "rl" or stage == "train_policy"]
 
 # Code that runs in a stage and yet is no dependency of it, because it doesn't decide what comes out. A change of it that does
 # (rlhf_core/config.py deriving a value in another way, say) is one to run `dvc repro --force` after.
@@ -32,37 +36,45 @@ FRAME = {
 def test_the_flow_runs_the_stages_of_dvc_yaml_in_the_order_of_the_design():
     order = stage_order(ROOT)
     assert sorted(order) == sorted(STAGES)
-    assert order == ["prepare_data", "validate_data", "train_sft", "train_reward", "gate_reward", "train_rl", "evaluate", "report"]
+    assert order == ["prepare_data", "validate_data", "train_sft", "train_reward", "gate_reward", "train_policy", "evaluate", "report"]
     assert [s for s in order if is_gate(s)] == ["gate_reward"]
 
 
 def test_every_stage_has_a_module_and_every_module_a_stage():
     modules = {p.stem for p in (ROOT / "tasks").glob("*.py")} - {"__init__", "stage"}
-    assert modules == set(STAGES)
-    assert {name: stage["cmd"] for name, stage in STAGES.items()} == {name: f"exec python -m tasks.{name}" for name in STAGES}
+    assert modules == {module(method, stage) for method, stage in ALL}
+    for method, stage in ALL:
+        assert CHAINS[method][stage]["cmd"] == f"exec python -m tasks.{module(method, stage)}"
+
+
+def module(method: str, stage: str) -> str:
+    return f"train_{method}" if stage == "train_policy" else stage
 
 
 def test_sections_of_params_are_those_of_the_stages():
-    assert {name: tuple(stage["params"]) for name, stage in STAGES.items()} == STAGE_SECTIONS
-    tracked = {section for sections in STAGE_SECTIONS.values() for section in sections}
+    for method, stage in ALL:
+        assert CHAINS[method][stage]["params"] == [method if s == "${alignment.method}" else s for s in STAGE_SECTIONS[stage]]
+    tracked = {section for method, stage in ALL for section in CHAINS[method][stage]["params"]}
     assert tracked | set(UNTRACKED_SECTIONS) == set(Params.model_fields) and not tracked & set(UNTRACKED_SECTIONS)
     assert set(YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text())) == set(Params.model_fields)
     load_params(ROOT / "params.yaml")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_dependencies_cover_the_code_that_a_stage_runs(stage):
+@pytest.mark.parametrize(("method", "stage"), ALL)
+def test_dependencies_cover_the_code_that_a_stage_runs(method, stage):
     exempt = {ROOT / path for path in FRAME}
-    declared = [ROOT / d for d in STAGES[stage]["deps"]]
-    needed = closure(ROOT / f"tasks/{stage}.py", exempt)
+    declared = [ROOT / d for d in CHAINS[method][stage]["deps"]]
+    needed = closure(ROOT / f"tasks/{module(method, stage)}.py", exempt)
     missing = {str(p.relative_to(ROOT)) for p in needed if not any(d == p or d in p.parents for d in declared)}
     assert missing == set(), f"add to deps of {stage} in dvc.yaml"
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_dependencies_on_code_exist_and_are_used(stage):
-    needed = closure(ROOT / f"tasks/{stage}.py", set())
-    for dependency in STAGES[stage]["deps"]:
+    """Used by at least one of the ways to the policy."""
+    ways = [method for method, s in ALL if s == stage]
+    needed = set().union(*(closure(ROOT / f"tasks/{module(method, stage)}.py", set()) for method in ways))
+    for dependency in {d for method in ways for d in CHAINS[method][stage]["deps"]}:
         path = ROOT / dependency
         if dependency.startswith(("tasks/", "rlhf_core/")):
             assert path.exists(), dependency

@@ -29,15 +29,15 @@ def test_the_real_parts_took_part(chain):
     assert metrics["validation"]["passed"] and len(metrics["validation"]["expectations"]) > 20
     assert (workspace / "reports/data_docs/index.html").exists()  # Great Expectations
     assert metrics["gate"]["passed"] and metrics["gate"]["threshold"] == 0.3
-    assert metrics["train_rl"]["steps"] == SMALL["rl"]["steps"]
-    assert 0 < metrics["train_rl"]["logprob_difference_max"] < 1e-4  # vLLM and DeepSpeed, each with its own arithmetic
+    assert metrics["train_policy"]["steps"] == SMALL["rl"]["steps"]
+    assert 0 < metrics["train_policy"]["logprob_difference_max"] < 1e-4  # vLLM and DeepSpeed, each with its own arithmetic
     assert {"greedy", "sampled"} <= set(metrics["evaluate"])
     assert len(pd.read_parquet(workspace / "data/evaluation_samples.parquet")) == 2 * SMALL["evaluation"]["table_rows"]
 
 
 def test_curves_have_every_step_once(chain):
     plots = chain.workspace / "plots"
-    rl = pd.read_csv(plots / "train_rl.csv")
+    rl = pd.read_csv(plots / "train_policy.csv")
     assert list(rl["step"]) == list(range(1, SMALL["rl"]["steps"] + 1))
     assert rl[["score_mean", "kl_mean", "grad_norm", "value_loss"]].notna().all(axis=None)
     sft = pd.read_csv(plots / "train_sft.csv")
@@ -66,8 +66,8 @@ def test_another_algorithm_reruns_only_what_follows_and_back_is_restored(chain, 
     lock, before = (workspace / "dvc.lock").read_text(), results(workspace)
     change_params(workspace, {"rl": {"algorithm": "grpo", "steps": 2}})
     code, printed = run(workspace, "dvc", "repro")
-    assert code == 0 and ran(printed) == ["train_rl", "evaluate", "report"], printed
-    assert json.loads((workspace / "metrics/train_rl.json").read_text())["algorithm"] == "grpo"
+    assert code == 0 and ran(printed) == ["train_policy", "evaluate", "report"], printed
+    assert json.loads((workspace / "metrics/train_policy.json").read_text())["algorithm"] == "grpo"
     assert results(workspace)["models/policy/model.safetensors"] != before["models/policy/model.safetensors"]
 
     change_params(workspace, {"rl": {"algorithm": "ppo", "steps": SMALL["rl"]["steps"]}})
@@ -93,10 +93,10 @@ def test_a_rejected_reward_model_stops_the_chain_before_any_policy_is_trained(ch
 def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, tmp_path):
     workspace = copy_chain(chain.workspace, tmp_path / "budget")
     change_params(workspace, {"rl": {"rollout": {"max_logprob_difference": 1e-12}}})
-    code, printed = run(workspace, "dvc", "repro", "train_rl")
+    code, printed = run(workspace, "dvc", "repro", "train_policy")
     assert code != 0
     assert "step 0: expected vLLM's and the trainer's log-probabilities to differ by at most" in printed
     assert "rl.rollout.max_logprob_difference=1e-12, got " in printed
-    assert "train_rl: RL job: expected to be able to train, got the refusal above" in printed and "Traceback" not in printed
+    assert "train_policy: RL job: expected to be able to train, got the refusal above" in printed and "Traceback" not in printed
     assert not (workspace / "models/policy").exists()
     assert_nothing_left(workspace)

@@ -46,7 +46,7 @@ def battered(chain, tmp_path_factory) -> Path:
 def going_on(stage: str, step: int) -> str:
     """What the log says when a stage starts again at its checkpoint of `step`."""
     pretraining = SMALL["sft"]["pretrain"]["steps"]
-    phase, within = {"train_reward": ("reward", step), "train_rl": ("rl", step)}.get(
+    phase, within = {"train_reward": ("reward", step), "train_policy": ("rl", step)}.get(
         stage, ("pretrain", step) if step < pretraining else ("sft", step - pretraining)
     )
     return f"{phase}: going on from the checkpoint of step {within}" if within else ""
@@ -113,12 +113,12 @@ def test_a_second_start_waits_for_the_first_and_takes_over_when_it_dies(chain, b
 
 def test_killed_rl_goes_on_and_the_whole_chain_ends_with_the_same_lock(chain, battered):
     # The stage, SIGKILL; the flow starts it again at once, and it must wait until the first one's Ray is gone.
-    repro = begin(battered, "dvc", "repro", "train_rl")
-    await_checkpoint(battered, "train_rl", repro)
-    stage_process(battered, "train_rl").kill()
+    repro = begin(battered, "dvc", "repro", "train_policy")
+    await_checkpoint(battered, "train_policy", repro)
+    stage_process(battered, "train_policy").kill()
     assert repro.wait(timeout=DEADLINE) != 0
     flow = begin(battered, "flows.full_pipeline")
-    await_checkpoint(battered, "train_rl", flow)
+    await_checkpoint(battered, "train_policy", flow)
     assert len(ray_folders(battered)) == 1, "expected the killed run's folder to be gone"
     # The flow, SIGKILL: the stage hears of it, checkpoints, and ends its Ray; then the same command again.
     flow.kill()
@@ -127,12 +127,12 @@ def test_killed_rl_goes_on_and_the_whole_chain_ends_with_the_same_lock(chain, ba
     # A trainer rank, SIGKILL: the job crashes, and the flow tries the stage again by itself.
     flow = begin(battered, "flows.full_pipeline")
     start = len(said(battered))
-    await_checkpoint(battered, "train_rl", flow)
+    await_checkpoint(battered, "train_policy", flow)
     (rank,) = [p for p in processes_in(battered) if "TrainerRank" in " ".join(command_line(p))]
     rank.kill()
     assert flow.wait(timeout=2 * DEADLINE) == 0, said(battered)[-3000:]
     printed = said(battered)[start:]
-    assert ran(printed) == ["train_rl", "train_rl", "evaluate", "report"] and set(outcomes(printed)) == set(ORDER)
+    assert ran(printed) == ["train_policy", "train_policy", "evaluate", "report"] and set(outcomes(printed)) == set(ORDER)
     assert "trainer rank 0: expected " in printed and "got a dead process" in printed
     assert said(battered).count("rl: going on from the checkpoint of step") == 3
     assert_nothing_left(battered)

@@ -1,4 +1,4 @@
-"""Options of the section rl on the real parts, many at once: each run is one stage train_rl in a copy of the finished small chain."""
+"""Options of the section rl on the real parts, many at once: each run is one stage train_policy in a copy of the finished small chain."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Trained:
 
 
 def train(chain, folder: Path, rl: dict, **files: str) -> Path:
-    """A workspace whose next stage is train_rl."""
+    """A workspace whose next stage is train_policy."""
     workspace = copy_chain(chain.workspace, folder)
     change_params(workspace, {"rl": rl})
     for name, text in files.items():
@@ -110,12 +110,12 @@ def train(chain, folder: Path, rl: dict, **files: str) -> Path:
 def trained(workspace: Path) -> Trained:
     code, printed = run(workspace, "tasks.train_rl")
     assert code == 0, printed
-    timings = pd.read_csv(workspace / "reports/timings/train_rl.csv")
+    timings = pd.read_csv(workspace / "reports/timings/train_policy.csv")
     busy = sum(timings[f"seconds_{phase}"] for phase in WORK if f"seconds_{phase}" in timings)
     rest = (1 - busy / timings["seconds"]).median()
     print(f"{workspace.name}: {timings['seconds'].median():.2f} s a step, of which the driver itself takes {rest:.1%}")
-    metrics = json.loads((workspace / "metrics/train_rl.json").read_text())
-    return Trained(workspace, printed, pd.read_csv(workspace / "plots/train_rl.csv"), metrics)
+    metrics = json.loads((workspace / "metrics/train_policy.json").read_text())
+    return Trained(workspace, printed, pd.read_csv(workspace / "plots/train_policy.csv"), metrics)
 
 
 @pytest.fixture(scope="module")
@@ -161,14 +161,14 @@ def test_the_coefficient_follows_the_divergence_from_a_reference_that_moves(grou
 def test_killed_and_run_again_it_ends_with_the_same_bits(chain, groups, tmp_path):
     workspace = train(chain, tmp_path / "killed", GROUPS)
     stage = begin(workspace, "tasks.train_rl")
-    await_checkpoint(workspace, "train_rl", stage)
-    stage_process(workspace, "train_rl").kill()
+    await_checkpoint(workspace, "train_policy", stage)
+    stage_process(workspace, "train_policy").kill()
     stage.wait()
     assert_nothing_left(workspace)
-    reached = newest_checkpoint(workspace, "train_rl")
+    reached = newest_checkpoint(workspace, "train_policy")
     again = trained(workspace)
     assert 0 < reached < 10 and f"rl: going on from the checkpoint of step {reached}" in again.printed
-    for name in ("models/policy/model.safetensors", "plots/train_rl.csv", "metrics/train_rl.json"):
+    for name in ("models/policy/model.safetensors", "plots/train_policy.csv", "metrics/train_policy.json"):
         assert results(workspace)[name] == results(groups.workspace)[name], name
 
 

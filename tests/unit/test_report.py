@@ -149,7 +149,7 @@ def render_in(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_run_without_judge_or_critic(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path, judge=False)
-    curves = workspace / "plots/train_rl.csv"
+    curves = workspace / "plots/train_policy.csv"
     pd.read_csv(curves).drop(columns=["explained_variance", "value_loss"]).to_csv(curves, index=False)
     page = render_in(workspace, monkeypatch)
     assert "Judge" not in re.sub(r"(?s)<script.*?</script>|<style.*?</style>", "", page) and 'data-figure="rl_critic"' not in page
@@ -160,7 +160,7 @@ def test_several_scorers_each_have_curves_and_a_row(tmp_path, monkeypatch):
     apply_overrides(
         workspace / "params.yaml", {"rl.kl.coef": 0.0, "rl.reward.scorers": [REWARD_MODEL, JUDGE | {"name": "ok", "weight": 0.0}]}
     )
-    curves = workspace / "plots/train_rl.csv"
+    curves = workspace / "plots/train_policy.csv"
     rows = pd.read_csv(curves)
     rows.assign(score_ok=0.5, eval_score=rows["score_mean"].where(rows["step"] % 20 == 0)).to_csv(curves, index=False)
     figures = {"mean": 0.25, "low": 0.2, "high": 0.3, "n": 400}

@@ -19,6 +19,7 @@ DVC = """
 stages:
   train_sft:
     cmd: python work.py
+    params: [seed, model, sft]
     deps: [work.py, inputs]
 """
 WORK = """

@@ -1,4 +1,4 @@
-"""What train_rl refuses before Ray starts, what it tells the job, and what it writes at its end."""
+"""What train_policy refuses before Ray starts, what it tells the job, and what it writes at its end."""
 
 from __future__ import annotations
 
