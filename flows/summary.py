@@ -40,8 +40,13 @@ def _gate(m: dict[str, Any]) -> str:
     return f"accuracy {m['accuracy']:.3f}, at least {m['low']:.3f} (needs {m['threshold']:.3f}): {'passed' if m['passed'] else 'rejected'}"
 
 
-def _rl(m: dict[str, Any]) -> str:
-    return f"score {m['score_first_step']:.2f} -> {m['score_mean']:.2f}, KL {m['kl_mean']:.2f}"
+def _policy(m: dict[str, Any]) -> str:
+    """By method: RL and rejection sampling have a score, DPO an accuracy, the others a loss."""
+    if m["method"] == "rl":
+        return f"{m['algorithm']}: score {m['score_first_step']:.2f} -> {m['score_mean']:.2f}, KL {m['kl_mean']:.2f}"
+    if "heldout_accuracy" in m:
+        return f"{m['method']}: held-out accuracy {m['heldout_accuracy']:.3f}"
+    return f"{m['method']}: held-out loss {m['heldout_loss']:.3f}"
 
 
 def _evaluation(m: dict[str, Any]) -> str:
@@ -58,7 +63,7 @@ KEY_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
     "train_sft": lambda m: f"held-out loss {m['heldout_loss']:.3f}",
     "train_reward": _reward,
     "gate_reward": _gate,
-    "train_policy": _rl,
+    "train_policy": _policy,
     "evaluate": _evaluation,
 }
 

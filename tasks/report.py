@@ -18,10 +18,10 @@ METRICS_FILES = {
     "sft": METRICS / "train_sft.json",
     "reward": METRICS / "train_reward.json",
     "gate": METRICS / "gate.json",
-    "rl": METRICS / "train_policy.json",
+    "policy": METRICS / "train_policy.json",
     "evaluation": METRICS / "evaluate.json",
 }
-CURVES = {"sft_curves": PLOTS / "train_sft.csv", "reward_curves": PLOTS / "train_reward.csv", "rl_curves": PLOTS / "train_policy.csv"}
+CURVES = {"sft_curves": PLOTS / "train_sft.csv", "reward_curves": PLOTS / "train_reward.csv", "policy_curves": PLOTS / "train_policy.csv"}
 TABLES = {"heldout": REWARD_HELDOUT, "samples": EVALUATION_SAMPLES}
 
 

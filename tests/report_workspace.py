@@ -7,12 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from rlhf_core.config import apply_overrides
 from rlhf_core.statistics import wilson_interval
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +31,7 @@ HOSTILE = (
 )
 
 
-def make_workspace(folder: Path, *, judge: bool = True, hostile: bool = False, steps: int = 60) -> Path:
+def make_workspace(folder: Path, *, judge: bool = True, hostile: bool = False, steps: int = 60, method: str = "rl") -> Path:
     """Everything that the report depends on, code as links, in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("params.yaml", "dvc.yaml"):
@@ -41,7 +43,9 @@ def make_workspace(folder: Path, *, judge: bool = True, hostile: bool = False, s
     rng = np.random.default_rng(0)
     for name, content in metrics(judge=judge).items():
         (folder / "metrics" / f"{name}.json").write_text(json.dumps(content))
-    for name, frame in curves(rng, steps).items():
+    if method != "rl":
+        apply_overrides(folder / "params.yaml", {"alignment.method": method})
+    for name, frame in curves(rng, steps, method).items():
         frame.to_csv(folder / "plots" / f"{name}.csv", index=False, float_format="%.6g")
     heldout(rng).to_parquet(folder / "data/reward_heldout.parquet", index=False)
     samples(rng, judge=judge, hostile=hostile).to_parquet(folder / "data/evaluation_samples.parquet", index=False)
@@ -184,7 +188,7 @@ def evaluation(*, judge: bool) -> dict[str, Any]:
     }
 
 
-def curves(rng: np.random.Generator, steps: int) -> dict[str, pd.DataFrame]:
+def curves(rng: np.random.Generator, steps: int, method: str = "rl") -> dict[str, pd.DataFrame]:
     def decay(n: int, start: float, end: float, noise: float) -> np.ndarray:
         return (end + (start - end) * np.exp(-np.arange(n) / (0.12 * n))) * (1 + noise * rng.standard_normal(n))
 
@@ -218,7 +222,9 @@ def curves(rng: np.random.Generator, steps: int) -> dict[str, pd.DataFrame]:
                 "grad_norm": 1.0,
             }
         ),
-        "train_policy": pd.DataFrame(
+        "train_policy": offline_curves(decay, steps)
+        if method != "rl"
+        else pd.DataFrame(
             {
                 "step": np.arange(1, steps + 1),
                 "score_mean": 0.4 + 2.7 * rise + 0.08 * rng.standard_normal(steps),
@@ -239,6 +245,23 @@ def curves(rng: np.random.Generator, steps: int) -> dict[str, pd.DataFrame]:
             }
         ),
     }
+
+
+def offline_curves(decay: Callable, steps: int) -> pd.DataFrame:
+    """As of DPO."""
+    return pd.DataFrame(
+        {
+            "step": np.arange(steps),
+            "phase": "dpo",
+            "loss": decay(steps, 0.69, 0.4, 0.02),
+            "reward_accuracy": 1 - decay(steps, 0.5, 0.15, 0.02),
+            "reward_margin": 1.5 - decay(steps, 1.5, 0.2, 0.02),
+            "chosen_reward": 0.5 - decay(steps, 0.5, 0.2, 0.02),
+            "rejected_reward": decay(steps, 0.0, -1.0, 0.02),
+            "heldout_loss": np.where(np.arange(1, steps + 1) % 50 == 0, 0.45, np.nan),
+            "heldout_accuracy": np.where(np.arange(1, steps + 1) % 50 == 0, 0.81, np.nan),
+        }
+    )
 
 
 def heldout(rng: np.random.Generator) -> pd.DataFrame:

@@ -6,7 +6,7 @@ Colours are those of the light scheme; the page's script exchanges them by DARK 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +54,7 @@ def all_figures(inputs: ReportInputs) -> Figures:
     drawn = {
         **{f"sft_{phase}": _sft(rows) for phase, rows in inputs.sft_curves.groupby("phase", sort=False)},
         **_reward(inputs.reward_curves),
-        **_rl(
-            inputs.rl_curves,
-            limit=need(inputs.params, "rl", "rollout", "max_logprob_difference"),
-            has_reference=need(inputs.params, "rl", "kl", "coef") > 0,
-        ),
-        **_scorers(inputs.rl_curves, [s["name"] for s in need(inputs.params, "rl", "reward", "scorers")]),
+        **(_rl(inputs.policy_curves, need(inputs.params, "rl")) if inputs.method == "rl" else _offline(inputs.policy_curves)),
         "gate_interval": _gate_interval(inputs.gate),
         "gate_scores": _score_histogram(inputs.heldout[inputs.heldout["split"] == "test"]),
     }
@@ -86,7 +81,38 @@ def _reward(rows: pd.DataFrame) -> dict[str, figure]:
     }
 
 
-def _rl(rows: pd.DataFrame, *, limit: float, has_reference: bool) -> dict[str, figure]:
+def _offline(rows: pd.DataFrame) -> dict[str, figure]:
+    """Training on pairs or on chosen responses: whatever of these a method measures."""
+    wanted = {
+        "policy_loss": ("loss, nats", False, [Line("loss", "training", BLUE), Line("heldout_loss", "held out", ORANGE, dots=True)]),
+        "policy_accuracy": (
+            *("pairs in the right order", True),
+            [Line("reward_accuracy", "training", BLUE), Line("heldout_accuracy", "held out", ORANGE, dots=True)],
+        ),
+        "policy_margin": (
+            *("nats times beta", False),
+            [Line("reward_margin", "training", BLUE), Line("heldout_margin", "held out", ORANGE, dots=True)],
+        ),
+        "policy_rewards": (
+            *("nats times beta", False),
+            [Line("chosen_reward", "chosen", GREEN), Line("rejected_reward", "rejected", RED)],
+        ),
+        "policy_logprobs": (
+            *("nats per token", False),
+            [Line("chosen_logprob", "chosen", GREEN), Line("rejected_logprob", "rejected", RED)],
+        ),
+        "policy_kl": ("nats per response", False, [Line("kl", "KL", PURPLE)]),
+    }
+    figures = {}
+    for name, (y_title, percent, lines) in wanted.items():
+        measured = [line for line in lines if line.column in rows and rows[line.column].notna().any()]
+        if measured:
+            figures[name] = _curves(rows, measured, y_title=y_title, percent=percent)
+    return figures
+
+
+def _rl(rows: pd.DataFrame, rl: Mapping[str, Any]) -> dict[str, figure]:
+    """Args: rl: the section of params.yaml."""
     figures = {
         "rl_score": _curves(rows, _with_evaluation(rows, "score_mean", "eval_score"), y_title="score", band="score_std"),
         "rl_length": _curves(rows, [Line("response_length", "length", TEAL)], y_title="tokens per response"),
@@ -94,9 +120,10 @@ def _rl(rows: pd.DataFrame, *, limit: float, has_reference: bool) -> dict[str, f
         "rl_entropy": _curves(rows, [Line("entropy", "entropy", GREEN)], y_title="nats per token"),
         "rl_clip": _curves(rows, [Line("clip_frac", "clipped", RED)], y_title="share of tokens", percent=True),
         "rl_approx_kl": _curves(rows, [Line("approx_kl", "change", PURPLE)], y_title="nats per token"),
-        "rl_logprobs": _logprobs(rows, limit),
+        "rl_logprobs": _logprobs(rows, need(rl, "rollout", "max_logprob_difference")),
+        **_scorers(rows, [s["name"] for s in need(rl, "reward", "scorers")]),
     }
-    if has_reference:  # without one nothing was measured
+    if need(rl, "kl", "coef") > 0:  # without one nothing was measured
         figures["rl_kl"] = _curves(rows, [Line("kl_mean", "KL to SFT", PURPLE)], y_title="nats per response")
     if "explained_variance" in rows and rows["explained_variance"].notna().any():
         figures["rl_critic"] = _curves(rows, [Line("explained_variance", "explained", TEAL)], y_title="share of the returns' variance")

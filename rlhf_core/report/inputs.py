@@ -13,16 +13,18 @@ Tree = Mapping[str, Any]
 REQUIRED_COLUMNS: dict[str, tuple[str, ...]] = {
     "sft_curves": ("step", "phase", "loss", "heldout_loss"),
     "reward_curves": ("step", "loss", "accuracy", "heldout_loss", "heldout_accuracy"),
-    "rl_curves": (
-        *("step", "score_mean", "score_std", "kl_mean", "entropy", "response_length"),
-        *("cut_off_fraction", "clip_frac", "approx_kl", "logprob_difference"),
-    ),
     "heldout": ("source", "split", "chosen_score", "rejected_score"),
     "samples": (
         *("id", "source", "prompt", "mode", "sft_response", "policy_response"),
         *("sft_score", "policy_score", "sft_judge_ok", "policy_judge_ok"),
     ),
 }
+
+RL_COLUMNS = (  # of policy_curves, with method rl
+    *("step", "score_mean", "score_std", "kl_mean", "entropy", "response_length"),
+    *("cut_off_fraction", "clip_frac", "approx_kl", "logprob_difference"),
+)
+OFFLINE_COLUMNS = ("step", "loss")  # of policy_curves, with every other method
 
 
 class ReportInputError(ValueError):
@@ -47,22 +49,28 @@ class ReportInputs:
     sft: Tree
     reward: Tree
     gate: Tree
-    rl: Tree
+    policy: Tree
     evaluation: Tree
     sft_curves: pd.DataFrame
     reward_curves: pd.DataFrame
-    rl_curves: pd.DataFrame
+    policy_curves: pd.DataFrame
     heldout: pd.DataFrame
     samples: pd.DataFrame
 
     def __post_init__(self):
-        for name, columns in REQUIRED_COLUMNS.items():
+        of_policy = RL_COLUMNS if self.method == "rl" else OFFLINE_COLUMNS
+        for name, columns in (REQUIRED_COLUMNS | {"policy_curves": of_policy}).items():
             present = list(getattr(self, name).columns)
             missing = [c for c in columns if c not in present]
             if missing:
                 raise ReportInputError(
                     f"{name}: expected the columns {', '.join(columns)}, got none named {', '.join(missing)}; run the stage before again"
                 )
+
+    @property
+    def method(self) -> str:
+        """Which way led to the policy: rl, dpo and so on."""
+        return need(self.params, "alignment", "method")
 
 
 def need(tree: Tree, *path: str) -> Any:

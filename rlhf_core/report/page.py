@@ -31,9 +31,35 @@ USES = ("pretrain", "sft", "preference", "prompt")  # in the order of the chain
 # What shaped the result, in the order of the chain; everything else is folded away below.
 KEY_PARAMS = (
     *("seed", "model.path", "model.architecture", "model.dtype", "sft.steps", "sft.batch_size", "sft.learning_rate"),
-    *("reward.epochs", "reward.batch_size", "reward.learning_rate", "rl.algorithm", "rl.steps", "rl.samples_per_step"),
-    *("rl.learning_rate", "rl.kl", "rl.reward.scorers", "rl.rollout.temperature", "rl.rollout.max_new_tokens"),
+    *("reward.epochs", "reward.batch_size", "reward.learning_rate", "alignment.method"),
 )
+# The same for each way to the policy.
+METHOD_PARAMS = {
+    "rl": (
+        *("rl.algorithm", "rl.steps", "rl.samples_per_step", "rl.learning_rate", "rl.kl", "rl.reward.scorers"),
+        *("rl.rollout.temperature", "rl.rollout.max_new_tokens"),
+    ),
+    "dpo": ("dpo.loss", "dpo.beta", "dpo.nll_coef", "dpo.steps", "dpo.batch_size", "dpo.learning_rate"),
+    "kto": (
+        *("kto.loss", "kto.beta", "kto.desirable_weight", "kto.undesirable_weight"),
+        *("kto.steps", "kto.batch_size", "kto.learning_rate"),
+    ),
+    "rejection_sampling": (
+        *("rejection_sampling.sampling", "rejection_sampling.steps", "rejection_sampling.batch_size"),
+        "rejection_sampling.learning_rate",
+    ),
+    "conditional_sft": (
+        *("conditional_sft.label_by", "conditional_sft.levels", "conditional_sft.wanted", "conditional_sft.steps"),
+        "conditional_sft.learning_rate",
+    ),
+}
+METHOD_TITLES = {
+    "rl": "Reinforcement learning",
+    "dpo": "Direct alignment on pairs",
+    "kto": "Alignment on single responses",
+    "rejection_sampling": "Rejection sampling",
+    "conditional_sft": "Conditional fine-tuning",
+}
 LABELS = {
     "demonstrations": "demonstrations",
     "dropped_too_long": "dropped, too long",
@@ -75,6 +101,8 @@ def render(inputs: ReportInputs) -> str:
     scorers = need(inputs.params, "rl", "reward", "scorers")
     return environment.get_template("report.html.jinja").render(
         title=inputs.title,
+        method_title=METHOD_TITLES[inputs.method],
+        method_name=method_name(inputs.params),
         policy=content_security_policy(scripts),
         style=(folder / "report.css").read_text(encoding="utf-8"),
         scripts=scripts,
@@ -90,7 +118,7 @@ def render(inputs: ReportInputs) -> str:
         inputs=inputs,
         uses=data_rows(inputs.data),
         expectations=expectations(inputs.validation),
-        facts={stage: list(facts(getattr(inputs, stage))) for stage in ("sft", "reward", "rl")},
+        facts={stage: list(facts(getattr(inputs, stage))) for stage in ("sft", "reward", "policy")},
         key_params=list(key_params(inputs.params)),
         all_params=json.dumps(inputs.params, indent=2, ensure_ascii=False),
         evaluation_rows=[*evaluation_rows(inputs.evaluation), *scorer_rows(inputs.evaluation, scorers)],
@@ -170,10 +198,19 @@ def key_params(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     left_out = {"model.architecture" if need(params, "model", "path") is not None else "model.path"}
     if not need(params, "reward", "enabled"):
         left_out |= {path for path in KEY_PARAMS if path.startswith("reward.")}
-    for path in KEY_PARAMS:
+    for path in (*KEY_PARAMS, *METHOD_PARAMS[need(params, "alignment", "method")]):
         if path not in left_out:
             value = need(params, *path.split("."))
             yield path, ", ".join(map(scorer_name, value)) if path == "rl.reward.scorers" else _shown(value)
+
+
+def method_name(params: Mapping[str, Any]) -> str:
+    """RL's algorithm, a preference method's loss, or the method."""
+    method = need(params, "alignment", "method")
+    if method == "rl":
+        return need(params, "rl", "algorithm").upper()
+    loss = params[method].get("loss")
+    return method.replace("_", " ").upper() + (f", {loss}" if loss and loss != method else "")
 
 
 def _shown(value: Any) -> str:

@@ -241,3 +241,14 @@ def test_a_missing_column_is_named(tmp_path):
 def test_the_report_does_not_import_torch():
     code = "import sys, tasks.report; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_another_method_than_rl_shows_its_own_curves_and_params(tmp_path):
+    workspace = make_workspace(tmp_path / "dpo", method="dpo")
+    done = run_report(workspace)
+    assert done.returncode == 0, done.stderr
+    page = (workspace / "reports/report.html").read_text(encoding="utf-8")
+    assert "Direct alignment on pairs" in page and "DPO, sigmoid" in page and "Reinforcement learning" not in page
+    assert 'data-figure="policy_margin"' in page and 'data-figure="policy_kl"' not in page  # which was not measured
+    assert 'data-figure="rl_score"' not in page
+    assert "<dt>dpo.beta</dt>" in page and "<dt>rl.algorithm</dt>" not in page
