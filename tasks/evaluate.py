@@ -108,7 +108,7 @@ def score_and_judge(stage: Stage, tokenizer, prompts, samples):
         components = {
             s.name: by_model[s.name](prompts, responses) if s.name in by_model else by_text.score(s.name, items)[0] for s in config.scorers
         }
-        scores = weighted_score({name: torch.tensor(values) for name, values in components.items()}, config).tolist()
+        scores = weighted_score({name: torch.tensor(values) for name, values in components.items()}, config.scorers).tolist()
         made = []
         for i, (prompt, sample, text) in enumerate(zip(prompts, responses, texts, strict=True)):
             judge = JUDGES.get(kinds[prompt.source])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -84,9 +85,11 @@ class VllmEngine:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        import torch
         from vllm import LLM
         from vllm.platforms import current_platform
 
+        self._set_num_threads = torch.set_num_threads  # on the CPU the engine replaces it by one that does nothing
         on_cpu = current_platform.is_cpu()
         if on_cpu:
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling took 13 s at the first generate
@@ -149,6 +152,15 @@ class VllmEngine:
         self._llm.reset_prefix_cache()
         self.version = version
         return version
+
+    def close(self) -> None:
+        """Give back weights, cache, process group and torch's threads, as far as a process can; the engine is of no use afterwards."""
+        import torch
+
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        gc.collect()
+        torch.set_num_threads = self._set_num_threads
 
 
 class RolloutActor(VllmEngine):

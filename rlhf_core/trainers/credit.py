@@ -21,7 +21,7 @@ from rlhf_core.algorithms.advantages import (
 from rlhf_core.algorithms.corrections import importance_weights
 from rlhf_core.algorithms.kl import KL_ESTIMATORS
 from rlhf_core.algorithms.shaping import overlong_penalty
-from rlhf_core.config import RlConfig, ScoreConfig
+from rlhf_core.config import RlConfig, ScoreConfig, ScorerConfig
 from rlhf_core.types import RolloutBatch, TrainBatch
 
 
@@ -105,9 +105,9 @@ class RewardNormalizer:
         return total if limit is None else total.clamp(-limit, limit)
 
 
-def weighted_score(components: dict[str, torch.Tensor], config: ScoreConfig) -> torch.Tensor:
+def weighted_score(components: dict[str, torch.Tensor], scorers: list[ScorerConfig]) -> torch.Tensor:
     """The raw scores' weighted sum [B], neither normalised nor clipped; NaN where one of the scores that count isn't finite."""
-    return sum(s.weight * _known(components[s.name]) for s in config.scorers if s.weight)
+    return sum(s.weight * _known(components[s.name]) for s in scorers if s.weight)
 
 
 def _known(scores: torch.Tensor) -> torch.Tensor:

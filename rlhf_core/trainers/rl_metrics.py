@@ -44,7 +44,7 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
 
 def batch_metrics(batch: RolloutBatch, config: ScoreConfig) -> Metrics:
     """Raw scores over what could be scored (finite ones); KL to the reference per sequence, in nats (k1 on the sampled tokens)."""
-    scores = weighted_score(batch.components, config)
+    scores = weighted_score(batch.components, config.scorers)
     known = scores.isfinite()
     kl = ((batch.old_logprobs - batch.ref_logprobs) * batch.response_mask).sum(1)
     return {
@@ -61,7 +61,7 @@ def batch_metrics(batch: RolloutBatch, config: ScoreConfig) -> Metrics:
 
 def evaluation_metrics(components: Components, config: ScoreConfig) -> Metrics:
     """Means over what could be scored; NaN where nothing could."""
-    scores = {"score": weighted_score(components, config), **components}
+    scores = {"score": weighted_score(components, config.scorers), **components}
     return {f"eval_{name}": finite_mean(values) for name, values in scores.items()}
 
 
@@ -103,7 +103,7 @@ def check_scored(batch: RolloutBatch, rl: RlConfig, *, step: int) -> None:
                 f"step {step}: scorer {scorer.name}: expected at most rl.reward.max_unscored_fraction={limit} of the responses without a "
                 f"finite score, got {unscored:.3g}; {hint}"
             )
-    if not weighted_score(batch.components, rl.reward).isfinite().any():
+    if not weighted_score(batch.components, rl.reward.scorers).isfinite().any():
         raise TooManyUnscored(f"step {step}: expected a response that every scorer could score, got none; each failed for other ones")
 
 

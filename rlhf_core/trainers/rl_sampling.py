@@ -80,7 +80,7 @@ def select_groups(draw_groups: Callable[[int, int, int], list[Group]], rl: RlCon
 
 def is_informative(group: Group, config: ScoreConfig) -> bool:
     """Whether at least two of a group's responses have different scores; those without one don't count."""
-    scores = weighted_score(components_of(group), config)
+    scores = weighted_score(components_of(group), config.scorers)
     return len(scores[scores.isfinite()].unique()) > 1
 
 

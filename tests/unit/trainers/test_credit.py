@@ -133,7 +133,7 @@ def test_each_scorer_is_normalised_then_weighted_and_the_sum_is_clipped():
 
 def test_weighted_score_is_raw():
     components = {**raw(4.0, -INF, 12.0), "short": torch.tensor([0.5, -1.0, NAN]), "seen": torch.tensor([NAN, 50.0, 1.0])}
-    found = weighted_score(components, score_config(*SEVERAL, clip=3.0))
+    found = weighted_score(components, score_config(*SEVERAL, clip=3.0).scorers)
     torch.testing.assert_close(found, torch.tensor([2 * 4.0 - 0.5, NAN, NAN]), equal_nan=True)
 
 

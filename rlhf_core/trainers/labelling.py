@@ -1,0 +1,212 @@
+"""Sampling responses and scoring them, outside the RL loop: for rejection sampling, rounds of iterative DPO and evaluation.
+
+prompts = choose_prompts(rows, tokenizer, longest=..., count=..., seed=...)
+samples = sample_responses("models/sft", prompts, section.sampling, model=params.model, threads=2, seed=params.seed)
+scored = ResponseScorer(section.scorers, reward_model=Path("models/reward"), source_kinds=..., model=params.model)(
+    prompts, samples, tokenizer
+)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.config import LABEL_SCORERS, ModelConfig, SamplingConfig, ScorerConfig
+from rlhf_core.data.batching import batch_indices
+from rlhf_core.engines.deepspeed_engine import device
+from rlhf_core.engines.vllm_engine import Sample, SamplingSettings, VllmEngine, request_seeds
+from rlhf_core.models.build import load_scalar_model
+from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.models.wrappers import ScalarModule
+from rlhf_core.scorers.reward_model import RewardModelInput, score_sequences
+from rlhf_core.scorers.text import TextScorers, score_item
+from rlhf_core.trainers.credit import weighted_score
+from rlhf_core.types import Prompt
+
+MICROBATCH_TOKENS = 8192  # of a reward model's forward pass
+REQUEST_RESPONSES = 4096  # asked of the engine at once; between requests it can be told to stop
+
+
+class SamplingStopped(Exception):
+    """A stop was asked for while responses were sampled; none of them is kept."""
+
+
+@dataclass(frozen=True)
+class ScoredResponse:
+    """A sampled response and what the scorers say of it.
+
+    response_ids: up to and including the end token, if it came.
+    finished: the model ended the response itself; False: it was cut off by length.
+    score: the raw scores' weighted sum; NaN: one that counts could not score it.
+    components: each scorer's raw score, by name; NaN: that one could not.
+    """
+
+    prompt: Prompt
+    response_ids: list[int]
+    text: str
+    finished: bool
+    score: float
+    components: dict[str, float]
+
+
+def choose_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, longest: int, count: int | None, seed: int) -> list[Prompt]:
+    """The first `count` (None: all) of the prompts of at most `longest` tokens, in a seeded order.
+
+    Args:
+        rows: of the use prompt (rlhf_core.data.schema).
+        tokenizer: of the model that will answer; its template writes the prompt.
+    Raises:
+        ValueError: no prompt is that short.
+    """
+    prompts = [Prompt(r["id"], r["source"], r["messages"], encode_prompt(tokenizer, r["messages"]), r["label"]) for r in rows]
+    prompts = [p for p in prompts if len(p.prompt_ids) <= longest]
+    if not prompts:
+        raise ValueError(f"prompts: expected some of at most {longest} tokens, got none of {len(rows)}; raise model.max_length")
+    order = batch_indices(0, batch_size=len(prompts), num_examples=len(prompts), seed=seed)
+    return [prompts[i] for i in order[:count]]
+
+
+def sample_responses(
+    model_path: str,
+    prompts: list[Prompt],
+    config: SamplingConfig,
+    *,
+    model: ModelConfig,
+    threads: int,
+    seed: int,
+    draw: int = 0,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> list[list[Sample]]:
+    """`config.samples_per_prompt` responses to each prompt, in order, by a vLLM engine in this process that is gone afterwards.
+
+    Which prompts there are is the caller's business (`choose_prompts`); `config.prompts` isn't read.
+
+    Args:
+        model_path: Hugging Face folder with its tokenizer, whose end token ends a response.
+        threads: cores for the engine on the CPU.
+        seed, draw: decide, with a prompt's position, what is drawn for it. Rounds of one run differ in `draw`.
+    Raises:
+        SamplingStopped: `stop_requested` said so.
+    """
+    eos_id = load_tokenizer(model_path, trust_remote_code=model.trust_remote_code).eos_token_id
+    settings = SamplingSettings(config.max_new_tokens, config.temperature, top_p=config.top_p)
+    seeds = request_seeds(seed, draw, len(prompts))
+    per_request = max(1, REQUEST_RESPONSES // config.samples_per_prompt)
+    engine = VllmEngine(
+        model_path,
+        max_length=model.max_length,
+        dtype=model.dtype,
+        kv_cache_gib=1,
+        max_concurrent_sequences=config.max_concurrent_sequences,
+        threads=threads,
+        seed=seed,
+        trust_remote_code=model.trust_remote_code,
+        gpu_memory_fraction=config.gpu_memory_fraction,
+    )
+    samples: list[list[Sample]] = []
+    try:
+        for start in range(0, len(prompts), per_request):
+            if stop_requested():
+                raise SamplingStopped
+            part = slice(start, start + per_request)
+            ids = [p.prompt_ids for p in prompts[part]]
+            samples += engine.generate(ids, seeds[part], settings, eos_id=eos_id, group_size=config.samples_per_prompt)
+    finally:
+        engine.close()
+    return samples
+
+
+class ResponseScorer:
+    """Scores of responses by every scorer, and their weighted sum, raw: neither normalised nor clipped.
+
+    Args:
+        reward_model: folder of the chain's own, for scorers of kind reward_model without a path. Scorers' models are loaded here.
+        source_kinds: name of a data source -> its kind, for the judge.
+        model: of the policy; its max_length bounds what a reward model is shown.
+    Raises:
+        ValueError: a scorer's function can't be loaded.
+    """
+
+    def __init__(self, scorers: list[ScorerConfig], *, reward_model: Path, source_kinds: dict[str, str], model: ModelConfig):
+        self._scorers = scorers
+        self._max_length = model.max_length
+        self._by_text = TextScorers(0, scorers, source_kinds)
+        self._by_model = {}
+        for name, folder in model_folders(scorers, reward_model).items():
+            module = ScalarModule(load_scalar_model(folder, trust_remote_code=model.trust_remote_code)).to(device()).eval()
+            self._by_model[name] = module, load_tokenizer(str(folder), trust_remote_code=model.trust_remote_code)
+
+    def __call__(
+        self, prompts: list[Prompt], samples: list[list[Sample]], tokenizer: PreTrainedTokenizerBase
+    ) -> list[list[ScoredResponse]]:
+        """Every prompt's responses, scored, in order.
+
+        Args:
+            tokenizer: of the model that answered, with the template that wrote the prompts' ids.
+        """
+        asked = [prompt for prompt, group in zip(prompts, samples, strict=True) for _ in group]
+        answers = [sample for group in samples for sample in group]
+        texts = [tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in answers]
+        components = self._components(asked, answers, texts, tokenizer)
+        scores = weighted_score({name: torch.tensor(values) for name, values in components.items()}, self._scorers).tolist()
+        scored = (
+            ScoredResponse(prompt, sample.response_ids, text, sample.finished, score, {name: v[i] for name, v in components.items()})
+            for i, (prompt, sample, text, score) in enumerate(zip(asked, answers, texts, scores, strict=True))
+        )
+        return [[next(scored) for _ in group] for group in samples]
+
+    def _components(
+        self, prompts: list[Prompt], samples: list[Sample], texts: list[str], tokenizer: PreTrainedTokenizerBase
+    ) -> dict[str, list[float]]:
+        items = [
+            score_item(prompt, text, finished=sample.finished, response_length=len(sample.response_ids))
+            for prompt, sample, text in zip(prompts, samples, texts, strict=True)
+        ]
+        names = [s.name for s in self._scorers]
+        return {
+            name: self._score_by_model(name, prompts, samples, tokenizer) if name in self._by_model else self._by_text.score(name, items)[0]
+            for name in names
+        }
+
+    def _score_by_model(self, name: str, prompts: list[Prompt], samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> list[float]:
+        module, own_tokenizer = self._by_model[name]
+        shown = RewardModelInput(tokenizer, own_tokenizer, max_length=self._max_length)
+        sequences = [
+            shown.sequence(p.messages, p.prompt_ids, s.response_ids, finished=s.finished) for p, s in zip(prompts, samples, strict=True)
+        ]
+        return score_sequences(
+            module, sequences, pad_id=own_tokenizer.pad_token_id, microbatch_tokens=MICROBATCH_TOKENS, device=device()
+        ).tolist()
+
+
+def model_folders(scorers: Sequence[ScorerConfig], reward_model: Path) -> dict[str, Path]:
+    """The reward model of each scorer of that kind, by the scorer's name; the chain's own where it names no folder."""
+    return {s.name: reward_model if s.path is None else Path(s.path) for s in scorers if s.kind == "reward_model"}
+
+
+def uses_own_reward_model(scorers: Sequence[ScorerConfig]) -> bool:
+    return any(s.kind == "reward_model" and s.path is None for s in scorers)
+
+
+def check_scorers(scorers: list[ScorerConfig], *, reward_model: Path, source_kinds: dict[str, str], has_labels: Callable[[], bool]) -> None:
+    """What the scorers need is there; nothing is loaded but functions.
+
+    Args:
+        has_labels: whether any prompt has a label; asked only where a scorer compares with it.
+    Raises:
+        ValueError: a reward model's folder, a function or every label is missing.
+    """
+    for name, folder in model_folders(scorers, reward_model).items():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"scorer {name}: expected a reward model's folder, got none with a config.json at {folder}; correct its path")
+    TextScorers(0, scorers, source_kinds)
+    comparing = [s.name for s in scorers if s.kind in LABEL_SCORERS]
+    if comparing and not has_labels():
+        raise ValueError(
+            f"scorers {comparing}: expected prompts with labels to compare with, got not a single one; map the column `label` of a source"
+        )
