@@ -1,15 +1,17 @@
-"""Learning curves of several RL algorithms on several seeds, in one figure and one table.
+"""Several RL algorithms, or several ways to the policy, on several seeds: one table, and learning curves of RL.
 
     python -m flows.compare [--algorithms ppo grpo ...] [--seeds 0 1 2] [--jobs 2] [--set key=value]
+    python -m flows.compare --methods dpo dpo:ipo kto rejection_sampling ...
 
-Each pair of algorithm and seed is a run in a worktree of its own, runs/compare-<algorithm>-<seed>, with recipes/compare.yaml laid over
-params.yaml. What runs have in common (data, SFT and reward model of a seed) is computed once and restored from DVC's run cache. A
+Each pair of an algorithm or method and a seed is a run in a worktree of its own, runs/compare-<name>-<seed>, with recipes/compare.yaml laid
+over params.yaml. What runs have in common (data, SFT and reward model of a seed) is computed once and restored from DVC's run cache. A
 second call goes on where the first one ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -19,18 +21,24 @@ from typing import Any, get_args
 
 from flows.overrides import check, parse_assignment, read_recipe
 from flows.stages import stage_environment
-from flows.worktree import prepare_worktree
-from rlhf_core.config import Algorithm, ConfigError
-from rlhf_core.report.comparison import Run, draw, table
+from flows.worktree import prepare_worktree, slug
+from rlhf_core.config import Algorithm, ConfigError, Method
+from rlhf_core.report.comparison import Run, draw, methods_table, table
 
 RECIPE = Path("recipes/compare.yaml")
 SHARED = "gate_reward"  # up to here the runs of a seed are the same
 FIGURE, TABLE = Path("reports/compare.svg"), Path("reports/compare.md")
+METHODS_TABLE = Path("reports/compare_methods.md")
+EVALUATION = Path("metrics/evaluate.json")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m flows.compare", description="Compare RL algorithms on several seeds.")
-    parser.add_argument("--algorithms", nargs="+", choices=get_args(Algorithm), default=list(get_args(Algorithm)), metavar="NAME")
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.compare", description="Compare RL algorithms or ways to the policy on several seeds."
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--algorithms", nargs="+", choices=get_args(Algorithm), default=list(get_args(Algorithm)), metavar="NAME")
+    what.add_argument("--methods", nargs="+", default=[], metavar="NAME[:LOSS]", help="of alignment.method; compared by their evaluation")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; they share the machine's cores")
     parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="KEY=VALUE", help="for all runs")
@@ -41,35 +49,56 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parse_arguments(arguments)
     root = Path.cwd()
     try:
+        variants = {name: method_overrides(name) for name in asked.methods} or {name: {"rl.algorithm": name} for name in asked.algorithms}
         common = read_recipe(RECIPE) | {"cluster.threads": max(1, (os.cpu_count() or 1) // asked.jobs)}
         common |= dict(map(parse_assignment, asked.assignments))
         workspaces = {
-            (algorithm, seed): _workspace(root, {**common, "rl.algorithm": algorithm, "seed": seed})
+            (name, seed): _workspace(root, f"{name}-{seed}", {**common, **overrides, "seed": seed})
             for seed in asked.seeds
-            for algorithm in asked.algorithms
+            for name, overrides in variants.items()
         }
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    first = [workspaces[asked.algorithms[0], seed] for seed in asked.seeds]
+    first = [workspaces[next(iter(variants)), seed] for seed in asked.seeds]
+    last = "evaluate" if asked.methods else "train_policy"
     with ThreadPoolExecutor(asked.jobs) as pool:
         failed = [name for name in pool.map(lambda w: _repro(w, SHARED), first) if name]
         if not failed:
-            failed = [name for name in pool.map(lambda w: _repro(w, "train_policy"), workspaces.values()) if name]
+            failed = [name for name in pool.map(lambda w: _repro(w, last), workspaces.values()) if name]
     if failed:
         print(f"compare: expected every run to end well, got failures in {', '.join(failed)}; see compare.log there", file=sys.stderr)
         return 1
-    runs = [Run.read(workspace, algorithm, seed) for (algorithm, seed), workspace in workspaces.items()]
     FIGURE.parent.mkdir(exist_ok=True)
+    if asked.methods:
+        evaluations = [(name, json.loads((workspace / EVALUATION).read_text())) for (name, _), workspace in workspaces.items()]
+        METHODS_TABLE.write_text(methods_table(evaluations), encoding="utf-8")
+        print(f"{methods_table(evaluations)}\nTable: {METHODS_TABLE}")
+        return 0
+    runs = [Run.read(workspace, algorithm, seed) for (algorithm, seed), workspace in workspaces.items()]
     draw(runs, FIGURE)
     TABLE.write_text(table(runs), encoding="utf-8")
     print(f"{table(runs)}\nFigure: {FIGURE}  table: {TABLE}")
     return 0
 
 
-def _workspace(root: Path, overrides: dict[str, Any]) -> Path:
+def method_overrides(name: str) -> dict[str, Any]:
+    """`dpo:ipo` as the overrides that choose the method and its loss.
+
+    Raises:
+        ConfigError: there is no such method, or it has no loss to choose.
+    """
+    method, colon, loss = name.partition(":")
+    if method not in get_args(Method) or (colon and method not in ("dpo", "kto")):
+        raise ConfigError(
+            f"--methods {name}: expected one of {', '.join(get_args(Method))}, and dpo or kto with a loss as in dpo:ipo; correct it"
+        )
+    return {"alignment.method": method} | ({f"{method}.loss": loss} if colon else {})
+
+
+def _workspace(root: Path, name: str, overrides: dict[str, Any]) -> Path:
     check(root / "params.yaml", overrides)
-    return prepare_worktree(root, f"compare-{overrides['rl.algorithm'].replace('_', '-')}-{overrides['seed']}", overrides)
+    return prepare_worktree(root, f"compare-{slug(name)}", overrides)
 
 
 def _repro(workspace: Path, stage: str) -> str | None:

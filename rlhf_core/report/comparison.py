@@ -1,9 +1,10 @@
-"""Learning curves of several runs: a figure, and a table of where each algorithm ended."""
+"""Several runs side by side: RL's learning curves in a figure, and tables of where each algorithm or method ended."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from tabulate import tabulate
@@ -51,6 +52,32 @@ def table(runs: list[Run]) -> str:
         )
     heads = ["algorithm", "seeds", "sampled, SFT", "sampled, end", "lowest", "highest", "greedy, end", "lowest", "highest", "KL, nats"]
     return tabulate(rows, heads, tablefmt="github", floatfmt=".3f") + "\n"
+
+
+def methods_table(evaluations: list[tuple[str, dict[str, Any]]]) -> str:
+    """Name and metrics/evaluate.json of each run: means over a method's runs, and the lowest and highest policy.
+
+    By the judge where there is one, else by the score.
+    """
+    rows = []
+    for method in dict.fromkeys(name for name, _ in evaluations):
+        own = [e for name, e in evaluations if name == method]
+        key = "judge_ok" if all(e["judge"] for e in own) else "score_mean"
+        row: list[Any] = [method, len(own)]
+        for mode in ("sampled", "greedy"):
+            before, after = ([e[mode][model][key] for e in own] for model in ("sft", "policy"))
+            row += [sum(before) / len(before), *_spread(after)]
+        rows.append(
+            [
+                *row,
+                *(
+                    sum(values) / len(own)
+                    for values in ([e["win_rate"]["sampled"]["value"] for e in own], [e["kl"]["sampled"] for e in own])
+                ),
+            ]
+        )
+    heads = ["method", "seeds", *(f"{mode}, {what}" for mode in ("sampled", "greedy") for what in ("SFT", "policy", "lowest", "highest"))]
+    return tabulate(rows, [*heads, "win rate, sampled", "KL, nats"], tablefmt="github", floatfmt=".3f") + "\n"
 
 
 def _spread(values: list[float]) -> tuple[float, float, float]:

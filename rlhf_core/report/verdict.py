@@ -37,7 +37,9 @@ def outcome(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]],
     details = [_win_rates(evaluation, rewarder, confidence)]
     if not need(evaluation, "judge"):
         tone, headline = _BY_REWARD_ALONE[reward]
-        details.append(f"There is no judge for this data: only the {rewarder} has compared the answers, which a policy trained on it pleases by design.")
+        details.append(
+            f"There is no judge for this data: only the {rewarder} has compared the answers, and a policy trained on it pleases it."
+        )
         return Verdict(tone, headline.format(rewarder), tuple(details))
     judge = judge_direction(evaluation, confidence)
     details.insert(0, _judge_shares(evaluation, confidence))

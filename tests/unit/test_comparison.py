@@ -8,7 +8,9 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 
-from rlhf_core.report.comparison import Run, draw, table
+from flows.compare import method_overrides
+from rlhf_core.config import ConfigError
+from rlhf_core.report.comparison import Run, draw, methods_table, table
 
 
 def run(algorithm: str, seed: int, end: float) -> Run:
@@ -37,3 +39,21 @@ def test_the_figure_has_a_panel_for_each_algorithm_and_a_line_for_each_seed(tmp_
     assert text.count("<!-- ppo -->") == text.count("<!-- grpo -->") == 1
     # two lines a run and two of the means: 2 * 3 + 2 * 2, of two colours
     assert text.count("stroke: #1f77b4") >= 5 and text.count("stroke: #ff7f0e") >= 5
+
+
+def test_methods_are_compared_by_their_evaluations():
+    def evaluation(before: float, after: float) -> dict:
+        models = {"sft": {"judge_ok": before, "score_mean": 0.0}, "policy": {"judge_ok": after, "score_mean": 1.0}}
+        return {"judge": True, "sampled": models, "greedy": models, "win_rate": {"sampled": {"value": 0.7}}, "kl": {"sampled": 2.0}}
+
+    lines = methods_table([("dpo", evaluation(0.4, 0.6)), ("dpo", evaluation(0.5, 0.8)), ("kto", evaluation(0.4, 0.5))]).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["dpo", "kto"]
+    assert [float(x) for x in lines[2].split("|")[2:-1]] == pytest.approx([2, *[0.45, 0.7, 0.6, 0.8] * 2, 0.7, 2.0])
+
+
+def test_a_method_may_name_its_loss():
+    assert method_overrides("dpo:ipo") == {"alignment.method": "dpo", "dpo.loss": "ipo"}
+    assert method_overrides("rl") == {"alignment.method": "rl"}
+    for wrong in ("ppo", "rl:ipo"):
+        with pytest.raises(ConfigError, match=f"--methods {wrong}: expected one of rl, dpo"):
+            method_overrides(wrong)
