@@ -1,0 +1,98 @@
+"""Our side: the trainers and the loop of the stages, on the DeepSpeed engine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from bench.work import Run, Work
+from rlhf_core.checkpoint import CheckpointStore
+from rlhf_core.config import SftConfig, TrainingConfig
+from rlhf_core.engines.deepspeed_engine import TrainEngine, join_world
+from rlhf_core.models.branches import can_share_prefixes
+from rlhf_core.models.build import load_language_model, load_scalar_model
+from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.wrappers import PolicyModule, ScalarModule
+from rlhf_core.tracking import MetricsLog, Row
+from rlhf_core.trainers.reward import encode_comparisons, reward_phase
+from rlhf_core.trainers.sft import encode_demonstrations, sft_phase
+from rlhf_core.trainers.supervised import LoopSettings, Phase, engine_settings, train_phase
+
+
+class Watch(MetricsLog):
+    """The curves of a run, looked at as they are written."""
+
+    def __init__(self, work: Work, folder: Path, run: Run):
+        super().__init__(
+            folder / "curves.csv",
+            COLUMNS,
+            timings=folder / "timings.csv",
+            tracking=work.params.tracking,
+            run_name=work.method,
+            first_step=0,
+        )
+        self._run = run
+
+    def log(self, row: Row, timings: Row, further: Row | None = None) -> None:
+        super().log({name: value for name, value in row.items() if name in COLUMNS}, timings, further)
+        self._run.losses.append(float(row["loss"]))
+        self._run.ends.append(time.perf_counter())
+
+
+COLUMNS = ("step", "phase", "loss", "learning_rate", "grad_norm")
+
+
+def train(work: Work, folder: Path) -> Run:
+    join_world()
+    run = Run()
+    engine, phase = STARTS[work.method](work)
+    settings = LoopSettings(work.params.seed, checkpoint_every=work.steps + 1, eval_every=work.steps + 1)
+    train_phase(
+        engine,
+        phase,
+        settings,
+        checkpoints=CheckpointStore(folder / "checkpoints"),
+        first_step=0,
+        metrics_log=lambda _: Watch(work, folder, run),
+        stop_requested=lambda: False,
+    )
+    return run
+
+
+def sft(work: Work) -> tuple[TrainEngine, Phase]:
+    params = work.params
+    tokenizer = load_tokenizer(work.model, trust_remote_code=False)
+    train, dropped = encode_demonstrations(work.read_rows(), tokenizer, max_length=params.model.max_length)
+    assert not dropped
+    phase = sft_phase("sft", train, [], **common(work, params.sft, tokenizer.pad_token_id))
+    return TrainEngine(PolicyModule(load_language_model(work.model)), settings(work, params.sft)), phase
+
+
+def reward(work: Work) -> tuple[TrainEngine, Phase]:
+    params = work.params
+    model = load_scalar_model(work.model)
+    rows = [{"id": str(number), **row} for number, row in enumerate(work.read_rows())]
+    comparisons, dropped = encode_comparisons(
+        rows,
+        load_tokenizer(work.model, trust_remote_code=False),
+        max_length=params.model.max_length,
+        shares_prefix=can_share_prefixes(model),
+    )
+    assert not dropped and len(comparisons) == len(rows)
+    section = params.reward
+    phase = reward_phase(
+        comparisons, [], margin=section.margin, centering_coef=section.centering_coef, **common(work, section, model.config.pad_token_id)
+    )
+    return TrainEngine(ScalarModule(model), settings(work, section)), phase
+
+
+def common(work: Work, section: SftConfig | TrainingConfig, pad_id: int) -> dict[str, int]:
+    return {"steps": work.steps, "batch_size": work.batch_size, "pad_id": pad_id, "microbatch_tokens": section.microbatch_tokens}
+
+
+def settings(work: Work, section: TrainingConfig):
+    params = work.params
+    return engine_settings(section, steps=work.steps, learning_rate=section.learning_rate, dtype=params.model.dtype, seed=params.seed)
+
+
+STARTS = {"sft": sft, "reward": reward}
