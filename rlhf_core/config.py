@@ -310,6 +310,23 @@ class ScorerConfig(Section):
         return self
 
 
+def _check_names_and_weights(scorers: list[ScorerConfig]) -> None:
+    names = [s.name for s in scorers]
+    if len(set(names)) < len(names):
+        raise ValueError(f"scorers: expected different names, got {names}; rename one")
+    if taken := [name for name in names if name in RESERVED_NAMES]:
+        raise ValueError(f"scorers: expected names other than {list(RESERVED_NAMES)}, which the curves use, got {taken}; rename them")
+    if not any(s.weight for s in scorers):
+        raise ValueError("scorers: expected one with a weight other than 0, got none; nothing would be learned")
+
+
+def _check_raw_scorers(scorers: list[ScorerConfig]) -> None:
+    """Of a list whose weighted sum only ranks responses."""
+    _check_names_and_weights(scorers)
+    if normalized := [s.name for s in scorers if s.normalization != "none"]:
+        raise ValueError(f"scorers: expected normalization none, got another of {normalized}; scores are only compared here, raw")
+
+
 class OverlongConfig(Section):
     """DAPO's soft penalty: from 0 at max_new_tokens - buffer tokens linearly to `penalty` at max_new_tokens."""
 
@@ -328,13 +345,7 @@ class ScoreConfig(Section):
 
     @model_validator(mode="after")
     def _names_and_weights(self):
-        names = [s.name for s in self.scorers]
-        if len(set(names)) < len(names):
-            raise ValueError(f"scorers: expected different names, got {names}; rename one")
-        if taken := [name for name in names if name in RESERVED_NAMES]:
-            raise ValueError(f"scorers: expected names other than {list(RESERVED_NAMES)}, which the curves use, got {taken}; rename them")
-        if not any(s.weight for s in self.scorers):
-            raise ValueError("scorers: expected one with a weight other than 0, got none; nothing would be learned")
+        _check_names_and_weights(self.scorers)
         return self
 
 
@@ -540,7 +551,7 @@ class DpoConfig(TrainingConfig):
     def _combinations_make_sense(self):
         if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
             raise ValueError(
-                f"label_smoothing: expected 0 with loss {self.loss}, got {self.label_smoothing}; sigmoid (conservative DPO) and robust have it"
+                f"label_smoothing: expected 0 with loss {self.loss}, got {self.label_smoothing}; sigmoid (conservative) and robust have it"
             )
         if self.loss == "robust" and not self.label_smoothing:
             raise ValueError("label_smoothing: expected above 0 with loss robust, got 0; it is the share of flipped labels that is assumed")
@@ -581,11 +592,17 @@ class SamplingConfig(Section):
 
 
 class RejectionSamplingConfig(TrainingConfig):
-    """Best of n by the scorers of rl.reward, then SFT on the best."""
+    """Best of n by the scorers, then SFT on the best; min_score is in units of their weighted sum."""
 
     steps: int = Field(gt=0)
     sampling: SamplingConfig
+    scorers: list[ScorerConfig] = Field(min_length=1)
     min_score: float | None
+
+    @model_validator(mode="after")
+    def _scores_are_raw(self):
+        _check_raw_scorers(self.scorers)
+        return self
 
 
 class ConditionalSftConfig(TrainingConfig):
@@ -632,6 +649,11 @@ class IterativeConfig(Section):
     def _prompts_are_counted(self):
         if self.sampling.prompts is None:
             raise ValueError("sampling.prompts: expected a number of prompts per round, got null; rounds share the pool of prompts")
+        return self
+
+    @model_validator(mode="after")
+    def _scores_are_raw(self):
+        _check_raw_scorers(self.scorers)
         return self
 
 
@@ -714,26 +736,42 @@ class Params(Section):
 
     @model_validator(mode="after")
     def _scorers_exist(self):
-        if not self.reward.enabled:
-            own = [s.name for s in self.rl.reward.scorers if s.kind == "reward_model" and s.path is None]
-            if own:
-                raise ValueError(
-                    f"rl.reward.scorers: expected none of kind reward_model without a path while reward.enabled is false, got {own}"
-                )
-            if self.rl.algorithm == "ppo" and self.rl.ppo.critic_init == "reward_model":
-                raise ValueError(
-                    "rl.ppo.critic_init: expected sft while reward.enabled is false, got reward_model; there is none to start from"
-                )
-        prompted = [s for s in self.data.sources if "prompt" in s.uses]
-        if any(s.kind == "judge" for s in self.rl.reward.scorers) and (others := [s.name for s in prompted if s.kind != "clerk"]):
+        self.check_scorers("rl.reward.scorers", self.rl.reward.scorers)
+        if self.alignment.method == "rejection_sampling":
+            self.check_scorers("rejection_sampling.scorers", self.rejection_sampling.scorers)
+        prompted = [s.name for s in self.data.sources if "prompt" in s.uses]
+        if unknown := set(self.rl.prompt_weights) - set(prompted):
+            raise ValueError(f"rl.prompt_weights: expected sources of prompts, {prompted}, got {sorted(unknown)}; correct the names")
+        return self
+
+    @model_validator(mode="after")
+    def _own_reward_model_exists(self):
+        if self.reward.enabled:
+            return self
+        if self.alignment.method == "rl" and self.rl.algorithm == "ppo" and self.rl.ppo.critic_init == "reward_model":
             raise ValueError(
-                f"rl.reward.scorers: expected no judge for prompts of sources {others}, got one; it only knows the built-in data"
+                "rl.ppo.critic_init: expected sft while reward.enabled is false, got reward_model; there is none to start from"
             )
-        if unknown := set(self.rl.prompt_weights) - {s.name for s in prompted}:
+        if self.alignment.method == "conditional_sft" and self.conditional_sft.label_by == "scores":
             raise ValueError(
-                f"rl.prompt_weights: expected sources of prompts, {[s.name for s in prompted]}, got {sorted(unknown)}; correct the names"
+                "conditional_sft.label_by: expected preference while reward.enabled is false, got scores; they are the reward model's"
             )
         return self
+
+    def check_scorers(self, key: str, scorers: list[ScorerConfig]) -> None:
+        """What a list of scorers at `key` asks for is there: the chain's own reward model, data that the judge knows.
+
+        For every section that is in use; whoever reads `iterative` asks for that one.
+
+        Raises:
+            ValueError: it isn't.
+        """
+        own = [s.name for s in scorers if s.kind == "reward_model" and s.path is None]
+        if own and not self.reward.enabled:
+            raise ValueError(f"{key}: expected none of kind reward_model without a path while reward.enabled is false, got {own}")
+        others = [s.name for s in self.data.sources if "prompt" in s.uses and s.kind != "clerk"]
+        if others and any(s.kind == "judge" for s in scorers):
+            raise ValueError(f"{key}: expected no judge for prompts of sources {others}, got one; it only knows the built-in data")
 
 
 def read_stages(path: Path, params: dict[str, Any]) -> dict[str, dict[str, Any]]:

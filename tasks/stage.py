@@ -27,6 +27,7 @@ from typing import Any
 
 from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params, read_stages, read_yaml
 from rlhf_core.quiet import be_quiet, show_own_log
+from rlhf_core.rounds import read_round_stages
 
 PREPARED = Path("data/prepared")
 TOKENIZER = Path("models/tokenizer")
@@ -63,14 +64,16 @@ class Stage:
 
     Args:
         resumable: the work looks at `stop_requested` and checkpoints; False: SIGTERM ends it where it is.
+        round_number: of iterative DPO, for a stage of rounds/dvc.yaml; None: the stage is one of dvc.yaml.
     Attributes:
         params: the whole, checked params.yaml.
         fingerprint: sha256 over the stage's command, its params and the content of its dependencies.
         scratch: a folder that only this work finds again, outside what DVC deletes; removed when the stage succeeds.
     """
 
-    def __init__(self, name: str, *, resumable: bool = True):
-        self.name = name
+    def __init__(self, name: str, *, resumable: bool = True, round_number: int | None = None):
+        self.name = name if round_number is None else f"{name}@{round_number}"
+        self._round_number = round_number
         self._resumable = resumable
         self._stop = threading.Event()
         be_quiet()
@@ -81,7 +84,7 @@ class Stage:
         signal.signal(signal.SIGTERM, self._on_stop)
         try:
             self.params: Params = load_params()
-            self.fingerprint = fingerprint(self.name)
+            self.fingerprint = fingerprint(self.name, self._round_number)
         except ConfigError as error:
             self._exit(str(error))
         self.scratch = Path("scratch") / self.name / self.fingerprint[:16]
@@ -187,21 +190,36 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def fingerprint(stage: str) -> str:
-    """sha256 over the command, the params and the content of the dependencies of one stage of dvc.yaml.
+def fingerprint(stage: str, round_number: int | None = None) -> str:
+    """sha256 over the command, the params and the content of the dependencies of one stage of dvc.yaml, or of a round's of rounds/dvc.yaml.
 
     Raises:
         ConfigError: a dependency is missing.
     """
     tree = read_yaml(Path("params.yaml"))
-    definition = read_stages(Path("dvc.yaml"), tree)[stage]
+    stages = read_stages(Path("dvc.yaml"), tree) if round_number is None else read_round_stages(round_number)
+    definition = stages[stage]
     digest = hashlib.sha256(definition["cmd"].encode())
-    digest.update(json.dumps({section: tree[section] for section in definition["params"]}, sort_keys=True).encode())
+    digest.update(json.dumps(dict(_tracked(definition["params"], tree)), sort_keys=True).encode())
     for dependency in definition["deps"]:
         for path in _files(Path(dependency), stage):
             with path.open("rb") as file:
                 digest.update(f"{path}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()
+
+
+def _tracked(params: list[str | dict[str, list[str]]], tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a stage's `params` name, and its value: a section of params.yaml, or keys of another file."""
+    for entry in params:
+        if isinstance(entry, str):
+            yield entry, tree[entry]
+            continue
+        for file, keys in entry.items():
+            for key in keys:
+                value: Any = read_yaml(Path(file))
+                for part in key.split("."):
+                    value = value[part]
+                yield f"{file}:{key}", value
 
 
 def _files(path: Path, stage: str) -> Iterator[Path]:
@@ -211,6 +229,28 @@ def _files(path: Path, stage: str) -> Iterator[Path]:
         yield path
     else:
         yield from sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+
+
+def check_gate(gate: dict[str, Any]) -> None:
+    """For a stage that uses the chain's own reward model: what gate_reward wrote must say that it is fit for use.
+
+    Raises:
+        StageFailed: it didn't pass.
+    """
+    if not gate["passed"]:
+        raise StageFailed(f"reward model: expected one that passed the gate, got one that didn't; {gate['message']}")
+
+
+def source_kinds() -> dict[str, str]:
+    """Name of each data source -> its kind."""
+    return {name: source["kind"] for name, source in read_json(PREPARED / "sources.json").items()}
+
+
+def has_labels() -> bool:
+    """Whether any training prompt has the expected answer beside it."""
+    from rlhf_core.data.schema import read_rows
+
+    return any(row["label"] is not None for row in read_rows(PREPARED, "prompt", "train"))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

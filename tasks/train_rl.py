@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import LABEL_SCORERS, RlConfig, ScorerConfig
+from rlhf_core.config import RlConfig, ScorerConfig
 from rlhf_core.data.schema import read_rows
 from tasks.stage import (
     METRICS,
@@ -24,8 +24,11 @@ from tasks.stage import (
     Stage,
     StageFailed,
     StageStopped,
+    check_gate,
+    has_labels,
     publish,
     read_json,
+    source_kinds,
     write_json,
 )
 
@@ -54,44 +57,17 @@ def check_rewards(rl: RlConfig, gate: dict) -> None:
         StageFailed: the chain's own reward model is used and did not pass its gate.
         ValueError: a reward model's folder, a label, a function or a demonstration is missing.
     """
-    from rlhf_core.scorers.text import TextScorers
+    from rlhf_core.scorers.needs import check_scorers, uses_own_reward_model
 
-    if uses_own_reward_model(rl) and not gate["passed"]:
-        raise StageFailed(f"reward model: expected one that passed the gate, got one that didn't; {gate['message']}")
-    for scorer in rl.reward.scorers:
-        folder = model_folder(scorer)
-        if folder is not None and not (folder / "config.json").is_file():
-            raise ValueError(
-                f"scorer {scorer.name}: expected a reward model's folder, got none with a config.json at {folder}; correct its path"
-            )
-    TextScorers(0, rl.reward.scorers, source_kinds())
-    comparing = [scorer.name for scorer in rl.reward.scorers if scorer.kind in LABEL_SCORERS]
-    if comparing and not any(row["label"] is not None for row in read_rows(PREPARED, "prompt", "train")):
-        raise ValueError(
-            f"scorers {comparing}: expected prompts with labels to compare with, got not a single one; map the column `label` of a source"
-        )
+    if starts_critic_from_reward_model(rl) or uses_own_reward_model(rl.reward.scorers):
+        check_gate(gate)
+    check_scorers(rl.reward.scorers, reward_model=REWARD_MODEL, source_kinds=source_kinds(), has_labels=has_labels)
     if rl.ptx.coef > 0 and not ((PREPARED / "sft.parquet").exists() and read_rows(PREPARED, "sft", "train")):
         raise ValueError(f"rl.ptx.coef: expected 0 without demonstrations, got {rl.ptx.coef}; add a source with the use sft")
 
 
-def uses_own_reward_model(rl: RlConfig) -> bool:
-    return starts_critic_from_reward_model(rl) or any(s.kind == "reward_model" and s.path is None for s in rl.reward.scorers)
-
-
 def starts_critic_from_reward_model(rl: RlConfig) -> bool:
     return rl.algorithm == "ppo" and rl.ppo.critic_init == "reward_model"
-
-
-def model_folder(scorer: ScorerConfig) -> Path | None:
-    """Of a reward model, the chain's own or another; None: the scorer is none."""
-    if scorer.kind != "reward_model":
-        return None
-    return REWARD_MODEL if scorer.path is None else Path(scorer.path)
-
-
-def source_kinds() -> dict[str, str]:
-    """Name of each data source -> its kind."""
-    return {name: source["kind"] for name, source in read_json(PREPARED / "sources.json").items()}
 
 
 def run(stage: Stage, output: Path) -> None:
@@ -128,11 +104,11 @@ def run(stage: Stage, output: Path) -> None:
 
 
 def describe(stage: Stage, output: Path):
+    from rlhf_core.scorers.needs import model_folders
     from rlhf_core.trainers.rl_job import RlJob
 
     params = stage.params
     rl = with_absolute_paths(params.rl)
-    folders = {scorer.name: model_folder(scorer) for scorer in rl.reward.scorers}
     return RlJob(
         seed=params.seed,
         model=params.model,
@@ -142,7 +118,7 @@ def describe(stage: Stage, output: Path):
         run_name=f"train_policy-{stage.fingerprint[:8]}",
         prepared=str(PREPARED.resolve()),
         sft_model=str(SFT_MODEL.resolve()),
-        scorer_models={name: str(folder.resolve()) for name, folder in folders.items() if folder is not None},
+        scorer_models={name: str(folder.resolve()) for name, folder in model_folders(rl.reward.scorers, REWARD_MODEL).items()},
         reward_model=str(REWARD_MODEL.resolve()) if starts_critic_from_reward_model(rl) else None,
         work=str(stage.scratch.resolve()),
         output=str(output.resolve()),

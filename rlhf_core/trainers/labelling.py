@@ -9,20 +9,21 @@ scored = ResponseScorer(section.scorers, reward_model=Path("models/reward"), sou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.config import LABEL_SCORERS, ModelConfig, SamplingConfig, ScorerConfig
+from rlhf_core.config import ModelConfig, SamplingConfig, ScorerConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.engines.vllm_engine import Sample, SamplingSettings, VllmEngine, request_seeds
 from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
 from rlhf_core.models.wrappers import ScalarModule
+from rlhf_core.scorers.needs import model_folders
 from rlhf_core.scorers.reward_model import RewardModelInput, score_sequences
 from rlhf_core.scorers.text import TextScorers, score_item
 from rlhf_core.trainers.credit import weighted_score
@@ -182,31 +183,3 @@ class ResponseScorer:
         return score_sequences(
             module, sequences, pad_id=own_tokenizer.pad_token_id, microbatch_tokens=MICROBATCH_TOKENS, device=device()
         ).tolist()
-
-
-def model_folders(scorers: Sequence[ScorerConfig], reward_model: Path) -> dict[str, Path]:
-    """The reward model of each scorer of that kind, by the scorer's name; the chain's own where it names no folder."""
-    return {s.name: reward_model if s.path is None else Path(s.path) for s in scorers if s.kind == "reward_model"}
-
-
-def uses_own_reward_model(scorers: Sequence[ScorerConfig]) -> bool:
-    return any(s.kind == "reward_model" and s.path is None for s in scorers)
-
-
-def check_scorers(scorers: list[ScorerConfig], *, reward_model: Path, source_kinds: dict[str, str], has_labels: Callable[[], bool]) -> None:
-    """What the scorers need is there; nothing is loaded but functions.
-
-    Args:
-        has_labels: whether any prompt has a label; asked only where a scorer compares with it.
-    Raises:
-        ValueError: a reward model's folder, a function or every label is missing.
-    """
-    for name, folder in model_folders(scorers, reward_model).items():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"scorer {name}: expected a reward model's folder, got none with a config.json at {folder}; correct its path")
-    TextScorers(0, scorers, source_kinds)
-    comparing = [s.name for s in scorers if s.kind in LABEL_SCORERS]
-    if comparing and not has_labels():
-        raise ValueError(
-            f"scorers {comparing}: expected prompts with labels to compare with, got not a single one; map the column `label` of a source"
-        )

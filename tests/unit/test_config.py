@@ -193,6 +193,54 @@ def test_a_chain_without_a_reward_model_is_accepted_with_other_scorers():
     assert parse_params(tree).rl.reward.scorers[0].path == "another/model"
 
 
+@pytest.mark.parametrize("section", ["rejection_sampling", "iterative"])
+@pytest.mark.parametrize(
+    ("scorers", "message"),
+    [
+        ([JUDGE | {"normalization": "initial"}], "scorers: expected normalization none, got another of ['judge']"),
+        ([JUDGE, JUDGE], "scorers: expected different names, got ['judge', 'judge']"),
+        ([JUDGE | {"weight": 0.0}], "scorers: expected one with a weight other than 0, got none"),
+    ],
+)
+def test_scorers_that_only_rank_are_raw_and_have_names_and_a_weight(section, scorers, message):
+    with pytest.raises(ConfigError) as error:
+        parse_params(changed(f"{section}.scorers", scorers))
+    assert f"params: {section}.{message}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (
+            "rejection_sampling",
+            "rejection_sampling.scorers: expected none of kind reward_model without a path while reward.enabled is",
+        ),
+        ("conditional_sft", "conditional_sft.label_by: expected preference while reward.enabled is false, got scores"),
+        ("rl", "rl.ppo.critic_init: expected sft while reward.enabled is false"),
+        ("dpo", None),
+        ("kto", None),
+    ],
+)
+def test_only_the_method_that_is_used_needs_a_reward_model(method, message):
+    tree = changed("rl.reward.scorers", [JUDGE])
+    tree["reward"]["enabled"] = False
+    tree["alignment"]["method"] = method
+    if message is None:
+        assert parse_params(tree).alignment.method == method
+    else:
+        with pytest.raises(ConfigError) as error:
+            parse_params(tree)
+        assert f"params: {message}" in str(error.value)
+
+
+def test_whoever_reads_the_scorers_of_rounds_asks_whether_they_exist():
+    tree = changed("rl.reward.scorers", [JUDGE])
+    tree["reward"]["enabled"], tree["alignment"]["method"] = False, "dpo"
+    params = parse_params(tree)
+    with pytest.raises(ValueError, match=r"iterative\.scorers: expected none of kind reward_model"):
+        params.check_scorers("iterative.scorers", params.iterative.scorers)
+
+
 def test_unknown_and_missing_keys_are_all_named():
     tree = read_yaml(DEFAULT)
     tree["rl"]["leraning_rate"] = tree["rl"].pop("learning_rate")
