@@ -17,6 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -110,8 +111,20 @@ def start(command: list[str], log: IO[str] | None = None, **environment: str) ->
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT if log else None,
-        preexec_fn=end_with(os.getpid()),
+        preexec_fn=_listens(end_with(os.getpid())),
     )
+
+
+def _listens(ask: Callable[[], None]) -> Callable[[], None]:
+    """Between fork and exec: `ask`, and SIGINT as usual. A shell starts what it puts into the background with SIGINT ignored, children
+    inherit that, and a Prefect worker then never ends: it answers SIGTERM by a SIGINT to itself.
+    """
+
+    def prepare() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        ask()
+
+    return prepare
 
 
 def stop(child: subprocess.Popen, grace: float = 10.0) -> None:
