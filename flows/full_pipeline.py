@@ -81,7 +81,7 @@ def run(root: Path, overrides: dict[str, Any], name: str | None) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    _show_own_log()
+    show_own_log()
     root = Path.cwd()
     try:
         workspace, overrides, name = prepare(root, parse_arguments(arguments))
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _show_own_log() -> None:
+def show_own_log() -> None:
     """Ours only: Prefect brings handlers of its own, and the root logger would show each HTTP request."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))

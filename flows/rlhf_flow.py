@@ -92,12 +92,12 @@ def rlhf(overrides: Overrides = {}, run: str | None = None) -> State | None:  # 
     results: list[StageResult] = []
     try:
         for stage in order:
-            results.append(_with_retries(stage, params.flow)(stage, str(workspace), params.flow.stage_timeout))
-            _publish_gate(workspace, stage)
+            results.append(with_retries(stage, params.flow)(stage, str(workspace), params.flow.stage_timeout))
+            publish_gate(workspace, stage)
     except StageFailed as failure:
-        _publish_gate(workspace, failure.stage)
+        publish_gate(workspace, failure.stage)
         _finish(workspace, order, results, failed=failure.stage)
-        return _end(workspace, failure)
+        return end_state(workspace, failure)
     _finish(workspace, order, results)
     return None
 
@@ -113,7 +113,7 @@ def _workspace(root: Path, overrides: dict[str, Any], run: str | None) -> Path:
     return root if run is None else prepare_worktree(root, run, overrides)
 
 
-def _with_retries(stage: str, config: FlowConfig):
+def with_retries(stage: str, config: FlowConfig):
     return run_through_dvc.with_options(name=stage, task_run_name=stage, retries=config.retries, retry_delay_seconds=config.retry_delay)
 
 
@@ -122,14 +122,14 @@ def is_gate(stage: str) -> bool:
     return stage.startswith("gate_")
 
 
-def _publish_gate(workspace: Path, stage: str) -> None:
+def publish_gate(workspace: Path, stage: str) -> None:
     verdict = read_metrics(workspace, stage) if is_gate(stage) else None
     if verdict is not None:
         title = "passed" if verdict["passed"] else "rejected" if verdict["needed"] else "not needed"
         create_markdown_artifact(f"# {stage}: {title}\n\n{verdict['message']}", key=stage.replace("_", "-"), description=f"Gate {title}")
 
 
-def _end(workspace: Path, failure: StageFailed) -> State:
+def end_state(workspace: Path, failure: StageFailed) -> State:
     """The state in which a run with a failed stage ends. A rejected gate has one of its own, so that it can be seen and acted on."""
     verdict = read_metrics(workspace, failure.stage) if is_gate(failure.stage) and failure.refused else None
     if verdict is not None and verdict["passed"] is False:

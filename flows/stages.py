@@ -143,6 +143,7 @@ def run_stage(stage: str, workspace: Path, *, timeout: float, on_line: LineHandl
     has STOP_GRACE seconds for its checkpoint and is then killed; when we are killed, the kernel tells DVC and through it the stage.
 
     Args:
+        stage: of dvc.yaml, or as DVC addresses one of another pipeline, such as rounds/dvc.yaml:sample_round@1.
         timeout: seconds.
     Raises:
         StageFailed: it exited with an error, or its time was up.
@@ -215,7 +216,7 @@ class _Said:
 
     def failure(self, stage: str, dvc_code: int) -> StageFailed:
         code = self._exit_code if self._exit_code is not None else dvc_code
-        own = [w for w in self._last_words if w.startswith(f"{stage}:")]
+        own = [w for w in self._last_words if w.startswith(f"{stage.rpartition(':')[2]}:")]
         words = "; ".join(own or self._last_words[-1:]) or "no output"
         return StageFailed(stage, words if own else f"{stage}: exited with {code}: {words}", refused=self._exit_code == REFUSED)
 

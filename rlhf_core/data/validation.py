@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,6 +127,7 @@ def validate(
     *,
     max_length: int,
     reward_model: bool = True,
+    needed: Sequence[tuple[str, str]] = READ_LATER,
     docs: Path | None = None,
 ) -> list[Finding]:
     """Every check of every use. `tables` has those that prepare_data made; `docs`: a folder for the Data Docs.
@@ -135,6 +136,7 @@ def validate(
 
     Args:
         reward_model: whether one is trained, for which there must be preferences.
+        needed: uses and splits in which there must be rows.
     """
     validator, findings, frames = Validator(), [], {}
     for use in (u for u in SCHEMAS if u in tables):
@@ -143,7 +145,7 @@ def validate(
         if all(f.passed for f in schema):
             frames[use] = measure(use, tables[use].to_pylist(), tokenizer)
             findings += validator.run(use, use, frames[use], checks_for(use, frames[use], config, max_length=max_length))
-    findings += validator.run("rows", ALL_USES, _row_counts(tables, reward_model=reward_model), presence_checks())
+    findings += validator.run("rows", ALL_USES, _row_counts(tables, needed, reward_model=reward_model), presence_checks())
     findings += validator.run("splits", ALL_USES, across_uses(frames), leakage_checks())
     if docs is not None:
         _write_docs(validator, docs)
@@ -204,9 +206,9 @@ def _types(use: str, schema: pa.Schema) -> dict[str, str]:
     return {f.name: str(expected[f.name] if f.name in expected and f.type.equals(expected[f.name]) else f.type) for f in schema}
 
 
-def _row_counts(tables: dict[str, pa.Table], *, reward_model: bool) -> pd.DataFrame:
+def _row_counts(tables: dict[str, pa.Table], needed: Sequence[tuple[str, str]], *, reward_model: bool) -> pd.DataFrame:
     """id (`<use>:<split>`) and rows, of what later stages read."""
-    read = [(use, split) for use, split in READ_LATER if reward_model or use != "preference"]
+    read = [(use, split) for use, split in needed if reward_model or use != "preference"]
     splits = {use: table["split"].to_pylist() for use, table in tables.items() if "split" in table.column_names}
     counts = [splits.get(use, []).count(split) for use, split in read]
     return pd.DataFrame({"id": [f"{use}:{split}" for use, split in read], "rows": counts})

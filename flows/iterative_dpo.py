@@ -1,0 +1,69 @@
+"""Rounds of iterative DPO from the command line: python -m flows.iterative_dpo [--rounds 3] [--series NAME] [--set key=value].
+
+Wrong params are refused before Prefect is imported. Exit codes: 0 done, whether the new policies were better or not, 1 a stage failed,
+2 params or workspace refused, 3 the gate rejected the reward model, 4 a round's data was refused, 130 and 143 stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from flows.full_pipeline import FAILED, GATE_REJECTED, INTERRUPTED, REFUSED, show_own_log
+from flows.overrides import check, parse_assignment, read_recipe
+from flows.server import use_server
+from flows.worktree import worktree_path
+from rlhf_core.config import ConfigError
+
+ROUND_REFUSED = 4
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m flows.iterative_dpo", description="Rounds of iterative DPO, one after the other.")
+    parser.add_argument("--rounds", type=int, default=1, help="how many; one that was interrupted counts (default: %(default)s)")
+    parser.add_argument(
+        "--series", default="iterative", metavar="NAME", help="work in the worktree runs/NAME; the same name goes on (default: %(default)s)"
+    )
+    parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="KEY=VALUE", help="override a key of params.yaml")
+    parser.add_argument(
+        "--params", dest="recipes", action="append", default=[], type=Path, metavar="FILE", help="lay a recipe over params.yaml"
+    )
+    return parser.parse_args(arguments)
+
+
+def run(root: Path, overrides: dict[str, Any], rounds: int, series: str) -> int:
+    """The flow, under a Prefect server. Imports Prefect."""
+    use_server(root)
+    from flows.rlhf_flow import GATE_REJECTED as REJECTED
+    from flows.rounds_flow import ROUND_REFUSED as BAD_ROUND
+    from flows.rounds_flow import iterative_dpo
+
+    state = iterative_dpo(overrides, rounds, series, return_state=True)
+    if state.is_completed():
+        return 0
+    print(f"\n{state.name}: {state.message}", file=sys.stderr)
+    return {REJECTED: GATE_REJECTED, BAD_ROUND: ROUND_REFUSED, "Refused": REFUSED}.get(state.name, FAILED)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    show_own_log()
+    root, asked = Path.cwd(), parse_arguments(arguments)
+    try:
+        overrides: dict[str, Any] = {}
+        for recipe in asked.recipes:
+            overrides |= read_recipe(recipe)
+        overrides |= dict(map(parse_assignment, asked.assignments))
+        worktree = worktree_path(root, asked.series)
+        check((worktree if worktree.exists() else root) / "params.yaml", overrides)
+        return run(root, overrides, asked.rounds, asked.series)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

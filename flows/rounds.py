@@ -1,0 +1,194 @@
+"""A series of rounds of iterative DPO in its worktree: which round is next, what it begins with, and what the rounds have shown.
+
+A round's stages are those of rounds/dvc.yaml; this module knows no Prefect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flows.overrides import check
+from flows.stages import stage_order
+from flows.worktree import commit, prepare_worktree, worktree_path
+from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, ScorerConfig, load_params, read_yaml
+from rlhf_core.data.pool import prompts_of_round
+from rlhf_core.data.schema import read_rows
+from rlhf_core.report.rounds import draw, table
+from rlhf_core.rounds import FOLDER, PIPELINE, Pin, PromptsPin, Round, dvc_md5, prompts_hash, read_rounds, round_folder, write_rounds
+
+STAGES = ("sample_round", "validate_round", "train_round", "evaluate_round")
+FIGURE, TABLE = FOLDER / "rounds.svg", FOLDER / "rounds.md"
+GATE, PREPARED, REWARD_MODEL = Path("metrics/gate.json"), Path("data/prepared"), Path("models/reward")
+
+log = logging.getLogger("rlhf.flows")
+
+
+@contextlib.contextmanager
+def series_lock(root: Path, series: str) -> Iterator[None]:
+    """Held as long as a run works on a series; the kernel frees it however the run ends.
+
+    Raises:
+        ConfigError: another run works on it, or the name can't be one.
+    """
+    path = worktree_path(root, series).with_name(f".{series}.lock")
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            other = file.read().strip() or "unknown"
+            raise ConfigError(
+                f"series {series}: expected no other run on it, got one, process {other}; wait for it, or choose another name"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def prepare_series(root: Path, series: str, overrides: dict[str, Any]) -> Path:
+    """The worktree of a series, made or found again.
+
+    Raises:
+        ConfigError: an override is refused, or would change what earlier rounds of the series were made with.
+    """
+    path = worktree_path(root, series)
+    wanted = check((path if path.exists() else root) / "params.yaml", overrides)
+    if path.exists() and read_rounds(path):
+        before, after = (params.model_dump(exclude=set(UNTRACKED_SECTIONS)) for params in (load_params(path / "params.yaml"), wanted))
+        if changed := [section for section in before if before[section] != after[section]]:
+            raise ConfigError(
+                f"series {series}: expected the params that its rounds were made with, got others in {', '.join(changed)}; begin another "
+                "series with --series NAME"
+            )
+    return prepare_worktree(root, series, overrides)
+
+
+def chain_before_rounds(workspace: Path, params: Params) -> list[str]:
+    """The stages of dvc.yaml that come before the first round, in order."""
+    order = stage_order(workspace)
+    last = "train_policy" if params.iterative.start == "policy" else "gate_reward"
+    return order[: order.index(last) + 1]
+
+
+def check_reward_model(workspace: Path, params: Params) -> None:
+    """Raises:
+    ConfigError: the responses would be labelled by the chain's own reward model, and it didn't pass its gate.
+    """
+    gate = _read(workspace / GATE)
+    if any(_is_own(scorer) for scorer in params.iterative.scorers) and not (gate and gate["passed"]):
+        said = gate["message"] if gate else f"{GATE} is missing"
+        raise ConfigError(
+            f"iterative.scorers: expected a reward model that passed its gate, got one that didn't ({said}); make it pass, or take scorers "
+            "that need none (docs/scorers.md)"
+        )
+
+
+def _is_own(scorer: ScorerConfig) -> bool:
+    return scorer.kind == "reward_model" and scorer.path is None
+
+
+def last_round_of_run(workspace: Path, run: str, rounds: int) -> int:
+    """The number of the last round that a run of the flow will work on: the same when the run is retried.
+
+    Args:
+        run: Prefect's id of the run. rounds: how many it was asked for; an unfinished one counts.
+    """
+    note = workspace / "scratch" / "iterative_dpo" / run
+    if not note.exists():
+        finished = sum(is_finished(workspace, number) for number in read_rounds(workspace))
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(str(finished + rounds))
+    return int(note.read_text())
+
+
+def current_round(workspace: Path, params: Params, *, last: int) -> int | None:
+    """The number of the round to work on: the newest if it isn't finished, otherwise a new one, whose entry is written and committed.
+
+    None: round `last` is done.
+    """
+    rounds = read_rounds(workspace)
+    number = len(rounds)
+    if number and not is_finished(workspace, number):
+        return number
+    if number >= last:
+        return None
+    rounds[number + 1] = new_round(workspace, rounds, params)
+    write_rounds(rounds, workspace)
+    commit(workspace, f"Begin round {number + 1} from {rounds[number + 1].policy.path}", [str(FOLDER)])
+    return number + 1
+
+
+def new_round(workspace: Path, rounds: dict[int, Round], params: Params) -> Round:
+    """What the round after those begins with: hashes of what lies in the workspace now."""
+
+    def pin(path: Path | str) -> Pin:
+        return Pin(path=str(path), md5=dvc_md5(workspace / path))
+
+    config, number = params.iterative, len(rounds) + 1
+    start = f"models/{config.start}"
+    accepted = [n for n in rounds if (verdict(workspace, n) or {}).get("accepted")]
+    ids = [row["id"] for row in read_rows(workspace / PREPARED, "prompt", "train")]
+    prompts = prompts_of_round(ids, number, config.sampling.prompts, seed=params.seed)
+    return Round(
+        origin=rounds[1].origin if rounds else pin(start),
+        policy=pin(round_folder(accepted[-1]) / "policy" if accepted else start),
+        reward_models={s.name: pin(s.path or REWARD_MODEL) for s in config.scorers if s.kind == "reward_model"},
+        gate=pin(GATE),
+        prompts=PromptsPin(first=(number - 1) * len(prompts), count=len(prompts), sha256=prompts_hash(prompts)),
+    )
+
+
+def is_finished(workspace: Path, number: int) -> bool:
+    """Whether the round has its verdict and DVC has recorded it."""
+    lock = workspace / PIPELINE.with_suffix(".lock")
+    recorded = lock.exists() and f"{STAGES[-1]}@{number}" in (read_yaml(lock).get("stages") or {})
+    return recorded and verdict(workspace, number) is not None
+
+
+def verdict(workspace: Path, number: int) -> dict[str, Any] | None:
+    """metrics/evaluate.json of a round; None: it has none yet."""
+    return _read(workspace / round_folder(number) / "metrics" / "evaluate.json")
+
+
+def round_stages(number: int) -> list[str]:
+    """DVC's names of a round's stages, in order."""
+    return [f"{PIPELINE}:{stage}@{number}" for stage in STAGES]
+
+
+def results(workspace: Path) -> list[dict[str, Any]]:
+    """The verdict of each finished round, and the figures of its samples under `samples`."""
+    found = []
+    for number in read_rounds(workspace):
+        metrics = verdict(workspace, number)
+        if metrics is not None:
+            samples = _read(workspace / round_folder(number) / "metrics" / "sample.json")
+            found.append({**metrics, "samples": samples})
+    return found
+
+
+def publish(workspace: Path, number: int) -> str:
+    """Figure and table of all rounds into the worktree, and the commit of what this round has shown. Returns the table."""
+    rows = results(workspace)
+    text = table(rows)
+    (workspace / TABLE).write_text(f"# Rounds of {workspace.name}\n\n{text}", encoding="utf-8")
+    try:
+        draw(rows, workspace / FIGURE)
+    except ModuleNotFoundError as error:
+        log.warning("%s: expected matplotlib for the figure, got none (%s); install the extra `compare`", FIGURE, error)
+    commit(workspace, f"Results of round {number}")
+    return text
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, json.JSONDecodeError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    return None

@@ -1,0 +1,98 @@
+"""The flow `iterative-dpo`: rounds of sampling, labelling, training and comparing, each stage a Prefect task that runs it through DVC."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import flow, get_run_logger, runtime
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.client.schemas.objects import State, StateType
+
+from flows.overrides import Overrides
+from flows.rlhf_flow import end_state, publish_gate, with_retries
+from flows.rounds import (
+    FIGURE,
+    chain_before_rounds,
+    check_reward_model,
+    current_round,
+    last_round_of_run,
+    prepare_series,
+    publish,
+    round_stages,
+    series_lock,
+    verdict,
+)
+from flows.stages import StageFailed
+from rlhf_core.config import ConfigError, Params, load_params
+
+ROUND_REFUSED = "RoundRefused"
+
+
+@flow(name="iterative-dpo", persist_result=False)
+def iterative_dpo(overrides: Overrides = {}, rounds: int = 1, series: str = "iterative") -> State | None:  # noqa: B006 (Prefect's form)
+    """Rounds of iterative DPO in the worktree runs/<series>; the same series goes on where it ended.
+
+    A policy that isn't better is not kept, and the next round goes on from the one before. Pairs that fail validation end the run.
+
+    Args:
+        overrides: dotted keys of params.yaml and their values; only before the first round of a series.
+        rounds: how many; one that was interrupted counts.
+        series: the name of the worktree.
+    """
+    root, log = Path.cwd(), get_run_logger()
+    try:
+        if rounds < 1:
+            raise ConfigError(f"rounds: expected at least 1, got {rounds}; say how many")
+        with series_lock(root, series):
+            workspace = prepare_series(root, series, overrides)
+            params = load_params(workspace / "params.yaml")
+            log.info("Workspace: %s", workspace)
+            return _chain(workspace, params) or _rounds(workspace, params, rounds)
+    except ConfigError as error:
+        log.error("%s", error)
+        return State(type=StateType.FAILED, name="Refused", message=str(error))
+
+
+def _chain(workspace: Path, params: Params) -> State | None:
+    """Bring up what the rounds start from; a state where that failed."""
+    try:
+        for stage in chain_before_rounds(workspace, params):
+            _run(stage, workspace, params)
+            publish_gate(workspace, stage)
+    except StageFailed as failure:
+        publish_gate(workspace, failure.stage)
+        return end_state(workspace, failure)
+    check_reward_model(workspace, params)
+    return None
+
+
+def _rounds(workspace: Path, params: Params, rounds: int) -> State | None:
+    """The rounds of this run; a state where one was refused or failed."""
+    log = get_run_logger()
+    last = last_round_of_run(workspace, str(runtime.flow_run.id), rounds)
+    while (number := current_round(workspace, params, last=last)) is not None:
+        try:
+            for stage in round_stages(number):
+                _run(stage, workspace, params)
+        except StageFailed as failure:
+            return end_state(workspace, failure)
+        _show(workspace, number)
+        outcome = verdict(workspace, number)
+        log.info("Round %d: %s: %s", number, "accepted" if outcome["accepted"] else "the policy before it is kept", outcome["reason"])
+        if not outcome["trained"]:
+            return State(type=StateType.FAILED, name=ROUND_REFUSED, message=f"round {number}: {outcome['reason']}")
+    return None
+
+
+def _run(stage: str, workspace: Path, params: Params) -> None:
+    with_retries(stage, params.flow)(stage, str(workspace), params.flow.stage_timeout)
+
+
+def _show(workspace: Path, number: int) -> None:
+    """Table and figure of all rounds so far."""
+    text = publish(workspace, number)
+    print(f"\n{text}", flush=True)
+    create_markdown_artifact(text, key="rounds", description=f"Rounds of {workspace.name}")
+    if (workspace / FIGURE).is_file():
+        path = (workspace / FIGURE).resolve()
+        create_link_artifact(path.as_uri(), link_text=FIGURE.name, key="rounds-figure", description=str(path))

@@ -1,0 +1,115 @@
+"""What a series of rounds of iterative DPO has shown: a table, and a figure.
+
+A row is a round's metrics/evaluate.json with the figures of its samples (metrics/sample.json) under `samples`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+Row = dict[str, Any]
+HEADS = ("round", "from", "pairs", "judge", "greedy", "score", "win rate", "KL", "KL, origin", "verdict")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: per round where it led (held-out prompts, sampled unless said otherwise), and whether its policy was kept."""
+    lines = [
+        (
+            row["round"],
+            row["before"],
+            row["samples"]["pairs"],
+            _change(row, "sampled", "judge_ok"),
+            _change(row, "greedy", "judge_ok"),
+            _change(row, "sampled", "score_mean"),
+            _win_rate(row),
+            *(f"{row['kl'][name]:.2f}" if row["trained"] else "" for name in ("before", "origin")),
+            "accepted" if row["accepted"] else "not better" if row["trained"] else "refused",
+        )
+        for row in rows
+    ]
+    reasons = "".join(f"- Round {row['round']}: {row['reason']}\n" for row in rows)
+    return f"{tabulate(lines, HEADS, tablefmt='github', disable_numparse=True)}\n\n{reasons}"
+
+
+def _change(row: Row, mode: str, key: str) -> str:
+    if not row["trained"] or key not in row[mode]["after"]:
+        return ""
+    return f"{row[mode]['before'][key]:.2f} -> {row[mode]['after'][key]:.2f}"
+
+
+def _win_rate(row: Row) -> str:
+    if not row["trained"]:
+        return ""
+    rate = row["win_rate"]["sampled"]
+    return f"{rate['value']:.3f} ({rate['low']:.3f} to {rate['high']:.3f})"
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Judge (where there is one), score, win rate and KL by round, as an SVG file.
+
+    Raises:
+        ModuleNotFoundError: matplotlib isn't installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "rounds"  # the same figure, the same bytes
+    trained = [row for row in rows if row["trained"]]
+    panels = [("score", _draw_score), ("win rate over the policy before", _draw_win_rate), ("KL, nats per response", _draw_kl)]
+    if any("judge_ok" in row["sampled"]["after"] for row in trained):
+        panels.insert(0, ("judge satisfied", _draw_judge))
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.0), squeeze=False)
+    for axis, (title, draw_panel) in zip(axes[0], panels, strict=True):
+        draw_panel(axis, trained)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("round")
+        axis.set_xticks([0, *(row["round"] for row in rows)])
+        axis.grid(alpha=0.3)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _kept(rows: Sequence[Row], mode: str, key: str) -> tuple[list[int], list[float]]:
+    """What the series stood at after each round: where it began, then each accepted policy."""
+    kept = [row for row in rows if row["accepted"]]
+    start = [(0, rows[0][mode]["before"][key])] if rows else []
+    points = [*start, *((row["round"], row[mode]["after"][key]) for row in kept)]
+    return [round_ for round_, _ in points], [value for _, value in points]
+
+
+def _curve(axis, rows: Sequence[Row], mode: str, key: str, label: str, color: str) -> None:
+    """A line through the policies that were kept, and a cross for each that wasn't."""
+    axis.plot(*_kept(rows, mode, key), marker="o", markersize=4, color=color, label=label)
+    refused = [row for row in rows if not row["accepted"]]
+    axis.plot([r["round"] for r in refused], [r[mode]["after"][key] for r in refused], linestyle="", marker="x", color=color)
+
+
+def _draw_judge(axis, rows: Sequence[Row]) -> None:
+    _curve(axis, rows, "sampled", "judge_ok", "sampled", "tab:blue")
+    _curve(axis, rows, "greedy", "judge_ok", "greedy", "tab:orange")
+
+
+def _draw_score(axis, rows: Sequence[Row]) -> None:
+    _curve(axis, rows, "sampled", "score_mean", "sampled", "tab:blue")
+    _curve(axis, rows, "greedy", "score_mean", "greedy", "tab:orange")
+
+
+def _draw_win_rate(axis, rows: Sequence[Row]) -> None:
+    rates = [row["win_rate"]["sampled"] for row in rows]
+    below, above = [r["value"] - r["low"] for r in rates], [r["high"] - r["value"] for r in rates]
+    axis.errorbar([row["round"] for row in rows], [r["value"] for r in rates], yerr=[below, above], fmt="o", capsize=3, color="tab:blue")
+    axis.axhline(0.5, color="black", linewidth=0.8, linestyle="--")
+
+
+def _draw_kl(axis, rows: Sequence[Row]) -> None:
+    for name, label, color in (("origin", "from the first policy", "tab:blue"), ("before", "from the round's policy", "tab:orange")):
+        axis.plot([row["round"] for row in rows], [row["kl"][name] for row in rows], marker="o", markersize=4, color=color, label=label)

@@ -1,0 +1,52 @@
+"""Stage validate_round of a round of iterative DPO: its pairs must satisfy the expectations that prepared data must satisfy.
+
+    python -m tasks.validate_round <number of the round>
+
+The verdict is in rounds/<n>/metrics/validation.json and the stage ends well either way: a round whose data is refused is a finished
+round, which trains nothing and keeps the policy before it. The flow says so in its state.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pyarrow.parquet as pq
+
+from rlhf_core.rounds import round_folder
+from tasks.stage import PREPARED, TOKENIZER, Stage, write_json
+from tasks.validate_data import load
+
+# The round's pairs, and the prompts beside them: a pair whose prompt is held out would be a leak.
+NEEDED = (("preference", "train"), ("prompt", "test"))
+
+log = logging.getLogger("rlhf")
+
+
+def main() -> None:
+    number = int(sys.argv[1])
+    with Stage("validate_round", resumable=False, round_number=number) as stage:
+        tables = {
+            "preference": pq.read_table(round_folder(number) / "data" / "preference.parquet"),
+            "prompt": pq.read_table(PREPARED / "prompt.parquet"),
+        }
+        logging.getLogger("great_expectations").setLevel(logging.WARNING)
+        from rlhf_core.data.validation import summary, validate  # takes seconds
+
+        params = stage.params
+        config = params.validation.model_copy(update={"min_pairs": params.iterative.min_pairs})
+        tokenizer = load(TOKENIZER, trust_remote_code=params.model.trust_remote_code)
+        findings = validate(tables, tokenizer, config, max_length=params.model.max_length, needed=NEEDED)
+        verdict = summary(findings, tables, max_reported_ids=config.max_reported_ids)
+        messages = [finding.message() for finding in findings if not finding.passed]
+        write_json(round_folder(number) / "metrics" / "validation.json", {**verdict, "messages": messages})
+        for message in messages:
+            log.warning("validate_round@%d: %s", number, message)
+        if messages:
+            log.warning("validate_round@%d: nothing is trained on this data; the round keeps the policy before it", number)
+        else:
+            log.info("%d expectations met by %d pairs", len(findings), tables["preference"].num_rows)
+
+
+if __name__ == "__main__":
+    main()
