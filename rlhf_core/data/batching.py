@@ -31,17 +31,25 @@ def stream_indices(start: int, count: int, *, num_examples: int, seed: int) -> l
     return [int(permutations[p // num_examples][p % num_examples]) for p in positions]
 
 
-def microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+def microbatches(lengths: Sequence[int], *, max_tokens: int, rows: Sequence[int] | None = None) -> list[list[int]]:
     """Cut examples into micro-batches of at most `max_tokens` padded tokens, similar lengths together.
 
     An example longer than the budget gets a micro-batch of its own. Returns lists of positions in `lengths`, each
     position once, the longest first, so that memory peaks at the start.
+
+    Args:
+        lengths: of each example's longest row.
+        rows: how many rows each example has; None: one.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     batches: list[list[int]] = []
+    count = width = 0
     for i in order:
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
+        added = 1 if rows is None else rows[i]
+        if batches and (count + added) * width <= max_tokens:
             batches[-1].append(i)
+            count += added
         else:
             batches.append([i])
+            count, width = added, lengths[i]
     return batches

@@ -34,9 +34,16 @@ class Branches:
 def share_prefix(sequences: list[list[int]]) -> list[Branches]:
     """Sequences as rows, their order kept: one row for all where that pays, else a row for each."""
     shared = shared_row(sequences)
-    if len(sequences) > 1 and len(shared) <= SHARING_PAYS * sum(map(len, sequences)):
-        return [shared]
-    return separate(sequences)
+    return [shared] if _pays(shared) else separate(sequences)
+
+
+def continue_prefix(prefix: list[int], branches: list[list[int]], *, shared: bool = True) -> list[Branches]:
+    """Continuations of a given beginning as rows, their order kept: one row for all where that pays and `shared` allows it.
+
+    Unlike `share_prefix` it never takes more into the common part than the given beginning, so that all of each branch can be asked for.
+    """
+    row = Branches(prefix, branches)
+    return [row] if shared and _pays(row) else [Branches(prefix, [ids]) for ids in branches]
 
 
 def shared_row(sequences: list[list[int]]) -> Branches:
@@ -53,15 +60,26 @@ def separate(sequences: list[list[int]]) -> list[Branches]:
     return [Branches([], [ids]) for ids in sequences]
 
 
-def collate_branches(rows: list[Branches], *, pad_id: int) -> TokenBatch:
-    """Rows padded to [B, T], the last token of each branch selected, row by row."""
+def _pays(row: Branches) -> bool:
+    apart = len(row.prefix) * len(row.branches) + sum(map(len, row.branches))
+    return len(row.branches) > 1 and len(row) <= SHARING_PAYS * apart
+
+
+def collate_branches(rows: list[Branches], *, pad_id: int, every_token: bool = False) -> TokenBatch:
+    """Rows padded to [B, T], the last token of each branch selected, row by row; or every token of each branch.
+
+    Args:
+        every_token: for log-probabilities: the first token of a branch is predicted by the last one of the prefix, which no row may lack.
+    """
     width = max(map(len, rows))
     input_ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
     selected = torch.zeros((len(rows), width), dtype=torch.bool)
     position_ids = torch.zeros((len(rows), width), dtype=torch.long)
+    predicted_by = torch.arange(-1, width - 1).repeat(len(rows), 1)
     segments = torch.full((len(rows), width), -1)  # 0: prefix; 1, 2, ...: branches; -1: padding
     for r, row in enumerate(rows):
         at = len(row.prefix)
+        assert at or not every_token
         input_ids[r, :at] = torch.tensor(row.prefix, dtype=torch.long)
         position_ids[r, :at] = torch.arange(at)
         segments[r, :at] = 0
@@ -70,13 +88,14 @@ def collate_branches(rows: list[Branches], *, pad_id: int) -> TokenBatch:
             input_ids[r, at:end] = torch.tensor(branch, dtype=torch.long)
             position_ids[r, at:end] = torch.arange(len(row.prefix), len(row.prefix) + len(branch))
             segments[r, at:end] = number
-            selected[r, end - 1] = True
+            predicted_by[r, at] = len(row.prefix) - 1
+            selected[r, at if every_token else end - 1 : end] = True
             at = end
     if all(len(row.branches) == 1 for row in rows):  # plain sequences: causal attention needs no mask
         return TokenBatch(input_ids, selected)
     visible = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
     visible &= torch.ones(width, width, dtype=torch.bool).tril()
-    return TokenBatch(input_ids, selected, position_ids, visible[:, None])
+    return TokenBatch(input_ids, selected, position_ids, visible[:, None], predicted_by)
 
 
 @torch.no_grad()

@@ -25,19 +25,27 @@ class TokenBatch:
     selected: [B, T] bool; N of them are True.
     position_ids: [B, T] int64; None: 0 to T - 1 in each row.
     visible: [B, 1, T, T] bool, which tokens (last) each token sees; None: all before it, and itself.
+    predicted_by: [B, T] int64, the position in its row of the token that predicts each selected one; None: the one before it.
     """
 
     input_ids: torch.Tensor
     selected: torch.Tensor
     position_ids: torch.Tensor | None = None
     visible: torch.Tensor | None = None
+    predicted_by: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
-        return TokenBatch(*(x if x is None else x.to(device) for x in (self.input_ids, self.selected, self.position_ids, self.visible)))
+        fields = (self.input_ids, self.selected, self.position_ids, self.visible, self.predicted_by)
+        return TokenBatch(*(x if x is None else x.to(device) for x in fields))
 
     def attention(self) -> dict[str, torch.Tensor]:
         """Arguments for a Hugging Face model; none where attention is plainly causal."""
         return {} if self.visible is None else {"position_ids": self.position_ids, "attention_mask": self.visible}
+
+    def predicting(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and positions [N] of the tokens that predict the selected ones."""
+        rows, columns = self.selected.nonzero(as_tuple=True)
+        return rows, columns - 1 if self.predicted_by is None else self.predicted_by[rows, columns]
 
 
 def collate_tokens(sequences: list[list[int]], starts: list[int], *, pad_id: int, ends: list[int] | None = None) -> TokenBatch:
@@ -93,10 +101,9 @@ class PolicyModule(nn.Module):
             routed: [B, T] bool, the tokens whose router logits are wanted; only of a model with experts.
         """
         routing = {} if routed is None else {"output_router_logits": True}
-        outputs = trunk(self.model)(input_ids=batch.input_ids, use_cache=False, **routing)
-        predicted = batch.selected[:, 1:]
-        logits = self.model.get_output_embeddings()(outputs.last_hidden_state[:, :-1][predicted])
-        ids = batch.input_ids[:, 1:][predicted]
+        outputs = trunk(self.model)(input_ids=batch.input_ids, use_cache=False, **batch.attention(), **routing)
+        logits = self.model.get_output_embeddings()(outputs.last_hidden_state[batch.predicting()])
+        ids = batch.input_ids[batch.selected]
         filtered = top_k is not None or top_p < 1.0
         return PolicyOutput(
             token_logprobs(logits, ids, temperature=temperature),

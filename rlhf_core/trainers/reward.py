@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.algorithms.preference_losses import bradley_terry
+from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.models.branches import Branches, collate_branches, separate, share_prefix
 from rlhf_core.models.tokenizer import encode_conversation
@@ -139,17 +140,7 @@ def score_heldout(
 
 def _parts(comparisons: list[Comparison], microbatch_tokens: int) -> list[list[int]]:
     """Positions of comparisons whose rows, padded together, fit the budget; one that is larger is alone."""
-    parts: list[list[int]] = []
-    count = width = 0
-    for i in sorted(range(len(comparisons)), key=lambda i: (-comparisons[i].longest, i)):
-        comparison = comparisons[i]
-        if parts and (count + len(comparison.rows)) * width <= microbatch_tokens:
-            parts[-1].append(i)
-            count += len(comparison.rows)
-        else:
-            parts.append([i])
-            count, width = len(comparison.rows), comparison.longest
-    return parts
+    return microbatches([c.longest for c in comparisons], max_tokens=microbatch_tokens, rows=[len(c.rows) for c in comparisons])
 
 
 def _points(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> float:
