@@ -504,6 +504,11 @@ class RlConfig(Section):
             )
         if self.dual_clip is not None and self.policy_loss != "ppo_clip":
             raise ValueError(f"dual_clip: expected null with policy_loss {self.policy_loss}, got {self.dual_clip}; it belongs to ppo_clip")
+        if self.lora is not None and self.lora.dropout:
+            raise ValueError(
+                f"lora.dropout: expected 0 in rl, got {self.lora.dropout}; the ratio compares log-probabilities before and after an "
+                "update, and dropout would change them by itself"
+            )
         if self.dynamic_sampling.enabled and self.group_size < 2:
             raise ValueError(
                 f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; a group of one is always "

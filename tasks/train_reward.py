@@ -85,6 +85,7 @@ def comparison_encoder(stage: Stage, model, tokenizer):
 def train(stage: Stage, model, encoder):
     """Returns the engine and the stage's metrics."""
     from rlhf_core.engines.deepspeed_engine import TrainEngine
+    from rlhf_core.models.lora import add_adapters
     from rlhf_core.models.wrappers import ScalarModule
     from rlhf_core.trainers.reward import reward_phase
     from rlhf_core.trainers.supervised import engine_settings, evaluate, train_phase
@@ -103,6 +104,7 @@ def train(stage: Stage, model, encoder):
         centering_coef=config.centering_coef,
     )
     settings = engine_settings(config, steps=phase.steps, learning_rate=config.learning_rate, dtype=params.model.dtype, seed=params.seed)
+    add_adapters(model, config.lora, seed=params.seed)
     engine = TrainEngine(ScalarModule(model), settings)
     train_phase(engine, phase, checkpoints=CheckpointStore(stage.scratch / "reward"), **stage.loop(config, COLUMNS, first_step=0))
     metrics = {"trained": True, "pairs": sum(len(c.pairs) for c in comparisons), "dropped_too_long": dropped, "steps": phase.steps}

@@ -72,6 +72,7 @@ def pretrain(stage: Stage, model, target, tokenizer) -> int:
 def finetune(stage: Stage, model, tokenizer, *, first_step: int):
     """SFT proper. Returns the engine and the stage's metrics."""
     from rlhf_core.engines.deepspeed_engine import TrainEngine
+    from rlhf_core.models.lora import add_adapters
     from rlhf_core.models.wrappers import PolicyModule
     from rlhf_core.trainers.sft import encode_demonstrations, sft_phase
     from rlhf_core.trainers.supervised import engine_settings, evaluate, train_phase
@@ -89,9 +90,12 @@ def finetune(stage: Stage, model, tokenizer, *, first_step: int):
         microbatch_tokens=config.microbatch_tokens,
     )
     settings = engine_settings(config, steps=phase.steps, learning_rate=config.learning_rate, dtype=params.model.dtype, seed=params.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    add_adapters(model, config.lora, seed=params.seed)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     engine = TrainEngine(PolicyModule(model), settings)
     train_phase(engine, phase, checkpoints=CheckpointStore(stage.scratch / "sft"), **stage.loop(config, COLUMNS, first_step=first_step))
-    metrics = {"demonstrations": len(train), "dropped_too_long": dropped, "parameters": sum(p.numel() for p in model.parameters())}
+    metrics = {"demonstrations": len(train), "dropped_too_long": dropped, "parameters": parameters, "trained_parameters": trained}
     if phase.evaluate is not None:
         metrics |= evaluate(engine, phase.evaluate)
     return engine, metrics

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rlhf_core.models.lora import merged_state_dict
+
 RENDEZVOUS_SECONDS = 120
 
 
@@ -125,7 +127,7 @@ class TrainEngine:
         s = self._settings
         decayed = [p for p in module.parameters() if p.requires_grad and p.ndim > 1]
         plain = [p for p in module.parameters() if p.requires_grad and p.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": s.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        groups = [{"params": p, "weight_decay": w} for p, w in ((decayed, s.weight_decay), (plain, 0.0)) if p]  # adapters are all matrices
         if s.offload_optimizer:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -198,12 +200,12 @@ class TrainEngine:
         return self._engine.module
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Full weights on the CPU, under the names of the wrapped Hugging Face model. Collective with ZeRO 3."""
+        """Full weights on the CPU, under the names of the wrapped Hugging Face model, adapters merged. Collective with ZeRO 3."""
         import deepspeed
 
         parameters = list(self.module.parameters())
         with deepspeed.zero.GatheredParameters(parameters, enabled=self._settings.zero_stage == 3):
-            state = {k.removeprefix("model."): v.detach().cpu().clone() for k, v in self.module.state_dict().items()}
+            state = {k.removeprefix("model."): v.detach().cpu().clone() for k, v in merged_state_dict(self.module).items()}
         return state
 
     def save(self, folder: Path, name: str) -> None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import RENDEZVOUS_SECONDS, EngineSettings, TrainEngine, device, equal_count, join_world
 from rlhf_core.models.build import checkpoint_names, load_language_model, load_scalar_model, new_scalar_model, save_model
+from rlhf_core.models.lora import add_adapters, without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch, collate_tokens
 from rlhf_core.scorers.reward_model import score_sequences
@@ -51,11 +52,14 @@ class TrainerRank:
         self._device = device()
         self._language_model = load_language_model(job.sft_model, **how)
         self._experts_per_token = self._balanced_experts()
+        add_adapters(self._language_model, job.rl.lora, seed=job.seed)
         self._policy = TrainEngine(PolicyModule(self._language_model), self._settings(job.rl.learning_rate))
         self._critic = None
         if job.rl.algorithm == "ppo":
             self._critic = TrainEngine(ScalarModule(self._initial_critic(how)), self._settings(job.rl.ppo.critic_learning_rate))
-        self._reference = self._frozen(PolicyModule(load_language_model(job.sft_model, **how))) if job.rl.kl.coef else None
+        self._reference = None
+        if job.rl.kl.coef and not self._adapters_off_is_the_reference:
+            self._reference = self._frozen(PolicyModule(load_language_model(job.sft_model, **how)))
         self._scorers = {name: self._frozen(ScalarModule(load_scalar_model(path, **how))) for name, path in job.scorer_models.items()}
 
     def _initial_critic(self, how: dict[str, Any]) -> PreTrainedModel:
@@ -124,11 +128,23 @@ class TrainerRank:
         seen = {"old_logprobs": policy.logprobs}
         if policy.sampler_logprobs is not None:
             seen["sampler_logprobs"] = policy.sampler_logprobs
-        if self._reference is not None:
-            seen["ref_logprobs"] = self._reference(batch, temperature=rollout.temperature).logprobs
+        if self._job.rl.kl.coef:
+            seen["ref_logprobs"] = self._reference_logprobs(batch)
         if self._critic is not None:
             seen["values"] = self._critic(before(batch))
         return seen
+
+    def _reference_logprobs(self, batch: TokenBatch) -> torch.Tensor:
+        temperature = self._job.rl.rollout.temperature
+        if self._reference is not None:
+            return self._reference(batch, temperature=temperature).logprobs
+        with without_adapters(self._policy.module):
+            return self._policy(batch, temperature=temperature).logprobs
+
+    @property
+    def _adapters_off_is_the_reference(self) -> bool:
+        """The policy without its adapters is the SFT model, so that no second copy is needed, unless the reference is to move."""
+        return self._job.rl.lora is not None and not self._reference_moves
 
     @property
     def _pad_id(self) -> int:

@@ -109,6 +109,7 @@ def test_every_kind_of_scorer_is_accepted_with_what_it_needs():
 
 
 JUDGE = scorer("judge")
+LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,7 @@ JUDGE = scorer("judge")
             "rl.loss_aggregation: expected sequence_mean or auto with policy_loss gspo, got token_mean",
         ),
         ({"rl.policy_loss": "cispo", "rl.dual_clip": 3.0}, "rl.dual_clip: expected null with policy_loss cispo, got 3.0"),
+        ({"rl.lora": LORA | {"dropout": 0.1}}, "rl.lora.dropout: expected 0 in rl, got 0.1"),
         ({"rl.dynamic_sampling.enabled": True}, "rl.dynamic_sampling: expected ppo.group_size of at least 2, got 1"),
         (
             {"rl.reward.overlong": {"buffer": 33, "penalty": 1.0}},

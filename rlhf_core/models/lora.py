@@ -1,0 +1,89 @@
+"""Low-rank adapters (LoRA): a model's matrices stay as they are, and small corrections of them are trained.
+
+    y = W x + (alpha / rank) * B A x        W [out, in], A [rank, in], B [out, rank]
+
+B starts at zero, so that the adapted model starts as the model itself.
+Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlhf_core.config import LoraConfig
+from rlhf_core.models.build import scalar_head
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig | None, *, seed: int) -> None:
+    """Put adapters into a language or scalar model, in place, and freeze all else but a scalar head; None leaves it as it is.
+
+    The model keeps its structure: each adapted linear layer becomes one that holds the old one and its correction.
+
+    Raises:
+        ValueError: target_modules names something that isn't a linear layer of this model, or its head.
+    """
+    if config is None:
+        return
+    settings = PeftLoraConfig(
+        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=_targets(model, config.target_modules)
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(settings, model)
+    for layer in _adapted(model).values():  # new modules are in training mode, whatever the model is in
+        layer.train(model.training)
+    if model.get_output_embeddings() is None:
+        scalar_head(model).requires_grad_(True)
+
+
+def merged_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's weights with every correction added, under the names that it has without adapters; the module itself stays as it is.
+
+    Sums are taken in float32 and rounded once to the weight's own type. Without adapters this is `module.state_dict()`.
+    """
+    state = module.state_dict()
+    for name, layer in _adapted(module).items():
+        base = state[f"{name}.base_layer.weight"]
+        a, b = (state[f"{name}.{matrix}.default.weight"].float() for matrix in ("lora_A", "lora_B"))
+        state[f"{name}.base_layer.weight"] = (base.float() + layer.scaling["default"] * (b @ a)).to(base.dtype)
+    corrections = tuple(f"{name}.lora_" for name in _adapted(module))
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if not name.startswith(corrections)}
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Within it the module computes what it would without its corrections: what it was before training. Not for training."""
+    layers = _adapted(module).values()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def _adapted(module: nn.Module) -> dict[str, LoraLayer]:
+    return {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
+
+
+def _targets(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:
+    """Full names of the layers that get adapters."""
+    language_head = model.get_output_embeddings()
+    head = scalar_head(model) if language_head is None else language_head
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
+    if wanted == "all-linear":
+        return linear
+    targets = {name: [full for full in linear if f".{full}".endswith(f".{name}")] for name in wanted}
+    if unknown := [name for name, found in targets.items() if not found]:
+        known = sorted({full.rpartition(".")[2] for full in linear})
+        raise ValueError(f"lora.target_modules: expected linear layers of the model, among {known}, got {unknown}; correct the names")
+    return sorted({full for found in targets.values() for full in found})
