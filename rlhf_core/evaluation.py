@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from rlhf_core.data.batching import microbatches
-from rlhf_core.data.judge import Judgement
+from rlhf_core.data.judge import JUDGES, Judgement
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.statistics import mean_interval, win_rate_interval
-from rlhf_core.types import Prompt
+from rlhf_core.trainers.labelling import ScoredResponse
 
 ASPECTS = ("correct", "polite", "brief", "safe")
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One model's answer to one prompt.
+class Answer(ScoredResponse):
+    """One model's answer to one prompt, whose ids are of the model's own template.
 
-    score: the raw weighted sum of the scorers' scores (NaN: none); components: each scorer's, by name.
     judgement: the judge's word where there is a judge.
     """
 
-    prompt: Prompt
-    response_ids: list[int]
-    text: str
-    finished: bool
-    score: float
-    components: dict[str, float]
     judgement: Judgement | None
+
+
+def judged(response: ScoredResponse, source_kinds: dict[str, str]) -> Answer:
+    """Args: source_kinds: name of a data source -> its kind, which has a judge or not."""
+    judge = JUDGES.get(source_kinds[response.prompt.source])
+    return Answer(**vars(response), judgement=judge and judge(response.prompt.messages, response.text))
+
+
+def asked_as(answers: list[Answer], others: list[Answer]) -> list[Answer]:
+    """The same answers, to the prompts as the model of `others` is asked them; both are in the prompts' order."""
+    return [replace(answer, prompt=other.prompt) for answer, other in zip(answers, others, strict=True)]
 
 
 def summarize(answers: list[Answer], *, confidence: float) -> dict[str, Any]:
@@ -75,7 +79,7 @@ def win_rate(policy: list[Answer], baseline: list[Answer], *, confidence: float)
 def response_logprobs(
     module: PolicyModule, answers: list[Answer], *, pad_id: int, microbatch_tokens: int, temperature: float, device: torch.device
 ) -> torch.Tensor:
-    """Summed log-probability [len(answers)] of each response under a model."""
+    """Summed log-probability [len(answers)] of each response under a model, after its prompt's ids as they are."""
     sequences = [[*a.prompt.prompt_ids, *a.response_ids] for a in answers]
     sums = torch.zeros(len(answers))
     for part in microbatches([len(s) for s in sequences], max_tokens=microbatch_tokens):
