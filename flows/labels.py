@@ -1,0 +1,148 @@
+"""Labels by people: pairs out for labelling, and labels back in as a source of preferences.
+
+    python -m flows.labels export --round N [--series NAME] | --pairs FILE  --out DIR [--count K] [--seed S]
+    python -m flows.labels import FILE [--export DIR] [--name NAME]
+
+Labels are kept in data/labels by git and not by DVC: they are small, nobody can compute them again, and a run's worktree then has
+them with its commit. What an import has written is never overwritten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import getpass
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from flows.worktree import worktree_path
+from rlhf_core.data.labels import KEY, LabelPair, decide, export_pairs, read_labels, sha256
+from rlhf_core.rounds import round_folder
+
+LABELS = Path("data/labels")
+CONFIDENCE = 0.95
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m flows.labels", description="Labels by people: export pairs, import labels.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    out = commands.add_parser("export", help="pairs for labelling")
+    what = out.add_mutually_exclusive_group(required=True)
+    what.add_argument("--round", type=int, metavar="N", help="pairs of a round of iterative DPO")
+    what.add_argument("--pairs", type=Path, metavar="FILE", help="a Parquet file with id, messages, chosen and rejected (and their scores)")
+    out.add_argument("--series", default="iterative", metavar="NAME", help="whose round (default: %(default)s)")
+    out.add_argument("--out", type=Path, required=True, metavar="DIR")
+    out.add_argument("--count", type=int, metavar="K", help="at most so many pairs, drawn by the seed")
+    out.add_argument("--seed", type=int, default=0)
+    back = commands.add_parser("import", help="labels back in")
+    back.add_argument("file", type=Path, help="pairs.jsonl with choices, or Label Studio's JSON export")
+    back.add_argument("--export", type=Path, metavar="DIR", help="the export that was labelled (default: the file's folder)")
+    back.add_argument("--name", metavar="NAME", help="of the source (default: the export's folder)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    asked = parse_arguments(arguments)
+    try:
+        if asked.command == "export":
+            pairs, origin = read_pairs(asked)
+            number = export_pairs(pairs, asked.out, count=asked.count, seed=asked.seed, origin=origin)
+            print(f"{number} pairs in {asked.out}; keep {KEY} from those who label")
+        else:
+            print(import_labels(asked.file, asked.export or asked.file.parent, asked.name))
+    except (ValueError, OSError) as error:
+        print(f"labels: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def read_pairs(asked: argparse.Namespace) -> tuple[list[LabelPair], str]:
+    """The pairs that were asked for, and where they come from. Rows without both sides are left out.
+
+    Raises:
+        ValueError: the file lacks a column. FileNotFoundError: there is none.
+    """
+    if asked.pairs is not None:
+        rows, origin = pq.read_table(asked.pairs).to_pylist(), str(asked.pairs)
+    else:
+        worktree = worktree_path(Path(), asked.series)
+        folder = (worktree if worktree.exists() else Path()) / round_folder(asked.round) / "data"
+        rows, origin = _rows_of_round(folder), f"round {asked.round} of {asked.series}"
+    if rows and (missing := [c for c in ("id", "messages", "chosen", "rejected") if c not in rows[0]]):
+        raise ValueError(f"{origin}: expected the columns id, messages, chosen and rejected, got none named {', '.join(missing)}")
+    return [
+        LabelPair(
+            *(row[c] for c in ("id", "messages", "chosen", "rejected")), *(_number(row.get(c)) for c in ("chosen_score", "rejected_score"))
+        )
+        for row in rows
+        if row["chosen"] is not None and row["rejected"] is not None
+    ], origin
+
+
+def _rows_of_round(folder: Path) -> list[dict[str, Any]]:
+    """The round's pairs with their scores. Both files are in the order of the prompts, one row for each prompt that gave a pair."""
+    rows = pq.read_table(folder / "preference.parquet").to_pylist()
+    samples = pq.read_table(folder / "samples.parquet", columns=["score", "used_as"]).to_pylist()
+    scores = {use: [s["score"] for s in samples if s["used_as"] == use] for use in ("chosen", "rejected")}
+    return [
+        {**row, "chosen_score": chosen, "rejected_score": rejected}
+        for row, chosen, rejected in zip(rows, scores["chosen"], scores["rejected"], strict=True)
+    ]
+
+
+def _number(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def import_labels(file: Path, export: Path, name: str | None) -> str:
+    """Check the labels and write them to data/labels/<name>.jsonl, their provenance beside them. Returns what to tell the user."""
+    name = name or export.resolve().name
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        raise ValueError(f"name: expected letters, digits, '.', '_' and '-', got {name!r}; choose one with --name")
+    path = LABELS / f"{name}.jsonl"
+    if path.exists():
+        raise ValueError(f"{path}: expected no labels of that name yet, got some; choose another with --name")
+    key = json.loads((export / KEY).read_text(encoding="utf-8"))
+    labels = decide(read_labels(file, key), key, confidence=CONFIDENCE)
+    provenance = {
+        "imported_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "imported_by": getpass.getuser(),
+        "origin": key["origin"],
+        "export_sha256": key["sha256"],
+        "import_sha256": sha256(file),
+        **labels.provenance,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps(provenance, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in labels.rows), encoding="utf-8")
+    return "\n".join([*_told(labels.provenance), _SOURCE.format(name=name, path=path, provenance=path.with_suffix(".json"))])
+
+
+def _told(provenance: dict[str, Any]) -> list[str]:
+    counts = "{pairs_exported} pairs exported, {pairs_labelled} labelled, {pairs_decided} decided, {ties_dropped} ties dropped"
+    lines = [counts.format(**provenance)]
+    for key, what in (("agreement_among_annotators", "annotators agree"), ("agreement_with_scores", "labels agree with the scores")):
+        share = provenance[key]
+        if share["n"]:
+            lines.append(f"{what}: {share['value']:.3f} ({share['low']:.3f} to {share['high']:.3f}, n = {share['n']})")
+    return lines
+
+
+_SOURCE = """\
+To learn from them, commit {path} and {provenance}, and add to data.sources in params.yaml:
+    - name: {name}
+      kind: file
+      uses: [preference]
+      weight: 1.0
+      path: {path}
+      format: preference"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""Pairs for people to label, and their labels as a source of preferences: export and import, as plain values.
+
+An export is a folder with
+    pairs.jsonl          one pair a line: id, prompt, a, b, choice (to be filled in: a, b or tie) and annotator
+    label_studio.json    the same pairs as tasks of Label Studio
+    label_studio.xml     its labelling interface
+    key.json             which side is which, and the reward model's scores: not for those who label
+Sides are in a seeded random order, so that nothing tells which response a model preferred.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.data.schema import Message
+from rlhf_core.statistics import accuracy_with_ties, wilson_interval
+
+PAIRS, TASKS, INTERFACE, KEY = "pairs.jsonl", "label_studio.json", "label_studio.xml", "key.json"
+CHOICES = ("a", "b", "tie")
+NOBODY = "unnamed"  # annotator of a line that names none
+_INTERFACE = """\
+<View>
+  <Header value="Which answer is better?"/>
+  <Text name="prompt" value="$prompt"/>
+  <Header value="a"/>
+  <Text name="a" value="$a"/>
+  <Header value="b"/>
+  <Text name="b" value="$b"/>
+  <Choices name="choice" toName="prompt" choice="single" required="true">
+    <Choice value="a"/>
+    <Choice value="b"/>
+    <Choice value="tie"/>
+  </Choices>
+</View>
+"""
+
+
+@dataclass(frozen=True)
+class LabelPair:
+    """A pair to be labelled. chosen, rejected: as the scores have it; scores None: not known."""
+
+    id: str
+    messages: list[Message]
+    chosen: str
+    rejected: str
+    chosen_score: float | None
+    rejected_score: float | None
+
+
+@dataclass(frozen=True)
+class Label:
+    """One annotator's word on one pair; choice None: not given (yet)."""
+
+    pair: str
+    annotator: str
+    choice: str | None
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What the labels come to.
+
+    rows: decided pairs, for a source of format preference.
+    provenance: counts, annotators, agreement among them and with the reward model.
+    """
+
+    rows: list[dict[str, Any]]
+    provenance: dict[str, Any]
+
+
+def export_pairs(pairs: Sequence[LabelPair], folder: Path, *, count: int | None, seed: int, origin: str) -> int:
+    """Write an export of at most `count` of the pairs (None: all). Returns how many.
+
+    Args:
+        origin: where the pairs come from, for the provenance.
+    Raises:
+        ValueError: there are no pairs, two have one id, or the folder holds an export already.
+    """
+    if not pairs:
+        raise ValueError(f"{origin}: expected pairs to label, got none; choose another round or file")
+    if len({pair.id for pair in pairs}) < len(pairs):
+        raise ValueError(f"{origin}: expected pairs with ids of their own, got some twice; remove repeated pairs")
+    if (folder / KEY).exists():
+        raise ValueError(f"{folder}: expected no export there yet, got one; choose another folder, for its labels need its key")
+    random = np.random.default_rng(seed)
+    picked = [pairs[i] for i in random.permutation(len(pairs))[:count]]
+    swapped = random.integers(2, size=len(picked)).astype(bool).tolist()
+    shown = [_shown(pair, swap) for pair, swap in zip(picked, swapped, strict=True)]
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({**item, "choice": None, "annotator": None}, ensure_ascii=False) + "\n" for item in shown]
+    (folder / PAIRS).write_text("".join(lines), encoding="utf-8")
+    (folder / TASKS).write_text(json.dumps([{"data": item} for item in shown], indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / INTERFACE).write_text(_INTERFACE, encoding="utf-8")
+    sides = [{"a": "rejected" if swap else "chosen", **asdict(pair)} for pair, swap in zip(picked, swapped, strict=True)]
+    key = {"origin": origin, "seed": seed, "pairs": sides, "sha256": sha256(folder / PAIRS)}
+    (folder / KEY).write_text(json.dumps(key, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return len(picked)
+
+
+def _shown(pair: LabelPair, swap: bool) -> dict[str, str]:
+    a, b = (pair.rejected, pair.chosen) if swap else (pair.chosen, pair.rejected)
+    return {"id": pair.id, "prompt": _as_text(pair.messages), "a": a, "b": b}
+
+
+def _as_text(messages: Sequence[Message]) -> str:
+    """One message as it is, several with their roles."""
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
+
+
+def read_labels(path: Path, key: dict[str, Any]) -> list[Label]:
+    """The labels in a file of our JSON lines or an export of Label Studio (JSON), checked against the export's key.
+
+    Raises:
+        ValueError: another format; a pair that wasn't exported or whose texts are others; a choice that is none; or two labels of one
+            annotator for one pair.
+    """
+    text = path.read_text(encoding="utf-8")
+    shown = {side["id"]: _shown(_pair(side), side["a"] == "rejected") for side in key["pairs"]}
+    labels = []
+    for where, item, annotator, choice in _studio(path, text) if text.lstrip().startswith("[") else _lines(path, text):
+        wanted = shown.get(item.get("id"))
+        if wanted is None:
+            raise ValueError(f"{where}: expected a pair of this export, got id {item.get('id')!r}; import the file with its own export")
+        if changed := [name for name in wanted if item.get(name) != wanted[name]]:
+            raise ValueError(f"{where}: expected the texts that were exported, got others in {', '.join(changed)}; label without editing")
+        if choice is not None and choice not in CHOICES:
+            raise ValueError(f"{where}: expected a choice of {', '.join(CHOICES)}, got {choice!r}; correct it")
+        labels.append(Label(item["id"], annotator, choice))
+    twice = [label for label, n in Counter((label.pair, label.annotator) for label in labels).items() if n > 1]
+    if twice:
+        pair, annotator = twice[0]
+        raise ValueError(f"{path}: expected one label of each annotator for a pair, got more of {annotator} for {pair}; keep one")
+    return labels
+
+
+def _pair(side: dict[str, Any]) -> LabelPair:
+    return LabelPair(**{name: value for name, value in side.items() if name != "a"})
+
+
+Found = tuple[str, dict[str, Any], str, str | None]  # where it stands, the pair as shown, annotator, choice
+
+
+def _lines(path: Path, text: str) -> Iterable[Found]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            item = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: expected a line of JSON, got: {error}; correct it") from error
+        if not isinstance(item, dict):
+            raise ValueError(f"{where}: expected an object with id, a, b and choice, got {type(item).__name__}; correct it")
+        yield where, item, str(item.get("annotator") or NOBODY), item.get("choice")
+
+
+def _studio(path: Path, text: str) -> Iterable[Found]:
+    """Every annotation of every task; one that was skipped, and a task without any, is a label without a choice."""
+    try:
+        tasks = json.loads(text)
+        for number, task in enumerate(tasks):
+            where = f"{path}: task {task.get('id', number)}"
+            annotations = task["annotations"]
+            if not annotations:
+                yield where, task["data"], NOBODY, None
+            for annotation in annotations:
+                choices = [r["value"]["choices"] for r in annotation["result"] if r.get("from_name") == "choice"]
+                choice = None if annotation.get("was_cancelled") or not choices else ",".join(choices[0])
+                yield where, task["data"], _annotator(annotation), choice
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: expected Label Studio's JSON export, got {type(error).__name__}: {error}; export it as JSON") from error
+
+
+def _annotator(annotation: dict[str, Any]) -> str:
+    by = annotation.get("completed_by")
+    return str(by.get("email") or by.get("id") if isinstance(by, dict) else by or NOBODY)
+
+
+def decide(labels: Sequence[Label], key: dict[str, Any], *, confidence: float) -> Labels:
+    """The majority's choice of each pair; ties, by choice or by equal votes, are dropped and counted.
+
+    Raises:
+        ValueError: no pair is decided.
+    """
+    votes: dict[str, dict[str, str]] = defaultdict(dict)
+    for label in labels:
+        if label.choice is not None:
+            votes[label.pair][label.annotator] = label.choice
+    sides = {side["id"]: side for side in key["pairs"]}
+    decided = {pair: winner for pair, given in votes.items() if (winner := _majority(given.values())) != "tie"}
+    if not decided:
+        raise ValueError(f"labels: expected at least one pair with a choice, got none of {len(sides)}; label some first")
+    rows = []
+    for pair, winner in decided.items():
+        side = sides[pair]
+        agrees = (side["a"] == "chosen") == (winner == "a")
+        chosen, rejected = ("chosen", "rejected") if agrees else ("rejected", "chosen")
+        rows.append(
+            {"id": pair, "prompt": side["messages"], "chosen": side[chosen], "rejected": side[rejected], "votes": dict(votes[pair])}
+        )
+    provenance = {
+        "pairs_exported": len(sides),
+        "pairs_labelled": len(votes),
+        "pairs_decided": len(decided),
+        "ties_dropped": len(votes) - len(decided),
+        "annotators": dict(sorted(Counter(label.annotator for label in labels if label.choice is not None).items())),
+        "agreement_among_annotators": _agreement(votes.values(), confidence),
+        "agreement_with_scores": _agreement_with_scores(rows, sides, confidence),
+    }
+    return Labels(rows, provenance)
+
+
+def _majority(choices: Iterable[str]) -> str:
+    """The choice with the most votes; tie where none has."""
+    first, *others = Counter(choices).most_common()
+    return "tie" if others and others[0][1] == first[1] else first[0]
+
+
+def _agreement(votes: Iterable[dict[str, str]], confidence: float) -> dict[str, Any]:
+    """Of all pairs of annotators on all pairs of responses, the share that chose the same."""
+    same = [one == other for given in votes for one, other in combinations(given.values(), 2)]
+    low, high = wilson_interval(sum(same), len(same), confidence)
+    return {"value": sum(same) / len(same) if same else None, "low": low, "high": high, "n": len(same)}
+
+
+def _agreement_with_scores(rows: list[dict[str, Any]], sides: dict[str, Any], confidence: float) -> dict[str, Any]:
+    """The share of decided pairs whose chosen response has the higher score, ties half; over pairs whose scores are known."""
+    scores = []
+    for row in rows:
+        side = sides[row["id"]]
+        if side["chosen_score"] is not None and side["rejected_score"] is not None:
+            both = (side["chosen_score"], side["rejected_score"])
+            scores.append(both if row["chosen"] == side["chosen"] else both[::-1])
+    accuracy = accuracy_with_ties([s for s, _ in scores], [s for _, s in scores])
+    low, high = wilson_interval(accuracy.correct, accuracy.n, confidence)
+    return {"value": accuracy.value if accuracy.n else None, "low": low, "high": high, "n": accuracy.n}
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
