@@ -42,10 +42,11 @@ class TokenBatch:
         """Arguments for a Hugging Face model; none where attention is plainly causal."""
         return {} if self.visible is None else {"position_ids": self.position_ids, "attention_mask": self.visible}
 
-    def predicting(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and positions [N] of the tokens that predict the selected ones."""
-        rows, columns = self.selected.nonzero(as_tuple=True)
-        return rows, columns - 1 if self.predicted_by is None else self.predicted_by[rows, columns]
+    def predictions(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the N selected tokens, but for a row's first, which nothing predicts: rows, positions of the predicting tokens, ids."""
+        rows, before = self.selected[:, 1:].nonzero(as_tuple=True)
+        predicted_by = before if self.predicted_by is None else self.predicted_by[rows, before + 1]
+        return rows, predicted_by, self.input_ids[rows, before + 1]
 
 
 def collate_tokens(sequences: list[list[int]], starts: list[int], *, pad_id: int, ends: list[int] | None = None) -> TokenBatch:
@@ -102,8 +103,8 @@ class PolicyModule(nn.Module):
         """
         routing = {} if routed is None else {"output_router_logits": True}
         outputs = trunk(self.model)(input_ids=batch.input_ids, use_cache=False, **batch.attention(), **routing)
-        logits = self.model.get_output_embeddings()(outputs.last_hidden_state[batch.predicting()])
-        ids = batch.input_ids[batch.selected]
+        rows, predicted_by, ids = batch.predictions()
+        logits = self.model.get_output_embeddings()(outputs.last_hidden_state[rows, predicted_by])
         filtered = top_k is not None or top_p < 1.0
         return PolicyOutput(
             token_logprobs(logits, ids, temperature=temperature),
