@@ -155,6 +155,12 @@ class Stage:
             "stop_requested": lambda: self.stop_requested,
         }
 
+    def recent_mean(self, column: str, *, steps: int = 20) -> float:
+        """Of a column of the training curves, over the last steps."""
+        import pandas as pd
+
+        return float(pd.read_csv(self.scratch / "curves.csv")[column].tail(steps).mean())
+
     def _acquire(self) -> None:
         deadline = time.monotonic() + LOCK_DEADLINE
         while True:

@@ -9,6 +9,7 @@ scored = ResponseScorer(section.scorers, reward_model=Path("models/reward"), sou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,3 +184,23 @@ class ResponseScorer:
         return score_sequences(
             module, sequences, pad_id=own_tokenizer.pad_token_id, microbatch_tokens=MICROBATCH_TOKENS, device=device()
         ).tolist()
+
+
+def best_responses(groups: list[list[ScoredResponse]], *, min_score: float | None) -> tuple[list[ScoredResponse], dict[str, int]]:
+    """The finished response with the highest score of each prompt (the first of equals), and how many prompts have none, by reason.
+
+    cut_off: no response is finished. unscored: no finished one has a score. below_min_score: the best one's is lower than that.
+    """
+    kept: list[ScoredResponse] = []
+    dropped = dict.fromkeys(("cut_off", "unscored", "below_min_score"), 0)
+    for group in groups:
+        finished = [r for r in group if r.finished]
+        scored = [r for r in finished if math.isfinite(r.score)]
+        best = max(scored, key=lambda r: r.score, default=None)
+        if best is None:
+            dropped["unscored" if finished else "cut_off"] += 1
+        elif min_score is not None and best.score < min_score:
+            dropped["below_min_score"] += 1
+        else:
+            kept.append(best)
+    return kept, dropped

@@ -1,0 +1,144 @@
+"""Conditional SFT: responses of every quality are learned with their quality in the prompt, and the policy is asked for the wanted one.
+
+As in SteerLM, Dong et al. 2023, https://arxiv.org/abs/2310.05344, with one attribute; the same idea as conditioning on the return in
+Chen et al. 2021, https://arxiv.org/abs/2106.01345.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.data.schema import Message
+from rlhf_core.engines.deepspeed_engine import device
+from rlhf_core.models.build import load_scalar_model
+from rlhf_core.models.tokenizer import encode_conversation, load_tokenizer
+from rlhf_core.models.wrappers import ScalarModule
+from rlhf_core.scorers.reward_model import score_sequences
+from rlhf_core.trainers.supervised import Interrupted
+
+SCORED_AT_ONCE = 4096  # responses; between them a stop can be asked for
+MICROBATCH_TOKENS = 8192
+
+# Goes before a template that it leaves as it is: it rewrites `messages`. Its own last line break isn't printed (trim_blocks).
+_ASKING = """\
+{%- set asked = namespace(last=-1, messages=[]) -%}
+{%- for message in messages -%}{%- if message['role'] == 'user' -%}{%- set asked.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for message in messages -%}
+{%- set content = message['content'] -%}
+{%- if loop.index0 != asked.last or (content is string and content.endswith(ENDINGS)) -%}
+{%- set asked.messages = asked.messages + [message] -%}
+{%- elif content is string -%}
+{%- set asked.messages = asked.messages + [dict(message, content=content + WANTED)] -%}
+{%- else -%}
+{%- set asked.messages = asked.messages + [dict(message, content=content + [{'type': 'text', 'text': WANTED}])] -%}
+{%- endif -%}
+{%- endfor -%}
+{%- set messages = asked.messages %}
+"""
+
+
+@dataclass(frozen=True)
+class RatedResponse:
+    """A response to a conversation, and how often it was preferred to another and another to it."""
+
+    messages: list[Message]
+    text: str
+    wins: int
+    losses: int
+
+
+def rated_responses(rows: list[dict]) -> list[RatedResponse]:
+    """Every distinct response of each conversation, in order of first appearance, from rows with messages, chosen and rejected.
+
+    Unpaired rows count: one side of them is null.
+    """
+    conversations: dict[tuple[str, str], list[Message]] = {}
+    counts: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        conversation = json.dumps(row["messages"])
+        for side, text in enumerate((row["chosen"], row["rejected"])):
+            if text is not None:
+                conversations.setdefault((conversation, text), row["messages"])
+                counts.setdefault((conversation, text), [0, 0])[side] += 1
+    return [RatedResponse(messages, text, *counts[key, text]) for (key, text), messages in conversations.items()]
+
+
+def preference_level(response: RatedResponse) -> int | None:
+    """1: preferred more often than not; 0: less often; None: neither."""
+    return None if response.wins == response.losses else int(response.wins > response.losses)
+
+
+def quantile_borders(scores: list[float], levels: int) -> list[float]:
+    """The `levels` - 1 scores that cut the finite ones into levels of equal size.
+
+    Raises:
+        ValueError: no score is finite.
+    """
+    known = [s for s in scores if math.isfinite(s)]
+    if not known:
+        raise ValueError(f"quality levels: expected scores of {len(scores)} responses, got none; see whether model.max_length is enough")
+    return [float(b) for b in np.quantile(known, [k / levels for k in range(1, levels)])]
+
+
+def score_level(score: float, borders: list[float]) -> int | None:
+    """How many borders the score reaches; None: there is no score."""
+    return bisect.bisect_right(borders, score) if math.isfinite(score) else None
+
+
+def reward_scores(
+    reward_model: Path, responses: list[RatedResponse], *, max_length: int, trust_remote_code: bool, stop_requested: Callable[[], bool]
+) -> list[float]:
+    """A reward model's raw scores; NaN: too long for it.
+
+    Raises:
+        Interrupted: a stop was asked for.
+    """
+    tokenizer = load_tokenizer(str(reward_model), trust_remote_code=trust_remote_code)
+    module = ScalarModule(load_scalar_model(reward_model, trust_remote_code=trust_remote_code)).to(device()).eval()
+    scores: list[float] = []
+    for start in range(0, len(responses), SCORED_AT_ONCE):
+        if stop_requested():
+            raise Interrupted
+        sequences = [encode_conversation(tokenizer, r.messages, r.text)[0] for r in responses[start : start + SCORED_AT_ONCE]]
+        fitting = [ids if len(ids) <= max_length else None for ids in sequences]
+        pad_id = tokenizer.pad_token_id
+        scores += score_sequences(module, fitting, pad_id=pad_id, microbatch_tokens=MICROBATCH_TOKENS, device=device()).tolist()
+    return scores
+
+
+def quality_text(level: int) -> str:
+    """What the last user message ends with."""
+    return f"\n[quality: {level}]"
+
+
+def with_quality(messages: list[Message], level: int) -> list[Message]:
+    """The conversation with a quality asked for at the end of its last user message."""
+    last = max(i for i, message in enumerate(messages) if message["role"] == "user")
+    asked = {**messages[last], "content": messages[last]["content"] + quality_text(level)}
+    return [*messages[:last], asked, *messages[last + 1 :]]
+
+
+def asking_template(template: str, *, levels: int, wanted: int) -> str:
+    """A chat template that asks for the wanted quality by itself; a message that asks for one already keeps its own."""
+    endings = ", ".join(_jinja_string(quality_text(level)) for level in range(levels))
+    return _ASKING.replace("ENDINGS", f"({endings})").replace("WANTED", _jinja_string(quality_text(wanted))) + template
+
+
+def asking_tokenizer(tokenizer: PreTrainedTokenizerBase, *, levels: int, wanted: int) -> PreTrainedTokenizerBase:
+    """A copy whose template asks for the wanted quality, for whoever uses the policy: none of them need know of it."""
+    asking = copy.deepcopy(tokenizer)
+    asking.chat_template = asking_template(tokenizer.chat_template, levels=levels, wanted=wanted)
+    return asking
+
+
+def _jinja_string(text: str) -> str:
+    return "'" + text.replace("\n", "\\n") + "'"

@@ -1,0 +1,185 @@
+"""Stage train_policy: of several responses to each training prompt the best by the scorers, and SFT on those.
+
+Source: RAFT, Dong et al. 2023, https://arxiv.org/abs/2304.06767; rejection sampling fine-tuning in Touvron et al. 2023,
+https://arxiv.org/abs/2307.09288, section 3.2.3.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.data.schema import read_rows
+from tasks.stage import (
+    METRICS,
+    PLOTS,
+    POLICY_MODEL,
+    PREPARED,
+    REWARD_MODEL,
+    SFT_MODEL,
+    Stage,
+    StageFailed,
+    StageStopped,
+    check_gate,
+    has_labels,
+    publish,
+    read_json,
+    source_kinds,
+    write_json,
+)
+
+log = logging.getLogger("rlhf")
+
+SCORED_AT_ONCE = 1024  # prompts; between them the stage can be told to stop
+
+
+def main() -> None:
+    with Stage("train_policy") as stage:
+        check_inputs(stage)
+        from rlhf_core.models.build import save_model
+        from rlhf_core.models.tokenizer import load_tokenizer
+        from rlhf_core.trainers.supervised import Interrupted
+
+        stage.use_threads()
+        tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=stage.params.model.trust_remote_code)
+        groups, too_long = label(stage, tokenizer)
+        try:
+            trained, metrics = train(stage, groups, tokenizer)
+        except Interrupted as stop:
+            raise StageStopped from stop
+        metrics["dropped"]["too_long"] = too_long
+        aside = stage.scratch / "model"
+        save_model(trained.model, trained.engine.state_dict(), tokenizer, aside)
+        publish(aside, POLICY_MODEL)
+        PLOTS.mkdir(exist_ok=True)
+        shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_policy.csv")
+        write_json(METRICS / "train_policy.json", metrics)
+
+
+def check_inputs(stage: Stage) -> None:
+    """What the scorers need is there; nothing expensive has started.
+
+    Raises:
+        StageFailed: the chain's own reward model is asked and did not pass its gate.
+        ValueError: a reward model's folder, a label or a function is missing.
+    """
+    from rlhf_core.scorers.needs import check_scorers, uses_own_reward_model
+
+    scorers = stage.params.rejection_sampling.scorers
+    if uses_own_reward_model(scorers):
+        check_gate(read_json(METRICS / "gate.json"))
+    check_scorers(scorers, reward_model=REWARD_MODEL, source_kinds=source_kinds(), has_labels=has_labels)
+
+
+def label(stage: Stage, tokenizer) -> tuple[list, int]:
+    """Every prompt's scored responses, and how many prompts are too long to leave room for one."""
+    from rlhf_core.trainers.labelling import choose_prompts
+
+    params, config = stage.params, stage.params.rejection_sampling.sampling
+    rows = read_rows(PREPARED, "prompt", "train")
+    longest = params.model.max_length - config.max_new_tokens
+    fitting = choose_prompts(rows, tokenizer, longest=longest, count=None, seed=params.seed)
+    prompts = fitting[: config.prompts]
+    samples = kept(stage.scratch / "samples.pickle", lambda: sample(stage, prompts))
+    return kept(stage.scratch / "scored.pickle", lambda: score(stage, prompts, samples, tokenizer)), len(rows) - len(fitting)
+
+
+def kept(path: Path, make: Callable[[], Any]) -> Any:
+    """What an earlier run of this very work has made, or else made now; written aside and renamed."""
+    if not path.exists():
+        aside = path.with_suffix(".tmp")
+        aside.write_bytes(pickle.dumps(make()))
+        aside.replace(path)
+    return pickle.loads(path.read_bytes())
+
+
+def sample(stage: Stage, prompts: list) -> list[list]:
+    from rlhf_core.trainers.labelling import SamplingStopped, sample_responses
+
+    params, config = stage.params, stage.params.rejection_sampling.sampling
+    log.info("train_policy: sampling %d responses to each of %d prompts", config.samples_per_prompt, len(prompts))
+    try:
+        return sample_responses(
+            str(SFT_MODEL),
+            prompts,
+            config,
+            model=params.model,
+            threads=params.cluster.threads,
+            seed=params.seed,
+            stop_requested=lambda: stage.stop_requested,
+        )
+    except SamplingStopped as stop:
+        raise StageStopped from stop
+
+
+def score(stage: Stage, prompts: list, samples: list[list], tokenizer) -> list[list]:
+    from rlhf_core.trainers.labelling import ResponseScorer
+
+    params = stage.params
+    scorer = ResponseScorer(params.rejection_sampling.scorers, reward_model=REWARD_MODEL, source_kinds=source_kinds(), model=params.model)
+    scored: list[list] = []
+    for start in range(0, len(prompts), SCORED_AT_ONCE):
+        if stage.stop_requested:
+            raise StageStopped
+        part = slice(start, start + SCORED_AT_ONCE)
+        scored += scorer(prompts[part], samples[part], tokenizer)
+    return scored
+
+
+def train(stage: Stage, groups: list[list], tokenizer):
+    """SFT on each prompt's best response, token by token as it was sampled. Returns what was trained and the stage's metrics."""
+    from rlhf_core.engines.deepspeed_engine import join_world
+    from rlhf_core.trainers.finetune import COLUMNS, finetune
+    from rlhf_core.trainers.labelling import best_responses
+    from rlhf_core.trainers.sft import Demonstration
+
+    params, config = stage.params, stage.params.rejection_sampling
+    best, dropped = best_responses(groups, min_score=config.min_score)
+    log.info("train_policy: the best responses of %d prompts are kept, none of %s", len(best), dropped)
+    if not best:
+        raise StageFailed(f"rejection sampling: expected responses to train on, got none for {len(groups)} prompts: {dropped}")
+    join_world()
+    trained = finetune(
+        SFT_MODEL,
+        [Demonstration([*r.prompt.prompt_ids, *r.response_ids], len(r.prompt.prompt_ids)) for r in best],
+        heldout_demonstrations(stage, tokenizer),
+        config,
+        pad_id=tokenizer.pad_token_id,
+        model=params.model,
+        scratch=stage.scratch,
+        loop=stage.loop(config, COLUMNS, first_step=0),
+    )
+    counts = {"method": "rejection_sampling", "prompts": len(groups), "kept": len(best), "dropped": dropped}
+    return trained, {**counts, **score_means(groups, best), "loss": stage.recent_mean("loss"), **trained.metrics}
+
+
+def heldout_demonstrations(stage: Stage, tokenizer) -> list:
+    """The validation split's, where the data has demonstrations: how far the policy has gone from them."""
+    from rlhf_core.trainers.sft import encode_demonstrations
+
+    if not (PREPARED / "sft.parquet").exists():
+        return []
+    return encode_demonstrations(read_rows(PREPARED, "sft", "validation"), tokenizer, max_length=stage.params.model.max_length)[0]
+
+
+def score_means(groups: list[list], best: list) -> dict[str, float]:
+    """Means of the weighted sum and of each scorer, of all responses and of the best, over what could be scored."""
+    import numpy as np
+
+    def mean(scores: list[float]) -> float:
+        known = np.array(scores)[np.isfinite(scores)]
+        return float(known.mean()) if len(known) else float("nan")
+
+    means = {}
+    for prefix, responses in (("score", [r for group in groups for r in group]), ("best_score", best)):
+        means[f"{prefix}_mean"] = mean([r.score for r in responses])
+        means |= {f"{prefix}_{name}": mean([r.components[name] for r in responses]) for name in best[0].components}
+    return means
+
+
+if __name__ == "__main__":
+    main()
