@@ -1,0 +1,37 @@
+"""Stage train_policy with method kto: the policy learns from single responses marked good or bad; reward model and gate play no part."""
+
+from __future__ import annotations
+
+import shutil
+
+from rlhf_core.data.schema import read_rows
+from tasks.stage import METRICS, PLOTS, POLICY_MODEL, PREPARED, SFT_MODEL, Stage, StageStopped, publish, write_json
+
+
+def main() -> None:
+    with Stage("train_policy") as stage:
+        from rlhf_core.engines.deepspeed_engine import join_world
+        from rlhf_core.models.build import save_model
+        from rlhf_core.trainers.preference import COLUMNS, PreferenceRun, train_on_examples
+        from rlhf_core.trainers.supervised import Interrupted
+
+        params = stage.params
+        stage.use_threads()
+        join_world()
+        loop = stage.loop(params.kto, COLUMNS, first_step=0)
+        run = PreferenceRun(SFT_MODEL, params.kto.steps, params.model, stage.scratch, loop)
+        rows = {split: read_rows(PREPARED, "preference", split) for split in ("train", "validation")}
+        try:
+            trained = train_on_examples(rows["train"], rows["validation"], params.kto, run)
+        except Interrupted as stop:
+            raise StageStopped from stop
+        aside = stage.scratch / "model"
+        save_model(trained.model, trained.engine.state_dict(), trained.tokenizer, aside)
+        publish(aside, POLICY_MODEL)
+        PLOTS.mkdir(exist_ok=True)
+        shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_policy.csv")
+        write_json(METRICS / "train_policy.json", {"method": "kto", **trained.metrics})
+
+
+if __name__ == "__main__":
+    main()
