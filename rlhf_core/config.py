@@ -28,6 +28,13 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
         *("dpo", "kto", "rejection_sampling", "conditional_sft", "evaluation", "report"),
     ),
 }
+# The same of rounds/dvc.yaml, whose stages each round of iterative DPO has.
+ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
+    "sample_round": ("seed", "model", "reward", "iterative"),
+    "validate_round": ("validation", "model", "iterative"),
+    "train_round": ("seed", "model", "dpo", "iterative"),
+    "evaluate_round": ("seed", "model", "iterative", "evaluation"),
+}
 # Sections that change no result: no stage depends on them.
 UNTRACKED_SECTIONS = ("cluster", "tracking", "flow")
 

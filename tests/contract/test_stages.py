@@ -1,18 +1,30 @@
-"""dvc.yaml, params.yaml, the code and the flow say the same about the chain."""
+"""dvc.yaml, rounds/dvc.yaml, params.yaml, the code and the flows say the same about the chain and about a round of iterative DPO."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from ruamel.yaml import YAML
 
+from flows import rounds
 from flows.rlhf_flow import is_gate
 from flows.stages import stage_order
 from flows.summary import KEY_FIGURES, REPORT
-from rlhf_core.config import STAGE_SECTIONS, UNTRACKED_SECTIONS, Method, Params, load_params, read_stages
+from rlhf_core.config import (
+    ROUND_STAGE_SECTIONS,
+    STAGE_SECTIONS,
+    UNTRACKED_SECTIONS,
+    Method,
+    Params,
+    fill_in,
+    load_params,
+    read_stages,
+)
+from rlhf_core.rounds import PIPELINE, ROUNDS_FILE, read_rounds
 
 sys.path.insert(0, str(Path(__file__).parent))
 from imports import ROOT, closure
@@ -20,6 +32,9 @@ from imports import ROOT, closure
 METHODS = get_args(Method)
 CHAINS = {method: read_stages(ROOT / "dvc.yaml", {"alignment": {"method": method}}) for method in METHODS}  # method -> stages
 STAGES = CHAINS["rl"]
+ENTRY = {"key": "1", "item": {"policy": {"path": "models/sft"}}, "rounds": "rounds"}  # what of rounds.yaml the pipeline asks for
+_PIPELINE = YAML(typ="safe", pure=True).load(fill_in((ROOT / PIPELINE).read_text(), ENTRY))
+ROUND_STAGES = {stage: definition["do"] for stage, definition in _PIPELINE["stages"].items()}
 ALL = [(method, stage) for method in METHODS for stage in STAGES if method == "rl" or stage == "train_policy"]
 
 # Code that runs in a stage and yet is no dependency of it, because it doesn't decide what comes out. A change of it that does
@@ -42,9 +57,11 @@ def test_the_flow_runs_the_stages_of_dvc_yaml_in_the_order_of_the_design():
 
 def test_every_stage_has_a_module_and_every_module_a_stage():
     modules = {p.stem for p in (ROOT / "tasks").glob("*.py")} - {"__init__", "stage"}
-    assert modules == {module(method, stage) for method, stage in ALL}
+    assert modules == {module(method, stage) for method, stage in ALL} | set(ROUND_STAGES)
     for method, stage in ALL:
         assert CHAINS[method][stage]["cmd"] == f"exec python -m tasks.{module(method, stage)}"
+    for stage, definition in ROUND_STAGES.items():
+        assert definition["cmd"] == f"exec python -m tasks.{stage} 1"
 
 
 def module(method: str, stage: str) -> str:
@@ -55,6 +72,10 @@ def test_sections_of_params_are_those_of_the_stages():
     for method, stage in ALL:
         assert CHAINS[method][stage]["params"] == [method if s == "${alignment.method}" else s for s in STAGE_SECTIONS[stage]]
     tracked = {section for method, stage in ALL for section in CHAINS[method][stage]["params"]}
+    for stage, definition in ROUND_STAGES.items():
+        sections = [entry for entry in definition["params"] if isinstance(entry, str)]
+        assert sections == list(ROUND_STAGE_SECTIONS[stage])
+        tracked |= set(sections)
     assert tracked | set(UNTRACKED_SECTIONS) == set(Params.model_fields) and not tracked & set(UNTRACKED_SECTIONS)
     assert set(YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text())) == set(Params.model_fields)
     load_params(ROOT / "params.yaml")
@@ -69,12 +90,25 @@ def test_dependencies_cover_the_code_that_a_stage_runs(method, stage):
     assert missing == set(), f"add to deps of {stage} in dvc.yaml"
 
 
+@pytest.mark.parametrize("stage", ROUND_STAGES)
+def test_dependencies_cover_the_code_that_a_stage_of_a_round_runs(stage):
+    declared = [ROOT / d for d in ROUND_STAGES[stage]["deps"]]
+    needed = closure(ROOT / f"tasks/{stage}.py", {ROOT / path for path in FRAME})
+    missing = {str(p.relative_to(ROOT)) for p in needed if not any(d == p or d in p.parents for d in declared)}
+    assert missing == set(), f"add to deps of {stage} in {PIPELINE}"
+    assert_used(stage, ROUND_STAGES[stage]["deps"], closure(ROOT / f"tasks/{stage}.py", set()))
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_dependencies_on_code_exist_and_are_used(stage):
     """Used by at least one of the ways to the policy."""
     ways = [method for method, s in ALL if s == stage]
     needed = set().union(*(closure(ROOT / f"tasks/{module(method, stage)}.py", set()) for method in ways))
-    for dependency in {d for method in ways for d in CHAINS[method][stage]["deps"]}:
+    assert_used(stage, {d for method in ways for d in CHAINS[method][stage]["deps"]}, needed)
+
+
+def assert_used(stage: str, dependencies: Iterable[str], needed: set[Path]) -> None:
+    for dependency in dependencies:
         path = ROOT / dependency
         if dependency.startswith(("tasks/", "rlhf_core/")):
             assert path.exists(), dependency
@@ -83,11 +117,19 @@ def test_dependencies_on_code_exist_and_are_used(stage):
 
 def test_outs_keep_the_run_cache():
     """`persist`, or a plain out with `cache: false`, turns DVC's run cache off; metrics and plots stay in git."""
-    for name, stage in STAGES.items():
+    for name, stage in {**STAGES, **ROUND_STAGES}.items():
         assert all(isinstance(out, str) for out in stage.get("outs", [])), name
         for entry in [*stage.get("metrics", []), *stage.get("plots", [])]:
             (options,) = entry.values()
             assert options["cache"] is False, name
+
+
+def test_the_pipeline_of_rounds_is_the_flows_and_starts_empty():
+    """All stages of a round come from its entry, and work in the project's folder."""
+    assert tuple(ROUND_STAGES) == rounds.STAGES
+    for definition in _PIPELINE["stages"].values():
+        assert definition["foreach"] == "rounds" and definition["do"]["wdir"] == ".."
+    assert _PIPELINE["vars"] == [ROUNDS_FILE.name] and read_rounds(ROOT) == {}
 
 
 def test_the_table_knows_the_stages():
