@@ -1,0 +1,209 @@
+"""Rounds of iterative DPO without running one: the rounds file, hashes, which round is next, verdicts, figures."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from flows import rounds as series
+from rlhf_core.config import ConfigError, PromotionConfig, load_params
+from rlhf_core.data.schema import write_rows
+from rlhf_core.report.rounds import draw, table
+from rlhf_core.rounds import Pin, dvc_md5, read_round_stages, read_rounds, round_folder, write_rounds
+from tasks.evaluate_round import judge_difference, verdict
+from tasks.stage import fingerprint, write_json
+
+ROOT = Path(__file__).parents[2]
+
+
+def md5(text: str) -> str:
+    return hashlib.md5(text.encode()).hexdigest()
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch) -> Path:
+    """A git repository with what rounds begin with: prompts, models, a passed gate."""
+    for name in ("params.yaml", "rounds/dvc.yaml", "rounds/rounds.yaml", ".gitignore"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    params = YAML(typ="safe", pure=True).load((tmp_path / "params.yaml").read_text())
+    params["iterative"]["sampling"]["prompts"] = 4
+    with (tmp_path / "params.yaml").open("w") as file:
+        YAML(typ="safe", pure=True).dump(params, file)
+    for model in ("sft", "reward", "policy"):
+        (tmp_path / "models" / model).mkdir(parents=True)
+        (tmp_path / "models" / model / "weights").write_text(model)
+    write_json(tmp_path / "metrics/gate.json", {"passed": True, "message": "fine"})
+    rows = [{"id": f"p{i}", "source": "clerk", "split": "train", "messages": [], "label": None} for i in range(10)]
+    write_rows(tmp_path / "data/prepared", "prompt", rows)
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def finish(workspace: Path, number: int, *, accepted: bool) -> None:
+    """As if the round's stages had run."""
+    folder = workspace / round_folder(number)
+    (folder / "policy").mkdir(parents=True)
+    (folder / "policy" / "weights").write_text(f"round {number}")
+    write_json(folder / "metrics" / "evaluate.json", {"round": number, "accepted": accepted})
+    lock = {"stages": {f"evaluate_round@{n}": {} for n in range(1, number + 1)}}
+    with (workspace / "rounds/dvc.lock").open("w") as file:
+        YAML(typ="safe", pure=True).dump(lock, file)
+
+
+def test_hashes_are_those_of_dvc(tmp_path):
+    (tmp_path / "folder/b").mkdir(parents=True)
+    (tmp_path / "folder/b/x").write_text("one")
+    (tmp_path / "folder/a").write_text("two")
+    assert dvc_md5(tmp_path / "folder/a") == md5("two")
+    listing = f'[{{"md5": "{md5("two")}", "relpath": "a"}}, {{"md5": "{md5("one")}", "relpath": "b/x"}}]'
+    assert dvc_md5(tmp_path / "folder") == md5(listing) + ".dir"
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    for command in (["init", "--quiet"], ["add", "--quiet", "folder"]):
+        subprocess.run([sys.executable, "-m", "dvc", *command], cwd=tmp_path, check=True)
+    assert dvc_md5(tmp_path / "folder") in (tmp_path / "folder.dvc").read_text()
+
+
+def test_rounds_follow_each_other_from_the_last_accepted_policy(workspace):
+    params = load_params("params.yaml")
+    assert read_rounds() == {} and series.current_round(workspace, params, last=1) == 1
+    assert series.current_round(workspace, params, last=1) == 1  # it isn't finished
+    finish(workspace, 1, accepted=True)
+    assert series.current_round(workspace, params, last=1) is None
+    assert series.current_round(workspace, params, last=3) == 2
+    finish(workspace, 2, accepted=False)
+    assert series.current_round(workspace, params, last=3) == 3
+    rounds = read_rounds()
+    assert [entry.policy.path for entry in rounds.values()] == ["models/sft", "rounds/1/policy", "rounds/1/policy"]
+    assert [entry.origin.path for entry in rounds.values()] == ["models/sft"] * 3
+    assert [(entry.prompts.first, entry.prompts.count) for entry in rounds.values()] == [(0, 4), (4, 4), (8, 4)]
+    assert len({entry.prompts.sha256 for entry in rounds.values()}) == 3
+    log = subprocess.run(["git", "log", "--format=%s"], cwd=workspace, check=True, capture_output=True, text=True).stdout
+    assert log.splitlines()[0] == "Begin round 3 from rounds/1/policy"
+
+
+def test_a_retried_run_ends_where_it_would_have_ended(workspace):
+    params = load_params("params.yaml")
+    assert series.last_round_of_run(workspace, "one", 2) == 2
+    series.current_round(workspace, params, last=2)
+    assert series.last_round_of_run(workspace, "other", 2) == 2  # the unfinished round counts
+    finish(workspace, 1, accepted=True)
+    assert series.last_round_of_run(workspace, "one", 2) == 2
+    assert series.last_round_of_run(workspace, "later", 2) == 3
+
+
+def test_a_round_that_dvc_has_not_recorded_is_not_finished(workspace):
+    series.current_round(workspace, load_params("params.yaml"), last=1)
+    write_json(workspace / "rounds/1/metrics/evaluate.json", {"accepted": True})
+    assert not series.is_finished(workspace, 1)
+
+
+def test_a_round_refuses_inputs_that_it_did_not_begin_with(workspace):
+    series.current_round(workspace, load_params("params.yaml"), last=1)
+    entry = read_rounds()[1]
+    entry.check(1)
+    (workspace / "models/reward/weights").write_text("another")
+    with pytest.raises(ValueError, match=r"models/reward: expected what round 1 began with, md5 \w+\.dir, got \w+\.dir; bring it back"):
+        entry.check(1)
+    (workspace / "metrics/gate.json").unlink()
+    with pytest.raises(ValueError, match=r"metrics/gate.json: .* got nothing"):
+        entry.check(1)
+
+
+def test_the_reward_model_must_have_passed_its_gate(workspace):
+    params = load_params("params.yaml")
+    series.check_reward_model(workspace, params)
+    write_json(workspace / "metrics/gate.json", {"passed": False, "message": "accuracy 0.6"})
+    with pytest.raises(ConfigError, match=r"passed its gate, got one that didn't \(accuracy 0.6\); make it pass, or take scorers"):
+        series.check_reward_model(workspace, params)
+
+
+def test_a_series_is_worked_on_by_one_run_at_a_time(tmp_path):
+    other = pytest.raises(ConfigError, match="series one: expected no other run on it")
+    with series.series_lock(tmp_path, "one"), series.series_lock(tmp_path, "two"), other, series.series_lock(tmp_path, "one"):
+        pass
+    with series.series_lock(tmp_path, "one"):
+        pass
+    with pytest.raises(ConfigError, match="run name"), series.series_lock(tmp_path, "../one"):
+        pass
+
+
+def test_the_rounds_file_is_read_as_it_was_written_and_a_broken_one_refused(workspace):
+    series.current_round(workspace, load_params("params.yaml"), last=1)
+    rounds = read_rounds()
+    write_rounds(rounds)
+    assert read_rounds() == rounds
+    write_rounds({2: rounds[1]})
+    with pytest.raises(ConfigError, match=r"expected rounds 1, 2, 3 and so on, got \[2\]"):
+        read_rounds()
+    Path("rounds/rounds.yaml").write_text("rounds: {'1': {policy: models/sft}}")
+    with pytest.raises(ConfigError, match="expected an entry for each round"):
+        read_rounds()
+
+
+def test_a_stage_of_a_round_knows_its_work_by_what_the_round_began_with(workspace):
+    params = load_params("params.yaml")
+    series.current_round(workspace, params, last=1)
+    stages = read_round_stages(1)
+    assert list(stages) == [f"{stage}@1" for stage in series.STAGES]
+    assert stages["train_round@1"]["outs"] == ["rounds/1/policy"] and "models/sft" in stages["train_round@1"]["deps"]
+    for path in stages["train_round@1"]["deps"]:
+        (workspace / path).parent.mkdir(parents=True, exist_ok=True)
+        if not (workspace / path).exists():
+            (workspace / path).write_text("there")
+    first = fingerprint("train_round@1", 1)
+    assert fingerprint("train_round@1", 1) == first
+    rounds = read_rounds()
+    other = rounds[1].model_copy(update={"gate": Pin(path="metrics/gate.json", md5="0")})
+    write_rounds({1: other})
+    assert fingerprint("train_round@1", 1) != first
+
+
+def metrics(low: float) -> dict:
+    rate = {"value": 0.6, "low": low, "high": 0.7, "ties": 0, "n": 100}
+    return {"win_rate": {"sampled": rate}, "judge_difference": {"sampled": {"value": 0.1, "low": 0.02, "high": 0.18}}}
+
+
+def test_a_policy_is_kept_if_the_lower_end_is_above_the_bar():
+    by_wins = PromotionConfig(metric="win_rate", confidence=0.95, min_advantage=0.0)
+    kept, not_kept = verdict(metrics(0.51), by_wins), verdict(metrics(0.5), by_wins)
+    assert kept["accepted"] and not not_kept["accepted"]  # 0.51 - 0.5 > 0; 0.5 - 0.5 isn't
+    assert kept["advantage"]["value"] == pytest.approx(0.1) and kept["advantage"]["low"] == pytest.approx(0.01)
+    assert "win rate 0.600 on 100 prompts" in kept["reason"] and "isn't above iterative.promotion.min_advantage=0" in not_kept["reason"]
+    by_judge = PromotionConfig(metric="judge", confidence=0.95, min_advantage=0.03)
+    assert not verdict(metrics(0.51), by_judge)["accepted"]  # 0.02 is below 0.03
+
+
+def test_the_judges_difference_is_that_of_the_shares():
+    summaries = {"before": {"judge_ok": 0.4, "judge_n": 50}, "after": {"judge_ok": 0.6, "judge_n": 50}}
+    difference = judge_difference(summaries, 0.95)
+    assert difference["value"] == pytest.approx(0.2) and 0 < difference["low"] < 0.2 < difference["high"]
+
+
+def finished_round(number: int, *, accepted: bool, trained: bool = True) -> dict:
+    row = {"round": number, "before": "models/sft", "accepted": accepted, "trained": trained, "reason": f"reason {number}"}
+    row["samples"] = {"pairs": 9}
+    if trained:
+        for mode in ("sampled", "greedy"):
+            row[mode] = {name: {"judge_ok": 0.4 + 0.1 * number, "score_mean": 1.0} for name in ("before", "after")}
+        row["win_rate"] = {"sampled": {"value": 0.6, "low": 0.55, "high": 0.65}}
+        row["kl"] = {"before": 0.5, "origin": 1.5}
+    return row
+
+
+def test_table_and_figure_show_every_round(tmp_path):
+    rows = [finished_round(1, accepted=True), finished_round(2, accepted=False), finished_round(3, accepted=False, trained=False)]
+    text = table(rows)
+    for words in ("accepted", "not better", "refused", "0.600 (0.550 to 0.650)", "- Round 2: reason 2"):
+        assert words in text
+    draw(rows, tmp_path / "rounds.svg")
+    first = (tmp_path / "rounds.svg").read_bytes()
+    draw(rows, tmp_path / "rounds.svg")
+    assert (tmp_path / "rounds.svg").read_bytes() == first
+    draw(rows[2:], tmp_path / "refused.svg")
