@@ -1,0 +1,55 @@
+"""How the stage turns preference data into responses with a level, for either kind of label."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tiny_models import MAX_LENGTH, tiny_params
+
+from rlhf_core.trainers.conditional import rated_responses, with_quality
+from rlhf_core.trainers.sft import encode_demonstrations
+from tasks.train_conditional_sft import encode, quality_levels
+
+MESSAGES = [{"role": "user", "content": "Sort 41."}]
+
+
+def rows(*pairs: tuple[str, str]) -> list[dict]:
+    return [{"messages": MESSAGES, "chosen": chosen, "rejected": rejected} for chosen, rejected in pairs]
+
+
+def stage(**changes) -> SimpleNamespace:
+    return SimpleNamespace(params=tiny_params(**changes), stop_requested=False)
+
+
+def test_levels_by_preference_need_no_reward_model(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    responses = {"train": rated_responses(rows(("14", "41"), ("14", "no"), ("41", "no"))), "validation": rated_responses(rows(("x", "y")))}
+    options = {"label_by": "preference", "levels": 2, "wanted": 1}
+    levels, borders = quality_levels(stage(**{f"conditional_sft.{k}": v for k, v in options.items()}), responses)
+    assert levels == {"train": [1, None, 0], "validation": [1, 0]} and borders == []  # 41: one win, one loss
+
+
+def test_borders_of_scores_are_those_of_the_training_split(tmp_path: Path, monkeypatch, reward_folder: Path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/reward").symlink_to(reward_folder)
+    texts = ["14", "41", "Certainly: 14.", "Sorry, I can't help with that.", "no", "4", "1", "Please"]
+    train = rated_responses(rows(*zip(texts[::2], texts[1::2], strict=True)))
+    levels, borders = quality_levels(stage(), {"train": train, "validation": train[3:4]})
+    assert sorted(levels["train"]) == [0, 0, 1, 1, 2, 2, 3, 3] and len(borders) == 3
+    assert levels["validation"] == levels["train"][3:4]  # the only one of its split, and still where the training split has it
+
+
+def test_responses_without_a_level_are_left_out_and_long_ones_counted(tokenizer):
+    responses = rated_responses(rows(("14", "41"), ("no" * MAX_LENGTH, "0")))
+    examples, too_long = encode(stage(), tokenizer, responses, [3, None, 2, 0])
+    asked = [{"messages": with_quality(MESSAGES, level), "response": text} for level, text in ((3, "14"), (0, "0"))]
+    assert (examples, too_long) == (encode_demonstrations(asked, tokenizer, max_length=MAX_LENGTH)[0], 1)
+
+
+@pytest.mark.parametrize(("changes", "message"), [({"wanted": 4}, "wanted: expected a level from 0 to 3, got 4")])
+def test_a_level_that_does_not_exist_is_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        tiny_params(**{f"conditional_sft.{k}": v for k, v in changes.items()})
