@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from bench.work import Run, Work
 from rlhf_core.checkpoint import CheckpointStore
-from rlhf_core.config import SftConfig, TrainingConfig
-from rlhf_core.engines.deepspeed_engine import TrainEngine, join_world
+from rlhf_core.config import TrainingConfig
+from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, join_world
 from rlhf_core.models.branches import can_share_prefixes
 from rlhf_core.models.build import load_language_model, load_scalar_model
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule
 from rlhf_core.tracking import MetricsLog, Row
+from rlhf_core.trainers.preference import PreferenceRun, train_on_pairs
 from rlhf_core.trainers.reward import encode_comparisons, reward_phase
 from rlhf_core.trainers.sft import encode_demonstrations, sft_phase
-from rlhf_core.trainers.supervised import LoopSettings, Phase, engine_settings, train_phase
+from rlhf_core.trainers.supervised import LoopSettings, engine_settings, train_phase
 
 
 class Watch(MetricsLog):
@@ -45,30 +47,27 @@ COLUMNS = ("step", "phase", "loss", "learning_rate", "grad_norm")
 def train(work: Work, folder: Path) -> Run:
     join_world()
     run = Run()
-    engine, phase = STARTS[work.method](work)
-    settings = LoopSettings(work.params.seed, checkpoint_every=work.steps + 1, eval_every=work.steps + 1)
-    train_phase(
-        engine,
-        phase,
-        settings,
-        checkpoints=CheckpointStore(folder / "checkpoints"),
-        first_step=0,
-        metrics_log=lambda _: Watch(work, folder, run),
-        stop_requested=lambda: False,
-    )
+    loop = {
+        "settings": LoopSettings(work.params.seed, checkpoint_every=work.steps + 1, eval_every=work.steps + 1),
+        "first_step": 0,
+        "metrics_log": lambda _: Watch(work, folder, run),
+        "stop_requested": lambda: False,
+    }
+    TRAINERS[work.method](work, folder, loop)
     return run
 
 
-def sft(work: Work) -> tuple[TrainEngine, Phase]:
+def sft(work: Work, folder: Path, loop: dict[str, Any]) -> None:
     params = work.params
     tokenizer = load_tokenizer(work.model, trust_remote_code=False)
     train, dropped = encode_demonstrations(work.read_rows(), tokenizer, max_length=params.model.max_length)
     assert not dropped
     phase = sft_phase("sft", train, [], **common(work, params.sft, tokenizer.pad_token_id))
-    return TrainEngine(PolicyModule(load_language_model(work.model)), settings(work, params.sft)), phase
+    engine = TrainEngine(PolicyModule(load_language_model(work.model)), settings(work, params.sft))
+    train_phase(engine, phase, checkpoints=CheckpointStore(folder / "checkpoints"), **loop)
 
 
-def reward(work: Work) -> tuple[TrainEngine, Phase]:
+def reward(work: Work, folder: Path, loop: dict[str, Any]) -> None:
     params = work.params
     model = load_scalar_model(work.model)
     rows = [{"id": str(number), **row} for number, row in enumerate(work.read_rows())]
@@ -83,16 +82,24 @@ def reward(work: Work) -> tuple[TrainEngine, Phase]:
     phase = reward_phase(
         comparisons, [], margin=section.margin, centering_coef=section.centering_coef, **common(work, section, model.config.pad_token_id)
     )
-    return TrainEngine(ScalarModule(model), settings(work, section)), phase
+    engine = TrainEngine(ScalarModule(model), settings(work, section))
+    train_phase(engine, phase, checkpoints=CheckpointStore(folder / "checkpoints"), **loop)
 
 
-def common(work: Work, section: SftConfig | TrainingConfig, pad_id: int) -> dict[str, int]:
+def dpo(work: Work, folder: Path, loop: dict[str, Any]) -> None:
+    params = work.params
+    run = PreferenceRun(start=Path(work.model), steps=work.steps, model=params.model, scratch=folder, loop=loop)
+    trained = train_on_pairs(work.read_rows(), [], params.dpo, run)
+    assert not trained.metrics["dropped_too_long"]
+
+
+def common(work: Work, section: TrainingConfig, pad_id: int) -> dict[str, int]:
     return {"steps": work.steps, "batch_size": work.batch_size, "pad_id": pad_id, "microbatch_tokens": section.microbatch_tokens}
 
 
-def settings(work: Work, section: TrainingConfig):
+def settings(work: Work, section: TrainingConfig) -> EngineSettings:
     params = work.params
     return engine_settings(section, steps=work.steps, learning_rate=section.learning_rate, dtype=params.model.dtype, seed=params.seed)
 
 
-STARTS = {"sft": sft, "reward": reward}
+TRAINERS = {"sft": sft, "reward": reward, "dpo": dpo}

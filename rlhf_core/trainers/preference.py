@@ -18,6 +18,7 @@ from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.models.branches import can_share_prefixes
 from rlhf_core.models.build import load_language_model
+from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import PolicyModule
 from rlhf_core.trainers.preference_data import Continuation, ResponseForward, encode_examples, encode_pairs
@@ -152,6 +153,7 @@ def _train(model: PreTrainedModel, phase: Phase, config: DpoConfig | KtoConfig, 
     """The engine at the end of the phase, and its held-out figures."""
     seed = run.loop["settings"].seed
     settings = engine_settings(config, steps=run.steps, learning_rate=config.learning_rate, dtype=run.model.dtype, seed=seed)
+    add_adapters(model, config.lora, seed=seed)
     engine = TrainEngine(PolicyModule(model), settings)
     train_phase(engine, phase, checkpoints=CheckpointStore(run.scratch / "preference"), **run.loop)
     return engine, {} if phase.evaluate is None else evaluate(engine, phase.evaluate)
