@@ -105,7 +105,7 @@ class PromptGroup:
 
 
 def group_by_prompt(items: Sequence[Continuation], *, together: int, max_tokens: int, shares_prefix: bool) -> list[PromptGroup]:
-    """The items by their prompts; a group that would have more than `max_tokens` tokens is followed by another of the same prompt.
+    """The items by their prompts; where a group would have more than `max_tokens` tokens another of the same prompt is begun.
 
     Args:
         together: so many items, from the first on, have one prompt and stay in one group: 2 for the sides of pairs.
@@ -114,11 +114,11 @@ def group_by_prompt(items: Sequence[Continuation], *, together: int, max_tokens:
     groups: list[PromptGroup] = []
     for at in range(0, len(items), together):
         block = items[at : at + together]
-        added = sum(len(item.response_ids) for item in block)
         prompt_ids = block[0].prompt_ids
+        added = sum(len(item.response_ids) if shares_prefix else item.num_tokens for item in block)
         group, tokens = open_groups.get(prompt_ids, (None, 0))
         if group is None or tokens + added > max_tokens:
-            group, tokens = PromptGroup([], [], shares_prefix), len(prompt_ids)
+            group, tokens = PromptGroup([], [], shares_prefix), len(prompt_ids) if shares_prefix else 0
             groups.append(group)
         group.items.extend(block)
         group.positions.extend(range(at, at + together))

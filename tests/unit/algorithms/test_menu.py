@@ -12,7 +12,7 @@ import pytest
 from rlhf_core.algorithms import advantages
 from rlhf_core.algorithms.kl import KL_ESTIMATORS
 from rlhf_core.algorithms.policy_losses import POLICY_LOSSES
-from rlhf_core.config import Algorithm, CorrectionConfig, KlConfig, RlConfig
+from rlhf_core.config import Algorithm, CorrectionConfig, DpoConfig, KlConfig, KtoConfig, RlConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = (ROOT / "docs" / "algorithms.md").read_text()
@@ -42,8 +42,10 @@ def test_every_policy_loss_and_kl_estimator_of_the_configuration_is_there_and_no
         choices(RlConfig, "loss_aggregation"),
         choices(KlConfig, "estimator"),
         choices(CorrectionConfig, "kind"),
+        choices(DpoConfig, "loss"),
+        choices(KtoConfig, "loss"),
     ],
-    ids=["algorithm", "policy_loss", "loss_aggregation", "estimator", "correction"],
+    ids=["algorithm", "policy_loss", "loss_aggregation", "estimator", "correction", "dpo", "kto"],
 )
 def test_the_guide_has_every_name_of_the_configuration(names):
     assert [n for n in names if f"`{n}`" not in GUIDE] == []

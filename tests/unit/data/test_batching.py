@@ -61,3 +61,8 @@ def test_microbatches_by_hand():
     assert microbatches([4, 9, 4, 5, 8, 4, 4], max_tokens=20) == [[1, 4], [3, 0, 2, 5], [6]]
     assert microbatches([30, 2], max_tokens=20) == [[0], [1]]
     assert microbatches([], max_tokens=20) == []
+
+
+def test_microbatches_of_examples_with_several_rows_by_hand():
+    # Longest rows 5, 4, 3: 2 * 5 + 1 * 5 = 15 fits into 20, 3 more rows would be 30; alone 3 * 3 = 9.
+    assert microbatches([4, 5, 3], max_tokens=20, rows=[1, 2, 3]) == [[1, 0], [2]]

@@ -7,11 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import PAD, lively, sequences
-from transformers import BloomConfig, BloomForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
+from transformers import BloomConfig, BloomForSequenceClassification, GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
-from rlhf_core.models.branches import Branches, can_share_prefixes, collate_branches, separate, share_prefix, shared_row
-from rlhf_core.models.build import load_scalar_model
-from rlhf_core.models.wrappers import ScalarModule
+from rlhf_core.models.branches import (
+    Branches,
+    can_share_prefixes,
+    collate_branches,
+    continue_prefix,
+    separate,
+    share_prefix,
+    shared_row,
+)
+from rlhf_core.models.build import load_language_model, load_scalar_model
+from rlhf_core.models.wrappers import PolicyModule, ScalarModule, collate_tokens
 
 PREFIX, *ENDS = sequences(6, seed=4)
 WHOLE = [[*PREFIX, *end] for end in ENDS]
@@ -31,7 +39,30 @@ def test_a_shared_row_by_hand():
         [1, 1, 0, 1, 1],
     ]
     assert batch.visible[1, 0, :2, :2].int().tolist() == [[1, 0], [1, 1]]
+    assert batch.predicted_by[0].tolist() == [-1, 0, 1, 1, 3]
     assert batch.visible.any(-1).all()  # padding sees something too: a softmax over nothing would be NaN
+
+
+def test_every_token_of_each_branch_by_hand():
+    """The first token of each branch is predicted by the last one of the prefix."""
+    batch = collate_branches([Branches([7, 8], [[5], [6, 9]]), Branches([4], [[3]])], pad_id=PAD, every_token=True)
+    assert batch.selected.tolist() == [[False, False, True, True, True], [False, True, False, False, False]]
+    rows, predicted_by, ids = (x.tolist() for x in batch.predictions())
+    assert list(zip(rows, predicted_by, ids, strict=True)) == [(0, 1, 5), (0, 1, 6), (0, 3, 9), (1, 0, 3)]
+
+
+def test_a_row_without_a_prefix_has_no_log_probability_of_its_first_token():
+    with pytest.raises(AssertionError):
+        collate_branches([Branches([], [[5, 6]])], pad_id=PAD, every_token=True)
+
+
+def test_a_given_beginning_is_shared_where_that_pays_and_never_more_than_it():
+    # 8 + 4 + 4 = 16 tokens against 24; the branches' own common beginning stays theirs.
+    branches = [[5, 5, 5, 1], [5, 5, 5, 2]]
+    assert continue_prefix([7] * 8, branches) == [Branches([7] * 8, branches)]
+    assert continue_prefix([7] * 8, branches, shared=False) == [Branches([7] * 8, [ids]) for ids in branches]
+    assert continue_prefix([7] * 3, branches) == [Branches([7] * 3, [ids]) for ids in branches]  # 11 against 14
+    assert continue_prefix([7] * 8, branches[:1]) == [Branches([7] * 8, branches[:1])]
 
 
 def test_the_common_beginning_leaves_a_token_for_each_branch():
@@ -72,6 +103,29 @@ def test_scores_and_gradients_of_branches_are_those_of_whole_sequences(reward_fo
     for name, parameter in module.named_parameters():
         if name in expected:
             torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4 * float(expected[name].abs().max()))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_log_probabilities_and_gradients_of_branches_are_those_of_whole_sequences(sft_folder: Path, family: str):
+    if family == "llama":
+        model = load_language_model(sft_folder)
+    else:
+        torch.manual_seed(0)
+        model = lively(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, **SMALL))).eval()
+    module = PolicyModule(model)
+    start = len(PREFIX)
+    alone = torch.cat([module(collate_tokens([ids], [start], pad_id=PAD)).logprobs for ids in WHOLE])
+    weights = torch.linspace(0.1, 1.0, len(alone))
+    (alone * weights).sum().backward()
+    expected = {name: p.grad.clone() for name, p in module.named_parameters()}
+    module.zero_grad()
+    rows = [Branches(PREFIX, ENDS[:3]), Branches(PREFIX, [ENDS[3]]), Branches(PREFIX, [ENDS[4]])]
+    together = module(collate_branches(rows, pad_id=77, every_token=True)).logprobs
+    (together * weights).sum().backward()
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    assert float(alone.detach().std()) > 0.3  # they differ enough for a mix-up to show
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4 * float(expected[name].abs().max()))
 
 
 def test_a_model_that_can_not_share_is_found_out(reward_folder: Path):
