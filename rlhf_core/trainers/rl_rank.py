@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import RENDEZVOUS_SECONDS, EngineSettings, TrainEngine, device, equal_count, join_world
+from rlhf_core.models.branches import can_share_prefixes, collate_branches, continue_prefix
 from rlhf_core.models.build import checkpoint_names, load_language_model, load_scalar_model, new_scalar_model, save_model
 from rlhf_core.models.lora import add_adapters, without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch, collate_tokens
+from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch
 from rlhf_core.scorers.reward_model import score_sequences
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_update import Minibatch, RlUpdate, before
@@ -52,6 +53,7 @@ class TrainerRank:
         self._device = device()
         self._language_model = load_language_model(job.sft_model, **how)
         self._experts_per_token = self._balanced_experts()
+        self._shares_prompts = self._can_share_prompts()
         add_adapters(self._language_model, job.rl.lora, seed=job.seed)
         self._policy = TrainEngine(PolicyModule(self._language_model), self._settings(job.rl.learning_rate))
         self._critic = None
@@ -82,6 +84,12 @@ class TrainerRank:
                 f"{type(self._language_model).__name__}; set it to 0"
             )
         return config.num_experts_per_tok
+
+    def _can_share_prompts(self) -> bool:
+        """Whether a group's prompt is computed once: there are groups, the model can do it, and nothing else counts whole sequences."""
+        rl = self._job.rl
+        wanted = rl.group_size > 1 and rl.algorithm != "ppo" and self._experts_per_token is None
+        return wanted and can_share_prefixes(self._language_model)
 
     def _settings(self, learning_rate: float) -> EngineSettings:
         rl, model = self._job.rl, self._job.model
@@ -115,12 +123,27 @@ class TrainerRank:
         sampler_logprobs, ref_logprobs and values are absent where there is no top-k or top-p, no reference, or no critic.
         """
         found: dict[str, dict[int, torch.Tensor]] = {}
-        for part in equal_count(microbatches([len(s) for s in sequences], max_tokens=self._job.rl.trainer.microbatch_tokens)):
-            batch = collate_tokens([sequences[i] for i in part], [starts[i] for i in part], pad_id=self._pad_id).to(self._device)
-            sizes = [len(sequences[i]) - starts[i] for i in part]
+        groups = self._groups(sequences, starts)
+        rows = [continue_prefix(sequences[g[0]][: starts[g[0]]], [sequences[i][starts[i] :] for i in g]) for g in groups]
+        longest, tokens = [max(map(len, r)) for r in rows], self._job.rl.trainer.microbatch_tokens
+        for part in equal_count(microbatches(longest, max_tokens=tokens, rows=[len(r) for r in rows])):
+            batch = collate_branches([row for g in part for row in rows[g]], pad_id=self._pad_id, every_token=True).to(self._device)
+            members = [i for g in part for i in groups[g]]
+            sizes = [len(sequences[i]) - starts[i] for i in members]
             for name, flat in self._look(batch).items():
-                found.setdefault(name, {}).update(zip(part, flat.float().cpu().split(sizes), strict=True))
+                found.setdefault(name, {}).update(zip(members, flat.float().cpu().split(sizes), strict=True))
         return {name: torch.cat([values[i] for i in range(len(sequences))]) for name, values in found.items()}
+
+    def _groups(self, sequences: list[list[int]], starts: list[int]) -> list[list[int]]:
+        """Positions of sequences side by side with the same prompt, where prompts are shared; else each by itself."""
+        groups: list[list[int]] = []
+        for i, (ids, start) in enumerate(zip(sequences, starts, strict=True)):
+            last = groups[-1][-1] if groups else None
+            if self._shares_prompts and last is not None and sequences[last][: starts[last]] == ids[:start]:
+                groups[-1].append(i)
+            else:
+                groups.append([i])
+        return groups
 
     def _look(self, batch: TokenBatch) -> dict[str, torch.Tensor]:
         rollout = self._job.rl.rollout
@@ -163,6 +186,7 @@ class TrainerRank:
             kl_coef=kl_coef,
             train_policy=train_policy,
             experts_per_token=self._experts_per_token,
+            shares_prompts=self._shares_prompts,
         )
         return step.run(minibatches)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, value_loss
 from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
+from rlhf_core.models.branches import Branches, collate_branches, continue_prefix
 from rlhf_core.models.wrappers import TokenBatch, collate_tokens
 from rlhf_core.types import TrainBatch
 
@@ -35,12 +36,21 @@ class Minibatch:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A micro-batch: positions in the minibatch, and what goes through the model where prompts are shared."""
+
+    rows: list[int]
+    branches: list[Branches] | None
+
+
+@dataclass(frozen=True)
 class RlUpdate:
     """Optimizer steps of policy and critic.
 
     kl_coef: of the KL in the loss; unused where it is part of the reward.
     train_policy: False: only the critic learns.
     experts_per_token: of a policy with experts whose load is to be balanced; None: no load balancing.
+    shares_prompts: compute the prompt of a group's samples once; not with a critic, and not with experts, whose load counts every sample.
     """
 
     rl: RlConfig
@@ -51,6 +61,7 @@ class RlUpdate:
     kl_coef: float
     train_policy: bool
     experts_per_token: int | None
+    shares_prompts: bool
 
     def run(self, minibatches: list[Minibatch]) -> Totals:
         """One optimizer step for each minibatch, until one is too far from the sampling policy.
@@ -78,9 +89,9 @@ class RlUpdate:
         parts = self._parts(minibatch.batch)
         counts = self._expert_counts(minibatch.batch, parts) if self.train_policy and self.experts_per_token is not None else None
         approx_kl = 0.0
-        for rows in parts:
-            part = minibatch.batch.select(rows).to(self.device)
-            tokens = contiguous(part)
+        for positions in parts:
+            part = minibatch.batch.select(positions.rows).to(self.device)
+            tokens = self._tokens(positions, part)
             totals["tokens"] += int(part.response_mask.sum())
             if self.train_policy:
                 stats = self._policy_backward(part, tokens, minibatch, counts, losses)
@@ -98,9 +109,21 @@ class RlUpdate:
             self._ptx_backward(minibatch, losses)
         return True
 
-    def _parts(self, batch: TrainBatch) -> list[list[int]]:
-        lengths = (batch.prompt_mask.sum(1) + batch.response_mask.sum(1)).tolist()
-        return equal_count(microbatches(lengths, max_tokens=self.rl.trainer.microbatch_tokens))
+    def _parts(self, batch: TrainBatch) -> list[Part]:
+        """Micro-batches; with shared prompts the samples of one stay together."""
+        tokens = self.rl.trainer.microbatch_tokens
+        if not self.shares_prompts:
+            lengths = (batch.prompt_mask.sum(1) + batch.response_mask.sum(1)).tolist()
+            return [Part(rows, None) for rows in equal_count(microbatches(lengths, max_tokens=tokens))]
+        groups = siblings(batch)
+        rows = prompt_rows(batch, groups)
+        longest = [max(map(len, r)) for r in rows]
+        chosen = equal_count(microbatches(longest, max_tokens=tokens, rows=[len(r) for r in rows]))
+        return [Part([i for g in part for i in groups[g]], [row for g in part for row in rows[g]]) for part in chosen]
+
+    def _tokens(self, part: Part, batch: TrainBatch) -> TokenBatch:
+        """The sequences of a micro-batch, whose rows `batch` holds, response tokens selected in its order."""
+        return contiguous(batch) if part.branches is None else shared(part.branches, batch, pad_id=self.pad_id).to(self.device)
 
     def _too_far(self, approx_kl_sum: float, num_loss_tokens: int) -> bool:
         """Whether the minibatch's mean of KL(sampling policy || policy), over all ranks' tokens, is above rl.max_approx_kl."""
@@ -144,11 +167,11 @@ class RlUpdate:
         }
 
     @torch.no_grad()
-    def _expert_counts(self, batch: TrainBatch, parts: list[list[int]]) -> torch.Tensor:
+    def _expert_counts(self, batch: TrainBatch, parts: list[Part]) -> torch.Tensor:
         """How often the current policy chooses each expert, over the whole optimizer step; a forward pass ahead of the gradients."""
         counts = 0.0
-        for rows in parts:
-            part = batch.select(rows).to(self.device)
+        for positions in parts:
+            part = batch.select(positions.rows).to(self.device)
             router_logits = self.policy(contiguous(part), routed=real_tokens(part)).router_logits
             counts = counts + expert_counts(router_logits, top_k=self.experts_per_token)
         return sum_over_ranks(counts)
@@ -201,6 +224,38 @@ def contiguous(batch: TrainBatch) -> TokenBatch:
     source = (torch.arange(ids.shape[1], device=ids.device) + padding).clamp(max=ids.shape[1] - 1)
     beyond = torch.arange(ids.shape[1], device=ids.device) + padding >= ids.shape[1]
     return TokenBatch(ids.gather(1, source), selected.gather(1, source) & ~beyond)
+
+
+def siblings(batch: TrainBatch) -> list[list[int]]:
+    """Positions of samples of the same prompt that stand side by side."""
+    ids, mask = batch.prompt_ids, batch.prompt_mask
+    same = ((ids[1:] == ids[:-1]) & (mask[1:] == mask[:-1])).all(1).tolist()
+    groups = [[0]]
+    for i, continues in enumerate(same, start=1):
+        if continues:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def prompt_rows(batch: TrainBatch, groups: list[list[int]]) -> list[list[Branches]]:
+    """For each group of samples of one prompt, what goes through the model: the prompt once where that pays. Responses end where nothing
+    is trained on any more, and have one token at least.
+    """
+    columns = torch.arange(1, batch.response_mask.shape[1] + 1)
+    lengths = (batch.response_mask * columns).amax(1).clamp(min=1).tolist()
+    responses = [ids[:n] for ids, n in zip(batch.response_ids.tolist(), lengths, strict=True)]
+    prompts = [batch.prompt_ids[group[0]][batch.prompt_mask[group[0]]].tolist() for group in groups]
+    return [continue_prefix(prompt, [responses[i] for i in group]) for prompt, group in zip(prompts, groups, strict=True)]
+
+
+def shared(rows: list[Branches], batch: TrainBatch, *, pad_id: int) -> TokenBatch:
+    """Rows [B, T] in which the response tokens that `batch` trains on are selected, in its order."""
+    tokens = collate_branches(rows, pad_id=pad_id, every_token=True)
+    lengths = [len(branch) for row in rows for branch in row.branches]
+    trained = torch.cat([mask[:n] for mask, n in zip(batch.response_mask.cpu(), lengths, strict=True)])
+    return replace(tokens, selected=tokens.selected.masked_scatter(tokens.selected, trained))
 
 
 def real_tokens(batch: TrainBatch) -> torch.Tensor:

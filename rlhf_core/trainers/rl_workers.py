@@ -189,19 +189,24 @@ def sampling_settings(rl: RlConfig) -> SamplingSettings:
 
 
 def plan_update(batch: TrainBatch, demonstrations: DemonstrationStream, rl: RlConfig, *, seed: int, step: int) -> list[list[Minibatch]]:
-    """Every epoch's minibatches of a step, dealt out: for each rank its share of each optimizer step."""
+    """Every epoch's minibatches of a step, dealt out: for each rank its share of each optimizer step.
+
+    Samples of a prompt stay together where their number divides what a rank gets, so that their prompt is computed once.
+    """
     ranks = rl.trainer.ranks
+    unit = rl.group_size if rl.minibatch_size % (rl.group_size * ranks) == 0 else 1
     plans: list[list[Minibatch]] = [[] for _ in range(ranks)]
     steps = len(batch) // rl.minibatch_size * rl.epochs
     order_seed = int(np.random.SeedSequence([seed, step, 1]).generate_state(1)[0])
     for k in range(steps):
-        rows = batch_indices(k, batch_size=rl.minibatch_size, num_examples=len(batch), seed=order_seed)
-        mask = batch.response_mask[rows]
+        units = batch_indices(k, batch_size=rl.minibatch_size // unit, num_examples=len(batch) // unit, seed=order_seed)
+        shares = [[row for u in units[rank::ranks] for row in range(u * unit, (u + 1) * unit)] for rank in range(ranks)]
+        mask = batch.response_mask[[row for share in shares for row in share]]
         tokens, sequences = int(mask.sum()), int(mask.any(1).sum())
         ptx = demonstrations.batch(step * steps + k)
         ptx_tokens = sum(len(ids) - start for ids, start in ptx)
-        for rank in range(ranks):
-            plans[rank].append(Minibatch(batch.select(rows[rank::ranks]), tokens, sequences, ptx[rank::ranks], ptx_tokens))
+        for rank, share in enumerate(shares):
+            plans[rank].append(Minibatch(batch.select(share), tokens, sequences, ptx[rank::ranks], ptx_tokens))
     return plans
 
 

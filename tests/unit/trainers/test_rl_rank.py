@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import demonstrations, largest_difference, rl_job, save_tiny_experts, save_tiny_models, sequences, train_batch, whole
+from tiny_models import PAD, demonstrations, largest_difference, rl_job, save_tiny_experts, save_tiny_models, sequences, train_batch, whole
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from rlhf_core.models.build import load_language_model, load_scalar_model, read_state_dict, scalar_head, trunk
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_rank import TrainerRank
-from rlhf_core.trainers.rl_update import Minibatch, contiguous, real_tokens
+from rlhf_core.trainers.rl_update import Minibatch, contiguous, prompt_rows, real_tokens, shared, siblings
 from rlhf_core.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -65,6 +66,32 @@ def test_real_tokens_are_the_prompt_and_the_response_up_to_its_last_trained_toke
     assert real_tokens(batch)[1].tolist() == [True] * 8 + [False] * 4
 
 
+def siblings_batch() -> TrainBatch:
+    """Eight samples of two prompts, one of five tokens and one of three; one sample unscored, one with a gap in what is trained on."""
+    batch = train_batch(8, unscored=(2,))  # responses of 1, 5, 2, 6, 3, 7, 4 and 1 tokens
+    batch.prompt_ids[:4] = torch.tensor([11, 12, 13, 14, 15])
+    batch.prompt_ids[4:] = torch.tensor([PAD, PAD, 21, 22, 23])
+    batch.prompt_mask[:4], batch.prompt_mask[4:] = True, torch.tensor([False, False, True, True, True])
+    batch.response_mask[5, 2] = False  # a tool's output
+    return replace(batch, advantages=batch.advantages.where(batch.response_mask, 0.0))
+
+
+APART = [0, 4, 1, 5, 2, 6, 3, 7]  # no sample beside another one of its prompt
+
+
+def test_samples_of_a_prompt_become_one_row_in_which_the_trained_tokens_are_selected():
+    batch = siblings_batch()
+    groups = siblings(batch)
+    assert groups == [[0, 1, 2, 3], [4, 5, 6, 7]] and siblings(batch.select(APART)) == [[i] for i in range(8)]
+    (first,), (second,) = rows = prompt_rows(batch, groups)
+    assert first.prefix == [11, 12, 13, 14, 15] and second.prefix == [21, 22, 23]
+    assert list(map(len, first.branches)) == [1, 5, 1, 6]  # of the unscored one only a token is left
+    assert list(map(len, second.branches)) == [3, 7, 4, 1]
+    tokens = shared([row for group in rows for row in group], batch, pad_id=PAD)
+    assert tokens.selected.sum(1).tolist() == [1 + 5 + 0 + 6, 3 + 6 + 4 + 1]
+    assert torch.equal(tokens.input_ids[tokens.selected], batch.response_ids[batch.response_mask])
+
+
 # Scores, log-probabilities, values
 
 
@@ -84,6 +111,28 @@ def test_forward_equals_each_model_alone_and_unpadded(model_folders: tuple[Path,
     torch.testing.assert_close(outputs["old_logprobs"], torch.cat(logprobs), rtol=0, atol=3e-6)
     torch.testing.assert_close(outputs["ref_logprobs"], torch.cat(logprobs), rtol=0, atol=3e-6)
     torch.testing.assert_close(outputs["values"], torch.cat(values), rtol=0, atol=3e-6)
+
+
+def test_forward_of_samples_side_by_side_equals_that_of_samples_apart(model_folders: tuple[Path, Path]):
+    rank = connected(model_folders, **{"rl.algorithm": "grpo", "rl.trainer.microbatch_tokens": 40})
+    prompts, responses = [[11, 12, 13, 14, 15]] * 4 + [[21, 22, 23]] * 4, sequences(8, seed=4)
+    ids, starts = [p + r for p, r in zip(prompts, responses, strict=True)], [5] * 4 + [3] * 4
+    together, apart = rank.forward(ids, starts), rank.forward([ids[i] for i in APART], [starts[i] for i in APART])
+    for name in ("old_logprobs", "ref_logprobs"):
+        pieces = dict(zip(APART, apart[name].split([len(responses[i]) for i in APART]), strict=True))
+        torch.testing.assert_close(together[name], torch.cat([pieces[i] for i in range(8)]), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("tokens", [12, 40, 4096])
+def test_an_update_does_not_depend_on_whether_prompts_are_shared(model_folders: tuple[Path, Path], tokens: int):
+    batch, found = siblings_batch(), []
+    for rows in (list(range(8)), APART):
+        rank = connected(model_folders, **{"rl.algorithm": "grpo", "rl.trainer.microbatch_tokens": tokens})
+        totals = update(rank, [whole(batch.select(rows))])
+        found.append((totals, rank.weights()))
+    (together, weights), (apart, others) = found
+    assert together == pytest.approx(apart, abs=1e-5)
+    assert largest_difference(weights, others) < 1e-6
 
 
 def test_no_kl_needs_no_reference_and_no_ppo_needs_no_critic(model_folders: tuple[Path, Path]):
