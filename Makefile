@@ -1,6 +1,7 @@
 # make run     the whole chain on the embedded default; sets up by itself
 # make test    all tests; sets up by itself
 # make server  Prefect's server, work pool, deployments and worker, until Ctrl-C
+# make bench   our trainers' speed beside TRL's (docs/benchmark.md); on a machine with nothing else to do
 # make lint    style
 # make clean   what runs have left behind; not .venv, not DVC's cache, not your worktrees
 
@@ -9,12 +10,13 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 EXTRAS ?= cpu,dev
 RUN_ARGS ?=
+BENCH_ARGS ?=
 TEST_ARGS ?=
 TEST_WORKERS ?= 2
 PORT ?= 4200
 STAMP := $(VENV)/.set-up
 
-.PHONY: setup run test server lint clean
+.PHONY: setup run test server bench lint clean
 .DEFAULT_GOAL := run
 
 # The stamp holds what was installed from which files, so that a touched file alone installs nothing again.
@@ -41,6 +43,9 @@ test: setup
 
 server: setup
 	$(VENV)/bin/python -m flows.server --port $(PORT)
+
+bench: setup
+	$(VENV)/bin/python -m bench.peers $(BENCH_ARGS)
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ class Watch(MetricsLog):
     def log(self, row: Row, timings: Row, further: Row | None = None) -> None:
         super().log({name: value for name, value in row.items() if name in COLUMNS}, timings, further)
         self._run.losses.append(float(row["loss"]))
-        self._run.ends.append(time.perf_counter())
+        self._run.end_step()
 
 
 COLUMNS = ("step", "phase", "loss", "learning_rate", "grad_norm")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ class Watch(TrainerCallback):
         self._run = run
 
     def on_step_end(self, args, state, control, **_) -> None:
-        self._run.ends.append(time.perf_counter())
+        self._run.end_step()
 
 
 def train(work: Work, folder: Path) -> Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -57,10 +58,19 @@ class Work:
 
 @dataclass
 class Run:
-    """What came of a work: the loss of each optimizer step, and the monotonic time at its end, in seconds."""
+    """What came of a work: the loss of each optimizer step, and two clocks at its end, in seconds.
+
+    ends: the time of day's clock, what a user waits for.
+    cpu_ends: the process's computing time over all threads, which other processes on the machine hardly change.
+    """
 
     losses: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
+    cpu_ends: list[float] = field(default_factory=list)
+
+    def end_step(self) -> None:
+        self.ends.append(time.perf_counter())
+        self.cpu_ends.append(time.process_time())
 
 
 Side = Callable[[Work, Path], Run]  # the folder is for what the side writes

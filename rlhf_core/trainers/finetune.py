@@ -11,6 +11,7 @@ from rlhf_core.checkpoint import CheckpointStore
 from rlhf_core.config import ConditionalSftConfig, ModelConfig, RejectionSamplingConfig
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.build import load_language_model
+from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.wrappers import PolicyModule
 from rlhf_core.trainers.sft import Demonstration, sft_phase
 from rlhf_core.trainers.supervised import engine_settings, evaluate, train_phase
@@ -61,6 +62,7 @@ def finetune(
     language_model = load_language_model(start, trust_remote_code=model.trust_remote_code, training_dtype=model.dtype)
     seed = loop["settings"].seed
     settings = engine_settings(config, steps=config.steps, learning_rate=config.learning_rate, dtype=model.dtype, seed=seed)
+    add_adapters(language_model, config.lora, seed=seed)
     engine = TrainEngine(PolicyModule(language_model), settings)
     train_phase(engine, phase, checkpoints=CheckpointStore(scratch / "sft"), **loop)
     metrics = evaluate(engine, phase.evaluate) if phase.evaluate is not None else {}

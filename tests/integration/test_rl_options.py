@@ -85,6 +85,7 @@ GREEDY = {
     "algorithm": "remax",
     "policy_loss": "cispo",
     "steps": 4,
+    "lora": {"rank": 4, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear"},
     "rollout": {"stop": ["e", "a"], "min_new_tokens": 2},
     "reward": {"scorers": [{"name": "brief", "kind": "length", "target_length": 4, "weight": 1.0, "normalization": "none"}]},
 }
@@ -209,12 +210,13 @@ def test_no_response_ends_before_the_fewest_tokens_and_log_probabilities_still_a
     assert (critic.curves["response_length"] >= 3).all() and (critic.curves["logprob_difference"] < 1e-4).all()
 
 
-def test_a_stop_string_ends_a_response_and_the_greedy_one_is_the_baseline(chain, tmp_path):
+def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapters_reach_vllm(chain, tmp_path):
     greedy = trained(train(chain, tmp_path / "greedy", GREEDY))
     rows = greedy.curves
     # 16 tokens fit; a and e are in most words
     assert (rows["response_length"] < 12).all() and (rows["cut_off_fraction"] < 0.5).all()
     assert (rows["response_length"] >= 2).all() and (rows["logprob_difference"] < 1e-4).all()
     assert rows["grad_norm"].gt(0).all() and rows["advantage_zero_fraction"].lt(1).all()
+    assert rows["kl_mean"].abs().loc[0] < 1e-5 < rows["kl_mean"].abs().loc[3]  # of the policy and itself without adapters
     assert not math.isnan(greedy.metrics["score_brief"])
     assert_nothing_left(greedy.workspace)

@@ -1,0 +1,190 @@
+"""Our speed beside TRL's: python -m bench.peers [--methods ...] [--models small medium] [--rounds N] ...
+
+Both sides do the same work (bench/work.py) in turn, each time in a fresh process: ours, theirs, ours, theirs. What counts is the time from
+the end of the warm-up to the end of the last step; loading, tokenizing and TRL's and our precomputed reference are outside of it. A round
+whose losses differ stops the run. Writes peers.json and peers.md into --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.work import Run, Work, works_to_json, write_jsonl
+from rlhf_core.config import ArchitectureConfig, ClerkConfig, ModelConfig, load_params
+from rlhf_core.data.clerk import clerk_rows
+from rlhf_core.quiet import be_quiet
+
+ROOT = Path(__file__).parents[1]
+SIDES = ("ours", "theirs")
+# What is measured: the method, and what it has on top of its section of params.yaml.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("sft", {}),
+    "reward": ("reward", {}),
+    "dpo, reference precomputed": ("dpo", {"nll_coef": 0.0}),
+    "dpo, reference live": ("dpo", {"nll_coef": 0.0, "reference": "live"}),
+}
+MODELS = {
+    "small": ArchitectureConfig(hidden_size=96, intermediate_size=256, layers=3, heads=3, vocab_size=390),  # 0.4 M parameters
+    "medium": ArchitectureConfig(hidden_size=256, intermediate_size=704, layers=6, heads=4, vocab_size=390),  # 5 M
+}
+ROWS = 2048
+LOSS_TOLERANCE = 1e-3  # longer runs than the test of the curves has, and other thread counts: rounding adds up
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Folders of the models and files of the rows, made once for all runs."""
+
+    folder: Path
+
+    def work(self, case: str, model: str, *, steps: int, batch_size: int) -> Work:
+        method, overrides = CASES[case]
+        kind = "reward" if method == "reward" else "language"
+        rows = "demonstrations" if method == "sft" else "pairs"
+        return Work(method, str(self.folder / model / kind), str(self.folder / f"{rows}.jsonl"), steps, batch_size, overrides)
+
+
+def main() -> None:
+    arguments = parse()
+    be_quiet()
+    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = make_inputs(Path(folder), arguments.models)
+        for model in arguments.models:
+            for case in arguments.cases:
+                work = inputs.work(case, model, steps=arguments.warmup + arguments.steps, batch_size=arguments.batch_size)
+                speeds = measure(work, arguments.rounds, arguments.warmup, environment)
+                found.append({"model": model, "case": case, **summary(speeds)})
+                print(line(found[-1]), flush=True)
+    write(arguments, found)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["small"])
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each side")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps that are timed")
+    parser.add_argument("--warmup", type=int, default=10, help="optimizer steps before them")
+    parser.add_argument("--batch-size", type=int, default=64, help="demonstrations or pairs per optimizer step")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench")
+    return parser.parse_args()
+
+
+def make_inputs(folder: Path, models: list[str]) -> Inputs:
+    """The built-in data, one response or pair for each conversation, and fresh models with a tokenizer trained on it."""
+    from rlhf_core.models.build import new_language_model, new_scalar_model, save_model
+    from rlhf_core.models.tokenizer import build_tokenizer
+
+    params = load_params(ROOT / "params.yaml")
+    clerk: ClerkConfig = params.data.sources[0].clerk
+    demonstrations = one_each(clerk_rows(clerk, "sft", params.seed))
+    pairs = one_each(clerk_rows(clerk, "preference", params.seed))
+    write_jsonl(folder / "demonstrations.jsonl", demonstrations)
+    write_jsonl(folder / "pairs.jsonl", pairs)
+    texts = [text for row in demonstrations for text in (row["messages"][0]["content"], row["response"])]
+    for model in models:
+        shape = MODELS[model]
+        tokenizer = build_tokenizer(texts, vocab_size=shape.vocab_size)
+        config: ModelConfig = params.model.model_copy(update={"architecture": shape, "path": None})
+        language_model = new_language_model(config, tokenizer, seed=params.seed)
+        save_model(language_model, language_model.state_dict(), tokenizer, folder / model / "language")
+        scalar_model = new_scalar_model(folder / model / "language", tokenizer, trust_remote_code=False)
+        save_model(scalar_model, scalar_model.state_dict(), tokenizer, folder / model / "reward")
+    return Inputs(folder)
+
+
+def one_each(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first row of each of ROWS conversations; of pairs those that have both sides."""
+    first: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        first.setdefault(json.dumps(row["messages"]), row)
+    return list(first.values())[:ROWS]
+
+
+def measure(work: Work, rounds: int, warmup: int, environment: dict[str, str]) -> dict[str, dict[str, list[float]]]:
+    """Samples (demonstrations or pairs) per second of each side's runs, which take turns, by the clock and by computing time.
+
+    Raises:
+        RuntimeError: the sides' losses differ.
+    """
+    speeds: dict[str, dict[str, list[float]]] = {clock: {side: [] for side in SIDES} for clock in ("clock", "cpu")}
+    samples = (work.steps - warmup) * work.batch_size
+    for _ in range(rounds):
+        runs = {side: run(side, work, environment) for side in SIDES}
+        difference = max(abs(a - b) for a, b in zip(runs["ours"].losses, runs["theirs"].losses, strict=True))
+        if not difference < LOSS_TOLERANCE:
+            raise RuntimeError(f"{work.method}: expected equal losses, got a difference of {difference:.2g}; the works differ")
+        for side, made in runs.items():
+            for clock, ends in (("clock", made.ends), ("cpu", made.cpu_ends)):
+                speeds[clock][side].append(samples / (ends[-1] - ends[warmup - 1]))
+    return speeds
+
+
+def run(side: str, work: Work, environment: dict[str, str]) -> Run:
+    with tempfile.TemporaryDirectory() as folder:
+        works, runs = Path(folder) / "works.json", Path(folder) / "runs.json"
+        works.write_text(works_to_json([work]))
+        command = [sys.executable, "-m", "bench.side", side, str(works), str(runs)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{side} {work.method}: expected a run, got exit code {done.returncode}:\n{done.stderr[-4000:]}")
+        return Run(**json.loads(runs.read_text())[0])
+
+
+def summary(speeds: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    """Per clock all values, their medians, the ratio of the medians, and each round's ratio."""
+    found = {}
+    for clock, sides in speeds.items():
+        medians = {side: statistics.median(values) for side, values in sides.items()}
+        ratios = [a / b for a, b in zip(sides["ours"], sides["theirs"], strict=True)]
+        found[clock] = {
+            "samples_per_second": sides,
+            "medians": medians,
+            "ratio": medians["ours"] / medians["theirs"],
+            "ratios": ratios,
+        }
+    return found
+
+
+def line(row: dict[str, Any]) -> str:
+    clock, cpu = row["clock"], row["cpu"]
+    cells = [row["model"], row["case"]]
+    for side in SIDES:
+        runs = clock["samples_per_second"][side]
+        cells.append(f"{clock['medians'][side]:.0f} ({min(runs):.0f} to {max(runs):.0f})")
+    cells += [f"{found['ratio']:.2f} ({min(found['ratios']):.2f} to {max(found['ratios']):.2f})" for found in (clock, cpu)]
+    return f"| {' | '.join(cells)} |"
+
+
+def write(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> None:
+    import torch
+    import trl
+
+    about = {
+        "trl": trl.__version__,
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "load_at_the_end": os.getloadavg()[0],
+        **{key: value for key, value in vars(arguments).items() if key in ("rounds", "steps", "warmup", "batch_size", "threads")},
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "peers.json").write_text(json.dumps({"about": about, "results": found}, indent=2) + "\n")
+    head = "| model | case | ours, samples/s | TRL, samples/s | ratio | ratio by computing time |\n|---|---|---|---|---|---|\n"
+    note = f"Medians of {arguments.rounds} runs (lowest to highest); " + ", ".join(f"{k} {v}" for k, v in about.items()) + ".\n"
+    (arguments.out / "peers.md").write_text(head + "\n".join(map(line, found)) + "\n\n" + note)
+
+
+if __name__ == "__main__":
+    main()
