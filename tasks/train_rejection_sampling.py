@@ -175,7 +175,7 @@ def score_means(groups: list[list], best: list) -> dict[str, float]:
         return float(known.mean()) if len(known) else float("nan")
 
     means = {}
-    for prefix, responses in (("score", [r for group in groups for r in group]), ("best_score", best)):
+    for prefix, responses in (("sampled_score", [r for group in groups for r in group]), ("best_score", best)):
         means[f"{prefix}_mean"] = mean([r.score for r in responses])
         means |= {f"{prefix}_{name}": mean([r.components[name] for r in responses]) for name in best[0].components}
     return means

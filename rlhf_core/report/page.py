@@ -46,7 +46,7 @@ METHOD_PARAMS = {
     ),
     "rejection_sampling": (
         *("rejection_sampling.sampling", "rejection_sampling.steps", "rejection_sampling.batch_size"),
-        "rejection_sampling.learning_rate",
+        *("rejection_sampling.learning_rate", "rejection_sampling.scorers"),
     ),
     "conditional_sft": (
         *("conditional_sft.label_by", "conditional_sft.levels", "conditional_sft.wanted", "conditional_sft.steps"),
@@ -201,7 +201,7 @@ def key_params(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for path in (*KEY_PARAMS, *METHOD_PARAMS[need(params, "alignment", "method")]):
         if path not in left_out:
             value = need(params, *path.split("."))
-            yield path, ", ".join(map(scorer_name, value)) if path == "rl.reward.scorers" else _shown(value)
+            yield path, ", ".join(map(scorer_name, value)) if path.endswith(".scorers") else _shown(value)
 
 
 def method_name(params: Mapping[str, Any]) -> str:

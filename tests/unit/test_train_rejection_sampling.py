@@ -46,9 +46,9 @@ def test_means_are_over_what_could_be_scored():
     nan = float("nan")
     groups = [[scored(1.0, 0.0), scored(3.0, 1.0)], [scored(nan, 1.0), scored(5.0, nan)]]
     assert score_means(groups, [groups[0][1], groups[1][1]]) == {
-        "score_mean": 3.0,  # (1 + 3 + 5) / 3
-        "score_reward_model": 3.0,
-        "score_judge": pytest.approx(2 / 3),  # (0 + 1 + 1) / 3
+        "sampled_score_mean": 3.0,  # (1 + 3 + 5) / 3
+        "sampled_score_reward_model": 3.0,
+        "sampled_score_judge": pytest.approx(2 / 3),  # (0 + 1 + 1) / 3
         "best_score_mean": 4.0,
         "best_score_reward_model": 4.0,
         "best_score_judge": 1.0,  # the other's isn't known
