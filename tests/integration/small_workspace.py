@@ -6,13 +6,16 @@ and, for train_sft, slow on request, so that it can be killed in the middle.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -149,6 +152,45 @@ def environment(**extra: str) -> dict[str, str]:
 def run_flow(workspace: Path, *arguments: str, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flows.full_pipeline", *arguments]
     return subprocess.run(command, cwd=workspace, env=environment(**extra), capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@contextmanager
+def serving(workspace: Path, log: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Server, worker and deployments of a project, as `make server` starts them.
+
+    Gives a function that runs Prefect's command line against them; its `url` is the server's. In the end nothing may be left.
+    """
+    command = [sys.executable, "-m", "flows.server", "--port", "0"]
+    with log.open("w") as file:
+        server = subprocess.Popen(command, cwd=workspace, env=environment(), stdout=file, stderr=subprocess.STDOUT)
+    ready = workspace / ".prefect/server.json"
+    try:
+        wait_until(lambda: ready.exists() or server.poll() is not None, 120, "server, pool and deployment")
+        assert server.poll() is None, log.read_text()
+        url = json.loads(ready.read_text())["url"]
+
+        def prefect(*arguments: str) -> subprocess.CompletedProcess[str]:
+            extra = {"PREFECT_API_URL": url, "PREFECT_HOME": str(workspace / ".prefect"), "COLUMNS": "400"}
+            command = [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
+            return subprocess.run(
+                command, cwd=log.parent, env=environment(**extra), capture_output=True, text=True, timeout=60, check=False
+            )
+
+        prefect.url = url
+        yield prefect
+    finally:
+        server.send_signal(signal.SIGTERM)
+        code = server.wait(timeout=90)
+    assert code == 0, log.read_text()
+    assert processes_in(workspace) == []
+
+
+def flow_runs(url: str, deployment: str) -> list[dict]:
+    """All runs of a deployment, those that wait for their time included."""
+    chosen = json.dumps({"deployments": {"name": {"any_": [deployment]}}}).encode()
+    request = urllib.request.Request(f"{url}/flow_runs/filter", chosen, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return json.load(response)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -18,11 +16,12 @@ from small_workspace import (
     ORDER,
     assert_resumed,
     dvc_process,
-    environment,
+    flow_runs,
     git,
     make_workspace,
     outcomes,
     processes_in,
+    serving,
     training_has_begun,
     wait_until,
 )
@@ -32,42 +31,16 @@ STEPS = 80
 
 @pytest.fixture
 def served(tmp_path):
-    """(workspace, prefect): a project with its server and worker, and a function that runs Prefect's command line against them."""
+    """(workspace, prefect): a project with its server and worker, and Prefect's command line against them."""
     workspace = make_workspace(tmp_path / "project")
-    log = (tmp_path / "server.log").open("w")
-    command = [sys.executable, "-m", "flows.server", "--port", "0"]
-    server = subprocess.Popen(command, cwd=workspace, env=environment(), stdout=log, stderr=subprocess.STDOUT)
-    ready = workspace / ".prefect/server.json"
-    try:
-        wait_until(lambda: ready.exists() or server.poll() is not None, 120, "server, pool and deployment")
-        assert server.poll() is None, (tmp_path / "server.log").read_text()
-        url = json.loads(ready.read_text())["url"]
-
-        def prefect(*arguments: str) -> subprocess.CompletedProcess[str]:
-            extra = {"PREFECT_API_URL": url, "PREFECT_HOME": str(workspace / ".prefect"), "COLUMNS": "400"}
-            command = [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
-            return subprocess.run(command, cwd=tmp_path, env=environment(**extra), capture_output=True, text=True, timeout=60, check=False)
-
-        prefect.url = url
+    with serving(workspace, tmp_path / "server.log") as prefect:
         yield workspace, prefect
-    finally:
-        server.send_signal(signal.SIGTERM)
-        code = server.wait(timeout=90)
-        log.close()
-    assert code == 0, (tmp_path / "server.log").read_text()
-    assert processes_in(workspace) == []
-
-
-def runs(url: str) -> list[dict]:
-    request = urllib.request.Request(f"{url}/flow_runs/filter", b"{}", {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as response:
-        return json.load(response)
 
 
 def wait_for_state(url: str, expected: str, seconds: float) -> dict:
     until = time.monotonic() + seconds
     while True:
-        (run,) = runs(url)
+        (run,) = flow_runs(url, "full-pipeline")
         if run["state"]["name"] == expected:
             return run
         assert time.monotonic() < until, f"expected state {expected}, got {run['state']['name']}: {run['state']['message']}"
@@ -80,7 +53,7 @@ def test_a_deployments_run_refused_started_killed_and_retried(served):
     for wrong in ({"rl.algoritm": "grpo"}, {"rl.algorithm": "sarsa"}, {"sft.steps": "many"}):
         refused = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": wrong}))
         assert refused.returncode != 0 and next(iter(wrong)) in refused.stdout + refused.stderr
-    assert runs(prefect.url) == []
+    assert flow_runs(prefect.url, "full-pipeline") == []
 
     asked = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": {"sft.steps": STEPS}}))
     assert asked.returncode == 0, asked.stderr

@@ -1,0 +1,135 @@
+"""Rounds of iterative DPO on the real parts, small: through a server, on schedule, killed half-way, and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+from small_chain import DEADLINE, await_checkpoint, begin, change_params, copy_chain, newest_checkpoint, ran, run, said
+from small_workspace import flow_runs, git, processes_in, serving, wait_until
+
+from flows.rounds import round_stages
+from rlhf_core.rounds import dvc_md5, read_rounds
+
+pytestmark = pytest.mark.timeout(900)
+
+STEPS = 60
+SMALL_ROUNDS = {
+    "iterative": {
+        "steps": STEPS,
+        "sampling": {"prompts": 24, "samples_per_prompt": 3, "max_new_tokens": 16},
+        "min_margin": 0.0,
+        "min_pairs": 4,
+    },
+    "dpo": {"batch_size": 8, "checkpoint_every": 5},
+}
+STARTED = ("RUNNING", "COMPLETED")
+
+
+@pytest.fixture(scope="module")
+def workspace(chain, tmp_path_factory) -> Path:
+    """The finished small chain, with small rounds that are due every minute."""
+    folder = copy_chain(chain.workspace, tmp_path_factory.mktemp("rounds") / "project")
+    change_params(folder, SMALL_ROUNDS)
+    deployments = folder / "prefect.yaml"
+    assert '"0 3 * * *"' in deployments.read_text()
+    deployments.write_text(deployments.read_text().replace('"0 3 * * *"', '"* * * * *"'))
+    git(folder, "-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "--quiet", "-m", "Small rounds", "-a")
+    return folder
+
+
+def verdict(worktree: Path, number: int = 1) -> dict:
+    return json.loads((worktree / f"rounds/{number}/metrics/evaluate.json").read_text())
+
+
+def recorded(worktree: Path, stage: str) -> dict:
+    """What dvc.lock says of a stage of round 1."""
+    return YAML(typ="safe", pure=True).load((worktree / "rounds/dvc.lock").read_text())["stages"][f"{stage}@1"]
+
+
+def test_a_round_on_demand_others_cancelled_meanwhile_and_one_on_schedule(workspace):
+    with serving(workspace, workspace.with_name("server.log")) as prefect:
+
+        def runs(*, scheduled: bool) -> list[dict]:
+            found = [r for r in flow_runs(prefect.url, "scheduled") if r["auto_scheduled"] == scheduled]
+            return sorted(found, key=lambda r: r["created"])
+
+        def ask() -> None:
+            asked = prefect("deployment", "run", "iterative-dpo/scheduled")
+            assert asked.returncode == 0, asked.stderr
+
+        wait_until(lambda: runs(scheduled=True), 60, "runs that the schedule asks for")
+        schedules = prefect("deployment", "schedule", "pause", "iterative-dpo/scheduled", "--all")
+        assert schedules.returncode == 0, schedules.stdout + schedules.stderr
+        wait_until(lambda: all(r["state_type"] not in STARTED for r in runs(scheduled=True)), DEADLINE, "a free deployment")
+        ask()
+        wait_until(lambda: runs(scheduled=False)[0]["state_type"] in STARTED, 90, "the start of the run that was asked for")
+        ask()
+        wait_until(lambda: runs(scheduled=False)[1]["state_type"] == "CANCELLED", 60, "the end of the second run")
+        wait_until(lambda: runs(scheduled=False)[0]["state_type"] != "RUNNING", DEADLINE, "the end of the first run")
+        assert runs(scheduled=False)[0]["state"]["name"] == "Completed", said_by_server(workspace)
+
+        resumed = prefect("deployment", "schedule", "resume", "iterative-dpo/scheduled", "--all")
+        assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+        wait_until(lambda: any(r["state_type"] in STARTED for r in runs(scheduled=True)), 120, "a run on schedule")
+    check_first_round(workspace / "runs/iterative")
+
+
+def said_by_server(workspace: Path) -> str:
+    return workspace.with_name("server.log").read_text()[-3000:]
+
+
+def check_first_round(worktree: Path) -> None:
+    """Pinned by DVC's own hashes, committed, and shown."""
+    entry, found = read_rounds(worktree)[1], verdict(worktree)
+    assert found["trained"] and isinstance(found["accepted"], bool) and found["win_rate"]["sampled"]["n"] == 20
+    inputs = {dep["path"]: dep["md5"] for dep in recorded(worktree, "sample_round")["deps"]}
+    for pin in (entry.policy, entry.gate, entry.reward_models["reward_model"]):
+        assert inputs[pin.path] == pin.md5
+    assert {"Results of round 1", "Begin round 1 from models/sft"} <= set(git(worktree, "log", "--format=%s").splitlines())
+    committed = git(worktree, "ls-tree", "-r", "--name-only", "HEAD").splitlines()
+    assert {"rounds/rounds.svg", "rounds/rounds.md", "rounds/dvc.lock", "rounds/1/metrics/evaluate.json"} <= set(committed)
+    assert not any(path.startswith(("rounds/1/data", "rounds/1/policy")) for path in committed)
+
+
+def forget(workspace: Path, module: str) -> None:
+    """Take what a stage has computed out of DVC's run cache, so that it is computed again."""
+    for path in (workspace / ".dvc/cache/runs").rglob("*"):
+        if path.is_file() and module in path.read_text():
+            path.unlink()
+
+
+def test_a_round_that_is_killed_in_training_goes_on_to_the_same_result(workspace):
+    """The first round of another series: what was sampled comes from the run cache, training is killed and goes on."""
+    forget(workspace, "tasks.train_round")
+    worktree = workspace / "runs/killed"
+    child = begin(workspace, "flows.iterative_dpo", "--series", "killed")
+    try:
+        await_checkpoint(worktree, "train_round@1", child)
+    finally:
+        child.kill()
+        child.wait()
+    wait_until(lambda: not processes_in(worktree), 60, "the end of DVC and the stage")
+    assert 0 < newest_checkpoint(worktree, "train_round@1") < STEPS and not (worktree / "rounds/1/policy").exists()
+
+    code, printed = run(workspace, "flows.iterative_dpo", "--series", "killed")
+    assert code == 0, said(workspace)[-3000:]
+    assert ran(printed) == [round_stages(1)[2]]  # evaluation was restored: of the same policy it is known already
+    whole = workspace / "runs/iterative"
+    assert read_rounds(worktree)[1] == read_rounds(whole)[1]
+    assert dvc_md5(worktree / "rounds/1/policy") == dvc_md5(whole / "rounds/1/policy")
+    assert recorded(worktree, "train_round") == recorded(whole, "train_round")
+    assert len(read_rounds(worktree)) == 1 and verdict(worktree) == verdict(whole)
+
+
+def test_a_round_whose_pairs_are_refused_trains_nothing_and_ends_the_run(workspace):
+    code, printed = run(workspace, "flows.iterative_dpo", "--series", "refused", "--rounds", "2", "--set", "iterative.min_pairs=1000")
+    assert code == 4, said(workspace)[-3000:]
+    worktree = workspace / "runs/refused"
+    assert "RoundRefused: round 1: the round's pairs were refused: preference: min_pairs" in printed
+    assert not verdict(worktree)["accepted"] and (worktree / "rounds/1/policy/not_trained.json").is_file()
+    assert len(read_rounds(worktree)) == 1
+    code, printed = run(workspace, "flows.iterative_dpo", "--series", "refused", "--set", "iterative.min_pairs=4")
+    assert code == 2 and "expected the params that its rounds were made with, got others in iterative" in printed
