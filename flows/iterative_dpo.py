@@ -24,7 +24,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m flows.iterative_dpo", description="Rounds of iterative DPO, one after the other.")
     parser.add_argument("--rounds", type=int, default=1, help="how many; one that was interrupted counts (default: %(default)s)")
     parser.add_argument(
-        "--series", default="iterative", metavar="NAME", help="work in the worktree runs/NAME; the same name goes on (default: %(default)s)"
+        "--series", default="iterative-dpo", metavar="NAME", help="in the worktree runs/NAME; the same name goes on (default: %(default)s)"
     )
     parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="KEY=VALUE", help="override a key of params.yaml")
     parser.add_argument(

@@ -36,7 +36,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     what = out.add_mutually_exclusive_group(required=True)
     what.add_argument("--round", type=int, metavar="N", help="pairs of a round of iterative DPO")
     what.add_argument("--pairs", type=Path, metavar="FILE", help="a Parquet file with id, messages, chosen and rejected (and their scores)")
-    out.add_argument("--series", default="iterative", metavar="NAME", help="whose round (default: %(default)s)")
+    out.add_argument("--series", default="iterative-dpo", metavar="NAME", help="whose round (default: %(default)s)")
     out.add_argument("--out", type=Path, required=True, metavar="DIR")
     out.add_argument("--count", type=int, metavar="K", help="at most so many pairs, drawn by the seed")
     out.add_argument("--seed", type=int, default=0)

@@ -29,7 +29,7 @@ ROUND_REFUSED = "RoundRefused"
 
 
 @flow(name="iterative-dpo", persist_result=False)
-def iterative_dpo(overrides: Overrides = {}, rounds: int = 1, series: str = "iterative") -> State | None:  # noqa: B006 (Prefect's form)
+def iterative_dpo(overrides: Overrides = {}, rounds: int = 1, series: str = "iterative-dpo") -> State | None:  # noqa: B006 (Prefect's form)
     """Rounds of iterative DPO in the worktree runs/<series>; the same series goes on where it ended.
 
     A policy that isn't better is not kept, and the next round goes on from the one before. Pairs that fail validation end the run.

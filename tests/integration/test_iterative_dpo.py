@@ -74,7 +74,7 @@ def test_a_round_on_demand_others_cancelled_meanwhile_and_one_on_schedule(worksp
         resumed = prefect("deployment", "schedule", "resume", "iterative-dpo/scheduled", "--all")
         assert resumed.returncode == 0, resumed.stdout + resumed.stderr
         wait_until(lambda: any(r["state_type"] in STARTED for r in runs(scheduled=True)), 120, "a run on schedule")
-    check_first_round(workspace / "runs/iterative")
+    check_first_round(workspace / "runs/iterative-dpo")
 
 
 def said_by_server(workspace: Path) -> str:
@@ -117,7 +117,7 @@ def test_a_round_that_is_killed_in_training_goes_on_to_the_same_result(workspace
     code, printed = run(workspace, "flows.iterative_dpo", "--series", "killed")
     assert code == 0, said(workspace)[-3000:]
     assert ran(printed) == [round_stages(1)[2]]  # evaluation was restored: of the same policy it is known already
-    whole = workspace / "runs/iterative"
+    whole = workspace / "runs/iterative-dpo"
     assert read_rounds(worktree)[1] == read_rounds(whole)[1]
     assert dvc_md5(worktree / "rounds/1/policy") == dvc_md5(whole / "rounds/1/policy")
     assert recorded(worktree, "train_round") == recorded(whole, "train_round")

@@ -198,7 +198,7 @@ def test_the_command_takes_a_rounds_pairs_and_makes_a_source_of_their_labels(tmp
     rows = load_source(entry, seed=0).rows["preference"]
     assert sorted((r["chosen"], r["rejected"]) for r in rows) == [(f"good {n}", f"bad {n}") for n in range(3)]
     provenance = read(tmp_path / "data/labels/mine.json")
-    assert provenance["origin"] == "round 2 of iterative" and provenance["annotators"] == {"ann": 3}
+    assert provenance["origin"] == "round 2 of iterative-dpo" and provenance["annotators"] == {"ann": 3}
     assert provenance["export_sha256"] == read(tmp_path / "mine" / KEY)["sha256"]
 
     assert command.main(["import", str(file)]) == 2 and "expected no labels of that name yet" in capsys.readouterr().err
