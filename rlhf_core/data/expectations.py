@@ -207,7 +207,7 @@ def _pairs(config: ValidationConfig, *, any_pairs: bool) -> list[Check]:
             enough,
             "there are enough pairs to learn from",
             config.min_pairs,
-            "add preference data, or lower validation.min_pairs",
+            "add preference data, or lower validation.min_pairs (of a round: iterative.min_pairs)",
             "at least",
             "number of pairs",
             float,
