@@ -18,6 +18,8 @@ from rlhf_core.models.build import trunk
 from rlhf_core.models.wrappers import TokenBatch
 
 SHARING_PAYS = 0.75  # a shared row that is longer than this part of its sequences' sum costs more attention than it saves
+# Where every row is of two responses to a prompt, one that isn't shared is padded to the length of those that are: sharing pays earlier.
+CONTINUING_PAYS = 0.9
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Branches:
 def share_prefix(sequences: list[list[int]]) -> list[Branches]:
     """Sequences as rows, their order kept: one row for all where that pays, else a row for each."""
     shared = shared_row(sequences)
-    return [shared] if _pays(shared) else separate(sequences)
+    return [shared] if _pays(shared, SHARING_PAYS) else separate(sequences)
 
 
 def continue_prefix(prefix: list[int], branches: list[list[int]], *, shared: bool = True) -> list[Branches]:
@@ -43,7 +45,7 @@ def continue_prefix(prefix: list[int], branches: list[list[int]], *, shared: boo
     Unlike `share_prefix` it never takes more into the common part than the given beginning, so that all of each branch can be asked for.
     """
     row = Branches(prefix, branches)
-    return [row] if shared and _pays(row) else [Branches(prefix, [ids]) for ids in branches]
+    return [row] if shared and _pays(row, CONTINUING_PAYS) else [Branches(prefix, [ids]) for ids in branches]
 
 
 def shared_row(sequences: list[list[int]]) -> Branches:
@@ -60,9 +62,9 @@ def separate(sequences: list[list[int]]) -> list[Branches]:
     return [Branches([], [ids]) for ids in sequences]
 
 
-def _pays(row: Branches) -> bool:
+def _pays(row: Branches, limit: float) -> bool:
     apart = len(row.prefix) * len(row.branches) + sum(map(len, row.branches))
-    return len(row.branches) > 1 and len(row) <= SHARING_PAYS * apart
+    return len(row.branches) > 1 and len(row) <= limit * apart
 
 
 def collate_branches(rows: list[Branches], *, pad_id: int, every_token: bool = False) -> TokenBatch:

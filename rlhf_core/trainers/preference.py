@@ -22,23 +22,14 @@ from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import PolicyModule
 from rlhf_core.trainers.preference_data import Continuation, ResponseForward, encode_examples, encode_pairs
-from rlhf_core.trainers.preference_phases import PairObjective, ResponseObjective, example_items, pair_items
+from rlhf_core.trainers.preference_phases import PairObjective, ResponseObjective, example_items, pair_items, preference_phase
 from rlhf_core.trainers.preference_reference import Reference, live_reference, no_reference, precomputed_reference
 from rlhf_core.trainers.supervised import Phase, engine_settings, evaluate, train_phase
 
 # Of the curves; kl is KTO's baseline.
 COLUMNS = (
-    *(
-        "step",
-        "phase",
-        "loss",
-        "reward_accuracy",
-        "reward_margin",
-        "chosen_reward",
-        "rejected_reward",
-        "chosen_logprob",
-        "rejected_logprob",
-    ),
+    *("step", "phase", "loss"),
+    *("reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob"),
     *("kl", "heldout_loss", "heldout_accuracy", "heldout_margin", "learning_rate", "grad_norm"),
 )
 
@@ -99,7 +90,7 @@ def train_on_pairs(train_rows: list[dict], heldout_rows: list[dict], config: Dpo
         )
     items = pair_items(train, heldout, run.batches(config.batch_size, len(train)))
     model, forward, reference = _models("none" if config.loss in REFERENCE_FREE else config.reference, items, tokenizer, config, run)
-    phase = PairObjective(config, forward, reference).phase(train, heldout, steps=run.steps)
+    phase = preference_phase(PairObjective(config, forward, reference), train, heldout, steps=run.steps)
     engine, heldout_metrics = _train(model, phase, config, run)
     counts = {"loss": config.loss, "steps": run.steps, "pairs": len(train), "dropped_too_long": dropped}
     return Trained(engine, model, tokenizer, counts | heldout_metrics)
@@ -117,7 +108,8 @@ def train_on_examples(train_rows: list[dict], heldout_rows: list[dict], config: 
         )
     items = example_items(train, heldout, run.batches(config.batch_size, len(train)), config, max_length=run.model.max_length)
     model, forward, reference = _models(config.reference, items, tokenizer, config, run)
-    phase = ResponseObjective(config, forward, reference, run.model.max_length).phase(train, heldout, steps=run.steps)
+    objective = ResponseObjective(config, forward, reference, run.model.max_length)
+    phase = preference_phase(objective, train, heldout, steps=run.steps)
     engine, heldout_metrics = _train(model, phase, config, run)
     counts = {"loss": config.loss, "steps": run.steps, "examples": len(train), "dropped_too_long": dropped}
     return Trained(engine, model, tokenizer, counts | heldout_metrics)

@@ -20,8 +20,6 @@ from rlhf_core.trainers.preference_data import Continuation, Example, Pair, Prom
 from rlhf_core.trainers.preference_reference import Reference
 from rlhf_core.trainers.supervised import Metrics, Phase
 
-NAME = "preference"
-
 
 @dataclass(frozen=True)
 class PairObjective:
@@ -30,15 +28,6 @@ class PairObjective:
     config: DpoConfig
     forward: ResponseForward
     reference: Reference
-
-    def phase(self, train: list[Pair], heldout: list[Pair], *, steps: int) -> Phase:
-        def train_batch(engine: TrainEngine, chosen: list[int]) -> Metrics:
-            return self.train_batch(engine, [train[i] for i in chosen])
-
-        def evaluate(engine: TrainEngine) -> Metrics:
-            return self.evaluate(engine, heldout)
-
-        return Phase(NAME, steps, self.config.batch_size, len(train), train_batch, evaluate if heldout else None)
 
     def train_batch(self, engine: TrainEngine, pairs: list[Pair]) -> Metrics:
         """Forward and backward of one optimizer step."""
@@ -71,8 +60,8 @@ class PairObjective:
             if learn:
                 engine.backward(share)
             loss += float(share.detach())
-            seen_logprobs.append(logprobs)
-            seen_losses.append(losses)
+            seen_logprobs.append(_detached(logprobs))
+            seen_losses.append(_detached(losses))
         return PairLogprobs(*_joined(seen_logprobs)), PairLosses(*_joined(seen_losses)), loss
 
     def _logprobs(self, engine: TrainEngine, part: list[PromptGroup]) -> PairLogprobs:
@@ -108,15 +97,6 @@ class ResponseObjective:
     forward: ResponseForward
     reference: Reference
     max_length: int
-
-    def phase(self, train: list[Example], heldout: list[Example], *, steps: int) -> Phase:
-        def train_batch(engine: TrainEngine, chosen: list[int]) -> Metrics:
-            return self.train_batch(engine, [train[i] for i in chosen])
-
-        def evaluate(engine: TrainEngine) -> Metrics:
-            return self.evaluate(engine, heldout)
-
-        return Phase(NAME, steps, self.config.batch_size, len(train), train_batch, evaluate if heldout else None)
 
     def train_batch(self, engine: TrainEngine, examples: list[Example]) -> Metrics:
         """Forward and backward of one optimizer step."""
@@ -155,7 +135,7 @@ class ResponseObjective:
             if learn:
                 engine.backward(made.losses.sum() / len(examples))
             lengths = torch.tensor([len(e.continuation.response_ids) for e in here], device=device())
-            seen.append((logprobs, *made, desirable, lengths))
+            seen.append(_detached((logprobs, *made, desirable, lengths)))
         return _joined(seen)
 
     @torch.no_grad()
@@ -184,6 +164,18 @@ def unrelated(examples: list[Example], config: KtoConfig, *, shift: int, max_len
     return mismatched(items, shift=shift, max_length=max_length) if config.loss == "kto" else []
 
 
+def preference_phase(objective: PairObjective | ResponseObjective, train: Sequence[Any], heldout: Sequence[Any], *, steps: int) -> Phase:
+    """Steps on pairs, or single responses, as the objective has it; without held-out ones nothing is evaluated."""
+
+    def train_batch(engine: TrainEngine, chosen: list[int]) -> Metrics:
+        return objective.train_batch(engine, [train[i] for i in chosen])
+
+    def evaluate(engine: TrainEngine) -> Metrics:
+        return objective.evaluate(engine, heldout)
+
+    return Phase("preference", steps, objective.config.batch_size, len(train), train_batch, evaluate if heldout else None)
+
+
 def ordered_share(higher: torch.Tensor, lower: torch.Tensor) -> float:
     """Of all couples of one number [N] that should be higher and one [M] that should be lower, the share in that order; ties are half.
 
@@ -203,9 +195,13 @@ def _sides(pairs: Sequence[Pair]) -> list[Continuation]:
     return [side for pair in pairs for side in pair]
 
 
+def _detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach() for tensor in tensors]
+
+
 def _joined(seen: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Micro-batches' tensors one after the other, on the CPU and without gradient."""
-    return [torch.cat(values).detach().cpu() for values in zip(*seen, strict=True)]
+    """Micro-batches' tensors one after the other, on the CPU."""
+    return [torch.cat(values).cpu() for values in zip(*seen, strict=True)]
 
 
 def _points(losses: PairLosses) -> float:

@@ -61,7 +61,9 @@ def test_a_given_beginning_is_shared_where_that_pays_and_never_more_than_it():
     branches = [[5, 5, 5, 1], [5, 5, 5, 2]]
     assert continue_prefix([7] * 8, branches) == [Branches([7] * 8, branches)]
     assert continue_prefix([7] * 8, branches, shared=False) == [Branches([7] * 8, [ids]) for ids in branches]
-    assert continue_prefix([7] * 3, branches) == [Branches([7] * 3, [ids]) for ids in branches]  # 11 against 14
+    assert continue_prefix([7], branches) == [Branches([7], branches)]  # 9 against 10
+    longer = [[5] * 5, [6] * 5]
+    assert continue_prefix([7], longer) == [Branches([7], [ids]) for ids in longer]  # 11 against 12
     assert continue_prefix([7] * 8, branches[:1]) == [Branches([7] * 8, branches[:1])]
 
 

@@ -71,7 +71,7 @@ def test_groups_by_hand():
     groups = group_by_prompt([a, b, c, d, b, a], together=2, max_tokens=100, shares_prefix=True)
     assert [(g.items, g.positions) for g in groups] == [([a, b, b, a], [0, 1, 4, 5]), ([c, d], [2, 3])]
     assert groups[0].responses == {a.response_ids: 0, b.response_ids: 1}  # each computed once
-    assert [len(r) for r in groups[0].rows] == [6]  # ppp a bb, in one row: 3/4 of ppp a + ppp bb or less is shared
+    assert [len(r) for r in groups[0].rows] == [6]  # ppp a bb in one row: 6 tokens for the 9 of ppp a and ppp bb
     # Six tokens and three more don't fit into eight.
     split = group_by_prompt([a, b, c, d, b, a], together=2, max_tokens=8, shares_prefix=True)
     assert [(g.items, g.positions) for g in split] == [([a, b], [0, 1]), ([c, d], [2, 3]), ([b, a], [4, 5])]
