@@ -37,6 +37,7 @@ MODELS = {
     "medium": ArchitectureConfig(hidden_size=256, intermediate_size=704, layers=6, heads=4, vocab_size=390),  # 5 M
 }
 ROWS = 2048
+LONGEST_RESPONSE = 60  # characters; with its prompt never more tokens than model.max_length
 LOSS_TOLERANCE = 1e-3  # longer runs than the test of the curves has, and other thread counts: rounding adds up
 
 
@@ -89,8 +90,8 @@ def make_inputs(folder: Path, models: list[str]) -> Inputs:
 
     params = load_params(ROOT / "params.yaml")
     clerk: ClerkConfig = params.data.sources[0].clerk
-    demonstrations = one_each(clerk_rows(clerk, "sft", params.seed))
-    pairs = one_each(clerk_rows(clerk, "preference", params.seed))
+    demonstrations = one_each(clerk_rows(clerk, "sft", params.seed), ("response",))
+    pairs = one_each(clerk_rows(clerk, "preference", params.seed), ("chosen", "rejected"))
     write_jsonl(folder / "demonstrations.jsonl", demonstrations)
     write_jsonl(folder / "pairs.jsonl", pairs)
     texts = [text for row in demonstrations for text in (row["messages"][0]["content"], row["response"])]
@@ -105,11 +106,12 @@ def make_inputs(folder: Path, models: list[str]) -> Inputs:
     return Inputs(folder)
 
 
-def one_each(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first row of each of ROWS conversations; of pairs those that have both sides."""
+def one_each(rows: list[dict[str, Any]], sides: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The first row of each of ROWS conversations. Responses that may not fit, garbled by repetition, are left out on both sides."""
     first: dict[str, dict[str, Any]] = {}
     for row in rows:
-        first.setdefault(json.dumps(row["messages"]), row)
+        if all(len(row[side]) <= LONGEST_RESPONSE for side in sides):
+            first.setdefault(json.dumps(row["messages"]), row)
     return list(first.values())[:ROWS]
 
 
