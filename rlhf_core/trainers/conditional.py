@@ -23,10 +23,10 @@ from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import encode_conversation, load_tokenizer
 from rlhf_core.models.wrappers import ScalarModule
 from rlhf_core.scorers.reward_model import score_sequences
+from rlhf_core.trainers.labelling import MICROBATCH_TOKENS
 from rlhf_core.trainers.supervised import Interrupted
 
 SCORED_AT_ONCE = 4096  # responses; between them a stop can be asked for
-MICROBATCH_TOKENS = 8192
 
 # Goes before a template that it leaves as it is: it rewrites `messages`. Its own last line break isn't printed (trim_blocks).
 _ASKING = """\
