@@ -278,6 +278,19 @@ def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(sft_fo
     assert (tmp_path / "cut" / "curves.csv").read_text() == (tmp_path / "whole" / "curves.csv").read_text()
 
 
+def test_adapters_learn_pairs_are_exported_merged_and_resumed(sft_folder: Path, tmp_path: Path):
+    lora = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
+    how, start = config("dpo", lora=lora, learning_rate=1e-2), load_language_model(sft_folder).state_dict()
+    whole = train_on_pairs(rows(10), rows(3), how, run_of(sft_folder, tmp_path / "whole"))
+    with pytest.raises(Interrupted):
+        train_on_pairs(rows(10), rows(3), how, run_of(sft_folder, tmp_path / "cut", stop_after=2))
+    resumed = train_on_pairs(rows(10), rows(3), how, run_of(sft_folder, tmp_path / "cut"))
+    weights = whole.engine.state_dict()
+    assert largest_difference(resumed.engine.state_dict(), weights) == 0.0 < largest_difference(weights, start)
+    assert torch.equal(weights["model.embed_tokens.weight"], start["model.embed_tokens.weight"])  # which has no adapter
+    assert whole.metrics["heldout_margin"] > 0.0
+
+
 def test_training_prefers_the_chosen_on_rows_it_has_not_seen(sft_folder: Path, tmp_path: Path):
     for loss in ("sigmoid", "simpo"):
         trained = train_on_pairs(rows(40)[:30], rows(40)[30:], config("dpo", loss=loss), run_of(sft_folder, tmp_path / loss, steps=12))
