@@ -647,10 +647,11 @@ class PromotionConfig(Section):
 
 
 class IterativeConfig(Section):
-    """Rounds of iterative DPO (flows/iterative_dpo.py); how a round trains is the section dpo."""
+    """Rounds of iterative DPO (flows/iterative_dpo.py); how a round trains is the section dpo, but for steps and learning rate."""
 
     start: Literal["sft", "policy"]
     steps: int = Field(gt=0)
+    learning_rate: float = Field(gt=0)
     sampling: SamplingConfig
     scorers: list[ScorerConfig] = Field(min_length=1)
     min_margin: float = Field(ge=0)

@@ -58,7 +58,8 @@ def train(stage: Stage, entry: Round, folder: Path, output: Path) -> dict:
     )
     rows = pq.read_table(folder / "data" / "preference.parquet").to_pylist()
     try:
-        trained = train_on_pairs(rows, [], params.dpo, run)
+        config = params.dpo.model_copy(update={"learning_rate": params.iterative.learning_rate})
+        trained = train_on_pairs(rows, [], config, run)
     except Interrupted as stop:
         raise StageStopped from stop
     shutil.rmtree(output, ignore_errors=True)

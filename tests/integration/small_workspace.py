@@ -189,7 +189,7 @@ def flow_runs(url: str, deployment: str) -> list[dict]:
     """All runs of a deployment, those that wait for their time included."""
     chosen = json.dumps({"deployments": {"name": {"any_": [deployment]}}}).encode()
     request = urllib.request.Request(f"{url}/flow_runs/filter", chosen, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
 
 
