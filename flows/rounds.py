@@ -80,8 +80,10 @@ def chain_before_rounds(workspace: Path, params: Params) -> list[str]:
 
 
 def check_reward_model(workspace: Path, params: Params) -> None:
-    """Raises:
-    ConfigError: the responses would be labelled by the chain's own reward model, and it didn't pass its gate.
+    """The chain's own reward model may label only if it passed its gate.
+
+    Raises:
+        ConfigError: it labels and didn't pass.
     """
     gate = _read(workspace / GATE)
     if any(_is_own(scorer) for scorer in params.iterative.scorers) and not (gate and gate["passed"]):
