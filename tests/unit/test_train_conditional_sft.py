@@ -37,7 +37,9 @@ def test_borders_of_scores_are_those_of_the_training_split(tmp_path: Path, monke
     (tmp_path / "models/reward").symlink_to(reward_folder)
     texts = ["14", "41", "Certainly: 14.", "Sorry, I can't help with that.", "no", "4", "1", "Please"]
     train = rated_responses(rows(*zip(texts[::2], texts[1::2], strict=True)))
-    levels, borders = quality_levels(stage(), {"train": train, "validation": train[3:4]})
+    levels, borders = quality_levels(
+        stage(**{"conditional_sft.levels": 4, "conditional_sft.wanted": 3}), {"train": train, "validation": train[3:4]}
+    )
     assert sorted(levels["train"]) == [0, 0, 1, 1, 2, 2, 3, 3] and len(borders) == 3
     assert levels["validation"] == levels["train"][3:4]  # the only one of its split, and still where the training split has it
 
@@ -49,7 +51,7 @@ def test_responses_without_a_level_are_left_out_and_long_ones_counted(tokenizer)
     assert (examples, too_long) == (encode_demonstrations(asked, tokenizer, max_length=MAX_LENGTH)[0], 1)
 
 
-@pytest.mark.parametrize(("changes", "message"), [({"wanted": 4}, "wanted: expected a level from 0 to 3, got 4")])
+@pytest.mark.parametrize(("changes", "message"), [({"wanted": 8}, "wanted: expected a level from 0 to 7, got 8")])
 def test_a_level_that_does_not_exist_is_refused(changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         tiny_params(**{f"conditional_sft.{k}": v for k, v in changes.items()})
