@@ -58,10 +58,14 @@ def prepare_series(root: Path, series: str, overrides: dict[str, Any]) -> Path:
     """The worktree of a series, made or found again.
 
     Raises:
-        ConfigError: an override is refused, or would change what earlier rounds of the series were made with.
+        ConfigError: an override is refused, would change what earlier rounds of the series were made with, or the scorers lack what they need.
     """
     path = worktree_path(root, series)
     wanted = check((path if path.exists() else root) / "params.yaml", overrides)
+    try:
+        wanted.check_scorers("iterative.scorers", wanted.iterative.scorers)
+    except ValueError as error:
+        raise ConfigError(f"series {series}: {error}; change it, or what it needs") from error
     if path.exists() and read_rounds(path):
         before, after = (params.model_dump(exclude=set(UNTRACKED_SECTIONS)) for params in (load_params(path / "params.yaml"), wanted))
         if changed := [section for section in before if before[section] != after[section]]:

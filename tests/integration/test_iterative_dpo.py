@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -88,10 +89,13 @@ def check_first_round(worktree: Path) -> None:
 
 
 def forget(workspace: Path, module: str) -> None:
-    """Take what a stage has computed out of DVC's run cache, so that it is computed again."""
-    for path in (workspace / ".dvc/cache/runs").rglob("*"):
+    """Take what a stage has computed out of DVC's run cache, so that it is computed again.
+
+    With its folder: DVC can't do with one that is empty.
+    """
+    for path in sorted((workspace / ".dvc/cache/runs").rglob("*")):
         if path.is_file() and module in path.read_text():
-            path.unlink()
+            shutil.rmtree(path.parent)
 
 
 def test_a_round_that_is_killed_in_training_goes_on_to_the_same_result(workspace):

@@ -19,6 +19,7 @@ from tasks.evaluate_round import judge_difference, verdict
 from tasks.stage import fingerprint, write_json
 
 ROOT = Path(__file__).parents[2]
+JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}
 
 
 def md5(text: str) -> str:
@@ -207,3 +208,10 @@ def test_table_and_figure_show_every_round(tmp_path):
     draw(rows, tmp_path / "rounds.svg")
     assert (tmp_path / "rounds.svg").read_bytes() == first
     draw(rows[2:], tmp_path / "refused.svg")
+
+
+def test_scorers_of_rounds_that_lack_what_they_need_are_refused_before_anything_is_made(workspace):
+    overrides = {"reward.enabled": False, "rl.algorithm": "grpo", "rl.reward.scorers": [JUDGE]}
+    with pytest.raises(ConfigError, match="iterative.scorers: expected none of kind reward_model without a path while reward.enabled"):
+        series.prepare_series(workspace, "rounds", overrides)
+    assert not (workspace / "runs").exists()
