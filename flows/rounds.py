@@ -58,7 +58,7 @@ def prepare_series(root: Path, series: str, overrides: dict[str, Any]) -> Path:
     """The worktree of a series, made or found again.
 
     Raises:
-        ConfigError: an override is refused, would change what earlier rounds of the series were made with, or the scorers lack what they need.
+        ConfigError: an override is refused, would change what earlier rounds were made with, or the scorers lack what they need.
     """
     path = worktree_path(root, series)
     wanted = check((path if path.exists() else root) / "params.yaml", overrides)
