@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flows.overrides import check, parse_assignment, read_recipe
-from flows.stages import stage_environment
+from flows.stages import end_with, stage_environment
 from flows.worktree import prepare_worktree, slug
 from rlhf_core.config import Algorithm, ConfigError, Method
 from rlhf_core.report.comparison import Run, draw, methods_table, table
@@ -106,7 +106,15 @@ def _repro(workspace: Path, stage: str) -> str | None:
     print(f"{workspace.name}: {stage} ...", flush=True)
     with (workspace / "compare.log").open("a") as log:
         command = [sys.executable, "-m", "dvc", "repro", stage]
-        done = subprocess.run(command, cwd=workspace, env=stage_environment(workspace), stdout=log, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            command,
+            cwd=workspace,
+            env=stage_environment(workspace),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=end_with(os.getpid()),  # of the thread, too, which lives until all runs have ended
+            check=False,
+        )
     return workspace.name if done.returncode else None
 
 
