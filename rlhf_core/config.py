@@ -642,6 +642,7 @@ class PromotionConfig(Section):
     """
 
     metric: Literal["win_rate", "judge"]
+    prompts: int = Field(gt=0)
     confidence: float = Field(gt=0, lt=1)
     min_advantage: float = Field(ge=-1, le=1)
 

@@ -70,9 +70,9 @@ def win_rate(policy: list[Answer], baseline: list[Answer], *, confidence: float)
     scores = [(p.score, b.score) for p, b in zip(policy, baseline, strict=True)]
     pairs = [(p, b) for p, b in scores if math.isfinite(p) and math.isfinite(b)]
     ties = sum(p == b for p, b in pairs)
-    wins = sum(p > b for p, b in pairs) + 0.5 * ties
-    low, high = win_rate_interval(wins, len(pairs), confidence)
-    return {"value": wins / len(pairs) if pairs else math.nan, "low": low, "high": high, "ties": ties, "n": len(pairs)}
+    wins = sum(p > b for p, b in pairs)
+    low, high = win_rate_interval(wins, ties, len(pairs), confidence)
+    return {"value": (wins + 0.5 * ties) / len(pairs) if pairs else math.nan, "low": low, "high": high, "ties": ties, "n": len(pairs)}
 
 
 @torch.no_grad()

@@ -69,9 +69,21 @@ def wilson_interval(successes: float, n: int, confidence: float) -> tuple[float,
     return low, high
 
 
-def win_rate_interval(wins: float, n: int, confidence: float) -> tuple[float, float]:
-    """Interval (low, high) of a win rate over n comparisons; a tie has been counted as half a win."""
-    return wilson_interval(wins, n, confidence)
+def win_rate_interval(wins: int, ties: int, n: int, confidence: float) -> tuple[float, float]:
+    """Interval (low, high) of a win rate over n comparisons, a tie being half a win.
+
+    Wilson's interval of the wins among the comparisons that were decided, moved to the win rate: (ties / 2 + (n - ties) * end) / n.
+    As in the sign test, ties speak for neither side: above a half is above a half with them or without. To count them as half
+    successes would make the interval wider than what varies.
+
+    Args:
+        wins: without the ties.
+    """
+    if n == 0:
+        return 0.0, 1.0
+    decided = n - ties
+    low, high = (end * decided for end in wilson_interval(wins, decided, confidence))
+    return (ties / 2 + low) / n, (ties / 2 + high) / n
 
 
 def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:

@@ -23,6 +23,7 @@ SMALL_ROUNDS = {
         "sampling": {"prompts": 24, "samples_per_prompt": 3, "max_new_tokens": 16},
         "min_margin": 0.0,
         "min_pairs": 4,
+        "promotion": {"prompts": 20},
     },
     "dpo": {"batch_size": 8, "checkpoint_every": 5},
 }

@@ -172,12 +172,12 @@ def metrics(low: float) -> dict:
 
 
 def test_a_policy_is_kept_if_the_lower_end_is_above_the_bar():
-    by_wins = PromotionConfig(metric="win_rate", confidence=0.95, min_advantage=0.0)
+    by_wins = PromotionConfig(metric="win_rate", prompts=10, confidence=0.95, min_advantage=0.0)
     kept, not_kept = verdict(metrics(0.51), by_wins), verdict(metrics(0.5), by_wins)
     assert kept["accepted"] and not not_kept["accepted"]  # 0.51 - 0.5 > 0; 0.5 - 0.5 isn't
     assert kept["advantage"]["value"] == pytest.approx(0.1) and kept["advantage"]["low"] == pytest.approx(0.01)
     assert "win rate 0.600 on 100 prompts" in kept["reason"] and "isn't above iterative.promotion.min_advantage=0" in not_kept["reason"]
-    by_judge = PromotionConfig(metric="judge", confidence=0.95, min_advantage=0.03)
+    by_judge = PromotionConfig(metric="judge", prompts=10, confidence=0.95, min_advantage=0.03)
     assert not verdict(metrics(0.51), by_judge)["accepted"]  # 0.02 is below 0.03
 
 

@@ -58,9 +58,23 @@ def test_wilson_refuses_what_is_no_count(successes, n, confidence):
         wilson_interval(successes, n, confidence)
 
 
-def test_win_rate_counts_a_tie_as_half():
-    # 7 wins and 2 ties in 10: 8 of 10.
-    assert win_rate_interval(7 + 0.5 * 2, 10, CONFIDENCE) == wilson_interval(8, 10, CONFIDENCE)
+def test_win_rate_without_ties_is_a_share():
+    assert win_rate_interval(8, 0, 10, CONFIDENCE) == wilson_interval(8, 10, CONFIDENCE)
+
+
+def test_ties_are_half_wins_and_speak_for_neither_side():
+    # 8 of the 10 that were decided: 0.490162 to 0.943318 (above). With 10 ties: (5 + 10 * 0.490162) / 20 and (5 + 10 * 0.943318) / 20.
+    assert win_rate_interval(8, 10, 20, CONFIDENCE) == pytest.approx((0.495081, 0.721659), abs=2e-6)
+    # A half stays a half: the ends are on the same side of it with ties and without.
+    for wins, losses in ((30, 12), (22, 20), (9, 1)):
+        alone = win_rate_interval(wins, 0, wins + losses, CONFIDENCE)
+        among = win_rate_interval(wins, 500, wins + losses + 500, CONFIDENCE)
+        assert [a > 0.5 for a in alone] == [a > 0.5 for a in among]
+
+
+def test_a_win_rate_that_nothing_was_compared_for_is_unknown():
+    assert win_rate_interval(0, 0, 0, CONFIDENCE) == (0.0, 1.0)
+    assert win_rate_interval(0, 7, 7, CONFIDENCE) == (0.5, 0.5)  # all tied: it is a half, and which way the next one goes is open
 
 
 def test_accuracy_counts_ties_as_half_and_reports_them():
