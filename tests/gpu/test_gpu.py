@@ -109,3 +109,32 @@ def test_vllm_and_the_trainer_agree_before_and_after_a_weight_sync(folder):
         with torch.no_grad():
             logprobs = PolicyModule(model)(tokens).logprobs
         assert float((logprobs - torch.tensor([x for s in samples for x in s.logprobs])).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_path, dtype):
+    """With flash attention prompts aren't shared, otherwise they are; precomputed reference, adapters."""
+    from rlhf_core.config import LoraConfig
+    from rlhf_core.engines.deepspeed_engine import join_world
+    from rlhf_core.tracking import MetricsLog
+    from rlhf_core.trainers.preference import COLUMNS, PreferenceRun, train_on_pairs
+    from rlhf_core.trainers.supervised import LoopSettings
+
+    join_world()
+    params = load_params()
+    lora = LoraConfig(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
+    changes = {"lora": lora, "learning_rate": 1e-2, "batch_size": 16, "zero_stage": 0 if dtype == "float32" else 1}
+    rows = [
+        {"id": str(i), "messages": [{"role": "user", "content": f"Sort {i}."}], "chosen": f"Surely: {i}.", "rejected": f"{i}{i} no"}
+        for i in range(120, 180)
+    ]
+
+    def curves(step: int) -> MetricsLog:
+        path = tmp_path / "curves.csv"
+        return MetricsLog(path, COLUMNS, timings=None, tracking=params.tracking, run_name="gpu", first_step=step)
+
+    settings = LoopSettings(seed=0, checkpoint_every=100, eval_every=100)
+    loop = {"settings": settings, "first_step": 0, "metrics_log": curves, "stop_requested": lambda: False}
+    run = PreferenceRun(folder, 12, params.model.model_copy(update={"dtype": dtype}), tmp_path / "scratch", loop)
+    trained = train_on_pairs(rows[:48], rows[48:], params.dpo.model_copy(update=changes), run)
+    assert trained.metrics["heldout_accuracy"] > 0.9
