@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 from flows.overrides import check, parse_assignment, read_recipe
 from flows.stages import end_with, stage_environment
-from flows.worktree import prepare_worktree, slug
+from flows.worktree import commit, prepare_worktree, slug
 from rlhf_core.config import Algorithm, ConfigError, Method
 from rlhf_core.report.comparison import Run, draw, methods_table, table
 
@@ -69,6 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     if failed:
         print(f"compare: expected every run to end well, got failures in {', '.join(failed)}; see compare.log there", file=sys.stderr)
         return 1
+    for workspace in workspaces.values():
+        commit(workspace, f"Results of run {workspace.name}")
     FIGURE.parent.mkdir(exist_ok=True)
     if asked.methods:
         evaluations = [(name, json.loads((workspace / EVALUATION).read_text())) for (name, _), workspace in workspaces.items()]
