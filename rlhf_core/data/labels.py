@@ -152,7 +152,7 @@ Found = tuple[str, dict[str, Any], str, str | None]  # where it stands, the pair
 
 
 def _lines(path: Path, text: str) -> Iterable[Found]:
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # and not at a U+2028 inside a text, as splitlines would
         if not line.strip():
             continue
         where = f"{path}:{number}"

@@ -204,3 +204,10 @@ def test_the_command_takes_a_rounds_pairs_and_makes_a_source_of_their_labels(tmp
     assert command.main(["import", str(file)]) == 2 and "expected no labels of that name yet" in capsys.readouterr().err
     assert command.main(["import", str(file), "--name", "a b"]) == 2
     assert command.main(["export", "--round", "9", "--out", "other"]) == 2
+
+
+def test_a_text_with_a_line_separator_inside_is_still_one_line(tmp_path):
+    """json leaves U+2028 as it is; it ends a line for str.splitlines, and not for JSON lines."""
+    odd = LabelPair("odd", [{"role": "user", "content": "one\u2028two"}], "good\x85", "bad", 1.0, 0.0)
+    export_pairs([odd], tmp_path, count=None, seed=0, origin="a test")
+    assert read_labels(tmp_path / PAIRS, read(tmp_path / KEY)) == [Label("odd", "unnamed", None)]
