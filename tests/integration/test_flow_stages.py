@@ -19,7 +19,7 @@ stages:
   last: {cmd: "true", deps: [made/by/middle/file]}
   middle: {cmd: "true", deps: [first.txt], outs: [made/by/middle]}
   lonely: {cmd: "true"}
-  first: {cmd: "true", outs: [first.txt: {cache: false}]}
+  first: {cmd: "true", outs: ["${which.one}.txt": {cache: false}]}
 """
 
 
@@ -31,11 +31,16 @@ def _this_checkout(monkeypatch):
 
 def test_order_follows_dependencies_and_then_the_file(tmp_path):
     (tmp_path / "dvc.yaml").write_text(ONE_AFTER_ANOTHER)
+    (tmp_path / "params.yaml").write_text("which: {one: first}\n")
     assert stage_order(tmp_path) == ["lonely", "first", "middle", "last"]
+    (tmp_path / "params.yaml").write_text("which: {two: first}\n")
+    with pytest.raises(ConfigError, match=r"dvc.yaml: expected a key of params.yaml in \$\{which.one\}"):
+        stage_order(tmp_path)
 
 
 def test_a_cycle_is_named(tmp_path):
     (tmp_path / "dvc.yaml").write_text("stages:\n  a: {cmd: x, deps: [b], outs: [a]}\n  b: {cmd: x, deps: [a], outs: [b]}\n  c: {cmd: x}\n")
+    (tmp_path / "params.yaml").write_text("{}\n")
     with pytest.raises(ConfigError, match="a cycle, got one among a, b;"):
         stage_order(tmp_path)
 
