@@ -105,7 +105,9 @@ def answer(stage: Stage, models: dict[str, Path]):
     first = str(next(iter(models.values())))
     tokenizer = load_tokenizer(first, trust_remote_code=params.model.trust_remote_code)
     longest = params.model.max_length - config.max_new_tokens
-    prompts = choose_prompts(read_rows(PREPARED, "prompt", "test"), tokenizer, longest=longest, count=params.iterative.promotion.prompts, seed=params.seed)
+    prompts = choose_prompts(
+        read_rows(PREPARED, "prompt", "test"), tokenizer, longest=longest, count=params.iterative.promotion.prompts, seed=params.seed
+    )
     engine = VllmEngine(
         first,
         max_length=params.model.max_length,

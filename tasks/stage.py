@@ -281,6 +281,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def publish_policy(stage: Stage, model: Any, weights: dict[str, Any], tokenizer: Any, metrics: dict[str, Any]) -> None:
+    """All that stage train_policy makes, of a policy that was trained in its own process.
+
+    Args:
+        model: as loaded; weights: what it has become.
+    """
+    from rlhf_core.models.build import save_model
+
+    aside = stage.scratch / "model"
+    save_model(model, weights, tokenizer, aside)
+    publish(aside, POLICY_MODEL)
+    PLOTS.mkdir(exist_ok=True)
+    shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_policy.csv")
+    write_json(METRICS / "train_policy.json", metrics)
+
+
 def publish(aside: Path, final: Path) -> None:
     """Move a finished file or folder to its place; a partial one is never seen there."""
     final.parent.mkdir(parents=True, exist_ok=True)

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import collections
 import logging
-import shutil
 
 from rlhf_core.data.schema import read_rows
 from tasks.stage import (
     METRICS,
-    PLOTS,
-    POLICY_MODEL,
     PREPARED,
     REWARD_MODEL,
     SFT_MODEL,
     Stage,
     StageStopped,
     check_gate,
-    publish,
+    publish_policy,
     read_json,
-    write_json,
 )
 
 log = logging.getLogger("rlhf")
@@ -33,7 +29,6 @@ def main() -> None:
         config = stage.params.conditional_sft
         if config.label_by == "scores":
             check_gate(read_json(METRICS / "gate.json"))
-        from rlhf_core.models.build import save_model
         from rlhf_core.models.tokenizer import load_tokenizer
         from rlhf_core.trainers.conditional import asking_tokenizer
         from rlhf_core.trainers.supervised import Interrupted
@@ -44,13 +39,8 @@ def main() -> None:
             trained, metrics = train(stage, tokenizer)
         except Interrupted as stop:
             raise StageStopped from stop
-        aside = stage.scratch / "model"
         asking = asking_tokenizer(tokenizer, levels=config.levels, wanted=config.wanted)
-        save_model(trained.model, trained.engine.state_dict(), asking, aside)
-        publish(aside, POLICY_MODEL)
-        PLOTS.mkdir(exist_ok=True)
-        shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_policy.csv")
-        write_json(METRICS / "train_policy.json", metrics)
+        publish_policy(stage, trained.model, trained.engine.state_dict(), asking, metrics)
 
 
 def train(stage: Stage, tokenizer):

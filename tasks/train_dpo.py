@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-
 from rlhf_core.data.schema import read_rows
-from tasks.stage import METRICS, PLOTS, POLICY_MODEL, PREPARED, SFT_MODEL, Stage, StageStopped, publish, write_json
+from tasks.stage import PREPARED, SFT_MODEL, Stage, StageStopped, publish_policy
 
 
 def main() -> None:
     with Stage("train_policy") as stage:
         from rlhf_core.engines.deepspeed_engine import join_world
-        from rlhf_core.models.build import save_model
         from rlhf_core.trainers.preference import COLUMNS, PreferenceRun, train_on_pairs
         from rlhf_core.trainers.supervised import Interrupted
 
@@ -25,12 +22,7 @@ def main() -> None:
             trained = train_on_pairs(rows["train"], rows["validation"], params.dpo, run)
         except Interrupted as stop:
             raise StageStopped from stop
-        aside = stage.scratch / "model"
-        save_model(trained.model, trained.engine.state_dict(), trained.tokenizer, aside)
-        publish(aside, POLICY_MODEL)
-        PLOTS.mkdir(exist_ok=True)
-        shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_policy.csv")
-        write_json(METRICS / "train_policy.json", {"method": "dpo", **trained.metrics})
+        publish_policy(stage, trained.model, trained.engine.state_dict(), trained.tokenizer, {"method": "dpo", **trained.metrics})
 
 
 if __name__ == "__main__":

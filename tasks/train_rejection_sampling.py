@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from typing import Any
 from rlhf_core.data.schema import read_rows
 from tasks.stage import (
     METRICS,
-    PLOTS,
-    POLICY_MODEL,
     PREPARED,
     REWARD_MODEL,
     SFT_MODEL,
@@ -26,10 +23,9 @@ from tasks.stage import (
     StageStopped,
     check_gate,
     has_labels,
-    publish,
+    publish_policy,
     read_json,
     source_kinds,
-    write_json,
 )
 
 log = logging.getLogger("rlhf")
@@ -40,7 +36,6 @@ SCORED_AT_ONCE = 1024  # prompts; between them the stage can be told to stop
 def main() -> None:
     with Stage("train_policy") as stage:
         check_inputs(stage)
-        from rlhf_core.models.build import save_model
         from rlhf_core.models.tokenizer import load_tokenizer
         from rlhf_core.trainers.supervised import Interrupted
 
@@ -52,12 +47,7 @@ def main() -> None:
         except Interrupted as stop:
             raise StageStopped from stop
         metrics["dropped"]["too_long"] = too_long
-        aside = stage.scratch / "model"
-        save_model(trained.model, trained.engine.state_dict(), tokenizer, aside)
-        publish(aside, POLICY_MODEL)
-        PLOTS.mkdir(exist_ok=True)
-        shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_policy.csv")
-        write_json(METRICS / "train_policy.json", metrics)
+        publish_policy(stage, trained.model, trained.engine.state_dict(), tokenizer, metrics)
 
 
 def check_inputs(stage: Stage) -> None:

@@ -10,6 +10,7 @@ import pytest
 from small_chain import ORDER, SMALL, assert_nothing_left, change_params, copy_chain, outcomes, ran, results, run
 
 from rlhf_core.models.build import read_state_dict
+from rlhf_core.report.page import METHOD_TITLES
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -74,6 +75,24 @@ def test_another_algorithm_reruns_only_what_follows_and_back_is_restored(chain, 
     code, printed = run(workspace, "dvc", "repro")
     assert code == 0 and ran(printed) == [] and printed.count("is cached - skipping run") == 3, printed
     assert (workspace / "dvc.lock").read_text() == lock and results(workspace) == before
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "rejection_sampling", "conditional_sft"])
+def test_each_way_to_the_policy_without_rl_is_evaluated_and_reported(chain, tmp_path, method):
+    workspace = copy_chain(chain.workspace, tmp_path / "way")
+    brief = {"steps": 8, "batch_size": 16, "checkpoint_every": 4, "eval_every": 4}
+    if method == "rejection_sampling":
+        brief["sampling"] = {"prompts": 24, "samples_per_prompt": 3, "max_new_tokens": 16}
+    change_params(workspace, {"alignment": {"method": method}, method: brief})
+    code, printed = run(workspace, "dvc", "repro")
+    assert code == 0 and ran(printed) == ["train_policy", "evaluate", "report"], printed
+    metrics = json.loads((workspace / "metrics/train_policy.json").read_text())
+    assert (metrics["method"], metrics["steps"]) == (method, 8)
+    curves = pd.read_csv(workspace / "plots/train_policy.csv")
+    assert len(curves) == 8 and curves["loss"].notna().all() and curves["heldout_loss"].notna().sum() == 2
+    evaluation = json.loads((workspace / "metrics/evaluate.json").read_text())
+    assert evaluation["sampled"]["policy"]["n"] == 20 and evaluation["kl"]["sampled"] != 0
+    assert METHOD_TITLES[method] in (workspace / "reports/report.html").read_text(encoding="utf-8")
 
 
 def test_a_rejected_reward_model_stops_the_chain_before_any_policy_is_trained(chain, tmp_path):
