@@ -82,7 +82,7 @@ def change_params(workspace: Path, *changes: dict) -> None:
 
 def _merge(node: dict | list, change: dict) -> None:
     for key, value in change.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and node[key] is not None:
             _merge(node[key], value)
         else:
             node[key] = value
