@@ -165,7 +165,8 @@ def await_checkpoint(workspace: Path, stage: str, child: subprocess.Popen) -> No
 
 def stage_process(workspace: Path, stage: str) -> psutil.Process:
     """The one process that runs a stage here; two would be a second trainer."""
-    (process,) = [p for p in processes_in(workspace) if command_line(p)[-2:] == ["-m", f"tasks.{stage}"] and "python" in p.name()]
+    module = "tasks.train_rl" if stage == "train_policy" else f"tasks.{stage}"
+    (process,) = [p for p in processes_in(workspace) if command_line(p)[-2:] == ["-m", module] and "python" in p.name()]
     return process
 
 
