@@ -15,7 +15,7 @@ from typing import Any
 from rlhf_core.config import PromotionConfig
 from rlhf_core.data.schema import read_rows
 from rlhf_core.rounds import Round, read_round, round_folder
-from tasks.stage import PREPARED, REWARD_MODEL, Stage, read_json, write_json
+from tasks.stage import PREPARED, REWARD_MODEL, Stage, read_json, source_kinds, write_json
 
 MICROBATCH_TOKENS = 8192
 MODES = ("greedy", "sampled")
@@ -139,7 +139,7 @@ def judged(stage: Stage, tokenizer, prompts: list, samples: dict[str, dict[str, 
     from rlhf_core.trainers.labelling import ResponseScorer
 
     params = stage.params
-    kinds = {name: source["kind"] for name, source in read_json(PREPARED / "sources.json").items()}
+    kinds = source_kinds()
     score = ResponseScorer(params.iterative.scorers, reward_model=REWARD_MODEL, source_kinds=kinds, model=params.model)
 
     def answers(groups: list) -> list[Answer]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from rlhf_core.config import IterativeConfig
 from rlhf_core.data.schema import read_rows, write_rows
 from rlhf_core.rounds import Round, prompts_hash, read_round, round_folder
-from tasks.stage import METRICS, PREPARED, REWARD_MODEL, Stage, StageFailed, StageStopped, publish, read_json, write_json
+from tasks.stage import METRICS, PREPARED, REWARD_MODEL, Stage, StageStopped, check_gate, publish, read_json, source_kinds, write_json
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
         entry = read_round(number)
         entry.check(number)
         rows = prompts_of(entry, number, stage)
-        sources = {name: source["kind"] for name, source in read_json(PREPARED / "sources.json").items()}
+        sources = source_kinds()
         check_inputs(stage.params.iterative, rows, sources)
         groups, dropped = sample(stage, entry, rows, sources)
         aside = stage.scratch / "data"
@@ -60,9 +60,8 @@ def check_inputs(config: IterativeConfig, rows: list[dict], sources: dict[str, s
     from rlhf_core.data.judge import JUDGES
     from rlhf_core.scorers.needs import check_scorers, uses_own_reward_model
 
-    gate = read_json(METRICS / "gate.json")
-    if uses_own_reward_model(config.scorers) and not gate["passed"]:
-        raise StageFailed(f"reward model: expected one that passed the gate, got one that didn't; {gate['message']}")
+    if uses_own_reward_model(config.scorers):
+        check_gate(read_json(METRICS / "gate.json"))
     check_scorers(
         config.scorers,
         reward_model=REWARD_MODEL,
