@@ -226,10 +226,18 @@ class RewardConfig(TrainingConfig):
     centering_coef: float = Field(ge=0)
 
 
+class IncumbentConfig(Section):
+    """The promoted reward model as the registry has it (docs/registry.md): version and md5 of its folder, as in dvc.lock."""
+
+    version: str
+    md5: str = Field(pattern=r"^[0-9a-f]{32}\.dir$")
+
+
 class GateConfig(Section):
     min_accuracy: float = Fraction
     confidence: float = Field(gt=0, lt=1)
     min_pairs: int = Field(ge=1)
+    incumbent: IncumbentConfig | None
 
 
 class PpoConfig(Section):
