@@ -90,7 +90,8 @@ def check_reward_model(workspace: Path, params: Params) -> None:
         ConfigError: it labels and didn't pass.
     """
     gate = _read(workspace / GATE)
-    if any(_is_own(scorer) for scorer in params.iterative.scorers) and not (gate and gate["passed"]):
+    usable = gate and (gate["passed"] or gate["override"])
+    if any(_is_own(scorer) for scorer in params.iterative.scorers) and not usable:
         said = gate["message"] if gate else f"{GATE} is missing"
         raise ConfigError(
             f"iterative.scorers: expected a reward model that passed its gate, got one that didn't ({said}); make it pass, or take scorers "

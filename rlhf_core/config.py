@@ -233,11 +233,19 @@ class IncumbentConfig(Section):
     md5: str = Field(pattern=r"^[0-9a-f]{32}\.dir$")
 
 
+class RolledBackConfig(IncumbentConfig):
+    """A reward model that was promoted and then taken back, and why."""
+
+    reason: str
+
+
 class GateConfig(Section):
     min_accuracy: float = Fraction
     confidence: float = Field(gt=0, lt=1)
     min_pairs: int = Field(ge=1)
     incumbent: IncumbentConfig | None
+    rolled_back: list[RolledBackConfig]
+    override: str | None = Field(min_length=1)
 
 
 class PpoConfig(Section):

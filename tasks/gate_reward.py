@@ -16,8 +16,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from rlhf_core.config import GateConfig
+from rlhf_core.rounds import dvc_md5
 from rlhf_core.statistics import accuracy_with_ties, wilson_interval
-from tasks.stage import METRICS, REWARD_HELDOUT, Stage, StageFailed, write_json
+from tasks.stage import METRICS, REWARD_HELDOUT, REWARD_MODEL, Stage, StageFailed, write_json
 
 SPLIT = "test"  # never looked at during training, unlike validation
 COLUMNS = ("id", "source", "split", "chosen_score", "rejected_score")
@@ -40,10 +41,11 @@ def main() -> None:
             gate = judge_scores(read_scores(REWARD_HELDOUT), config) if needed else unjudged(config, NOT_NEEDED, needed=False)
         except UnusableScores as error:
             gate = unjudged(config, str(error), needed=True)
+        gate = with_registry(gate, config)
         write_json(METRICS / "gate.json", gate)
         for line in explain(gate):
             log.info("gate_reward: %s", line)
-        if needed and not gate["passed"]:
+        if needed and not gate["passed"] and gate["override"] is None:
             raise StageFailed(gate["message"])
 
 
@@ -108,6 +110,19 @@ def summarize(scores: Scores, confidence: float) -> dict[str, float | int]:
     return {"accuracy": accuracy.value, "low": low, "high": high, "ties": accuracy.ties, "n": accuracy.n}
 
 
+def with_registry(gate: dict[str, Any], config: GateConfig) -> dict[str, Any]:
+    """The verdict with what the registry knew when the run began: a model that was taken back doesn't pass; and with the override."""
+    if gate["needed"] and config.rolled_back:
+        found = dvc_md5(REWARD_MODEL)
+        taken_back = [entry for entry in config.rolled_back if entry.md5 == found]
+        numbers = {"value": len(taken_back), "low": None, "high": None, "threshold": 0, "n": len(config.rolled_back)}
+        gate = {**gate, "checks": [*gate["checks"], {"name": "rolled_back", **numbers, "passed": not taken_back}]}
+        for entry in taken_back:
+            message = f"rejected: version {entry.version} was rolled back ({entry.reason}), and this is the same model."
+            gate |= {"passed": False, "message": f"{message} {gate['message']}"}
+    return {**gate, "override": None if gate["passed"] or not gate["needed"] else config.override}
+
+
 def settings(config: GateConfig) -> dict[str, float]:
     return {"threshold": config.min_accuracy, "confidence": config.confidence}
 
@@ -144,6 +159,8 @@ def explain(gate: dict[str, Any]) -> Iterator[str]:
         yield f"{source}: accuracy {s['accuracy']:.4f} ({s['low']:.4f} to {s['high']:.4f}) on {s['n']} pairs, {s['ties']} ties"
     if gate["passed"] or not gate["needed"]:
         yield gate["message"]
+    elif gate["override"] is not None:
+        yield f"{gate['message']} Used all the same, for gate.override says: {gate['override']}"
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ def main() -> None:
         entry.check(number)
         rows = prompts_of(entry, number, stage)
         sources = source_kinds()
-        check_inputs(stage.params.iterative, rows, sources)
+        override = check_inputs(stage.params.iterative, rows, sources)
         groups, dropped = sample(stage, entry, rows, sources)
         aside = stage.scratch / "data"
         figures = write_data(aside, groups, stage.params.iterative.min_margin)
         publish(aside, round_folder(number) / "data")
-        figures |= {"prompts": len(rows), "dropped_too_long": dropped, "policy": entry.policy.path}
+        figures |= {"prompts": len(rows), "dropped_too_long": dropped, "policy": entry.policy.path, "override": override}
         write_json(round_folder(number) / "metrics" / "sample.json", figures)
 
 
@@ -50,9 +50,11 @@ def prompts_of(entry: Round, number: int, stage: Stage) -> list[dict]:
     return [rows[i] for i in ids]
 
 
-def check_inputs(config: IterativeConfig, rows: list[dict], sources: dict[str, str]) -> None:
+def check_inputs(config: IterativeConfig, rows: list[dict], sources: dict[str, str]) -> str | None:
     """What labels and compares is there and fits; nothing expensive has started.
 
+    Returns:
+        As check_gate.
     Raises:
         StageFailed: the chain's own reward model is asked and did not pass its gate.
         ValueError: a scorer lacks what it needs, or the judge is to decide where there is none.
@@ -60,8 +62,7 @@ def check_inputs(config: IterativeConfig, rows: list[dict], sources: dict[str, s
     from rlhf_core.data.judge import JUDGES
     from rlhf_core.scorers.needs import check_scorers, uses_own_reward_model
 
-    if uses_own_reward_model(config.scorers):
-        check_gate(read_json(METRICS / "gate.json"))
+    override = check_gate(read_json(METRICS / "gate.json")) if uses_own_reward_model(config.scorers) else None
     check_scorers(
         config.scorers,
         reward_model=REWARD_MODEL,
@@ -70,6 +71,7 @@ def check_inputs(config: IterativeConfig, rows: list[dict], sources: dict[str, s
     )
     if config.promotion.metric == "judge" and not all(sources[row["source"]] in JUDGES for row in rows):
         raise ValueError("iterative.promotion.metric: expected win_rate for data without a judge, got judge; change it")
+    return override
 
 
 def sample(stage: Stage, entry: Round, rows: list[dict], sources: dict[str, str]):

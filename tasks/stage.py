@@ -237,14 +237,23 @@ def _files(path: Path, stage: str) -> Iterator[Path]:
         yield from sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
 
 
-def check_gate(gate: dict[str, Any]) -> None:
+def check_gate(gate: dict[str, Any]) -> str | None:
     """For a stage that uses the chain's own reward model: what gate_reward wrote must say that it is fit for use.
 
+    Returns:
+        The reason for which one that isn't is used all the same (gate.override), for the stage's metrics.
     Raises:
-        StageFailed: it didn't pass.
+        StageFailed: it didn't pass, or was rolled back, and nobody gave a reason.
     """
-    if not gate["passed"]:
-        raise StageFailed(f"reward model: expected one that passed the gate, got one that didn't; {gate['message']}")
+    if gate["passed"]:
+        return None
+    if gate["override"] is None:
+        raise StageFailed(
+            f"reward model: expected one that passed the gate, got one that didn't; {gate['message']} Train a better one, or, to use this "
+            "one all the same, write the reason into gate.override"
+        )
+    log.warning("reward model: used although it did not pass the gate; the reason given: %s", gate["override"])
+    return gate["override"]
 
 
 def source_kinds() -> dict[str, str]:

@@ -35,7 +35,7 @@ SCORED_AT_ONCE = 1024  # prompts; between them the stage can be told to stop
 
 def main() -> None:
     with Stage("train_policy") as stage:
-        check_inputs(stage)
+        override = check_inputs(stage)
         from rlhf_core.models.tokenizer import load_tokenizer
         from rlhf_core.trainers.supervised import Interrupted
 
@@ -47,12 +47,15 @@ def main() -> None:
         except Interrupted as stop:
             raise StageStopped from stop
         metrics["dropped"]["too_long"] = too_long
+        metrics["override"] = override
         publish_policy(stage, trained.model, trained.engine.state_dict(), tokenizer, metrics)
 
 
-def check_inputs(stage: Stage) -> None:
+def check_inputs(stage: Stage) -> str | None:
     """What the scorers need is there; nothing expensive has started.
 
+    Returns:
+        As check_gate.
     Raises:
         StageFailed: the chain's own reward model is asked and did not pass its gate.
         ValueError: a reward model's folder, a label or a function is missing.
@@ -60,9 +63,9 @@ def check_inputs(stage: Stage) -> None:
     from rlhf_core.scorers.needs import check_scorers, uses_own_reward_model
 
     scorers = stage.params.rejection_sampling.scorers
-    if uses_own_reward_model(scorers):
-        check_gate(read_json(METRICS / "gate.json"))
+    override = check_gate(read_json(METRICS / "gate.json")) if uses_own_reward_model(scorers) else None
     check_scorers(scorers, reward_model=REWARD_MODEL, source_kinds=source_kinds(), has_labels=has_labels)
+    return override
 
 
 def label(stage: Stage, tokenizer) -> tuple[list, int]:

@@ -41,29 +41,32 @@ class JobCrashed(RuntimeError):
 
 def main() -> None:
     with Stage("train_policy") as stage:
-        check_rewards(stage.params.rl, read_json(METRICS / "gate.json"))
+        override = check_rewards(stage.params.rl, read_json(METRICS / "gate.json"))
         output = stage.scratch / "policy"
         run(stage, output)
         publish(output, POLICY_MODEL)
         PLOTS.mkdir(exist_ok=True)
         shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_policy.csv")
-        write_json(METRICS / "train_policy.json", final_figures(stage.scratch, stage.params.rl))
+        write_json(METRICS / "train_policy.json", final_figures(stage.scratch, stage.params.rl) | {"override": override})
 
 
-def check_rewards(rl: RlConfig, gate: dict) -> None:
+def check_rewards(rl: RlConfig, gate: dict) -> str | None:
     """What the job needs to give rewards is there and fits together; nothing expensive has started.
 
+    Returns:
+        As check_gate.
     Raises:
         StageFailed: the chain's own reward model is used and did not pass its gate.
         ValueError: a reward model's folder, a label, a function or a demonstration is missing.
     """
     from rlhf_core.scorers.needs import check_scorers, uses_own_reward_model
 
-    if starts_critic_from_reward_model(rl) or uses_own_reward_model(rl.reward.scorers):
-        check_gate(gate)
+    asked = starts_critic_from_reward_model(rl) or uses_own_reward_model(rl.reward.scorers)
+    override = check_gate(gate) if asked else None
     check_scorers(rl.reward.scorers, reward_model=REWARD_MODEL, source_kinds=source_kinds(), has_labels=has_labels)
     if rl.ptx.coef > 0 and not ((PREPARED / "sft.parquet").exists() and read_rows(PREPARED, "sft", "train")):
         raise ValueError(f"rl.ptx.coef: expected 0 without demonstrations, got {rl.ptx.coef}; add a source with the use sft")
+    return override
 
 
 def starts_critic_from_reward_model(rl: RlConfig) -> bool:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.config import apply_overrides
+from rlhf_core.rounds import dvc_md5
 
 ROOT = Path(__file__).parents[2]
 JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}
@@ -40,6 +41,8 @@ def workspace(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, tmp_path / name)
     for folder in ("tasks", "rlhf_core"):
         (tmp_path / folder).symlink_to(ROOT / folder)
+    (tmp_path / "models/reward").mkdir(parents=True)
+    (tmp_path / "models/reward/model.safetensors").write_bytes(b"an earlier run's")
     return tmp_path
 
 
@@ -117,9 +120,8 @@ def test_each_source_is_reported_by_itself(workspace):
 
 def test_without_a_reward_model_the_chain_goes_on_and_the_files_say_why(workspace):
     apply_overrides(workspace / "params.yaml", WITHOUT_REWARD_MODEL)
-    for needed in ("data/prepared", "models/sft", "models/reward"):
+    for needed in ("data/prepared", "models/sft"):
         (workspace / needed).mkdir(parents=True)
-    (workspace / "models/reward/model.safetensors").write_bytes(b"an earlier run's")
     trained = run_stage(workspace, "train_reward")
     assert trained.returncode == 0, trained.stderr
     assert [path.name for path in (workspace / "models/reward").iterdir()] == ["not_trained.json"]
@@ -132,6 +134,30 @@ def test_without_a_reward_model_the_chain_goes_on_and_the_files_say_why(workspac
     done, gate = run_gate(workspace)
     assert done.returncode == 0 and "not needed: no reward model was trained" in done.stdout
     assert (gate["needed"], gate["passed"], gate["accuracy"], gate["by_source"]) == (False, False, None, {})
+
+
+def test_a_reward_model_that_was_rolled_back_does_not_pass_again(workspace):
+    write_scores(workspace, pairs(900, 100))
+    taken_back = {"version": "v2.0.0", "md5": dvc_md5(workspace / "models/reward"), "reason": "policies became curt"}
+    other = {"version": "v1.0.0", "md5": "0" * 32 + ".dir", "reason": "older"}
+    apply_overrides(workspace / "params.yaml", {"gate.rolled_back": [other]})
+    done, gate = run_gate(workspace)
+    assert done.returncode == 0 and gate["passed"] and {c["name"]: c["passed"] for c in gate["checks"]}["rolled_back"]
+    apply_overrides(workspace / "params.yaml", {"gate.rolled_back": [other, taken_back]})
+    done, gate = run_gate(workspace)
+    assert done.returncode == 1 and not gate["passed"] and [c["name"] for c in gate["checks"] if not c["passed"]] == ["rolled_back"]
+    assert "rejected: version v2.0.0 was rolled back (policies became curt), and this is the same model." in done.stderr
+
+
+def test_an_override_lets_the_chain_go_on_and_is_written_down(workspace):
+    apply_overrides(workspace / "params.yaml", {"gate.override": "a demonstration"})
+    write_scores(workspace, pairs(231, 69))
+    done, gate = run_gate(workspace)
+    assert done.returncode == 0 and not gate["passed"] and gate["override"] == "a demonstration"
+    assert "Used all the same, for gate.override says: a demonstration" in done.stdout
+    write_scores(workspace, pairs(290, 10))
+    done, gate = run_gate(workspace)
+    assert gate["passed"] and gate["override"] is None  # none was needed
 
 
 def test_gate_json_survives_a_rejection_under_dvc(workspace):

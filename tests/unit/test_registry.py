@@ -57,7 +57,7 @@ def test_a_missing_or_tampered_file_is_named_and_nothing_is_left(root, name, loo
     md5 = put_folder(root)
     file = place(root, hashlib.md5(FILES[name]).hexdigest())
     file.write_bytes(FILES[name][:-1] + b"!")
-    with pytest.raises(ValueError, match=rf"^{name}: expected md5 {hashlib.md5(FILES[name]).hexdigest()}, got .*delete that file.*dvc pull"):
+    with pytest.raises(ValueError, match=rf"^{name}: expected md5 {file.parent.name}{file.name}, got .*delete that file.*dvc pull"):
         look(md5, root)
     file.unlink()
     with pytest.raises(ValueError, match=rf"^{name}: expected md5 \w+ in DVC's cache, got nothing; `dvc pull`"):
@@ -72,7 +72,7 @@ def test_a_listing_that_is_missing_changed_or_points_outside_is_refused(root, tm
     with pytest.raises(ValueError, match="the list of its files: expected md5"):
         checkout(md5, tmp_path / "model", root=root)
     place(root, md5).unlink()
-    with pytest.raises(ValueError, match="the list of its files: expected md5 .* in DVC's cache, got nothing"):
+    with pytest.raises(ValueError, match=r"the list of its files: expected md5 .* in DVC's cache, got nothing"):
         checkout(md5, tmp_path / "model", root=root)
     for name in ("../escaped", "/tmp/escaped"):
         with pytest.raises(ValueError, match="expected names of files inside the folder"):
@@ -84,6 +84,6 @@ def test_a_listing_that_is_missing_changed_or_points_outside_is_refused(root, tm
 def test_another_content_in_the_folder_is_not_overwritten(root, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/mine").write_text("precious")
-    with pytest.raises(ValueError, match="or nothing there, got .*move it away"):
+    with pytest.raises(ValueError, match=r"or nothing there, got .*move it away"):
         checkout(put_folder(root), tmp_path / "model", root=root)
     assert (tmp_path / "model/mine").read_text() == "precious"

@@ -120,7 +120,7 @@ def test_a_round_refuses_inputs_that_it_did_not_begin_with(workspace):
 def test_the_reward_model_must_have_passed_its_gate(workspace):
     params = load_params("params.yaml")
     series.check_reward_model(workspace, params)
-    write_json(workspace / "metrics/gate.json", {"passed": False, "message": "accuracy 0.6"})
+    write_json(workspace / "metrics/gate.json", {"passed": False, "message": "accuracy 0.6", "override": None})
     with pytest.raises(ConfigError, match=r"passed its gate, got one that didn't \(accuracy 0.6\); make it pass, or take scorers"):
         series.check_reward_model(workspace, params)
 

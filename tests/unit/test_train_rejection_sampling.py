@@ -62,7 +62,7 @@ def test_only_the_chains_own_reward_model_needs_to_have_passed_its_gate(tmp_path
     write_rows(tmp_path / "data/prepared", "prompt", [row])
     (tmp_path / "data/prepared/sources.json").write_text(json.dumps({"mine": {"kind": "clerk"}}))
     write_json(tmp_path / "models/reward/config.json", {})
-    write_json(tmp_path / "metrics/gate.json", {"passed": passed, "message": "rejected: too few pairs."})
+    write_json(tmp_path / "metrics/gate.json", {"passed": passed, "message": "rejected: too few pairs.", "override": None})
     check_inputs(SimpleNamespace(params=tiny_params(**{"rejection_sampling.scorers": [JUDGE]})))
     own = SimpleNamespace(params=tiny_params())
     if passed:

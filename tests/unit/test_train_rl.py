@@ -18,7 +18,7 @@ from tasks.train_rl import TAIL, check_rewards, describe, final_figures
 
 ROOT = Path(__file__).parents[2]
 PASSED = {"passed": True, "message": "passed: it is good."}
-REJECTED = {"passed": False, "message": "rejected: too few pairs."}
+REJECTED = {"passed": False, "message": "rejected: too few pairs.", "override": None}
 
 
 def params(*scorers: dict, **changes) -> Params:
@@ -45,7 +45,8 @@ def workspace(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_chains_own_reward_model_must_have_passed_its_gate(workspace):
-    check_rewards(params().rl, PASSED)
+    assert check_rewards(params().rl, PASSED) is None
+    assert check_rewards(params().rl, REJECTED | {"override": "to see what happens"}) == "to see what happens"
     with pytest.raises(StageFailed, match=r"expected one that passed the gate, got one that didn't; rejected: too few pairs\."):
         check_rewards(params().rl, REJECTED)
     with pytest.raises(StageFailed, match="passed the gate"):  # the critic would start from it
