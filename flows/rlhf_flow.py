@@ -6,6 +6,8 @@ Prefect gives order, retries, states and artifacts; what is up to date is DVC's 
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, StateType, TaskRun
 
 from flows.overrides import Overrides, check
-from flows.stages import StageFailed, StageResult, run_stage, stage_order
-from flows.summary import REPORT, read_metrics, report_line, stage_table
+from flows.stages import StageFailed, StageResult, run_stage, stage_environment, stage_order
+from flows.summary import read_metrics, report_line, report_of, stage_table
 from flows.worktree import commit, derive_name, prepare_worktree, slug
 from rlhf_core.config import ConfigError, FlowConfig, load_params
 
@@ -96,6 +98,7 @@ def rlhf(overrides: Overrides = {}, run: str | None = None) -> State | None:  # 
             publish_gate(workspace, stage)
     except StageFailed as failure:
         publish_gate(workspace, failure.stage)
+        write_stopped_report(workspace, failure, log)
         _finish(workspace, order, results, failed=failure.stage)
         return end_state(workspace, failure)
     _finish(workspace, order, results)
@@ -137,15 +140,24 @@ def end_state(workspace: Path, failure: StageFailed) -> State:
     return State(type=StateType.FAILED, name="Failed", message=str(failure))
 
 
+def write_stopped_report(workspace: Path, failure: StageFailed, log: logging.Logger | logging.LoggerAdapter) -> None:
+    """The page of a chain that ended early. That it can't be made is no reason to hide why the chain failed."""
+    if failure.stage == "report":
+        return  # which would fail again
+    command = [sys.executable, "-m", "tasks.report", "--stopped-at", failure.stage, "--because", str(failure)]
+    done = subprocess.run(command, cwd=workspace, env=stage_environment(workspace), capture_output=True, text=True, check=False)
+    if done.returncode:
+        log.warning("The page of the stopped chain could not be made: %s", done.stderr.strip())
+
+
 def _finish(workspace: Path, order: list[str], results: list[StageResult], failed: str | None = None) -> None:
     """Table, report and, in a run's worktree, the commit of what the run has shown."""
-    print(f"\n{stage_table(workspace, order, results, failed)}\n\n{report_line(workspace)}", flush=True)
+    print(f"\n{stage_table(workspace, order, results, failed)}\n\n{report_line(workspace, failed)}", flush=True)
     create_markdown_artifact(
         stage_table(workspace, order, results, failed, style="github"), key="stages", description="The stages of this run"
     )
-    if failed is None and (workspace / REPORT).is_file():
-        create_link_artifact(
-            (workspace / REPORT).resolve().as_uri(), link_text="report.html", key="report", description=str(workspace / REPORT)
-        )
+    page = report_of(workspace, failed)
+    if page is not None:
+        create_link_artifact(page.resolve().as_uri(), link_text=page.name, key="report", description=str(page))
     if failed is None and (workspace / ".git").is_file():
         commit(workspace, f"Results of run {workspace.name}")

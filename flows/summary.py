@@ -13,6 +13,7 @@ from tabulate import tabulate
 from flows.stages import StageResult, metrics_file
 
 REPORT = Path("reports/report.html")
+STOPPED_REPORT = Path("reports/stopped.html")  # of a chain that ended early
 
 
 def _rows(m: dict[str, Any]) -> str:
@@ -114,6 +115,12 @@ def stage_table(workspace: Path, order: list[str], results: list[StageResult], f
     )
 
 
-def report_line(workspace: Path) -> str:
-    report = workspace / REPORT
-    return f"Report: {report}" if report.is_file() else "Report: not written"
+def report_of(workspace: Path, failed: str | None = None) -> Path | None:
+    """The page about this run: of a failed one what there is of it, never the report that an earlier run has left."""
+    page = workspace / (REPORT if failed is None else STOPPED_REPORT)
+    return page if page.is_file() else None
+
+
+def report_line(workspace: Path, failed: str | None = None) -> str:
+    page = report_of(workspace, failed)
+    return f"Report: {page or 'not written'}" + (f" (stopped at {failed})" if page and failed else "")

@@ -1,11 +1,12 @@
 """Stage prepare_data: sources in, canonical rows, their split and the tokenizer out.
 
 Writes data/prepared/<use>.parquet for the uses that have rows, data/prepared/sources.json (what each source is and gave),
-models/tokenizer/ and metrics/prepare_data.json. The same parameters give the same bytes.
+models/tokenizer/, metrics/prepare_data.json and plots/token_lengths.csv. The same parameters give the same bytes.
 """
 
 from __future__ import annotations
 
+import csv
 import logging
 import shutil
 from collections import Counter
@@ -16,12 +17,15 @@ from rlhf_core.config import DataConfig, ModelConfig
 from rlhf_core.data.schema import SCHEMAS, SPLITS, write_rows
 from rlhf_core.data.sources import load_source
 from rlhf_core.data.split import conversation_text, keep_share, split_of, with_ids
-from tasks.stage import METRICS, PREPARED, TOKENIZER, Stage, publish, write_json
+from tasks.stage import METRICS, PLOTS, PREPARED, TOKENIZER, Stage, publish, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Prepared = dict[str, list[dict]]  # use -> rows of the canonical schema
+
+MAX_BINS = 48  # of a histogram of lengths
+LENGTH_COLUMNS = ("use", "column", "low", "high", "texts")
 
 log = logging.getLogger("rlhf")
 
@@ -39,8 +43,13 @@ def main() -> None:
         tokenizer.save_pretrained(stage.scratch / "tokenizer")
         publish(aside, PREPARED)
         publish(stage.scratch / "tokenizer", TOKENIZER)
-        metrics = summarize(rows, dropped, tokenizer)
+        lengths = {use: token_lengths(of_use, tokenizer) for use, of_use in rows.items()}
+        metrics = summarize(rows, dropped, lengths, len(tokenizer))
         write_json(METRICS / "prepare_data.json", metrics)
+        PLOTS.mkdir(exist_ok=True)
+        with (PLOTS / "token_lengths.csv").open("w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file, lineterminator="\n")
+            table.writerows([LENGTH_COLUMNS, *length_histograms(lengths)])
         for use, of_split in metrics["rows"].items():
             log.info("%s: %s", use, ", ".join(f"{count} {split}" for split, count in of_split.items()))
 
@@ -92,7 +101,9 @@ def describe_sources(config: DataConfig, rows: Prepared) -> dict[str, Any]:
     }
 
 
-def summarize(rows: Prepared, dropped: dict[str, dict[str, int]], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def summarize(
+    rows: Prepared, dropped: dict[str, dict[str, int]], lengths: dict[str, dict[str, Counter[int]]], vocabulary_size: int
+) -> dict[str, Any]:
     """Counts, and mean lengths in tokens of the texts alone, without the template."""
     by_split = {use: Counter(row["split"] for row in of_use) for use, of_use in rows.items()}
     by_source = {use: Counter(row["source"] for row in of_use) for use, of_use in rows.items()}
@@ -100,22 +111,40 @@ def summarize(rows: Prepared, dropped: dict[str, dict[str, int]], tokenizer: Pre
         "rows": {use: {split: counts[split] for split in SPLITS} for use, counts in by_split.items()},
         "rows_by_source": {use: dict(counts) for use, counts in by_source.items()},
         "dropped": dropped,
-        "vocabulary_size": len(tokenizer),
-        "mean_tokens": {use: _mean_tokens(of_use, tokenizer) for use, of_use in rows.items()},
+        "vocabulary_size": vocabulary_size,
+        "mean_tokens": {
+            use: {column: sum(t * n for t, n in of_column.items()) / of_column.total() for column, of_column in columns.items()}
+            for use, columns in lengths.items()
+        },
     }
 
 
-def _mean_tokens(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
-    """Column -> mean number of tokens; of `messages`, that of all their contents together."""
+def token_lengths(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> dict[str, Counter[int]]:
+    """Column -> number of tokens -> how many texts have so many; of `messages`, all their contents together."""
     columns = {column: [row[column] for row in rows if row.get(column)] for column in ("text", "response", "chosen", "rejected")}
     columns["messages"] = ["\n".join(m["content"] for m in row["messages"]) for row in rows if "messages" in row]
-    return {column: _mean_length(texts, tokenizer) for column, texts in columns.items() if texts}
+    return {column: _lengths(texts, tokenizer) for column, texts in columns.items() if texts}
 
 
-def _mean_length(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> float:
+def _lengths(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Counter[int]:
     counts = Counter(texts)
-    ids = tokenizer(list(counts), add_special_tokens=False)["input_ids"]
-    return sum(len(i) * n for i, n in zip(ids, counts.values(), strict=True)) / len(texts)
+    lengths: Counter[int] = Counter()
+    for ids, n in zip(tokenizer(list(counts), add_special_tokens=False)["input_ids"], counts.values(), strict=True):
+        lengths[len(ids)] += n
+    return lengths
+
+
+def length_histograms(lengths: dict[str, dict[str, Counter[int]]]) -> Iterator[tuple[str, str, int, int, int]]:
+    """Rows of LENGTH_COLUMNS: low <= tokens < high, the same whole numbers for all columns of a use, so that they compare."""
+    for use, columns in lengths.items():
+        longest = max((max(of_column) for of_column in columns.values()), default=0)
+        width = -(-(longest + 1) // MAX_BINS)
+        for column, of_column in columns.items():
+            binned: Counter[int] = Counter()
+            for tokens, texts in of_column.items():
+                binned[tokens // width] += texts
+            for i in range(longest // width + 1):
+                yield use, column, i * width, (i + 1) * width, binned[i]
 
 
 if __name__ == "__main__":

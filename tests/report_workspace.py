@@ -47,14 +47,15 @@ def make_workspace(folder: Path, *, judge: bool = True, hostile: bool = False, s
         apply_overrides(folder / "params.yaml", {"alignment.method": method})
     for name, frame in curves(rng, steps, method).items():
         frame.to_csv(folder / "plots" / f"{name}.csv", index=False, float_format="%.6g")
+    token_lengths().to_csv(folder / "plots/token_lengths.csv", index=False)
     heldout(rng).to_parquet(folder / "data/reward_heldout.parquet", index=False)
     samples(rng, judge=judge, hostile=hostile).to_parquet(folder / "data/evaluation_samples.parquet", index=False)
     return folder
 
 
-def run_report(workspace: Path) -> subprocess.CompletedProcess[str]:
+def run_report(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tasks.report"]
+    command = [sys.executable, "-m", "tasks.report", *arguments]
     return subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -186,6 +187,18 @@ def evaluation(*, judge: bool) -> dict[str, Any]:
         "kl": {"greedy": 5.31, "sampled": 4.87},
         "judge": judge,
     }
+
+
+def token_lengths() -> pd.DataFrame:
+    """Triangles of 24 bins, one token wide."""
+    columns = {
+        "pretrain": ["text"],
+        "sft": ["response", "messages"],
+        "preference": ["chosen", "rejected", "messages"],
+        "prompt": ["messages"],
+    }
+    rows = [(u, c, i, i + 1, 40 * min(i, 24 - i)) for u, of_use in columns.items() for c in of_use for i in range(24)]
+    return pd.DataFrame(rows, columns=["use", "column", "low", "high", "texts"])
 
 
 def curves(rng: np.random.Generator, steps: int, method: str = "rl") -> dict[str, pd.DataFrame]:

@@ -11,6 +11,7 @@ import pandas as pd
 Tree = Mapping[str, Any]
 
 REQUIRED_COLUMNS: dict[str, tuple[str, ...]] = {
+    "lengths": ("use", "column", "low", "high", "texts"),
     "sft_curves": ("step", "phase", "loss", "heldout_loss"),
     "reward_curves": ("step", "loss", "accuracy", "heldout_loss", "heldout_accuracy"),
     "heldout": ("source", "split", "chosen_score", "rejected_score"),
@@ -32,36 +33,57 @@ class ReportInputError(ValueError):
 
 
 @dataclass(frozen=True)
+class Stopped:
+    """Where the chain ended early.
+
+    because: what the stage said, or "".
+    states: stage -> done, stopped here or not reached, in their order.
+    """
+
+    stage: str
+    because: str
+    states: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class ReportInputs:
     """Metrics as the stages wrote them, curves with one row per step, tables with one row per pair or sample.
 
+    None is what a chain that stopped early has not made; without `stopped` nothing is.
+
     params: the sections of params.yaml that shaped the result, section -> values.
     files: path -> sha256 of every file that the report is made from.
+    outs: path -> md5 of the data and models, as dvc.lock has them.
+    packages: name -> version.
     fingerprint: sha256 over all of them, the params and the code that made the report.
     """
 
     title: str
     params: Tree
     files: Mapping[str, str]
+    outs: Mapping[str, str]
+    packages: Mapping[str, str]
     fingerprint: str
-    data: Tree
-    validation: Tree
-    sft: Tree
-    reward: Tree
-    gate: Tree
-    policy: Tree
-    evaluation: Tree
-    sft_curves: pd.DataFrame
-    reward_curves: pd.DataFrame
-    policy_curves: pd.DataFrame
-    heldout: pd.DataFrame
-    samples: pd.DataFrame
+    stopped: Stopped | None
+    data: Tree | None
+    validation: Tree | None
+    sft: Tree | None
+    reward: Tree | None
+    gate: Tree | None
+    policy: Tree | None
+    evaluation: Tree | None
+    lengths: pd.DataFrame | None
+    sft_curves: pd.DataFrame | None
+    reward_curves: pd.DataFrame | None
+    policy_curves: pd.DataFrame | None
+    heldout: pd.DataFrame | None
+    samples: pd.DataFrame | None
 
     def __post_init__(self):
         of_policy = RL_COLUMNS if self.method == "rl" else OFFLINE_COLUMNS
         for name, columns in (REQUIRED_COLUMNS | {"policy_curves": of_policy}).items():
-            present = list(getattr(self, name).columns)
-            missing = [c for c in columns if c not in present]
+            table = getattr(self, name)
+            missing = [] if table is None else [c for c in columns if c not in table.columns]
             if missing:
                 raise ReportInputError(
                     f"{name}: expected the columns {', '.join(columns)}, got none named {', '.join(missing)}; run the stage before again"

@@ -9,8 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,12 @@ import pandas as pd
 from bokeh.resources import Resources
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from rlhf_core.report.figures import DARK, all_figures
+from rlhf_core.report.canvas import DARK
+from rlhf_core.report.figures import Figures, all_figures
 from rlhf_core.report.inputs import ReportInputError, ReportInputs, need
-from rlhf_core.report.verdict import MODES, data_verdict, gate_verdict, judged, outcome, rewarded_by
+from rlhf_core.report.texts import count, measured, number, share, signed, visible
+from rlhf_core.report.verdict import MODES, data_verdict, gate_verdict, judged, outcome, rewarded_by, stopped_verdict
 from rlhf_core.statistics import wilson_interval
-
-MAX_TEXT = 2000  # characters of one text in the table of samples
-JOINERS = "\u200c\u200d"  # invisible, and part of ordinary words and emoji
 
 USES = ("pretrain", "sft", "preference", "prompt")  # in the order of the chain
 # What shaped the result, in the order of the chain; everything else is folded away below.
@@ -74,7 +71,7 @@ LABELS = {
     "cut_off_fraction": "share cut off",
     "logprob_difference_max": "largest log-probability difference",
 }
-DECIMALS = {"share": 1, "score": 2, "length": 1}
+MODEL_NAMES = {"sft": "SFT", "policy": "Policy"}
 # Label, key of a model's figures, format, and whether more is better (None: neither).
 EVALUATION_ROWS = (
     ("Judge: accepts", "judge_ok", "share", True),
@@ -89,42 +86,56 @@ EVALUATION_ROWS = (
 
 
 def render(inputs: ReportInputs) -> str:
-    """The whole page; the same inputs give the same text in every process."""
+    """The whole page, or what there is of it where the chain stopped; the same inputs give the same text in every process."""
+    scorers = need(inputs.params, "rl", "reward", "scorers")
+    content = {
+        "title": inputs.title if inputs.stopped is None else f"Stopped: {inputs.title}",
+        "method_title": METHOD_TITLES[inputs.method],
+        "method_name": method_name(inputs.params),
+        "rewarder": rewarded_by(scorers),
+        "scorers": scorers,
+        "stopped": inputs.stopped,
+        "gate_verdict": None if inputs.gate is None else gate_verdict(inputs.gate),
+        "data_verdict": None if inputs.validation is None else data_verdict(inputs.validation),
+        "confidence": need(inputs.params, "evaluation", "confidence"),
+        "inputs": inputs,
+        "uses": [] if inputs.data is None else data_rows(inputs.data),
+        "expectations": None if inputs.validation is None else expectations(inputs.validation),
+        "facts": {stage: list(facts(tree)) for stage in ("sft", "reward", "policy") if (tree := getattr(inputs, stage)) is not None},
+        "key_params": list(key_params(inputs.params)),
+        "all_params": json.dumps(inputs.params, indent=2, ensure_ascii=False),
+        "modes": MODES,
+        "samples": [] if inputs.samples is None else list(samples(inputs.samples)),
+        "logprob_limit": need(inputs.params, "rl", "rollout", "max_logprob_difference"),
+        **(_evaluated(inputs, scorers) if inputs.stopped is None else {"outcome": stopped_verdict(inputs.stopped), "tiles": []}),
+    }
+    return page("report.html.jinja", all_figures(inputs), content)
+
+
+def _evaluated(inputs: ReportInputs, scorers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    confidence = need(inputs.params, "evaluation", "confidence")
+    return {
+        "outcome": outcome(inputs.evaluation, scorers, confidence=confidence),
+        "tiles": list(tiles(inputs.evaluation, rewarded_by(scorers), confidence)),
+        "evaluation_rows": [*evaluation_rows(inputs.evaluation), *scorer_rows(inputs.evaluation, scorers)],
+    }
+
+
+def page(template: str, figures: Figures, content: Mapping[str, Any]) -> str:
+    """One self-contained file: the template with this content, style, scripts and figures inside."""
     folder = Path(__file__).parent
     environment = Environment(
         loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"share": share, "number": number, "count": count, "visible": visible, "measured": measured, "signed": signed}
-    confidence = need(inputs.params, "evaluation", "confidence")
     scripts = ["\n".join(Resources(mode="inline", components=["bokeh"]).js_raw), (folder / "report.js").read_text(encoding="utf-8")]
-    figures = all_figures(inputs)
-    scorers = need(inputs.params, "rl", "reward", "scorers")
-    return environment.get_template("report.html.jinja").render(
-        title=inputs.title,
-        method_title=METHOD_TITLES[inputs.method],
-        method_name=method_name(inputs.params),
+    return environment.get_template(template).render(
         policy=content_security_policy(scripts),
         style=(folder / "report.css").read_text(encoding="utf-8"),
         scripts=scripts,
         figures=figures,
         figures_json=json_for_html({"dark": DARK, "figures": figures}),
-        outcome=outcome(inputs.evaluation, scorers, confidence=confidence),
-        rewarder=rewarded_by(scorers),
-        scorers=scorers,
-        gate_verdict=gate_verdict(inputs.gate),
-        data_verdict=data_verdict(inputs.validation),
-        tiles=list(tiles(inputs.evaluation, rewarded_by(scorers), confidence)),
-        confidence=confidence,
-        inputs=inputs,
-        uses=data_rows(inputs.data),
-        expectations=expectations(inputs.validation),
-        facts={stage: list(facts(getattr(inputs, stage))) for stage in ("sft", "reward", "policy")},
-        key_params=list(key_params(inputs.params)),
-        all_params=json.dumps(inputs.params, indent=2, ensure_ascii=False),
-        evaluation_rows=[*evaluation_rows(inputs.evaluation), *scorer_rows(inputs.evaluation, scorers)],
-        modes=MODES,
-        samples=list(samples(inputs.samples)),
-        logprob_limit=need(inputs.params, "rl", "rollout", "max_logprob_difference"),
+        **content,
     )
 
 
@@ -253,58 +264,24 @@ def _cells(evaluation: Mapping[str, Any], path: tuple[str, ...], more_is_better:
     return cells
 
 
-def samples(table: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    for row in table.to_dict("records"):
-        scores = [None if pd.isna(row[f"{m}_score"]) else float(row[f"{m}_score"]) for m in ("sft", "policy")]
-        verdicts = [None if pd.isna(row[f"{m}_judge_ok"]) else bool(row[f"{m}_judge_ok"]) for m in ("sft", "policy")]
-        gain = None if None in scores else scores[1] - scores[0]
-        changed = "" if None in verdicts or verdicts[0] == verdicts[1] else "fixed" if verdicts[1] else "broken"
-        answers = [
-            {"model": name, "text": row[f"{m}_response"], "score": score, "ok": ok}
-            for name, m, score, ok in zip(("SFT", "Policy"), ("sft", "policy"), scores, verdicts, strict=True)
-        ]
-        yield {k: row[k] for k in ("id", "source", "prompt", "mode")} | {"answers": answers, "gain": gain, "changed": changed}
+def samples(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """A card for each prompt and mode, the largest gains and losses of score first."""
+    cards = [_card(row) for row in table.to_dict("records")]
+    return sorted(cards, key=lambda card: 0.0 if card["gain"] is None else -abs(card["gain"]))
 
 
-def visible(text: str) -> str:
-    """Text as a reader can trust it: control characters and those that change the reading direction are shown by number.
-
-    Cut at MAX_TEXT characters, saying so.
-    """
-    shown = "".join(_visible_character(c) for c in text[:MAX_TEXT])
-    return shown if len(text) <= MAX_TEXT else f"{shown} […{len(text) - MAX_TEXT:,} more characters]"
+def _card(row: Mapping[str, Any]) -> dict[str, Any]:
+    answers = [answer(name, row[f"{m}_response"], row[f"{m}_score"], row[f"{m}_judge_ok"]) for m, name in MODEL_NAMES.items()]
+    return {k: row[k] for k in ("id", "source", "prompt", "mode")} | side_by_side(*answers)
 
 
-def _visible_character(c: str) -> str:
-    hidden = unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in "\n\t" + JOINERS
-    return f"⟨U+{ord(c):04X}⟩" if hidden else c
+def answer(model: str, text: str, score: float | None, ok: bool | None) -> dict[str, Any]:
+    """One side of a card. NaN, as pandas reads a null, becomes None."""
+    return {"model": model, "text": text, "score": None if pd.isna(score) else float(score), "ok": None if pd.isna(ok) else bool(ok)}
 
 
-def share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
-
-
-def number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    shown = f"{value:.2e}" if 0 < abs(value) < 1e-4 else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return shown.replace("-", "−", 1) if value < 0 else shown
-
-
-def measured(value: float | None, form: str) -> str:
-    """A figure of the evaluation in its form: share, score or length."""
-    if value is None or math.isnan(value):
-        return "–"
-    return share(value) if form == "share" else f"{value:.{DECIMALS[form]}f}".replace("-", "−")
-
-
-def signed(value: float | None, form: str) -> str:
-    """A change, in points where it is one of shares."""
-    if value is None or math.isnan(value):
-        return "–"
-    shown = f"{100 * value if form == 'share' else value:+.{DECIMALS[form]}f}".replace("-", "−")
-    return shown if shown.strip("+−0.") else shown[1:]
-
-
-def count(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"
+def side_by_side(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Both answers, what the second gained in score, and whether the judge sees it otherwise: fixed, broken or ""."""
+    gain = None if None in (first["score"], second["score"]) else second["score"] - first["score"]
+    changed = "" if None in (first["ok"], second["ok"]) or first["ok"] == second["ok"] else "fixed" if second["ok"] else "broken"
+    return {"answers": [first, second], "gain": gain, "changed": changed}

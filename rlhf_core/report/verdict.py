@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_core.report.inputs import need
+from rlhf_core.report.inputs import Stopped, need
 from rlhf_core.statistics import difference_interval
 
 MODES = ("greedy", "sampled")
@@ -135,3 +135,17 @@ def data_verdict(validation: Mapping[str, Any]) -> Verdict:
         named = ", ".join(f"{e['use']}: {e['name']}" for e in failed)
         return Verdict("bad", f"{len(failed)} of {len(expectations)} expectations about the data failed.", (named,))
     return Verdict("good", f"The data meets all {len(expectations)} expectations.", ())
+
+
+# Stages whose error is a verdict of their own.
+_STOPPED = {
+    "validate_data": "the data does not meet its expectations.",
+    "gate_reward": "the reward model did not pass its gate.",
+}
+
+
+def stopped_verdict(stopped: Stopped) -> Verdict:
+    """Of a chain that ended before it had a policy to judge."""
+    headline = f"Stopped at {stopped.stage}: {_STOPPED.get(stopped.stage, 'the stage ended with an error.')}"
+    said = (stopped.because,) if stopped.because else ()
+    return Verdict("bad", headline, (*said, "There is no result to show: this page holds what was made before the chain stopped."))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -95,6 +96,9 @@ def test_metrics_and_sources_say_what_is_there(prepared):
     assert sources["clerk"]["kind"] == "clerk"
     assert metrics["vocabulary_size"] == 390
     assert 5 < metrics["mean_tokens"]["sft"]["response"] < 16
+    with (prepared / "plots/token_lengths.csv").open(newline="") as file:
+        lengths = [row for row in csv.DictReader(file) if row["use"] == "sft" and row["column"] == "response"]
+    assert sum(int(row["texts"]) for row in lengths) == len(read_rows(prepared / "data/prepared", "sft"))
 
 
 def test_prompts_and_good_answers_are_short_in_tokens(prepared):

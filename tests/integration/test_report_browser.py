@@ -12,7 +12,7 @@ from report_workspace import HOSTILE, make_workspace, run_report
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
 
 ALL_DRAWN = "document.querySelectorAll('[data-figure]:not([data-drawn])').length === 0"
-FIGURES = 15
+FIGURES = 20
 # Texts of the cards that are shown, in order.
 SHOWN = "[...document.querySelectorAll('#samples article')].map(card => card.innerText)"
 GAINS = "[...document.querySelectorAll('#samples article')].map(card => Number(card.dataset.gain))"
@@ -125,6 +125,8 @@ def test_search_and_filters(page):
 
 
 def test_largest_gains_and_losses_come_first(page):
+    changes = [abs(gain) for gain in page.evaluate(GAINS)]
+    assert changes == sorted(changes, reverse=True) and changes[0] > changes[-1]
     choose(page, "order", "gains")
     gains = page.evaluate(GAINS)
     assert gains == sorted(gains, reverse=True) and gains[-1] > 0
@@ -153,3 +155,14 @@ def test_a_script_that_gets_in_does_not_run(page):
     assert page.evaluate("window.hacked") is None
     assert any("Content Security Policy" in problem for problem in page.problems)
     page.problems.clear()
+
+
+def test_the_page_of_a_stopped_chain_opens_without_samples(browser, tmp_path):
+    workspace = make_workspace(tmp_path)
+    assert run_report(workspace, "--stopped-at", "gate_reward").returncode == 0
+    browser.problems.clear()
+    browser.open(workspace / "reports/stopped.html")
+    browser.wait_for(ALL_DRAWN)
+    assert browser.evaluate("document.querySelectorAll('[data-drawn]').length") == 10
+    assert browser.evaluate("document.querySelector('.stopped').innerText").startswith("Not a finished run.")
+    assert browser.problems == []

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from report_workspace import HOSTILE, REMOVED, edit_metrics, evaluation, gate, make_workspace, run_report, validation
 
 from rlhf_core.config import apply_overrides, load_params
-from rlhf_core.report.figures import MAX_POINTS, thin
+from rlhf_core.report.canvas import MAX_POINTS, thin
 from rlhf_core.report.inputs import ReportInputError
-from rlhf_core.report.page import MAX_TEXT, expectations, json_for_html, measured, number, render, signed, visible
+from rlhf_core.report.page import answer, expectations, json_for_html, render, samples, side_by_side
+from rlhf_core.report.texts import MAX_TEXT, measured, number, signed, visible
 from rlhf_core.report.verdict import data_verdict, gate_verdict, outcome
 from tasks.gate_reward import NOT_NEEDED, unjudged
 from tasks.report import read_inputs
@@ -191,7 +192,7 @@ def test_a_run_without_a_reward_model(tmp_path, monkeypatch):
     page = render_in(workspace, monkeypatch)
     assert "None was trained: reward.enabled is false." in page and "There is no reward model to judge." in page
     assert "Win rate by the reward<" in page and "The judge was part of the reward" in page
-    assert not any(f'data-figure="{name}"' in page for name in ("reward_loss", "reward_accuracy", "gate_interval", "gate_scores"))
+    assert not any(f'data-figure="{name}"' in page for name in ("reward_loss", "reward_accuracy", "gate_accuracy", "gate_scores"))
     assert "reward.epochs</dt>" not in page
 
 
@@ -209,7 +210,7 @@ def test_a_rejected_gate_and_failed_data_are_said_first(tmp_path, monkeypatch):
     page = render_in(workspace, monkeypatch)
     verdicts = page[page.index('<ul class="verdicts">') : page.index("</ul>")]
     assert "The reward model did not pass its gate." in verdicts and "Expected finite scores." in verdicts
-    assert 'data-figure="gate_interval"' not in page and 'data-figure="gate_scores"' in page
+    assert 'data-figure="gate_accuracy"' not in page and 'data-figure="gate_scores"' in page
 
 
 @pytest.mark.parametrize(
@@ -252,3 +253,50 @@ def test_another_method_than_rl_shows_its_own_curves_and_params(tmp_path):
     assert 'data-figure="policy_margin"' in page and 'data-figure="policy_kl"' not in page  # which was not measured
     assert 'data-figure="rl_score"' not in page
     assert "<dt>dpo.beta</dt>" in page and "<dt>rl.algorithm</dt>" not in page
+
+
+def test_samples_stand_by_the_size_of_their_change():
+    def row(sft: float | None, policy: float | None) -> dict:
+        texts = {"id": "i", "source": "s", "prompt": "p", "mode": "greedy", "sft_response": "a", "policy_response": "b"}
+        return texts | {"sft_score": sft, "policy_score": policy, "sft_judge_ok": None, "policy_judge_ok": True}
+
+    # Gains 1, none, -3, 2: by size -3, 2, 1, and last the one that could not be scored.
+    cards = samples(pd.DataFrame([row(0.0, 1.0), row(None, 1.0), row(1.0, -2.0), row(1.0, 3.0)]))
+    assert [card["gain"] for card in cards] == [-3.0, 2.0, 1.0, None] and {card["changed"] for card in cards} == {""}
+    before, after = answer("SFT", "a", 1.0, False), answer("Policy", "b", 1.5, True)
+    assert side_by_side(before, after)["changed"] == "fixed" and side_by_side(after, before)["changed"] == "broken"
+
+
+def test_a_stopped_chain_leaves_a_page_that_says_so_and_shows_nothing_of_an_earlier_run(tmp_path):
+    workspace = make_workspace(tmp_path)  # whole: as after an earlier run
+    done = run_report(workspace, "--stopped-at", "gate_reward", "--because", "gate_reward: rejected: <b>too few</b>")
+    assert done.returncode == 0, done.stderr
+    page = (workspace / "reports/stopped.html").read_text(encoding="utf-8")
+    assert not (workspace / "reports/report.html").exists()
+    assert "<title>Stopped: RLHF run</title>" in page and "Not a finished run." in page
+    assert "Stopped at gate_reward: the reward model did not pass its gate." in page and "rejected: &lt;b&gt;too few&lt;/b&gt;" in page
+    assert 'data-figure="reward_accuracy"' in page and 'data-figure="gate_scores"' in page
+    assert not any(f'id="{section}"' in page for section in ("evaluation", "samples")) and 'data-figure="rl_score"' not in page
+    assert (
+        page.count('<li class="done">') == 4
+        and page.count('<li class="stopped-here">') == 1
+        and page.count('<li class="not-reached">') == 2
+    )
+
+
+def test_a_chain_that_stopped_before_anything_was_made_still_gives_a_page(tmp_path):
+    workspace = make_workspace(tmp_path)
+    (workspace / "metrics/prepare_data.json").unlink()
+    (workspace / "plots/token_lengths.csv").unlink()
+    done = run_report(workspace, "--stopped-at", "prepare_data")
+    assert done.returncode == 0, done.stderr
+    page = (workspace / "reports/stopped.html").read_text(encoding="utf-8")
+    assert "Stopped at prepare_data: the stage ended with an error." in page and 'id="data"' not in page and 'id="lineage"' in page
+
+
+def test_a_whole_report_takes_the_page_of_the_stopped_one_away(tmp_path):
+    workspace = make_workspace(tmp_path)
+    (workspace / "reports").mkdir()
+    (workspace / "reports/stopped.html").write_text("old")
+    assert run_report(workspace).returncode == 0
+    assert [p.name for p in (workspace / "reports").iterdir()] == ["report.html"]

@@ -1,0 +1,125 @@
+"""What every figure of the report is drawn with: colours, an empty canvas, curves over steps with their hover.
+
+Colours are those of the light scheme; the page's script exchanges them by DARK where the reader prefers dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from bokeh.models import ColumnDataSource, HoverTool, Legend, NumeralTickFormatter
+from bokeh.plotting import figure
+
+INK, MUTED, GRID = "#3d4451", "#6b7280", "#e4e7ec"
+BLUE, ORANGE, GREEN, RED, PURPLE, TEAL = "#2f6fdb", "#d9730d", "#1f8a4c", "#c93c37", "#7a4fd0", "#0e8a94"
+DARK = {
+    INK: "#cfd6e1",
+    MUTED: "#98a2b3",
+    GRID: "#2b313c",
+    BLUE: "#6ea8ff",
+    ORANGE: "#ffa657",
+    GREEN: "#57c785",
+    RED: "#ff7b72",
+    PURPLE: "#b795ff",
+    TEAL: "#4fd1d9",
+}
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+MAX_POINTS = 1000  # of one curve; longer ones are thinned evenly
+HEIGHT = 240  # pixels
+
+
+@dataclass(frozen=True)
+class Line:
+    """A column drawn as a curve; dots for one that is measured now and then."""
+
+    column: str
+    label: str
+    color: str
+    dots: bool = False
+
+
+def curves(
+    rows: pd.DataFrame,
+    lines: Sequence[Line],
+    *,
+    y_title: str,
+    percent: bool = False,
+    band: str | None = None,
+    legend: str = "top_right",
+    y_axis_type: str = "linear",
+) -> figure:
+    """Curves over steps, with a hover that shows the step nearest to the pointer.
+
+    Args:
+        band: a column drawn as a band of plus and minus its value around the first line.
+    """
+    plot = canvas(y_title, x_title="step", y_axis_type=y_axis_type)
+    plot.yaxis.ticker.desired_num_ticks = 5
+    number = "0.0%" if percent else "0.0000"
+    if percent:
+        plot.yaxis.formatter = NumeralTickFormatter(format="0.[0]%")
+    for line in lines:
+        measured = thin(rows.dropna(subset=[line.column]))
+        if measured.empty:
+            continue
+        values = measured[line.column].to_numpy(dtype=float)
+        columns = {"x": measured["step"].to_numpy(), "y": values}
+        if band and line is lines[0]:
+            spread = measured[band].to_numpy(dtype=float)
+            columns |= {"low": values - spread, "high": values + spread}
+        source = ColumnDataSource(columns)
+        if band and line is lines[0]:
+            plot.varea(x="x", y1="low", y2="high", source=source, fill_color=line.color, fill_alpha=0.12)
+        label = {"legend_label": line.label} if len(lines) > 1 else {}
+        glyph = plot.line("x", "y", source=source, color=line.color, line_width=2 if line.dots else 1.6, **label)
+        if line.dots:
+            glyph = plot.scatter("x", "y", source=source, color=line.color, size=6, **label)
+        tooltip = [("step", "@x{0,0}"), (line.label, f"@y{{{_precise(measured[line.column], number)}}}")]
+        plot.add_tools(HoverTool(renderers=[glyph], mode="vline", tooltips=tooltip, attachment="right" if line.dots else "left"))
+    place_legend(plot, legend)
+    return plot
+
+
+def _precise(values: pd.Series, usual: str) -> str:
+    """A number format that still shows digits of very small values."""
+    largest = values.abs().max()
+    return "0.00e+0" if usual == "0.0000" and 0 < largest < 0.01 else usual
+
+
+def place_legend(plot: figure, location: str) -> None:
+    if not plot.legend:
+        return
+    legend: Legend = plot.legend[0]
+    legend.location, legend.orientation, legend.click_policy = location, "horizontal", "hide"
+    legend.background_fill_alpha, legend.border_line_alpha = 0.0, 0.0
+    legend.label_text_color, legend.label_text_font, legend.label_text_font_size = MUTED, FONT, "12px"
+    legend.padding, legend.margin = 2, 4
+
+
+def canvas(y_title: str, *, x_title: str, height: int = HEIGHT, **options: Any) -> figure:
+    plot = figure(height=height, sizing_mode="stretch_width", toolbar_location=None, tools="", **options)
+    plot.background_fill_alpha = plot.border_fill_alpha = 0.0
+    plot.outline_line_color = None
+    plot.min_border_right = 12
+    for axis, title in ((plot.xaxis[0], x_title), (plot.yaxis[0], y_title)):
+        axis.axis_label = title
+        axis.axis_label_text_color = axis.major_label_text_color = MUTED
+        axis.axis_label_text_font = axis.major_label_text_font = FONT
+        axis.axis_label_text_font_size = axis.major_label_text_font_size = "12px"
+        axis.axis_label_text_font_style = "normal"
+        axis.axis_line_color = axis.major_tick_line_color = GRID
+        axis.minor_tick_line_color = None
+    plot.grid.grid_line_color = GRID
+    plot.xgrid.grid_line_color = None
+    return plot
+
+
+def thin(rows: pd.DataFrame) -> pd.DataFrame:
+    """At most MAX_POINTS rows, evenly spaced, the first and the last among them."""
+    if len(rows) <= MAX_POINTS:
+        return rows
+    return rows.iloc[np.unique(np.linspace(0, len(rows) - 1, MAX_POINTS).round().astype(int))]
