@@ -6,6 +6,7 @@ Prefect gives order, retries, states and artifacts; what is up to date is DVC's 
 from __future__ import annotations
 
 import logging
+import shlex
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, StateType, TaskRun
 
 from flows.overrides import Overrides, check
-from flows.stages import StageFailed, StageResult, run_stage, stage_environment, stage_order
+from flows.stages import StageFailed, StageResult, read_stages, run_stage, stage_environment, stage_order
 from flows.summary import read_metrics, report_line, report_of, stage_table
 from flows.worktree import commit, derive_name, prepare_worktree, slug
 from rlhf_core.config import ConfigError, FlowConfig, load_params
@@ -98,7 +99,8 @@ def rlhf(overrides: Overrides = {}, run: str | None = None) -> State | None:  # 
             publish_gate(workspace, stage)
     except StageFailed as failure:
         publish_gate(workspace, failure.stage)
-        write_stopped_report(workspace, failure, log)
+        if failure.stage != "report":
+            write_stopped_report(workspace, failure, log)
         _finish(workspace, order, results, failed=failure.stage)
         return end_state(workspace, failure)
     _finish(workspace, order, results)
@@ -141,10 +143,9 @@ def end_state(workspace: Path, failure: StageFailed) -> State:
 
 
 def write_stopped_report(workspace: Path, failure: StageFailed, log: logging.Logger | logging.LoggerAdapter) -> None:
-    """The page of a chain that ended early. That it can't be made is no reason to hide why the chain failed."""
-    if failure.stage == "report":
-        return  # which would fail again
-    command = [sys.executable, "-m", "tasks.report", "--stopped-at", failure.stage, "--because", str(failure)]
+    """The page of a chain that ended early, by the command of stage report. That it can't be made must not hide why the chain failed."""
+    _, python, *module = shlex.split(read_stages(workspace)["report"]["cmd"])
+    command = [sys.executable if python == "python" else python, *module, "--stopped-at", failure.stage, "--because", str(failure)]
     done = subprocess.run(command, cwd=workspace, env=stage_environment(workspace), capture_output=True, text=True, check=False)
     if done.returncode:
         log.warning("The page of the stopped chain could not be made: %s", done.stderr.strip())

@@ -77,6 +77,9 @@ def gate_reward(stage):
 
 def report(stage):
     Path("reports").mkdir(exist_ok=True)
+    if "--stopped-at" in sys.argv:
+        Path("reports/stopped.html").write_text(" ".join(sys.argv[2:]))
+        return
     Path("reports/report.html").write_text(f"<h1>{stage.params.report.title}</h1>")
 
 

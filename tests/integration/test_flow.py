@@ -163,8 +163,11 @@ def test_a_rejected_gate_has_a_state_of_its_own_and_no_retry(tmp_path, server):
     tasks = ask(server, "task_runs/filter", task_runs={"flow_run_id": {"any_": [run["id"]]}})
     assert {t["name"]: t["run_count"] for t in tasks} == {"prepare_data": 1, "train_sft": 1, "gate_reward": 1}
     artifacts = ask(server, "artifacts/filter", artifacts={"flow_run_id": {"any_": [run["id"]]}})
-    assert {a["key"] for a in artifacts} == {"gate-reward", "stages"}
+    assert {a["key"] for a in artifacts} == {"gate-reward", "stages", "report"}
     assert any("accuracy 0.9 against 0.95" in a["data"] for a in artifacts)
+    page = workspace / "runs/strict/reports/stopped.html"
+    assert page.read_text() == "--stopped-at gate_reward --because gate_reward: accuracy 0.9 against 0.95"
+    assert not page.with_name("report.html").exists() and f"{page.relative_to(workspace)} (stopped at gate_reward)" in done.stdout
 
 
 def test_crash_and_kills_of_dvc_and_stage_are_retried_from_the_checkpoint(tmp_path, server):
