@@ -20,7 +20,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "validate_data": ("validation", "model", "reward"),
     "train_sft": ("seed", "model", "sft"),
     "train_reward": ("seed", "model", "reward"),
-    "gate_reward": ("reward", "gate"),
+    "gate_reward": ("model", "reward", "gate"),
     "train_policy": ("seed", "model", "${alignment.method}"),
     "evaluate": ("seed", "model", "rl", "evaluation"),
     "report": (
@@ -110,6 +110,9 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("pretrain",), ("text",)),
 }
 
+# What the gate slices by without any column of the data.
+BUILT_IN_SLICES = ("source", "prompt_length", "response_length", "length_order")
+
 
 class SourceConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
@@ -122,6 +125,7 @@ class SourceConfig(Section):
     dataset_split: str = "train"  # of a Hugging Face data set
     format: DataFormat | None = None
     columns: dict[str, str | list[str]] = Field(default_factory=dict)  # our name -> theirs; dots reach into nested columns
+    slices: dict[str, str] = Field(default_factory=dict)  # a name for the gate's slices -> their column
     label_pattern: str | None = None  # regular expression that finds the label inside its column; its first group, if it has one
 
     @model_validator(mode="after")
@@ -145,6 +149,8 @@ class SourceConfig(Section):
             raise ValueError(f"{subject}: format {self.format} expects columns named {list(columns)}, got {unknown}; map ours to theirs")
         if lists := [column for column, theirs in self.columns.items() if isinstance(theirs, list) and column != "completions"]:
             raise ValueError(f"{subject}: columns {lists} expect one column each, got lists; only completions takes several")
+        if taken := [name for name in self.slices if name in BUILT_IN_SLICES]:
+            raise ValueError(f"{subject}: slices expect names other than {list(BUILT_IN_SLICES)}, got {taken}; rename them")
         if self.label_pattern is not None:
             try:
                 re.compile(self.label_pattern)
@@ -224,6 +230,18 @@ class RewardConfig(TrainingConfig):
     epochs: float = Field(gt=0)
     margin: float
     centering_coef: float = Field(ge=0)
+    ensemble: int = Field(ge=1, le=16)
+
+
+class ExternalPairsConfig(Section):
+    """Pairs that had no part in training, such as RewardBench's; subset names the column by which they are reported."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    path: str
+    format: Literal["preference", "hh"]
+    columns: dict[str, str] = Field(default_factory=dict)
+    subset: str | None = None
+    min_accuracy: float | None = Field(default=None, ge=0, le=1)
 
 
 class IncumbentConfig(Section):
@@ -243,9 +261,26 @@ class GateConfig(Section):
     min_accuracy: float = Fraction
     confidence: float = Field(gt=0, lt=1)
     min_pairs: int = Field(ge=1)
+    slices: list[str]
+    min_slice_accuracy: float | None = Field(ge=0, le=1)
+    min_slice_pairs: int = Field(ge=1)
+    max_ece: float | None = Field(ge=0, le=1)
+    min_shorter_accuracy: float | None = Field(ge=0, le=1)
+    probe_pairs: int = Field(ge=1)
+    max_score_difference: float = Field(gt=0)
+    max_format_shift: float | None = Field(gt=0)
     incumbent: IncumbentConfig | None
+    max_regression: float = Field(ge=0, le=1)
+    external: list[ExternalPairsConfig]
     rolled_back: list[RolledBackConfig]
     override: str | None = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _names_differ(self):
+        for key, names in (("slices", self.slices), ("external", [e.name for e in self.external])):
+            if len(set(names)) < len(names):
+                raise ValueError(f"{key}: expected different names, got {names}; take one out")
+        return self
 
 
 class PpoConfig(Section):
@@ -311,6 +346,8 @@ class ScorerConfig(Section):
     weight: float
     normalization: Literal["initial", "running", "none"]
     path: str | None = None  # reward_model: a folder, null takes the chain's own; function: file.py:name or package.module:name
+    members: int = Field(default=1, ge=1)  # reward_model: how many of an ensemble are asked; the score is their mean
+    std_coef: float = Field(default=0.0, ge=0)  # reward_model: times the members' standard deviation, subtracted from their mean
     pattern: str | None = None  # regex: 1 where it is found in the response, else 0
     target_length: int | None = Field(default=None, gt=0)  # length: tokens
     timeout: float = Field(default=60.0, gt=0)  # seconds for a step's responses
@@ -325,6 +362,10 @@ class ScorerConfig(Section):
                 raise ValueError(f"{field}: expected none for a scorer of kind {self.kind}, got {getattr(self, field)!r}; remove it")
             if not given and field == needed:
                 raise ValueError(f"{field}: expected a value for a scorer of kind {self.kind}, got none; set it")
+        if self.members > 1 and self.kind != "reward_model":
+            raise ValueError(f"members: expected 1 for a scorer of kind {self.kind}, got {self.members}; only reward models are ensembles")
+        if self.std_coef and self.members == 1:
+            raise ValueError(f"std_coef: expected 0 with one member, got {self.std_coef}; one does not disagree with itself; raise members")
         if self.pattern is not None:
             try:
                 re.compile(self.pattern)
@@ -799,6 +840,12 @@ class Params(Section):
         own = [s.name for s in scorers if s.kind == "reward_model" and s.path is None]
         if own and not self.reward.enabled:
             raise ValueError(f"{key}: expected none of kind reward_model without a path while reward.enabled is false, got {own}")
+        for scorer in scorers:
+            if scorer.name in own and scorer.members != self.reward.ensemble:
+                raise ValueError(
+                    f"{key}: expected members={self.reward.ensemble} of {scorer.name}, as reward.ensemble (the gate judges it as a whole), "
+                    f"got {scorer.members}; set both to the same"
+                )
         others = [s.name for s in self.data.sources if "prompt" in s.uses and s.kind != "clerk"]
         if others and any(s.kind == "judge" for s in scorers):
             raise ValueError(f"{key}: expected no judge for prompts of sources {others}, got one; it only knows the built-in data")

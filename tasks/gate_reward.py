@@ -1,44 +1,69 @@
 """Stage gate_reward: the reward model must earn its place before a policy is trained on it.
 
-It passes when the lower end of the interval of its accuracy on the test pairs reaches gate.min_accuracy. The verdict is
-always in metrics/gate.json, whatever it is; a rejection ends the stage with an error after the file is written. Where no
-reward model is trained (`reward.enabled: false`) the file says that none had to pass.
+What is measured, and how it is judged, is in docs/gate.md. The verdict is always in metrics/gate.json, whatever it is; a
+rejection ends the stage with an error after the file is written. Where no reward model is trained (`reward.enabled: false`)
+the file says that none had to pass.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 
-from rlhf_core.config import GateConfig
+from rlhf_core.config import GateConfig, Params
+from rlhf_core.data.judge import JUDGES
+from rlhf_core.data.schema import read_rows, read_slices
+from rlhf_core.gate.calibration import calibrate, fit_temperature
+from rlhf_core.gate.checks import all_checks, sentences
+from rlhf_core.gate.clusters import cluster_codes
+from rlhf_core.gate.correlation import against_judge, length_bias
+from rlhf_core.gate.incumbent import compare
+from rlhf_core.gate.pairs import Pairs, pair_points, summarize
+from rlhf_core.gate.slices import slice_accuracies, worst_slice
 from rlhf_core.rounds import dvc_md5
-from rlhf_core.statistics import accuracy_with_ties, wilson_interval
-from tasks.stage import METRICS, REWARD_HELDOUT, REWARD_MODEL, Stage, StageFailed, write_json
+from tasks.stage import METRICS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, Stage, StageFailed, source_kinds, write_json
 
 SPLIT = "test"  # never looked at during training, unlike validation
-COLUMNS = ("id", "source", "split", "chosen_score", "rejected_score")
+COLUMNS = (
+    *("id", "source", "split", "chosen_score", "rejected_score", "chosen_tokens", "rejected_tokens"),
+    *("prompt", "prompt_tokens", "chosen_std", "rejected_std"),
+)
 MAX_IDS = 10  # named in a message
-NOT_NEEDED = "not needed: no reward model was trained, for reward.enabled is false; the rewards come from other scorers."
+NOT_NEEDED = "not needed: no reward model was trained, for reward.enabled is false; the rewards then come from other scorers."
+# Keys of gate.json whose value is null where nothing was measured.
+MEASURED = (
+    *("accuracy", "low", "high", "ties", "n", "prompts", "design_effect", "n_effective"),
+    *("worst_slice", "calibration", "length", "probes", "incumbent", "judge", "ensemble"),
+)
 
 log = logging.getLogger("rlhf")
-
-Scores = dict[str, np.ndarray]
 
 
 class UnusableScores(ValueError):
     """The held-out scores can't be judged at all."""
 
 
+@dataclass(frozen=True)
+class Heldout:
+    """The pairs of one split: arrays, their rows of the use preference, and the members' standard deviations of their scores, [N] each."""
+
+    pairs: Pairs
+    rows: list[dict]
+    chosen_std: np.ndarray
+    rejected_std: np.ndarray
+
+
 def main() -> None:
     with Stage("gate_reward", resumable=False) as stage:
         config, needed = stage.params.gate, stage.params.reward.enabled
         try:
-            gate = judge_scores(read_scores(REWARD_HELDOUT), config) if needed else unjudged(config, NOT_NEEDED, needed=False)
+            gate = judge_model(stage) if needed else unjudged(config, NOT_NEEDED, needed=False)
         except UnusableScores as error:
             gate = unjudged(config, str(error), needed=True)
         gate = with_registry(gate, config)
@@ -49,11 +74,25 @@ def main() -> None:
             raise StageFailed(gate["message"])
 
 
-def read_scores(path: Path) -> Scores:
-    """The columns of the test pairs.
+def judge_model(stage: Stage) -> dict[str, Any]:
+    """The content of gate.json."""
+    params = stage.params
+    test, validation = (read_heldout(REWARD_HELDOUT, split) for split in (SPLIT, "validation"))
+    gate = measure_scores(test, validation.pairs.margins, params.gate)
+    if len(test.pairs):
+        stage.use_threads()
+        asked, members = ask_models(test, params, scratch=stage.scratch)
+        gate |= asked
+        gate["ensemble"] = {"members": members, **measure_ensemble(test)}
+        gate["judge"] = measure_judge(test, source_kinds(), params.gate.confidence)
+    return with_verdict(gate, params.gate, exact_scores=params.model.dtype == "float32")
+
+
+def read_heldout(path: Path, split: str) -> Heldout:
+    """The pairs of a split.
 
     Raises:
-        UnusableScores: a column is missing, or a score is missing, NaN or infinite.
+        UnusableScores: a column is missing, a score is missing, NaN or infinite, or a pair is none of the prepared data's.
     """
     present = pq.read_schema(path).names
     missing = [c for c in COLUMNS if c not in present]
@@ -61,53 +100,79 @@ def read_scores(path: Path) -> Scores:
         raise UnusableScores(
             f"{path}: expected the columns {', '.join(COLUMNS)}, got none named {', '.join(missing)}; run train_reward again"
         )
-    table = pq.read_table(path, columns=list(COLUMNS), filters=[("split", "=", SPLIT)])
+    table = pq.read_table(path, columns=list(COLUMNS), filters=[("split", "=", split)])
     scores = {c: table[c].to_numpy(zero_copy_only=False) for c in COLUMNS}
+    check_finite(path, scores, split)
+    rows = {row["id"]: row for row in read_rows(PREPARED, "preference", split)}
+    if unknown := [i for i in scores["id"] if i not in rows]:
+        raise UnusableScores(
+            f"{path}: expected pairs of {PREPARED}, got {len(unknown)} that are not there, {unknown[0]} the first; run train_reward again"
+        )
+    slices = read_slices(PREPARED)
+    columns = sorted({column for i in scores["id"] for column in slices.get(i, {})})
+    pairs = Pairs(
+        chosen=scores["chosen_score"].astype(float),
+        rejected=scores["rejected_score"].astype(float),
+        chosen_tokens=scores["chosen_tokens"] - scores["prompt_tokens"],
+        rejected_tokens=scores["rejected_tokens"] - scores["prompt_tokens"],
+        prompt_tokens=scores["prompt_tokens"],
+        prompts=scores["prompt"],
+        sources=scores["source"],
+        labels={c: np.array([slices.get(i, {}).get(c) for i in scores["id"]], dtype=object) for c in columns},
+    )
+    return Heldout(pairs, [rows[i] for i in scores["id"]], scores["chosen_std"], scores["rejected_std"])
+
+
+def check_finite(path: Path, scores: dict[str, np.ndarray], split: str) -> None:
     finite = np.isfinite(scores["chosen_score"].astype(float)) & np.isfinite(scores["rejected_score"].astype(float))
     if not finite.all():
         ids = scores["id"][~finite]
         named = ", ".join(map(str, ids[:MAX_IDS])) + (" and more" if len(ids) > MAX_IDS else "")
         raise UnusableScores(
-            f"{path}: expected finite scores, got NaN or infinity in {len(ids)} of {len(finite)} test pairs: {named}; "
+            f"{path}: expected finite scores, got NaN or infinity in {len(ids)} of {len(finite)} {split} pairs: {named}; "
             "the reward model has diverged or these pairs break it"
         )
-    return scores
 
 
-def judge_scores(scores: Scores, config: GateConfig) -> dict[str, Any]:
-    """The content of gate.json."""
-    overall = summarize(scores, config.confidence)
-    n, low = overall["n"], overall["low"]
-    checks = [
-        {"name": "pairs", "value": n, "low": None, "high": None, "threshold": config.min_pairs, "n": n, "passed": n >= config.min_pairs},
-        {
-            "name": "accuracy",
-            "value": overall["accuracy"],
-            "low": low,
-            "high": overall["high"],
-            "threshold": config.min_accuracy,
-            "n": n,
-            "passed": n > 0 and low >= config.min_accuracy,
+def measure_scores(test: Heldout, validation_margins: np.ndarray, config: GateConfig) -> dict[str, Any]:
+    """All that the stored scores tell.
+
+    Args:
+        validation_margins: of the pairs that the temperature is fitted on.
+    """
+    pairs, confidence = test.pairs, config.confidence
+    gate = {**nothing_measured(config), **summarize(pairs, confidence)}
+    sources = sorted(set(pairs.sources.tolist()))
+    by_source = {s: summarize(pairs.select(pairs.sources == s), confidence) for s in sources}
+    gate["by_source"] = {s: {k: m[k] for k in ("accuracy", "low", "high", "ties", "n")} for s, m in by_source.items()}
+    if not len(pairs):
+        return gate
+    slices = slice_accuracies(pairs, config.slices, confidence=confidence, min_pairs=config.min_slice_pairs)
+    temperature = fit_temperature(validation_margins)
+    before = calibrate(pairs.margins, pairs.points, pairs.clusters, confidence)
+    calibrated = before if temperature is None else calibrate(pairs.margins / temperature, pairs.points, pairs.clusters, confidence)
+    gate |= {
+        "slices": slices,
+        "worst_slice": worst_slice(slices),
+        "calibration": {
+            "temperature": temperature,
+            "temperature_pairs": len(validation_margins),
+            "before": before,
+            "after": calibrated,
         },
-    ]
-    sources = sorted(set(scores["source"].tolist()))
-    by_source = {s: summarize({c: v[scores["source"] == s] for c, v in scores.items()}, config.confidence) for s in sources}
-    gate = {
-        "needed": True,
-        "passed": all(c["passed"] for c in checks),
-        "checks": checks,
-        **overall,
-        **settings(config),
-        "by_source": by_source,
+        "length": measure_length(test, confidence),
     }
-    return {**gate, "message": " ".join(verdict(gate, config))}
+    return gate
 
 
-def summarize(scores: Scores, confidence: float) -> dict[str, float | int]:
-    """Accuracy with its interval, over pairs that all weigh the same."""
-    accuracy = accuracy_with_ties(scores["chosen_score"], scores["rejected_score"])
-    low, high = wilson_interval(accuracy.correct, accuracy.n, confidence)
-    return {"accuracy": accuracy.value, "low": low, "high": high, "ties": accuracy.ties, "n": accuracy.n}
+def distinct_responses(test: Heldout) -> tuple[list[tuple[list, str]], np.ndarray]:
+    """Each response once, as conversation and text, and its position among all of chosen, then all of rejected."""
+    texts = [row[side] for side in ("chosen", "rejected") for row in test.rows]
+    prompts = np.tile(test.pairs.prompts, 2)
+    first = {key: i for i, key in reversed(list(enumerate(zip(prompts, texts, strict=True))))}
+    positions = np.array(sorted(first.values()))
+    messages = [row["messages"] for row in test.rows]
+    return [(messages[i % len(messages)], texts[i]) for i in positions], positions
 
 
 def with_registry(gate: dict[str, Any], config: GateConfig) -> dict[str, Any]:
@@ -123,40 +188,111 @@ def with_registry(gate: dict[str, Any], config: GateConfig) -> dict[str, Any]:
     return {**gate, "override": None if gate["passed"] or not gate["needed"] else config.override}
 
 
-def settings(config: GateConfig) -> dict[str, float]:
-    return {"threshold": config.min_accuracy, "confidence": config.confidence}
+def measure_length(test: Heldout, confidence: float) -> dict[str, Any]:
+    pairs = test.pairs
+    _, which = distinct_responses(test)
+    scores, tokens = np.concatenate([pairs.chosen, pairs.rejected]), np.concatenate([pairs.chosen_tokens, pairs.rejected_tokens])
+    return length_bias(pairs, scores[which], tokens[which], np.tile(pairs.clusters, 2)[which], confidence)
+
+
+def measure_ensemble(test: Heldout) -> dict[str, float | None]:
+    """How far members disagree, and whether more so where they are wrong."""
+    of_pair = (test.chosen_std + test.rejected_std) / 2
+    right = test.pairs.points == 1
+
+    def mean(values: np.ndarray) -> float | None:
+        return float(values.mean()) if len(values) else None
+
+    return {"disagreement": mean(of_pair), "disagreement_right": mean(of_pair[right]), "disagreement_wrong": mean(of_pair[~right])}
+
+
+def measure_judge(test: Heldout, kinds: dict[str, str], confidence: float) -> dict[str, Any] | None:
+    """The reward against the judge, on responses to prompts of sources that have one; None where none has."""
+    responses, which = distinct_responses(test)
+    sources = np.tile(test.pairs.sources, 2)[which]
+    known = np.array([kinds.get(source) in JUDGES for source in sources])
+    if not known.any():
+        return None
+    judged = [JUDGES[kinds[source]](messages, text) for (messages, text), source, has in zip(responses, sources, known, strict=True) if has]
+    met = np.array([np.mean([j.correct, j.polite, j.brief, j.safe]) for j in judged])
+    scores = np.concatenate([test.pairs.chosen, test.pairs.rejected])[which][known]
+    return against_judge(scores, met, cluster_codes(np.tile(test.pairs.prompts, 2)[which][known]), confidence)
+
+
+def ask_models(test: Heldout, params: Params, *, scratch: Path) -> tuple[dict[str, Any], int]:
+    """What only the model itself can tell, or the incumbent: keys of gate.json; and how many members the model has."""
+    from rlhf_core.gate.external import score_external
+    from rlhf_core.gate.probes import format_shifts, invariance
+    from rlhf_core.gate.scoring import LoadedModel
+
+    config, how = params.gate, {"max_length": params.model.max_length, "trust_remote_code": params.model.trust_remote_code}
+    model = LoadedModel.load(REWARD_MODEL, **how)
+    responses, which = distinct_responses(test)
+    scores = np.concatenate([test.pairs.chosen, test.pairs.rejected])
+    stored, prompts = scores[which], np.tile(test.pairs.prompts, 2)[which]
+    some = np.unique(np.linspace(0, len(which) - 1, min(2 * config.probe_pairs, len(which))).astype(int))
+    asked = [responses[i] for i in some]
+    shifts = format_shifts(model, asked, prompts[some], scale=float(stored.std()) or 1.0, confidence=config.confidence)
+    measured = {
+        "probes": {
+            **invariance(model, asked, stored[some]),
+            **{f"format: {name}": shift for name, shift in shifts.items()},
+        },
+        "external": [score_external(external, model, confidence=config.confidence) for external in config.external],
+        "incumbent": measure_incumbent(test, config, scratch=scratch, how=how) if config.incumbent is not None else None,
+    }
+    return measured, len(model.members)
+
+
+def measure_incumbent(test: Heldout, config: GateConfig, *, scratch: Path, how: dict[str, Any]) -> dict[str, Any]:
+    """Both models on the pairs that the incumbent can score.
+
+    Raises:
+        ValueError: the incumbent isn't in DVC's cache as its md5 says, or can't score a single pair.
+    """
+    from rlhf_core.gate.scoring import LoadedModel
+    from rlhf_core.registry import checkout
+
+    folder = scratch / "incumbent"
+    checkout(config.incumbent.md5, folder, root=Path())
+    incumbent = LoadedModel.load(folder, **how)
+    chosen, rejected = (incumbent.score_texts([(row["messages"], row[side]) for row in test.rows]) for side in ("chosen", "rejected"))
+    known = np.isfinite(chosen) & np.isfinite(rejected)
+    if not known.any():
+        raise ValueError(f"gate.incumbent {config.incumbent.version}: expected a model that can score these pairs, got a score for none")
+    pairs = test.pairs.select(known)
+    compared = compare(pairs.points, pair_points(chosen[known], rejected[known]), pairs.clusters, config.confidence)
+    return {"version": config.incumbent.version, "md5": config.incumbent.md5, "not_scored": int((~known).sum()), **compared}
+
+
+def nothing_measured(config: GateConfig) -> dict[str, Any]:
+    """gate.json before anything is measured; all its keys but needed, passed and message."""
+    empty = {"checks": [], "by_source": {}, "slices": [], "external": []}
+    return {**dict.fromkeys(MEASURED), **empty, "threshold": config.min_accuracy, "confidence": config.confidence}
 
 
 def unjudged(config: GateConfig, message: str, *, needed: bool) -> dict[str, Any]:
     """gate.json of a gate that stays shut because there is nothing it could judge; needed: there should have been."""
-    nothing = {"accuracy": None, "low": None, "high": None, "ties": None, "n": None}
-    return {"needed": needed, "passed": False, "checks": [], **nothing, **settings(config), "by_source": {}, "message": message}
+    return {"needed": needed, "passed": False, **nothing_measured(config), "message": message}
 
 
-def verdict(gate: dict[str, Any], config: GateConfig) -> Iterator[str]:
-    """Why the gate opens or stays shut, in sentences."""
-    n, low = gate["n"], gate["low"]
-    if n < config.min_pairs:
-        yield (
-            f"rejected: expected at least gate.min_pairs={config.min_pairs} test pairs to judge by, got {n}; "
-            "add preference data or raise data.test_fraction."
-        )
-    if not n:
-        return
-    measured = f"held-out accuracy {gate['accuracy']:.4f} on {n} pairs, {config.confidence:.0%} interval {low:.4f} to {gate['high']:.4f}"
-    if low < config.min_accuracy:
-        yield (
-            f"rejected: expected the lower end of the interval to reach gate.min_accuracy={config.min_accuracy}, got {low:.4f} "
-            f"({measured}); train a better reward model or lower the bar knowingly."
-        )
-    elif gate["passed"]:
-        yield f"passed: {measured}; the lower end reaches gate.min_accuracy={config.min_accuracy}."
+def with_verdict(gate: dict[str, Any], config: GateConfig, *, exact_scores: bool) -> dict[str, Any]:
+    checks = all_checks(gate, config, exact_scores=exact_scores)
+    passed = all(check.passed is not False for check in checks)
+    message = " ".join(sentences(gate, checks, config))
+    return {"needed": True, **gate, "passed": passed, "checks": [check.as_json() for check in checks], "message": message}
 
 
 def explain(gate: dict[str, Any]) -> Iterator[str]:
     """What the terminal shows besides a rejection's message."""
-    for source, s in gate["by_source"].items():
-        yield f"{source}: accuracy {s['accuracy']:.4f} ({s['low']:.4f} to {s['high']:.4f}) on {s['n']} pairs, {s['ties']} ties"
+    for s in gate["slices"]:
+        few = "" if s["judged"] else " (too few to judge)"
+        yield f"{s['column']}={s['value']}: accuracy {s['accuracy']:.4f} ({s['low']:.4f} to {s['high']:.4f}) on {s['n']} pairs{few}"
+    if gate["worst_slice"] is not None:
+        worst = gate["worst_slice"]
+        yield f"worst slice: {worst['column']}={worst['value']}, accuracy {worst['accuracy']:.4f}"
+    for external in gate["external"]:
+        yield f"external {external['name']}: accuracy {external['accuracy']:.4f} on {external['n']} pairs"
     if gate["passed"] or not gate["needed"]:
         yield gate["message"]
     elif gate["override"] is not None:

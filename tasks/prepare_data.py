@@ -1,7 +1,8 @@
 """Stage prepare_data: sources in, canonical rows, their split and the tokenizer out.
 
-Writes data/prepared/<use>.parquet for the uses that have rows, data/prepared/sources.json (what each source is and gave),
-models/tokenizer/, metrics/prepare_data.json and plots/token_lengths.csv. The same parameters give the same bytes.
+Writes data/prepared/<use>.parquet for the uses that have rows, data/prepared/slices.parquet where sources name columns for the
+gate's slices, data/prepared/sources.json (what each source is and gave), models/tokenizer/, metrics/prepare_data.json and
+plots/token_lengths.csv. The same parameters give the same bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import DataConfig, ModelConfig
-from rlhf_core.data.schema import SCHEMAS, SPLITS, write_rows
+from rlhf_core.data.schema import SCHEMAS, SPLITS, write_rows, write_slices
 from rlhf_core.data.sources import load_source
 from rlhf_core.data.split import conversation_text, keep_share, split_of, with_ids
 from tasks.stage import METRICS, PLOTS, PREPARED, TOKENIZER, Stage, publish, write_json
@@ -39,6 +40,8 @@ def main() -> None:
         shutil.rmtree(aside, ignore_errors=True)
         for use, of_use in rows.items():
             write_rows(aside, use, of_use)
+        if slices := {row["id"]: row["slices"] for row in rows.get("preference", []) if "slices" in row}:
+            write_slices(aside, slices)
         write_json(aside / "sources.json", describe_sources(params.data, rows))
         tokenizer.save_pretrained(stage.scratch / "tokenizer")
         publish(aside, PREPARED)

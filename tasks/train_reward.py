@@ -1,17 +1,23 @@
 """Stage train_reward: a scalar head on the SFT model, and its scores of the held-out pairs for the gate to judge.
 
+An ensemble's members differ in the order of their pairs, in their adapters' first weights and, but for the first, in those of their head.
+The first is in models/reward itself, so that whatever takes one model finds one; the others are beside its files, in member_1 and so on.
 With `reward.enabled: false` there is no reward model; the stage then writes that, in the place of all that it makes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
 import logging
 import math
 import shutil
+from collections.abc import Iterator
 
 from rlhf_core.checkpoint import CheckpointStore
 from rlhf_core.data.schema import read_rows
+from rlhf_core.data.split import conversation_text
 from tasks.stage import METRICS, PLOTS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, SFT_MODEL, Stage, StageStopped, publish, write_json
 
 log = logging.getLogger("rlhf")
@@ -25,7 +31,13 @@ HELDOUT_COLUMNS = {
     "rejected_score": "float64",
     "chosen_tokens": "int64",
     "rejected_tokens": "int64",
+    "prompt": "str",
+    "prompt_tokens": "int64",
+    "chosen_std": "float64",
+    "rejected_std": "float64",
 }
+MEMBER_SEEDS = 1_000_003  # apart, so that no member has the seed of another run's first
+MEASURED = ("heldout_loss", "heldout_accuracy")  # of each member
 NOT_TRAINED = {"trained": False, "reason": "reward.enabled is false"}
 
 
@@ -35,23 +47,26 @@ def main() -> None:
             write_nothing(stage)
             return
         from rlhf_core.engines.deepspeed_engine import join_world
-        from rlhf_core.models.build import new_scalar_model, save_model
+        from rlhf_core.models.build import save_model
         from rlhf_core.models.tokenizer import load_tokenizer
         from rlhf_core.trainers.supervised import Interrupted
 
         stage.use_threads()
         join_world()
-        trust = stage.params.model.trust_remote_code
-        tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=trust)
-        model = new_scalar_model(SFT_MODEL, tokenizer, trust_remote_code=trust, training_dtype=stage.params.model.dtype)
-        encoder = comparison_encoder(stage, model, tokenizer)
-        try:
-            engine, metrics = train(stage, model, encoder)
-        except Interrupted as stop:
-            raise StageStopped from stop
-        metrics["heldout_pairs"] = write_heldout_scores(stage, engine, encoder)
+        tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=stage.params.model.trust_remote_code)
         aside = stage.scratch / "model"
-        save_model(model, engine.state_dict(), tokenizer, aside)
+        metrics, scores = {}, []
+        for member in range(stage.params.reward.ensemble):
+            model = new_member(stage, tokenizer, member)
+            encoder = comparison_encoder(stage, model, tokenizer)
+            try:
+                engine, of_member = train(stage, model, encoder, member)
+            except Interrupted as stop:
+                raise StageStopped from stop
+            metrics |= of_member if member == 0 else {f"{name}_member_{member}": of_member[name] for name in MEASURED if name in of_member}
+            scores.append(score_splits(stage, engine, encoder))
+            save_model(model, engine.state_dict(), tokenizer, aside / f"member_{member}" if member else aside)
+        metrics["heldout_pairs"] = write_heldout_scores(scores, encoder, tokenizer)
         publish(aside, REWARD_MODEL)
         PLOTS.mkdir(exist_ok=True)
         shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_reward.csv")
@@ -82,20 +97,40 @@ def comparison_encoder(stage: Stage, model, tokenizer):
     return functools.partial(encode_comparisons, tokenizer=tokenizer, max_length=stage.params.model.max_length, shares_prefix=shares_prefix)
 
 
-def train(stage: Stage, model, encoder):
-    """Returns the engine and the stage's metrics."""
+def new_member(stage: Stage, tokenizer, member: int):
+    """The model that a member of the ensemble starts as. All but the first have a head of their own seed in the place of zeros."""
+    import torch
+
+    from rlhf_core.models.build import new_scalar_model, scalar_head
+
+    params = stage.params
+    model = new_scalar_model(SFT_MODEL, tokenizer, trust_remote_code=params.model.trust_remote_code, training_dtype=params.model.dtype)
+    if member:
+        head = scalar_head(model).weight
+        torch.nn.init.normal_(head, std=head.shape[1] ** -0.5, generator=torch.Generator().manual_seed(member_seed(stage, member)))
+    return model
+
+
+def member_seed(stage: Stage, member: int) -> int:
+    return stage.params.seed + MEMBER_SEEDS * member
+
+
+def train(stage: Stage, model, encoder, member: int):
+    """Returns the engine and the member's metrics. Its steps in the curves follow those of the members before it."""
     from rlhf_core.engines.deepspeed_engine import TrainEngine
     from rlhf_core.models.lora import add_adapters
     from rlhf_core.models.wrappers import ScalarModule
     from rlhf_core.trainers.reward import reward_phase
     from rlhf_core.trainers.supervised import engine_settings, evaluate, train_phase
 
-    params, config = stage.params, stage.params.reward
+    params, config, seed = stage.params, stage.params.reward, member_seed(stage, member)
     comparisons, dropped = encoder(read_rows(PREPARED, "preference", "train"))
     heldout, _ = encoder(read_rows(PREPARED, "preference", "validation"))
+    name = f"reward_member_{member}" if member else "reward"
     phase = reward_phase(
         comparisons,
         heldout,
+        name=name,
         steps=math.ceil(config.epochs * len(comparisons) / config.batch_size),
         batch_size=config.batch_size,
         pad_id=model.config.pad_token_id,
@@ -103,36 +138,62 @@ def train(stage: Stage, model, encoder):
         margin=config.margin,
         centering_coef=config.centering_coef,
     )
-    settings = engine_settings(config, steps=phase.steps, learning_rate=config.learning_rate, dtype=params.model.dtype, seed=params.seed)
-    add_adapters(model, config.lora, seed=params.seed)
+    settings = engine_settings(config, steps=phase.steps, learning_rate=config.learning_rate, dtype=params.model.dtype, seed=seed)
+    add_adapters(model, config.lora, seed=seed)
     engine = TrainEngine(ScalarModule(model), settings)
-    train_phase(engine, phase, checkpoints=CheckpointStore(stage.scratch / "reward"), **stage.loop(config, COLUMNS, first_step=0))
+    loop = stage.loop(config, COLUMNS, first_step=member * phase.steps)
+    loop["settings"] = dataclasses.replace(loop["settings"], seed=seed)
+    train_phase(engine, phase, checkpoints=CheckpointStore(stage.scratch / name), **loop)
     metrics = {"trained": True, "pairs": sum(len(c.pairs) for c in comparisons), "dropped_too_long": dropped, "steps": phase.steps}
     if phase.evaluate is not None:
         metrics |= evaluate(engine, phase.evaluate)
     return engine, metrics
 
 
-def write_heldout_scores(stage: Stage, engine, encoder) -> int:
-    """Score every validation and test pair into data/reward_heldout.parquet. Returns how many there are."""
+def heldout_comparisons(encoder) -> Iterator[tuple[str, list[dict], list]]:
+    """Split, its rows, and what the encoder makes of them, where that is anything."""
+    for split in ("validation", "test"):
+        rows = read_rows(PREPARED, "preference", split)
+        comparisons, _ = encoder(rows)
+        if comparisons:
+            yield split, rows, comparisons
+
+
+def score_splits(stage: Stage, engine, encoder) -> dict[str, tuple]:
+    """Split -> one member's scores of its pairs, chosen and rejected."""
     from rlhf_core.trainers.reward import score_heldout
 
     engine.eval()
-    rows = []
-    for split in ("validation", "test"):
-        pairs = read_rows(PREPARED, "preference", split)
-        sources = {row["id"]: row["source"] for row in pairs}
-        comparisons, _ = encoder(pairs)
-        if not comparisons:
-            continue
-        chosen, rejected = score_heldout(
-            engine, comparisons, pad_id=engine.module.model.config.pad_token_id, microbatch_tokens=stage.params.reward.microbatch_tokens
-        )
-        positions = ((c, a, b, row_id) for c in comparisons for (a, b), row_id in zip(c.pairs, c.row_ids, strict=True))
-        for (c, a, b, row_id), chosen_score, rejected_score in zip(positions, chosen.tolist(), rejected.tolist(), strict=True):
-            rows.append((row_id, sources[row_id], split, chosen_score, rejected_score, len(c.sequences[a]), len(c.sequences[b])))
-    write_heldout(rows)
-    return len(rows)
+    how = {"pad_id": engine.module.model.config.pad_token_id, "microbatch_tokens": stage.params.reward.microbatch_tokens}
+    return {split: score_heldout(engine, comparisons, **how) for split, _, comparisons in heldout_comparisons(encoder)}
+
+
+def write_heldout_scores(members: list[dict[str, tuple]], encoder, tokenizer) -> int:
+    """Every validation and test pair with the members' mean scores into data/reward_heldout.parquet. Returns how many there are.
+
+    Args:
+        members: of each what `score_splits` gave.
+    """
+    import torch
+
+    from rlhf_core.models.tokenizer import encode_prompt
+    from rlhf_core.scorers.reward_model import combine_members
+
+    written = []
+    for split, rows, comparisons in heldout_comparisons(encoder):
+        by_id = {row["id"]: row for row in rows}
+        sides = (torch.stack([scores[split][side] for scores in members], 1) for side in (0, 1))
+        (chosen, chosen_std), (rejected, rejected_std) = (combine_members(side, std_coef=0.0) for side in sides)
+        scores = zip(*(values.tolist() for values in (chosen, rejected, chosen_std, rejected_std)), strict=True)
+        for c in comparisons:
+            for (a, b), row_id in zip(c.pairs, c.row_ids, strict=True):
+                row = by_id[row_id]
+                prompt = hashlib.sha256(conversation_text(row["messages"]).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+                of_chosen, of_rejected, *stds = next(scores)
+                tokens = len(c.sequences[a]), len(c.sequences[b]), prompt, len(encode_prompt(tokenizer, row["messages"]))
+                written.append((row_id, row["source"], split, of_chosen, of_rejected, *tokens, *stds))
+    write_heldout(written)
+    return len(written)
 
 
 def write_heldout(rows: list[tuple]) -> None:

@@ -119,7 +119,8 @@ def _comparisons(config: ClerkConfig, rng: Random) -> Iterator[dict]:
         for (_, better), (_, worse) in rng.sample(informative, min(MAX_PAIRS_PER_PROMPT, len(informative))):
             flipped = rng.random() < config.label_noise
             chosen, rejected = (worse, better) if flipped else (better, worse)
-            yield {"messages": _messages(request), "chosen": chosen, "rejected": rejected}
+            slices = {"category": request.operation or "harmful", "register": request.register}
+            yield {"messages": _messages(request), "chosen": chosen, "rejected": rejected, "slices": slices}
 
 
 def _candidates(config: ClerkConfig, rng: Random, request: Request) -> list[str]:

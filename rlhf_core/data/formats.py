@@ -88,13 +88,18 @@ class Record:
 
 
 def convert(values: Mapping[str, Any], source: SourceConfig) -> Rows:
-    """The rows of one record.
+    """The rows of one record; those of the use preference have `slices` beside their columns where the source names some.
 
     Raises:
         Dropped: the record is left out.
         ValueError: the record doesn't have the source's format.
     """
-    return _CONVERTERS[source.format](Record(values, source))
+    record = Record(values, source)
+    rows = _CONVERTERS[source.format](record)
+    if source.slices and "preference" in rows:
+        slices = {name: str(record.at(column, wanted_for=name)) for name, column in source.slices.items()}
+        rows["preference"] = [{**row, "slices": slices} for row in rows["preference"]]
+    return rows
 
 
 def _preference(record: Record) -> Rows:

@@ -12,6 +12,10 @@ messages: the conversation up to and including the last user message, a list of 
 response, chosen, rejected: text of the assistant's next message. Unpaired feedback is a preference row in which one of
     chosen and rejected is null.
 label: for verifiable tasks, the expected answer as text; null otherwise.
+A source that says so (`slices`) has beside them what its pairs can be told apart by, for the gate:
+
+    slices.parquet       id (of a preference row), column, value
+
 id: unique within a use, stable under a change of order: a hash of source and content.
 split: train, validation or test, by a hash of the conversation, the same in every use.
 """
@@ -43,6 +47,8 @@ SCHEMAS: dict[str, pa.Schema] = {
     "prompt": pa.schema([*_COMMON, ("messages", MESSAGES), ("label", pa.string())]),
 }
 
+SLICES_SCHEMA = pa.schema([("id", pa.string()), ("column", pa.string()), ("value", pa.string())])
+
 
 def write_rows(folder: Path, use: str, rows: list[dict]) -> None:
     """Write the rows of one use; the schema is enforced, so a wrong type raises pyarrow.ArrowInvalid."""
@@ -58,3 +64,19 @@ def read_rows(folder: Path, use: str, split: Split | None = None) -> list[dict]:
 
 def read_frame(folder: Path, use: str) -> pd.DataFrame:
     return pq.read_table(folder / f"{use}.parquet").to_pandas()
+
+
+def write_slices(folder: Path, slices: dict[str, dict[str, str]]) -> None:
+    """Write id -> column -> value."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"id": i, "column": column, "value": value} for i, of_row in slices.items() for column, value in of_row.items()]
+    pq.write_table(pa.Table.from_pylist(rows, schema=SLICES_SCHEMA), folder / "slices.parquet", compression="zstd")
+
+
+def read_slices(folder: Path) -> dict[str, dict[str, str]]:
+    """id -> column -> value; empty where no source has any."""
+    path = folder / "slices.parquet"
+    found: dict[str, dict[str, str]] = {}
+    for row in pq.read_table(path).to_pylist() if path.is_file() else []:
+        found.setdefault(row["id"], {})[row["column"]] = row["value"]
+    return found

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhf_core.config import LABEL_SCORERS, ScorerConfig
+from rlhf_core.scorers.members import member_folders
 from rlhf_core.scorers.text import TextScorers
 
 
@@ -26,9 +27,12 @@ def check_scorers(scorers: list[ScorerConfig], *, reward_model: Path, source_kin
     Raises:
         ValueError: a reward model's folder, a function or every label is missing.
     """
+    members = {s.name: s.members for s in scorers}
     for name, folder in model_folders(scorers, reward_model).items():
         if not (folder / "config.json").is_file():
             raise ValueError(f"scorer {name}: expected a reward model's folder, got none with a config.json at {folder}; correct its path")
+        if (found := len(member_folders(folder))) < members[name]:
+            raise ValueError(f"scorer {name}: expected an ensemble of {members[name]} at {folder}, got {found}; lower members")
     TextScorers(0, scorers, source_kinds)
     comparing = [s.name for s in scorers if s.kind in LABEL_SCORERS]
     if comparing and not has_labels():

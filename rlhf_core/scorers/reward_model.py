@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.batching import microbatches
+from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import encode_conversation
 from rlhf_core.models.wrappers import ScalarModule, collate_tokens
+from rlhf_core.scorers.members import member_folders
 
 
 class RewardModelInput:
@@ -58,3 +64,38 @@ def score_sequences(
         batch = collate_tokens([sequences[i] for i in rows], [len(sequences[i]) - 1 for i in rows], pad_id=pad_id)
         scores[rows] = module(batch.to(device)).cpu()
     return scores
+
+
+def load_members(
+    folder: Path,
+    *,
+    device: torch.device,
+    trust_remote_code: bool,
+    count: int | None = None,
+    training_dtype: str = "float32",
+    dtype: torch.dtype = torch.float32,
+) -> list[ScalarModule]:
+    """The first `count` members of a reward model (None: all), for scoring alone; one where it is no ensemble."""
+    how = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype}
+    modules = (ScalarModule(load_scalar_model(member, **how)) for member in member_folders(folder)[:count])
+    return [module.to(device=device, dtype=dtype).eval().requires_grad_(False) for module in modules]
+
+
+def score_by_members(members: Sequence[ScalarModule], sequences: list[list[int] | None], **how: Any) -> torch.Tensor:
+    """[len(sequences), members] raw scores on the CPU; NaN where the sequence is None. Args as of `score_sequences`."""
+    return torch.stack([score_sequences(member, sequences, **how) for member in members], 1)
+
+
+def combine_members(scores: torch.Tensor, *, std_coef: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """An ensemble's score, mean - std_coef * std over its members, and that std: how far they disagree. [N] each.
+
+    std has the number of members in its denominator; with one member it is 0. Lower scores where the members disagree keep a policy from
+    what only some of them like.
+    Source: Coste et al. 2024, https://arxiv.org/abs/2310.02743, there with the variance; with the standard deviation
+    Eisenstein et al. 2024, https://arxiv.org/abs/2312.09244
+
+    Args:
+        scores: [N, members].
+    """
+    std = scores.std(1, correction=0)
+    return scores.mean(1) - std_coef * std, std

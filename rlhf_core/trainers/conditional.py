@@ -19,10 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message
 from rlhf_core.engines.deepspeed_engine import device
-from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import encode_conversation, load_tokenizer
-from rlhf_core.models.wrappers import ScalarModule
-from rlhf_core.scorers.reward_model import score_sequences
+from rlhf_core.scorers.reward_model import combine_members, load_members, score_by_members
 from rlhf_core.trainers.labelling import MICROBATCH_TOKENS
 from rlhf_core.trainers.supervised import Interrupted
 
@@ -97,13 +95,13 @@ def score_level(score: float, borders: list[float]) -> int | None:
 def reward_scores(
     reward_model: Path, responses: list[RatedResponse], *, max_length: int, trust_remote_code: bool, stop_requested: Callable[[], bool]
 ) -> list[float]:
-    """A reward model's raw scores; NaN: too long for it.
+    """A reward model's raw scores, of an ensemble the mean; NaN: too long for it.
 
     Raises:
         Interrupted: a stop was asked for.
     """
     tokenizer = load_tokenizer(str(reward_model), trust_remote_code=trust_remote_code)
-    module = ScalarModule(load_scalar_model(reward_model, trust_remote_code=trust_remote_code)).to(device()).eval()
+    members = load_members(reward_model, device=device(), trust_remote_code=trust_remote_code)
     scores: list[float] = []
     for start in range(0, len(responses), SCORED_AT_ONCE):
         if stop_requested():
@@ -111,7 +109,8 @@ def reward_scores(
         sequences = [encode_conversation(tokenizer, r.messages, r.text)[0] for r in responses[start : start + SCORED_AT_ONCE]]
         fitting = [ids if len(ids) <= max_length else None for ids in sequences]
         pad_id = tokenizer.pad_token_id
-        scores += score_sequences(module, fitting, pad_id=pad_id, microbatch_tokens=MICROBATCH_TOKENS, device=device()).tolist()
+        by_members = score_by_members(members, fitting, pad_id=pad_id, microbatch_tokens=MICROBATCH_TOKENS, device=device())
+        scores += combine_members(by_members, std_coef=0.0)[0].tolist()
     return scores
 
 

@@ -21,11 +21,9 @@ from rlhf_core.config import ModelConfig, SamplingConfig, ScorerConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.engines.vllm_engine import Sample, SamplingSettings, VllmEngine, request_seeds
-from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
-from rlhf_core.models.wrappers import ScalarModule
 from rlhf_core.scorers.needs import model_folders
-from rlhf_core.scorers.reward_model import RewardModelInput, score_sequences
+from rlhf_core.scorers.reward_model import RewardModelInput, combine_members, load_members, score_by_members
 from rlhf_core.scorers.text import TextScorers, score_item
 from rlhf_core.trainers.credit import weighted_score
 from rlhf_core.types import Prompt
@@ -139,9 +137,11 @@ class ResponseScorer:
         self._max_length = model.max_length
         self._by_text = TextScorers(0, scorers, source_kinds)
         self._by_model = {}
+        trust = model.trust_remote_code
+        by_name = {s.name: s for s in scorers}
         for name, folder in model_folders(scorers, reward_model).items():
-            module = ScalarModule(load_scalar_model(folder, trust_remote_code=model.trust_remote_code)).to(device()).eval()
-            self._by_model[name] = module, load_tokenizer(str(folder), trust_remote_code=model.trust_remote_code)
+            members = load_members(folder, device=device(), trust_remote_code=trust, count=by_name[name].members)
+            self._by_model[name] = by_name[name], members, load_tokenizer(str(folder), trust_remote_code=trust)
 
     def __call__(
         self, prompts: list[Prompt], samples: list[list[Sample]], tokenizer: PreTrainedTokenizerBase
@@ -176,14 +176,15 @@ class ResponseScorer:
         }
 
     def _score_by_model(self, name: str, prompts: list[Prompt], samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> list[float]:
-        module, own_tokenizer = self._by_model[name]
+        config, members, own_tokenizer = self._by_model[name]
         shown = RewardModelInput(tokenizer, own_tokenizer, max_length=self._max_length)
         sequences = [
             shown.sequence(p.messages, p.prompt_ids, s.response_ids, finished=s.finished) for p, s in zip(prompts, samples, strict=True)
         ]
-        return score_sequences(
-            module, sequences, pad_id=own_tokenizer.pad_token_id, microbatch_tokens=MICROBATCH_TOKENS, device=device()
-        ).tolist()
+        scores = score_by_members(
+            members, sequences, pad_id=own_tokenizer.pad_token_id, microbatch_tokens=MICROBATCH_TOKENS, device=device()
+        )
+        return combine_members(scores, std_coef=config.std_coef)[0].tolist()
 
 
 def best_responses(groups: list[list[ScoredResponse]], *, min_score: float | None) -> tuple[list[ScoredResponse], dict[str, int]]:

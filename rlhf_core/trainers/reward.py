@@ -90,6 +90,7 @@ def reward_phase(
     microbatch_tokens: int,
     margin: float,
     centering_coef: float,
+    name: str = "reward",
 ) -> Phase:
     """Optimizer steps whose loss is the mean over the step's pairs, whatever the micro-batches."""
 
@@ -110,7 +111,7 @@ def reward_phase(
         loss = bradley_terry(chosen_scores, rejected_scores, margin=margin, centering_coef=0.0).mean()
         return {"heldout_loss": float(loss), "heldout_accuracy": _points(chosen_scores, rejected_scores) / len(chosen_scores)}
 
-    return Phase("reward", steps, batch_size, len(train), train_batch, evaluate if heldout else None)
+    return Phase(name, steps, batch_size, len(train), train_batch, evaluate if heldout else None)
 
 
 def score_pairs(engine: TrainEngine, comparisons: list[Comparison], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,6 +34,7 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     names = [s.name for s in rl.reward.scorers]
     columns = ["step", "score_mean", "score_std", "reward_mean", "kl_mean", "kl_coef", "entropy", "response_length", "cut_off_fraction"]
     columns += ["unscored_fraction", *(f"score_{n}" for n in names), *(f"failed_{n}" for n in names)]
+    columns += [f"disagreement_{s.name}" for s in rl.reward.scorers if s.members > 1]
     columns += UPDATE_COLUMNS
     columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
     columns += ["dynamic_rounds", "dropped_groups"] * rl.dynamic_sampling.enabled

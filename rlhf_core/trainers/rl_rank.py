@@ -21,7 +21,7 @@ from rlhf_core.models.build import checkpoint_names, load_language_model, load_s
 from rlhf_core.models.lora import add_adapters, without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch
-from rlhf_core.scorers.reward_model import score_sequences
+from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_update import Minibatch, RlUpdate, before
 from rlhf_core.trainers.supervised import load_random_state, save_random_state
@@ -62,7 +62,12 @@ class TrainerRank:
         self._reference = None
         if job.rl.kl.coef and not self._adapters_off_is_the_reference:
             self._reference = self._frozen(PolicyModule(load_language_model(job.sft_model, **how)))
-        self._scorers = {name: self._frozen(ScalarModule(load_scalar_model(path, **how))) for name, path in job.scorer_models.items()}
+        self._scorers = self._reward_models(how)
+
+    def _reward_models(self, how: dict[str, Any]) -> dict[str, list[ScalarModule]]:
+        """Name of a scorer -> the members of its reward model."""
+        counts, place = {s.name: s.members for s in self._job.rl.reward.scorers}, {"device": self._device, "dtype": self._dtype}
+        return {name: load_members(Path(path), count=counts[name], **place, **how) for name, path in self._job.scorer_models.items()}
 
     def _initial_critic(self, how: dict[str, Any]) -> PreTrainedModel:
         if self._job.rl.ppo.critic_init == "sft":
@@ -106,15 +111,19 @@ class TrainerRank:
         )
 
     def _frozen(self, module: torch.nn.Module) -> torch.nn.Module:
-        return module.to(device=self._device, dtype=getattr(torch, self._job.model.dtype)).eval().requires_grad_(False)
+        return module.to(device=self._device, dtype=self._dtype).eval().requires_grad_(False)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self._job.model.dtype)
 
     # Before the update
 
     def score(self, name: str, sequences: list[list[int] | None]) -> torch.Tensor:
-        """Raw scores of this rank's sequences by a scorer of kind reward_model; NaN where there is none."""
+        """Raw scores [N, members] of this rank's sequences by a scorer of kind reward_model; NaN where there is none."""
         tokens = self._job.rl.trainer.microbatch_tokens
         # The ids are those of the scorer's own tokenizer. Any of its ids can pad, and 0 always is one.
-        return score_sequences(self._scorers[name], sequences, pad_id=0, microbatch_tokens=tokens, device=self._device)
+        return score_by_members(self._scorers[name], sequences, pad_id=0, microbatch_tokens=tokens, device=self._device)
 
     @torch.no_grad()
     def forward(self, sequences: list[list[int]], starts: list[int]) -> dict[str, torch.Tensor]:

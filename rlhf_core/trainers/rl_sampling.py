@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ from rlhf_core.config import RlConfig, ScoreConfig
 from rlhf_core.trainers.credit import weighted_score
 from rlhf_core.trainers.rl_data import Components, PromptStream, components_of
 from rlhf_core.trainers.rl_metrics import Clock, Metrics
-from rlhf_core.trainers.rl_scoring import ScorerMetrics
+from rlhf_core.trainers.rl_scoring import DISAGREEMENT, ScorerMetrics
 from rlhf_core.trainers.rl_workers import Workers
 from rlhf_core.types import Prompt, ScoredRollout
 
@@ -49,7 +50,11 @@ def draw(workers: Workers, prompts: PromptStream, rl: RlConfig, *, step: int, pr
         components = greedy_components(workers, [group[0].rollout.prompt for group in groups])
         baseline = {name: scores.repeat_interleave(rl.group_size) for name, scores in components.items()}
         clock.lap("baseline")
-    return Drawn(scored, baseline, position, metrics, measured.means())
+    further = measured.means()
+    for scorer in rl.reward.scorers:
+        if scorer.members > 1:
+            metrics[f"{DISAGREEMENT}_{scorer.name}"] = further.pop(f"{scorer.name}.{DISAGREEMENT}", math.nan)
+    return Drawn(scored, baseline, position, metrics, further)
 
 
 def select_groups(draw_groups: Callable[[int, int, int], list[Group]], rl: RlConfig, *, start: int) -> tuple[list[Group], int, Metrics]:

@@ -14,10 +14,12 @@ import torch
 from rlhf_core.config import ScorerConfig
 from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.scorers.reward_model import RewardModelInput
+from rlhf_core.scorers.reward_model import RewardModelInput, combine_members
 from rlhf_core.scorers.text import ScoreItem, TextScorers, score_item
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.types import Rollout, ScoredRollout
+
+DISAGREEMENT = "disagreement"  # of an ensemble: the members' standard deviation, in units of the raw score
 
 log = logging.getLogger("rlhf")
 
@@ -66,9 +68,18 @@ class Scoring:
         order = torch.argsort(torch.tensor([i for shard in shards for i in shard]))
         for name, references in running.items():
             answers = self._trainers.wait(references, deadline=self._job.rl.deadlines.step, what=f"score by {name}")
-            found[name] = torch.cat(answers)[order].tolist()
+            found[name] = self._combined(name, torch.cat(answers)[order], metrics)
         names = [s.name for s in self._job.rl.reward.scorers]
         return [ScoredRollout(rollout, {name: found[name][i] for name in names}) for i, rollout in enumerate(rollouts)]
+
+    def _combined(self, name: str, scores: torch.Tensor, metrics: ScorerMetrics | None) -> list[float]:
+        """A reward model's scores from its members' [N, members]; how far they disagree is measured."""
+        (config,) = (s for s in self._job.rl.reward.scorers if s.name == name)
+        combined, std = combine_members(scores, std_coef=config.std_coef)
+        known = std[std.isfinite()]
+        if metrics is not None and config.members > 1 and len(known):
+            metrics.add(name, {DISAGREEMENT: float(known.mean())}, count=len(known))
+        return combined.tolist()
 
     def _submit(self, name: str, rollouts: Sequence[Rollout], shards: list[list[int]]) -> list:
         """Dealt out in turn, so that each rank gets its share of long and short ones."""

@@ -89,6 +89,8 @@ def scorer(kind: str, **settings) -> dict[str, Any]:
         (scorer("regex", pattern="(a"), "pattern: expected a regular expression, got '(a'"),
         (scorer("judge", timeout=0.0), "timeout: expected greater than 0, got 0.0"),
         (scorer("judge", name="a b"), "name: expected"),
+        (scorer("judge", members=2), "members: expected 1 for a scorer of kind judge, got 2"),
+        (scorer("reward_model", std_coef=0.5), "std_coef: expected 0 with one member, got 0.5"),
     ],
 )
 def test_a_scorer_has_what_its_kind_needs_and_no_more(settings, message):
@@ -144,6 +146,8 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
         ({"rl.evaluation.metric": "judge"}, "rl.evaluation.metric: expected one of ['score', 'reward_model'], got 'judge'"),
         ({"rl.prompt_weights": {"clerk": 0.0}}, "rl.prompt_weights: expected weights above 0, got {'clerk': 0.0}"),
         ({"rl.prompt_weights": {"clark": 1.0}}, "rl.prompt_weights: expected sources of prompts, ['clerk'], got ['clark']; correct"),
+        ({"reward.ensemble": 3}, "rl.reward.scorers: expected members=3 of reward_model, as reward.ensemble (the gate"),
+        ({"gate.slices": ["source", "source"]}, "gate.slices: expected different names, got ['source', 'source']; take one out"),
         (
             {"reward.enabled": False},
             "rl.reward.scorers: expected none of kind reward_model without a path while reward.enabled is false, got ['reward_model']",

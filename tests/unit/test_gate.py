@@ -1,4 +1,4 @@
-"""The gate as a user meets it: the stage's own process in a workspace of its own, under plain Python and under DVC."""
+"""The gate's verdicts by hand, and the gate as a user meets it: the stage's own process, under plain Python and under DVC."""
 
 from __future__ import annotations
 
@@ -9,30 +9,61 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from gate_pairs import pairs, right_and_wrong
 
-from rlhf_core.config import apply_overrides
+from rlhf_core.config import GateConfig, RolledBackConfig, apply_overrides, load_params
+from rlhf_core.data.schema import write_rows, write_slices
+from rlhf_core.gate.incumbent import compare
+from rlhf_core.gate.pairs import Pairs
+from rlhf_core.gate.scoring import LoadedModel
 from rlhf_core.rounds import dvc_md5
+from tasks.gate_reward import (
+    COLUMNS,
+    Heldout,
+    UnusableScores,
+    distinct_responses,
+    explain,
+    measure_ensemble,
+    measure_judge,
+    measure_scores,
+    read_heldout,
+    with_registry,
+    with_verdict,
+)
+from tasks.stage import write_json
 
 ROOT = Path(__file__).parents[2]
 JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}
 WITHOUT_REWARD_MODEL = {"reward.enabled": False, "rl.algorithm": "grpo", "rl.reward.scorers": [JUDGE], "rl.ppo.critic_init": "sft"}
-Row = tuple[str, str, str, float, float]
 
 
-def write_scores(workspace: Path, rows: list[Row]) -> None:
-    columns = {name: [row[i] for row in rows] for i, name in enumerate(("id", "source", "split", "chosen_score", "rejected_score"))}
-    columns |= {"chosen_tokens": [5] * len(rows), "rejected_tokens": [6] * len(rows)}
-    (workspace / "data").mkdir(exist_ok=True)
-    pq.write_table(pa.table(columns), workspace / "data/reward_heldout.parquet")
+def heldout(rows: Pairs, *, texts: list[tuple[str, str]] | None = None) -> Heldout:
+    """The pairs with the texts of their responses, chosen and rejected; without them every response is another one."""
+    said = texts or [(f"c{i}", f"r{i}") for i in range(len(rows))]
+    prepared = [
+        {"messages": [{"role": "user", "content": p}], "chosen": a, "rejected": b} for p, (a, b) in zip(rows.prompts, said, strict=True)
+    ]
+    return Heldout(rows, prepared, np.zeros(len(rows)), np.zeros(len(rows)))
 
 
-def pairs(right: int, wrong: int, ties: int = 0, *, source: str = "clerk", split: str = "test") -> list[Row]:
-    margins = [1.0] * right + [-1.0] * wrong + [0.0] * ties
-    return [(f"{source}-{split}-{i}", source, split, margin, 0.0) for i, margin in enumerate(margins)]
+def judge(rows: Pairs, config: GateConfig | None = None, **found: Any) -> dict[str, Any]:
+    """gate.json from scores alone, and what else was found."""
+    config = config or load_params(ROOT / "params.yaml").gate
+    return with_verdict({**measure_scores(heldout(rows), np.array([2.0, 2.0, -2.0]), config), **found}, config, exact_scores=True)
+
+
+def gate_config(**changes: Any) -> GateConfig:
+    return load_params(ROOT / "params.yaml").gate.model_copy(update=changes)
+
+
+def verdicts(gate: dict[str, Any]) -> dict[str, bool | None]:
+    return {check["name"]: check["passed"] for check in gate["checks"]}
 
 
 @pytest.fixture
@@ -49,7 +80,7 @@ def workspace(tmp_path: Path) -> Path:
 def run_stage(workspace: Path, stage: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", f"tasks.{stage}"]
-    return subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
 def run_gate(workspace: Path) -> tuple[subprocess.CompletedProcess[str], dict]:
@@ -57,65 +88,202 @@ def run_gate(workspace: Path) -> tuple[subprocess.CompletedProcess[str], dict]:
     return done, json.loads((workspace / "metrics/gate.json").read_text())
 
 
-def test_passes_on_the_lower_end_and_counts_only_test_pairs(workspace):
-    # The validation pairs, all wrong, don't count. 900 right and 20 ties of 1000: 0.91; the interval's ends by the formula
-    # of test_statistics: centre 0.91 + 0.001920729 = 0.911920729, half 1.959964 * sqrt(0.0000819 + 9.6e-7) = 0.017841
+def write_heldout(workspace: Path, scores: list[tuple[str, str, float, float]], **columns: list) -> Path:
+    """id, split, chosen and rejected score of each pair, which then are in data/prepared too."""
+    n = len(scores)
+    table = {"id": [s[0] for s in scores], "source": ["clerk"] * n, "split": [s[1] for s in scores]}
+    table |= {"chosen_score": [s[2] for s in scores], "rejected_score": [s[3] for s in scores]}
+    table |= {"chosen_tokens": [9] * n, "rejected_tokens": [8] * n, "prompt": [s[0] for s in scores], "prompt_tokens": [4] * n}
+    table |= {"chosen_std": [0.0] * n, "rejected_std": [0.0] * n} | columns
+    path = workspace / "data/reward_heldout.parquet"
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.table(table), path)
+    messages = [{"role": "user", "content": "Sort 12."}]
+    rows = [{"id": i, "source": "clerk", "split": split, "messages": messages, "chosen": "a", "rejected": "b"} for i, split, *_ in scores]
+    write_rows(workspace / "data/prepared", "preference", rows)
+    return path
+
+
+def test_passes_on_the_lower_end():
+    # 900 right and 20 ties of 1000, one pair a prompt: 0.91; the interval's ends by the formula of test_statistics:
+    # centre 0.91 + 0.001920729 = 0.911920729, half 1.959964 * sqrt(0.0000819 + 9.6e-7) = 0.017841
     # / 1.003841459 gives 0.890658 and 0.926204.
-    write_scores(workspace, pairs(900, 80, 20) + pairs(0, 500, split="validation"))
-    done, gate = run_gate(workspace)
-    assert done.returncode == 0 and "passed: held-out accuracy 0.9100 on 1000 pairs" in done.stdout
+    gate = judge(pairs(right_and_wrong(900, 80, 20)))
+    assert gate["message"].startswith("passed: held-out accuracy 0.9100 on 1000 pairs of 1000 prompts")
     assert gate["needed"] and gate["passed"] and (gate["n"], gate["ties"], gate["accuracy"]) == (1000, 20, 0.91)
     assert (gate["low"], gate["high"]) == pytest.approx((0.890658, 0.926204), abs=3e-6)
-    assert [c["name"] for c in gate["checks"]] == ["pairs", "accuracy"] and all(c["passed"] for c in gate["checks"])
+    assert verdicts(gate) == {
+        "pairs": True, "accuracy": True, "shorter_accuracy": None, "length_correlation": None, "ece": None, "brier": None,
+    }  # fmt: skip
 
 
-def test_a_share_above_the_bar_with_an_interval_across_it_is_rejected(workspace):
+def test_pairs_of_one_prompt_count_together():
+    # 231 of 300 prompts are all right, 69 all wrong, with 4 pairs each: 0.77 as of 1200 pairs (low 0.745 by themselves), but worth 300
+    # prompts: d = 4 * 300/299, t 1.967930 in the place of z 1.959964: 1200 / 4.013378 * 0.991920 = 296.584 pairs; low 0.71884.
+    margins = [1.0] * (231 * 4) + [-1.0] * (69 * 4)
+    apart = judge(pairs(margins))
+    together = judge(pairs(margins, prompts=[i // 4 for i in range(1200)]), gate_config(min_accuracy=0.74))
+    assert apart["low"] == pytest.approx(0.7453, abs=1e-4) and together["low"] == pytest.approx(0.71884, abs=1e-5)
+    assert together["n_effective"] == pytest.approx(296.584, abs=0.01) and (together["prompts"], together["n"]) == (300, 1200)
+    assert not together["passed"] and judge(pairs(margins), gate_config(min_accuracy=0.74))["passed"]
+
+
+def test_a_share_above_the_bar_with_an_interval_across_it_is_rejected():
     # 231 of 300 is 0.77, over the 0.75 asked for, but the lower end is 0.719.
-    write_scores(workspace, pairs(231, 69))
-    done, gate = run_gate(workspace)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    gate = judge(pairs(right_and_wrong(231, 69)))
     assert gate["accuracy"] == 0.77 and gate["low"] == pytest.approx(0.719, abs=1e-3) and not gate["passed"]
-    assert "expected the lower end of the interval to reach gate.min_accuracy=0.75, got 0.71" in done.stderr
-    assert gate["message"] in done.stderr
+    assert "expected the lower end of the interval to reach gate.min_accuracy=0.75, got 0.71" in gate["message"]
 
 
-def test_too_few_pairs_have_their_own_message(workspace):
-    write_scores(workspace, pairs(199, 0))
-    done, gate = run_gate(workspace)
-    assert done.returncode == 1 and "expected at least gate.min_pairs=200 test pairs to judge by, got 199" in done.stderr
-    assert {c["name"]: c["passed"] for c in gate["checks"]} == {"pairs": False, "accuracy": True}
+def test_nothing_is_decided_on_too_few_pairs():
+    gate = judge(pairs(right_and_wrong(100, 99)))
+    assert "expected at least gate.min_pairs=200 test pairs to judge by, got 199" in gate["message"] and not gate["passed"]
+    assert {name: passed for name, passed in verdicts(gate).items() if passed is not None} == {"pairs": False}
     assert "lower end" not in gate["message"]
 
 
-def test_no_test_pairs_at_all(workspace):
-    write_scores(workspace, pairs(300, 0, split="validation"))
+def test_no_test_pairs_at_all():
+    gate = judge(pairs([]))
+    assert "got 0" in gate["message"] and gate["accuracy"] is None and gate["calibration"] is None
+    assert not gate["passed"] and not any(verdicts(gate).values())
+
+
+def test_rejected_on_a_slice():
+    # 380 of 400 and 60 of 100: 0.88 in all, but "sort" is at 0.6, low 0.502. Twenty pairs of "rare", all wrong, are too few to judge.
+    margins = right_and_wrong(380, 20) + right_and_wrong(60, 40) + right_and_wrong(0, 20)
+    rows = pairs(margins, category=["largest"] * 400 + ["sort"] * 100 + ["rare"] * 20)
+    assert judge(rows)["passed"] and judge(rows)["worst_slice"]["value"] == "sort"
+    gate = judge(rows, gate_config(min_slice_accuracy=0.55, slices=["category"]))
+    assert {n: p for n, p in verdicts(gate).items() if n.startswith("slice")} == {
+        "slice: category=largest": True, "slice: category=rare": None, "slice: category=sort": False,
+    }  # fmt: skip
+    assert gate["message"].startswith("rejected: slice: category=sort: expected 0.55 to be met by the whole interval, got 0.6 (0.50")
+
+
+@pytest.mark.parametrize(("own", "passed"), [(700, True), (690, True), (600, False)])
+def test_the_incumbent_wins_where_the_candidate_may_be_worse_by_more_than_is_allowed(own, passed):
+    # Of 1000 prompts the incumbent has 700 right and the candidate the first `own` of them. 10 of 1000 worse: the difference of -0.01 has
+    # an interval of half 1.9623 * sqrt(0.01 * 0.99 / 999) = 0.00618, down to -0.0162, and -0.02 is allowed. 100 worse: down to -0.1186.
+    candidate, incumbent = ((np.arange(1000) < right).astype(float) for right in (own, 700))
+    found = {"version": "v1", "md5": "0.dir", "not_scored": 0, **compare(candidate, incumbent, np.arange(1000), 0.95)}
+    gate = judge(pairs(right_and_wrong(own, 1000 - own)), gate_config(min_accuracy=0.5), incumbent=found)
+    assert gate["passed"] is passed and verdicts(gate)["incumbent_difference"] is passed
+    assert ("the incumbent v1 wins" in gate["message"]) is not passed
+    if own == 690:
+        assert gate["incumbent"]["low"] == pytest.approx(-0.01618, abs=1e-5)
+
+
+def test_an_incumbent_that_can_score_too_few_of_the_pairs_decides_nothing():
+    found = {"version": "v1", "md5": "0.dir", "not_scored": 900, **compare(np.ones(100), np.ones(100), np.arange(100), 0.95)}
+    gate = judge(pairs(right_and_wrong(950, 50)), incumbent=found)
+    assert not gate["passed"] and "200 pairs that the incumbent v1 can score, got 100" in gate["message"]
+
+
+@pytest.mark.parametrize(("difference", "exact", "passed"), [(9e-6, True, True), (2e-5, True, False), (2e-5, False, None)])
+def test_stored_scores_must_be_the_models_unless_they_were_rounded(difference, exact, passed):
+    probe = {"value": difference, "low": None, "high": None, "n": 10}
+    config = gate_config()
+    found = {**measure_scores(heldout(pairs(right_and_wrong(900, 100))), np.ones(3), config), "probes": {"stored_scores": probe}}
+    gate = with_verdict(found, config, exact_scores=exact)
+    assert verdicts(gate)["stored_scores"] is passed and gate["passed"] is (passed is not False)
+
+
+def test_other_thresholds():
+    # The shorter one is chosen, and all of those are right but 20 of 400; shifts by -0.3 to -0.1 standard deviations.
+    shift = {"value": -0.2, "low": -0.3, "high": -0.1, "n": 10}
+    changes = {"max_ece": 0.01, "min_shorter_accuracy": 0.9, "max_format_shift": 0.25}
+    gate = judge(pairs(right_and_wrong(380, 20)), gate_config(**changes), probes={"format: bold": shift})
+    assert {name: verdicts(gate)[name] for name in ("ece", "shorter_accuracy", "format: bold")} == {
+        "ece": False, "shorter_accuracy": True, "format: bold": False,
+    }  # fmt: skip
+
+
+def test_each_source_is_reported_by_itself():
+    # Overall 450 of 500 = 0.9; one source is perfect, the other, with 100 pairs, a coin.
+    gate = judge(pairs(right_and_wrong(400, 0) + right_and_wrong(50, 50), sources=["good"] * 400 + ["coin"] * 100))
+    assert gate["accuracy"] == 0.9
+    assert {name: (s["accuracy"], s["n"]) for name, s in gate["by_source"].items()} == {"good": (1.0, 400), "coin": (0.5, 100)}
+
+
+def test_reward_against_the_judge_on_what_it_knows():
+    """Of four responses to a request the best has the highest score, the worst the lowest; other sources' are left out."""
+    request = "Please sort 312."
+    said = [("Certainly: 123.", "123."), ("It is 123.", "Certainly: 321."), ("x", "y")]
+    rows = pairs([2.0, 1.0, 5.0], prompts=[request, request, "what?"], sources=["clerk", "clerk", "web"])
+    found = measure_judge(heldout(rows, texts=said), {"clerk": "clerk", "web": "file"}, 0.95)
+    # Criteria met: 4, 3 (rude), 3 (rude), 3 (wrong) of four, with scores 2, 0, 1, 0: tau-b = 3 / sqrt(5 * 3).
+    assert found["n"] == 4 and found["kendall"] == pytest.approx(3 / math.sqrt(15))
+    assert measure_judge(heldout(rows, texts=said), {"clerk": "file", "web": "file"}, 0.95) is None
+
+
+def test_a_response_of_several_pairs_is_one_response():
+    rows = pairs([1.0, 2.0], prompts=["a", "a"])
+    responses, which = distinct_responses(heldout(rows, texts=[("good", "bad"), ("better", "bad")]))
+    assert [text for _, text in responses] == ["good", "better", "bad"] and which.tolist() == [0, 1, 2]
+
+
+def test_the_members_of_an_ensemble_disagree_more_where_they_are_wrong():
+    test = Heldout(pairs([1, 1, -1]), [], np.array([0.1, 0.3, 0.9]), np.array([0.3, 0.1, 0.5]))
+    assert measure_ensemble(test) == pytest.approx({"disagreement": 2.2 / 6, "disagreement_right": 0.2, "disagreement_wrong": 0.7})
+
+
+def test_the_whole_stage_with_a_model_and_an_incumbent(workspace, reward_folder, tokenizer):
+    """Scores of the model itself pass every probe; the incumbent is the very same model."""
+    model = LoadedModel.load(reward_folder, max_length=96, trust_remote_code=False)
+    rows = [
+        {"id": f"{split}{i}", "source": "clerk", "split": split, "messages": [{"role": "user", "content": f"Please sort {3 * i + 10}."}]}
+        for split in ("validation", "test")
+        for i in range(30)
+    ]
+    for row in rows:
+        texts = [f"Certainly: {row['id'][-2:]}.", "Sorry, I can't help with that."]
+        scores = model.score_texts([(row["messages"], t) for t in texts])
+        row["chosen"], row["rejected"] = texts if scores[0] > scores[1] else texts[::-1]
+        row["scores"] = sorted(scores.tolist(), reverse=True)
+    write_heldout(workspace, [(row["id"], row["split"], *row["scores"]) for row in rows])
+    write_rows(workspace / "data/prepared", "preference", rows)
+    write_slices(workspace / "data/prepared", {row["id"]: {"category": "sort"} for row in rows})
+    write_json(workspace / "data/prepared/sources.json", {"clerk": {"kind": "clerk"}})
+    shutil.copytree(reward_folder, workspace / "models/reward")
+    incumbent = {"version": "v0.1", "md5": dvc_md5(reward_folder)}
+    apply_overrides(workspace / "params.yaml", {"gate.min_pairs": 20, "gate.incumbent": incumbent})
+    put_into_cache(workspace, reward_folder)
     done, gate = run_gate(workspace)
-    assert done.returncode == 1 and "got 0" in gate["message"]
-    assert gate["accuracy"] is None and not any(c["passed"] for c in gate["checks"])
+    assert done.returncode == 0, done.stderr
+    assert gate["accuracy"] == 1.0 and gate["n"] == 30 and {s["column"] for s in gate["slices"]} >= {"category", "length_order"}
+    assert gate["incumbent"]["difference"] == 0.0 and gate["incumbent"]["n"] == 30 and gate["ensemble"]["members"] == 1
+    exact = ("padding_side", "batch_size", "truncation", "identical_responses", "stored_scores")
+    assert all(verdicts(gate)[name] for name in (*exact, "incumbent_difference", "pairs", "accuracy"))
+    assert gate["judge"]["n"] == 60 and gate["calibration"]["temperature_pairs"] == 30
+
+
+def put_into_cache(workspace: Path, folder: Path) -> None:
+    """A project of DVC whose cache has the folder's files."""
+    shutil.copytree(ROOT / ".dvc", workspace / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache", "config.local"))
+    subprocess.run(["git", "init", "--quiet"], cwd=workspace, check=True)
+    shutil.copytree(folder, workspace / "kept")
+    environment = {**os.environ, "DVC_NO_ANALYTICS": "1"}
+    subprocess.run([sys.executable, "-m", "dvc", "add", "--quiet", "kept"], cwd=workspace, env=environment, check=True)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_scores_that_are_no_numbers_are_refused_with_their_ids(workspace, bad):
-    write_scores(workspace, [*pairs(300, 0), ("the-bad-one", "clerk", "test", bad, 0.0)])
-    done, gate = run_gate(workspace)
-    assert done.returncode == 1 and gate["needed"] and not gate["passed"] and gate["accuracy"] is None
-    assert "1 of 301 test pairs: the-bad-one" in gate["message"] and gate["message"] in done.stderr
+def test_scores_that_are_no_numbers_are_refused_with_their_ids(workspace, monkeypatch, bad):
+    monkeypatch.chdir(workspace)
+    path = write_heldout(workspace, [*((f"p{i}", "test", 1.0, 0.0) for i in range(300)), ("the-bad-one", "test", bad, 0.0)])
+    with pytest.raises(UnusableScores, match="1 of 301 test pairs: the-bad-one"):
+        read_heldout(path, "test")
 
 
-def test_a_missing_column_is_named(workspace):
-    write_scores(workspace, pairs(300, 0))
-    path = workspace / "data/reward_heldout.parquet"
+def test_columns_and_pairs_that_are_missing_are_named(workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    path = write_heldout(workspace, [("p", "test", 1.0, 0.0), ("v", "validation", 1.0, 0.0)])
+    assert len(read_heldout(path, "test").pairs) == 1
+    write_rows(workspace / "data/prepared", "preference", [])
+    with pytest.raises(UnusableScores, match="got 1 that are not there, p the first"):
+        read_heldout(path, "test")
     pq.write_table(pq.read_table(path).drop_columns(["rejected_score"]), path)
-    done, gate = run_gate(workspace)
-    assert done.returncode == 1 and "got none named rejected_score" in gate["message"]
-
-
-def test_each_source_is_reported_by_itself(workspace):
-    # Overall 450 of 500 = 0.9; one source is perfect, the other, with 100 pairs, a coin.
-    write_scores(workspace, pairs(400, 0, source="good") + pairs(50, 50, source="coin"))
-    _, gate = run_gate(workspace)
-    assert gate["accuracy"] == 0.9
-    assert {name: (s["accuracy"], s["n"]) for name, s in gate["by_source"].items()} == {"good": (1.0, 400), "coin": (0.5, 100)}
+    with pytest.raises(UnusableScores, match="got none named rejected_score"):
+        read_heldout(path, "test")
 
 
 def test_without_a_reward_model_the_chain_goes_on_and_the_files_say_why(workspace):
@@ -130,46 +298,38 @@ def test_without_a_reward_model_the_chain_goes_on_and_the_files_say_why(workspac
     assert json.loads((workspace / "metrics/train_reward.json").read_text()) == reason
     heldout = pq.read_table(workspace / "data/reward_heldout.parquet")
     assert len(heldout) == 0 and pa.types.is_floating(heldout.schema.field("chosen_score").type)
-    assert heldout.column_names == ["id", "source", "split", "chosen_score", "rejected_score", "chosen_tokens", "rejected_tokens"]
+    assert set(heldout.column_names) == set(COLUMNS)
     done, gate = run_gate(workspace)
     assert done.returncode == 0 and "not needed: no reward model was trained" in done.stdout
     assert (gate["needed"], gate["passed"], gate["accuracy"], gate["by_source"]) == (False, False, None, {})
 
 
-def test_a_reward_model_that_was_rolled_back_does_not_pass_again(workspace):
-    write_scores(workspace, pairs(900, 100))
-    taken_back = {"version": "v2.0.0", "md5": dvc_md5(workspace / "models/reward"), "reason": "policies became curt"}
-    other = {"version": "v1.0.0", "md5": "0" * 32 + ".dir", "reason": "older"}
-    apply_overrides(workspace / "params.yaml", {"gate.rolled_back": [other]})
-    done, gate = run_gate(workspace)
-    assert done.returncode == 0 and gate["passed"] and {c["name"]: c["passed"] for c in gate["checks"]}["rolled_back"]
-    apply_overrides(workspace / "params.yaml", {"gate.rolled_back": [other, taken_back]})
-    done, gate = run_gate(workspace)
-    assert done.returncode == 1 and not gate["passed"] and [c["name"] for c in gate["checks"] if not c["passed"]] == ["rolled_back"]
-    assert "rejected: version v2.0.0 was rolled back (policies became curt), and this is the same model." in done.stderr
+def test_a_reward_model_that_was_rolled_back_does_not_pass_again(workspace, monkeypatch):
+    (workspace / "models/reward").mkdir(parents=True)
+    (workspace / "models/reward/model.safetensors").write_bytes(b"weights")
+    monkeypatch.chdir(workspace)
+    good = judge(pairs(right_and_wrong(900, 100)))
+    md5 = dvc_md5(workspace / "models/reward")
+    taken_back = RolledBackConfig(version="v2.0.0", md5=md5, reason="policies became curt")
+    other = RolledBackConfig(version="v1.0.0", md5="0" * 32 + ".dir", reason="older")
+    gate = with_registry(good, gate_config(rolled_back=[other]))
+    assert gate["passed"] and verdicts(gate)["rolled_back"]
+    gate = with_registry(good, gate_config(rolled_back=[other, taken_back]))
+    assert not gate["passed"] and [name for name, passed in verdicts(gate).items() if passed is False] == ["rolled_back"]
+    assert "rejected: version v2.0.0 was rolled back (policies became curt), and this is the same model." in gate["message"]
 
 
-def test_an_override_lets_the_chain_go_on_and_is_written_down(workspace):
+def test_an_override_is_written_down_where_it_is_needed():
+    config = gate_config(override="a demonstration")
+    gate = with_registry(judge(pairs(right_and_wrong(231, 69))), config)
+    assert not gate["passed"] and gate["override"] == "a demonstration"
+    assert "Used all the same, for gate.override says: a demonstration" in list(explain(gate))[-1]
+    assert with_registry(judge(pairs(right_and_wrong(290, 10))), config)["override"] is None
+
+
+def test_an_override_lets_the_chain_go_on(workspace):
     apply_overrides(workspace / "params.yaml", {"gate.override": "a demonstration"})
-    write_scores(workspace, pairs(231, 69))
+    write_heldout(workspace, [("the-bad-one", "test", math.inf, 0.0)])
+    (workspace / "models/reward").mkdir(parents=True)
     done, gate = run_gate(workspace)
-    assert done.returncode == 0 and not gate["passed"] and gate["override"] == "a demonstration"
-    assert "Used all the same, for gate.override says: a demonstration" in done.stdout
-    write_scores(workspace, pairs(290, 10))
-    done, gate = run_gate(workspace)
-    assert gate["passed"] and gate["override"] is None  # none was needed
-
-
-def test_gate_json_survives_a_rejection_under_dvc(workspace):
-    write_scores(workspace, pairs(150, 150))
-    shutil.copytree(ROOT / ".dvc", workspace / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache", "config.local"))
-    (workspace / "metrics").mkdir()
-    (workspace / "metrics/gate.json").write_text('{"passed": true, "of": "an earlier run"}')
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "DVC_NO_ANALYTICS": "1"}
-    subprocess.run(["git", "init", "--quiet"], cwd=workspace, check=True)
-    command = [sys.executable, "-m", "dvc", "repro", "--single-item", "gate_reward"]
-    done = subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode != 0 and "gate.min_accuracy=0.75" in done.stdout + done.stderr
-    gate = json.loads((workspace / "metrics/gate.json").read_text())
-    assert gate["passed"] is False and gate["accuracy"] == 0.5
+    assert done.returncode == 0 and not gate["passed"] and "a demonstration" in done.stdout

@@ -183,3 +183,14 @@ def test_half_a_character_is_refused_before_parquet_trips_over_it():
 def test_a_mapping_that_cannot_work_is_refused_with_the_params(settings, message):
     with pytest.raises(ValueError, match=message):
         source(**settings)
+
+
+def test_slices_are_columns_kept_beside_each_pair():
+    record = {"prompt": "q", "chosen": "a", "rejected": "b", "meta": {"subset": "chat", "level": 3}}
+    rows = convert(record, source("preference", uses=["preference"], slices={"subset": "meta.subset", "level": "meta.level"}))
+    assert rows["preference"] == [{"messages": [user("q")], "chosen": "a", "rejected": "b", "slices": {"subset": "chat", "level": "3"}}]
+    assert "slices" not in rows["sft"][0]
+    with pytest.raises(ValueError, match="expected a column 'kind' for 'subset'"):
+        convert(record, source("preference", slices={"subset": "kind"}))
+    with pytest.raises(ValueError, match=r"slices expect names other than .*, got \['source'\]"):
+        source("preference", slices={"source": "meta.subset"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from rlhf_core.data.schema import read_slices, write_slices
 from rlhf_core.data.split import conversation_text, keep_share, split_of, with_ids
 
 FRACTIONS = {"validation_fraction": 0.06, "test_fraction": 0.12}
@@ -50,3 +51,11 @@ def test_a_share_keeps_the_order_and_a_smaller_one_is_a_part_of_it():
     assert all(r in half for r in tenth)
     assert keep_share(rows, 1.0, 20) == tenth
     assert keep_share(rows, 1.0, None) == rows
+
+
+def test_slices_change_no_id_and_come_back_from_their_file(tmp_path):
+    row = {"messages": [{"role": "user", "content": "q"}], "chosen": "a", "rejected": "b"}
+    (plain,), (sliced,) = with_ids([row], "s"), with_ids([row | {"slices": {"category": "x"}}], "s")
+    assert sliced["id"] == plain["id"]
+    write_slices(tmp_path, {sliced["id"]: sliced["slices"]})
+    assert read_slices(tmp_path) == {plain["id"]: {"category": "x"}} and read_slices(tmp_path / "nothing") == {}

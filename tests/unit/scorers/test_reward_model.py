@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import sequences, tiny_tokenizer
+from tiny_models import save_tiny_models, sequences, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import PLAIN_TEMPLATE, encode_conversation, encode_prompt, load_tokenizer
 from rlhf_core.models.wrappers import ScalarModule, collate_tokens
-from rlhf_core.scorers.reward_model import RewardModelInput, score_sequences
+from rlhf_core.scorers.members import member_folders
+from rlhf_core.scorers.reward_model import RewardModelInput, combine_members, load_members, score_by_members, score_sequences
 
 QUESTION = [{"role": "user", "content": "Please sort 4172."}]
 CPU = torch.device("cpu")
@@ -89,3 +91,30 @@ def test_rm_score_the_same_for_any_microbatches_in_order_and_nan_where_there_is_
 def test_nothing_to_score_is_all_nan(reward_folder: Path):
     module = ScalarModule(load_scalar_model(reward_folder))
     assert score_sequences(module, [None, None], pad_id=0, microbatch_tokens=10, device=CPU).isnan().tolist() == [True, True]
+
+
+def test_an_ensembles_score_is_the_mean_less_what_its_members_disagree_by():
+    # Members say 1, 2, 3 and 4, 4, 4: means 2 and 4, standard deviations sqrt(2/3) and 0.
+    scores = torch.tensor([[1.0, 2.0, 3.0], [4.0, 4.0, 4.0], [float("nan")] * 3])
+    combined, std = combine_members(scores, std_coef=0.5)
+    assert std[:2].tolist() == pytest.approx([(2 / 3) ** 0.5, 0.0])
+    assert combined[:2].tolist() == pytest.approx([2 - 0.5 * (2 / 3) ** 0.5, 4.0]) and combined[2].isnan()
+    alone, none = combine_members(scores[:, :1], std_coef=0.5)
+    assert alone[:2].tolist() == [1.0, 4.0] and none[:2].tolist() == [0.0, 0.0]
+
+
+def test_members_are_the_folder_and_those_beside_its_files_by_number(tmp_path: Path, reward_folder: Path, tokenizer):
+    other = save_tiny_models(tmp_path / "other", tokenizer, seed=7)[1]
+    folder = tmp_path / "reward"
+    shutil.copytree(reward_folder, folder)
+    for number in (10, 2):
+        shutil.copytree(other, folder / f"member_{number}")
+    (folder / "member_3").mkdir()  # no model in it
+    assert [p.name for p in member_folders(folder)] == ["reward", "member_2", "member_10"]
+    how = {"device": CPU, "trust_remote_code": False}
+    ids = sequences(2, seed=3)
+    asked = {"pad_id": 0, "microbatch_tokens": 64, "device": CPU}
+    scores = score_by_members(load_members(folder, **how), [*ids, None], **asked)
+    assert scores.shape == (3, 3) and torch.equal(scores[:2, 1], scores[:2, 2]) and scores[2].isnan().all()
+    assert torch.equal(scores[:2, :1], score_by_members(load_members(folder, count=1, **how), ids, **asked))
+    assert len(load_members(folder, count=2, **how)) == 2 and (scores[:2, 0] - scores[:2, 1]).abs().min() > 1e-3

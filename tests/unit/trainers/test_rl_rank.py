@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -455,10 +456,23 @@ def test_each_scorer_has_its_own_model(tmp_path: Path, model_folders: tuple[Path
     scorers = [{"name": "first", **scorer}, {"name": "second", "path": str(other), **scorer}]
     rank = connected(model_folders, **{"rl.reward.scorers": scorers})
     ids = sequences(3, seed=5)
-    first, second = rank.score("first", [*ids, None]), rank.score("second", [*ids, None])
-    assert torch.equal(first[:3], connected(model_folders).score("reward_model", ids))
+    first, second = rank.score("first", [*ids, None])[:, 0], rank.score("second", [*ids, None])[:, 0]
+    assert torch.equal(first[:3], connected(model_folders).score("reward_model", ids)[:, 0])
     assert (first[:3] - second[:3]).abs().min() > 1e-3
     assert first[3].isnan() and second[3].isnan()
+
+
+def test_an_ensemble_answers_with_each_members_scores(tmp_path: Path, model_folders: tuple[Path, Path], tokenizer):
+    other = save_tiny_models(tmp_path, tokenizer, seed=7)[1]
+    shutil.copytree(model_folders[1], tmp_path / "both")
+    shutil.copytree(other, tmp_path / "both/member_1")
+    scorer = {"kind": "reward_model", "weight": 1.0, "normalization": "none"}
+    scorers = [{"name": "both", "path": str(tmp_path / "both"), "members": 2, **scorer}, {"name": "second", "path": str(other), **scorer}]
+    rank = connected(model_folders, **{"rl.reward.scorers": scorers})
+    ids = sequences(3, seed=5)
+    both = rank.score("both", ids)
+    assert torch.equal(both[:, 0], connected(model_folders).score("reward_model", ids)[:, 0])
+    assert torch.equal(both[:, 1], rank.score("second", ids)[:, 0])
 
 
 @pytest.mark.parametrize(

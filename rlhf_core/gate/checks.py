@@ -1,0 +1,176 @@
+"""The checks of gate.json, and what is said of those that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rlhf_core.config import GateConfig
+
+
+@dataclass(frozen=True)
+class Check:
+    """One measured value. passed: None where it is shown, not judged.
+
+    way_out: what to do when it fails, with the parameter that sets the threshold.
+    """
+
+    name: str
+    value: float | None
+    low: float | None
+    high: float | None
+    threshold: float | None
+    n: int | None
+    passed: bool | None
+    way_out: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key != "way_out"}
+
+
+def at_least(name: str, measured: dict[str, Any], threshold: float | None, way_out: str = "", *, value: str = "accuracy") -> Check:
+    """Passed when the lower end of the interval reaches the threshold."""
+    end = measured["low"]
+    passed = None if threshold is None else bool(measured["n"]) and end is not None and end >= threshold
+    return Check(name, measured[value], end, measured["high"], threshold, measured["n"], passed, way_out)
+
+
+def at_most(name: str, measured: dict[str, Any], threshold: float | None, way_out: str = "", *, value: str = "value") -> Check:
+    """Passed when the upper end of the interval (the value itself where it has none) is not above the threshold."""
+    end = measured["high"] if measured["high"] is not None else measured[value]
+    passed = None if threshold is None or end is None else end <= threshold
+    return Check(name, measured[value], measured["low"], measured["high"], threshold, measured["n"], passed, way_out)
+
+
+def all_checks(gate: dict[str, Any], config: GateConfig, *, exact_scores: bool) -> list[Check]:
+    """In the order of docs/gate.md. With fewer than gate.min_pairs pairs nothing else is decided.
+
+    Args:
+        gate: what was measured, as in gate.json.
+        exact_scores: the stored scores were computed in float32 as the gate's own are, so that they must be equal.
+    """
+    parts = (
+        _accuracy(gate, config),
+        _lengths(gate, config),
+        _calibration(gate, config),
+        _probes(gate, config, exact_scores),
+        _others(gate, config),
+    )
+    checks = [check for part in parts for check in part]
+    if gate["n"] < config.min_pairs:
+        return [check if check.name == "pairs" else replace(check, passed=None) for check in checks]
+    return checks
+
+
+def _accuracy(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
+    n = gate["n"]
+    yield Check("pairs", n, None, None, config.min_pairs, n, n >= config.min_pairs, "add preference data or raise data.test_fraction")
+    yield at_least("accuracy", gate, config.min_accuracy, "train a better reward model or lower gate.min_accuracy knowingly")
+    if config.min_slice_accuracy is not None:
+        for s in gate["slices"]:
+            threshold = config.min_slice_accuracy if s["judged"] else None
+            yield at_least(f"slice: {s['column']}={s['value']}", s, threshold, "add pairs of this kind, or lower gate.min_slice_accuracy")
+
+
+def _lengths(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
+    if gate["length"] is not None:
+        way_out = "add pairs whose better response is short, or lower gate.min_shorter_accuracy"
+        yield at_least("shorter_accuracy", gate["length"]["shorter"], config.min_shorter_accuracy, way_out)
+        yield at_most("length_correlation", gate["length"]["correlation"], None)
+
+
+def _calibration(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
+    if gate["calibration"] is not None:
+        after = gate["calibration"]["after"]
+        for name, limit in (("ece", config.max_ece), ("brier", None)):
+            measured = {"value": after[name], "low": after[f"{name}_low"], "high": after[f"{name}_high"], "n": gate["n"]}
+            yield at_most(name, measured, limit, "train for fewer epochs, or raise gate.max_ece")
+
+
+def _probes(gate: dict[str, Any], config: GateConfig, exact_scores: bool) -> Iterator[Check]:
+    for name, probe in (gate["probes"] or {}).items():
+        if name.startswith("format: "):
+            yield _shift(name, probe, config.max_format_shift)
+            continue
+        limit = config.max_score_difference if exact_scores or name != "stored_scores" else None
+        way_out = "find out why the model computes the same text differently, or raise gate.max_score_difference"
+        yield at_most(name, probe, limit, way_out)
+
+
+def _shift(name: str, probe: dict[str, Any], limit: float | None) -> Check:
+    """Passed when the whole interval is within the limit on either side."""
+    ends = [probe["low"], probe["high"]]
+    passed = None if limit is None or None in ends else max(map(abs, ends)) <= limit
+    return Check(
+        name, probe["value"], *ends, limit, probe["n"], passed, "add pairs that differ in this only, or raise gate.max_format_shift"
+    )
+
+
+def _others(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
+    if gate["incumbent"] is not None:
+        way_out = "keep the incumbent, or raise gate.max_regression knowingly"
+        check = at_least("incumbent_difference", gate["incumbent"], -config.max_regression, way_out, value="difference")
+        yield check if check.n >= config.min_pairs else replace(check, passed=False)
+    if gate["judge"] is not None:
+        j = gate["judge"]
+        yield Check("judge_correlation", j["spearman"], j["spearman_low"], j["spearman_high"], None, j["n"], None)
+    for external in gate["external"]:
+        way_out = "train a better reward model, or lower this file's min_accuracy in gate.external"
+        yield at_least(f"external: {external['name']}", external, external["threshold"], way_out)
+
+
+def sentences(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> Iterator[str]:
+    """Why the gate opens or stays shut."""
+    for check in checks:
+        if check.passed is False and (check.name == "pairs" or gate["n"]):
+            yield _REASONS.get(check.name, _any_reason)(gate, check, config)
+    if all(check.passed is not False for check in checks):
+        yield f"passed: {_measured(gate, config)}; the lower end reaches gate.min_accuracy={config.min_accuracy}."
+
+
+def _measured(gate: dict[str, Any], config: GateConfig) -> str:
+    n, interval = gate["n"], f"{config.confidence:.0%} interval {gate['low']:.4f} to {gate['high']:.4f}"
+    return f"held-out accuracy {gate['accuracy']:.4f} on {n} pairs of {gate['prompts']} prompts, {interval}"
+
+
+def _too_few(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
+    return (
+        f"rejected: expected at least gate.min_pairs={config.min_pairs} test pairs to judge by, got {check.n}, on which nothing is "
+        f"decided; {check.way_out}."
+    )
+
+
+def _inaccurate(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
+    return (
+        f"rejected: expected the lower end of the interval to reach gate.min_accuracy={config.min_accuracy}, got {check.low:.4f} "
+        f"({_measured(gate, config)}); {check.way_out}."
+    )
+
+
+def _worse_than_incumbent(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
+    i = gate["incumbent"]
+    if check.n < config.min_pairs:
+        needed = f"gate.min_pairs={config.min_pairs} pairs that the incumbent {i['version']} can score"
+        return f"rejected: expected at least {needed}, got {check.n}; {check.way_out}."
+    accuracies = f"{i['candidate_accuracy']:.4f} against {i['accuracy']:.4f} on the same {check.n} pairs, McNemar's p {i['p_value']:.2g}"
+    return (
+        f"rejected: the incumbent {i['version']} wins: expected the difference in accuracy to it to be at least -{config.max_regression} "
+        f"(gate.max_regression) with its whole interval, got {check.value:+.4f} ({check.low:+.4f} to {check.high:+.4f}; {accuracies}); "
+        f"{check.way_out}."
+    )
+
+
+def _any_reason(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
+    interval = "" if check.low is None else f" ({check.low:.4f} to {check.high:.4f})"
+    return (
+        f"rejected: {check.name}: expected {check.threshold:g} to be met by the whole interval, got {check.value:.4g}{interval} "
+        f"on n={check.n}; {check.way_out}."
+    )
+
+
+_REASONS: dict[str, Callable[[dict[str, Any], Check, GateConfig], str]] = {
+    "pairs": _too_few,
+    "accuracy": _inaccurate,
+    "incumbent_difference": _worse_than_incumbent,
+}

@@ -1,0 +1,117 @@
+"""Intervals over pairs that come in clusters: those of one prompt share responses, so that they are no independent trials."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import ndtri, stdtrit
+
+from rlhf_core.statistics import wilson_interval
+
+DRAWS = 400  # of a bootstrap: its 95% ends then rest on 10 draws each
+
+
+@dataclass(frozen=True)
+class ShareInterval:
+    """Interval of a share over clusters.
+
+    design_effect: how many times the variance of independent trials; NaN where it can't be seen.
+    n_effective: independent trials that would know as much.
+    clusters: how many there are.
+    """
+
+    low: float
+    high: float
+    design_effect: float
+    n_effective: float
+    clusters: int
+
+
+def cluster_codes(names: np.ndarray) -> np.ndarray:
+    """[n] of 0 to m - 1, equal where the names are."""
+    return np.unique(names, return_inverse=True)[1]
+
+
+def share_interval(points: np.ndarray, clusters: np.ndarray, confidence: float) -> ShareInterval:
+    """Wilson's interval of a mean of points between 0 and 1, with the effective number of trials.
+
+    With y_i the points of cluster i, n_i its trials, m clusters, p = sum y_i / n:
+    v = m / (m - 1) * sum (y_i - n_i p)^2 / n^2,  d = max(1, v n / (p (1 - p))),  n_effective = n / d * (z / t)^2
+    z is the normal quantile and t Student's with m - 1 degrees of freedom. Where every cluster has one trial it is Wilson's own. At p = 0
+    and 1 nothing varies and the clusters count as one trial each. One cluster alone tells nothing of the spread: so does it count.
+    Source: Rao and Scott 1992, Biometrics 48, 577-585; the degrees of freedom: Korn and Graubard 1998, Survey Methodology 24, 193-201
+
+    Args:
+        points: [n], 1 for a success, 0.5 for a tie. clusters: [n], codes from 0.
+    """
+    n, m = len(points), int(clusters.max()) + 1 if len(clusters) else 0
+    successes = float(points.sum())
+    if m == n:
+        return ShareInterval(*wilson_interval(successes, n, confidence), 1.0, n, m)
+    p = successes / n
+    if m == 1 or p in (0.0, 1.0):
+        return ShareInterval(*wilson_interval(p * m, m, confidence), math.nan, m, m)
+    residuals = np.bincount(clusters, weights=points - p)
+    variance = m / (m - 1) * float((residuals**2).sum()) / n**2
+    design_effect = max(1.0, variance * n / (p * (1 - p)))
+    quantile = (1 + confidence) / 2
+    n_effective = n / design_effect * (float(ndtri(quantile)) / float(stdtrit(m - 1, quantile))) ** 2
+    low, high = _wilson_of_share(p, n_effective, confidence)
+    return ShareInterval(low, high, design_effect, n_effective, m)
+
+
+def _wilson_of_share(p: float, n: float, confidence: float) -> tuple[float, float]:
+    """Wilson's interval where the number of trials is no whole one; 0 < p < 1."""
+    z = float(ndtri((1 + confidence) / 2))
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    centre, scale = p + z * z / (2 * n), 1 + z * z / n
+    return (centre - half) / scale, (centre + half) / scale
+
+
+def mean_interval(values: np.ndarray, clusters: np.ndarray, confidence: float) -> tuple[float, float]:
+    """Student's interval of a mean over clusters: mean +- t sqrt(v), v as in `share_interval`, m - 1 degrees of freedom.
+
+    (-inf, inf) with fewer than two clusters.
+    """
+    m = int(clusters.max()) + 1 if len(clusters) else 0
+    if m < 2:
+        return -math.inf, math.inf
+    mean = float(values.mean())
+    residuals = np.bincount(clusters, weights=values - mean)
+    variance = m / (m - 1) * float((residuals**2).sum()) / len(values) ** 2
+    half = float(stdtrit(m - 1, (1 + confidence) / 2)) * math.sqrt(variance)
+    return mean - half, mean + half
+
+
+def bootstrap(statistic: Callable[[np.ndarray], float], clusters: np.ndarray, *, draws: int = DRAWS) -> np.ndarray:
+    """The statistic of `draws` samples of as many clusters, drawn with replacement; always the same draws for the same clusters.
+
+    Source: Davison and Hinkley 1997, Bootstrap Methods and their Application, section 3.8
+
+    Args:
+        statistic: of positions [k], those of the drawn clusters' members.
+    """
+    m = int(clusters.max()) + 1
+    order = np.argsort(clusters, kind="stable")
+    starts = np.searchsorted(clusters[order], np.arange(m + 1))
+    members = [order[starts[c] : starts[c + 1]] for c in range(m)]
+    rng = np.random.default_rng(0)
+    return np.array([statistic(np.concatenate([members[c] for c in rng.integers(m, size=m)])) for _ in range(draws)])
+
+
+def percentile_interval(drawn: np.ndarray, confidence: float) -> tuple[float, float]:
+    """Of a bootstrap, the quantiles of what was drawn; draws that are no numbers are left out."""
+    known = drawn[np.isfinite(drawn)]
+    if not len(known):
+        return -math.inf, math.inf
+    low, high = np.quantile(known, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def basic_interval(value: float, drawn: np.ndarray, confidence: float) -> tuple[float, float]:
+    """Of a bootstrap, the quantiles mirrored at the value: right where the statistic is biased, as a sum of distances is."""
+    low, high = percentile_interval(drawn, confidence)
+    return 2 * value - high, 2 * value - low

@@ -1,0 +1,115 @@
+"""Questions to a reward model whose answers are known: the same text must get the same score, however it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from rlhf_core.gate.clusters import cluster_codes, mean_interval
+from rlhf_core.gate.scoring import LoadedModel, Text
+from rlhf_core.models.branches import can_share_prefixes
+from rlhf_core.models.wrappers import TokenBatch
+
+# What is done to a response that says the same afterwards.
+FORMATS: dict[str, Callable[[str], str]] = {
+    "trailing newline": lambda text: text + "\n",
+    "leading space": lambda text: " " + text,
+    "doubled spaces": lambda text: text.replace(" ", "  "),
+    "bold": lambda text: f"**{text}**",
+    "list item": lambda text: f"- {text}",
+}
+
+PADDED, AT_THE_LIMIT = 32, 4  # texts that are padded to the longest, and how many at once
+
+Probes = dict[str, dict[str, float | int | None]]
+
+
+def invariance(model: LoadedModel, texts: Sequence[Text], stored: np.ndarray) -> Probes:
+    """Largest difference between a text's score, alone in its batch, and its score when asked in another way.
+
+    padding_side: padded on the left, with the mask and positions that this takes; value None where the model's attention takes no mask.
+    batch_size: all texts in as few batches as possible.
+    truncation: padded to the longest that the model is used for (the first texts only); infinite if a limit of exactly its length cuts the
+    text, or one token less gives it a score of its beginning instead of none.
+    identical_responses: twice in one batch, beside other texts.
+    stored_scores: as train_reward wrote it.
+
+    Args:
+        stored: [len(texts)], the scores in data/reward_heldout.parquet.
+    """
+    sequences = [model.encode(*text) for text in texts]
+    alone = model.score(sequences, microbatch_tokens=1)
+    found = {
+        "padding_side": _left_padded(model, sequences),
+        "batch_size": model.score(sequences),
+        "truncation": _padded_to_the_limit(model, texts[:PADDED], sequences[:PADDED]),
+        "stored_scores": stored,
+    }
+    differences = {name: None if scores is None else scores - alone[: len(scores)] for name, scores in found.items()}
+    twice = model.score([*sequences, *sequences])
+    differences["identical_responses"] = twice[: len(texts)] - twice[len(texts) :]
+    return {name: _largest(values) for name, values in differences.items()}
+
+
+def _largest(differences: np.ndarray | None) -> dict[str, float | int | None]:
+    known = differences is not None
+    return {"value": float(np.abs(differences).max()) if known else None, "low": None, "high": None, "n": len(differences) if known else 0}
+
+
+def _padded_to_the_limit(model: LoadedModel, texts: Sequence[Text], sequences: Sequence[list[int]]) -> np.ndarray:
+    """[len(texts)]; a few in each batch, for the limit may be long."""
+    filler = [model.tokenizer.pad_token_id] * model.max_length
+    scores: list[float] = []
+    for start in range(0, len(texts), AT_THE_LIMIT):
+        batch = [*sequences[start : start + AT_THE_LIMIT], filler]
+        scores += model.score(batch, microbatch_tokens=len(batch) * model.max_length)[:-1].tolist()
+    kept = [model.encode(*text, max_length=len(ids)) == ids for text, ids in zip(texts, sequences, strict=True)]
+    refused = [model.encode(*text, max_length=len(ids) - 1) is None for text, ids in zip(texts, sequences, strict=True)]
+    return np.where(np.array(kept) & np.array(refused), scores, np.inf)
+
+
+@torch.no_grad()
+def _left_padded(model: LoadedModel, sequences: Sequence[list[int]]) -> np.ndarray | None:
+    if not all(can_share_prefixes(member.model) for member in model.members):
+        return None
+    width = max(map(len, sequences))
+    batch = left_padded(sequences, pad_id=model.tokenizer.pad_token_id, width=width).to(model.device)
+    return torch.stack([member(batch).cpu().double() for member in model.members], 1).mean(1).numpy()
+
+
+def left_padded(sequences: Sequence[list[int]], *, pad_id: int, width: int) -> TokenBatch:
+    """[B, width] with the padding first; the last token of each is selected. Padding sees itself: attention must see something."""
+    lengths = torch.tensor([len(ids) for ids in sequences])
+    input_ids = torch.tensor([[pad_id] * (width - len(ids)) + list(ids) for ids in sequences])
+    real = torch.arange(width) >= width - lengths[:, None]
+    position_ids = (torch.arange(width) - (width - lengths[:, None])).clamp(min=0)
+    visible = torch.ones(width, width, dtype=torch.bool).tril() & real[:, None, :]
+    visible |= torch.eye(width, dtype=torch.bool)
+    selected = torch.zeros_like(real)
+    selected[:, -1] = True
+    return TokenBatch(input_ids, selected, position_ids, visible[:, None])
+
+
+def format_shifts(model: LoadedModel, texts: Sequence[Text], prompts: np.ndarray, *, scale: float, confidence: float) -> Probes:
+    """Mean change of a score when the response is only formatted differently, in units of `scale`; above 0: the format is rewarded.
+
+    Texts that the format doesn't change, or makes too long, are left out.
+
+    Args:
+        prompts: [len(texts)], names equal for texts of one prompt. scale: standard deviation of the scores.
+    """
+    before = model.score_texts(texts)
+    found: Probes = {}
+    for name, change in FORMATS.items():
+        changed = [(messages, change(response)) for messages, response in texts]
+        differs = np.array([a[1] != b[1] for a, b in zip(texts, changed, strict=True)])
+        shifts = np.where(differs, model.score_texts(changed) - before, np.nan) / scale
+        known = np.isfinite(shifts)
+        value, low, high = None, None, None
+        if known.any():
+            low, high = mean_interval(shifts[known], cluster_codes(prompts[known]), confidence)
+            value = float(shifts[known].mean())
+        found[name] = {"value": value, "low": low, "high": high, "n": int(known.sum())}
+    return found

@@ -1,0 +1,89 @@
+"""Intervals over prompts, by hand and by simulation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from rlhf_core.gate.clusters import basic_interval, bootstrap, cluster_codes, mean_interval, percentile_interval, share_interval
+from rlhf_core.statistics import wilson_interval
+
+
+def test_share_over_three_prompts():
+    # Points 1 1 | 1 0 | 0 0: p = 0.5, residuals 1, 0, -1, v = 3/2 * 2 / 36 = 1/12; independent pairs have 0.25 / 6 = 1/24, so d = 2.
+    # t with 2 degrees of freedom is 4.302653, (1.959964 / 4.302653)^2 = 0.207503, and 6 / 2 * 0.207503 = 0.622508 pairs are left.
+    # z^2 = 3.841459: centre 0.5 + 3.841459 / 1.245016 = 3.585471, scale 1 + 3.841459 / 0.622508 = 7.170941,
+    # half 1.959964 * sqrt(0.25 / 0.622508 + 3.841459 / (4 * 0.387516)) = 3.326088: (3.585471 -+ 3.326088) / 7.170941.
+    found = share_interval(np.array([1, 1, 1, 0, 0, 0.0]), np.array([0, 0, 1, 1, 2, 2]), 0.95)
+    assert found.design_effect == pytest.approx(2.0) and found.clusters == 3
+    assert found.n_effective == pytest.approx(0.622508, abs=1e-6)
+    assert (found.low, found.high) == pytest.approx((0.036171, 0.963829), abs=2e-6)
+
+
+def test_one_pair_a_prompt_is_wilsons_interval():
+    found = share_interval(np.array([1.0] * 90 + [0.5] * 2 + [0.0] * 8), np.arange(100), 0.95)
+    assert (found.low, found.high) == wilson_interval(91, 100, 0.95) and (found.design_effect, found.n_effective) == (1.0, 100)
+
+
+def test_pairs_that_balance_each_other_make_the_gate_no_more_lenient():
+    # Each of 100 prompts has one right and one wrong pair: the share doesn't vary at all over prompts, and still counts as 200 pairs
+    # would, but for t with 99 degrees of freedom (1.984217) in the place of z: 200 * (1.959964 / 1.984217)^2 = 195.140.
+    found = share_interval(np.tile([1.0, 0.0], 100), np.repeat(np.arange(100), 2), 0.95)
+    assert found.design_effect == 1.0 and found.n_effective == pytest.approx(195.140, abs=1e-3)
+
+
+@pytest.mark.parametrize("points", [0.0, 1.0])
+def test_nothing_varies(points):
+    found = share_interval(np.full(12, points), np.repeat(np.arange(4), 3), 0.95)
+    assert (found.low, found.high) == wilson_interval(4 * points, 4, 0.95) and math.isnan(found.design_effect)
+
+
+def test_one_prompt_and_none():
+    assert share_interval(np.array([1.0, 0.0]), np.array([0, 0]), 0.95).n_effective == 1
+    assert share_interval(np.zeros(0), np.zeros(0, dtype=int), 0.95).low == 0.0
+
+
+def test_it_covers_where_wilsons_interval_does_not():
+    """Prompts are easy (0.95) or hard (0.65), with 8 pairs each that share most of their luck: the truth is 0.8."""
+    rng = np.random.default_rng(7)
+    clusters = np.repeat(np.arange(60), 8)
+    covered, plain = 0, 0
+    for _ in range(400):
+        easy = rng.choice([0.95, 0.65], size=60)
+        shared, own = rng.random(60), rng.random((60, 8))
+        luck = np.where(rng.random((60, 8)) < 0.6, shared[:, None], own)
+        points = (luck < easy[:, None]).ravel().astype(float)
+        found = share_interval(points, clusters, 0.95)
+        covered += found.low <= 0.8 <= found.high
+        low, high = wilson_interval(points.sum(), len(points), 0.95)
+        plain += low <= 0.8 <= high
+    assert covered / 400 > 0.92 and plain / 400 < 0.85
+
+
+def test_mean_over_two_prompts():
+    # Mean 0.25, residuals of the prompts 1.5 and -1.5, v = 2 * 4.5 / 16 = 0.5625; t with 1 degree of freedom 12.706205: 0.25 -+ 9.529654.
+    low, high = mean_interval(np.array([1, 1, 0, -1.0]), np.array([0, 0, 1, 1]), 0.95)
+    assert (low, high) == pytest.approx((-9.279654, 9.779654), abs=1e-5)
+    assert mean_interval(np.array([1.0, 2.0]), np.array([0, 0]), 0.95) == (-math.inf, math.inf)
+
+
+def test_bootstrap_draws_whole_prompts_and_agrees_with_students_interval_of_a_mean():
+    rng = np.random.default_rng(1)
+    clusters = np.repeat(np.arange(200), 3)
+    values = np.repeat(rng.normal(size=200), 3)
+    drawn = bootstrap(lambda which: float(values[which].mean()), clusters, draws=2000)
+    assert percentile_interval(drawn, 0.95) == pytest.approx(mean_interval(values, clusters, 0.95), abs=0.015)
+    assert drawn.tolist() == bootstrap(lambda which: float(values[which].mean()), clusters, draws=2000).tolist()
+    sizes = bootstrap(lambda which: float(len(np.unique(which)) % 3), clusters, draws=20)
+    assert set(sizes) == {0.0}
+
+
+def test_mirrored_interval():
+    # Drawn 0 to 10 around a value of 4: the quantiles 0.25 and 9.75 at 95% become 8 - 9.75 and 8 - 0.25.
+    assert basic_interval(4.0, np.arange(11.0), 0.95) == pytest.approx((-1.75, 7.75))
+
+
+def test_codes():
+    assert cluster_codes(np.array(["b", "a", "b"], dtype=object)).tolist() == [1, 0, 1]
