@@ -233,15 +233,18 @@ def ask_models(test: Heldout, params: Params, *, scratch: Path) -> tuple[dict[st
     some = np.unique(np.linspace(0, len(which) - 1, min(2 * config.probe_pairs, len(which))).astype(int))
     asked = [responses[i] for i in some]
     shifts = format_shifts(model, asked, prompts[some], scale=float(stored.std()) or 1.0, confidence=config.confidence)
-    measured = {
+    measured: dict[str, Any] = {
         "probes": {
             **invariance(model, asked, stored[some]),
             **{f"format: {name}": shift for name, shift in shifts.items()},
         },
         "external": [score_external(external, model, confidence=config.confidence) for external in config.external],
-        "incumbent": measure_incumbent(test, config, scratch=scratch, how=how) if config.incumbent is not None else None,
     }
-    return measured, len(model.members)
+    members = len(model.members)
+    del model  # there may be no room for both
+    if config.incumbent is not None:
+        measured["incumbent"] = measure_incumbent(test, config, scratch=scratch, how=how)
+    return measured, members
 
 
 def measure_incumbent(test: Heldout, config: GateConfig, *, scratch: Path, how: dict[str, Any]) -> dict[str, Any]:

@@ -244,7 +244,7 @@ def test_the_whole_stage_with_a_model_and_an_incumbent(workspace, reward_folder,
     write_rows(workspace / "data/prepared", "preference", rows)
     write_slices(workspace / "data/prepared", {row["id"]: {"category": "sort"} for row in rows})
     write_json(workspace / "data/prepared/sources.json", {"clerk": {"kind": "clerk"}})
-    shutil.copytree(reward_folder, workspace / "models/reward")
+    shutil.copytree(reward_folder, workspace / "models/reward", dirs_exist_ok=True)
     incumbent = {"version": "v0.1", "md5": dvc_md5(reward_folder)}
     apply_overrides(workspace / "params.yaml", {"gate.min_pairs": 20, "gate.incumbent": incumbent})
     put_into_cache(workspace, reward_folder)
@@ -305,8 +305,6 @@ def test_without_a_reward_model_the_chain_goes_on_and_the_files_say_why(workspac
 
 
 def test_a_reward_model_that_was_rolled_back_does_not_pass_again(workspace, monkeypatch):
-    (workspace / "models/reward").mkdir(parents=True)
-    (workspace / "models/reward/model.safetensors").write_bytes(b"weights")
     monkeypatch.chdir(workspace)
     good = judge(pairs(right_and_wrong(900, 100)))
     md5 = dvc_md5(workspace / "models/reward")
@@ -330,6 +328,5 @@ def test_an_override_is_written_down_where_it_is_needed():
 def test_an_override_lets_the_chain_go_on(workspace):
     apply_overrides(workspace / "params.yaml", {"gate.override": "a demonstration"})
     write_heldout(workspace, [("the-bad-one", "test", math.inf, 0.0)])
-    (workspace / "models/reward").mkdir(parents=True)
     done, gate = run_gate(workspace)
     assert done.returncode == 0 and not gate["passed"] and "a demonstration" in done.stdout
