@@ -889,12 +889,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: expected a readable parameter file, got {error.strerror}; run from the folder that has it") from error
+    return read_yaml_text(text, str(path))
+
+
+def read_yaml_text(text: str, subject: str) -> dict[str, Any]:
+    """Args: subject: what the text is of, for messages."""
     try:
         tree = YAML(typ="safe", pure=True).load(text)
     except YAMLError as error:
-        raise ConfigError(f"{path}: expected YAML, got {' '.join(str(error).split())}; fix that line") from error
+        raise ConfigError(f"{subject}: expected YAML, got {' '.join(str(error).split())}; fix that line") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected a mapping of sections, got {type(tree).__name__}; see the default params.yaml")
+        raise ConfigError(f"{subject}: expected a mapping of sections, got {type(tree).__name__}; see the default params.yaml")
     return tree
 
 

@@ -122,7 +122,16 @@ def difference_interval(first: tuple[float, int], second: tuple[float, int], con
     """
     if min(first[1], second[1]) < 1:
         raise ValueError(f"n: expected at least 1 in each group, got {first[1]} and {second[1]}; there is nothing to compare")
-    p1, p2 = first[0] / first[1], second[0] / second[1]
-    low1, high1 = wilson_interval(*first, confidence)
-    low2, high2 = wilson_interval(*second, confidence)
-    return p1 - p2 - math.hypot(p1 - low1, high2 - p2), p1 - p2 + math.hypot(high1 - p1, p2 - low2)
+    return difference_of_intervals(
+        (first[0] / first[1], *wilson_interval(*first, confidence)), (second[0] / second[1], *wilson_interval(*second, confidence))
+    )
+
+
+def difference_of_intervals(first: tuple[float, float, float], second: tuple[float, float, float]) -> tuple[float, float]:
+    """Interval (low, high) of the difference of two quantities, first minus second, from each one's (value, low, high).
+
+    low = d - sqrt((v1 - low1)^2 + (high2 - v2)^2), high = d + sqrt((high1 - v1)^2 + (v2 - low2)^2), d = v1 - v2
+    Source: Zou and Donner 2008, Statistics in Medicine 27, 1693-1702; both intervals of one confidence, the quantities independent.
+    """
+    (v1, low1, high1), (v2, low2, high2) = first, second
+    return v1 - v2 - math.hypot(v1 - low1, high2 - v2), v1 - v2 + math.hypot(high1 - v1, v2 - low2)

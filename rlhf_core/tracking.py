@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 from pathlib import Path
 
 from rlhf_core.config import TrackingConfig
@@ -13,7 +14,8 @@ Row = dict[str, float | int | str]
 class MetricsLog:
     """Appends rows to a CSV whose columns are fixed at the start, so that a resumed run goes on in the same file.
 
-    Timings go to a file of their own: the curves are what DVC compares, and no two runs take the same time.
+    Timings go to a file of their own: the curves are what DVC compares, and no two runs take the same time. Beside it, with the ending
+    `.of`, stands the sha256 of the curves that they belong to (rlhf_core/report/times.py asks for it).
 
     Args:
         path: of the CSV file, in the scratch folder of the work.
@@ -61,6 +63,7 @@ class MetricsLog:
         self._curves.close()
         if self._timings is not None:
             self._timings.close()
+            self._timings.path.with_suffix(".of").write_text(hashlib.sha256(self._curves.path.read_bytes()).hexdigest(), encoding="ascii")
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
@@ -74,6 +77,7 @@ class _Rows:
     """
 
     def __init__(self, path: Path, columns: tuple[str, ...] | None, first_step: int):
+        self.path = path
         kept = [row for row in _read(path) if int(row["step"]) < first_step]
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".tmp")

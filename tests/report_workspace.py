@@ -59,6 +59,15 @@ def run_report(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
+def answer_otherwise(workspace: Path) -> None:
+    """Other answers to the first prompts, which are those with hostile texts."""
+    path = workspace / "data/evaluation_samples.parquet"
+    table = pd.read_parquet(path)
+    first = table["id"].isin([f"prompt-{i}" for i in range(len(HOSTILE))])
+    table.loc[first, "policy_response"] = "Otherwise: " + table.loc[first, "policy_response"]
+    table.to_parquet(path, index=False)
+
+
 def edit_metrics(workspace: Path, name: str, change: dict[str, Any]) -> None:
     """Set values at dotted keys of a metrics file; REMOVED takes the key away."""
     path = workspace / "metrics" / f"{name}.json"

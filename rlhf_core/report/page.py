@@ -17,10 +17,12 @@ import pandas as pd
 from bokeh.resources import Resources
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from rlhf_core.report.blame import blame
 from rlhf_core.report.canvas import DARK
 from rlhf_core.report.figures import Figures, all_figures
-from rlhf_core.report.inputs import ReportInputError, ReportInputs, need
+from rlhf_core.report.inputs import ReportInputError, ReportInputs, Stopped, need
 from rlhf_core.report.texts import count, measured, number, share, signed, visible
+from rlhf_core.report.times import StageTime
 from rlhf_core.report.verdict import MODES, data_verdict, gate_verdict, judged, outcome, rewarded_by, stopped_verdict
 from rlhf_core.statistics import wilson_interval
 
@@ -71,6 +73,13 @@ LABELS = {
     "cut_off_fraction": "share cut off",
     "logprob_difference_max": "largest log-probability difference",
 }
+# Where on the page a stage's work is shown.
+SECTIONS = {
+    **dict.fromkeys(("prepare_data", "validate_data"), "data"),
+    **dict.fromkeys(("train_sft", "train_reward", "train_policy"), "training"),
+    "gate_reward": "gate",
+    "evaluate": "evaluation",
+}
 MODEL_NAMES = {"sft": "SFT", "policy": "Policy"}
 # Label, key of a model's figures, format, and whether more is better (None: neither).
 EVALUATION_ROWS = (
@@ -104,10 +113,17 @@ def render(inputs: ReportInputs) -> str:
         "facts": {stage: list(facts(tree)) for stage in ("sft", "reward", "policy") if (tree := getattr(inputs, stage)) is not None},
         "key_params": list(key_params(inputs.params)),
         "all_params": json.dumps(inputs.params, indent=2, ensure_ascii=False),
+        "sections": SECTIONS,
+        "override": None if inputs.policy is None else inputs.policy.get("override"),
+        "monitor": None if inputs.policy is None else inputs.policy.get("monitor"),
         "modes": MODES,
         "samples": [] if inputs.samples is None else list(samples(inputs.samples)),
         "logprob_limit": need(inputs.params, "rl", "rollout", "max_logprob_difference"),
-        **(_evaluated(inputs, scorers) if inputs.stopped is None else {"outcome": stopped_verdict(inputs.stopped), "tiles": []}),
+        **(
+            _evaluated(inputs, scorers)
+            if inputs.stopped is None
+            else {"outcome": stopped_verdict(inputs.stopped), "tiles": [], "blame": None}
+        ),
     }
     return page("report.html.jinja", all_figures(inputs), content)
 
@@ -115,10 +131,19 @@ def render(inputs: ReportInputs) -> str:
 def _evaluated(inputs: ReportInputs, scorers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     confidence = need(inputs.params, "evaluation", "confidence")
     return {
+        "blame": blame(inputs),
         "outcome": outcome(inputs.evaluation, scorers, confidence=confidence),
         "tiles": list(tiles(inputs.evaluation, rewarded_by(scorers), confidence)),
         "evaluation_rows": [*evaluation_rows(inputs.evaluation), *scorer_rows(inputs.evaluation, scorers)],
     }
+
+
+def _not_evaluated(stopped: Stopped) -> dict[str, Any]:
+    return {"blame": None, "outcome": stopped_verdict(stopped), "tiles": []}
+
+
+def render_times(title: str, times: Mapping[str, StageTime]) -> str:
+    return page("timings.html.jinja", {}, {"title": title, "times": times, "total": sum(t.seconds for t in times.values())})
 
 
 def page(template: str, figures: Figures, content: Mapping[str, Any]) -> str:
@@ -128,7 +153,8 @@ def page(template: str, figures: Figures, content: Mapping[str, Any]) -> str:
         loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"share": share, "number": number, "count": count, "visible": visible, "measured": measured, "signed": signed}
-    scripts = ["\n".join(Resources(mode="inline", components=["bokeh"]).js_raw), (folder / "report.js").read_text(encoding="utf-8")]
+    bokeh = ["\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)] if figures else []
+    scripts = [*bokeh, (folder / "report.js").read_text(encoding="utf-8")]
     return environment.get_template(template).render(
         policy=content_security_policy(scripts),
         style=(folder / "report.css").read_text(encoding="utf-8"),

@@ -10,13 +10,13 @@ JOINERS = "\u200c\u200d"  # invisible, and part of ordinary words and emoji
 DECIMALS = {"share": 1, "score": 2, "length": 1}
 
 
-def visible(text: str) -> str:
+def visible(text: str, limit: int | None = MAX_TEXT) -> str:
     """Text as a reader can trust it: control characters and those that change the reading direction are shown by number.
 
-    Cut at MAX_TEXT characters, saying so.
+    Cut at `limit` characters, saying so.
     """
-    shown = "".join(_visible_character(c) for c in text[:MAX_TEXT])
-    return shown if len(text) <= MAX_TEXT else f"{shown} […{len(text) - MAX_TEXT:,} more characters]"
+    shown = "".join(_visible_character(c) for c in text[:limit])
+    return shown if limit is None or len(text) <= limit else f"{shown} […{len(text) - limit:,} more characters]"
 
 
 def _visible_character(c: str) -> str:

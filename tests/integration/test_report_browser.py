@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 from chromium import CHROMIUM, Browser
-from report_workspace import HOSTILE, make_workspace, run_report
+from report_workspace import HOSTILE, answer_otherwise, make_workspace, run_report
+
+from flows.results import read_side
+from rlhf_core.report.comparison_page import render_comparison
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
 
@@ -166,3 +169,21 @@ def test_the_page_of_a_stopped_chain_opens_without_samples(browser, tmp_path):
     assert browser.evaluate("document.querySelectorAll('[data-drawn]').length") == 10
     assert browser.evaluate("document.querySelector('.stopped').innerText").startswith("Not a finished run.")
     assert browser.problems == []
+
+
+def test_the_page_of_two_runs_draws_and_filters(browser, tmp_path, report):
+    other = make_workspace(tmp_path / "other", hostile=True)
+    answer_otherwise(other)
+    sides = [read_side(folder.parent, folder.name) for folder in (report.parents[1], other)]
+    page = tmp_path / "compare.html"
+    page.write_text(render_comparison(*sides), encoding="utf-8")
+    browser.problems.clear()
+    browser.open(page)
+    browser.wait_for(ALL_DRAWN)
+    assert browser.evaluate("document.querySelectorAll('[data-drawn]').length") == 9
+    # The answers that differ are the hostile ones.
+    assert browser.evaluate(COUNT) == f"{2 * len(HOSTILE)} of {2 * len(HOSTILE)}"
+    assert browser.evaluate("document.querySelectorAll('#samples :is(script, img, iframe, object)').length") == 0
+    choose(browser, "mode", "greedy")
+    assert browser.evaluate(COUNT) == f"{len(HOSTILE)} of {2 * len(HOSTILE)}"
+    assert browser.evaluate("window.hacked") is None and browser.problems == []

@@ -136,6 +136,7 @@ def test_same_inputs_same_bytes_and_everything_inside(tmp_path):
     assert len(pages[0]) < 3_000_000
     page = pages[0].decode()
     outside_scripts = re.sub(r"(?s)<script[^>]*>.*?</script>", "", page)
+    outside_scripts = outside_scripts.replace('<a href="timings/time.html">', "")  # a file beside the report, and only a link
     assert not re.search(r"<(?:link|img|iframe|object)\b|\b(?:src|href)=[\"'](?!#)|@import|url\(", outside_scripts)
     assert "onerror=" in page and "&lt;img src=x onerror=" in page
     assert "<script" not in outside_scripts and outside_scripts.count("&lt;script&gt;") == 2 * 6  # two texts, six places each
@@ -299,4 +300,19 @@ def test_a_whole_report_takes_the_page_of_the_stopped_one_away(tmp_path):
     (workspace / "reports").mkdir()
     (workspace / "reports/stopped.html").write_text("old")
     assert run_report(workspace).returncode == 0
-    assert [p.name for p in (workspace / "reports").iterdir()] == ["report.html"]
+    assert sorted(p.name for p in (workspace / "reports").iterdir()) == ["report.html", "timings"]
+    assert "Nothing was measured here" in (workspace / "reports/timings/time.html").read_text(encoding="utf-8")
+
+
+def test_who_is_to_blame_and_what_was_overridden_or_stopped_stands_at_the_top(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    edit_metrics(workspace, "evaluate", {f"{mode}.policy.judge_ok": 0.2 for mode in ("greedy", "sampled")})
+    event = {"limit": "kl", "step": 30, "value": 9.0, "threshold": 5.0, "action": "stop", "message": "kl: <9>"}
+    warning = event | {"step": 20, "action": "warn"}
+    monitor = {"stopped": event, "warnings": [warning], "chosen_step": 25}
+    edit_metrics(workspace, "train_policy", {"override": "we <know>", "monitor": monitor})
+    page = render_in(workspace, monkeypatch)
+    top = page[: page.index("</header>")]
+    assert '<aside class="blame">' in top and "What to look at:" in top and "we &lt;know&gt;" in top
+    assert "A limit ended the training at step 30." in top
+    assert page.count("kl: &lt;9&gt;") >= 2 and "The policy is that of step 25." in page

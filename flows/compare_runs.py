@@ -1,0 +1,63 @@
+"""Two runs side by side: python -m flows.compare_runs A B [--output PAGE]
+
+A and B are names of runs (folders of runs/), folders, branches, tags or commits. Prints what differs and writes one HTML page.
+Exit codes: 0 done, 2 a run that isn't there or has no results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tabulate import tabulate
+
+from flows.results import read_side
+from flows.worktree import slug
+from rlhf_core.config import ConfigError
+from rlhf_core.report.comparison_page import Side, cards, render_comparison
+from rlhf_core.report.differences import figures_that_count, headline, outs_that_differ, params_that_differ
+from rlhf_core.report.texts import visible
+
+MAX_WIDTH = 48  # characters of a value in the terminal
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flows.compare_runs", description="Compare two runs: params, data, figures, answers.")
+    parser.add_argument("first", metavar="A", help="a run's name, a folder, or a branch, tag or commit")
+    parser.add_argument("second", metavar="B", help="the same; changes are those from A to B")
+    parser.add_argument("--output", type=Path, metavar="PAGE", help="the page; reports/compare-A-B.html otherwise")
+    asked = parser.parse_args(arguments)
+    try:
+        first, second = read_side(Path.cwd(), asked.first), read_side(Path.cwd(), asked.second)
+    except ConfigError as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    print(summary(first, second))
+    output = asked.output or Path("reports") / f"compare-{slug(asked.first)}-{slug(asked.second)}.html"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(render_comparison(first, second), encoding="utf-8", newline="\n")
+    print(f"Page: {output}")
+    return 0
+
+
+def summary(first: Side, second: Side) -> str:
+    """The page's tables as text."""
+    one, other = first.results, second.results
+    rows = figures_that_count(one, other)
+    parts = [headline(one, other, rows)[1]]
+    parts.append(tabulate([(r.label, *r.shown) for r in rows], ["", one.name, other.name, "change", "interval"], disable_numparse=True))
+    for what, changes in (("parameter", params_that_differ(one.params, other.params)), ("md5 of", outs_that_differ(one, other))):
+        lines = [[key, *(_short(value) for value in values)] for key, *values in changes]
+        parts.append(tabulate(lines, [what, one.name, other.name], disable_numparse=True) if lines else f"No {what} differs.")
+    if first.samples is not None and second.samples is not None:
+        parts.append(f"{len(cards(first, second))} answers shown on the page differ.")
+    return visible("\n\n".join(parts), limit=None) + "\n"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_WIDTH else text[: MAX_WIDTH - 1] + "…"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

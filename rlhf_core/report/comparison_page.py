@@ -1,0 +1,141 @@
+"""Two runs as one HTML page: what differs, the figures side by side, the curves over each other, the answers that changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from bokeh.models import ColumnDataSource, HoverTool
+from bokeh.plotting import figure
+
+from rlhf_core.report.canvas import BLUE, ORANGE, Line, canvas, curves, place_legend, thin
+from rlhf_core.report.differences import (
+    Results,
+    figures_that_count,
+    headline,
+    outs_that_differ,
+    params_that_differ,
+    same_rewards,
+    samples_that_differ,
+)
+from rlhf_core.report.figures import as_items
+from rlhf_core.report.page import answer, page, side_by_side
+from rlhf_core.report.times import StageTime
+from rlhf_core.report.verdict import MODES
+
+MAX_SAMPLES = 200
+FALLING = ("loss", "entropy", "response_length")  # whose legend has room at the top
+
+# Stage, phase (None: all), column, title, axis, percent.
+OVERLAID = (
+    ("train_sft", "pretrain", "loss", "Pretraining", "loss, nats per token", False),
+    ("train_sft", "sft", "loss", "Demonstrations", "loss, nats per token", False),
+    ("train_reward", None, "loss", "Reward model: loss", "nats per pair", False),
+    ("train_reward", None, "accuracy", "Reward model: accuracy", "pairs in the right order", True),
+    ("train_policy", None, "score_mean", "RL: score", "score", False),
+    ("train_policy", None, "score_judge", "RL: judge", "share of responses", True),
+    ("train_policy", None, "kl_mean", "RL: KL to the SFT model", "nats per response", False),
+    ("train_policy", None, "response_length", "RL: response length", "tokens", False),
+    ("train_policy", None, "entropy", "RL: entropy", "nats per token", False),
+    ("train_policy", None, "loss", "Alignment: loss", "nats", False),
+    ("train_policy", None, "reward_accuracy", "Alignment: accuracy", "pairs in the right order", True),
+    ("train_policy", None, "reward_margin", "Alignment: margin", "nats times beta", False),
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two runs. curves: stage -> one row per step; samples: as evaluate wrote them, None where they are not here."""
+
+    results: Results
+    curves: Mapping[str, pd.DataFrame]
+    samples: pd.DataFrame | None
+    times: Mapping[str, StageTime]
+
+
+def render_comparison(first: Side, second: Side) -> str:
+    one, other = first.results, second.results
+    rows = figures_that_count(one, other)
+    tone, sentence = headline(one, other, rows)
+    drawn = {**_overlaid(first, second), "frontier": _frontier(first, second)}
+    titles = {_key(stage, phase, column): title for stage, phase, column, title, _, _ in OVERLAID} | {"frontier": "RL: score against KL"}
+    content = {
+        "title": f"{one.name} and {other.name}",
+        "names": (one.name, other.name),
+        "tone": tone,
+        "sentence": sentence,
+        "rows": rows,
+        "params": params_that_differ(one.params, other.params),
+        "outs": outs_that_differ(one, other),
+        "same_outs": bool(one.outs) and one.outs == other.outs,
+        "comparable": same_rewards(one, other),
+        "plots": [(name, titles[name]) for name, plot in drawn.items() if plot is not None],
+        "times": [(stage, first.times.get(stage), second.times.get(stage)) for stage in {**first.times, **second.times}],
+        "samples": cards(first, second),
+        "without_samples": [side.results.name for side in (first, second) if side.samples is None],
+        "judged": any(side.samples is not None and side.samples["policy_judge_ok"].notna().any() for side in (first, second)),
+        "modes": MODES,
+    }
+    return page("comparison.html.jinja", as_items(drawn), content)
+
+
+def _key(stage: str, phase: str | None, column: str) -> str:
+    return "_".join(filter(None, (stage, phase, column)))
+
+
+def _overlaid(first: Side, second: Side) -> dict[str, figure | None]:
+    return {
+        _key(stage, phase, column): _both(first, second, stage, phase, column, y_title, percent)
+        for stage, phase, column, _, y_title, percent in OVERLAID
+    }
+
+
+def _both(first: Side, second: Side, stage: str, phase: str | None, column: str, y_title: str, percent: bool) -> figure | None:
+    """None where neither run has measured this."""
+    parts, lines = [], []
+    for key, side, color in (("first", first, BLUE), ("second", second, ORANGE)):
+        rows = side.curves.get(stage)
+        if rows is None or column not in rows or not rows[column].notna().any():
+            continue
+        rows = rows if phase is None else rows[rows["phase"] == phase]
+        if not rows.empty:
+            parts.append(rows[["step", column]].rename(columns={column: key}))
+            lines.append(Line(key, side.results.name, color))
+    if not lines:
+        return None
+    legend = "top_right" if column in FALLING else "bottom_right"
+    return curves(pd.concat(parts, ignore_index=True), lines, y_title=y_title, percent=percent, legend=legend)
+
+
+def _frontier(first: Side, second: Side) -> figure | None:
+    """Both runs' scores against KL, where one reward gave both."""
+    sides = [(s, c) for s, c in ((first, BLUE), (second, ORANGE)) if {"kl_mean", "score_mean"} <= set(s.curves.get("train_policy", ()))]
+    if len(sides) < 2 or not same_rewards(first.results, second.results):
+        return None
+    plot = canvas("score", x_title="KL to SFT, nats per response")
+    for side, color in sides:
+        rows = thin(side.curves["train_policy"].dropna(subset=["kl_mean", "score_mean"]))
+        columns = {"kl": rows["kl_mean"].to_numpy(), "score": rows["score_mean"].to_numpy(), "step": rows["step"].to_numpy()}
+        source = ColumnDataSource(columns | {"alpha": np.linspace(0.2, 0.95, len(rows))})
+        name = side.results.name
+        dots = plot.scatter("kl", "score", source=source, size=7, color=color, fill_alpha="alpha", line_alpha=0.0, legend_label=name)
+        plot.add_tools(HoverTool(renderers=[dots], tooltips=[(name, "step @step"), ("score", "@score{0.000}"), ("KL", "@kl{0.000}")]))
+    place_legend(plot, "bottom_right")
+    return plot
+
+
+def cards(first: Side, second: Side) -> list[dict]:
+    """Answers that differ, the largest changes of score first; without scores where two rewards gave them."""
+    if first.samples is None or second.samples is None:
+        return []
+    scored = same_rewards(first.results, second.results)
+    made = []
+    for row in samples_that_differ(first.samples, second.samples).to_dict("records"):
+        answers = [
+            answer(name, row[f"policy_response_{end}"], row[f"policy_score_{end}"] if scored else None, row[f"policy_judge_ok_{end}"])
+            for end, name in (("first", first.results.name), ("second", second.results.name))
+        ]
+        made.append({k: row[k] for k in ("id", "source", "prompt", "mode")} | side_by_side(*answers))
+    return sorted(made, key=lambda card: (0.0 if card["gain"] is None else -abs(card["gain"]), card["changed"] == ""))[:MAX_SAMPLES]

@@ -1,0 +1,156 @@
+"""Two runs side by side: what differs, how sure, and what a run that isn't there is answered."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from report_workspace import HOSTILE, answer_otherwise, edit_metrics, make_workspace
+
+from flows.compare_runs import main
+from rlhf_core.config import TrackingConfig, apply_overrides
+from rlhf_core.report.differences import Results, figures_that_count, headline, outs_that_differ, params_that_differ
+from rlhf_core.report.times import read_times, summarize
+from rlhf_core.tracking import MetricsLog
+
+PARAMS = {
+    "alignment": {"method": "rl"},
+    "evaluation": {"confidence": 0.95},
+    "rl": {"steps": 60, "reward": {"scorers": [{"name": "reward_model"}]}},
+    "dpo": {"beta": 0.3},
+    "report": {"title": "one"},
+}
+
+
+def results(*, ok: float = 0.5, score: float = 1.0, reward_model: str = "a", judge: bool = True, name: str = "one") -> Results:
+    model = {"score_mean": score, "score_low": score - 0.3, "score_high": score + 0.4, "length_mean": 9.0, "cut_off_fraction": 0.0}
+    model |= {"judge_ok": ok, "judge_n": 400} if judge else {}
+    win = {"value": 0.7, "low": 0.6, "high": 0.8}
+    evaluation = {mode: {"policy": model} for mode in ("greedy", "sampled")} | {"kl": {"greedy": 1.0, "sampled": 1.0}}
+    metrics = {"train_sft": {"heldout_loss": 0.5}, "evaluate": evaluation | {"win_rate": {"greedy": win, "sampled": win}}}
+    return Results(name, PARAMS, {"models/reward": reward_model}, metrics)
+
+
+def row(rows, label):
+    return next(r for r in rows if r.label == label)
+
+
+def test_a_difference_has_the_interval_of_both_runs_intervals():
+    rows = figures_that_count(results(score=1.0), results(score=2.0))
+    score = row(rows, "Score, greedy")
+    # 2 - 1 = 1; low: 1 - sqrt((2 - 1.7)^2 + (1.4 - 1)^2) = 1 - 0.5; high: 1 + sqrt((2.4 - 2)^2 + (1 - 0.7)^2) = 1 + 0.5.
+    assert (score.change, score.low, score.high) == (1.0, pytest.approx(0.5), pytest.approx(1.5)) and score.tone == "good"
+    assert score.shown == ("1.00", "2.00", "+1.00", "+0.50 to +1.50")
+    assert row(figures_that_count(results(score=2.0), results(score=1.0)), "Score, greedy").tone == "bad"
+
+
+def test_shares_are_held_against_each_other_by_newcombes_interval():
+    judged = row(figures_that_count(results(ok=0.25), results(ok=0.25)), "Judge accepts, sampled")
+    # Wilson of 100 of 400: 0.21008 to 0.29468; so -+ sqrt((0.25 - 0.21008)^2 + (0.29468 - 0.25)^2) = 0.05991.
+    assert judged.low == pytest.approx(-0.05991, abs=1e-5) and judged.high == pytest.approx(0.05991, abs=1e-5) and judged.tone == ""
+
+
+def test_scores_of_two_reward_models_are_not_called_better_or_worse():
+    one, other = results(score=1.0), results(score=9.0, reward_model="b")
+    assert row(figures_that_count(one, other), "Score, greedy (other reward)").tone == ""
+    one, other = results(judge=False), results(score=9.0, reward_model="b", judge=False)
+    said = headline(one, other, figures_that_count(one, other))
+    assert said == ("open", "There is no judge, and the rewards differ: nothing says which policy is better.")
+
+
+def test_the_judge_says_which_policy_is_better():
+    worse, better = results(ok=0.5), results(ok=0.9, name="two")
+    assert headline(worse, better, figures_that_count(worse, better)) == ("good", "two has the better policy by the judge.")
+    assert headline(better, worse, figures_that_count(better, worse)) == ("bad", "two has the better policy by the judge.")
+    assert headline(worse, worse, figures_that_count(worse, worse))[0] == "open"
+
+
+def test_only_params_that_a_run_has_used_count():
+    other = {**PARAMS, "rl": {**PARAMS["rl"], "steps": 90}, "dpo": {"beta": 0.1}, "report": {"title": "two"}, "gate": {"min_pairs": 5}}
+    assert params_that_differ(PARAMS, other) == [("rl.steps", "60", "90"), ("gate.min_pairs", "–", "5")]
+    method = {**other, "alignment": {"method": "dpo"}}
+    assert ("dpo.beta", "0.3", "0.1") in params_that_differ(PARAMS, method)
+    assert outs_that_differ(results(), results(reward_model="b")) == [("models/reward", "a", "b")]
+
+
+def test_phases_add_up_to_the_steps_time():
+    rows = pd.DataFrame({"step": [1, 2], "seconds": [2.0, 2.0], "seconds_update": [1.5, 1.0], "seconds_generate": [0.25, 0.25]})
+    time = summarize(rows)
+    assert (time.steps, time.seconds) == (2, 4.0) and time.phases == {"update": 2.5, "generate": 0.5, "other": 1.0}
+    assert time.shares == {"update": 0.625, "generate": 0.125, "other": 0.25}
+
+
+def test_timings_belong_to_the_curves_they_were_taken_with(tmp_path):
+    curves = tmp_path / "plots/train_sft.csv"
+    log = MetricsLog(
+        curves,
+        ("step", "loss"),
+        timings=tmp_path / "reports/timings/train_sft.csv",
+        tracking=TrackingConfig(tensorboard_dir=None, wandb_project=None),
+        run_name="x",
+        first_step=0,
+    )
+    log.log({"step": 0, "loss": 1.0}, {"seconds": 3.0})
+    log.close()
+    assert read_times(tmp_path)["train_sft"].seconds == 3.0
+    curves.write_text("step,loss\n0,2\n")  # as DVC restores another run's
+    assert read_times(tmp_path) == {}
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with the run `one` in a worktree's folder, and `two` on a branch."""
+    answer_otherwise(make_workspace(tmp_path / "runs/one", hostile=True))
+    two = make_workspace(tmp_path / "two", hostile=True)
+    apply_overrides(two / "params.yaml", {"rl.algorithm": "grpo"})
+    edit_metrics(two, "evaluate", {"greedy.policy.judge_ok": 0.6, "sampled.policy.judge_ok": 0.5})
+    samples = (two / "data/evaluation_samples.parquet").read_bytes()
+    md5 = hashlib.md5(samples).hexdigest()
+    lock = {"stages": {"evaluate": {"outs": [{"path": "data/evaluation_samples.parquet", "md5": md5}]}}}
+    (two / "dvc.lock").write_text(json.dumps(lock))
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e@e"]
+    for command in (["init", "-q", "-b", "run/two"], ["add", "params.yaml", "dvc.lock", "metrics", "plots"], ["commit", "-qm", "two"]):
+        subprocess.run([*git, *command], cwd=two, check=True)
+    (two / ".git").rename(tmp_path / ".git")
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / ".dvc/config").touch()
+    cached = tmp_path / ".dvc/cache/files/md5" / md5[:2] / md5[2:]
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes(samples)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_run_in_a_folder_against_one_of_a_branch(project, capsys):
+    assert main(["one", "two"]) == 0
+    printed = capsys.readouterr().out
+    assert "one has the better policy by the judge." in printed and "rl.algorithm" in printed
+    page = (project / "reports/compare-one-two.html").read_text(encoding="utf-8")
+    assert 'data-figure="train_policy_score_mean"' in page and "&#34;grpo&#34;" in page
+    assert not any(hostile in page for hostile in HOSTILE[:3]) and "&lt;img src=x onerror=" in page
+    assert len(page) < 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "three",
+            "three: expected a run in runs/, a folder with params.yaml, or a branch, tag or commit, got none of these",
+        ),
+        ("--output=x", "the following arguments are required: B"),
+        ("empty", "empty: expected the results of a run, got no file of metrics/; run it first"),
+    ],
+)
+def test_a_run_that_is_not_there_is_named(project, capsys, name, message):
+    (project / "empty").mkdir()
+    (project / "empty/params.yaml").write_text("seed: 0\n")
+    try:
+        code = main(["one", name])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and message in capsys.readouterr().err
