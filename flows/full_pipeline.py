@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from flows.overrides import check, parse_assignment, read_recipe
+from flows.pins import prepare_run
 from flows.server import use_server
 from flows.stages import StageResult, stage_order, up_to_date
 from flows.summary import report_line, stage_table
-from flows.worktree import derive_name, prepare_worktree, worktree_path
+from flows.worktree import derive_name, worktree_path
 from rlhf_core.config import ConfigError
 
 FAILED, REFUSED, GATE_REJECTED, INTERRUPTED = 1, 2, 3, 130
@@ -64,7 +65,7 @@ def prepare(root: Path, arguments: argparse.Namespace) -> tuple[Path, dict[str, 
     found = name is not None and worktree_path(root, name).exists()
     check((worktree_path(root, name) if found else root) / "params.yaml", overrides)
     stage_order(root)
-    return (root if name is None else prepare_worktree(root, name, overrides)), overrides, name
+    return prepare_run(root, name, overrides), overrides, name
 
 
 def run(root: Path, overrides: dict[str, Any], name: str | None) -> int:

@@ -19,9 +19,10 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, StateType, TaskRun
 
 from flows.overrides import Overrides, check
+from flows.pins import prepare_run
 from flows.stages import StageFailed, StageResult, read_stages, run_stage, stage_environment, stage_order
 from flows.summary import read_metrics, report_line, report_of, stage_table
-from flows.worktree import commit, derive_name, prepare_worktree, slug
+from flows.worktree import commit, derive_name, slug
 from rlhf_core.config import ConfigError, FlowConfig, load_params
 
 GATE_REJECTED = "GateRejected"
@@ -115,7 +116,7 @@ def _workspace(root: Path, overrides: dict[str, Any], run: str | None) -> Path:
         run = f"{slug(runtime.flow_run.name)}-{runtime.flow_run.id[:4]}"
     if run is None and overrides:
         run = derive_name(root, overrides, [])
-    return root if run is None else prepare_worktree(root, run, overrides)
+    return prepare_run(root, run, overrides)
 
 
 def with_retries(stage: str, config: FlowConfig):

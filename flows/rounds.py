@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.overrides import check
+from flows.pins import prepare_run, promoted_version, start_from_registry
 from flows.stages import stage_order
 from flows.worktree import commit, prepare_worktree, worktree_path
 from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, ScorerConfig, load_params, read_yaml
@@ -73,7 +74,8 @@ def prepare_series(root: Path, series: str, overrides: dict[str, Any]) -> Path:
                 f"series {series}: expected the params that its rounds were made with, got others in {', '.join(changed)}; begin another "
                 "series with --series NAME"
             )
-    return prepare_worktree(root, series, overrides)
+        return prepare_worktree(root, series, overrides)
+    return prepare_run(root, series, overrides)
 
 
 def chain_before_rounds(workspace: Path, params: Params) -> list[str]:
@@ -117,10 +119,25 @@ def last_round_of_run(workspace: Path, run: str, rounds: int) -> int:
     return int(note.read_text())
 
 
-def current_round(workspace: Path, params: Params, *, last: int) -> int | None:
+def lay_out_start(root: Path, workspace: Path, params: Params) -> Path:
+    """What the first round starts from, put there if it comes from the registry: the promoted version when the series begins.
+
+    Raises:
+        ConfigError: no policy is promoted, or its files are nowhere to be had.
+    """
+    if params.iterative.start != "registry":
+        return Path("models") / params.iterative.start
+    rounds = read_rounds(workspace)
+    return start_from_registry(root, workspace, promoted_version(rounds[1].origin.path) if rounds else None)
+
+
+def current_round(workspace: Path, params: Params, *, start: Path, last: int) -> int | None:
     """The number of the round to work on: the newest if it isn't finished, otherwise a new one, whose entry is written and committed.
 
-    None: round `last` is done.
+    Args:
+        start: what the first round starts from.
+    Returns:
+        None: round `last` is done.
     """
     rounds = read_rounds(workspace)
     number = len(rounds)
@@ -128,20 +145,19 @@ def current_round(workspace: Path, params: Params, *, last: int) -> int | None:
         return number
     if number >= last:
         return None
-    rounds[number + 1] = new_round(workspace, rounds, params)
+    rounds[number + 1] = new_round(workspace, rounds, params, start)
     write_rounds(rounds, workspace)
     commit(workspace, f"Begin round {number + 1} from {rounds[number + 1].policy.path}", [str(FOLDER)])
     return number + 1
 
 
-def new_round(workspace: Path, rounds: dict[int, Round], params: Params) -> Round:
+def new_round(workspace: Path, rounds: dict[int, Round], params: Params, start: Path) -> Round:
     """What the round after those begins with: hashes of what lies in the workspace now."""
 
     def pin(path: Path | str) -> Pin:
         return Pin(path=str(path), md5=dvc_md5(workspace / path))
 
     config, number = params.iterative, len(rounds) + 1
-    start = f"models/{config.start}"
     accepted = [n for n in rounds if (verdict(workspace, n) or {}).get("accepted")]
     ids = [row["id"] for row in read_rows(workspace / PREPARED, "prompt", "train")]
     prompts = prompts_of_round(ids, number, config.sampling.prompts, seed=params.seed)

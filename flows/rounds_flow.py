@@ -9,6 +9,7 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.client.schemas.objects import State, StateType
 
 from flows.overrides import Overrides
+from flows.pins import check_not_rolled_back
 from flows.rlhf_flow import end_state, publish_gate, with_retries
 from flows.rounds import (
     FIGURE,
@@ -16,6 +17,7 @@ from flows.rounds import (
     check_reward_model,
     current_round,
     last_round_of_run,
+    lay_out_start,
     prepare_series,
     publish,
     round_stages,
@@ -47,13 +49,13 @@ def iterative_dpo(overrides: Overrides = {}, rounds: int = 1, series: str = "ite
             workspace = prepare_series(root, series, overrides)
             params = load_params(workspace / "params.yaml")
             log.info("Workspace: %s", workspace)
-            return _chain(workspace, params) or _rounds(workspace, params, rounds)
+            return _chain(root, workspace, params) or _rounds(root, workspace, params, rounds)
     except ConfigError as error:
         log.error("%s", error)
         return State(type=StateType.FAILED, name="Refused", message=str(error))
 
 
-def _chain(workspace: Path, params: Params) -> State | None:
+def _chain(root: Path, workspace: Path, params: Params) -> State | None:
     """Bring up what the rounds start from; a state where that failed."""
     try:
         for stage in chain_before_rounds(workspace, params):
@@ -63,14 +65,17 @@ def _chain(workspace: Path, params: Params) -> State | None:
         publish_gate(workspace, failure.stage)
         return end_state(workspace, failure)
     check_reward_model(workspace, params)
+    if params.gate.override is None:
+        check_not_rolled_back(root, workspace, params.iterative.scorers)
     return None
 
 
-def _rounds(workspace: Path, params: Params, rounds: int) -> State | None:
+def _rounds(root: Path, workspace: Path, params: Params, rounds: int) -> State | None:
     """The rounds of this run; a state where one was refused or failed."""
     log = get_run_logger()
+    start = lay_out_start(root, workspace, params)
     last = last_round_of_run(workspace, str(runtime.flow_run.id), rounds)
-    while (number := current_round(workspace, params, last=last)) is not None:
+    while (number := current_round(workspace, params, start=start, last=last)) is not None:
         try:
             for stage in round_stages(number):
                 _run(stage, workspace, params)

@@ -23,7 +23,7 @@ log = logging.getLogger("rlhf.flows")
 
 FOLDER = "runs"
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")
-_IDENTITY = ("-c", "user.name=rlhf pipeline", "-c", "user.email=rlhf@localhost")
+IDENTITY = ("-c", "user.name=rlhf pipeline", "-c", "user.email=rlhf@localhost")
 
 
 def prepare_worktree(root: Path, name: str, overrides: dict[str, Any]) -> Path:
@@ -39,9 +39,9 @@ def prepare_worktree(root: Path, name: str, overrides: dict[str, Any]) -> Path:
     path = worktree_path(root, name)
     if not path.exists():
         _add(root, path, name)
-    elif Path(_git(path, "rev-parse", "--show-toplevel")) != path.resolve():
+    elif Path(git(path, "rev-parse", "--show-toplevel")) != path.resolve():
         raise ConfigError(f"{FOLDER}/{name}: expected a worktree of git, got another folder; move it away or choose another name")
-    _share_cache(root, path)
+    share_cache(root, path)
     if overrides:
         apply_overrides(path / "params.yaml", overrides)
     commit(
@@ -62,7 +62,7 @@ def worktree_path(root: Path, name: str) -> Path:
 def derive_name(root: Path, overrides: dict[str, Any], recipes: list[Path]) -> str:
     """A readable name that the same overrides of the same commit get again."""
     parts = [r.stem for r in recipes] or [f"{key.rsplit('.', 1)[-1]}-{value}" for key, value in sorted(overrides.items())]
-    identity = json.dumps([overrides, _git(root, "rev-parse", "HEAD")], sort_keys=True)
+    identity = json.dumps([overrides, git(root, "rev-parse", "HEAD")], sort_keys=True)
     return f"{slug('-'.join(parts))}-{hashlib.sha256(identity.encode()).hexdigest()[:6]}"
 
 
@@ -72,26 +72,26 @@ def slug(text: str) -> str:
 
 def commit(path: Path, message: str, files: list[str] | None = None) -> bool:
     """Commit these files, or everything that git doesn't ignore, where something changed. Works without a git identity."""
-    _git(path, "add", "--all", "--", *(files or ["."]))
-    if _git(path, "status", "--porcelain", "--untracked-files=no", "--", *(files or ["."])) == "":
+    git(path, "add", "--all", "--", *(files or ["."]))
+    if git(path, "status", "--porcelain", "--untracked-files=no", "--", *(files or ["."])) == "":
         return False
-    identity = () if _has_identity(path) else _IDENTITY
-    _git(path, *identity, "commit", "--quiet", "--no-verify", "--no-gpg-sign", "-m", message)
+    identity = () if has_identity(path) else IDENTITY
+    git(path, *identity, "commit", "--quiet", "--no-verify", "--no-gpg-sign", "-m", message)
     return True
 
 
 def _add(root: Path, path: Path, name: str) -> None:
     branch = f"run/{name}"
-    _git(root, "worktree", "prune")
-    if _git(root, "branch", "--list", branch):
-        _git(root, "worktree", "add", "--quiet", str(path), branch)
+    git(root, "worktree", "prune")
+    if git(root, "branch", "--list", branch):
+        git(root, "worktree", "add", "--quiet", str(path), branch)
         return
-    if _git(root, "status", "--porcelain", "--untracked-files=no"):
+    if git(root, "status", "--porcelain", "--untracked-files=no"):
         log.warning("%s: starts from the last commit; changes that aren't committed take no part", branch)
-    _git(root, "worktree", "add", "--quiet", "-b", branch, str(path), "HEAD")
+    git(root, "worktree", "add", "--quiet", "-b", branch, str(path), "HEAD")
 
 
-def _share_cache(root: Path, path: Path) -> None:
+def share_cache(root: Path, path: Path) -> None:
     """Local DVC settings as in the main checkout (remotes, credentials), with its cache."""
     local = path / ".dvc" / "config.local"
     if local.exists():
@@ -103,8 +103,8 @@ def _share_cache(root: Path, path: Path) -> None:
 
 
 def _say_what_differs(root: Path, path: Path, name: str) -> None:
-    base = _git(path, "merge-base", "HEAD", _git(root, "rev-parse", "HEAD"))
-    behind = _git(root, "rev-list", "--count", f"{base}..HEAD")
+    base = git(path, "merge-base", "HEAD", git(root, "rev-parse", "HEAD"))
+    behind = git(root, "rev-list", "--count", f"{base}..HEAD")
     if behind != "0":
         log.warning(
             "run/%s: was made %s commits ago and keeps its code; choose another name for a fresh one, or remove this one with "
@@ -113,7 +113,7 @@ def _say_what_differs(root: Path, path: Path, name: str) -> None:
         )
 
 
-def _has_identity(path: Path) -> bool:
+def has_identity(path: Path) -> bool:
     return (
         subprocess.run(["git", "var", "GIT_COMMITTER_IDENT"], cwd=path, env=_git_environment(), capture_output=True, check=False).returncode
         == 0
@@ -124,7 +124,7 @@ def _git_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")}
 
 
-def _git(path: Path, *arguments: str) -> str:
+def git(path: Path, *arguments: str) -> str:
     return _run(["git", *arguments], path, _git_environment())
 
 

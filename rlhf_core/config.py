@@ -36,7 +36,7 @@ ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "evaluate_round": ("seed", "model", "iterative", "evaluation"),
 }
 # Sections that change no result: no stage depends on them.
-UNTRACKED_SECTIONS = ("cluster", "tracking", "flow")
+UNTRACKED_SECTIONS = ("cluster", "tracking", "flow", "promotion")
 
 
 class ConfigError(ValueError):
@@ -707,7 +707,7 @@ class PromotionConfig(Section):
 class IterativeConfig(Section):
     """Rounds of iterative DPO (flows/iterative_dpo.py); how a round trains is the section dpo, but for steps and learning rate."""
 
-    start: Literal["sft", "policy"]
+    start: Literal["sft", "policy", "registry"]
     steps: int = Field(gt=0)
     learning_rate: float = Field(gt=0)
     sampling: SamplingConfig
@@ -767,6 +767,13 @@ class FlowConfig(Section):
     stage_timeout: float = Field(gt=0)
 
 
+class RegistryConfig(Section):
+    """Promotion of a version in the registry of models by the flow `promote`; approval_timeout in seconds."""
+
+    require_approval: bool
+    approval_timeout: int = Field(gt=0)
+
+
 class Params(Section):
     """The whole of params.yaml."""
 
@@ -789,6 +796,7 @@ class Params(Section):
     cluster: ClusterConfig
     tracking: TrackingConfig
     flow: FlowConfig
+    promotion: RegistryConfig
 
     @model_validator(mode="after")
     def _responses_fit(self):

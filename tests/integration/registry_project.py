@@ -1,0 +1,115 @@
+"""A small project for tests of the registry: its own git repository and DVC set-up, and four stages that take no time.
+
+The reward model's bytes come from the seed, and its gate's verdict from gate.min_accuracy; what is registered is decided from those
+files alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from small_workspace import ROOT, environment, git
+
+from rlhf_core.config import apply_overrides
+
+WORK = '''"""One of four stages: python work.py <stage>."""
+
+import json
+import sys
+from pathlib import Path
+
+from ruamel.yaml import YAML
+
+params = YAML(typ="safe", pure=True).load(Path("params.yaml").read_text())
+stage = sys.argv[1]
+folder = Path({"prepare_data": "data/prepared", "train_sft": "models/sft", "train_reward": "models/reward"}.get(stage, "metrics"))
+folder.mkdir(parents=True, exist_ok=True)
+if stage == "gate_reward":
+    passed = params["gate"]["min_accuracy"] <= 0.9
+    message = f"{'passed' if passed else 'rejected'}: accuracy 0.9 against {params['gate']['min_accuracy']}."
+    gate = {"needed": True, "passed": passed, "message": message, "override": params["gate"]["override"]}
+    (folder / "gate.json").write_text(json.dumps(gate))
+    sys.exit(not passed and params["gate"]["override"] is None)
+else:
+    (folder / "content").write_text(f"{stage} of seed {params['seed']}")
+    (folder / "deeper").mkdir()
+    (folder / "deeper" / "weights").write_bytes(params["seed"].to_bytes(1, "big") * 1000)
+'''
+
+DVC = """
+artifacts:
+  reward-model: {path: models/reward, type: model}
+stages:
+  prepare_data:
+    cmd: exec python work.py prepare_data
+    params: [data]
+    deps: [work.py]
+    outs: [data/prepared]
+  train_sft:
+    cmd: exec python work.py train_sft
+    params: [sft]
+    deps: [work.py, data/prepared]
+    outs: [models/sft]
+  train_reward:
+    cmd: exec python work.py train_reward
+    params: [seed, reward]
+    deps: [work.py, models/sft]
+    outs: [models/reward]
+  gate_reward:
+    cmd: exec python work.py gate_reward
+    params: [gate]
+    deps: [work.py, models/reward]
+    metrics: [{metrics/gate.json: {cache: false}}]
+"""
+
+
+def make_project(folder: Path) -> Path:
+    """A committed project in `folder` in which nothing has run."""
+    folder.mkdir(parents=True)
+    shutil.copytree(ROOT / "flows", folder / "flows", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / ".dvc", folder / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache", "config.local"))
+    for name in (".gitignore", ".dvcignore", "prefect.yaml", "params.yaml"):
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "work.py").write_text(WORK)
+    (folder / "dvc.yaml").write_text(DVC)
+    git(folder, "init", "--quiet", "--initial-branch", "main")
+    commit(folder, "A small project")
+    return folder
+
+
+def commit(folder: Path, message: str) -> None:
+    git(folder, "add", "--all")
+    git(folder, "-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "--quiet", "-m", message)
+
+
+def candidate(project: Path, name: str, **overrides: object) -> Path:
+    """A run's worktree in which the chain was brought up, and what it made committed; `seed=1` and so on."""
+    worktree = project / "runs" / name
+    git(project, "worktree", "add", "--quiet", "-b", f"run/{name}", str(worktree), "main")
+    local = f"[cache]\n    dir = {project / '.dvc/cache'}\n"
+    (worktree / ".dvc/config.local").write_text(local)
+    apply_overrides(worktree / "params.yaml", {key.replace("__", "."): value for key, value in overrides.items()})
+    dvc(worktree, "repro", check=False)
+    commit(worktree, f"Results of run {name}")
+    return worktree
+
+
+def dvc(folder: Path, *arguments: str, check: bool = True) -> str:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = [sys.executable, "-m", "dvc", *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(PATH=path, DVC_NO_ANALYTICS="1"), check=False, capture_output=True, text=True
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def without_identity(folder: Path) -> dict[str, str]:
+    """The environment of a machine whose git knows nobody."""
+    (folder / "empty").touch()
+    nobody = {"GIT_CONFIG_GLOBAL": str(folder / "empty"), "GIT_CONFIG_NOSYSTEM": "1", "EMAIL": ""}
+    return {"HOME": str(folder), **nobody}

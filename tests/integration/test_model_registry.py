@@ -1,0 +1,159 @@
+"""The registry on real tags, DVC's cache, a DVC remote and a clone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from registry_project import candidate, commit, dvc, make_project, without_identity
+from small_workspace import environment, git
+
+from flows.registry import read_registry
+from rlhf_core.config import apply_overrides
+from rlhf_core.rounds import dvc_md5
+
+NAME = "reward-model"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with two registered versions, and a remote that has the second."""
+    project = make_project(tmp_path_factory.mktemp("registry") / "project")
+    dvc(project, "remote", "add", "--default", "shared", str(project.parent / "remote"))
+    commit(project, "A remote")
+    for number in (1, 2):
+        candidate(project, f"run-{number}", seed=number)
+        assert promote(project, "register", "--run", f"run-{number}").returncode == 0
+    dvc(project / "runs/run-2", "push")
+    return project
+
+
+@pytest.fixture
+def project(made: Path, tmp_path: Path) -> Path:
+    """A copy without worktrees: the tags are those of `made`."""
+    git(made.parent, "clone", "--quiet", str(made), str(tmp_path / "copy"))
+    shutil.copytree(made / ".dvc/cache", tmp_path / "copy/.dvc/cache")
+    return tmp_path / "copy"
+
+
+def promote(folder: Path, command: str, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    full = [sys.executable, "-m", "flows.promote", command, NAME, *arguments]
+    return subprocess.run(full, cwd=folder, env=environment(**extra), capture_output=True, text=True, timeout=120, check=False)
+
+
+def refused(folder: Path, command: str, *arguments: str, **extra: str) -> str:
+    done = promote(folder, command, *arguments, **extra)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    return done.stderr
+
+
+def seen_by_others(project: Path) -> tuple[list[str], str]:
+    """What GTO and DVC take for promoted: versions, and the commit."""
+    program = (
+        "import gto.api, dvc.api; found = gto.api.find_versions_in_stage('.', 'reward-model', 'prod', versions_per_stage=-1) or []; "
+        "print(*[v.version for v in found], dvc.api.artifacts_show('reward-model', stage='prod')['rev'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=project, env=environment(), capture_output=True, text=True, check=True)
+    *versions, commit_id = done.stdout.split()
+    return versions, commit_id
+
+
+def test_promoted_rolled_back_and_told_without_a_git_identity(project):
+    """In one second's tags too, and read alike by GTO and DVC."""
+    nobody = without_identity(project.parent)
+    assert "got no --by and no git identity" in refused(project, "promote", "v1.0.0", "--reason", "first", **nobody)
+    for version in ("v1.0.0", "v2.0.0"):
+        assert promote(project, "promote", version, "--reason", f"use {version}", "--by", "Ann", **nobody).returncode == 0
+    assert seen_by_others(project) == (["v2.0.0"], read_registry(project, NAME).versions["v2.0.0"].commit)
+    back = promote(project, "rollback", "--reason", "curt answers", "--by", "Ben", **nobody)
+    assert "Ben took v2.0.0 back; v1.0.0 is used from now on. Why: curt answers" in back.stdout
+    found = read_registry(project, NAME)
+    assert [found.state(v) for v in found.versions] == ["promoted", "rolled back"]
+    assert seen_by_others(project) == (["v1.0.0"], found.versions["v1.0.0"].commit)
+
+    assert "got one that was, by Ben: curt answers; to promote it all the same" in refused(
+        project, "promote", "v2.0.0", "--reason", "again"
+    )
+    assert "nothing is to do" in refused(project, "promote", "v1.0.0", "--reason", "again")
+    kept = promote(project, "promote", "v2.0.0", "--reason", "users asked", "--override", "a demonstration", "--by", "Ann")
+    assert "Override: a demonstration" in kept.stdout
+    told = promote(project, "history").stdout
+    assert [line.split()[2] for line in told.splitlines()[2:]] == [
+        "promote",
+        "promote",
+        "rollback",
+        "promote",
+    ] and "a demonstration" in told
+
+
+def test_lineage_is_that_of_the_runs_commit(made):
+    version = json.loads(promote(made, "show", "v2.0.0", "--json").stdout)
+    worktree = made / "runs/run-2"
+    assert version["commit"] == git(worktree, "rev-parse", "HEAD") and version["lineage"]["run"] == "run/run-2"
+    assert version["lineage"]["md5"] == dvc_md5(worktree / "models/reward")
+    assert version["lineage"]["data"] == dvc_md5(worktree / "data/prepared")
+    assert version["lineage"]["parents"] == {"models/sft": dvc_md5(worktree / "models/sft")}
+    assert version["lineage"]["params"]["seed"] == 2 and version["lineage"]["gate"]["passed"]
+    assert version["lineage"]["previous_version"] == "v1.0.0" and version["state"] == "registered"
+
+
+def test_what_can_not_be_registered(made, tmp_path):
+    worktree = candidate(made, "another", seed=4, gate__min_accuracy=0.95)
+    (worktree / "params.yaml").write_text((worktree / "params.yaml").read_text() + "\n# a note\n")
+    assert "expected all committed, got changes in params.yaml" in refused(made, "register", "--run", "another")
+    git(worktree, "checkout", "--quiet", "params.yaml")
+    apply_overrides(worktree / "params.yaml", {"sft.steps": 7})
+    commit(worktree, "Other params, nothing computed")
+    said = refused(made, "register", "--run", "another")
+    assert "expected a commit whose dvc.lock matches its params, code and data, got other ones (train_sft: sft modified)" in said
+    git(worktree, "reset", "--quiet", "--hard", "HEAD~1")
+    lost = next(p for p in (made / ".dvc/cache/files/md5").rglob("*") if p.is_file() and p.read_bytes() == bytes([4]) * 1000)
+    lost.rename(tmp_path / "lost")
+    assert "models/reward: expected all of it in DVC's cache, got nothing for deeper/weights" in refused(
+        made, "register", "--run", "another"
+    )
+    (tmp_path / "lost").rename(lost)
+    assert "Gate: rejected: accuracy 0.9 against 0.95" in promote(made, "register", "--run", "another").stdout
+    rejected = refused(made, "promote", "--reason", "newest")
+    assert "v3.0.0: expected one that passed its gate, got one that didn't: rejected: accuracy 0.9 against 0.95" in rejected
+    assert "expected dvc.lock in the last commit, got none" in refused(made, "register")
+    assert "got this very model as v1.0.0" in refused(made, "register", "--run", "run-1")
+
+
+def test_a_clone_gets_the_promoted_version_by_its_hash_and_nothing_damaged(project, made, tmp_path):
+    assert promote(project, "promote", "v2.0.0", "--reason", "best").returncode == 0
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "--quiet", "--no-tags", str(project), str(clone))
+    assert "a clone needs its tags: `git fetch --tags`" in refused(clone, "fetch")
+    git(clone, "fetch", "--quiet", "--tags")
+    shown = promote(clone, "fetch", "--to", "here")
+    assert "2 files from DVC's remote in here" in shown.stdout, shown.stderr
+    assert dvc_md5(clone / "here") == dvc_md5(made / "runs/run-2/models/reward")
+    assert git(clone, "worktree", "list").count("\n") == 0
+
+    weights = next(p for p in (clone / ".dvc/cache/files/md5").rglob("*") if p.is_file() and p.stat().st_size == 1000)
+    weights.chmod(0o644)
+    weights.write_bytes(b"x" * 1000)
+    assert f"deeper/weights: expected md5 {weights.parent.name}{weights.name}, got" in refused(clone, "fetch", "--to", "there")
+    assert not (clone / "there").exists()
+    weights.unlink()
+    assert promote(clone, "fetch", "--to", "there").returncode == 0
+    assert "v1.0.0" not in shown.stdout
+    missing = refused(clone, "fetch", "--version", "v1.0.0")  # never pushed
+    assert "models/reward: expected it in DVC's cache or in the remote, got neither" in missing
+
+
+def test_two_who_promote_at_once_do_it_one_after_the_other(project):
+    commands = [[sys.executable, "-m", "flows.promote", "promote", NAME, v, "--reason", "mine", "--by", v] for v in ("v1.0.0", "v2.0.0")]
+    both = [subprocess.Popen(command, cwd=project, env=environment(), stdout=subprocess.DEVNULL) for command in commands]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    found = read_registry(project, NAME)
+    first, second = found.events
+    assert (first.previous, second.previous) == (None, first.version) and {first.by, second.by} == {"v1.0.0", "v2.0.0"}
+    assert seen_by_others(project)[0] == [second.version]
