@@ -19,6 +19,7 @@ from flows.full_pipeline import INTERRUPTED, REFUSED, show_own_log
 from flows.registry import ARTIFACTS, Event, Registry, Version, read_registry
 from flows.worktree import git
 from rlhf_core.config import ConfigError
+from rlhf_core.lineage import REWARD_MODEL
 
 SHORT = 10  # characters of a hash in a table
 
@@ -173,12 +174,15 @@ def summary(found: Registry, version: Version) -> str:
         "gate": _gate_line(version).removeprefix("Gate: "),
         "data": line["data"],
         "parents": ", ".join(f"{path} {md5}" for path, md5 in line["parents"].items()),
+        "reward model": line["reward_model_version"] or "not registered" if line["parents"].get(REWARD_MODEL) else "",
         "version before": line["previous_version"] or "none",
         "seed, method": f"{line['params']['seed']}, {line['params']['alignment']['method']}",
         "packages": ", ".join(f"{name} {number}" for name, number in line["packages"].items()),
     }
     events = [decided(found.artifact, e).splitlines()[0] for e in found.events if version.version in (e.version, e.previous)]
-    return "\n".join([f"{found.artifact} {version.version}", tabulate(facts.items(), tablefmt="plain"), *events])
+    return "\n".join(
+        [f"{found.artifact} {version.version}", tabulate([fact for fact in facts.items() if fact[1]], tablefmt="plain"), *events]
+    )
 
 
 def _gate_word(version: Version) -> str:

@@ -14,11 +14,11 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from flows.registry import Registry, Version, add_version, registry_lock
+from flows.registry import Registry, Version, add_version, read_registry, registry_lock
 from flows.stages import stage_environment
 from flows.worktree import git, share_cache, worktree_path
 from rlhf_core.config import ConfigError
-from rlhf_core.lineage import hashes_of_outs, history, lineage
+from rlhf_core.lineage import REWARD_MODEL, hashes_of_outs, history, lineage
 from rlhf_core.registry import cache_folder, checkout, missing, verify
 
 GATE = "metrics/gate.json"
@@ -43,14 +43,18 @@ def register(root: Path, artifact: str, run: str | None) -> Version:
         raise ConfigError(f"{workspace.name}: expected all committed, got changes in {files}; commit them, for a version is a commit's")
     commit, branch = git(workspace, "rev-parse", "HEAD"), git(workspace, "rev-parse", "--abbrev-ref", "HEAD")
     lock, gate = _read(workspace, "dvc.lock"), _read(workspace, GATE)
+    if artifact == "reward-model" and not gate["needed"]:
+        raise ConfigError(f"{artifact} of {branch}: expected a reward model, got none; reward.enabled is false there")
     path = _read(workspace, "dvc.yaml")["artifacts"][artifact]["path"]
     last = LAST_STAGE[artifact] if artifact != "reward-model" or gate["passed"] or gate["override"] else "train_reward"
-    _check_nothing_to_do(workspace, last)
     try:
-        made_of = lineage(path, commit=commit, run=branch, params=_read(workspace, "params.yaml"), lock=lock, gate=gate, previous=None)
+        made_of = lineage(path, commit=commit, run=branch, params=_read(workspace, "params.yaml"), lock=lock, gate=gate)
         _check_in_cache(workspace, lock, path)
     except ValueError as error:
         raise ConfigError(f"{artifact} of {branch}: {error}") from error
+    _check_nothing_to_do(workspace, last)
+    known = {version.md5: version.version for version in read_registry(root, "reward-model").versions.values()}
+    made_of["reward_model_version"] = known.get(made_of["parents"].get(REWARD_MODEL))
     with registry_lock(root):
         return add_version(root, artifact, made_of)
 
@@ -112,7 +116,7 @@ def _check_in_cache(workspace: Path, lock: dict[str, Any], path: str) -> None:
     for out, md5 in made.items():
         if out not in in_git and (lost := missing(md5, cache)):
             raise ValueError(
-                f"{out}: expected all of it in DVC's cache, got nothing for {lost[0]}; `dvc commit` or `dvc repro` brings it back"
+                f"{out}: expected all of it in DVC's cache, got nothing for {lost[0]}; `dvc pull` or `dvc repro` brings it back"
             )
     verify(made[path], root=workspace)
 

@@ -17,13 +17,12 @@ PACKAGES = (
 )
 
 
-def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate: Tree | None, previous: str | None) -> Tree:
+def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate: Tree | None) -> Tree:
     """Of the model at `path` in a commit.
 
     Args:
         run: the branch that the commit was on.
         params: all of params.yaml. lock: dvc.lock. gate: metrics/gate.json; None: there is none.
-        previous: the version before.
     Raises:
         ValueError: dvc.lock knows no stage that makes the model.
     """
@@ -38,7 +37,6 @@ def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate:
         "run": run,
         "data": made[PREPARED]["md5"] if PREPARED in made else None,
         "parents": {parent: made[parent]["md5"] for parent in (SFT_MODEL, REWARD_MODEL) if parent in made and parent != path},
-        "previous_version": previous,
         "stages": {name: _hashes(lock["stages"][name]) for name in stages},
         "params": params,
         "gate": gate,

@@ -179,10 +179,11 @@ def with_registry(gate: dict[str, Any], config: GateConfig) -> dict[str, Any]:
     """The verdict with what the registry knew when the run began: a model that was taken back doesn't pass; and with the override."""
     if gate["needed"] and config.rolled_back:
         found = dvc_md5(REWARD_MODEL)
-        taken_back = [entry for entry in config.rolled_back if entry.md5 == found]
-        numbers = {"value": len(taken_back), "low": None, "high": None, "threshold": 0, "n": len(config.rolled_back)}
-        gate = {**gate, "checks": [*gate["checks"], {"name": "rolled_back", **numbers, "passed": not taken_back}]}
-        for entry in taken_back:
+        for entry in config.rolled_back:  # of another model nothing is written: what comes after the gate would run again for nothing
+            if entry.md5 != found:
+                continue
+            check = {"name": "rolled_back", "value": 1, "low": None, "high": None, "threshold": 0, "n": 1, "passed": False}
+            gate = {**gate, "checks": [*gate["checks"], check]}
             message = f"rejected: version {entry.version} was rolled back ({entry.reason}), and this is the same model."
             gate |= {"passed": False, "message": f"{message} {gate['message']}"}
     return {**gate, "override": None if gate["passed"] or not gate["needed"] else config.override}

@@ -14,8 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from registry_project import candidate, commit, dvc, make_project, without_identity
 from small_workspace import environment, git
 
-from flows.registry import read_registry
-from rlhf_core.config import apply_overrides
+from flows import registry
+from flows.pins import check_not_rolled_back, pin_registry, prepare_run, promoted_version, start_from_registry
+from flows.registry import add_version, read_registry
+from flows.versions import fetch
+from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params
 from rlhf_core.rounds import dvc_md5
 
 NAME = "reward-model"
@@ -77,12 +80,29 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project):
     assert [found.state(v) for v in found.versions] == ["promoted", "rolled back"]
     assert seen_by_others(project) == (["v1.0.0"], found.versions["v1.0.0"].commit)
 
+    assert prepare_run(project, None, {}) == project
+    gate = load_params(project / "params.yaml").gate
+    assert (gate.incumbent.version, gate.incumbent.md5) == ("v1.0.0", found.versions["v1.0.0"].md5)
+    (entry,) = gate.rolled_back
+    assert (entry.version, entry.md5, entry.reason) == ("v2.0.0", found.versions["v2.0.0"].md5, "curt answers")
+    assert not pin_registry(project, project, chosen={}, fresh=True)  # nothing is new
+    later = prepare_run(project, "later", {"seed": 5})
+    assert git(later, "status", "--porcelain") == "" and load_params(later / "params.yaml").gate == gate
+    fetch(project, found, "v2.0.0", later / "models/mine")
+    scorer = ScorerConfig(name="mine", kind="reward_model", weight=1.0, normalization="none", path="models/mine")
+    with pytest.raises(
+        ConfigError, match=r"scorer mine: expected a reward model that was not rolled back, got v2\.0\.0, which was, by Ben: curt"
+    ):
+        check_not_rolled_back(project, later, [scorer])
+
     assert "got one that was, by Ben: curt answers; to promote it all the same" in refused(
         project, "promote", "v2.0.0", "--reason", "again"
     )
     assert "nothing is to do" in refused(project, "promote", "v1.0.0", "--reason", "again")
     kept = promote(project, "promote", "v2.0.0", "--reason", "users asked", "--override", "a demonstration", "--by", "Ann")
     assert "Override: a demonstration" in kept.stdout
+    prepare_run(project, "later", {})
+    assert load_params(later / "params.yaml").gate == gate.model_copy(update={"rolled_back": []})  # a run keeps its incumbent
     told = promote(project, "history").stdout
     assert [line.split()[2] for line in told.splitlines()[2:]] == [
         "promote",
@@ -147,6 +167,18 @@ def test_a_clone_gets_the_promoted_version_by_its_hash_and_nothing_damaged(proje
     assert "v1.0.0" not in shown.stdout
     missing = refused(clone, "fetch", "--version", "v1.0.0")  # never pushed
     assert "models/reward: expected it in DVC's cache or in the remote, got neither" in missing
+
+
+def test_rounds_start_from_the_promoted_policy(project):
+    with pytest.raises(ConfigError, match="policy: expected a promoted version, got none"):
+        start_from_registry(project, project, None)
+    lineage = read_registry(project, NAME).versions["v1.0.0"].lineage  # any model will do
+    add_version(project, "policy", lineage)
+    registry.promote(project, "policy", None, by="Ann", reason="best")
+    folder = start_from_registry(project, project, None)
+    assert folder == Path("models/promoted/policy-v1.0.0") and dvc_md5(project / folder) == lineage["md5"]
+    assert promoted_version(str(folder)) == "v1.0.0" and promoted_version("models/sft") is None
+    assert start_from_registry(project, project, "v1.0.0") == folder
 
 
 def test_two_who_promote_at_once_do_it_one_after_the_other(project):

@@ -35,10 +35,10 @@ def test_the_stages_behind_a_model_in_order_and_no_others():
 
 
 def test_lineage_of_a_reward_model_and_of_a_policy():
-    given = {"commit": "c", "run": "run/a", "params": {"seed": 1}, "lock": LOCK, "gate": {"passed": True}, "previous": "v1.0.0"}
+    given = {"commit": "c", "run": "run/a", "params": {"seed": 1}, "lock": LOCK, "gate": {"passed": True}}
     reward = lineage("models/reward", **given)
     assert (reward["md5"], reward["size"], reward["files"], reward["data"]) == ("r.dir", 7, 2, "d.dir")
-    assert reward["parents"] == {"models/sft": "s.dir"} and reward["previous_version"] == "v1.0.0"
+    assert reward["parents"] == {"models/sft": "s.dir"}
     assert reward["stages"]["train_sft"] == {
         "deps": {"data/prepared": "d.dir", "models/tokenizer": "t.dir"},
         "outs": {"models/sft": "s.dir"},
