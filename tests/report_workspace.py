@@ -159,16 +159,49 @@ def gate() -> dict[str, Any]:
     figures = {"accuracy": correct / n, "low": low, "high": high, "ties": ties, "n": n}
     measured = f"held-out accuracy {correct / n:.4f} on {n} pairs, 95% interval {low:.4f} to {high:.4f}"
     message = f"passed: {measured}; the lower end reaches gate.min_accuracy=0.75."
+    check = {"name": "accuracy", "value": correct / n, "low": low, "high": high, "threshold": 0.75, "n": n, "passed": True}
+    slices = [slice_of("source", "clerk", correct, n), slice_of("category", HOSTILE[0], 900, 1_000), slice_of("category", "sort", 30, 40)]
     return {
         "needed": True,
         "passed": True,
+        "override": None,
         "message": message,
-        "checks": [],
+        "checks": [check, check | {"name": "ece", "value": 0.07, "threshold": None, "passed": None}],
         **figures,
+        "prompts": 470,
         "threshold": 0.75,
         "confidence": 0.95,
         "by_source": {"clerk": figures},
+        "slices": slices,
+        "worst_slice": slices[1],
+        "calibration": {"temperature": 0.9, "temperature_pairs": 1_337, "before": calibration(0.03), "after": calibration(0.0)},
+        "length": {
+            "shorter": {"accuracy": 0.9, "low": 0.88, "high": 0.92, "n": 1_500},
+            "correlation": {"value": -0.24, "low": -0.27, "high": -0.21, "n": 2_000},
+            **{"chosen_longer": 0.4, "preferred_longer": 0.38},
+        },
+        "incumbent": None,
+        "judge": {"spearman": 0.74, "spearman_low": 0.73, "spearman_high": 0.76, "kendall": 0.61, "n": 2_000, "prompts": 470},
+        "external": [],
+        "ensemble": {"members": 1, "disagreement": 0.0, "disagreement_right": 0.0, "disagreement_wrong": 0.0},
     }
+
+
+def slice_of(column: str, value: str, correct: int, n: int) -> dict[str, Any]:
+    low, high = wilson_interval(correct, n, 0.95)
+    counts = {"ties": 0, "n": n, "prompts": n // 6, "judged": n >= 200}
+    return {"column": column, "value": value, "accuracy": correct / n, "low": low, "high": high, **counts}
+
+
+def calibration(off: float) -> dict[str, Any]:
+    """Five bins whose accuracies are `off` above what the model says, and an empty one."""
+    bins = [
+        {"from": c - 0.05, "to": c + 0.05, "n": 500, "confidence": c, "accuracy": c + off, "low": c + off - 0.04, "high": c + off + 0.04}
+        for c in (0.55, 0.65, 0.75, 0.85, 0.95)
+    ]
+    bins.append({"from": 1.0, "to": 1.0, "n": 0} | dict.fromkeys(("confidence", "accuracy", "low", "high")))
+    figures = {"ece": off, "ece_low": 0.0, "ece_high": 0.1, "brier": 0.12, "brier_low": 0.11, "brier_high": 0.13, "log_loss": 0.4}
+    return figures | {"bins": bins}
 
 
 def evaluation(*, judge: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from bokeh.plotting import figure
 
 from rlhf_core.report.canvas import BLUE, GREEN, ORANGE, PURPLE, RED, TEAL, Line, canvas, curves, thin
 from rlhf_core.report.inputs import ReportInputs, need
-from rlhf_core.report.quality import accuracies, score_histogram, token_lengths
+from rlhf_core.report.quality import accuracies, external, reliability, score_histogram, token_lengths
 
 Figures = dict[str, dict[str, Any]]
 
@@ -31,7 +31,8 @@ def all_figures(inputs: ReportInputs) -> Figures:
     if inputs.policy_curves is not None:
         drawn |= _rl(inputs.policy_curves, need(inputs.params, "rl")) if inputs.method == "rl" else _offline(inputs.policy_curves)
     if inputs.gate is not None:
-        drawn["gate_accuracy"] = accuracies(inputs.gate)
+        drawn |= {"gate_accuracy": accuracies(inputs.gate), "gate_reliability": reliability(need(inputs.gate, "calibration"))}
+        drawn["gate_external"] = external(inputs.gate)
     if inputs.heldout is not None:
         drawn["gate_scores"] = score_histogram(inputs.heldout[inputs.heldout["split"] == "test"])
     return as_items(drawn)

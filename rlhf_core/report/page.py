@@ -114,7 +114,7 @@ def render(inputs: ReportInputs) -> str:
         "key_params": list(key_params(inputs.params)),
         "all_params": json.dumps(inputs.params, indent=2, ensure_ascii=False),
         "sections": SECTIONS,
-        "override": None if inputs.policy is None else inputs.policy.get("override"),
+        "override": None if inputs.gate is None else need(inputs.gate, "override"),
         "monitor": None if inputs.policy is None else inputs.policy.get("monitor"),
         "modes": MODES,
         "samples": [] if inputs.samples is None else list(samples(inputs.samples)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from rlhf_core.report.inputs import need
 from rlhf_core.report.texts import visible
 
 BINS = 48
+MAX_SLICES = 40  # in the figure
 MAX_NAME = 44  # characters of a slice's name
 COLUMN_COLORS = {"messages": PURPLE, "text": PURPLE, "chosen": BLUE, "rejected": ORANGE, "response": GREEN}
 
@@ -47,15 +48,24 @@ def accuracies(gate: Mapping[str, Any]) -> figure | None:
     """Accuracy with its interval, of all test pairs and of each slice, against the threshold; None where nothing could be judged."""
     if need(gate, "accuracy") is None:
         return None
-    by_source = need(gate, "by_source")
-    slices = {slice_name(name): {**row, "judged": True} for name, row in by_source.items()} if len(by_source) > 1 else {}
-    named = {"all pairs": {**gate, "judged": True}} | slices
+    slices = [s for s in need(gate, "slices") if s["n"] and s["n"] < gate["n"]]  # one with all pairs says nothing of its own
+    named = {"all pairs": {**gate, "judged": True}} | {slice_name(s): s for s in slices[:MAX_SLICES]}
     return intervals(named, threshold=need(gate, "threshold"), x_title="held-out accuracy")
 
 
-def slice_name(name: str) -> str:
-    shown = visible(name).replace("\n", " ")
-    return shown if len(shown) <= MAX_NAME else shown[: MAX_NAME - 1] + "…"
+def external(gate: Mapping[str, Any]) -> figure | None:
+    """The same of the external files and their subsets, each file's own threshold not drawn; None without any."""
+    named: dict[str, Mapping[str, Any]] = {}
+    for file in need(gate, "external"):
+        named[slice_name({"column": "file", "value": file["name"]})] = {**file, "judged": True}
+        named |= {slice_name({"column": file["name"], "value": s["subset"]}): {**s, "judged": True} for s in file["subsets"] if s["n"]}
+    scored = {name: row for name, row in named.items() if row["n"]}
+    return intervals(scored, threshold=0.5, x_title="accuracy; dashed: guessing") if scored else None
+
+
+def slice_name(row: Mapping[str, Any]) -> str:
+    name = visible(f"{row['column'].replace('_', ' ')}: {row['value']}").replace("\n", " ")
+    return name if len(name) <= MAX_NAME else name[: MAX_NAME - 1] + "…"
 
 
 def intervals(named: Mapping[str, Mapping[str, Any]], *, threshold: float, x_title: str) -> figure:
@@ -88,6 +98,40 @@ def intervals(named: Mapping[str, Mapping[str, Any]], *, threshold: float, x_tit
     plot.add_tools(HoverTool(renderers=[dots], tooltips=tooltips))
     plot.ygrid.grid_line_color = None
     return plot
+
+
+def reliability(calibration: Mapping[str, Any] | None) -> figure | None:
+    """How often the pairs were in the right order, against how probable the reward model said that was; on the diagonal it is calibrated.
+
+    Before: its own probabilities, after: with the fitted temperature. A larger dot is more pairs.
+    """
+    if calibration is None:
+        return None
+    plot = canvas("in the right order", x_title="probability that the reward model gives", x_range=Range1d(0.48, 1.02))
+    plot.xaxis.formatter = plot.yaxis.formatter = NumeralTickFormatter(format="0%")
+    plot.line([0.5, 1.0], [0.5, 1.0], color=MUTED, line_dash="dashed", line_width=1.2)
+    for key, label, color in (("before", "as trained", ORANGE), ("after", "with temperature", BLUE)):
+        _bins(plot, [b for b in need(calibration, key, "bins") if b["n"]], label, color)
+    place_legend(plot, "bottom_right")
+    return plot
+
+
+def _bins(plot: figure, bins: Sequence[Mapping[str, Any]], label: str, color: str) -> None:
+    columns = {key: [b[key] for b in bins] for key in ("confidence", "accuracy", "low", "high", "n")}
+    total = sum(columns["n"])
+    source = ColumnDataSource(columns | {"size": [5 + 14 * (n / total) ** 0.5 for n in columns["n"]]})
+    ends = Whisker(base="confidence", lower="low", upper="high", source=source, line_color=color, line_alpha=0.6)
+    ends.lower_head.size = ends.upper_head.size = 0
+    plot.add_layout(ends)
+    plot.line("confidence", "accuracy", source=source, color=color, line_alpha=0.5, legend_label=label)
+    dots = plot.scatter("confidence", "accuracy", source=source, size="size", color=color, fill_alpha=0.7, legend_label=label)
+    tooltips = [
+        ("", label),
+        ("says", "@confidence{0.0%}"),
+        ("is right", "@accuracy{0.0%} (@low{0.0%} to @high{0.0%})"),
+        ("pairs", "@n{0,0}"),
+    ]
+    plot.add_tools(HoverTool(renderers=[dots], tooltips=tooltips))
 
 
 def score_histogram(pairs: pd.DataFrame) -> figure | None:

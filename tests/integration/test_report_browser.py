@@ -15,7 +15,7 @@ from rlhf_core.report.comparison_page import render_comparison
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
 
 ALL_DRAWN = "document.querySelectorAll('[data-figure]:not([data-drawn])').length === 0"
-FIGURES = 20
+FIGURES = 21
 # Texts of the cards that are shown, in order.
 SHOWN = "[...document.querySelectorAll('#samples article')].map(card => card.innerText)"
 GAINS = "[...document.querySelectorAll('#samples article')].map(card => Number(card.dataset.gain))"
@@ -166,7 +166,7 @@ def test_the_page_of_a_stopped_chain_opens_without_samples(browser, tmp_path):
     browser.problems.clear()
     browser.open(workspace / "reports/stopped.html")
     browser.wait_for(ALL_DRAWN)
-    assert browser.evaluate("document.querySelectorAll('[data-drawn]').length") == 10
+    assert browser.evaluate("document.querySelectorAll('[data-drawn]').length") == 11
     assert browser.evaluate("document.querySelector('.stopped').innerText").startswith("Not a finished run.")
     assert browser.problems == []
 

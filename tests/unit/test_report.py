@@ -139,7 +139,7 @@ def test_same_inputs_same_bytes_and_everything_inside(tmp_path):
     outside_scripts = outside_scripts.replace('<a href="timings/time.html">', "")  # a file beside the report, and only a link
     assert not re.search(r"<(?:link|img|iframe|object)\b|\b(?:src|href)=[\"'](?!#)|@import|url\(", outside_scripts)
     assert "onerror=" in page and "&lt;img src=x onerror=" in page
-    assert "<script" not in outside_scripts and outside_scripts.count("&lt;script&gt;") == 2 * 6  # two texts, six places each
+    assert "<script" not in outside_scripts and outside_scripts.count("&lt;script&gt;") == 2 * 6 + 1  # two texts, six places each, a slice
     assert not any(hostile in page for hostile in HOSTILE[:3])
     assert "user: {{ 7 * 7 }} {% raw %}" in page
 
@@ -189,7 +189,7 @@ def test_a_run_without_a_reward_model(tmp_path, monkeypatch):
     heldout = workspace / "data/reward_heldout.parquet"
     pd.read_parquet(heldout).head(0).to_parquet(heldout)
     (workspace / "metrics/train_reward.json").write_text(json.dumps(NOT_TRAINED))
-    (workspace / "metrics/gate.json").write_text(json.dumps(unjudged(load_params().gate, NOT_NEEDED, needed=False)))
+    (workspace / "metrics/gate.json").write_text(json.dumps(unjudged(load_params().gate, NOT_NEEDED, needed=False) | {"override": None}))
     page = render_in(workspace, monkeypatch)
     assert "None was trained: reward.enabled is false." in page and "There is no reward model to judge." in page
     assert "Win rate by the reward<" in page and "The judge was part of the reward" in page
@@ -207,9 +207,10 @@ def test_expectations_that_found_something_stand_first():
 
 def test_a_rejected_gate_and_failed_data_are_said_first(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path)
-    edit_metrics(workspace, "gate", {"passed": False, "message": "rejected: expected finite scores.", "accuracy": None, "by_source": {}})
+    nothing = {"accuracy": None, "by_source": {}, "slices": [], "worst_slice": None, "calibration": None, "checks": []}
+    edit_metrics(workspace, "gate", {"passed": False, "message": "rejected: expected finite scores."} | nothing)
     page = render_in(workspace, monkeypatch)
-    verdicts = page[page.index('<ul class="verdicts">') : page.index("</ul>")]
+    verdicts = page[page.index('<ul class="verdicts">') : page.index("</header>")]
     assert "The reward model did not pass its gate." in verdicts and "Expected finite scores." in verdicts
     assert 'data-figure="gate_accuracy"' not in page and 'data-figure="gate_scores"' in page
 
@@ -310,9 +311,29 @@ def test_who_is_to_blame_and_what_was_overridden_or_stopped_stands_at_the_top(tm
     event = {"limit": "kl", "step": 30, "value": 9.0, "threshold": 5.0, "action": "stop", "message": "kl: <9>"}
     warning = event | {"step": 20, "action": "warn"}
     monitor = {"stopped": event, "warnings": [warning], "chosen_step": 25}
-    edit_metrics(workspace, "train_policy", {"override": "we <know>", "monitor": monitor})
+    edit_metrics(workspace, "train_policy", {"monitor": monitor})
+    edit_metrics(workspace, "gate", {"override": "we <know>", "passed": False, "message": "rejected: too few."})
     page = render_in(workspace, monkeypatch)
     top = page[: page.index("</header>")]
     assert '<aside class="blame">' in top and "What to look at:" in top and "we &lt;know&gt;" in top
     assert "A limit ended the training at step 30." in top
     assert page.count("kl: &lt;9&gt;") >= 2 and "The policy is that of step 25." in page
+
+
+def test_the_gate_shows_slices_calibration_and_the_incumbent(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    incumbent = {"version": "v3", "md5": "m", "n": 2_800, "not_scored": 12, "accuracy": 0.871, "candidate_accuracy": 0.873}
+    incumbent |= {"difference": 0.002, "low": -0.006, "high": 0.01, "candidate_only": 60, "incumbent_only": 54, "p_value": 0.64}
+    subsets = [{"subset": "chat", "accuracy": 0.8, "low": 0.7, "high": 0.9, "ties": 0, "n": 50}]
+    file = {"name": "bench", "path": "p", "sha256": "s", "accuracy": 0.8, "low": 0.7, "high": 0.9, "ties": 0, "n": 50, "prompts": 50}
+    external = [file | {"not_scored": 0, "threshold": None, "subsets": subsets}]
+    edit_metrics(workspace, "gate", {"incumbent": incumbent, "external": external})
+    page = render_in(workspace, monkeypatch)
+    gate_part = page[page.index('<section id="gate">') : page.index('<section id="evaluation">')]
+    assert "Against the incumbent, v3" in gate_part and "+0.2 points (−0.6 to +1.0)" in gate_part
+    assert 'data-figure="gate_reliability"' in gate_part and 'data-figure="gate_external"' in gate_part
+    assert "The weakest slice is category “&lt;script&gt;" in gate_part and "shown, not judged" in gate_part
+    figures = json.loads(re.search(r'<script type="application/json" id="figures">(.*?)</script>', page)[1])["figures"]
+    drawn = json.dumps(figures["gate_accuracy"])
+    # The source has all pairs and is left out; the slice with 40 pairs is grey.
+    assert "source: clerk" not in drawn and "category: sort" in drawn and '"#6b7280"' in drawn
