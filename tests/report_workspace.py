@@ -34,7 +34,7 @@ HOSTILE = (
 def make_workspace(folder: Path, *, judge: bool = True, hostile: bool = False, steps: int = 60, method: str = "rl") -> Path:
     """Everything that the report depends on, code as links, in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("params.yaml", "dvc.yaml"):
+    for name in ("params.yaml", "dvc.yaml", "baselines.json"):
         shutil.copy(ROOT / name, folder / name)
     for name in ("tasks", "rlhf_core"):
         (folder / name).symlink_to(ROOT / name)

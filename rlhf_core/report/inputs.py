@@ -8,6 +8,8 @@ from typing import Any
 
 import pandas as pd
 
+from rlhf_core.report.differences import Results
+
 Tree = Mapping[str, Any]
 
 REQUIRED_COLUMNS: dict[str, tuple[str, ...]] = {
@@ -55,6 +57,7 @@ class ReportInputs:
     files: path -> sha256 of every file that the report is made from.
     outs: path -> md5 of the data and models, as dvc.lock has them.
     packages: name -> version.
+    baselines: previous, promoted -> the run that this one is held against, where there is one.
     fingerprint: sha256 over all of them, the params and the code that made the report.
     """
 
@@ -65,6 +68,7 @@ class ReportInputs:
     packages: Mapping[str, str]
     fingerprint: str
     stopped: Stopped | None
+    baselines: Mapping[str, Results]
     data: Tree | None
     validation: Tree | None
     sft: Tree | None

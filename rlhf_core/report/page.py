@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rlhf_core.report.blame import blame
 from rlhf_core.report.canvas import DARK
+from rlhf_core.report.differences import Results, figures_that_count, headline, outs_that_differ, params_that_differ
 from rlhf_core.report.figures import Figures, all_figures
 from rlhf_core.report.inputs import ReportInputError, ReportInputs, Stopped, need
 from rlhf_core.report.texts import count, measured, number, share, signed, visible
@@ -114,6 +115,7 @@ def render(inputs: ReportInputs) -> str:
         "key_params": list(key_params(inputs.params)),
         "all_params": json.dumps(inputs.params, indent=2, ensure_ascii=False),
         "sections": SECTIONS,
+        "changes": [changes(which, baseline, inputs) for which, baseline in inputs.baselines.items()],
         "override": None if inputs.gate is None else need(inputs.gate, "override"),
         "monitor": None if inputs.policy is None else inputs.policy.get("monitor"),
         "modes": MODES,
@@ -126,6 +128,21 @@ def render(inputs: ReportInputs) -> str:
         ),
     }
     return page("report.html.jinja", all_figures(inputs), content)
+
+
+def changes(which: str, baseline: Results, inputs: ReportInputs) -> dict[str, Any]:
+    """This run against an earlier one. which: previous or promoted."""
+    metrics = {"train_sft": inputs.sft, "gate_reward": inputs.gate, "evaluate": inputs.evaluation}
+    own = Results("this run", inputs.params, inputs.outs, {stage: tree for stage, tree in metrics.items() if tree is not None})
+    rows = figures_that_count(baseline, own)
+    return {
+        "which": which,
+        "names": (baseline.name, own.name),
+        "headline": headline(baseline, own, rows),
+        "rows": rows,
+        "params": params_that_differ(baseline.params, own.params),
+        "outs": outs_that_differ(baseline, own),
+    }
 
 
 def _evaluated(inputs: ReportInputs, scorers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

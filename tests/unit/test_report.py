@@ -337,3 +337,18 @@ def test_the_gate_shows_slices_calibration_and_the_incumbent(tmp_path, monkeypat
     drawn = json.dumps(figures["gate_accuracy"])
     # The source has all pairs and is left out; the slice with 40 pairs is grey.
     assert "source: clerk" not in drawn and "category: sort" in drawn and '"#6b7280"' in drawn
+
+
+def test_what_changed_against_the_run_before(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    params = load_params(workspace / "params.yaml").model_dump()
+    figures = {"train_sft": {"heldout_loss": 0.5}, "gate_reward": {"accuracy": 0.8, "low": 0.78, "high": 0.82}}
+    before = {"name": "run/<b>", "params": params | {"seed": 7}, "outs": {"models/sft": "m1"}, "metrics": figures}
+    (workspace / "baselines.json").write_text(json.dumps({"previous": before, "promoted": None}))
+    page = render_in(workspace, monkeypatch)
+    part = page[page.index('<section id="changes">') : page.index('<section id="samples">')]
+    assert "Against the previous run: run/&lt;b&gt;" in part and part.count("<h3>") == 1
+    assert '<th scope="row">seed</th><td><code>7</code></td><td><code>0</code></td>' in part
+    # 2,453 of 2,812 is 87.2%, so 7.2 points more, clearly.
+    assert '<td class="n change good">+7.2</td>' in part
+    assert "One of the runs has no evaluation" in part

@@ -1,0 +1,78 @@
+"""What a run's report is held against: the run before it and the promoted one, written into baselines.json when the run starts.
+
+The figures themselves are written down, not only names: the report then depends on a file that git keeps with the run, says the same
+wherever it is made again, and asks nobody what is "previous" today.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flows.results import Read, content, find_commit, known_runs, read_results, show
+from flows.stages import up_to_date
+from rlhf_core.config import read_yaml_text
+from rlhf_core.report.differences import Results
+
+BASELINES = Path("baselines.json")
+FIGURES = ("train_sft", "gate_reward", "evaluate")  # stages whose metrics a comparison shows
+OF_THE_GATE = ("accuracy", "low", "high")
+
+Baseline = dict[str, Any]
+
+
+def pin_baselines(root: Path, workspace: Path) -> None:
+    """Before a run that has something to do. What is in `workspace` from a whole run becomes the previous one.
+
+    A run that is taken up again after a failure keeps what it began with; the first one in a worktree is held against the run that was
+    finished last.
+
+    Raises:
+        ConfigError: a run's results can't be read.
+    """
+    path = workspace / BASELINES
+    if not path.is_file() or up_to_date(workspace):  # a run from before there were baselines has no such file, and needs none
+        return
+    pinned = json.loads(path.read_text(encoding="utf-8"))
+    own = whole_run("the run before, in this folder", partial(content, workspace))
+    others = _other_runs(root, workspace.name) if workspace.resolve() != root.resolve() else iter(())
+    previous = own or pinned["previous"] or next(others, None)
+    text = json.dumps({**pinned, "previous": previous}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    if text != path.read_text(encoding="utf-8"):
+        path.write_text(text, encoding="utf-8")
+
+
+def _other_runs(root: Path, name: str) -> Iterator[Baseline]:
+    """Finished runs, newest first."""
+    for run in known_runs(root):
+        commit = find_commit(root, run) if run != name else None
+        found = commit and whole_run(f"run/{run} ({commit[:9]})", partial(show, root, commit))
+        if found:
+            yield found
+
+
+def whole_run(name: str, read: Read) -> Baseline | None:
+    """What a finished run has left; None where the files are not those that its report was made from, or there is no report.
+
+    Its params are those of dvc.lock: params.yaml may have been changed since.
+    """
+    lock = read("dvc.lock")
+    stages = {} if lock is None else read_yaml_text(lock.decode(), f"dvc.lock of {name}")["stages"]
+    used = [d for d in stages.get("report", {}).get("deps", []) if d["path"].startswith(("metrics/", "plots/"))]
+    if not used or any(_md5(read(d["path"])) != d["md5"] for d in used):
+        return None
+    return _trimmed(read_results(name, read), stages["report"]["params"]["params.yaml"])
+
+
+def _trimmed(results: Results, params: dict[str, Any]) -> Baseline:
+    metrics = {stage: tree for stage, tree in results.metrics.items() if stage in FIGURES}
+    metrics["gate_reward"] = {key: metrics["gate_reward"][key] for key in OF_THE_GATE}
+    return {"name": results.name, "params": params, "outs": dict(results.outs), "metrics": metrics}
+
+
+def _md5(found: bytes | None) -> str | None:
+    return None if found is None else hashlib.md5(found, usedforsecurity=False).hexdigest()

@@ -1,0 +1,67 @@
+"""Which run a report is held against, and what of it is written down."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from report_workspace import edit_metrics, make_workspace
+
+from flows.baselines import BASELINES, pin_baselines
+from rlhf_core.config import apply_overrides, load_params
+
+FILES = ("metrics/evaluate.json", "metrics/gate.json", "metrics/train_sft.json", "plots/train_policy.csv")
+
+
+def finish(workspace: Path) -> Path:
+    """dvc.lock as after a whole run with the present params."""
+    deps = [{"path": path, "md5": hashlib.md5((workspace / path).read_bytes()).hexdigest()} for path in FILES]
+    params = load_params(workspace / "params.yaml").model_dump()
+    report = {"deps": deps, "params": {"params.yaml": params}, "outs": [{"path": "reports/report.html", "md5": "r"}]}
+    sft = {"outs": [{"path": "models/sft", "md5": "m1.dir"}]}
+    (workspace / "dvc.lock").write_text(json.dumps({"stages": {"train_sft": sft, "report": report}}))
+    return workspace
+
+
+def pinned(workspace: Path) -> dict | None:
+    return json.loads((workspace / BASELINES).read_text())["previous"]
+
+
+def test_the_run_before_in_the_same_folder_with_the_params_it_had(tmp_path):
+    workspace = finish(make_workspace(tmp_path))
+    apply_overrides(workspace / "params.yaml", {"seed": 5})  # for the run that begins now
+    pin_baselines(workspace, workspace)
+    found = pinned(workspace)
+    assert found["params"]["seed"] == 0 and found["outs"] == {"models/sft": "m1.dir"}
+    assert set(found["metrics"]) == {"train_sft", "gate_reward", "evaluate"}
+    assert set(found["metrics"]["gate_reward"]) == {"accuracy", "low", "high"}
+
+
+def test_a_run_that_is_taken_up_again_keeps_what_it_began_with(tmp_path):
+    workspace = finish(make_workspace(tmp_path))
+    pin_baselines(workspace, workspace)
+    before = (workspace / BASELINES).read_bytes()
+    edit_metrics(workspace, "train_sft", {"heldout_loss": 0.1})  # the new run has come as far as SFT, then failed
+    pin_baselines(workspace, workspace)
+    assert (workspace / BASELINES).read_bytes() == before
+
+
+def test_nothing_before_is_nothing(tmp_path):
+    workspace = make_workspace(tmp_path)
+    pin_baselines(workspace, workspace)
+    assert pinned(workspace) is None
+
+
+@pytest.mark.parametrize(("name", "found"), [("new", "run/old"), ("old", None)])
+def test_the_first_run_of_a_worktree_is_held_against_the_one_finished_last(tmp_path, name, found):
+    root = finish(make_workspace(tmp_path / "root"))
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e@e"]
+    for command in (["init", "-q", "-b", "run/old"], ["add", "params.yaml", "dvc.lock", "metrics", "plots"], ["commit", "-qm", "Results"]):
+        subprocess.run([*git, *command], cwd=root, check=True)
+    workspace = make_workspace(root / "runs" / name)
+    pin_baselines(root, workspace)
+    previous = pinned(workspace)
+    assert (previous and previous["name"].split(" ")[0]) == found
