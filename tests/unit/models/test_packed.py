@@ -1,0 +1,122 @@
+"""The trunk on the tokens that count, against the model's own forward: states, gradients, and what it declines."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
+
+from rlhf_core.models.branches import Branches, collate_branches
+from rlhf_core.models.packed import _cuts, can_pack, packed_states
+
+
+def llama(heads: int = 4, key_value_heads: int = 4, **settings) -> LlamaModel:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 50, "max_position_embeddings": 64}
+    model = LlamaModel(LlamaConfig(**shape, num_attention_heads=heads, num_key_value_heads=key_value_heads, **settings))
+    for parameter in model.parameters():  # norms too: ones would hide a weight that is left out
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def gradients(model: LlamaModel, states: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    (states * torch.randn_like(states)).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(model: LlamaModel, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, **attention) -> None:
+    mask = {} if not attention else {"position_ids": attention["position_ids"], "attention_mask": attention["visible"]}
+    expected = model(input_ids=ids, use_cache=False, **mask).last_hidden_state[rows, positions]
+    found = packed_states(model, ids, rows, positions, **attention)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    wanted, got = gradients(model, expected), gradients(model, found)
+    for name in wanted:
+        torch.testing.assert_close(got[name], wanted[name], rtol=0, atol=2e-5 * float(wanted[name].abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("key_value_heads", [4, 2, 1])
+def test_rows_of_any_length_in_any_order_give_the_models_states_and_gradients(key_value_heads: int):
+    model = llama(key_value_heads=key_value_heads)
+    torch.manual_seed(2)
+    ids = torch.randint(1, 50, (7, 20))
+    wanted = torch.zeros(7, 20, dtype=torch.bool)
+    for row, (first, last) in enumerate([(3, 5), (0, 19), (2, 2), (10, 17), (0, 0), (6, 7)]):  # nothing is wanted of the last row
+        wanted[row, first : last + 1] = True
+    assert_same(model, ids, *wanted.nonzero(as_tuple=True))
+
+
+def test_a_position_that_is_wanted_twice_counts_twice():
+    ids = torch.randint(1, 50, (2, 6))
+    assert_same(llama(), ids, torch.tensor([0, 0, 1, 1, 1]), torch.tensor([4, 4, 2, 5, 2]))
+
+
+def test_branches_see_their_prefix_and_themselves():
+    rows = [Branches([1, 2, 3, 4], [[5, 6], [7], [8, 9, 10]]), Branches([11, 12], [[13, 14, 15, 16]]), Branches([17], [[18], [19]])]
+    batch = collate_branches(rows, pad_id=0, every_token=True)
+    at, predicted_by, _ = batch.predictions()
+    assert_same(llama(), batch.input_ids, at, predicted_by, position_ids=batch.position_ids, visible=batch.visible)
+
+
+def test_where_nothing_is_wanted_every_weight_has_a_gradient_of_zeros():
+    """ZeRO adds the gradients of all ranks in the order in which they come: a rank with nothing to learn from must have them too."""
+    model = llama()
+    nowhere = torch.zeros(0, dtype=torch.long)
+    states = packed_states(model, torch.randint(1, 50, (2, 6)), nowhere, nowhere)
+    assert states.shape == (0, 32)
+    assert all(not grad.any() for grad in gradients(model, states).values())
+
+
+def test_nothing_that_comes_after_the_last_wanted_token_matters():
+    model, ids = llama(), torch.randint(1, 50, (3, 12))
+    rows, positions = torch.tensor([0, 1, 2]), torch.tensor([4, 11, 7])
+    changed = ids.clone()
+    changed[0, 5:] = changed[2, 8:] = 0
+    torch.testing.assert_close(packed_states(model, changed, rows, positions), packed_states(model, ids, rows, positions), rtol=0, atol=0)
+
+
+def test_the_padding_tokens_embedding_gets_no_gradient_as_in_the_model():
+    model = llama(pad_token_id=7)
+    ids = torch.tensor([[1, 7, 2, 7, 3]])
+    assert_same(model, ids, torch.tensor([0, 0]), torch.tensor([3, 4]))
+    assert not model.embed_tokens.weight.grad[7].any()
+
+
+def test_a_frozen_model_needs_no_gradient():
+    model = llama().requires_grad_(False)
+    assert not packed_states(model, torch.tensor([[1, 2, 3]]), torch.tensor([0]), torch.tensor([2])).requires_grad
+
+
+def test_derivatives_by_finite_differences():
+    model = llama(heads=2, key_value_heads=2).double()
+    ids = torch.randint(1, 50, (3, 5))
+    rows, positions = torch.tensor([0, 1, 1, 2]), torch.tensor([4, 2, 1, 0])
+    weights = [model.layers[0].self_attn.q_proj.weight, model.layers[1].mlp.gate_proj.weight, model.layers[2].input_layernorm.weight]
+
+    def states(*_):
+        return packed_states(model, ids, rows, positions)
+
+    assert torch.autograd.gradcheck(states, weights, fast_mode=True)
+
+
+def test_attention_takes_rows_of_similar_length_together():
+    # 20 * 0.75 = 15: 15 still fits, 14 doesn't; 14 * 0.75 = 10.5; a row without tokens has no place
+    assert _cuts([20, 16, 15, 14, 11, 10, 1, 0]) == [(3, 20), (2, 14), (1, 10), (1, 1)]
+
+
+def test_what_it_doesnt_know_is_left_to_the_model():
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50, "num_attention_heads": 4}
+    assert can_pack(llama())
+    assert not can_pack(llama().bfloat16())
+    assert not can_pack(llama(attention_bias=True))
+    assert not can_pack(llama(attention_dropout=0.1))
+    assert not can_pack(llama(hidden_act="gelu"))
+    assert not can_pack(llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}))
+    assert not can_pack(Qwen2Model(Qwen2Config(**shape)))
+    adapted = llama()
+    adapted.layers[1].mlp.down_proj = torch.nn.Sequential(adapted.layers[1].mlp.down_proj)  # as an adapter would wrap it
+    assert not can_pack(adapted)
+    partitioned = llama()
+    partitioned.embed_tokens.weight.ds_id = 0  # as ZeRO 3 marks its own
+    assert not can_pack(partitioned)
