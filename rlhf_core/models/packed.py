@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.autograd import Function
 from torch.nn import functional as F
-from transformers import LlamaModel, PreTrainedModel
+from transformers import LlamaModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
 
 NARROWER = 0.75  # a block of attention takes rows down to this part of its longest one's length
 
