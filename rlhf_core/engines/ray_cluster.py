@@ -21,6 +21,7 @@ log = logging.getLogger("rlhf")
 
 STOP_GRACE_SECONDS = 20  # between SIGTERM and SIGKILL of a job: it writes a checkpoint; the flow gives the stage 25
 HEAD_STOP_SECONDS = 20
+SILENCE_SECONDS = 30  # of a head, after which it is taken for lost
 
 
 class ClusterError(RuntimeError):
@@ -81,7 +82,7 @@ def _wait_until_up(address: str, head: subprocess.Popen, output: Path, timeout: 
         try:
             JobSubmissionClient(address).list_jobs()
             return
-        except (ConnectionError, RuntimeError):
+        except (OSError, RuntimeError):
             time.sleep(0.3)
     raise ClusterError(
         f"Ray head: expected it up within {timeout:.0f} s, got {'no answer' if head.poll() is None else f'exit code {head.returncode}'}; "
@@ -160,13 +161,19 @@ def _follow(client, job: str, start_timeout: float, on_output: Callable[[str], N
     from ray.job_submission import JobStatus
 
     deadline = time.monotonic() + start_timeout
-    seen, stopping = 0, False
+    seen, stopping, answered = 0, False, time.monotonic()
     while True:
         try:
             details = client.get_job_info(job)
             output = client.get_job_logs(job)
-        except (ConnectionError, RuntimeError) as error:
-            raise ClusterError(f"Ray job {job}: expected the head to answer, got {error}; is it still running?") from error
+        except (OSError, RuntimeError) as error:  # of requests or Ray; a busy head closes a connection now and then
+            if time.monotonic() - answered > SILENCE_SECONDS:
+                raise ClusterError(
+                    f"Ray job {job}: expected the head to answer within {SILENCE_SECONDS} s, got {error}; is it still running?"
+                ) from error
+            time.sleep(1.0)
+            continue
+        answered = time.monotonic()
         on_output(output[seen:])
         seen = len(output)
         if details.status.is_terminal():

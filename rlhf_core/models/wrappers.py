@@ -88,6 +88,7 @@ class PolicyModule(nn.Module):
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        learn_entropy: bool = False,
         top_k: int | None = None,
         top_p: float = 1.0,
         routed: torch.Tensor | None = None,
@@ -97,7 +98,7 @@ class PolicyModule(nn.Module):
         The first token of a sequence can't be selected: nothing predicts it.
 
         Args:
-            with_entropy: also the entropy.
+            with_entropy: also the entropy; with a gradient only if learn_entropy.
             top_k, top_p: with either, also the sampler's log-probabilities.
             routed: [B, T] bool, the tokens whose router logits are wanted; only of a model with experts.
         """
@@ -107,7 +108,7 @@ class PolicyModule(nn.Module):
         filtered = top_k is not None or top_p < 1.0
         return PolicyOutput(
             token_logprobs(logits, ids, temperature=temperature),
-            token_entropy(logits, temperature=temperature) if with_entropy else None,
+            token_entropy(logits if learn_entropy else logits.detach(), temperature=temperature) if with_entropy else None,
             sampler_logprobs(logits, ids, temperature=temperature, top_k=top_k, top_p=top_p) if filtered else None,
             router_logits,
         )

@@ -140,7 +140,9 @@ class RlUpdate:
     ) -> Totals:
         rl, mask = self.rl, part.response_mask
         routed = None if counts is None else real_tokens(part)
-        output = self.policy(tokens, temperature=rl.rollout.temperature, with_entropy=True, routed=routed)
+        output = self.policy(
+            tokens, temperature=rl.rollout.temperature, with_entropy=True, learn_entropy=bool(rl.entropy_coef), routed=routed
+        )
         logprobs = _unflatten(output.logprobs.float(), mask)
         bounds = {"clip_low": rl.clip_low, "clip_high": rl.clip_high}
         if rl.policy_loss == "ppo_clip":

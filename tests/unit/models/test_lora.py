@@ -62,7 +62,8 @@ def logprobs(module, ids: list[list[int]] = BATCHES[0]) -> torch.Tensor:
 def test_an_adapted_model_starts_as_the_model_itself(sft_folder: Path):
     plain, adapted = load_language_model(sft_folder), load_language_model(sft_folder)
     add_adapters(adapted, ALL, seed=0)
-    assert torch.equal(logprobs(PolicyModule(adapted)), logprobs(PolicyModule(plain)))
+    # The plain model is computed on its real tokens alone, the adapted one by its own forward: apart from rounding the same.
+    torch.testing.assert_close(logprobs(PolicyModule(adapted)), logprobs(PolicyModule(plain)), rtol=0, atol=2e-6)
     assert largest_difference(merged_state_dict(adapted), plain.state_dict()) == 0
 
 
@@ -104,7 +105,7 @@ def test_merged_weights_compute_what_the_adapters_do_and_training_goes_on_as_if_
         now = logprobs(trained)
         assert (logprobs(PolicyModule(plain)) - now).abs().max() < 1e-5 < (start - now).abs().max()
         with without_adapters(trained.module):
-            assert torch.equal(logprobs(trained), start)
+            torch.testing.assert_close(logprobs(trained), start, rtol=0, atol=2e-6)
     assert largest_difference(trained.state_dict(), unwatched.state_dict()) == 0
 
 

@@ -59,6 +59,12 @@ def test_entropy_is_that_of_the_distribution_the_token_was_drawn_from(language_m
     torch.testing.assert_close(output.entropy, torch.cat(expected), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("learned", [True, False])
+def test_entropy_is_learned_from_only_where_that_is_asked_for(language_model, learned: bool):
+    batch = collate_tokens(IDS[:2], STARTS[:2], pad_id=0)
+    assert PolicyModule(language_model)(batch, with_entropy=True, learn_entropy=learned).entropy.requires_grad == learned
+
+
 @torch.no_grad()
 def test_sampler_logprobs_are_those_within_top_k_and_top_p_at_the_temperature(language_model):
     """One token at a time: of the 20 most likely those that make up 0.9 of them, renormalised; a token outside of them stays too."""

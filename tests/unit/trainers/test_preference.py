@@ -262,7 +262,7 @@ def test_precomputed_and_live_references_give_the_same_training(sft_folder: Path
         made.append((trained.engine.state_dict(), trained.metrics, (scratch / "curves.csv").read_text().splitlines()))
         assert (scratch / "reference.pt").exists() == (kind == "precomputed")
     (weights, metrics, curves), (live_weights, live_metrics, live_curves) = made
-    assert largest_difference(weights, live_weights) < 1e-6
+    assert largest_difference(weights, live_weights) < 1e-5  # four steps of 3e-3 each
     assert metrics["heldout_loss"] == pytest.approx(live_metrics["heldout_loss"], abs=1e-6)
     assert len(curves) == len(live_curves) == 5
 

@@ -67,7 +67,7 @@ def test_token_mean_loss_here_over_pairs_is_the_same_for_any_microbatches(reward
     for metrics, cut_weights in others:
         assert [m["loss"] for m in metrics] == pytest.approx([m["loss"] for m in expected], rel=1e-5)
         assert [m["accuracy"] for m in metrics] == [m["accuracy"] for m in expected]
-        assert largest_difference(cut_weights, weights) < 1e-6
+        assert largest_difference(cut_weights, weights) < 1e-5  # three steps of 3e-3 each
 
 
 def scores_by_last_id(folder: Path) -> tuple[ScalarModule, list[int]]:
@@ -84,8 +84,9 @@ def scores_by_last_id(folder: Path) -> tuple[ScalarModule, list[int]]:
         model.model.embed_tokens.weight.zero_()[:, :2] = torch.stack([angles.cos(), angles.sin()], dim=1)
         scalar_head(model).weight.zero_()[0, 1] = 1.0
     calls: list[int] = []
-    model.model.embed_tokens.register_forward_pre_hook(lambda _module, inputs: calls.append(inputs[0].numel()))
-    return ScalarModule(model), calls
+    module = ScalarModule(model)
+    module.register_forward_pre_hook(lambda _module, inputs: calls.append(inputs[0].input_ids.numel()))
+    return module, calls
 
 
 def test_rm_accuracy_is_weighted_by_example_and_ties_are_half(reward_folder: Path):

@@ -132,8 +132,8 @@ def test_an_update_does_not_depend_on_whether_prompts_are_shared(model_folders: 
         totals = update(rank, [whole(batch.select(rows))])
         found.append((totals, rank.weights()))
     (together, weights), (apart, others) = found
-    assert together == pytest.approx(apart, abs=1e-5)
-    assert largest_difference(weights, others) < 1e-6
+    assert together == pytest.approx(apart, rel=1e-6, abs=1e-5)
+    assert largest_difference(weights, others) < 3e-6  # of a step of 3e-3
 
 
 def test_no_kl_needs_no_reference_and_no_ppo_needs_no_critic(model_folders: tuple[Path, Path]):
