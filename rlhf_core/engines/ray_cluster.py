@@ -22,6 +22,7 @@ log = logging.getLogger("rlhf")
 STOP_GRACE_SECONDS = 20  # between SIGTERM and SIGKILL of a job: it writes a checkpoint; the flow gives the stage 25
 HEAD_STOP_SECONDS = 20
 SILENCE_SECONDS = 30  # of a head, after which it is taken for lost
+POLL_SECONDS = 0.5  # each look costs the head's dashboard and agent some computing too
 
 
 class ClusterError(RuntimeError):
@@ -45,12 +46,16 @@ def local_head(*, cpus: int, start_timeout: float, keep_open: tuple[int, ...] = 
     token.chmod(0o600)
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_JOB_STOP_WAIT_TIME_S=str(STOP_GRACE_SECONDS))
     os.environ.setdefault("RAY_worker_niceness", "0")  # or its workers, who do all the work, yield to everything else
+    # Workers started ahead would never be used: our actors' environments want workers of their own.
+    os.environ.setdefault("RAY_enable_worker_prestart", "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     port, dashboard, agent, client, metrics = _free_ports(5)
     command = [
         str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats", "--log-style=record",
         f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
         f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}",
         f"--metrics-export-port={metrics}", f"--temp-dir={folder}", f"--num-cpus={cpus}", "--object-store-memory=300000000",
+        "--no-monitor",  # of the autoscaler: this head never grows
     ]  # fmt: skip
     keeper = [sys.executable, "-m", "rlhf_core.engines.ray_head", str(folder), str(os.getpid()), *command]
     head = subprocess.Popen(keeper, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=keep_open)
@@ -186,4 +191,4 @@ def _follow(client, job: str, start_timeout: float, on_output: Callable[[str], N
         if stop_requested() and not stopping:
             stopping = True
             client.stop_job(job)
-        time.sleep(0.3)
+        time.sleep(POLL_SECONDS)
