@@ -47,30 +47,36 @@ def main() -> None:
             write_nothing(stage)
             return
         from rlhf_core.engines.deepspeed_engine import join_world
-        from rlhf_core.models.build import save_model
-        from rlhf_core.models.tokenizer import load_tokenizer
-        from rlhf_core.trainers.supervised import Interrupted
 
         stage.use_threads()
         join_world()
-        tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=stage.params.model.trust_remote_code)
-        aside = stage.scratch / "model"
-        metrics, scores = {}, []
-        for member in range(stage.params.reward.ensemble):
-            model = new_member(stage, tokenizer, member)
-            encoder = comparison_encoder(stage, model, tokenizer)
-            try:
-                engine, of_member = train(stage, model, encoder, member)
-            except Interrupted as stop:
-                raise StageStopped from stop
-            metrics |= of_member if member == 0 else {f"{name}_member_{member}": of_member[name] for name in MEASURED if name in of_member}
-            scores.append(score_splits(stage, engine, encoder))
-            save_model(model, engine.state_dict(), tokenizer, aside / f"member_{member}" if member else aside)
-        metrics["heldout_pairs"] = write_heldout_scores(scores, encoder, tokenizer)
-        publish(aside, REWARD_MODEL)
-        PLOTS.mkdir(exist_ok=True)
-        shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_reward.csv")
-        write_json(METRICS / "train_reward.json", metrics)
+        train_members(stage)
+
+
+def train_members(stage: Stage) -> None:
+    """All that the stage makes where there is a reward model."""
+    from rlhf_core.models.build import save_model
+    from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.trainers.supervised import Interrupted
+
+    tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=stage.params.model.trust_remote_code)
+    aside = stage.scratch / "model"
+    metrics, scores = {}, []
+    for member in range(stage.params.reward.ensemble):
+        model = new_member(stage, tokenizer, member)
+        encoder = comparison_encoder(stage, model, tokenizer)
+        try:
+            engine, of_member = train(stage, model, encoder, member)
+        except Interrupted as stop:
+            raise StageStopped from stop
+        metrics |= of_member if member == 0 else {f"{name}_member_{member}": of_member[name] for name in MEASURED if name in of_member}
+        scores.append(score_splits(stage, engine, encoder))
+        save_model(model, engine.state_dict(), tokenizer, aside / f"member_{member}" if member else aside)
+    metrics["heldout_pairs"] = write_heldout_scores(scores, encoder, tokenizer)
+    publish(aside, REWARD_MODEL)
+    PLOTS.mkdir(exist_ok=True)
+    shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_reward.csv")
+    write_json(METRICS / "train_reward.json", metrics)
 
 
 def write_nothing(stage: Stage) -> None:

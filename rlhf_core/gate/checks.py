@@ -8,6 +8,9 @@ from typing import Any
 
 from rlhf_core.config import GateConfig
 
+SLICE = "slice: "  # what the names of slices' checks begin with
+MAX_SLICES = 5  # named in a message
+
 
 @dataclass(frozen=True)
 class Check:
@@ -70,7 +73,7 @@ def _accuracy(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
     if config.min_slice_accuracy is not None:
         for s in gate["slices"]:
             threshold = config.min_slice_accuracy if s["judged"] else None
-            yield at_least(f"slice: {s['column']}={s['value']}", s, threshold, "add pairs of this kind, or lower gate.min_slice_accuracy")
+            yield at_least(f"{SLICE}{s['column']}={s['value']}", s, threshold)
 
 
 def _lengths(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
@@ -122,8 +125,10 @@ def _others(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
 
 def sentences(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> Iterator[str]:
     """Why the gate opens or stays shut."""
+    if bad := [check for check in checks if check.passed is False and check.name.startswith(SLICE)]:
+        yield _bad_slices(bad, config)
     for check in checks:
-        if check.passed is False and (check.name == "pairs" or gate["n"]):
+        if check.passed is False and not check.name.startswith(SLICE) and (check.name == "pairs" or gate["n"]):
             yield _REASONS.get(check.name, _any_reason)(gate, check, config)
     if all(check.passed is not False for check in checks):
         yield f"passed: {_measured(gate, config)}; the lower end reaches gate.min_accuracy={config.min_accuracy}."
@@ -145,6 +150,18 @@ def _inaccurate(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
     return (
         f"rejected: expected the lower end of the interval to reach gate.min_accuracy={config.min_accuracy}, got {check.low:.4f} "
         f"({_measured(gate, config)}); {check.way_out}."
+    )
+
+
+def _bad_slices(bad: list[Check], config: GateConfig) -> str:
+    worst_first = sorted(bad, key=lambda check: check.value)
+    named = ", ".join(
+        f"{c.name.removeprefix(SLICE)} {c.value:.4f} ({c.low:.4f} to {c.high:.4f}, n={c.n})" for c in worst_first[:MAX_SLICES]
+    )
+    more = f" and {len(bad) - MAX_SLICES} more" if len(bad) > MAX_SLICES else ""
+    return (
+        f"rejected: expected the lower end of each slice's interval to reach gate.min_slice_accuracy={config.min_slice_accuracy}, got less "
+        f"in {named}{more}; add pairs of this kind, or lower it knowingly."
     )
 
 

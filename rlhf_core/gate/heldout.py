@@ -1,0 +1,110 @@
+"""The held-out pairs with their texts, and all that their scores tell without asking a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.config import GateConfig
+from rlhf_core.data.judge import JUDGES
+from rlhf_core.gate.calibration import calibrate, fit_temperature
+from rlhf_core.gate.clusters import cluster_codes
+from rlhf_core.gate.correlation import against_judge, length_bias
+from rlhf_core.gate.pairs import Pairs, summarize
+from rlhf_core.gate.slices import slice_accuracies, worst_slice
+
+# Keys of gate.json whose value is null where nothing was measured.
+MEASURED = (
+    *("accuracy", "low", "high", "ties", "n", "prompts", "design_effect", "n_effective"),
+    *("worst_slice", "calibration", "length", "probes", "incumbent", "judge", "ensemble"),
+)
+
+
+@dataclass(frozen=True)
+class Heldout:
+    """The pairs of one split: arrays, their rows of the use preference, and the members' standard deviations of their scores, [N] each."""
+
+    pairs: Pairs
+    rows: list[dict]
+    chosen_std: np.ndarray
+    rejected_std: np.ndarray
+
+
+def measure_scores(test: Heldout, validation_margins: np.ndarray, config: GateConfig) -> dict[str, Any]:
+    """All that the stored scores tell.
+
+    Args:
+        validation_margins: of the pairs that the temperature is fitted on.
+    """
+    pairs, confidence = test.pairs, config.confidence
+    gate = {**nothing_measured(config), **summarize(pairs, confidence)}
+    sources = sorted(set(pairs.sources.tolist()))
+    by_source = {s: summarize(pairs.select(pairs.sources == s), confidence) for s in sources}
+    gate["by_source"] = {s: {k: m[k] for k in ("accuracy", "low", "high", "ties", "n")} for s, m in by_source.items()}
+    if not len(pairs):
+        return gate
+    slices = slice_accuracies(pairs, config.slices, confidence=confidence, min_pairs=config.min_slice_pairs)
+    temperature = fit_temperature(validation_margins)
+    before = calibrate(pairs.margins, pairs.points, pairs.clusters, confidence)
+    calibrated = before if temperature is None else calibrate(pairs.margins / temperature, pairs.points, pairs.clusters, confidence)
+    gate |= {
+        "slices": slices,
+        "worst_slice": worst_slice(slices),
+        "calibration": {
+            "temperature": temperature,
+            "temperature_pairs": len(validation_margins),
+            "before": before,
+            "after": calibrated,
+        },
+        "length": measure_length(test, confidence),
+    }
+    return gate
+
+
+def distinct_responses(test: Heldout) -> tuple[list[tuple[list, str]], np.ndarray]:
+    """Each response once, as conversation and text, and its position among all of chosen, then all of rejected."""
+    texts = [row[side] for side in ("chosen", "rejected") for row in test.rows]
+    prompts = np.tile(test.pairs.prompts, 2)
+    first = {key: i for i, key in reversed(list(enumerate(zip(prompts, texts, strict=True))))}
+    positions = np.array(sorted(first.values()))
+    messages = [row["messages"] for row in test.rows]
+    return [(messages[i % len(messages)], texts[i]) for i in positions], positions
+
+
+def measure_length(test: Heldout, confidence: float) -> dict[str, Any]:
+    pairs = test.pairs
+    _, which = distinct_responses(test)
+    scores, tokens = np.concatenate([pairs.chosen, pairs.rejected]), np.concatenate([pairs.chosen_tokens, pairs.rejected_tokens])
+    return length_bias(pairs, scores[which], tokens[which], np.tile(pairs.clusters, 2)[which], confidence)
+
+
+def measure_ensemble(test: Heldout) -> dict[str, float | None]:
+    """How far members disagree, and whether more so where they are wrong."""
+    of_pair = (test.chosen_std + test.rejected_std) / 2
+    right = test.pairs.points == 1
+
+    def mean(values: np.ndarray) -> float | None:
+        return float(values.mean()) if len(values) else None
+
+    return {"disagreement": mean(of_pair), "disagreement_right": mean(of_pair[right]), "disagreement_wrong": mean(of_pair[~right])}
+
+
+def measure_judge(test: Heldout, kinds: dict[str, str], confidence: float) -> dict[str, Any] | None:
+    """The reward against the judge, on responses to prompts of sources that have one; None where none has."""
+    responses, which = distinct_responses(test)
+    sources = np.tile(test.pairs.sources, 2)[which]
+    known = np.array([kinds.get(source) in JUDGES for source in sources])
+    if not known.any():
+        return None
+    judged = [JUDGES[kinds[source]](messages, text) for (messages, text), source, has in zip(responses, sources, known, strict=True) if has]
+    met = np.array([np.mean([j.correct, j.polite, j.brief, j.safe]) for j in judged])
+    scores = np.concatenate([test.pairs.chosen, test.pairs.rejected])[which][known]
+    return against_judge(scores, met, cluster_codes(np.tile(test.pairs.prompts, 2)[which][known]), confidence)
+
+
+def nothing_measured(config: GateConfig) -> dict[str, Any]:
+    """gate.json before anything is measured; all its keys but needed, passed and message."""
+    empty = {"checks": [], "by_source": {}, "slices": [], "external": []}
+    return {**dict.fromkeys(MEASURED), **empty, "threshold": config.min_accuracy, "confidence": config.confidence}
