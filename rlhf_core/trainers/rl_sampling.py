@@ -51,10 +51,13 @@ def draw(workers: Workers, prompts: PromptStream, rl: RlConfig, *, step: int, pr
         baseline = {name: scores.repeat_interleave(rl.group_size) for name, scores in components.items()}
         clock.lap("baseline")
     further = measured.means()
-    for scorer in rl.reward.scorers:
-        if scorer.members > 1:
-            metrics[f"{DISAGREEMENT}_{scorer.name}"] = further.pop(f"{scorer.name}.{DISAGREEMENT}", math.nan)
-    return Drawn(scored, baseline, position, metrics, further)
+    return Drawn(scored, baseline, position, metrics | take_disagreements(further, rl), further)
+
+
+def take_disagreements(measured: dict[str, float], rl: RlConfig) -> Metrics:
+    """How far the members of each scorer that is an ensemble disagree, taken out of what scorers measured: it has a column of its own."""
+    ensembles = [s.name for s in rl.reward.scorers if s.members > 1]
+    return {f"{DISAGREEMENT}_{name}": measured.pop(f"{name}.{DISAGREEMENT}", math.nan) for name in ensembles}
 
 
 def select_groups(draw_groups: Callable[[int, int, int], list[Group]], rl: RlConfig, *, start: int) -> tuple[list[Group], int, Metrics]:

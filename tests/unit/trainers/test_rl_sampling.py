@@ -8,7 +8,8 @@ import pytest
 from tiny_models import tiny_params
 
 from rlhf_core.config import RlConfig
-from rlhf_core.trainers.rl_sampling import is_informative, select_groups
+from rlhf_core.trainers.rl_metrics import curve_columns
+from rlhf_core.trainers.rl_sampling import is_informative, select_groups, take_disagreements
 from rlhf_core.types import Prompt, Rollout, ScoredRollout
 
 NAN = math.nan
@@ -84,3 +85,12 @@ def test_without_dynamic_sampling_every_group_is_taken_as_it_comes():
     groups, position, metrics = select_groups(source, config(enabled=False), start=8)
     assert source.asked == [(8, 4, 0)] and numbers(groups) == [8, 9, 10, 11]
     assert (position, metrics) == (12, {})
+
+
+def test_the_disagreement_of_an_ensemble_has_a_column_and_a_scorers_own_figures_stay():
+    ensemble = {"name": "both", "kind": "reward_model", "path": "x", "members": 2, "weight": 1.0, "normalization": "none"}
+    mine = {"name": "mine", "kind": "function", "path": "f.py:f", "weight": 0.0, "normalization": "none"}
+    rl = tiny_params(**{"rl.reward.scorers": [ensemble, mine]}).rl
+    measured = {"both.disagreement": 0.25, "mine.disagreement": 3.0}
+    assert take_disagreements(measured, rl) == {"disagreement_both": 0.25} and measured == {"mine.disagreement": 3.0}
+    assert math.isnan(take_disagreements({}, rl)["disagreement_both"]) and "disagreement_both" in curve_columns(rl)
