@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flows.registry import read_registry
 from flows.results import Read, content, find_commit, known_runs, read_results, show
 from flows.stages import up_to_date
 from rlhf_core.config import read_yaml_text
@@ -32,18 +33,29 @@ def pin_baselines(root: Path, workspace: Path) -> None:
     finished last.
 
     Raises:
-        ConfigError: a run's results can't be read.
+        ConfigError: a run's results or the registry can't be read.
     """
     path = workspace / BASELINES
     if not path.is_file() or up_to_date(workspace):  # a run from before there were baselines has no such file, and needs none
         return
     pinned = json.loads(path.read_text(encoding="utf-8"))
     own = whole_run("the run before, in this folder", partial(content, workspace))
+    if own is None and any(pinned.values()):
+        return
     others = _other_runs(root, workspace.name) if workspace.resolve() != root.resolve() else iter(())
-    previous = own or pinned["previous"] or next(others, None)
-    text = json.dumps({**pinned, "previous": previous}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    found = {"previous": own or next(others, None), "promoted": _promoted(root)}
+    text = json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     if text != path.read_text(encoding="utf-8"):
         path.write_text(text, encoding="utf-8")
+
+
+def _promoted(root: Path) -> Baseline | None:
+    """The run of the promoted policy or, where there is none, of the promoted reward model."""
+    for artifact in ("policy", "reward-model"):
+        current = read_registry(root, artifact).current
+        if current is not None:
+            return whole_run(f"{artifact} {current.version}", partial(show, root, current.commit))
+    return None
 
 
 def _other_runs(root: Path, name: str) -> Iterator[Baseline]:

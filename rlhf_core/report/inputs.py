@@ -54,6 +54,7 @@ class ReportInputs:
     None is what a chain that stopped early has not made; without `stopped` nothing is.
 
     params: the sections of params.yaml that shaped the result, section -> values.
+    written_params: the same as params.yaml has them, without what is left to defaults, as dvc.lock keeps those of other runs.
     files: path -> sha256 of every file that the report is made from.
     outs: path -> md5 of the data and models, as dvc.lock has them.
     packages: name -> version.
@@ -63,6 +64,7 @@ class ReportInputs:
 
     title: str
     params: Tree
+    written_params: Tree
     files: Mapping[str, str]
     outs: Mapping[str, str]
     packages: Mapping[str, str]

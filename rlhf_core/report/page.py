@@ -133,7 +133,7 @@ def render(inputs: ReportInputs) -> str:
 def changes(which: str, baseline: Results, inputs: ReportInputs) -> dict[str, Any]:
     """This run against an earlier one. which: previous or promoted."""
     metrics = {"train_sft": inputs.sft, "gate_reward": inputs.gate, "evaluate": inputs.evaluation}
-    own = Results("this run", inputs.params, inputs.outs, {stage: tree for stage, tree in metrics.items() if tree is not None})
+    own = Results("this run", inputs.written_params, inputs.outs, {stage: tree for stage, tree in metrics.items() if tree is not None})
     rows = figures_that_count(baseline, own)
     return {
         "which": which,

@@ -11,6 +11,7 @@ import pytest
 from report_workspace import edit_metrics, make_workspace
 
 from flows.baselines import BASELINES, pin_baselines
+from flows.registry import add_version, promote
 from rlhf_core.config import apply_overrides, load_params
 
 FILES = ("metrics/evaluate.json", "metrics/gate.json", "metrics/train_sft.json", "plots/train_policy.csv")
@@ -26,12 +27,22 @@ def finish(workspace: Path) -> Path:
     return workspace
 
 
+def git(folder: Path, *command: str) -> None:
+    subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e@e", *command], cwd=folder, check=True)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    git(tmp_path, "init", "-q")
+    return make_workspace(tmp_path)
+
+
 def pinned(workspace: Path) -> dict | None:
     return json.loads((workspace / BASELINES).read_text())["previous"]
 
 
-def test_the_run_before_in_the_same_folder_with_the_params_it_had(tmp_path):
-    workspace = finish(make_workspace(tmp_path))
+def test_the_run_before_in_the_same_folder_with_the_params_it_had(workspace):
+    finish(workspace)
     apply_overrides(workspace / "params.yaml", {"seed": 5})  # for the run that begins now
     pin_baselines(workspace, workspace)
     found = pinned(workspace)
@@ -40,8 +51,8 @@ def test_the_run_before_in_the_same_folder_with_the_params_it_had(tmp_path):
     assert set(found["metrics"]["gate_reward"]) == {"accuracy", "low", "high"}
 
 
-def test_a_run_that_is_taken_up_again_keeps_what_it_began_with(tmp_path):
-    workspace = finish(make_workspace(tmp_path))
+def test_a_run_that_is_taken_up_again_keeps_what_it_began_with(workspace):
+    finish(workspace)
     pin_baselines(workspace, workspace)
     before = (workspace / BASELINES).read_bytes()
     edit_metrics(workspace, "train_sft", {"heldout_loss": 0.1})  # the new run has come as far as SFT, then failed
@@ -49,8 +60,7 @@ def test_a_run_that_is_taken_up_again_keeps_what_it_began_with(tmp_path):
     assert (workspace / BASELINES).read_bytes() == before
 
 
-def test_nothing_before_is_nothing(tmp_path):
-    workspace = make_workspace(tmp_path)
+def test_nothing_before_is_nothing(workspace):
     pin_baselines(workspace, workspace)
     assert pinned(workspace) is None
 
@@ -58,10 +68,25 @@ def test_nothing_before_is_nothing(tmp_path):
 @pytest.mark.parametrize(("name", "found"), [("new", "run/old"), ("old", None)])
 def test_the_first_run_of_a_worktree_is_held_against_the_one_finished_last(tmp_path, name, found):
     root = finish(make_workspace(tmp_path / "root"))
-    git = ["git", "-c", "user.name=n", "-c", "user.email=e@e"]
-    for command in (["init", "-q", "-b", "run/old"], ["add", "params.yaml", "dvc.lock", "metrics", "plots"], ["commit", "-qm", "Results"]):
-        subprocess.run([*git, *command], cwd=root, check=True)
+    git(root, "init", "-q", "-b", "run/old")
+    git(root, "add", "params.yaml", "dvc.lock", "metrics", "plots")
+    git(root, "commit", "-qm", "Results")
     workspace = make_workspace(root / "runs" / name)
     pin_baselines(root, workspace)
     previous = pinned(workspace)
     assert (previous and previous["name"].split(" ")[0]) == found
+
+
+def test_the_run_of_the_promoted_policy(tmp_path):
+    root = finish(make_workspace(tmp_path / "root"))
+    git(root, "init", "-q")
+    git(root, "add", "params.yaml", "dvc.lock", "metrics", "plots")
+    git(root, "commit", "-qm", "Results")
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+    version = add_version(root, "policy", {"md5": "m.dir", "gate": None, "run": "old", "commit": head})
+    promote(root, "policy", version.version, by="me", reason="it is better")
+    edit_metrics(root, "train_sft", {"heldout_loss": 0.1})  # what is here now is no whole run, and nothing was pinned
+    pin_baselines(root, root)
+    found = json.loads((root / BASELINES).read_text())
+    assert found["previous"] is None and found["promoted"]["name"] == f"policy {version.version}"
+    assert found["promoted"]["metrics"]["train_sft"]["heldout_loss"] == 0.460661

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_workspace import HOSTILE, REMOVED, edit_metrics, evaluation, gate, make_workspace, run_report, validation
 
-from rlhf_core.config import apply_overrides, load_params
+from rlhf_core.config import STAGE_SECTIONS, apply_overrides, load_params, read_yaml
 from rlhf_core.report.canvas import MAX_POINTS, thin
 from rlhf_core.report.inputs import ReportInputError
 from rlhf_core.report.page import answer, expectations, json_for_html, render, samples, side_by_side
@@ -341,14 +341,14 @@ def test_the_gate_shows_slices_calibration_and_the_incumbent(tmp_path, monkeypat
 
 def test_what_changed_against_the_run_before(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path)
-    params = load_params(workspace / "params.yaml").model_dump()
+    params = {s: v for s, v in read_yaml(workspace / "params.yaml").items() if s in STAGE_SECTIONS["report"]}
     figures = {"train_sft": {"heldout_loss": 0.5}, "gate_reward": {"accuracy": 0.8, "low": 0.78, "high": 0.82}}
     before = {"name": "run/<b>", "params": params | {"seed": 7}, "outs": {"models/sft": "m1"}, "metrics": figures}
     (workspace / "baselines.json").write_text(json.dumps({"previous": before, "promoted": None}))
     page = render_in(workspace, monkeypatch)
     part = page[page.index('<section id="changes">') : page.index('<section id="samples">')]
     assert "Against the previous run: run/&lt;b&gt;" in part and part.count("<h3>") == 1
-    assert '<th scope="row">seed</th><td><code>7</code></td><td><code>0</code></td>' in part
+    assert '<th scope="row">seed</th><td><code>7</code></td><td><code>0</code></td>' in part and "data.sources" not in part
     # 2,453 of 2,812 is 87.2%, so 7.2 points more, clearly.
     assert '<td class="n change good">+7.2</td>' in part
     assert "One of the runs has no evaluation" in part
