@@ -102,7 +102,6 @@ def start_from_registry(root: Path, workspace: Path, version: str | None) -> Pat
     found = read_registry(root, "policy")
     chosen = found.get(version)
     folder = PROMOTED / f"policy-{chosen.version}"
-    (workspace / PROMOTED).mkdir(parents=True, exist_ok=True)
     fetch(root, found, chosen.version, workspace / folder)
     return folder
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ from small_workspace import environment, git
 
 from flows import registry
 from flows.pins import check_not_rolled_back, pin_registry, prepare_run, promoted_version, start_from_registry
+from flows.promote import main
 from flows.registry import add_version, read_registry
 from flows.versions import fetch
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params
@@ -45,14 +48,17 @@ def project(made: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def promote(folder: Path, command: str, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    full = [sys.executable, "-m", "flows.promote", command, NAME, *arguments]
-    return subprocess.run(full, cwd=folder, env=environment(**extra), capture_output=True, text=True, timeout=120, check=False)
+def promote(folder: Path, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line, in this process: most of it would be the start of Python."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([command, NAME, *arguments])
+    return subprocess.CompletedProcess([command, *arguments], code, out.getvalue(), err.getvalue())
 
 
-def refused(folder: Path, command: str, *arguments: str, **extra: str) -> str:
-    done = promote(folder, command, *arguments, **extra)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
+def refused(folder: Path, command: str, *arguments: str) -> str:
+    done = promote(folder, command, *arguments)
+    assert done.returncode == 2, done.stdout
     return done.stderr
 
 
@@ -67,14 +73,15 @@ def seen_by_others(project: Path) -> tuple[list[str], str]:
     return versions, commit_id
 
 
-def test_promoted_rolled_back_and_told_without_a_git_identity(project):
-    """In one second's tags too, and read alike by GTO and DVC."""
-    nobody = without_identity(project.parent)
-    assert "got no --by and no git identity" in refused(project, "promote", "v1.0.0", "--reason", "first", **nobody)
+def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypatch):
+    """Read alike by GTO and DVC."""
+    for name, value in without_identity(project.parent).items():
+        monkeypatch.setenv(name, value)
+    assert "got no --by and no git identity" in refused(project, "promote", "v1.0.0", "--reason", "first")
     for version in ("v1.0.0", "v2.0.0"):
-        assert promote(project, "promote", version, "--reason", f"use {version}", "--by", "Ann", **nobody).returncode == 0
+        assert promote(project, "promote", version, "--reason", f"use {version}", "--by", "Ann").returncode == 0
     assert seen_by_others(project) == (["v2.0.0"], read_registry(project, NAME).versions["v2.0.0"].commit)
-    back = promote(project, "rollback", "--reason", "curt answers", "--by", "Ben", **nobody)
+    back = promote(project, "rollback", "--reason", "curt answers", "--by", "Ben")
     assert "Ben took v2.0.0 back; v1.0.0 is used from now on. Why: curt answers" in back.stdout
     found = read_registry(project, NAME)
     assert [found.state(v) for v in found.versions] == ["promoted", "rolled back"]
@@ -96,9 +103,9 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project):
         check_not_rolled_back(project, later, [scorer])
 
     assert "got one that was, by Ben: curt answers; to promote it all the same" in refused(
-        project, "promote", "v2.0.0", "--reason", "again"
+        project, "promote", "v2.0.0", "--reason", "again", "--by", "Ann"
     )
-    assert "nothing is to do" in refused(project, "promote", "v1.0.0", "--reason", "again")
+    assert "nothing is to do" in refused(project, "promote", "v1.0.0", "--reason", "again", "--by", "Ann")
     kept = promote(project, "promote", "v2.0.0", "--reason", "users asked", "--override", "a demonstration", "--by", "Ann")
     assert "Override: a demonstration" in kept.stdout
     prepare_run(project, "later", {})
