@@ -11,7 +11,7 @@ be_quiet()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Files that take minutes, the longest first: workers take files in this order, and none is left alone with one at the end.
-LONGEST_FIRST = ("test_chain.py", "test_iterative_dpo.py", "test_rl_options.py", "test_flow.py", "test_real_data.py", "test_resume.py")
+LONGEST_FIRST = ("test_chain.py", "test_flow.py", "test_iterative_dpo.py", "test_rl_options.py", "test_real_data.py", "test_resume.py")
 
 
 def pytest_collection_modifyitems(items):
