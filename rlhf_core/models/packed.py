@@ -54,7 +54,7 @@ class Layout:
         return sum(block.rows * block.width for block in self.blocks)
 
 
-def can_pack(trunk: nn.Module) -> bool:  # dbg
+def can_pack(trunk: nn.Module) -> bool:
     """Whether `packed_states` computes what this trunk would: a plain Llama, float32, on a CPU, whole weights, no adapters."""
     if type(trunk) is not LlamaModel:
         return False
