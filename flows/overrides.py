@@ -67,7 +67,10 @@ def overrides_schema() -> dict[str, Any]:
         "title": "Overrides",
         "description": 'Dotted keys of params.yaml and their values, for example {"rl.algorithm": "grpo"}.',
         "properties": keys,
-        "patternProperties": {r"^(data\.sources|(rl\.reward|rejection_sampling|iterative)\.scorers)\.\d+\.": {}},
+        "patternProperties": {
+            r"^(data\.sources|(rl\.reward|rejection_sampling|iterative)\.scorers)\.\d+\.": {},
+            r"^rl\.monitor\.\w+(\.|$)": {},
+        },
         "additionalProperties": False,
     }
 

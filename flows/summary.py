@@ -44,7 +44,9 @@ def _gate(m: dict[str, Any]) -> str:
 def _policy(m: dict[str, Any]) -> str:
     """By method: RL and rejection sampling have a score, DPO an accuracy, the others a loss."""
     if m["method"] == "rl":
-        return f"{m['algorithm']}: score {m['score_first_step']:.2f} -> {m['score_mean']:.2f}, KL {m['kl_mean']:.2f}"
+        stopped = m["monitor"]["stopped"]
+        ended = f", ended at step {stopped['step']} by the limit {stopped['limit']}" if stopped else ""
+        return f"{m['algorithm']}: score {m['score_first_step']:.2f} -> {m['score_mean']:.2f}, KL {m['kl_mean']:.2f}{ended}"
     if "heldout_accuracy" in m:
         return f"{m['method']}: held-out accuracy {m['heldout_accuracy']:.3f}"
     return f"{m['method']}: held-out loss {m['heldout_loss']:.3f}"

@@ -319,6 +319,12 @@ class KlConfig(Section):
     target: float | None = Field(gt=0)
     horizon: int = Field(gt=0)
     refresh_reference_every: int | None = Field(gt=0)
+    measure: bool
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the divergence is known: it is penalised, or at least measured."""
+        return self.coef > 0 or self.measure
 
     @model_validator(mode="after")
     def _k1_has_no_useful_gradient(self):
@@ -330,7 +336,7 @@ class KlConfig(Section):
     def _nothing_without_a_coefficient(self):
         for name, value in (("target", self.target), ("refresh_reference_every", self.refresh_reference_every)):
             if self.coef == 0 and value is not None:
-                raise ValueError(f"{name}: expected null with coef 0, which turns the reference off, got {value}; raise coef or remove it")
+                raise ValueError(f"{name}: expected null with coef 0, got {value}; raise coef or remove it")
         return self
 
 
@@ -469,6 +475,33 @@ class RolloutConfig(Section):
         return self
 
 
+LimitAction = Literal["warn", "stop", "rollback"]
+
+
+class LimitConfig(Section):
+    """A column of RL's curves, when it is past its limit (one of above, below, fall), and what happens then (docs/monitors.md).
+
+    fall: share of its highest value so far by which it has fallen. window: steps over which it is averaged.
+    patience: steps in a row that must be past the limit. from_step: the first step that counts.
+    """
+
+    metric: str
+    above: float | None = None
+    below: float | None = None
+    fall: float | None = Field(default=None, gt=0)
+    window: int = Field(default=1, gt=0)
+    patience: int = Field(default=1, gt=0)
+    from_step: int = Field(default=1, gt=0)
+    action: LimitAction
+
+    @model_validator(mode="after")
+    def _one_limit(self):
+        given = {name: value for name in ("above", "below", "fall") if (value := getattr(self, name)) is not None}
+        if len(given) != 1:
+            raise ValueError(f"limit: expected exactly one of above, below and fall, got {given or 'none'}; split it or add one")
+        return self
+
+
 class TrainerConfig(Section):
     ranks: int = Field(ge=1)
     gpus_per_rank: float = Field(gt=0)
@@ -519,6 +552,7 @@ class RlConfig(Section):
     prompt_weights: dict[str, float]
     rollout: RolloutConfig
     evaluation: PeriodicEvaluationConfig
+    monitor: dict[str, LimitConfig | None]
     trainer: TrainerConfig
     checkpoint_every: int = Field(gt=0)
     deadlines: DeadlineConfig
@@ -531,6 +565,16 @@ class RlConfig(Section):
     def rollout_batch_size(self) -> int:
         """Prompts per step."""
         return self.samples_per_step // self.group_size
+
+    @property
+    def limits(self) -> dict[str, LimitConfig]:
+        """Those of `monitor` that are not switched off."""
+        return {name: limit for name, limit in self.monitor.items() if limit is not None}
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best policy so far is put aside: to be the result, or to have something to roll back to."""
+        return self.evaluation.keep_best or any(limit.action == "rollback" for limit in self.limits.values())
 
     @property
     def aggregation(self) -> str:
@@ -598,6 +642,53 @@ class RlConfig(Section):
                 f"prompt_weights: expected weights above 0, got {self.prompt_weights}; leave a source out of data.sources instead"
             )
         return self
+
+    @model_validator(mode="after")
+    def _limits_watch_what_is_measured(self):
+        known = [column for column in curve_columns(self) if column not in ("step", "scorer_metrics")]
+        for name, limit in self.limits.items():
+            key = f"monitor.{name}"
+            if limit.metric not in known:
+                raise ValueError(f"{key}.metric: expected a column of the curves, one of {known}, got {limit.metric!r}; correct it")
+            if limit.metric in KL_COLUMNS and not self.kl.keeps_reference:
+                raise ValueError(
+                    f"{key}.metric: expected one that is measured, got {limit.metric} with kl.coef 0 and kl.measure false; set kl.measure "
+                    f"to true or {key} to null"
+                )
+            if limit.action == "rollback" and self.evaluation.every is None:
+                raise ValueError(
+                    f"{key}.action: expected evaluation.every with rollback, got null; without an evaluation nothing says which policy was "
+                    "the best"
+                )
+        return self
+
+
+# Of the curves of RL: what needs a reference, and what every step's update says.
+KL_COLUMNS = ("kl_mean", "kl_token_mean", "kl_token_min", "kl_token_max", "frontier_gap")
+_BATCH_COLUMNS = (
+    *("score_mean", "score_std", "reward_mean", "kl_mean", "kl_coef", "entropy", "response_length", "cut_off_fraction"),
+    *("kl_token_mean", "kl_token_min", "kl_token_max", "frontier_gap"),
+    *("reward_length_correlation", "repetition", "distinct_1", "distinct_2", "unscored_fraction"),
+)
+_UPDATE_COLUMNS = (
+    *("policy_loss", "value_loss", "clip_frac", "approx_kl", "policy_ratio_min", "policy_ratio_max"),
+    *("grad_norm", "critic_grad_norm", "stopped_early", "explained_variance", "advantage_zero_fraction", "logprob_difference"),
+    *("mismatch_mean", "mismatch_max", "mismatch_kl", "ratio_mean", "corrected_fraction"),
+)
+
+
+def curve_columns(rl: RlConfig) -> tuple[str, ...]:
+    """Of plots/train_policy.csv. They follow from the configuration alone, so that a resumed run goes on with the same ones."""
+    names = [s.name for s in rl.reward.scorers]
+    columns = ["step", *_BATCH_COLUMNS, *(f"score_{n}" for n in names), *(f"failed_{n}" for n in names)]
+    columns += [f"{kind}_{s.name}" for s in rl.reward.scorers if not s.weight for kind in ("gap", "agreement")]
+    columns += [f"disagreement_{s.name}" for s in rl.reward.scorers if s.members > 1]
+    columns += _UPDATE_COLUMNS
+    columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
+    columns += ["dynamic_rounds", "dropped_groups"] * rl.dynamic_sampling.enabled
+    columns += ["eval_score", *(f"eval_{n}" for n in names)] * (rl.evaluation.every is not None)
+    columns += ["scorer_metrics"] * any(s.kind == "function" for s in rl.reward.scorers)
+    return tuple(columns)
 
 
 PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo", "apo_zero", "apo_down"]

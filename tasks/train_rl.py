@@ -141,7 +141,7 @@ def with_absolute_paths(rl: RlConfig) -> RlConfig:
 
 
 def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
-    """Means over the last steps, the largest log-probability difference of the whole run, and the step that was kept as the best."""
+    """Means over the last steps, the largest log-probability difference of all, what the monitor found, and the step that was kept."""
     import pandas as pd
 
     rows = pd.read_csv(work / "curves.csv")
@@ -155,6 +155,7 @@ def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
         "steps": len(rows),
         "score_first_step": float(rows["score_mean"].iloc[0]),
         "logprob_difference_max": float(rows["logprob_difference"].max()),
+        "monitor": read_json(work / "monitor.json"),
         **({f"best_{name}": value for name, value in read_json(work / "best.json").items()} if rl.evaluation.keep_best else {}),
     }
 

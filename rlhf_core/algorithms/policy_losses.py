@@ -32,7 +32,7 @@ def ppo_clip(
         and ranks and divided by the step's token count:
         clip_frac_sum: tokens on which a clipping holds, so that they have no gradient;
         approx_kl_sum: of ratio - 1 - log ratio, which estimates KL(old || current) and is never negative;
-        ratio_max: the largest ratio (0 without tokens).
+        ratio_max, ratio_min: the largest and the smallest ratio (0 and infinity without tokens).
     """
     logprobs, log_ratio, advantages = _kept(logprobs, old_logprobs, advantages, response_mask)
     ratio = log_ratio.exp()
@@ -63,7 +63,7 @@ def gspo(
     so that the sequence_mean of `aggregate` gives the mean over responses, and its gradient; other modes weigh long responses more.
 
     Arguments and result as of `ppo_clip`, with the tokens of the responses that are held in clip_frac_sum, the tokens' own ratios in
-    approx_kl_sum and the largest s in ratio_max.
+    approx_kl_sum and the extremes of s in ratio_max and ratio_min.
     """
     logprobs, log_ratio, advantages = _kept(logprobs, old_logprobs, advantages, response_mask)
     lengths = response_mask.sum(1, keepdim=True).clamp(min=1)
@@ -112,6 +112,7 @@ def _statistics(log_ratio: torch.Tensor, ratio: torch.Tensor, held: torch.Tensor
         "clip_frac_sum": held.sum().to(ratio.dtype),
         "approx_kl_sum": (torch.expm1(log_ratio) - log_ratio).sum(),
         "ratio_max": ratio.where(response_mask, 0.0).amax(),
+        "ratio_min": ratio.where(response_mask, torch.inf).amin(),
     }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import signal
 import sys
@@ -14,7 +15,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf_core.config import RlConfig
+from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.quiet import be_quiet, show_own_log
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.credit import RewardNormalizer, assign_credit
@@ -28,10 +29,10 @@ from rlhf_core.trainers.rl_metrics import (
     batch_metrics,
     check_logprobs,
     check_scored,
-    curve_columns,
     evaluation_metrics,
     progress_line,
 )
+from rlhf_core.trainers.rl_monitor import Finding, holds, observe
 from rlhf_core.trainers.rl_sampling import draw, greedy_components
 from rlhf_core.trainers.rl_state import Best, Progress
 from rlhf_core.trainers.rl_workers import Workers, plan_update
@@ -51,7 +52,7 @@ def main() -> int:
     try:
         with Workers(job) as workers:
             progress = train(job, workers, stop)
-            finished = progress.step == job.rl.steps
+            finished = progress.finished(job.rl)
             if finished:
                 export(job, workers, progress)
     except (LogprobMismatch, TooManyUnscored, ValueError) as error:
@@ -61,7 +62,7 @@ def main() -> int:
 
 
 def train(job: RlJob, workers: Workers, stop: threading.Event) -> Progress:
-    """Every step from the last checkpoint to the end, or until a signal stops it; then the state is saved."""
+    """Every step from the last checkpoint to the end, or until a limit or a signal stops it; on a signal the state is saved."""
     rl = job.rl
     prompts = PromptStream(read_prompts(job, "train"), rl.prompt_weights, seed=job.seed)
     validation = evaluation_prompts(job)
@@ -75,7 +76,7 @@ def train(job: RlJob, workers: Workers, stop: threading.Event) -> Progress:
         progress = begin(workers, prompts, validation, normalizer, rl)
     curves = open_curves(job, first_step=progress.step + 1)
     stopping = False
-    while progress.step < rl.steps and not stopping:
+    while not progress.finished(rl) and not stopping:
         clock, step, kl_coef = Clock(), progress.step, progress.kl_coef
         drawn = draw(workers, prompts, rl, step=step, prompts_drawn=progress.prompts_drawn, clock=clock)
         outputs = workers.forward([s.rollout for s in drawn.scored])
@@ -106,9 +107,10 @@ def train(job: RlJob, workers: Workers, stop: threading.Event) -> Progress:
         progress = progress.after_step(rl, kl=row["kl_mean"], prompts_drawn=drawn.prompts_drawn)
         if rl.kl.refresh_reference_every and progress.step % rl.kl.refresh_reference_every == 0:
             workers.refresh_reference()
-        if is_due(rl.evaluation.every, progress.step, rl):
-            progress, evaluated = evaluate(workers, validation, progress, rl)
-            row |= evaluated
+        evaluated = evaluate(workers, validation, rl) if is_due(rl.evaluation.every, progress.step, rl) else {}
+        monitor, further, found = observe(rl, progress.monitor, row | evaluated, batch)
+        row |= evaluated | further
+        progress = keep_if_best(workers, replace(progress, monitor=monitor), evaluated, rl)
         clock.lap("evaluate")
         stopping = stop.is_set()
         if stopping or is_due(rl.checkpoint_every, progress.step, rl):
@@ -116,6 +118,7 @@ def train(job: RlJob, workers: Workers, stop: threading.Event) -> Progress:
         clock.lap("checkpoint")
         curves.log(row, clock.timings(samples=rl.samples_per_step), drawn.scorer_metrics)
         log.info("%s", progress_line(row, rl, clock))
+        tell(found, rl)
     curves.close()
     return progress
 
@@ -123,9 +126,16 @@ def train(job: RlJob, workers: Workers, stop: threading.Event) -> Progress:
 def warn(rl: RlConfig) -> None:
     if rl.kl.coef == 0:
         log.warning(
-            "rl: kl.coef is 0: nothing holds the policy near the SFT model, so it will follow the reward wherever it is wrong; no "
-            "reference is kept, and kl_mean is 0 in the curves whatever happens"
+            "rl: kl.coef is 0: nothing holds the policy near the SFT model, so it will follow the reward wherever it is wrong%s",
+            "" if rl.kl.measure else "; no reference is kept, and kl_mean is 0 in the curves whatever happens",
         )
+
+
+def tell(found: list[Finding], rl: RlConfig) -> None:
+    """What was found in a step, and what follows from it."""
+    for finding in found:
+        follows = {"warn": "training goes on", "stop": "training ends here", "rollback": f"back to the best by {rl.evaluation.metric}"}
+        log.warning("rl: %s; %s", finding.message, follows[finding.action])
 
 
 def begin(workers: Workers, prompts: PromptStream, validation: list[Prompt], normalizer: RewardNormalizer, rl: RlConfig) -> Progress:
@@ -135,31 +145,43 @@ def begin(workers: Workers, prompts: PromptStream, validation: list[Prompt], nor
         normalizer.calibrate(components_of(workers.score(rollouts)))
     progress = Progress.start(rl)
     if rl.evaluation.every:
-        progress, evaluated = evaluate(workers, validation, progress, rl)
+        evaluated = evaluate(workers, validation, rl)
+        progress = keep_if_best(workers, progress, evaluated, rl)
         log.info("rl: before training  %s", "  ".join(f"{name} {value:.3f}" for name, value in evaluated.items()))
     return progress
 
 
-def evaluate(workers: Workers, prompts: list[Prompt], progress: Progress, rl: RlConfig) -> tuple[Progress, Metrics]:
-    """Score the policy's greedy responses, and with rl.evaluation.keep_best put it aside if it is the best so far."""
-    metrics = evaluation_metrics(greedy_components(workers, prompts), rl.reward)
-    value = metrics[f"eval_{rl.evaluation.metric}"]
-    if rl.evaluation.keep_best and progress.improves(value):
-        workers.store.keep_best(workers.export)
-        progress = replace(progress, best=Best(progress.step, value))
-    return progress, metrics
+def evaluate(workers: Workers, prompts: list[Prompt], rl: RlConfig) -> Metrics:
+    """Scores of the policy's greedy responses."""
+    return evaluation_metrics(greedy_components(workers, prompts), rl.reward)
+
+
+def keep_if_best(workers: Workers, progress: Progress, evaluated: Metrics, rl: RlConfig) -> Progress:
+    """Put the policy of now aside if it was evaluated, is the best so far, and passes no limit that ends the run."""
+    value = evaluated.get(f"eval_{rl.evaluation.metric}", math.nan)
+    if not (rl.keeps_best and progress.improves(value) and holds(rl, progress.monitor)):
+        return progress
+    workers.store.keep_best(workers.export)
+    return replace(progress, best=Best(progress.step, value))
 
 
 def export(job: RlJob, workers: Workers, progress: Progress) -> None:
-    """The policy of the last step, or with rl.evaluation.keep_best the best one that could be evaluated, which best.json then names."""
-    best = progress.best
-    if best is None:
+    """The policy of the last step; or the best that could be evaluated, with rl.evaluation.keep_best or where a limit rolled back.
+
+    best.json and monitor.json in the job's folder say which one it is and why.
+    """
+    best, stopped = progress.best, progress.monitor.stopped
+    keep_best = job.rl.evaluation.keep_best
+    chosen = best if keep_best or (stopped is not None and stopped.action == "rollback") else None
+    if chosen is None:
         workers.export(Path(job.output))
     else:
         shutil.copytree(workers.store.best_policy, job.output, dirs_exist_ok=True)
-    if job.rl.evaluation.keep_best:
-        found = {"step": best.step, "value": best.value} if best else {"step": progress.step, "value": None}
-        (Path(job.work) / "best.json").write_text(json.dumps({**found, "metric": job.rl.evaluation.metric}))
+    step = progress.step if chosen is None else chosen.step
+    if keep_best:
+        found = {"step": step, "value": chosen and chosen.value, "metric": job.rl.evaluation.metric}
+        (Path(job.work) / "best.json").write_text(json.dumps(found))
+    (Path(job.work) / "monitor.json").write_text(json.dumps(progress.monitor.findings | {"chosen_step": step}))
 
 
 def trains_policy(rl: RlConfig, step: int) -> bool:

@@ -9,16 +9,13 @@ import torch
 
 from rlhf_core.config import RlConfig, ScoreConfig
 from rlhf_core.trainers.credit import weighted_score
+from rlhf_core.trainers.policy_statistics import correlation, distinct, rank_correlation, repetition, token_kl
 from rlhf_core.trainers.rl_data import Components
+from rlhf_core.trainers.rl_update import EXTREMES
 from rlhf_core.types import RolloutBatch
 
 Metrics = dict[str, float]
-
-UPDATE_COLUMNS = (
-    "policy_loss", "value_loss", "clip_frac", "approx_kl", "grad_norm", "critic_grad_norm", "stopped_early",
-    "explained_variance", "advantage_zero_fraction", "logprob_difference",
-    "mismatch_mean", "mismatch_max", "mismatch_kl", "ratio_mean", "corrected_fraction",
-)  # fmt: skip
+REPETITION_N = 3  # tokens that come again
 
 
 class LogprobMismatch(RuntimeError):
@@ -29,32 +26,27 @@ class TooManyUnscored(RuntimeError):
     """A scorer had no answer for too many responses."""
 
 
-def curve_columns(rl: RlConfig) -> tuple[str, ...]:
-    """Of the curves. They follow from the configuration alone, so that a resumed run goes on with the same ones."""
-    names = [s.name for s in rl.reward.scorers]
-    columns = ["step", "score_mean", "score_std", "reward_mean", "kl_mean", "kl_coef", "entropy", "response_length", "cut_off_fraction"]
-    columns += ["unscored_fraction", *(f"score_{n}" for n in names), *(f"failed_{n}" for n in names)]
-    columns += [f"disagreement_{s.name}" for s in rl.reward.scorers if s.members > 1]
-    columns += UPDATE_COLUMNS
-    columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
-    columns += ["dynamic_rounds", "dropped_groups"] * rl.dynamic_sampling.enabled
-    columns += ["eval_score", *(f"eval_{n}" for n in names)] * (rl.evaluation.every is not None)
-    columns += ["scorer_metrics"] * any(s.kind == "function" for s in rl.reward.scorers)
-    return tuple(columns)
-
-
 def batch_metrics(batch: RolloutBatch, config: ScoreConfig) -> Metrics:
     """Raw scores over what could be scored (finite ones); KL to the reference per sequence, in nats (k1 on the sampled tokens)."""
     scores = weighted_score(batch.components, config.scorers)
     known = scores.isfinite()
-    kl = ((batch.old_logprobs - batch.ref_logprobs) * batch.response_mask).sum(1)
+    mask = batch.response_mask
+    kl = ((batch.old_logprobs - batch.ref_logprobs) * mask).sum(1)
+    kl_mean, kl_min, kl_max = token_kl(batch.old_logprobs, batch.ref_logprobs, mask)
     return {
         "score_mean": finite_mean(scores),
         "score_std": float(scores[known].std(correction=0)),
         **{f"score_{name}": finite_mean(values) for name, values in batch.components.items()},
         **{f"failed_{name}": int((~values.isfinite()).sum()) for name, values in batch.components.items()},
+        **{f"agreement_{s.name}": rank_correlation(scores, batch.components[s.name]) for s in config.scorers if not s.weight},
         "kl_mean": float(kl.mean()),
-        "response_length": float(batch.response_mask.sum(1).float().mean()),
+        "kl_token_mean": kl_mean,
+        "kl_token_min": kl_min,
+        "kl_token_max": kl_max,
+        "response_length": float(mask.sum(1).float().mean()),
+        "reward_length_correlation": correlation(scores, mask.sum(1).float()),
+        "repetition": repetition(batch.response_ids, mask, n=REPETITION_N),
+        **{f"distinct_{n}": distinct(batch.response_ids, mask, n=n) for n in (1, 2)},
         "cut_off_fraction": float((~batch.finished).float().mean()),
         "unscored_fraction": float((~known).float().mean()),
     }
@@ -80,6 +72,7 @@ def update_metrics(sums: Metrics, *, ranks: int) -> Metrics:
     steps, tokens = sums["optimizer_steps"] / ranks, max(sums["tokens"], 1)
     found = {
         **{name: sums[f"{name}_sum"] / tokens for name in ("entropy", "clip_frac", "approx_kl") if f"{name}_sum" in sums},
+        **{name: sums[name] for name in EXTREMES if math.isfinite(sums.get(name, math.nan))},
         "stopped_early": sums["stopped_early"] / ranks,
     }
     if steps:

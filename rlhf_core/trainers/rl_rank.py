@@ -60,7 +60,7 @@ class TrainerRank:
         if job.rl.algorithm == "ppo":
             self._critic = TrainEngine(ScalarModule(self._initial_critic(how)), self._settings(job.rl.ppo.critic_learning_rate))
         self._reference = None
-        if job.rl.kl.coef and not self._adapters_off_is_the_reference:
+        if job.rl.kl.keeps_reference and not self._adapters_off_is_the_reference:
             self._reference = self._frozen(PolicyModule(load_language_model(job.sft_model, **how)))
         self._scorers = self._reward_models(how)
 
@@ -160,7 +160,7 @@ class TrainerRank:
         seen = {"old_logprobs": policy.logprobs}
         if policy.sampler_logprobs is not None:
             seen["sampler_logprobs"] = policy.sampler_logprobs
-        if self._job.rl.kl.coef:
+        if self._job.rl.kl.keeps_reference:
             seen["ref_logprobs"] = self._reference_logprobs(batch)
         if self._critic is not None:
             seen["values"] = self._critic(before(batch))

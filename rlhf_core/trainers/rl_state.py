@@ -6,13 +6,14 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rlhf_core.algorithms.kl import adaptive_kl_coef
 from rlhf_core.checkpoint import CheckpointStore
 from rlhf_core.config import RlConfig
 from rlhf_core.trainers.credit import Moments, RewardNormalizer
+from rlhf_core.trainers.rl_monitor import MonitorState
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,14 @@ class Progress:
     step: steps that are done; also the number of weight updates of the policy.
     prompts_drawn: of the prompt stream.
     kl_coef: of the next step.
+    monitor: what was watched so far, and whether that ended the run.
     """
 
     step: int
     prompts_drawn: int
     kl_coef: float
     best: Best | None
+    monitor: MonitorState = field(default_factory=MonitorState)
 
     @classmethod
     def start(cls, rl: RlConfig) -> Progress:
@@ -52,6 +55,10 @@ class Progress:
             coef = adaptive_kl_coef(coef, kl, target=rl.kl.target, horizon=rl.kl.horizon, samples=rl.samples_per_step)
         return replace(self, step=self.step + 1, prompts_drawn=prompts_drawn, kl_coef=coef)
 
+    def finished(self, rl: RlConfig) -> bool:
+        """All steps are done, or a limit ended the run."""
+        return self.step == rl.steps or self.monitor.stopped is not None
+
     def improves(self, value: float) -> bool:
         """Whether the policy of now is better than the best before; at the same value the earlier one stays."""
         return math.isfinite(value) and (self.best is None or value > self.best.value)
@@ -65,8 +72,8 @@ class Progress:
         """Sets the normaliser's moments too."""
         state = json.loads(path.read_text())
         normalizer.moments = {name: Moments(**m) for name, m in state.pop("normalizer").items()}
-        best = state.pop("best")
-        return cls(**state, best=best and Best(**best))
+        best, monitor = state.pop("best"), MonitorState.read(state.pop("monitor"))
+        return cls(**state, best=best and Best(**best), monitor=monitor)
 
 
 class RunStore:

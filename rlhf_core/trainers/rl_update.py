@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +21,9 @@ from rlhf_core.models.wrappers import TokenBatch, collate_tokens
 from rlhf_core.types import TrainBatch
 
 Totals = dict[str, float]
+
+# What is not summed over micro-batches, optimizer steps and ranks.
+EXTREMES: dict[str, Callable[[float, float], float]] = {"policy_ratio_max": max, "policy_ratio_min": min}
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,7 @@ class RlUpdate:
                 losses["grad_norm"] = self.policy.step()
             if self.critic is not None:
                 losses["critic_grad_norm"] = self.critic.step()
-            for name, value in losses.items():
-                totals[name] += value
+            gather(totals, losses)
             totals["optimizer_steps"] += 1
         return dict(totals)
 
@@ -95,8 +99,7 @@ class RlUpdate:
             totals["tokens"] += int(part.response_mask.sum())
             if self.train_policy:
                 stats = self._policy_backward(part, tokens, minibatch, counts, losses)
-                for name, value in stats.items():
-                    totals[name] += value
+                gather(totals, stats)
                 approx_kl += stats["approx_kl_sum"]
             if self.critic is not None:
                 self._critic_backward(part, tokens, minibatch, losses)
@@ -166,6 +169,8 @@ class RlUpdate:
             "entropy_sum": float(output.entropy.detach().sum()),
             "clip_frac_sum": float(stats["clip_frac_sum"]),
             "approx_kl_sum": float(stats["approx_kl_sum"]),
+            "policy_ratio_max": float(stats["ratio_max"]),
+            "policy_ratio_min": float(stats["ratio_min"]),
         }
 
     @torch.no_grad()
@@ -209,6 +214,12 @@ class RlUpdate:
             num_sequences=minibatch.num_sequences,
             horizon=self.rl.rollout.max_new_tokens,
         )
+
+
+def gather(totals: Totals, found: Totals) -> None:
+    """Add what was found to the totals, or keep the more extreme of the two."""
+    for name, value in found.items():
+        totals[name] = EXTREMES.get(name, operator.add)(totals[name], value) if name in totals else value
 
 
 def before(batch: TokenBatch) -> TokenBatch:

@@ -20,7 +20,7 @@ from rlhf_core.trainers.rl_metrics import Metrics, update_metrics
 from rlhf_core.trainers.rl_rank import TrainerRank
 from rlhf_core.trainers.rl_scoring import ScorerMetrics, Scoring
 from rlhf_core.trainers.rl_state import Progress, RunStore
-from rlhf_core.trainers.rl_update import Minibatch
+from rlhf_core.trainers.rl_update import Minibatch, Totals, gather
 from rlhf_core.types import Prompt, Rollout, ScoredRollout, TrainBatch
 
 CALIBRATION_STEP = 2**31 - 1  # a step number of its own for the seeds of the calibration samples
@@ -139,8 +139,10 @@ class Workers:
         answers = self._trainers.call(
             "update", [(plan,) for plan in plans], deadline=self._job.rl.deadlines.step, kl_coef=kl_coef, train_policy=train_policy
         )
-        names = {name for answer in answers for name in answer}
-        return update_metrics({name: sum(a.get(name, 0.0) for a in answers) for name in names}, ranks=len(answers))
+        totals: Totals = {}
+        for answer in answers:
+            gather(totals, answer)
+        return update_metrics(totals, ranks=len(answers))
 
     def refresh_reference(self) -> None:
         """The reference becomes the current policy."""

@@ -45,6 +45,7 @@ GROUPS = {
     "dynamic_sampling": {"enabled": True, "max_rounds": 3},
     "prompt_weights": {"clerk": 2.0},
     "evaluation": {"every": 3, "prompts": 16, "metric": "brief", "keep_best": True},
+    "monitor": {"always": {"metric": "entropy", "above": 0.0, "window": 3, "patience": 4, "action": "warn"}},
 }
 CRITIC = {
     "algorithm": "ppo",
@@ -84,7 +85,9 @@ def flaky(prompts, responses, labels, metadata):
 GREEDY = {
     "algorithm": "remax",
     "policy_loss": "cispo",
-    "steps": 4,
+    "steps": 60,
+    "evaluation": {"every": 2, "prompts": 16},
+    "monitor": {"always": {"metric": "response_length", "above": 0.0, "from_step": 3, "patience": 2, "action": "rollback"}},
     "lora": {"rank": 4, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear"},
     "rollout": {"stop": ["e", "a"], "min_new_tokens": 2},
     "reward": {"scorers": [{"name": "brief", "kind": "length", "target_length": 4, "weight": 1.0, "normalization": "none"}]},
@@ -171,6 +174,9 @@ def test_killed_and_run_again_it_ends_with_the_same_bits(chain, groups, tmp_path
     assert 0 < reached < 10 and f"rl: going on from the checkpoint of step {reached}" in again.printed
     for name in ("models/policy/model.safetensors", "plots/train_policy.csv", "metrics/train_policy.json"):
         assert results(workspace)[name] == results(groups.workspace)[name], name
+    # A window of three steps is full in step 3, and passed for four in step 6: counted across the kill.
+    (warning,) = again.metrics["monitor"]["warnings"]
+    assert (warning["limit"], warning["step"]) == ("always", 6) and "rl: step 6: limit always: " in groups.printed
 
 
 @pytest.fixture(scope="module")
@@ -219,4 +225,9 @@ def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapte
     assert rows["grad_norm"].gt(0).all() and rows["advantage_zero_fraction"].lt(1).all()
     assert rows["kl_mean"].abs().loc[0] < 1e-5 < rows["kl_mean"].abs().loc[3]  # of the policy and itself without adapters
     assert not math.isnan(greedy.metrics["score_brief"])
+    # Past its limit from step 3 on and stopped in step 4: only what was evaluated before training and in step 2 may be the best.
+    assert list(rows["step"]) == [1, 2, 3, 4] and greedy.metrics["steps"] == 4
+    monitor = greedy.metrics["monitor"]
+    assert (monitor["stopped"]["limit"], monitor["stopped"]["step"]) == ("always", 4) and monitor["chosen_step"] in (0, 2)
+    assert "back to the best by score" in greedy.printed
     assert_nothing_left(greedy.workspace)

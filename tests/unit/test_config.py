@@ -118,7 +118,7 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
     ("changes", "message"),
     [
         ({"rl.kl.placement": "loss"}, "rl.kl.estimator: expected k2 or k3 with placement loss, got k1"),
-        ({"rl.kl.coef": 0.0, "rl.kl.target": 6.0}, "rl.kl.target: expected null with coef 0, which turns the reference off, got 6.0"),
+        ({"rl.kl.coef": 0.0, "rl.kl.target": 6.0}, "rl.kl.target: expected null with coef 0, got 6.0"),
         ({"rl.kl.coef": 0.0, "rl.kl.refresh_reference_every": 5}, "rl.kl.refresh_reference_every: expected null with coef 0"),
         ({"rl.kl.target": 6.0, "rl.kl.horizon": 51}, "rl.kl.horizon: expected more than a fifth of samples_per_step=256 with a target"),
         ({"rl.reward.scorers": [JUDGE, JUDGE]}, "rl.reward.scorers: expected different names, got ['judge', 'judge']; rename one"),
@@ -126,6 +126,25 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
         ({"rl.reward.scorers": [JUDGE | {"weight": 0.0}]}, "rl.reward.scorers: expected one with a weight other than 0, got none"),
         ({"rl.correction.low": 2.0}, "rl.correction.low: expected less than high=2.0, got 2.0; swap or change them"),
         ({"rl.evaluation.keep_best": True}, "rl.evaluation.keep_best: expected a number of steps in every, got null"),
+        (
+            {"rl.monitor": {"odd": {"metric": "happiness", "above": 1.0, "action": "warn"}}},
+            "rl.monitor.odd.metric: expected a column of the curves, one of ['score_mean'",
+        ),
+        ({"rl.monitor": {"x": {"metric": "gap_judge", "above": 1.0, "action": "warn"}}}, "rl.monitor.x.metric: expected a column"),
+        ({"rl.monitor": {"x": {"metric": "entropy", "action": "warn"}}}, "rl.monitor.x.limit: expected exactly one of above, below and"),
+        (
+            {"rl.monitor": {"x": {"metric": "entropy", "below": 1.0, "fall": 0.5, "action": "warn"}}},
+            "rl.monitor.x.limit: expected exactly one of above, below and fall, got {'below': 1.0, 'fall': 0.5}",
+        ),
+        ({"rl.monitor": {"x": {"metric": "entropy", "below": 1.0, "action": "shout"}}}, "rl.monitor.x.action: expected 'warn', 'stop' or"),
+        (
+            {"rl.monitor": {"x": {"metric": "entropy", "below": 1.0, "action": "rollback"}}},
+            "rl.monitor.x.action: expected evaluation.every with rollback, got null",
+        ),
+        (
+            {"rl.kl.coef": 0.0, "rl.kl.measure": False, "rl.monitor": {"x": {"metric": "kl_mean", "above": 1.0, "action": "warn"}}},
+            "rl.monitor.x.metric: expected one that is measured, got kl_mean with kl.coef 0 and kl.measure false",
+        ),
         ({"rl.rollout.min_new_tokens": 33}, "rl.rollout.min_new_tokens: expected at most max_new_tokens=32, got 33; lower it"),
         ({"rl.trainer.ranks": 3}, "rl.minibatch_size: expected a multiple of trainer.ranks=3, got 128"),
         (
@@ -375,11 +394,12 @@ def test_the_schema_of_a_deployments_form_knows_every_key_and_its_type():
     schema = overrides_schema()
     defaults = dict(_leaves(read_yaml(DEFAULT), ""))
     jsonschema.validate(defaults, schema)
-    for key in defaults:
-        assert key in schema["properties"], key
+    for key in defaults:  # a limit's name is anybody's
+        assert key in schema["properties"] or key.startswith("rl.monitor."), key
     for wrong in ({"rl.algoritm": "grpo"}, {"rl.algorithm": "sarsa"}, {"rl.steps": "60"}, {"rl.steps": 0}, {"rl": 3}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
+    jsonschema.validate({"rl.monitor.kl": None, "rl.monitor.kl.above": 2.0}, schema)
     jsonschema.validate({"data.sources.0.weight": 2.0, "model.path": "x", "rl.reward.scorers.0.weight": 0.0}, schema)
     jsonschema.validate({"rl.reward.overlong": {"buffer": 8, "penalty": 1.0}, "rl.prompt_weights": {"clerk": 2.0}}, schema)
 

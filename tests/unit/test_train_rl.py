@@ -126,7 +126,10 @@ def test_final_figures_are_means_over_the_last_steps_of_every_scorer_too(tmp_pat
     rows["score_judge"] = [100.0, 100.0] + [0.25, 0.75] * (TAIL // 2)
     rows["logprob_difference"] = [3e-6] + [1e-6] * (steps - 1)
     rows.to_csv(tmp_path / "curves.csv", index=False)
+    monitor = {"stopped": None, "warnings": [], "chosen_step": steps}
+    (tmp_path / "monitor.json").write_text(json.dumps(monitor))
     figures = final_figures(tmp_path, given.rl)
+    assert figures["monitor"] == monitor
     assert (figures["score_mean"], figures["score_judge"], figures["score_length"]) == (3.0, 0.5, 1.5)
     assert (figures["score_first_step"], figures["logprob_difference_max"], figures["steps"]) == (100.0, 3e-6, steps)
     assert "best_step" not in figures

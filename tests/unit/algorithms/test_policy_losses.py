@@ -61,12 +61,18 @@ def test_ppo_clip_statistics_by_hand():
     assert stats["clip_frac_sum"].item() == 2.0
     assert stats["approx_kl_sum"].item() == pytest.approx(0.5 - math.log(1.5) + 2 * (math.log(2) - 0.5), abs=1e-14)
     assert stats["ratio_max"].item() == pytest.approx(1.5, abs=1e-14)
+    assert stats["ratio_min"].item() == pytest.approx(0.5, abs=1e-14)
     assert not any(s.requires_grad for s in stats.values())
 
 
-def test_largest_ratio_is_not_that_of_padding():
+def nothing_but_zeros(stats: dict[str, torch.Tensor]) -> bool:
+    """Of no tokens: sums and the largest ratio are 0, and the smallest is infinite."""
+    return stats["ratio_min"] == math.inf and all(s.item() == 0 for name, s in stats.items() if name != "ratio_min")
+
+
+def test_extreme_ratios_are_not_those_of_padding():
     _, stats = ppo_clip(row(0.5, 0.0).log(), row(0.0, 0.0), row(1, 1), torch.tensor([[True, False]]), **CLIP)
-    assert stats["ratio_max"].item() == pytest.approx(0.5, abs=1e-14)
+    assert stats["ratio_max"].item() == stats["ratio_min"].item() == pytest.approx(0.5, abs=1e-14)
 
 
 def test_on_policy_gradient_is_the_policy_gradient():
@@ -234,7 +240,7 @@ def test_every_policy_loss_ignores_masked_entries_padding_and_other_rows(policy_
 def test_every_policy_loss_is_zero_on_an_empty_mask_and_without_advantages(policy_loss):
     nothing, empty = row(NAN, NAN), torch.zeros(1, 2, dtype=torch.bool)
     token_loss, stats = policy_loss(nothing, nothing, nothing, empty, **CLIP)
-    assert torch.equal(token_loss, row(0, 0)) and all(s.item() == 0 for s in stats.values())
+    assert torch.equal(token_loss, row(0, 0)) and nothing_but_zeros(stats)
     a, b, c, kept = random_batch(6)
     a.requires_grad_()
     policy_loss(a, b, torch.zeros_like(c), kept, **CLIP)[0].sum().backward()
@@ -328,7 +334,7 @@ def test_losses_are_invariant_to_padding():
 def test_an_empty_mask_gives_zero_losses_and_statistics():
     nothing, kept = row(NAN, NAN), torch.zeros(1, 2, dtype=torch.bool)
     token_loss, stats = ppo_clip(nothing, nothing, nothing, kept, **CLIP)
-    assert torch.equal(token_loss, row(0, 0)) and all(s.item() == 0 for s in stats.values())
+    assert torch.equal(token_loss, row(0, 0)) and nothing_but_zeros(stats)
     assert torch.equal(value_loss(nothing, nothing, nothing, kept, value_clip=0.2), row(0, 0))
 
 
@@ -339,3 +345,4 @@ def test_statistics_add_up_over_microbatches():
     assert whole["clip_frac_sum"] == sum(p["clip_frac_sum"] for p in parts) > 0
     same(whole["approx_kl_sum"], sum(p["approx_kl_sum"] for p in parts))
     assert whole["ratio_max"] == max(p["ratio_max"] for p in parts)
+    assert whole["ratio_min"] == min(p["ratio_min"] for p in parts)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import tiny_params
 
-from rlhf_core.config import RlConfig
+from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.trainers.credit import RewardNormalizer, assign_credit
 from rlhf_core.trainers.rl_metrics import (
     LogprobMismatch,
@@ -17,7 +17,6 @@ from rlhf_core.trainers.rl_metrics import (
     batch_metrics,
     check_logprobs,
     check_scored,
-    curve_columns,
     evaluation_metrics,
     update_metrics,
 )
@@ -51,13 +50,16 @@ def test_metrics_by_hand_over_what_could_be_scored(bad: float):
     batch = batch_of({"model": [1.0, bad, 3.0], "short": [0.0, 0.0, -1.0], "seen": [1.0, 1.0, bad]}, finished=[True, False, True])
     mask = torch.tensor([[True, False], [True, True], [True, True]])
     batch = replace(batch, response_mask=mask, ref_logprobs=batch.ref_logprobs - 0.5)
-    # scores: 2*1 - 0 = 2, unscored, 2*3 + 1 = 7: mean 4.5, deviation 2.5; KL 0.5 per token, of 1 + 2 + 2 tokens in 3 responses
+    # scores: 2*1 - 0 = 2, unscored, 2*3 + 1 = 7: mean 4.5, deviation 2.5, the longer one higher; KL 0.5 per token, of 1 + 2 + 2 tokens in 3
+    # responses; all tokens are the same: 1 of 5, of the 2 pairs 1; no response has three; `seen` has one row in common with the score
     assert batch_metrics(batch, config().reward) == pytest.approx(
         {
             "score_mean": 4.5, "score_std": 2.5, "score_model": 2.0, "score_short": -1 / 3, "score_seen": 1.0,
             "failed_model": 1, "failed_short": 0, "failed_seen": 1, "kl_mean": 2.5 / 3, "response_length": 5 / 3,
-            "cut_off_fraction": 1 / 3, "unscored_fraction": 1 / 3,
-        }
+            "cut_off_fraction": 1 / 3, "unscored_fraction": 1 / 3, "kl_token_mean": 0.5, "kl_token_min": 0.5, "kl_token_max": 0.5,
+            "reward_length_correlation": 1.0, "repetition": NAN, "distinct_1": 0.2, "distinct_2": 0.5, "agreement_seen": NAN,
+        },
+        nan_ok=True,
     )  # fmt: skip
 
 
@@ -76,12 +78,12 @@ def test_update_metrics_are_means_over_tokens_and_optimizer_steps():
     # two ranks, two optimizer steps, the second minibatch's successor was too far away
     sums = {
         "tokens": 10, "entropy_sum": 20.0, "clip_frac_sum": 1.0, "approx_kl_sum": 0.5, "policy_loss": 0.6, "ptx_loss": 3.0,
-        "grad_norm": 8.0, "optimizer_steps": 4, "stopped_early": 2,
+        "grad_norm": 8.0, "optimizer_steps": 4, "stopped_early": 2, "policy_ratio_max": 1.5, "policy_ratio_min": math.inf,
     }  # fmt: skip
     assert update_metrics(sums, ranks=2) == pytest.approx(
         {
             "entropy": 2.0, "clip_frac": 0.1, "approx_kl": 0.05, "stopped_early": 1.0,
-            "policy_loss": 0.3, "ptx_loss": 1.5, "grad_norm": 2.0,
+            "policy_loss": 0.3, "ptx_loss": 1.5, "grad_norm": 2.0, "policy_ratio_max": 1.5,
         }
     )  # fmt: skip
 
@@ -153,7 +155,8 @@ def test_every_column_of_a_step_is_known_before_the_first(algorithm: str):
     batch = batch_of({"model": [1.0, 2.0], "short": [0.0, -1.0], "seen": [0.0, 1.0]})
     _, credit = assign_credit(batch, rl, RewardNormalizer(rl.reward), kl_coef=0.1)
     losses = dict.fromkeys(("policy_loss", "value_loss", "ptx_loss", "moe_aux_loss", "grad_norm", "critic_grad_norm"), 1.0)
-    sums = {"tokens": 4, "entropy_sum": 1.0, "clip_frac_sum": 0.0, "approx_kl_sum": 0.0, "optimizer_steps": 1, "stopped_early": 0, **losses}
+    sums = {"tokens": 4, "entropy_sum": 1.0, "clip_frac_sum": 0.0, "approx_kl_sum": 0.0, "optimizer_steps": 1, "stopped_early": 0}
+    sums |= {"policy_ratio_max": 1.2, "policy_ratio_min": 0.8, **losses}
     row = {
         **batch_metrics(batch, rl.reward),
         **credit,

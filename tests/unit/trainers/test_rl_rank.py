@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from rlhf_core.models.build import load_language_model, load_scalar_model, read_state_dict, scalar_head, trunk
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_rank import TrainerRank
-from rlhf_core.trainers.rl_update import Minibatch, contiguous, prompt_rows, real_tokens, shared, siblings
+from rlhf_core.trainers.rl_update import Minibatch, contiguous, gather, prompt_rows, real_tokens, shared, siblings
 from rlhf_core.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -93,6 +93,13 @@ def test_samples_of_a_prompt_become_one_row_in_which_the_trained_tokens_are_sele
     assert torch.equal(tokens.input_ids[tokens.selected], batch.response_ids[batch.response_mask])
 
 
+def test_sums_are_added_and_of_the_ratios_the_extremes_kept():
+    totals: dict[str, float] = {}
+    for tokens, highest, lowest in ((2, 1.5, 0.5), (3, 1.2, 0.4), (1, 1.0, 1.0)):
+        gather(totals, {"tokens": tokens, "policy_ratio_max": highest, "policy_ratio_min": lowest})
+    assert totals == {"tokens": 6, "policy_ratio_max": 1.5, "policy_ratio_min": 0.4}
+
+
 # Scores, log-probabilities, values
 
 
@@ -132,12 +139,12 @@ def test_an_update_does_not_depend_on_whether_prompts_are_shared(model_folders: 
         totals = update(rank, [whole(batch.select(rows))])
         found.append((totals, rank.weights()))
     (together, weights), (apart, others) = found
-    assert together == pytest.approx(apart, rel=1e-6, abs=1e-5)
+    assert together == pytest.approx(apart, rel=1e-5, abs=1e-5)
     assert largest_difference(weights, others) < 3e-6  # of a step of 3e-3
 
 
 def test_no_kl_needs_no_reference_and_no_ppo_needs_no_critic(model_folders: tuple[Path, Path]):
-    rank = connected(model_folders, **{"rl.algorithm": "rloo", "rl.kl.coef": 0.0})
+    rank = connected(model_folders, **{"rl.algorithm": "rloo", "rl.kl.coef": 0.0, "rl.kl.measure": False})
     assert rank.forward([[5, 6, 7]], [1]).keys() == {"old_logprobs"}
     assert update(rank, [whole(train_batch())]).keys().isdisjoint({"value_loss", "critic_grad_norm"})
 

@@ -11,6 +11,7 @@ import torch
 from tiny_models import tiny_params
 
 from rlhf_core.trainers.credit import RewardNormalizer
+from rlhf_core.trainers.rl_monitor import Finding, MonitorState, Track
 from rlhf_core.trainers.rl_state import Best, Progress, RunStore
 
 RL = tiny_params().rl
@@ -57,11 +58,21 @@ def test_only_a_higher_finite_value_is_an_improvement():
 
 
 def test_state_comes_back_as_it_was(tmp_path: Path):
-    progress, before = Progress(7, 1234, 0.1 + 0.2, Best(6, 1 / 3)), normalizer(0.1, 0.7, 2.0)
+    found = Finding("kl", "kl_mean", 7, 1 / 7, 0.1, "stop", "step 7: ...")
+    monitor = MonitorState({"kl": Track((0.1, 1 / 7), 1 / 7, 2)}, {"score": (0.1, 0.2)}, ((0.0, 0.5), (1 / 3, 0.6)), (found,), found)
+    progress, before = Progress(7, 1234, 0.1 + 0.2, Best(6, 1 / 3), monitor), normalizer(0.1, 0.7, 2.0)
     progress.write(tmp_path / "driver.json", before)
     after = normalizer()
     assert Progress.read(tmp_path / "driver.json", after) == progress
     assert after.moments == before.moments
+
+
+def test_a_run_ends_with_its_last_step_or_by_a_limit():
+    start = Progress.start(RL)
+    assert not start.finished(RL) and replace(start, step=RL.steps).finished(RL)
+    stopped = Finding("kl", "kl_mean", 7, 2.0, 1.0, "stop", "")
+    assert replace(start, step=7, monitor=MonitorState(stopped=stopped)).finished(RL)
+    assert not replace(start, step=7, monitor=MonitorState(warnings=(stopped,))).finished(RL)
 
 
 def test_no_checkpoint_is_no_progress_and_an_abandoned_best_policy_goes(tmp_path: Path):
