@@ -144,7 +144,7 @@ def test_an_update_does_not_depend_on_whether_prompts_are_shared(model_folders: 
 
 
 def test_no_kl_needs_no_reference_and_no_ppo_needs_no_critic(model_folders: tuple[Path, Path]):
-    rank = connected(model_folders, **{"rl.algorithm": "rloo", "rl.kl.coef": 0.0, "rl.kl.measure": False})
+    rank = connected(model_folders, **{"rl.algorithm": "rloo", "rl.kl.coef": 0.0, "rl.kl.measure": False, "rl.monitor": {}})
     assert rank.forward([[5, 6, 7]], [1]).keys() == {"old_logprobs"}
     assert update(rank, [whole(train_batch())]).keys().isdisjoint({"value_loss", "critic_grad_norm"})
 
