@@ -82,8 +82,9 @@ def change_params(workspace: Path, *changes: dict) -> None:
 
 def _merge(node: dict | list, change: dict) -> None:
     for key, value in change.items():
-        if isinstance(value, dict) and value and node[key] is not None:
-            _merge(node[key], value)
+        known = node[key] if isinstance(node, list) else node.get(key)  # a limit of the monitor may be new
+        if isinstance(value, dict) and value and known is not None:
+            _merge(known, value)
         else:
             node[key] = value
 
