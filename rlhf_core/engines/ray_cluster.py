@@ -135,6 +135,7 @@ def run_job(
         job = _submit(
             client,
             time.monotonic() + start_timeout,
+            submission_id=f"rlhf-{fingerprint[:12]}-{secrets.token_hex(4)}",
             entrypoint=entrypoint,
             metadata={"rlhf_fingerprint": fingerprint},
             runtime_env={"env_vars": environment},
@@ -145,40 +146,56 @@ def run_job(
 
 
 def _submit(client, deadline: float, **job: Any) -> str:
-    """Submit a job. A head that has just come up may answer before the agent that starts jobs is there: ask again until it is."""
+    """Submit a job. A head that has just come up may answer before the agent that starts jobs is there: ask again until it is. Also where a
+    busy head closes the connection; the job's own id then tells whether it was taken all the same.
+    """
+    dropped = False
     while True:
         try:
             return client.submit_job(**job)
-        except RuntimeError as error:
-            if "No available agent" not in str(error) or time.monotonic() > deadline:
+        except (OSError, RuntimeError) as error:
+            if dropped and "already exists" in str(error):
+                return job["submission_id"]
+            dropped = dropped or isinstance(error, OSError)
+            passing = isinstance(error, OSError) or "No available agent" in str(error)
+            if not passing or time.monotonic() > deadline:
                 raise ClusterError(f"Ray job: expected the cluster to take it, got {error}; look at the head's log") from error
             time.sleep(0.3)
 
 
 def _live_job(client, fingerprint: str) -> str | None:
-    for details in client.list_jobs():
+    for details in _patiently(client.list_jobs, "Ray head"):
         if (details.metadata or {}).get("rlhf_fingerprint") == fingerprint and not details.status.is_terminal():
             return details.submission_id
     return None
+
+
+def _patiently(ask: Callable[[], Any], subject: str) -> Any:
+    """What the head answers; a busy one closes a connection now and then, and is asked again.
+
+    Raises:
+        ClusterError: it has not answered for SILENCE_SECONDS.
+    """
+    deadline = time.monotonic() + SILENCE_SECONDS
+    while True:
+        try:
+            return ask()
+        except (OSError, RuntimeError) as error:  # of requests, which has a ConnectionError of its own, or of Ray
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"{subject}: expected the head to answer within {SILENCE_SECONDS} s, got {error}; is it still running?"
+                ) from error
+            time.sleep(1.0)
 
 
 def _follow(client, job: str, start_timeout: float, on_output: Callable[[str], None], stop_requested: Callable[[], bool]) -> int:
     from ray.job_submission import JobStatus
 
     deadline = time.monotonic() + start_timeout
-    seen, stopping, answered = 0, False, time.monotonic()
+    seen, stopping = 0, False
     while True:
-        try:
-            details = client.get_job_info(job)
-            output = client.get_job_logs(job)
-        except (OSError, RuntimeError) as error:  # of requests or Ray; a busy head closes a connection now and then
-            if time.monotonic() - answered > SILENCE_SECONDS:
-                raise ClusterError(
-                    f"Ray job {job}: expected the head to answer within {SILENCE_SECONDS} s, got {error}; is it still running?"
-                ) from error
-            time.sleep(1.0)
-            continue
-        answered = time.monotonic()
+        details = _patiently(lambda: client.get_job_info(job), f"Ray job {job}")
+        output = _patiently(lambda: client.get_job_logs(job), f"Ray job {job}")
         on_output(output[seen:])
         seen = len(output)
         if details.status.is_terminal():

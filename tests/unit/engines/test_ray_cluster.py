@@ -1,0 +1,60 @@
+"""A head that is too busy to answer now and then; it is stood in for by a client that fails as Ray's does."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import requests
+
+from rlhf_core.engines import ray_cluster
+from rlhf_core.engines.ray_cluster import ClusterError, _patiently, _submit
+
+DROPPED = requests.exceptions.ConnectionError("Remote end closed connection without response")
+TAKEN = RuntimeError("Job with submission_id rlhf-1 already exists. Please use a different submission_id.")
+
+
+class BusyHead:
+    """Raises what it is given, in turn, and then answers."""
+
+    def __init__(self, *failures: Exception):
+        self._failures = list(failures)
+
+    def submit_job(self, *, submission_id: str) -> str:
+        self.answer()
+        return submission_id
+
+    def answer(self) -> str:
+        if self._failures:
+            raise self._failures.pop(0)
+        return "answer"
+
+
+def soon() -> float:
+    return time.monotonic() + 10
+
+
+def test_a_job_is_submitted_again_when_the_connection_was_dropped():
+    assert _submit(BusyHead(DROPPED, RuntimeError("No available agent to submit job")), soon(), submission_id="rlhf-1") == "rlhf-1"
+
+
+def test_a_job_that_was_taken_although_the_connection_was_dropped_is_not_started_twice():
+    assert _submit(BusyHead(DROPPED, TAKEN), soon(), submission_id="rlhf-1") == "rlhf-1"
+
+
+@pytest.mark.parametrize("failures", [(TAKEN,), (RuntimeError("Failed to parse the entrypoint"),)])
+def test_a_refusal_is_an_error_at_once(failures: tuple[Exception, ...]):
+    with pytest.raises(ClusterError, match="expected the cluster to take it"):
+        _submit(BusyHead(*failures), soon(), submission_id="rlhf-1")
+
+
+def test_submission_has_a_deadline():
+    with pytest.raises(ClusterError, match="Remote end closed"):
+        _submit(BusyHead(DROPPED), time.monotonic() - 1, submission_id="rlhf-1")
+
+
+def test_a_question_is_asked_again_until_the_head_has_been_silent_too_long(monkeypatch):
+    assert _patiently(BusyHead(DROPPED).answer, "Ray job rlhf-1") == "answer"
+    monkeypatch.setattr(ray_cluster, "SILENCE_SECONDS", -1)
+    with pytest.raises(ClusterError, match="Ray job rlhf-1: expected the head to answer"):
+        _patiently(BusyHead(DROPPED).answer, "Ray job rlhf-1")
