@@ -147,14 +147,14 @@ def test_what_can_not_be_registered(made, tmp_path):
     )
     (tmp_path / "lost").rename(lost)
     assert "Gate: rejected: accuracy 0.9 against 0.95" in promote(made, "register", "--run", "another").stdout
-    rejected = refused(made, "promote", "--reason", "newest")
+    rejected = refused(made, "promote", "--reason", "newest", "--by", "Ann")
     assert "v3.0.0: expected one that passed its gate, got one that didn't: rejected: accuracy 0.9 against 0.95" in rejected
     assert "expected dvc.lock in the last commit, got none" in refused(made, "register")
     assert "got this very model as v1.0.0" in refused(made, "register", "--run", "run-1")
 
 
 def test_a_clone_gets_the_promoted_version_by_its_hash_and_nothing_damaged(project, made, tmp_path):
-    assert promote(project, "promote", "v2.0.0", "--reason", "best").returncode == 0
+    assert promote(project, "promote", "v2.0.0", "--reason", "best", "--by", "Ann").returncode == 0
     clone = tmp_path / "clone"
     git(tmp_path, "clone", "--quiet", "--no-tags", str(project), str(clone))
     assert "a clone needs its tags: `git fetch --tags`" in refused(clone, "fetch")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -21,8 +23,15 @@ def answer(url: str, run: str, **fields: object) -> str:
     """Resume a run with what a person filled in; the server's verdict on that."""
     body = json.dumps({"run_input": fields}).encode()
     request = urllib.request.Request(f"{url}/flow_runs/{run}/resume", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.load(response)["status"]
+    until = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.load(response)["status"]
+        except urllib.error.HTTPError as error:  # 503: its database was busy, and nothing was done
+            if error.code != 503 or time.monotonic() > until:
+                raise
+            time.sleep(1)
 
 
 def test_a_run_waits_for_a_person_and_does_as_told(tmp_path):

@@ -7,8 +7,7 @@ import math
 import pytest
 from tiny_models import tiny_params
 
-from rlhf_core.config import RlConfig
-from rlhf_core.trainers.rl_metrics import curve_columns
+from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.trainers.rl_sampling import is_informative, select_groups, take_disagreements
 from rlhf_core.types import Prompt, Rollout, ScoredRollout
 

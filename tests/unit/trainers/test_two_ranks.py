@@ -9,6 +9,8 @@ import torch
 from tiny_models import largest_difference, policy_engine, save_tiny_experts
 from two_ranks import BATCHES, CASES, STAGES, rl_case, run_two_ranks, sft_steps
 
+from rlhf_core.trainers.rl_update import EXTREMES
+
 pytestmark = pytest.mark.usefixtures("world")
 at_every_stage = pytest.mark.parametrize("stage", STAGES)
 
@@ -59,6 +61,8 @@ def test_rl_updates_on_two_ranks_equal_those_on_one(ranks: list[dict], alone: di
         for name, value in both.items():
             if name in ("optimizer_steps", "stopped_early") or name.endswith("grad_norm"):
                 assert mine[name] == others[name] == pytest.approx(value, rel=1e-4)
+            elif name in EXTREMES:
+                assert EXTREMES[name](mine[name], others[name]) == pytest.approx(value, rel=1e-4)
             else:
                 assert mine[name] + others[name] == pytest.approx(value, rel=1e-4, abs=1e-5)
     assert largest_difference(first["weights"], expected["weights"]) < 2e-6
