@@ -32,9 +32,17 @@ def imported_names(path: Path) -> frozenset[str]:
 
 
 def module_file(name: str) -> Path | None:
-    """The file of a module of ours; None for a package, for a name inside a module and for what isn't ours."""
-    path = ROOT.joinpath(*name.split(".")).with_suffix(".py")
-    return path if name.split(".")[0] in OWN and path.is_file() else None
+    """The file of a module of ours; of a package the `__init__.py` that gathers its modules.
+
+    None for a package without such a one, for a name inside a module and for what isn't ours.
+    """
+    if name.split(".")[0] not in OWN:
+        return None
+    path = ROOT.joinpath(*name.split("."))
+    if path.with_suffix(".py").is_file():
+        return path.with_suffix(".py")
+    package = path / "__init__.py"
+    return package if package.is_file() and imported_names(package) else None
 
 
 def own_imports(path: Path) -> set[Path]:
@@ -47,12 +55,12 @@ def foreign_imports(path: Path) -> set[str]:
 
 
 def closure(start: Path, exempt: set[Path]) -> set[Path]:
-    """All files of ours that a file needs, directly or not; exempt ones are neither listed nor looked into."""
+    """All files of ours that a file needs, directly or not; exempt ones (a folder: all in it) are neither listed nor looked into."""
     seen: set[Path] = set()
     todo = [start]
     while todo:
         path = todo.pop()
-        if path not in seen and path not in exempt:
+        if path not in seen and not exempt & {path, *path.parents}:
             seen.add(path)
             todo += own_imports(path)
     return seen

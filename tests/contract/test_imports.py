@@ -56,7 +56,6 @@ def test_algorithms_import_torch_types_and_each_other():
         ("rlhf_core/data", ("rlhf_core.engines", "rlhf_core.scorers", "rlhf_core.algorithms")),
         ("rlhf_core/models", ("rlhf_core.engines", "rlhf_core.scorers")),
         ("rlhf_core/types.py", ("rlhf_core.",)),
-        ("rlhf_core/config.py", ("rlhf_core.",)),
     ],
 )
 def test_what_lies_below_does_not_import_what_lies_above(lower, upper):
@@ -64,6 +63,13 @@ def test_what_lies_below_does_not_import_what_lies_above(lower, upper):
     for path in files:
         found = {name for name in imported_names(path) if any(name == u or name.startswith(f"{u.rstrip('.')}.") for u in upper)}
         assert found == set(), path
+
+
+def test_the_configuration_knows_nothing_of_the_rest():
+    for path in sources("rlhf_core/config"):
+        own = {name for name in imported_names(path) if name.startswith(("rlhf_core.", "tasks", "flows"))}
+        assert all(name.startswith("rlhf_core.config") for name in own), (path, own)
+        assert foreign_imports(path) - set(sys.stdlib_module_names) <= {"pydantic", "ruamel"}, path
 
 
 def test_checking_params_loads_nothing_heavy():

@@ -38,10 +38,10 @@ ROUND_STAGES = {stage: definition["do"] for stage, definition in _PIPELINE["stag
 ALL = [(method, stage) for method in METHODS for stage in STAGES if method == "rl" or stage == "train_policy"]
 
 # Code that runs in a stage and yet is no dependency of it, because it doesn't decide what comes out. A change of it that does
-# (rlhf_core/config.py deriving a value in another way, say) is one to run `dvc repro --force` after.
+# (rlhf_core/config deriving a value in another way, say) is one to run `dvc repro --force` after.
 FRAME = {
     "tasks/stage.py": "the frame around a stage: locks, signals, messages",
-    "rlhf_core/config.py": "reads params.yaml, whose sections are dependencies themselves",
+    "rlhf_core/config": "reads params.yaml, whose sections are dependencies themselves",
     "rlhf_core/quiet.py": "environment variables that silence libraries",
     "rlhf_core/tracking.py": "where curves are written to",
     "rlhf_core/checkpoint.py": "where unfinished work is kept",

@@ -1,0 +1,82 @@
+"""params.yaml as frozen typed models: the only reader of that file.
+
+A stage receives its own section and never the whole tree. Unknown keys, wrong types and values that don't fit together
+are refused here, before anything expensive starts, with the key's path, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+from rlhf_core.config.alignment import (
+    REFERENCE_FREE,
+    ConditionalSftConfig,
+    DpoConfig,
+    IterativeConfig,
+    KtoConfig,
+    Method,
+    PromotionConfig,
+    RejectionSamplingConfig,
+    SamplingConfig,
+)
+from rlhf_core.config.base import ConfigError, Section
+from rlhf_core.config.data import ClerkConfig, DataConfig, SourceConfig, ValidationConfig
+from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, RolledBackConfig
+from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig
+from rlhf_core.config.overrides import apply_overrides, set_key
+from rlhf_core.config.params import Params
+from rlhf_core.config.reading import load_params, parse_params, read_yaml, read_yaml_text
+from rlhf_core.config.rl import Algorithm, RlConfig, curve_columns
+from rlhf_core.config.rl_parts import CorrectionConfig, KlConfig, LimitAction, LimitConfig
+from rlhf_core.config.run import FlowConfig, RegistryConfig, TrackingConfig
+from rlhf_core.config.scorers import LABEL_SCORERS, ScoreConfig, ScorerConfig
+from rlhf_core.config.stages import ROUND_STAGE_SECTIONS, STAGE_SECTIONS, UNTRACKED_SECTIONS, fill_in, read_stages
+from rlhf_core.config.training import TrainingConfig
+
+__all__ = [
+    "LABEL_SCORERS",
+    "REFERENCE_FREE",
+    "ROUND_STAGE_SECTIONS",
+    "STAGE_SECTIONS",
+    "UNTRACKED_SECTIONS",
+    "Algorithm",
+    "ArchitectureConfig",
+    "ClerkConfig",
+    "ConditionalSftConfig",
+    "ConfigError",
+    "CorrectionConfig",
+    "DataConfig",
+    "DpoConfig",
+    "ExternalPairsConfig",
+    "FlowConfig",
+    "GateConfig",
+    "IterativeConfig",
+    "KlConfig",
+    "KtoConfig",
+    "LimitAction",
+    "LimitConfig",
+    "LoraConfig",
+    "Method",
+    "ModelConfig",
+    "Params",
+    "PromotionConfig",
+    "RegistryConfig",
+    "RejectionSamplingConfig",
+    "RlConfig",
+    "RolledBackConfig",
+    "SamplingConfig",
+    "ScoreConfig",
+    "ScorerConfig",
+    "Section",
+    "SourceConfig",
+    "TrackingConfig",
+    "TrainingConfig",
+    "ValidationConfig",
+    "apply_overrides",
+    "curve_columns",
+    "fill_in",
+    "load_params",
+    "parse_params",
+    "read_stages",
+    "read_yaml",
+    "read_yaml_text",
+    "set_key",
+]

@@ -1,0 +1,147 @@
+"""The other ways from the SFT model to the policy: pairs, single responses, sampling, rounds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.base import Section
+from rlhf_core.config.scorers import ScorerConfig, check_raw_scorers
+from rlhf_core.config.training import TrainingConfig
+
+PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo", "apo_zero", "apo_down"]
+REFERENCE_FREE = ("simpo", "orpo")
+
+
+class DpoConfig(TrainingConfig):
+    """Direct alignment on pairs; batch_size counts pairs."""
+
+    steps: int = Field(gt=0)
+    loss: PreferenceLoss
+    beta: float = Field(gt=0)
+    label_smoothing: float = Field(ge=0, lt=0.5)
+    length_normalize: bool
+    simpo_margin: float = Field(ge=0)
+    nll_coef: float = Field(ge=0)
+    reference: Literal["precomputed", "live"]
+
+    @model_validator(mode="after")
+    def _combinations_make_sense(self):
+        if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
+            raise ValueError(
+                f"label_smoothing: expected 0 with loss {self.loss}, got {self.label_smoothing}; sigmoid (conservative) and robust have it"
+            )
+        if self.loss == "robust" and not self.label_smoothing:
+            raise ValueError("label_smoothing: expected above 0 with loss robust, got 0; it is the share of flipped labels that is assumed")
+        if self.length_normalize and self.loss in ("ipo", *REFERENCE_FREE):
+            raise ValueError(f"length_normalize: expected false with loss {self.loss}, got true; it is one per token already")
+        return self
+
+
+class KtoConfig(TrainingConfig):
+    """Alignment on single responses marked good or bad; batch_size counts responses."""
+
+    steps: int = Field(gt=0)
+    loss: Literal["kto", "apo_zero_unpaired"]
+    beta: float = Field(gt=0)
+    desirable_weight: float = Field(ge=0)
+    undesirable_weight: float = Field(ge=0)
+    reference: Literal["precomputed", "live"]
+
+    @model_validator(mode="after")
+    def _something_to_learn(self):
+        if not self.desirable_weight and not self.undesirable_weight:
+            raise ValueError("desirable_weight: expected above 0 here or in undesirable_weight, got 0 in both; nothing would be learned")
+        if self.loss == "kto" and self.batch_size < 2:
+            raise ValueError("batch_size: expected at least 2 with loss kto, got 1; its KL is estimated with other rows' responses")
+        return self
+
+
+class SamplingConfig(Section):
+    """How many responses are drawn for how many training prompts, and how."""
+
+    prompts: int | None = Field(gt=0)
+    samples_per_prompt: int = Field(ge=2)
+    max_new_tokens: int = Field(gt=0)
+    temperature: float = Field(gt=0)
+    top_p: float = Field(gt=0, le=1)
+    max_concurrent_sequences: int = Field(gt=0)
+    gpu_memory_fraction: float = Field(gt=0, lt=1)
+
+
+class RejectionSamplingConfig(TrainingConfig):
+    """Best of n by the scorers, then SFT on the best; min_score is in units of their weighted sum."""
+
+    steps: int = Field(gt=0)
+    sampling: SamplingConfig
+    scorers: list[ScorerConfig] = Field(min_length=1)
+    min_score: float | None
+
+    @model_validator(mode="after")
+    def _scores_are_raw(self):
+        check_raw_scorers(self.scorers)
+        return self
+
+
+class ConditionalSftConfig(TrainingConfig):
+    """SFT on responses of every quality with the quality in the prompt; at inference the best is asked for (SteerLM)."""
+
+    steps: int = Field(gt=0)
+    label_by: Literal["preference", "scores"]
+    levels: int = Field(ge=2, le=10)
+    wanted: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _levels_exist(self):
+        if self.wanted >= self.levels:
+            raise ValueError(f"wanted: expected a level from 0 to {self.levels - 1}, got {self.wanted}; the highest is the best")
+        if self.label_by == "preference" and self.levels != 2:
+            raise ValueError(f"levels: expected 2 with label_by preference (rejected, chosen), got {self.levels}; scores give more")
+        return self
+
+
+class PromotionConfig(Section):
+    """When a round's policy takes the place of the one before.
+
+    metric: win_rate (of the score, ties half) or judge (difference in shares, where the data has a judge), on held-out prompts.
+    min_advantage: the lower end of the interval of the win rate minus a half, or of the difference, must be above this.
+    """
+
+    metric: Literal["win_rate", "judge"]
+    prompts: int = Field(gt=0)
+    confidence: float = Field(gt=0, lt=1)
+    min_advantage: float = Field(ge=-1, le=1)
+
+
+class IterativeConfig(Section):
+    """Rounds of iterative DPO (flows/iterative_dpo.py); how a round trains is the section dpo, but for steps and learning rate."""
+
+    start: Literal["sft", "policy", "registry"]
+    steps: int = Field(gt=0)
+    learning_rate: float = Field(gt=0)
+    sampling: SamplingConfig
+    scorers: list[ScorerConfig] = Field(min_length=1)
+    min_margin: float = Field(ge=0)
+    min_pairs: int = Field(ge=1)
+    promotion: PromotionConfig
+
+    @model_validator(mode="after")
+    def _prompts_are_counted(self):
+        if self.sampling.prompts is None:
+            raise ValueError("sampling.prompts: expected a number of prompts per round, got null; rounds share the pool of prompts")
+        return self
+
+    @model_validator(mode="after")
+    def _scores_are_raw(self):
+        check_raw_scorers(self.scorers)
+        return self
+
+
+Method = Literal["rl", "dpo", "kto", "rejection_sampling", "conditional_sft"]
+
+
+class AlignmentConfig(Section):
+    """Which way leads from the SFT model to the policy; each is the section and the module tasks/train_<method>.py of its name."""
+
+    method: Method

@@ -1,0 +1,120 @@
+"""Where data comes from, and what it must be like to be trained on."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.base import Fraction, Section
+
+
+class ClerkConfig(Section):
+    pretrain_lines: int = Field(ge=0)
+    demonstrations: int = Field(ge=0)
+    prompts: int = Field(ge=0)
+    responses_per_prompt: int = Field(ge=2)
+    label_noise: float = Fraction
+    garbled_fraction: float = Fraction
+    polite_errors_only: bool
+
+
+DataUse = Literal["pretrain", "sft", "preference", "prompt"]
+DataFormat = Literal[
+    "preference",  # prompt, chosen, rejected; text or message lists; without a prompt column the shared prefix is the prompt
+    "hh",  # Anthropic-HH transcripts in chosen and rejected
+    "instruction",  # instruction (and input), output
+    "messages",  # one column with a conversation whose last message is the assistant's
+    "unpaired",  # prompt, completion, boolean label
+    "graded",  # prompt and several completions, each marked good or bad: every good one against every bad one
+    "prompt",  # prompt and, for verifiable tasks, label
+    "text",  # plain text for pretraining
+]
+
+
+# Format -> the uses it can serve, and our names of its columns.
+FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "preference": (("sft", "preference", "prompt"), ("prompt", "chosen", "rejected")),
+    "hh": (("sft", "preference", "prompt"), ("chosen", "rejected")),
+    "instruction": (("sft", "prompt"), ("instruction", "input", "output", "label")),
+    "messages": (("sft", "prompt"), ("messages", "label")),
+    "unpaired": (("sft", "preference", "prompt"), ("prompt", "completion", "label")),
+    "graded": (("sft", "preference", "prompt"), ("prompt", "completions", "completion", "good")),
+    "prompt": (("prompt",), ("prompt", "label")),
+    "text": (("pretrain",), ("text",)),
+}
+
+# What the gate slices by without any column of the data.
+BUILT_IN_SLICES = ("source", "prompt_length", "response_length", "length_order")
+
+
+class SourceConfig(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    kind: Literal["clerk", "file", "huggingface"]
+    uses: list[DataUse] = Field(min_length=1)
+    weight: float = Field(gt=0)
+    clerk: ClerkConfig | None = None
+    path: str | None = None  # a file, a folder, or the name of a Hugging Face data set
+    subset: str | None = None  # of a Hugging Face data set
+    dataset_split: str = "train"  # of a Hugging Face data set
+    format: DataFormat | None = None
+    columns: dict[str, str | list[str]] = Field(default_factory=dict)  # our name -> theirs; dots reach into nested columns
+    slices: dict[str, str] = Field(default_factory=dict)  # a name for the gate's slices -> their column
+    label_pattern: str | None = None  # regular expression that finds the label inside its column; its first group, if it has one
+
+    @model_validator(mode="after")
+    def _complete(self):
+        if self.kind == "clerk":
+            if self.clerk is None:
+                raise ValueError(f"source {self.name}: kind clerk expects a clerk section, got none; copy it from the default params.yaml")
+        elif self.path is None or self.format is None:
+            raise ValueError(
+                f"source {self.name}: kind {self.kind} expects path and format, got path={self.path} format={self.format}; set both"
+            )
+        else:
+            self._check_format(*FORMATS[self.format])
+        return self
+
+    def _check_format(self, uses: tuple[str, ...], columns: tuple[str, ...]) -> None:
+        subject = f"source {self.name}"
+        if unserved := [use for use in self.uses if use not in uses]:
+            raise ValueError(f"{subject}: format {self.format} expects uses among {list(uses)}, got {unserved}; take those out")
+        if unknown := [column for column in self.columns if column not in columns]:
+            raise ValueError(f"{subject}: format {self.format} expects columns named {list(columns)}, got {unknown}; map ours to theirs")
+        if lists := [column for column, theirs in self.columns.items() if isinstance(theirs, list) and column != "completions"]:
+            raise ValueError(f"{subject}: columns {lists} expect one column each, got lists; only completions takes several")
+        if taken := [name for name in self.slices if name in BUILT_IN_SLICES]:
+            raise ValueError(f"{subject}: slices expect names other than {list(BUILT_IN_SLICES)}, got {taken}; rename them")
+        if self.label_pattern is not None:
+            try:
+                re.compile(self.label_pattern)
+            except re.error as error:
+                message = f"{subject}: label_pattern expects a regular expression, got {self.label_pattern!r} ({error}); correct it"
+                raise ValueError(message) from error
+
+
+class DataConfig(Section):
+    validation_fraction: float = Field(gt=0, lt=0.5)
+    test_fraction: float = Field(gt=0, lt=0.5)
+    max_rows: int | None = Field(default=None, gt=0)
+    sources: list[SourceConfig] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _names_differ(self):
+        names = [s.name for s in self.sources]
+        if len(set(names)) < len(names):
+            raise ValueError(f"sources: expected different names, got {names}; rename one")
+        return self
+
+
+class ValidationConfig(Section):
+    max_empty_fraction: float = Fraction
+    max_identical_fraction: float = Fraction
+    max_duplicate_fraction: float = Fraction
+    max_contradictory_fraction: float = Fraction
+    max_too_long_fraction: float = Fraction
+    max_length_bias: float = Field(ge=0, le=0.5)
+    min_label_balance: float = Field(ge=0, le=0.5)
+    min_pairs: int = Field(ge=1)
+    max_reported_ids: int = Field(ge=1)

@@ -1,0 +1,46 @@
+"""The model that is aligned, and adapters on it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.base import Section
+
+
+class ArchitectureConfig(Section):
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    layers: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    vocab_size: int = Field(ge=300)
+
+    @model_validator(mode="after")
+    def _heads_divide(self):
+        if self.hidden_size % self.heads or (self.hidden_size // self.heads) % 2:
+            raise ValueError(
+                f"hidden_size: expected an even multiple of heads={self.heads}, got {self.hidden_size}; "
+                "each head needs an even width for rotary positions"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    path: str | None
+    trust_remote_code: bool
+    dtype: Literal["float32", "bfloat16"]
+    max_length: int = Field(ge=8)
+    architecture: ArchitectureConfig
+
+
+class LoraConfig(Section):
+    """Low-rank adapters in the place of full training; merged into the weights when the model is saved.
+
+    target_modules: names of linear layers, or all-linear: every one but the head.
+    """
+
+    rank: int = Field(gt=0)
+    alpha: float = Field(gt=0)
+    dropout: float = Field(ge=0, lt=1)
+    target_modules: Literal["all-linear"] | list[str]

@@ -1,0 +1,72 @@
+"""Keys of params.yaml set by their dotted names, with its comments kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from rlhf_core.config.base import ConfigError
+from rlhf_core.config.params import Params
+from rlhf_core.config.reading import parse_params, read_yaml
+
+
+def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
+    """Write dotted overrides such as {"rl.algorithm": "grpo"} into params.yaml, comments kept, and check the result.
+
+    Nothing is written when a key is unknown or a value is refused.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    yaml.width = 4096
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    yaml.representer.add_representer(type(None), lambda representer, _: representer.represent_scalar("tag:yaml.org,2002:null", "null"))
+    read_yaml(path)  # for its error messages
+    tree = yaml.load(path.read_text(encoding="utf-8"))
+    for dotted, value in overrides.items():
+        set_key(tree, dotted, value)
+    plain = _plain(tree)
+    params = parse_params(plain, subject="override")
+    with path.open("w", encoding="utf-8") as file:
+        yaml.dump(tree, file)
+    return params
+
+
+def set_key(tree: Any, dotted: str, value: Any) -> None:
+    """Replace an existing key; list items are addressed by their number, as in data.sources.0.weight."""
+    *parents, last = dotted.split(".")
+    node = tree
+    for part in [*parents, last]:
+        holder = node
+        if isinstance(holder, list) and part.isdigit() and int(part) < len(holder):
+            node = holder[int(part)]
+        elif isinstance(holder, dict) and part in holder:
+            node = holder[part]
+        else:
+            known = (
+                ", ".join(map(str, holder))
+                if isinstance(holder, dict)
+                else f"0 to {len(holder) - 1}"
+                if isinstance(holder, list)
+                else "nothing"
+            )
+            raise ConfigError(f"override {dotted}: expected a key of params.yaml, got {part!r} (known here: {known}); correct its spelling")
+    holder[int(last) if isinstance(holder, list) else last] = value
+
+
+def _plain(node: Any) -> Any:
+    """ruamel's round-trip containers as plain ones, so that strict types accept them."""
+    if isinstance(node, dict):
+        return {str(k): _plain(v) for k, v in node.items()}
+    if isinstance(node, list):
+        return [_plain(v) for v in node]
+    if isinstance(node, bool) or node is None:
+        return node
+    for kind in (int, float, str):
+        if isinstance(node, kind):
+            return kind(node)
+    return node

@@ -1,0 +1,201 @@
+"""Online RL, and the columns of its curves, which follow from it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.base import Section
+from rlhf_core.config.model import LoraConfig
+from rlhf_core.config.rl_parts import (
+    CorrectionConfig,
+    DeadlineConfig,
+    DynamicSamplingConfig,
+    GroupConfig,
+    GrpoConfig,
+    KlConfig,
+    LimitConfig,
+    PeriodicEvaluationConfig,
+    PpoConfig,
+    PtxConfig,
+    RolloutConfig,
+    SampleConfig,
+    TrainerConfig,
+)
+from rlhf_core.config.scorers import ScoreConfig
+
+Algorithm = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"]
+
+
+class RlConfig(Section):
+    algorithm: Algorithm
+    steps: int = Field(gt=0)
+    samples_per_step: int = Field(gt=0)
+    minibatch_size: int = Field(gt=0)
+    epochs: int = Field(ge=1)
+    learning_rate: float = Field(gt=0)
+    warmup_steps: int = Field(ge=0)
+    weight_decay: float = Field(ge=0)
+    max_grad_norm: float = Field(gt=0)
+    policy_loss: Literal["ppo_clip", "gspo", "cispo"]
+    loss_aggregation: Literal["auto", "token_mean", "sequence_mean", "constant_horizon"]
+    clip_low: float = Field(gt=0, lt=1)
+    clip_high: float = Field(gt=0)
+    dual_clip: float | None = Field(gt=1)
+    entropy_coef: float = Field(ge=0)
+    moe_aux_coef: float = Field(ge=0)
+    max_approx_kl: float | None = Field(gt=0)
+    lora: LoraConfig | None
+    ppo: PpoConfig
+    grpo: GrpoConfig
+    dr_grpo: GroupConfig
+    rloo: GroupConfig
+    reinforce_pp: SampleConfig
+    reinforce_pp_baseline: GroupConfig
+    remax: SampleConfig
+    kl: KlConfig
+    reward: ScoreConfig
+    correction: CorrectionConfig
+    dynamic_sampling: DynamicSamplingConfig
+    ptx: PtxConfig
+    prompt_weights: dict[str, float]
+    rollout: RolloutConfig
+    evaluation: PeriodicEvaluationConfig
+    monitor: dict[str, LimitConfig | None]
+    trainer: TrainerConfig
+    checkpoint_every: int = Field(gt=0)
+    deadlines: DeadlineConfig
+
+    @property
+    def group_size(self) -> int:
+        return getattr(self, self.algorithm).group_size
+
+    @property
+    def rollout_batch_size(self) -> int:
+        """Prompts per step."""
+        return self.samples_per_step // self.group_size
+
+    @property
+    def limits(self) -> dict[str, LimitConfig]:
+        """Those of `monitor` that are not switched off."""
+        return {name: limit for name, limit in self.monitor.items() if limit is not None}
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best policy so far is put aside: to be the result, or to have something to roll back to."""
+        return self.evaluation.keep_best or any(limit.action == "rollback" for limit in self.limits.values())
+
+    @property
+    def aggregation(self) -> str:
+        """What `auto` stands for: Dr. GRPO's constant horizon, GSPO's mean over sequences, otherwise the mean over tokens."""
+        if self.loss_aggregation != "auto":
+            return self.loss_aggregation
+        if self.policy_loss == "gspo":
+            return "sequence_mean"
+        return "constant_horizon" if self.algorithm == "dr_grpo" else "token_mean"
+
+    @model_validator(mode="after")
+    def _batches_divide(self):
+        for what, divisor in (
+            (f"{self.algorithm}.group_size", self.group_size),
+            ("minibatch_size", self.minibatch_size),
+        ):
+            if self.samples_per_step % divisor:
+                raise ValueError(
+                    f"samples_per_step: expected a multiple of {what}={divisor}, got {self.samples_per_step}; change one of them"
+                )
+        for what, divided in (
+            ("minibatch_size", self.minibatch_size),
+            *((("ptx.batch_size", self.ptx.batch_size),) if self.ptx.coef else ()),
+        ):
+            if divided % self.trainer.ranks:
+                raise ValueError(f"{what}: expected a multiple of trainer.ranks={self.trainer.ranks}, got {divided}; change one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _combinations_make_sense(self):
+        if self.policy_loss == "gspo" and self.aggregation != "sequence_mean":
+            raise ValueError(
+                f"loss_aggregation: expected sequence_mean or auto with policy_loss gspo, got {self.loss_aggregation}; its ratio is one "
+                "per sequence, and other means would weigh long responses again"
+            )
+        if self.dual_clip is not None and self.policy_loss != "ppo_clip":
+            raise ValueError(f"dual_clip: expected null with policy_loss {self.policy_loss}, got {self.dual_clip}; it belongs to ppo_clip")
+        if self.lora is not None and self.lora.dropout:
+            raise ValueError(
+                f"lora.dropout: expected 0 in rl, got {self.lora.dropout}; the ratio compares log-probabilities before and after an "
+                "update, and dropout would change them by itself"
+            )
+        if self.dynamic_sampling.enabled and self.group_size < 2:
+            raise ValueError(
+                f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; a group of one is always "
+                "all right or all wrong"
+            )
+        if self.reward.overlong is not None and self.reward.overlong.buffer > self.rollout.max_new_tokens:
+            raise ValueError(
+                f"reward.overlong.buffer: expected at most rollout.max_new_tokens={self.rollout.max_new_tokens}, got "
+                f"{self.reward.overlong.buffer}; lower it"
+            )
+        if self.kl.target is not None and self.kl.horizon <= self.samples_per_step / 5:
+            raise ValueError(
+                f"kl.horizon: expected more than a fifth of samples_per_step={self.samples_per_step} with a target, got {self.kl.horizon}; "
+                "one step could make the coefficient 0"
+            )
+        known = ("score", *(s.name for s in self.reward.scorers))
+        if self.evaluation.metric not in known:
+            raise ValueError(
+                f"evaluation.metric: expected one of {list(known)}, got {self.evaluation.metric!r}; name the score or a scorer"
+            )
+        if any(weight <= 0 for weight in self.prompt_weights.values()):
+            raise ValueError(
+                f"prompt_weights: expected weights above 0, got {self.prompt_weights}; leave a source out of data.sources instead"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _limits_watch_what_is_measured(self):
+        known = [column for column in curve_columns(self) if column not in ("step", "scorer_metrics")]
+        for name, limit in self.limits.items():
+            key = f"monitor.{name}"
+            if limit.metric not in known:
+                raise ValueError(f"{key}.metric: expected a column of the curves, one of {known}, got {limit.metric!r}; correct it")
+            if limit.metric in KL_COLUMNS and not self.kl.keeps_reference:
+                raise ValueError(
+                    f"{key}.metric: expected one that is measured, got {limit.metric} with kl.coef 0 and kl.measure false; set kl.measure "
+                    f"to true or {key} to null"
+                )
+            if limit.action == "rollback" and self.evaluation.every is None:
+                raise ValueError(
+                    f"{key}.action: expected evaluation.every with rollback, got null; without an evaluation nothing says which policy was "
+                    "the best"
+                )
+        return self
+
+
+# Of the curves of RL: what needs a reference, and what every step's update says.
+KL_COLUMNS = ("kl_mean", "kl_token_mean", "kl_token_min", "kl_token_max", "frontier_gap")
+_BATCH_COLUMNS = (
+    *("score_mean", "score_std", "reward_mean", "kl_mean", "kl_coef", "entropy", "response_length", "cut_off_fraction"),
+    *("kl_token_mean", "kl_token_min", "kl_token_max", "frontier_gap"),
+    *("reward_length_correlation", "repetition", "distinct_1", "distinct_2", "unscored_fraction"),
+)
+_UPDATE_COLUMNS = (
+    *("policy_loss", "value_loss", "clip_frac", "approx_kl", "policy_ratio_min", "policy_ratio_max"),
+    *("grad_norm", "critic_grad_norm", "stopped_early", "explained_variance", "advantage_zero_fraction", "logprob_difference"),
+    *("mismatch_mean", "mismatch_max", "mismatch_kl", "ratio_mean", "corrected_fraction"),
+)
+
+
+def curve_columns(rl: RlConfig) -> tuple[str, ...]:
+    """Of plots/train_policy.csv. They follow from the configuration alone, so that a resumed run goes on with the same ones."""
+    names = [s.name for s in rl.reward.scorers]
+    columns = ["step", *_BATCH_COLUMNS, *(f"score_{n}" for n in names), *(f"failed_{n}" for n in names)]
+    columns += [f"{kind}_{s.name}" for s in rl.reward.scorers if not s.weight for kind in ("gap", "agreement")]
+    columns += [f"disagreement_{s.name}" for s in rl.reward.scorers if s.members > 1]
+    columns += _UPDATE_COLUMNS
+    columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
+    columns += ["dynamic_rounds", "dropped_groups"] * rl.dynamic_sampling.enabled
+    columns += ["eval_score", *(f"eval_{n}" for n in names)] * (rl.evaluation.every is not None)
+    columns += ["scorer_metrics"] * any(s.kind == "function" for s in rl.reward.scorers)
+    return tuple(columns)

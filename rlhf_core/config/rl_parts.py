@@ -1,0 +1,162 @@
+"""The sections inside `rl`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.base import Fraction, Section
+
+
+class PpoConfig(Section):
+    group_size: int = Field(ge=1)
+    gamma: float = Fraction
+    gae_lambda: float = Fraction
+    whiten_advantages: bool
+    value_clip: float | None = Field(gt=0)
+    value_coef: float = Field(gt=0)
+    critic_learning_rate: float = Field(gt=0)
+    critic_init: Literal["reward_model", "sft"]
+    critic_warmup_steps: int = Field(ge=0)
+
+
+class GrpoConfig(Section):
+    group_size: int = Field(ge=2)
+    normalize_std: bool
+
+
+class GroupConfig(Section):
+    """An algorithm whose baseline comes from a prompt's other samples."""
+
+    group_size: int = Field(ge=2)
+
+
+class SampleConfig(Section):
+    """An algorithm that needs no siblings: its baseline is the batch's mean or a greedy response."""
+
+    group_size: int = Field(ge=1)
+
+
+class KlConfig(Section):
+    coef: float = Field(ge=0)
+    placement: Literal["reward", "loss"]
+    estimator: Literal["k1", "k2", "k3"]
+    target: float | None = Field(gt=0)
+    horizon: int = Field(gt=0)
+    refresh_reference_every: int | None = Field(gt=0)
+    measure: bool
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the divergence is known: it is penalised, or at least measured."""
+        return self.coef > 0 or self.measure
+
+    @model_validator(mode="after")
+    def _k1_has_no_useful_gradient(self):
+        if self.placement == "loss" and self.estimator == "k1":
+            raise ValueError("estimator: expected k2 or k3 with placement loss, got k1; the gradient of k1 is zero in expectation")
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_without_a_coefficient(self):
+        for name, value in (("target", self.target), ("refresh_reference_every", self.refresh_reference_every)):
+            if self.coef == 0 and value is not None:
+                raise ValueError(f"{name}: expected null with coef 0, got {value}; raise coef or remove it")
+        return self
+
+
+class CorrectionConfig(Section):
+    kind: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask"]
+    low: float = Field(ge=0)
+    high: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _ordered(self):
+        if self.low >= self.high:
+            raise ValueError(f"low: expected less than high={self.high}, got {self.low}; swap or change them")
+        return self
+
+
+class DynamicSamplingConfig(Section):
+    enabled: bool
+    max_rounds: int = Field(ge=1)
+
+
+class PtxConfig(Section):
+    coef: float = Field(ge=0)
+    batch_size: int = Field(gt=0)
+
+
+class PeriodicEvaluationConfig(Section):
+    every: int | None = Field(gt=0)
+    prompts: int = Field(gt=0)
+    metric: str
+    keep_best: bool
+
+    @model_validator(mode="after")
+    def _best_of_something(self):
+        if self.keep_best and self.every is None:
+            raise ValueError("keep_best: expected a number of steps in every, got null; nothing would be compared")
+        return self
+
+
+class RolloutConfig(Section):
+    max_new_tokens: int = Field(gt=0)
+    min_new_tokens: int = Field(ge=0)
+    temperature: float = Field(gt=0)
+    top_p: float = Field(gt=0, le=1)
+    top_k: int | None = Field(gt=0)
+    stop: list[str]
+    engines: int = Field(ge=1)
+    gpus_per_engine: float = Field(gt=0)
+    gpu_memory_fraction: float = Field(gt=0, lt=1)
+    kv_cache_gib: int = Field(gt=0)
+    max_concurrent_sequences: int = Field(gt=0)
+    max_logprob_difference: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _min_within_max(self):
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens: expected at most max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}; lower it")
+        return self
+
+
+LimitAction = Literal["warn", "stop", "rollback"]
+
+
+class LimitConfig(Section):
+    """A column of RL's curves, when it is past its limit (one of above, below, fall), and what happens then (docs/monitors.md).
+
+    fall: share of its highest value so far by which it has fallen. window: steps over which it is averaged.
+    patience: steps in a row that must be past the limit. from_step: the first step that counts.
+    """
+
+    metric: str
+    above: float | None = None
+    below: float | None = None
+    fall: float | None = Field(default=None, gt=0)
+    window: int = Field(default=1, gt=0)
+    patience: int = Field(default=1, gt=0)
+    from_step: int = Field(default=1, gt=0)
+    action: LimitAction
+
+    @model_validator(mode="after")
+    def _one_limit(self):
+        given = {name: value for name in ("above", "below", "fall") if (value := getattr(self, name)) is not None}
+        if len(given) != 1:
+            raise ValueError(f"limit: expected exactly one of above, below and fall, got {given or 'none'}; split it or add one")
+        return self
+
+
+class TrainerConfig(Section):
+    ranks: int = Field(ge=1)
+    gpus_per_rank: float = Field(gt=0)
+    zero_stage: Literal[0, 1, 2, 3]
+    offload_optimizer: bool
+    microbatch_tokens: int = Field(gt=0)
+
+
+class DeadlineConfig(Section):
+    start: float = Field(gt=0)
+    step: float = Field(gt=0)

@@ -1,0 +1,44 @@
+"""Evaluation, report, and what changes no result: cluster, tracking, flow and promotion."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rlhf_core.config.base import Section
+
+
+class EvaluationConfig(Section):
+    prompts: int = Field(gt=0)
+    max_new_tokens: int = Field(gt=0)
+    temperature: float = Field(gt=0)
+    confidence: float = Field(gt=0, lt=1)
+    table_rows: int = Field(gt=0)
+    gpu_memory_fraction: float = Field(gt=0, lt=1)
+
+
+class ReportConfig(Section):
+    title: str
+
+
+class ClusterConfig(Section):
+    address: str | None
+    start_timeout: float = Field(gt=0)
+    threads: int = Field(gt=0)
+
+
+class TrackingConfig(Section):
+    tensorboard_dir: str | None
+    wandb_project: str | None
+
+
+class FlowConfig(Section):
+    retries: int = Field(ge=0)
+    retry_delay: float = Field(ge=0)
+    stage_timeout: float = Field(gt=0)
+
+
+class RegistryConfig(Section):
+    """Promotion of a version in the registry of models by the flow `promote`; approval_timeout in seconds."""
+
+    require_approval: bool
+    approval_timeout: int = Field(gt=0)

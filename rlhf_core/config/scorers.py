@@ -1,0 +1,88 @@
+"""What a response is rewarded for."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.base import Fraction, Section
+
+RESERVED_NAMES = ("score", "mean", "std")  # score_<name> and eval_<name> are columns of the curves
+LABEL_SCORERS = ("exact_match", "number", "math")  # they compare with the prompt's label
+
+
+class ScorerConfig(Section):
+    """One component of the reward; weight 0: only measured."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_]+$")
+    kind: Literal["reward_model", "function", "exact_match", "number", "math", "regex", "length", "judge"]
+    weight: float
+    normalization: Literal["initial", "running", "none"]
+    path: str | None = None  # reward_model: a folder, null takes the chain's own; function: file.py:name or package.module:name
+    members: int = Field(default=1, ge=1)  # reward_model: how many of an ensemble are asked; the score is their mean
+    std_coef: float = Field(default=0.0, ge=0)  # reward_model: times the members' standard deviation, subtracted from their mean
+    pattern: str | None = None  # regex: 1 where it is found in the response, else 0
+    target_length: int | None = Field(default=None, gt=0)  # length: tokens
+    timeout: float = Field(default=60.0, gt=0)  # seconds for a step's responses
+
+    @model_validator(mode="after")
+    def _has_what_its_kind_needs(self):
+        needed = {"function": "path", "regex": "pattern", "length": "target_length"}.get(self.kind)
+        allowed = {"reward_model": {"path"}}.get(self.kind, {needed})
+        for field in ("path", "pattern", "target_length"):
+            given = getattr(self, field) is not None
+            if given and field not in allowed:
+                raise ValueError(f"{field}: expected none for a scorer of kind {self.kind}, got {getattr(self, field)!r}; remove it")
+            if not given and field == needed:
+                raise ValueError(f"{field}: expected a value for a scorer of kind {self.kind}, got none; set it")
+        if self.members > 1 and self.kind != "reward_model":
+            raise ValueError(f"members: expected 1 for a scorer of kind {self.kind}, got {self.members}; only reward models are ensembles")
+        if self.std_coef and self.members == 1:
+            raise ValueError(f"std_coef: expected 0 with one member, got {self.std_coef}; one does not disagree with itself; raise members")
+        if self.pattern is not None:
+            try:
+                re.compile(self.pattern)
+            except re.error as error:
+                raise ValueError(f"pattern: expected a regular expression, got {self.pattern!r} ({error}); correct it") from error
+        return self
+
+
+def _check_names_and_weights(scorers: list[ScorerConfig]) -> None:
+    names = [s.name for s in scorers]
+    if len(set(names)) < len(names):
+        raise ValueError(f"scorers: expected different names, got {names}; rename one")
+    if taken := [name for name in names if name in RESERVED_NAMES]:
+        raise ValueError(f"scorers: expected names other than {list(RESERVED_NAMES)}, which the curves use, got {taken}; rename them")
+    if not any(s.weight for s in scorers):
+        raise ValueError("scorers: expected one with a weight other than 0, got none; nothing would be learned")
+
+
+def check_raw_scorers(scorers: list[ScorerConfig]) -> None:
+    """Of a list whose weighted sum only ranks responses."""
+    _check_names_and_weights(scorers)
+    if normalized := [s.name for s in scorers if s.normalization != "none"]:
+        raise ValueError(f"scorers: expected normalization none, got another of {normalized}; scores are only compared here, raw")
+
+
+class OverlongConfig(Section):
+    """DAPO's soft penalty: from 0 at max_new_tokens - buffer tokens linearly to `penalty` at max_new_tokens."""
+
+    buffer: int = Field(gt=0)
+    penalty: float = Field(gt=0)
+
+
+class ScoreConfig(Section):
+    scorers: list[ScorerConfig] = Field(min_length=1)
+    normalization_samples: int = Field(ge=16)
+    clip: float | None = Field(gt=0)
+    no_eos_penalty: float = Field(ge=0)
+    mask_cut_off: bool
+    overlong: OverlongConfig | None
+    max_unscored_fraction: float = Fraction
+
+    @model_validator(mode="after")
+    def _names_and_weights(self):
+        _check_names_and_weights(self.scorers)
+        return self

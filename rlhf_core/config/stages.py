@@ -1,0 +1,59 @@
+"""Which sections of params.yaml each stage of dvc.yaml reads, and what dvc.yaml says with params filled in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from rlhf_core.config.base import ConfigError
+
+# Which sections of params.yaml each stage reads; dvc.yaml says the same (a contract test compares them).
+STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
+    "prepare_data": ("seed", "data", "model"),
+    "validate_data": ("validation", "model", "reward"),
+    "train_sft": ("seed", "model", "sft"),
+    "train_reward": ("seed", "model", "reward"),
+    "gate_reward": ("model", "reward", "gate"),
+    "train_policy": ("seed", "model", "${alignment.method}"),
+    "evaluate": ("seed", "model", "rl", "evaluation"),
+    "report": (
+        *("seed", "model", "data", "sft", "reward", "gate", "alignment", "rl"),
+        *("dpo", "kto", "rejection_sampling", "conditional_sft", "evaluation", "report"),
+    ),
+}
+# The same of rounds/dvc.yaml, whose stages each round of iterative DPO has.
+ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
+    "sample_round": ("seed", "model", "reward", "iterative"),
+    "validate_round": ("validation", "model", "iterative"),
+    "train_round": ("seed", "model", "dpo", "iterative"),
+    "evaluate_round": ("seed", "model", "iterative", "evaluation"),
+}
+# Sections that change no result: no stage depends on them.
+UNTRACKED_SECTIONS = ("cluster", "tracking", "flow", "promotion")
+
+
+def read_stages(path: Path, params: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The stages of a dvc.yaml by name, with `${section.key}` in it replaced from params as DVC does."""
+    text = path.read_text(encoding="utf-8")
+    return YAML(typ="safe", pure=True).load(fill_in(text, params))["stages"]
+
+
+def fill_in(text: str, params: dict[str, Any]) -> str:
+    """`${section.key}` replaced by what params say.
+
+    Raises:
+        ConfigError: params have no such key.
+    """
+
+    def value(found: re.Match[str]) -> str:
+        node: Any = params
+        for part in found[1].split("."):
+            if not isinstance(node, dict) or part not in node:
+                raise ConfigError(f"dvc.yaml: expected a key of params.yaml in {found[0]}, got none of that name; correct its spelling")
+            node = node[part]
+        return str(node)
+
+    return re.sub(r"\$\{([\w.]+)\}", value, text)
