@@ -80,7 +80,8 @@ def run(stage: Stage, output: Path) -> None:
 
     params = stage.params
     description = stage.scratch / "job.json"
-    describe(stage, output).write(description)
+    job = describe(stage, output)
+    job.write(description)
     actors = params.rl.trainer.ranks + params.rl.rollout.engines
     with contextlib.ExitStack() as stack:
         address = params.cluster.address
@@ -95,6 +96,8 @@ def run(stage: Stage, output: Path) -> None:
             fingerprint=stage.fingerprint,
             environment={"PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1"},
             start_timeout=params.cluster.start_timeout,
+            silence_timeout=params.cluster.silence_timeout,
+            pulse=job.pulse,
             on_output=lambda text: print(text, end="", flush=True),
             stop_requested=lambda: stage.stop_requested,
         )

@@ -1,14 +1,22 @@
-"""Groups of Ray actors: placed with a deadline, called with a deadline, and an error that names the role and rank."""
+"""Groups of Ray actors: placed with a deadline, called with a deadline, replaced one by one, and an error that names the role and rank."""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+PEER_SECONDS = 5.0  # in which the death that made another rank's call fail becomes known
+LOOK_SECONDS = 15.0  # to look at a process on another node, or to end it; a worker has to start there
 
 
 def join_cluster() -> bool:
@@ -22,7 +30,23 @@ def leave_cluster() -> None:
 
 
 class RoleLost(RuntimeError):
-    """An actor died, or didn't answer by its deadline. The message names role and rank."""
+    """An actor died, or didn't answer by its deadline. The message names role and rank.
+
+    ranks: those that are lost; empty where none of them is, but a call that may fail has.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()):
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an actor's process is."""
+
+    node: str
+    host: str
+    pid: int
 
 
 class ActorGroup:
@@ -34,31 +58,58 @@ class ActorGroup:
         cpus, gpus: of each actor. Without any it starts wherever, beside the others.
         threads: OMP_NUM_THREADS of each actor's process.
         start_deadline: seconds until every actor must have been placed and made.
+        together: the ranks work on one thing and are placed as one; otherwise each has a place of its own, and can get another.
     Raises:
         RoleLost: the cluster has no room, or an actor failed to start.
     """
 
     def __init__(
-        self, role: str, factory: type, size: int, *, cpus: float, gpus: float, threads: int, start_deadline: float, kwargs: dict[str, Any]
+        self,
+        role: str,
+        factory: type,
+        size: int,
+        *,
+        cpus: float,
+        gpus: float,
+        threads: int,
+        start_deadline: float,
+        kwargs: dict[str, Any],
+        together: bool = True,
     ):
         self.role = role
-        self._bundles = _place(role, size, cpus=cpus, gpus=gpus, deadline=start_deadline) if cpus or gpus else None
-        environment = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        self.actors = [
-            ray.remote(factory)
+        self._factory, self._kwargs, self._start_deadline = factory, kwargs, start_deadline
+        self._resources = {"num_cpus": cpus, "num_gpus": gpus}
+        self._environment = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        self._bundles: list[tuple[PlacementGroup, int] | None] = [None] * size
+        if cpus or gpus:
+            groups = [self._place(size)] * size if together else [self._place(1) for _ in range(size)]
+            self._bundles = [(group, rank if together else 0) for rank, group in enumerate(groups)]
+        self.actors: list[Any] = []
+        self._places: list[ray.ObjectRef] = []
+        self._late: set[int] = set()
+        for rank in range(size):
+            self._start(rank)
+
+    def _place(self, size: int) -> PlacementGroup:
+        return _place(self.role, size, **self._resources, deadline=self._start_deadline)
+
+    def _start(self, rank: int) -> None:
+        """A new actor for a rank; it takes the place of the one before."""
+        bundle = self._bundles[rank]
+        actor = (
+            ray.remote(self._factory)
             .options(
-                num_cpus=cpus,
-                num_gpus=gpus,
+                **self._resources,
                 max_restarts=0,
-                runtime_env={"env_vars": environment},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=rank)
-                if self._bundles
+                runtime_env={"env_vars": self._environment},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(bundle[0], placement_group_bundle_index=bundle[1])
+                if bundle
                 else "DEFAULT",
             )
-            .remote(rank=rank, **kwargs)
-            for rank in range(size)
-        ]
-        self._start_deadline = start_deadline
+            .remote(rank=rank, **self._kwargs)
+        )
+        self.actors[rank : rank + 1] = [actor]
+        self._places[rank : rank + 1] = [actor.__ray_call__.remote(_place_of_process)]
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -74,11 +125,37 @@ class ActorGroup:
         """Call a method on each rank and return the results, rank 0 first."""
         return self.wait(self.submit(method, per_rank or [()] * len(self), **kwargs), deadline=deadline, what=method)
 
+    def call_one(self, rank: int, method: str, *args: Any, deadline: float, **kwargs: Any) -> Any:
+        """Call a method of one rank."""
+        reference = getattr(self.actors[rank], method).remote(*args, **kwargs)
+        (answer,) = self.wait([reference], deadline=deadline, what=method, ranks=[rank])
+        return answer
+
+    def call_and_replace(
+        self, method: str, per_rank: list[tuple], *, deadline: float, replace: Callable[[RoleLost], None], **kwargs: Any
+    ) -> list[Any]:
+        """As `call`, of ranks that are independent: those that are lost are asked again once `replace` has seen to new ones.
+
+        Args:
+            deadline: seconds for each time that somebody is asked.
+            replace: calls `self.replace`, or raises.
+        """
+        references = self.submit(method, per_rank, **kwargs)
+        while True:
+            try:
+                return self.wait(references, deadline=deadline, what=method)
+            except RoleLost as lost:
+                if not lost.ranks:
+                    raise
+                replace(lost)
+                for rank in lost.ranks:
+                    references[rank] = getattr(self.actors[rank], method).remote(*per_rank[rank], **kwargs)
+
     def attempt(self, method: str, *args: Any, deadline: float) -> Any:
         """Call a method of the only actor, which may well fail: an exception in it counts as the loss of the role too.
 
         Raises:
-            RoleLost: it died, is late, or raised.
+            RoleLost: it died or is late; or it raised, then without ranks.
         """
         try:
             (answer,) = self.call(method, [args], deadline=deadline)
@@ -86,43 +163,129 @@ class ActorGroup:
             raise RoleLost(f"{self.role}: expected {method} to return, got {type(error.cause).__name__}: {error.cause}") from error
         return answer
 
-    def wait(self, references: list[ray.ObjectRef], *, deadline: float, what: str) -> list[Any]:
+    def wait(self, references: list[ray.ObjectRef], *, deadline: float, what: str, ranks: Sequence[int] | None = None) -> list[Any]:
         """Results of references, one for each rank.
 
+        Args:
+            ranks: of the references; None: all.
         Raises:
-            RoleLost: naming the first rank that died or is late.
+            RoleLost: naming every rank that died, or else those that are late and what their processes do.
         """
+        ranks = list(ranks if ranks is not None else range(len(self)))
         try:
             return ray.get(references, timeout=deadline)
-        except (GetTimeoutError, RayActorError) as error:
-            late = self._unfinished(references)
-            how = f"no answer within {deadline:.0f} s" if isinstance(error, GetTimeoutError) else f"a dead process ({type(error).__name__})"
+        except GetTimeoutError as error:
+            done, _ = ray.wait(references, num_returns=len(references), timeout=0)
+            late = [rank for rank, reference in zip(ranks, references, strict=True) if reference not in done]
+            self._late.update(late)
+            states = "; ".join(f"rank {rank}: {self._look(rank)}" for rank in late)
             raise RoleLost(
-                f"{self.role} rank {late}: expected {what} to finish, got {how}; its log is in the Ray session's folder"
+                f"{self.role} rank {_listed(late)}: expected {what} to finish, got no answer within {deadline:.0f} s ({states}); "
+                "its log is in the Ray session's folder",
+                late,
+            ) from error
+        except (RayActorError, RayTaskError) as error:
+            # A rank whose peer died fails in their collective, and may be the first to say so.
+            patience = PEER_SECONDS if isinstance(error, RayTaskError) else 0
+            dead = [rank for rank, reference in zip(ranks, references, strict=True) if _is_dead(reference, patience)]
+            if not dead:
+                raise
+            raise RoleLost(
+                f"{self.role} rank {_listed(dead)}: expected {what} to finish, got a dead process ({self._look(dead[0])}); "
+                "its log is in the Ray session's folder",
+                dead,
             ) from error
 
-    def _unfinished(self, references: list[ray.ObjectRef]) -> str:
-        done, _ = ray.wait(references, num_returns=len(references), timeout=0)
-        bad = []
-        for rank, reference in enumerate(references):
-            try:
-                if reference not in done:
-                    bad.append(str(rank))
-                else:
-                    ray.get(reference, timeout=0)
-            except (GetTimeoutError, RayActorError):
-                bad.append(str(rank))
-        return ", ".join(bad) or "unknown"
+    def replace(self, ranks: Sequence[int]) -> None:
+        """New actors for those that are lost, ready to be called; what is left of the old ones is ended.
+
+        Raises:
+            RoleLost: the cluster has no room for one, or it failed to start.
+        """
+        for rank in ranks:
+            self._end(rank)
+            self._late.discard(rank)
+            bundle = self._bundles[rank]
+            if bundle is not None:  # its node may be gone too, so it is placed anew
+                remove_placement_group(bundle[0])
+                self._bundles[rank] = (self._place(1), 0)
+            self._start(rank)
+        ready = [self.actors[rank].__ray_ready__.remote() for rank in ranks]
+        self.wait(ready, deadline=self._start_deadline, what="start", ranks=ranks)
+
+    def _end(self, rank: int) -> None:
+        """The end of an actor's process. Ray asks a process to end, which one that is late may never hear: it is killed by its number."""
+        ray.kill(self.actors[rank])
+        place = self._whereabouts(rank) if rank in self._late else None
+        if place is not None:
+            _on_node(place, _kill, place.pid)
+
+    def _look(self, rank: int) -> str:
+        """Where an actor's process is and what it does, for a message."""
+        place = self._whereabouts(rank)
+        if place is None:
+            return "its process was never heard of"
+        return f"process {place.pid} on {place.host}: {_on_node(place, _state, place.pid) or 'its node does not answer'}"
+
+    def _whereabouts(self, rank: int) -> Place | None:
+        with suppress(RayError):
+            return ray.get(self._places[rank], timeout=0)
+        return None
 
     def close(self) -> None:
-        for actor in self.actors:
-            ray.kill(actor)
-        if self._bundles is not None:
-            remove_placement_group(self._bundles)
+        for rank in range(len(self)):
+            self._end(rank)
+        for group in {bundle[0].id: bundle[0] for bundle in self._bundles if bundle is not None}.values():
+            remove_placement_group(group)
 
 
-def _place(role: str, size: int, *, cpus: float, gpus: float, deadline: float) -> PlacementGroup:
-    bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks)) or "unknown"
+
+
+def _is_dead(reference: ray.ObjectRef, patience: float) -> bool:
+    """Whether the actor that is to give this is dead, as far as is known after so many seconds."""
+    try:
+        ray.get(reference, timeout=patience)
+    except RayActorError:
+        return True
+    except (GetTimeoutError, RayTaskError):
+        pass
+    return False
+
+
+def _place_of_process(_: Any) -> Place:
+    """To be called in an actor."""
+    return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid())
+
+
+def _on_node(place: Place, look: Callable[[int], str], pid: int) -> str | None:
+    """What `look` says of a process there; None: the node doesn't answer in time."""
+    if place.node == ray.get_runtime_context().get_node_id():
+        return look(pid)
+    there = NodeAffinitySchedulingStrategy(place.node, soft=False)
+    with suppress(RayError):
+        return ray.get(ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid), timeout=LOOK_SECONDS)
+    return None
+
+
+def _state(pid: int) -> str:
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return "gone"
+
+
+def _kill(pid: int) -> str:
+    """SIGKILL for a worker of Ray; the number may be another process's by now."""
+    with suppress(psutil.NoSuchProcess, ProcessLookupError):
+        if psutil.Process(pid).cmdline()[:1] and psutil.Process(pid).cmdline()[0].startswith("ray::"):
+            os.kill(pid, signal.SIGKILL)
+    return _state(pid)
+
+
+def _place(role: str, size: int, *, num_cpus: float, num_gpus: float, deadline: float) -> PlacementGroup:
+    bundle = {"CPU": num_cpus} | ({"GPU": num_gpus} if num_gpus else {})
     bundles = placement_group([bundle] * size, strategy="PACK")
     if not bundles.wait(timeout_seconds=deadline):
         remove_placement_group(bundles)

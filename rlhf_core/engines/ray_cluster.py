@@ -5,23 +5,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 log = logging.getLogger("rlhf")
 
 STOP_GRACE_SECONDS = 20  # between SIGTERM and SIGKILL of a job: it writes a checkpoint; the flow gives the stage 25
 HEAD_STOP_SECONDS = 20
-SILENCE_SECONDS = 30  # of a head, after which it is taken for lost
+MARK = "RLHF_RAY_HEAD"  # environment variable: the folder of the head that a process came of
 POLL_SECONDS = 0.5  # each look costs the head's dashboard and agent some computing too
 
 
@@ -58,13 +62,14 @@ def local_head(*, cpus: int, start_timeout: float, keep_open: tuple[int, ...] = 
         "--no-monitor",  # of the autoscaler: this head never grows
     ]  # fmt: skip
     keeper = [sys.executable, "-m", "rlhf_core.engines.ray_head", str(folder), str(os.getpid()), *command]
-    head = subprocess.Popen(keeper, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=keep_open)
+    environment = {**os.environ, MARK: str(folder)}
+    head = subprocess.Popen(keeper, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=keep_open)
     address = f"http://127.0.0.1:{dashboard}"
     try:
         _wait_until_up(address, head, folder / "head.log", start_timeout)
         yield address
     finally:
-        _stop_head(head)
+        _stop_head(head, folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -95,15 +100,24 @@ def _wait_until_up(address: str, head: subprocess.Popen, output: Path, timeout: 
     )
 
 
-def _stop_head(keeper: subprocess.Popen) -> None:
+def _stop_head(keeper: subprocess.Popen, folder: Path) -> None:
     keeper.terminate()
     try:
         keeper.wait(HEAD_STOP_SECONDS)
     except subprocess.TimeoutExpired:
-        log.warning("Ray head: still there %d s after SIGTERM; killing it", HEAD_STOP_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(keeper.pid, signal.SIGKILL)
+        log.warning("Ray head: its keeper is still there %d s after SIGTERM; killing it", HEAD_STOP_SECONDS)
+        keeper.kill()
         keeper.wait()
+    if keeper.returncode < 0:  # it was killed, and has ended nothing
+        _end_marked(folder)
+
+
+def _end_marked(folder: Path) -> None:
+    """The end of every process that came of a head, wherever it hangs now: all have inherited the head's mark."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == str(folder):
+                process.kill()
 
 
 def run_job(
@@ -113,6 +127,8 @@ def run_job(
     fingerprint: str,
     environment: dict[str, str],
     start_timeout: float,
+    silence_timeout: float,
+    pulse: Path,
     on_output: Callable[[str], None],
     stop_requested: Callable[[], bool],
 ) -> int:
@@ -120,17 +136,20 @@ def run_job(
 
     Args:
         entrypoint: the shell command of the driver.
+        silence_timeout: seconds without an answer of the head, or without a change of `pulse`, after which either is taken for lost.
+        pulse: a file that the driver changes all the time (rlhf_core/trainers/rl_job.py: beat).
         on_output: gets the driver's output in pieces, as they come.
         stop_requested: once True, the job is sent SIGTERM; it has STOP_GRACE_SECONDS to write a checkpoint.
     Returns:
         the driver's exit code.
     Raises:
-        ClusterError: the job didn't start within `start_timeout` seconds, or the head is gone.
+        ClusterError: the job didn't start within `start_timeout` seconds, or the head or the driver is silent.
     """
     from ray.job_submission import JobSubmissionClient
 
     client = JobSubmissionClient(address)
-    job = _live_job(client, fingerprint)
+    patience = _Patience(silence_timeout)
+    job = _live_job(client, fingerprint, patience)
     if job is None:
         job = _submit(
             client,
@@ -142,7 +161,7 @@ def run_job(
         )
     else:
         log.info("Ray job %s: already at work on this; following it", job)
-    return _follow(client, job, start_timeout, on_output, stop_requested)
+    return _follow(client, job, patience, _Pulse(pulse, silence_timeout, start_timeout), start_timeout, on_output, stop_requested)
 
 
 def _submit(client, deadline: float, **job: Any) -> str:
@@ -163,39 +182,96 @@ def _submit(client, deadline: float, **job: Any) -> str:
             time.sleep(0.3)
 
 
-def _live_job(client, fingerprint: str) -> str | None:
-    for details in _patiently(client.list_jobs, "Ray head"):
+def _live_job(client, fingerprint: str, patience: _Patience) -> str | None:
+    for details in patience.ask(client.list_jobs, "Ray head"):
         if (details.metadata or {}).get("rlhf_fingerprint") == fingerprint and not details.status.is_terminal():
             return details.submission_id
     return None
 
 
-def _patiently(ask: Callable[[], Any], subject: str) -> Any:
-    """What the head answers; a busy one closes a connection now and then, and is asked again.
+@dataclass(frozen=True)
+class _Patience:
+    """Asks a head that may be busy: it closes a connection now and then, or, stopped, takes one and never answers.
+
+    seconds: in which an answer must come.
+    """
+
+    seconds: float
+
+    def ask(self, question: Callable[[], Any], subject: str) -> Any:
+        """Raises ClusterError: there was no answer in time."""
+        deadline = time.monotonic() + self.seconds
+        while True:
+            try:
+                return _within(max(0.0, deadline - time.monotonic()), question)
+            except (OSError, RuntimeError) as error:  # of requests, which has a ConnectionError of its own, or of Ray
+                if time.monotonic() > deadline:
+                    raise ClusterError(
+                        f"{subject}: expected the head to answer within cluster.silence_timeout={self.seconds:.0f} s, got "
+                        f"{error or type(error).__name__}; is it still running?"
+                    ) from error
+                time.sleep(min(1.0, self.seconds))
+
+
+def _within(seconds: float, question: Callable[[], Any]) -> Any:
+    """The answer to a question that has no deadline of its own; one that never comes is waited for by a thread that ends with us.
 
     Raises:
-        ClusterError: it has not answered for SILENCE_SECONDS.
+        TimeoutError: it didn't come.
     """
-    deadline = time.monotonic() + SILENCE_SECONDS
-    while True:
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def ask() -> None:
         try:
-            return ask()
-        except (OSError, RuntimeError) as error:  # of requests, which has a ConnectionError of its own, or of Ray
-            if time.monotonic() > deadline:
-                raise ClusterError(
-                    f"{subject}: expected the head to answer within {SILENCE_SECONDS} s, got {error}; is it still running?"
-                ) from error
-            time.sleep(1.0)
+            answers.put((question(), None))
+        except BaseException as error:  # whoever waits gets it
+            answers.put((None, error))
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError("no answer") from None
+    if error is not None:
+        raise error
+    return answer
 
 
-def _follow(client, job: str, start_timeout: float, on_output: Callable[[str], None], stop_requested: Callable[[], bool]) -> int:
+class _Pulse:
+    """Whether a driver still lives: it changes a file all the time. Only that it changes counts, so that no two clocks are compared."""
+
+    def __init__(self, path: Path, seconds: float, start_seconds: float):
+        self._path, self._seconds, self._start_seconds = path, seconds, start_seconds
+        self._last: bytes | None = None
+        self._until = 0.0
+
+    def is_silent(self) -> bool:
+        """To be asked while the job runs: nothing has changed for so many seconds, or for those of the start after the first question."""
+        now = b""
+        with contextlib.suppress(OSError):
+            now = self._path.read_bytes()
+        if now != self._last:
+            patience = self._seconds if self._last is not None else max(self._seconds, self._start_seconds)
+            self._last, self._until = now, time.monotonic() + patience
+        return time.monotonic() > self._until
+
+
+def _follow(
+    client,
+    job: str,
+    patience: _Patience,
+    pulse: _Pulse,
+    start_timeout: float,
+    on_output: Callable[[str], None],
+    stop_requested: Callable[[], bool],
+) -> int:
     from ray.job_submission import JobStatus
 
     deadline = time.monotonic() + start_timeout
     seen, stopping = 0, False
     while True:
-        details = _patiently(lambda: client.get_job_info(job), f"Ray job {job}")
-        output = _patiently(lambda: client.get_job_logs(job), f"Ray job {job}")
+        details = patience.ask(lambda: client.get_job_info(job), f"Ray job {job}")
+        output = patience.ask(lambda: client.get_job_logs(job), f"Ray job {job}")
         on_output(output[seen:])
         seen = len(output)
         if details.status.is_terminal():
@@ -205,7 +281,13 @@ def _follow(client, job: str, start_timeout: float, on_output: Callable[[str], N
             raise ClusterError(
                 f"Ray job {job}: expected it to start within {start_timeout:.0f} s, got PENDING; does the cluster have a free CPU?"
             )
+        if details.status == JobStatus.RUNNING and pulse.is_silent():
+            patience.ask(lambda: client.stop_job(job), f"Ray job {job}")
+            raise ClusterError(
+                f"Ray job {job}: expected a sign of life of its driver within cluster.silence_timeout={patience.seconds:.0f} s, got none; "
+                "it was stopped or its node is overloaded"
+            )
         if stop_requested() and not stopping:
             stopping = True
-            client.stop_job(job)
+            patience.ask(lambda: client.stop_job(job), f"Ray job {job}")
         time.sleep(POLL_SECONDS)

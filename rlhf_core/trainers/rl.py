@@ -16,11 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_core.config import RlConfig, curve_columns
+from rlhf_core.engines.ray_actors import RoleLost
 from rlhf_core.quiet import be_quiet, show_own_log
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.credit import RewardNormalizer, assign_credit
 from rlhf_core.trainers.rl_data import DemonstrationStream, PromptStream, collate, components_of, evaluation_prompts, read_prompts
-from rlhf_core.trainers.rl_job import REFUSED, RlJob
+from rlhf_core.trainers.rl_job import REFUSED, RlJob, beat
 from rlhf_core.trainers.rl_metrics import (
     Clock,
     LogprobMismatch,
@@ -40,7 +41,9 @@ from rlhf_core.types import Prompt
 
 log = logging.getLogger("rlhf")
 
-STOPPED = 143  # exit code after SIGTERM, the checkpoint written
+# Exit codes
+STOPPED = 143  # after SIGTERM, the checkpoint written
+LOST = 75  # an actor that can't be replaced died or is late; the same again goes on from the last checkpoint. EX_TEMPFAIL of sysexits.h
 
 
 def main() -> int:
@@ -50,7 +53,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     job = RlJob.read(Path(sys.argv[1]))
     try:
-        with Workers(job) as workers:
+        with beat(job.pulse), Workers(job) as workers:
             progress = train(job, workers, stop)
             finished = progress.finished(job.rl)
             if finished:
@@ -58,6 +61,9 @@ def main() -> int:
     except (LogprobMismatch, TooManyUnscored, ValueError) as error:
         log.error("%s", error)
         return REFUSED
+    except RoleLost as lost:
+        log.error("%s", lost)
+        return LOST
     return 0 if finished else STOPPED
 
 
@@ -116,7 +122,8 @@ def train(job: RlJob, workers: Workers, stop: threading.Event) -> Progress:
         if stopping or is_due(rl.checkpoint_every, progress.step, rl):
             workers.checkpoint(progress, normalizer)
         clock.lap("checkpoint")
-        curves.log(row, clock.timings(samples=rl.samples_per_step), drawn.scorer_metrics)
+        timings = clock.timings(samples=rl.samples_per_step) | {"replacements": workers.replacements.count}
+        curves.log(row, timings, drawn.scorer_metrics)
         log.info("%s", progress_line(row, rl, clock))
         tell(found, rl)
     curves.close()

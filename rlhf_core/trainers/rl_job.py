@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import model_validator
@@ -10,6 +14,7 @@ from rlhf_core.config import ModelConfig, RlConfig, Section, TrackingConfig
 
 # The job's exit code when the same again would end the same; EX_DATAERR of sysexits.h. Any other: a crash, worth another try.
 REFUSED = 65
+BEAT_SECONDS = 2.0
 
 
 class RlJob(Section):
@@ -43,9 +48,35 @@ class RlJob(Section):
             raise ValueError("reward_model: expected a folder for the critic to start from, got none; set it or rl.ppo.critic_init")
         return self
 
+    @property
+    def pulse(self) -> Path:
+        """The file by which the driver shows that it lives."""
+        return Path(self.work) / "pulse"
+
     def write(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=1), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> RlJob:
         return cls.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def beat(path: Path) -> Iterator[None]:
+    """Change a file every BEAT_SECONDS, from a thread: a driver that waits goes on with it, one that is stopped or gone doesn't."""
+    done = threading.Event()
+
+    def run() -> None:
+        for count in itertools.count():
+            with contextlib.suppress(OSError):  # a full disk is for others to complain about
+                path.write_text(str(count))
+            if done.wait(BEAT_SECONDS):
+                return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

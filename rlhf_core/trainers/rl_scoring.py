@@ -17,6 +17,7 @@ from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.scorers.reward_model import RewardModelInput, combine_members
 from rlhf_core.scorers.text import ScoreItem, TextScorers, score_item
 from rlhf_core.trainers.rl_job import RlJob
+from rlhf_core.trainers.rl_replacements import Replacements
 from rlhf_core.types import Rollout, ScoredRollout
 
 DISAGREEMENT = "disagreement"  # of an ensemble: the members' standard deviation, in units of the raw score
@@ -42,10 +43,14 @@ class ScorerMetrics:
 
 
 class Scoring:
-    """Raises RoleLost where a trainer fails: that ends the run. A text scorer that fails only has no scores for these responses."""
+    """Raises RoleLost where a trainer fails: that ends the run.
 
-    def __init__(self, job: RlJob, trainers: ActorGroup):
-        self._job, self._trainers = job, trainers
+    Text scorers whose process dies or is late get a new one, which is asked again, at most once a call; one that fails then too, or says
+    no, only has no scores for these responses.
+    """
+
+    def __init__(self, job: RlJob, trainers: ActorGroup, replacements: Replacements):
+        self._job, self._trainers, self._replacements = job, trainers, replacements
         trust = job.model.trust_remote_code
         self._tokenizer = load_tokenizer(job.sft_model, trust_remote_code=trust)
         self._inputs = {
@@ -95,13 +100,16 @@ class Scoring:
         ]
 
     def _by_text(self, config: ScorerConfig, items: list[ScoreItem], metrics: ScorerMetrics | None) -> list[float]:
-        try:
-            scores, measured = self._text.attempt("score", config.name, items, deadline=config.timeout)
-        except RoleLost as error:
-            log.warning("scorer %s: expected scores of %d responses, got none (%s); they are unscored", config.name, len(items), error)
-            self._text.close()
-            self._text = self._start_text_scorers()
-            return [math.nan] * len(items)
+        for again in (True, False):
+            try:
+                scores, measured = self._text.attempt("score", config.name, items, deadline=config.timeout)
+            except RoleLost as lost:
+                self._text.replace([0])
+                if again and lost.ranks and self._replacements.allow(lost):
+                    continue
+                log.warning("scorer %s: expected scores of %d responses, got none (%s); they are unscored", config.name, len(items), lost)
+                return [math.nan] * len(items)
+            break
         if metrics is not None:
             metrics.add(config.name, measured, count=len(items))
         return scores

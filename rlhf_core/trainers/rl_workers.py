@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,18 +11,21 @@ import torch
 
 from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import batch_indices
-from rlhf_core.engines.ray_actors import ActorGroup, join_cluster, leave_cluster
-from rlhf_core.engines.vllm_engine import RolloutActor, SamplingSettings, request_seeds
+from rlhf_core.engines.ray_actors import ActorGroup, RoleLost, join_cluster, leave_cluster
+from rlhf_core.engines.vllm_engine import RolloutActor, Sample, SamplingSettings, request_seeds
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.trainers.credit import RewardNormalizer
 from rlhf_core.trainers.rl_data import DemonstrationStream, sequences_of
 from rlhf_core.trainers.rl_job import RlJob
-from rlhf_core.trainers.rl_metrics import Metrics, update_metrics
+from rlhf_core.trainers.rl_metrics import Metrics, largest_difference, update_metrics
 from rlhf_core.trainers.rl_rank import TrainerRank
+from rlhf_core.trainers.rl_replacements import Replacements
 from rlhf_core.trainers.rl_scoring import ScorerMetrics, Scoring
 from rlhf_core.trainers.rl_state import Progress, RunStore
 from rlhf_core.trainers.rl_update import Minibatch, Totals, gather
 from rlhf_core.types import Prompt, Rollout, ScoredRollout, TrainBatch
+
+log = logging.getLogger("rlhf")
 
 CALIBRATION_STEP = 2**31 - 1  # a step number of its own for the seeds of the calibration samples
 
@@ -29,8 +33,11 @@ CALIBRATION_STEP = 2**31 - 1  # a step number of its own for the seeds of the ca
 class Workers:
     """Starts the actors, connects the trainers, and gives the loop one method for each of its steps.
 
+    A rollout engine or scorer that dies or is late is replaced and asked again, at most rl.max_replacements times; since what an engine
+    draws follows from seeds alone, the run ends as if nothing had happened. A trainer rank has state that only a checkpoint can give back.
+
     Raises:
-        RoleLost: an actor can't be placed, doesn't start, dies or is late.
+        RoleLost: a trainer rank dies or is late, an actor can't be placed or doesn't start, or one more would have to be replaced.
     """
 
     def __init__(self, job: RlJob):
@@ -40,6 +47,7 @@ class Workers:
         self._eos_id, self.pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         self._sampling = sampling_settings(job.rl)
         self._version = 0
+        self.replacements = Replacements(job.rl.max_replacements)
 
     def __enter__(self) -> Workers:
         job, rl = self._job, self._job.rl
@@ -75,8 +83,9 @@ class Workers:
                 "gpu_memory_fraction": rl.rollout.gpu_memory_fraction,
                 "reads_text": bool(rl.rollout.stop),
             },
+            together=False,
         )
-        self._scoring = Scoring(job, self._trainers)
+        self._scoring = Scoring(job, self._trainers, self.replacements)
         (address, *_) = self._trainers.call("address", deadline=start)
         self._trainers.call("connect", [address] * len(self._trainers), deadline=start)
         self._rollouts.wait_ready()
@@ -105,10 +114,11 @@ class Workers:
 
     def _generate(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings, *, group_size: int) -> list[Rollout]:
         shards = _shards(len(prompts), len(self._rollouts))
-        answers = self._rollouts.call(
+        answers = self._rollouts.call_and_replace(
             "generate",
             [([prompts[i].prompt_ids for i in shard], [seeds[i] for i in shard], sampling) for shard in shards],
             deadline=self._job.rl.deadlines.step,
+            replace=lambda lost: self._replace_engines(lost, prompts[0]),
             eos_id=self._eos_id,
             group_size=group_size,
         )
@@ -152,10 +162,47 @@ class Workers:
         """Give the policy's weights to every rollout engine. That they arrived shows in the next step's log-probabilities."""
         deadline = self._job.rl.deadlines.step
         weights, *_ = self._trainers.submit("weights", [()] * len(self._trainers))
-        versions = self._rollouts.call("load_weights", [(weights, version)] * len(self._rollouts), deadline=deadline)
+        arguments = [(weights, version)] * len(self._rollouts)
+        versions = self._rollouts.call_and_replace("load_weights", arguments, deadline=deadline, replace=self._start_engines)
         if versions != [version] * len(versions):
             raise RuntimeError(f"rollout engines: expected policy version {version} everywhere, got {versions}")
         self._version = version
+
+    def _start_engines(self, lost: RoleLost) -> None:
+        """New engines for lost ones, with the weights that every engine begins with.
+
+        Raises:
+            RoleLost: the limit of replacements is reached, or there is no room.
+        """
+        if not self.replacements.allow(lost):
+            raise lost
+        self._rollouts.replace(lost.ranks)
+
+    def _replace_engines(self, lost: RoleLost, prompt: Prompt) -> None:
+        """New engines for lost ones, with the policy's weights of now, which one response to `prompt` shows."""
+        self._start_engines(lost)
+        deadline = self._job.rl.deadlines.step
+        weights, *_ = self._trainers.submit("weights", [()] * len(self._trainers))
+        for rank in lost.ranks:
+            version = self._rollouts.call_one(rank, "load_weights", weights, self._version, deadline=deadline)
+            how = {"eos_id": self._eos_id, "group_size": 1, "deadline": deadline}
+            ((sample,),) = self._rollouts.call_one(rank, "generate", [prompt.prompt_ids], [self._job.seed], self._sampling, **how)
+            difference = self._difference(prompt, sample)
+            limit = self._job.rl.rollout.max_logprob_difference
+            if version != self._version or not difference <= limit:
+                raise RoleLost(
+                    f"{lost}; rollout rank {rank}: expected a new engine with policy version {self._version} and log-probabilities within "
+                    f"{limit} of the trainer's, got version {version} and {difference:.3g}"
+                )
+            log.warning("rollout rank %d: new, with policy version %d; log-probabilities within %.2g", rank, version, difference)
+
+    def _difference(self, prompt: Prompt, sample: Sample) -> float:
+        """Between the engine's log-probabilities of a sample and the trainer's, which every rank is asked for: it is a collective."""
+        rollout = Rollout(prompt, sample.response_ids, sample.logprobs, sample.finished, group_id=0, policy_version=self._version)
+        seen = self.forward([rollout] * len(self._trainers))
+        trainer = seen.get("sampler_logprobs", seen["old_logprobs"])[: len(sample.logprobs)]
+        config = self._job.rl.rollout
+        return largest_difference((torch.tensor(sample.logprobs) - trainer)[config.min_new_tokens :], config)
 
     def export(self, folder: Path) -> None:
         """The policy as a Hugging Face folder."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 import requests
 
-from rlhf_core.engines import ray_cluster
-from rlhf_core.engines.ray_cluster import ClusterError, _patiently, _submit
+from rlhf_core.engines.ray_cluster import ClusterError, _Patience, _Pulse, _submit
+from rlhf_core.trainers.rl_job import beat
 
 DROPPED = requests.exceptions.ConnectionError("Remote end closed connection without response")
 TAKEN = RuntimeError("Job with submission_id rlhf-1 already exists. Please use a different submission_id.")
@@ -53,8 +54,28 @@ def test_submission_has_a_deadline():
         _submit(BusyHead(DROPPED), time.monotonic() - 1, submission_id="rlhf-1")
 
 
-def test_a_question_is_asked_again_until_the_head_has_been_silent_too_long(monkeypatch):
-    assert _patiently(BusyHead(DROPPED).answer, "Ray job rlhf-1") == "answer"
-    monkeypatch.setattr(ray_cluster, "SILENCE_SECONDS", -1)
-    with pytest.raises(ClusterError, match="Ray job rlhf-1: expected the head to answer"):
-        _patiently(BusyHead(DROPPED).answer, "Ray job rlhf-1")
+def test_a_question_is_asked_again_until_the_head_has_been_silent_too_long():
+    assert _Patience(10).ask(BusyHead(DROPPED).answer, "Ray job rlhf-1") == "answer"
+    with pytest.raises(ClusterError, match=r"Ray job rlhf-1: expected the head to answer within .* got Remote end"):
+        _Patience(0.1).ask(BusyHead(*[DROPPED] * 99).answer, "Ray job rlhf-1")
+
+
+def test_a_head_that_takes_the_question_and_never_answers_is_lost_too():
+    with pytest.raises(ClusterError, match=r"Ray head: expected the head to answer within .* got no answer"):
+        _Patience(0.1).ask(threading.Event().wait, "Ray head")
+
+
+def test_a_driver_is_silent_when_its_file_no_longer_changes(tmp_path):
+    path = tmp_path / "pulse"
+    pulse = _Pulse(path, 0.2, 3600.0)
+    assert not pulse.is_silent()  # its start may take long
+    with beat(path):
+        while not path.exists():
+            assert not pulse.is_silent()
+        assert not pulse.is_silent()
+    changed = time.monotonic()
+    while not pulse.is_silent():
+        assert time.monotonic() < changed + 10
+    assert time.monotonic() > changed + 0.1
+    path.write_text("again")
+    assert not pulse.is_silent()

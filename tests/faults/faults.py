@@ -1,0 +1,182 @@
+"""What is done to a stage at work. Each function waits for its moment, strikes, and returns what undoes it before the stage runs again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tests.faults.lab import Scene, made_by
+
+Undo = Callable[[], None]
+Strike = Callable[[Scene], Undo]
+
+FULL_BYTES = 64 << 20  # of the small disk
+CLOCK_STEP = 3600  # seconds
+CLOCK_LIBRARY = Path(__file__).with_name("clock_jump.c")
+
+
+def nothing() -> None:
+    """There is nothing to undo."""
+
+
+def send(number: signal.Signals, role: str | None = None, *, checkpointed: bool = True) -> Strike:
+    """A signal to one process of a role (None: of the stage itself), after its first checkpoint or at any moment."""
+
+    def strike(scene: Scene) -> Undo:
+        scene.after_checkpoint() if checkpointed else scene.at_work()
+        process = scene.process(role or scene.stage)
+        process.send_signal(number)
+        if number != signal.SIGSTOP:
+            return nothing
+
+        def go_on() -> None:
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGCONT)
+
+        return go_on
+
+    return strike
+
+
+def send_to_command(number: signal.Signals, *, seconds: float = 0.0) -> Strike:
+    """A signal to the process that was started, such as the flow; SIGSTOP for so many seconds."""
+
+    def strike(scene: Scene) -> Undo:
+        scene.after_checkpoint()
+        scene.child.send_signal(number)
+        if number == signal.SIGSTOP:
+            time.sleep(seconds)
+            scene.child.send_signal(signal.SIGCONT)
+        return nothing
+
+    return strike
+
+
+def full_disk(scene: Scene) -> Undo:
+    """The disk that the stage's checkpoints are on has no byte left. `small_disk` has to be there."""
+    scene.after_checkpoint()
+    filler = scene.workspace / "scratch" / scene.stage / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 12))
+    return lambda: filler.unlink()
+
+
+def just_run(scene: Scene) -> Undo:
+    """What was prepared is the fault."""
+    return nothing
+
+
+def corrupt_checkpoint(change: Callable[[Path], None]) -> Strike:
+    """The stage is killed, and its newest checkpoint is not what it was."""
+
+    def strike(scene: Scene) -> Undo:
+        scene.after_checkpoint()
+        scene.process(scene.stage).kill()
+        scene.child.wait()
+        change(scene.newest_checkpoint())
+        return nothing
+
+    return strike
+
+
+def flip_a_bit(folder: Path) -> None:
+    """In the middle of the largest file."""
+    path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    flip(path)
+
+
+def flip(path: Path) -> None:
+    mode = path.stat().st_mode
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    path.chmod(mode)
+
+
+def tear_manifest(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text()[:40])
+
+
+def jump(scene: Scene) -> Undo:
+    """The clock of every process jumps; `preload_clock` has to be there."""
+    scene.after_checkpoint()
+    (scene.workspace.with_suffix(".jump")).touch()
+    return nothing
+
+
+# What has to be there before the stage starts
+
+
+def small_disk(workspace: Path, stage: str) -> Undo:
+    folder = workspace / "scratch" / stage
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={FULL_BYTES}", "tmpfs", str(folder)], check=True)
+    return lambda: unmount(folder)
+
+
+def unmount(folder: Path) -> None:
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def read_only(*names: str) -> Callable[[Path, str], Undo]:
+    """Folders of the workspace that nobody can write to, root neither."""
+
+    def prepare(workspace: Path, _: str) -> Undo:
+        for name in names:
+            folder = workspace / name
+            folder.mkdir(parents=True, exist_ok=True)
+            subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+            subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        return lambda: [unmount(workspace / name) for name in names] and None
+
+    return prepare
+
+
+def full_models(workspace: Path, _: str) -> Undo:
+    """The disk that finished models go to is full."""
+    folder = workspace / "models" / "sft"
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)], check=True)
+    return lambda: unmount(folder)
+
+
+def preload_clock(seconds: int) -> Callable[[Path, str], Undo]:
+    """A library before all others that gives another time of day once a file is there."""
+
+    def prepare(workspace: Path, _: str) -> Undo:
+        library = workspace.with_suffix(".so")
+        subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", str(library), str(CLOCK_LIBRARY), "-ldl"], check=True)
+        os.environ.update(LD_PRELOAD=str(library), CLOCK_JUMP_FILE=str(workspace.with_suffix(".jump")), CLOCK_JUMP_SECONDS=str(seconds))
+
+        def undo() -> None:
+            for name in ("LD_PRELOAD", "CLOCK_JUMP_FILE", "CLOCK_JUMP_SECONDS"):
+                del os.environ[name]
+            workspace.with_suffix(".jump").unlink(missing_ok=True)
+
+        return undo
+
+    return prepare
+
+
+def corrupt_cache(workspace: Path, stage: str) -> Undo:
+    """A bit has flipped in DVC's copy of the largest file that the stage made, and the file itself is gone from the workspace."""
+    folder = max(made_by(workspace, stage), key=lambda path: sum(p.stat().st_size for p in path.rglob("*")) if path.is_dir() else 0)
+    largest = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    md5 = hashlib.md5(largest.read_bytes(), usedforsecurity=False).hexdigest()
+    flip(workspace / ".dvc/cache/files/md5" / md5[:2] / md5[2:])
+    shutil.rmtree(folder)
+    return nothing
