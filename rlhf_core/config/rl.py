@@ -66,6 +66,7 @@ class RlConfig(Section):
     trainer: TrainerConfig
     checkpoint_every: int = Field(gt=0)
     deadlines: DeadlineConfig
+    max_replacements: int = Field(ge=0)
 
     @property
     def group_size(self) -> int:

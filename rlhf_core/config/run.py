@@ -23,6 +23,7 @@ class ReportConfig(Section):
 class ClusterConfig(Section):
     address: str | None
     start_timeout: float = Field(gt=0)
+    silence_timeout: float = Field(gt=0)
     threads: int = Field(gt=0)
 
 

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from rlhf_core.config import RlConfig, RolloutConfig, ScoreConfig
+from rlhf_core.config import RlConfig, ScoreConfig
 from rlhf_core.trainers.credit import weighted_score
 from rlhf_core.trainers.policy_statistics import correlation, distinct, rank_correlation, repetition, token_kl
 from rlhf_core.trainers.rl_data import Components
@@ -112,7 +112,7 @@ def check_logprobs(batch: RolloutBatch, rl: RlConfig, *, step: int) -> float:
     rollout = rl.rollout
     mask = batch.response_mask.clone()
     mask[:, : rollout.min_new_tokens] = False
-    difference = largest_difference((batch.rollout_logprobs - batch.sampler_logprobs)[mask], rollout)
+    difference = largest_difference((batch.rollout_logprobs - batch.sampler_logprobs)[mask], rl)
     if not difference <= rollout.max_logprob_difference:
         raise LogprobMismatch(
             f"step {step}: expected vLLM's and the trainer's log-probabilities to differ by at most rl.rollout.max_logprob_difference="
@@ -122,14 +122,14 @@ def check_logprobs(batch: RolloutBatch, rl: RlConfig, *, step: int) -> float:
     return difference
 
 
-def largest_difference(differences: torch.Tensor, rollout: RolloutConfig) -> float:
+def largest_difference(differences: torch.Tensor, rl: RlConfig) -> float:
     """The largest of the differences [N] between two log-probabilities of the same tokens, in nats; 0 without any, NaN with one.
 
     Where top-p or top-k is set, rounding decides for a token in many thousands whether it is still among those that may be drawn, which
     shifts all of its position; so the thousandth part that differs most is left out.
     """
     ordered = differences.abs().sort().values
-    if (rollout.top_p < 1.0 or rollout.top_k is not None) and not ordered.isnan().any():
+    if (rl.rollout.top_p < 1.0 or rl.rollout.top_k is not None) and not ordered.isnan().any():
         ordered = ordered[: len(ordered) - math.ceil(len(ordered) / 1000)]
     return float(ordered[-1]) if len(ordered) else 0.0
 

@@ -201,8 +201,8 @@ class Workers:
         rollout = Rollout(prompt, sample.response_ids, sample.logprobs, sample.finished, group_id=0, policy_version=self._version)
         seen = self.forward([rollout] * len(self._trainers))
         trainer = seen.get("sampler_logprobs", seen["old_logprobs"])[: len(sample.logprobs)]
-        config = self._job.rl.rollout
-        return largest_difference((torch.tensor(sample.logprobs) - trainer)[config.min_new_tokens :], config)
+        rl = self._job.rl
+        return largest_difference((torch.tensor(sample.logprobs) - trainer)[rl.rollout.min_new_tokens :], rl)
 
     def export(self, folder: Path) -> None:
         """The policy as a Hugging Face folder."""

@@ -51,6 +51,7 @@ CRITIC = {
     "algorithm": "ppo",
     "steps": 6,
     "ppo": {"critic_init": "sft", "critic_warmup_steps": 2},
+    "max_replacements": 1,
     "max_approx_kl": 1e-9,  # the first minibatch is on the policy, the second isn't any more
     "ptx": {"coef": 0.5, "batch_size": 4},
     "reward": {
@@ -199,8 +200,10 @@ def test_what_a_scorer_cant_score_is_counted_and_one_that_fails_does_not_stop_th
     rows = critic.curves
     assert (rows["failed_reward_model"] == 0).all()
     assert rows["failed_even"].between(1, 15).all() and (rows["unscored_fraction"] == rows["failed_even"] / 16).all()
-    # the calibration and step 1 are its first calls; it raises in step 2 and is late in step 3; then its actor is new
-    assert list(rows["failed_flaky"]) == [0, 16, 16, 0, 0, 16]
+    # The calibration and step 1 are its first calls; it raises in step 2 and is late in step 3: a new actor is asked again. That one raises
+    # in step 5 and is late in step 6, and no further one may be asked.
+    assert list(rows["failed_flaky"]) == [0, 16, 0, 0, 16, 16]
+    assert "replaced (1 of at most rl.max_replacements=1) and asked again" in critic.printed
     assert "scorer flaky: expected a score for every response, got none for 16; RuntimeError: nothing to say" in critic.printed
     assert (
         "scorer flaky: expected scores of 16 responses, got none (scorer rank 0: expected score to finish, got no answer" in critic.printed
