@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.trainers.demonstrations import encode_demonstrations
+
 from bench.work import Run, Work
 from rlhf_core.checkpoint import CheckpointStore
 from rlhf_core.config import TrainingConfig
@@ -16,7 +18,7 @@ from rlhf_core.models.wrappers import PolicyModule, ScalarModule
 from rlhf_core.tracking import MetricsLog, Row
 from rlhf_core.trainers.preference import PreferenceRun, train_on_pairs
 from rlhf_core.trainers.reward import encode_comparisons, reward_phase
-from rlhf_core.trainers.sft import encode_demonstrations, sft_phase
+from rlhf_core.trainers.sft import sft_phase
 from rlhf_core.trainers.supervised import LoopSettings, engine_settings, train_phase
 
 

@@ -125,10 +125,11 @@ def score(stage: Stage, prompts: list, samples: list[list], tokenizer) -> list[l
 
 def train(stage: Stage, groups: list[list], tokenizer):
     """SFT on each prompt's best response, token by token as it was sampled. Returns what was trained and the stage's metrics."""
+    from rlhf_core.trainers.demonstrations import Demonstration
+
     from rlhf_core.engines.deepspeed_engine import join_world
     from rlhf_core.trainers.finetune import COLUMNS, finetune
     from rlhf_core.trainers.labelling import best_responses
-    from rlhf_core.trainers.sft import Demonstration
 
     params, config = stage.params, stage.params.rejection_sampling
     best, dropped = best_responses(groups, min_score=config.min_score)
@@ -152,7 +153,7 @@ def train(stage: Stage, groups: list[list], tokenizer):
 
 def heldout_demonstrations(stage: Stage, tokenizer) -> list:
     """The validation split's, where the data has demonstrations: how far the policy has gone from them."""
-    from rlhf_core.trainers.sft import encode_demonstrations
+    from rlhf_core.trainers.demonstrations import encode_demonstrations
 
     if not (PREPARED / "sft.parquet").exists():
         return []

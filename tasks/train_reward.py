@@ -183,7 +183,7 @@ def write_heldout_scores(members: list[dict[str, tuple]], encoder, tokenizer) ->
     import torch
 
     from rlhf_core.models.tokenizer import encode_prompt
-    from rlhf_core.scorers.reward_model import combine_members
+    from rlhf_core.scorers.members import combine_members
 
     written = []
     for split, rows, comparisons in heldout_comparisons(encoder):

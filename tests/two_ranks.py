@@ -7,11 +7,11 @@ import socket
 from pathlib import Path
 
 import torch
+from rlhf_core.trainers.rl_minibatch import Minibatch
 from tiny_models import demonstrations, negative_logprob_step, policy_engine, rl_job, sequences, share, train_batch
 
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
 from rlhf_core.trainers.rl_rank import TrainerRank
-from rlhf_core.trainers.rl_update import Minibatch
 
 STAGES = (0, 2, 3)
 DEADLINE = 240  # seconds; two processes import torch and deepspeed on a machine that may be busy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -49,12 +50,23 @@ class Place:
     pid: int
 
 
+class Hosted:
+    """What an actor is: an object that is imported and made in the actor's process, so that nobody else has to import it."""
+
+    def __init__(self, factory: str, **kwargs: Any):
+        module, _, name = factory.partition(":")
+        self._object = getattr(importlib.import_module(module), name)(**kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._object, method)(*args, **kwargs)
+
+
 class ActorGroup:
     """The actors of one role, rank 0 first.
 
     Args:
         role: for messages, such as "trainer".
-        factory: the class of each actor; it gets `rank` and `kwargs`.
+        factory: "module:Class" of what each actor hosts; it gets `rank` and `kwargs`.
         cpus, gpus: of each actor. Without any it starts wherever, beside the others.
         threads: OMP_NUM_THREADS of each actor's process.
         start_deadline: seconds until every actor must have been placed and made.
@@ -66,7 +78,7 @@ class ActorGroup:
     def __init__(
         self,
         role: str,
-        factory: type,
+        factory: str,
         size: int,
         *,
         cpus: float,
@@ -97,7 +109,7 @@ class ActorGroup:
         """A new actor for a rank; it takes the place of the one before."""
         bundle = self._bundles[rank]
         actor = (
-            ray.remote(self._factory)
+            ray.remote(type(self._factory.rpartition(":")[2], (Hosted,), {}))  # what the process is called
             .options(
                 **self._resources,
                 max_restarts=0,
@@ -106,7 +118,7 @@ class ActorGroup:
                 if bundle
                 else "DEFAULT",
             )
-            .remote(rank=rank, **self._kwargs)
+            .remote(self._factory, rank=rank, **self._kwargs)
         )
         self.actors[rank : rank + 1] = [actor]
         self._places[rank : rank + 1] = [actor.__ray_call__.remote(_place_of_process)]
@@ -119,7 +131,10 @@ class ActorGroup:
 
     def submit(self, method: str, per_rank: list[tuple], **kwargs: Any) -> list[ray.ObjectRef]:
         """Call a method on each rank with that rank's arguments, without waiting."""
-        return [getattr(actor, method).remote(*args, **kwargs) for actor, args in zip(self.actors, per_rank, strict=True)]
+        return [self._submit_one(rank, method, *args, **kwargs) for rank, args in zip(range(len(self)), per_rank, strict=True)]
+
+    def _submit_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
+        return self.actors[rank].call.options(name=f"{self.role}.{method}").remote(method, *args, **kwargs)
 
     def call(self, method: str, per_rank: list[tuple] | None = None, *, deadline: float, **kwargs: Any) -> list[Any]:
         """Call a method on each rank and return the results, rank 0 first."""
@@ -127,7 +142,7 @@ class ActorGroup:
 
     def call_one(self, rank: int, method: str, *args: Any, deadline: float, **kwargs: Any) -> Any:
         """Call a method of one rank."""
-        reference = getattr(self.actors[rank], method).remote(*args, **kwargs)
+        reference = self._submit_one(rank, method, *args, **kwargs)
         (answer,) = self.wait([reference], deadline=deadline, what=method, ranks=[rank])
         return answer
 
@@ -149,7 +164,7 @@ class ActorGroup:
                     raise
                 replace(lost)
                 for rank in lost.ranks:
-                    references[rank] = getattr(self.actors[rank], method).remote(*per_rank[rank], **kwargs)
+                    references[rank] = self._submit_one(rank, method, *per_rank[rank], **kwargs)
 
     def attempt(self, method: str, *args: Any, deadline: float) -> Any:
         """Call a method of the only actor, which may well fail: an exception in it counts as the loss of the role too.

@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.data.schema import Message
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.models.tokenizer import encode_conversation, load_tokenizer
-from rlhf_core.scorers.reward_model import combine_members, load_members, score_by_members
+from rlhf_core.scorers.members import combine_members
+from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.trainers.labelling import MICROBATCH_TOKENS
 from rlhf_core.trainers.supervised import Interrupted
 

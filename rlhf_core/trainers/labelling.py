@@ -22,8 +22,10 @@ from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.engines.vllm_engine import Sample, SamplingSettings, VllmEngine, request_seeds
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.scorers.members import combine_members
 from rlhf_core.scorers.needs import model_folders
-from rlhf_core.scorers.reward_model import RewardModelInput, combine_members, load_members, score_by_members
+from rlhf_core.scorers.reward_input import RewardModelInput
+from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.scorers.text import TextScorers, score_item
 from rlhf_core.trainers.credit import weighted_score
 from rlhf_core.types import Prompt

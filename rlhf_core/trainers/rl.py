@@ -33,10 +33,11 @@ from rlhf_core.trainers.rl_metrics import (
     evaluation_metrics,
     progress_line,
 )
+from rlhf_core.trainers.rl_minibatch import plan_update
 from rlhf_core.trainers.rl_monitor import Finding, holds, observe
 from rlhf_core.trainers.rl_sampling import draw, greedy_components
 from rlhf_core.trainers.rl_state import Best, Progress
-from rlhf_core.trainers.rl_workers import Workers, plan_update
+from rlhf_core.trainers.rl_workers import Workers
 from rlhf_core.types import Prompt
 
 log = logging.getLogger("rlhf")

@@ -11,8 +11,8 @@ import torch
 from rlhf_core.data.batching import batch_indices, stream_indices
 from rlhf_core.data.schema import Split, read_rows
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.trainers.demonstrations import encode_demonstrations
 from rlhf_core.trainers.rl_job import RlJob
-from rlhf_core.trainers.sft import encode_demonstrations
 from rlhf_core.types import Prompt, Rollout, RolloutBatch, ScoredRollout
 
 

@@ -11,7 +11,7 @@ from rlhf_core.config import RlConfig, ScoreConfig
 from rlhf_core.trainers.credit import weighted_score
 from rlhf_core.trainers.policy_statistics import correlation, distinct, rank_correlation, repetition, token_kl
 from rlhf_core.trainers.rl_data import Components
-from rlhf_core.trainers.rl_update import EXTREMES
+from rlhf_core.trainers.rl_minibatch import EXTREMES
 from rlhf_core.types import RolloutBatch
 
 Metrics = dict[str, float]

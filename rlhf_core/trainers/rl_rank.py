@@ -23,7 +23,8 @@ from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.trainers.rl_job import RlJob
-from rlhf_core.trainers.rl_update import Minibatch, RlUpdate, before
+from rlhf_core.trainers.rl_minibatch import Minibatch
+from rlhf_core.trainers.rl_update import RlUpdate, before
 from rlhf_core.trainers.supervised import load_random_state, save_random_state
 
 REFERENCE = "reference.pt"  # in a checkpoint

@@ -14,8 +14,9 @@ import torch
 from rlhf_core.config import ScorerConfig
 from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.scorers.reward_model import RewardModelInput, combine_members
-from rlhf_core.scorers.text import ScoreItem, TextScorers, score_item
+from rlhf_core.scorers.members import combine_members
+from rlhf_core.scorers.reward_input import RewardModelInput
+from rlhf_core.scorers.text import ScoreItem, score_item
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_replacements import Replacements
 from rlhf_core.types import Rollout, ScoredRollout
@@ -119,7 +120,7 @@ class Scoring:
         sources = json.loads((Path(job.prepared) / "sources.json").read_text())
         group = ActorGroup(
             "scorer",
-            TextScorers,
+            "rlhf_core.scorers.text:TextScorers",
             1,
             cpus=0,
             gpus=0,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,26 +16,8 @@ from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
 from rlhf_core.models.branches import Branches, collate_branches, continue_prefix
 from rlhf_core.models.wrappers import TokenBatch, collate_tokens
+from rlhf_core.trainers.rl_minibatch import Minibatch, Totals, gather
 from rlhf_core.types import TrainBatch
-
-Totals = dict[str, float]
-
-# What is not summed over micro-batches, optimizer steps and ranks.
-EXTREMES: dict[str, Callable[[float, float], float]] = {"policy_ratio_max": max, "policy_ratio_min": min}
-
-
-@dataclass(frozen=True)
-class Minibatch:
-    """This rank's rows of one optimizer step's batch, and the denominators of the whole step, all ranks together.
-
-    ptx: this rank's demonstrations, ids and where the part to be learned starts; empty where rl.ptx.coef is 0.
-    """
-
-    batch: TrainBatch
-    num_loss_tokens: int
-    num_sequences: int
-    ptx: list[tuple[list[int], int]]
-    num_ptx_tokens: int
 
 
 @dataclass(frozen=True)
@@ -214,12 +194,6 @@ class RlUpdate:
             num_sequences=minibatch.num_sequences,
             horizon=self.rl.rollout.max_new_tokens,
         )
-
-
-def gather(totals: Totals, found: Totals) -> None:
-    """Add what was found to the totals, or keep the more extreme of the two."""
-    for name, value in found.items():
-        totals[name] = EXTREMES.get(name, operator.add)(totals[name], value) if name in totals else value
 
 
 def before(batch: TokenBatch) -> TokenBatch:

@@ -10,20 +10,18 @@ import numpy as np
 import torch
 
 from rlhf_core.config import RlConfig
-from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.ray_actors import ActorGroup, RoleLost, join_cluster, leave_cluster
-from rlhf_core.engines.vllm_engine import RolloutActor, Sample, SamplingSettings, request_seeds
+from rlhf_core.engines.vllm_engine import Sample, SamplingSettings, request_seeds
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.trainers.credit import RewardNormalizer
-from rlhf_core.trainers.rl_data import DemonstrationStream, sequences_of
+from rlhf_core.trainers.rl_data import sequences_of
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_metrics import Metrics, largest_difference, update_metrics
-from rlhf_core.trainers.rl_rank import TrainerRank
+from rlhf_core.trainers.rl_minibatch import Minibatch, Totals, gather
 from rlhf_core.trainers.rl_replacements import Replacements
 from rlhf_core.trainers.rl_scoring import ScorerMetrics, Scoring
 from rlhf_core.trainers.rl_state import Progress, RunStore
-from rlhf_core.trainers.rl_update import Minibatch, Totals, gather
-from rlhf_core.types import Prompt, Rollout, ScoredRollout, TrainBatch
+from rlhf_core.types import Prompt, Rollout, ScoredRollout
 
 log = logging.getLogger("rlhf")
 
@@ -55,7 +53,7 @@ class Workers:
         start = rl.deadlines.start
         self._trainers = ActorGroup(
             "trainer",
-            TrainerRank,
+            "rlhf_core.trainers.rl_rank:TrainerRank",
             rl.trainer.ranks,
             cpus=1,
             gpus=rl.trainer.gpus_per_rank if has_gpu else 0,
@@ -65,7 +63,7 @@ class Workers:
         )
         self._rollouts = ActorGroup(
             "rollout",
-            RolloutActor,
+            "rlhf_core.engines.vllm_engine:RolloutActor",
             rl.rollout.engines,
             cpus=1,
             gpus=rl.rollout.gpus_per_engine if has_gpu else 0,
@@ -235,28 +233,6 @@ def sampling_settings(rl: RlConfig) -> SamplingSettings:
         min_new_tokens=rollout.min_new_tokens,
         stop=tuple(rollout.stop),
     )
-
-
-def plan_update(batch: TrainBatch, demonstrations: DemonstrationStream, rl: RlConfig, *, seed: int, step: int) -> list[list[Minibatch]]:
-    """Every epoch's minibatches of a step, dealt out: for each rank its share of each optimizer step.
-
-    Samples of a prompt stay together where their number divides what a rank gets, so that their prompt is computed once.
-    """
-    ranks = rl.trainer.ranks
-    unit = rl.group_size if rl.minibatch_size % (rl.group_size * ranks) == 0 else 1
-    plans: list[list[Minibatch]] = [[] for _ in range(ranks)]
-    steps = len(batch) // rl.minibatch_size * rl.epochs
-    order_seed = int(np.random.SeedSequence([seed, step, 1]).generate_state(1)[0])
-    for k in range(steps):
-        units = batch_indices(k, batch_size=rl.minibatch_size // unit, num_examples=len(batch) // unit, seed=order_seed)
-        shares = [[row for u in units[rank::ranks] for row in range(u * unit, (u + 1) * unit)] for rank in range(ranks)]
-        mask = batch.response_mask[[row for share in shares for row in share]]
-        tokens, sequences = int(mask.sum()), int(mask.any(1).sum())
-        ptx = demonstrations.batch(step * steps + k)
-        ptx_tokens = sum(len(ids) - start for ids, start in ptx)
-        for rank, share in enumerate(shares):
-            plans[rank].append(Minibatch(batch.select(share), tokens, sequences, ptx[rank::ranks], ptx_tokens))
-    return plans
 
 
 def _shards(count: int, parts: int) -> list[list[int]]:
