@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.trainers.demonstrations import encode_demonstrations
-
 from bench.work import Run, Work
 from rlhf_core.checkpoint import CheckpointStore
 from rlhf_core.config import TrainingConfig
@@ -16,6 +14,7 @@ from rlhf_core.models.build import load_language_model, load_scalar_model
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule
 from rlhf_core.tracking import MetricsLog, Row
+from rlhf_core.trainers.demonstrations import encode_demonstrations
 from rlhf_core.trainers.preference import PreferenceRun, train_on_pairs
 from rlhf_core.trainers.reward import encode_comparisons, reward_phase
 from rlhf_core.trainers.sft import sft_phase

@@ -94,9 +94,8 @@ def quality_levels(stage: Stage, responses: dict[str, list]) -> tuple[dict[str, 
 
 def encode(stage: Stage, tokenizer, responses: list, levels: list[int | None]):
     """Demonstrations of the responses that have a level, and how many of them were too long."""
-    from rlhf_core.trainers.demonstrations import encode_demonstrations
-
     from rlhf_core.trainers.conditional import with_quality
+    from rlhf_core.trainers.demonstrations import encode_demonstrations
 
     rows = [
         {"messages": with_quality(r.messages, level), "response": r.text}

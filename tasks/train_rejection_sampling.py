@@ -125,9 +125,8 @@ def score(stage: Stage, prompts: list, samples: list[list], tokenizer) -> list[l
 
 def train(stage: Stage, groups: list[list], tokenizer):
     """SFT on each prompt's best response, token by token as it was sampled. Returns what was trained and the stage's metrics."""
-    from rlhf_core.trainers.demonstrations import Demonstration
-
     from rlhf_core.engines.deepspeed_engine import join_world
+    from rlhf_core.trainers.demonstrations import Demonstration
     from rlhf_core.trainers.finetune import COLUMNS, finetune
     from rlhf_core.trainers.labelling import best_responses
 

@@ -89,7 +89,7 @@ def run(stage: Stage, output: Path) -> None:
             cpus, start_timeout = max(actors, params.cluster.threads), params.cluster.start_timeout
             head = local_head(cpus=cpus, start_timeout=start_timeout, keep_open=(stage.lock_descriptor,))
             address = stack.enter_context(head)
-        driver = [sys.executable, "-m", "rlhf_core.trainers.rl", str(description.resolve())]
+        driver = [sys.executable, "-m", "rlhf_core.trainers.rl_driver", str(description.resolve())]
         code = run_job(
             address,
             f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(driver)}",

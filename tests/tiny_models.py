@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core.trainers.rl_minibatch import Minibatch
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
@@ -25,6 +24,7 @@ from rlhf_core.models.build import load_language_model, load_scalar_model, new_l
 from rlhf_core.models.tokenizer import build_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, collate_tokens
 from rlhf_core.trainers.rl_job import RlJob
+from rlhf_core.trainers.rl_minibatch import Minibatch
 from rlhf_core.types import TrainBatch
 
 torch.set_num_threads(1)

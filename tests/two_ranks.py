@@ -7,10 +7,10 @@ import socket
 from pathlib import Path
 
 import torch
-from rlhf_core.trainers.rl_minibatch import Minibatch
 from tiny_models import demonstrations, negative_logprob_step, policy_engine, rl_job, sequences, share, train_batch
 
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
+from rlhf_core.trainers.rl_minibatch import Minibatch
 from rlhf_core.trainers.rl_rank import TrainerRank
 
 STAGES = (0, 2, 3)

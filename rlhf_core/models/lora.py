@@ -8,18 +8,20 @@ Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig as PeftLoraConfig
-from peft import inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_core.config import LoraConfig
 from rlhf_core.models.build import scalar_head
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig | None, *, seed: int) -> None:
@@ -32,6 +34,9 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig | None, *, seed: int
     """
     if config is None:
         return
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import inject_adapter_in_model
+
     settings = PeftLoraConfig(
         r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=_targets(model, config.target_modules)
     )
@@ -72,6 +77,10 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
 
 
 def _adapted(module: nn.Module) -> dict[str, LoraLayer]:
+    if "peft" not in sys.modules:  # its import takes a second, and nobody has asked for adapters yet
+        return {}
+    from peft.tuners.lora import LoraLayer
+
     return {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
 
 

@@ -5,9 +5,11 @@ Templated text is tokenized without adding special tokens again: what the templa
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.data.schema import Message
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rlhf")
 
+PLAIN_CLASS = "TokenizersBackend"  # what a tokenizer without a class of its own is saved as
 PAD, END = "<pad>", "<|end|>"
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
@@ -68,10 +71,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizer
     Raises:
         ValueError: there is no tokenizer at `path`, or it has no eos token.
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = _read_tokenizer(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -87,6 +88,19 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizer
         tokenizer.chat_template = PLAIN_TEMPLATE
         log.warning("tokenizer %s has no chat template: a plain one with 'User:' and 'Assistant:' is set and saved with the model", path)
     return tokenizer
+
+
+def _read_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """As AutoTokenizer does, whose import takes 5 s and PyTorch with it; a folder that names the plain class needs neither."""
+    config = Path(path) / "tokenizer_config.json"
+    about = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    if about.get("tokenizer_class") == PLAIN_CLASS and "auto_map" not in about:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:

@@ -1,7 +1,4 @@
-"""The online RL loop: one controller, which runs as a Ray job; workers hold the models.
-
-python -m rlhf_core.trainers.rl <job.json>
-"""
+"""The online RL loop: one controller, in the driver of a Ray job (rl_driver.py); workers hold the models."""
 
 from __future__ import annotations
 
@@ -9,19 +6,16 @@ import json
 import logging
 import math
 import shutil
-import signal
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.engines.ray_actors import RoleLost
-from rlhf_core.quiet import be_quiet, show_own_log
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.credit import RewardNormalizer, assign_credit
+from rlhf_core.trainers.rl_actors import Actors
 from rlhf_core.trainers.rl_data import DemonstrationStream, PromptStream, collate, components_of, evaluation_prompts, read_prompts
-from rlhf_core.trainers.rl_job import REFUSED, RlJob, beat
+from rlhf_core.trainers.rl_job import REFUSED, STOPPED, RlJob
 from rlhf_core.trainers.rl_metrics import (
     Clock,
     LogprobMismatch,
@@ -42,19 +36,15 @@ from rlhf_core.types import Prompt
 
 log = logging.getLogger("rlhf")
 
-# Exit codes
-STOPPED = 143  # after SIGTERM, the checkpoint written
-LOST = 75  # an actor that can't be replaced died or is late; the same again goes on from the last checkpoint. EX_TEMPFAIL of sysexits.h
 
+def run(job: RlJob, actors: Actors, stop: threading.Event) -> int:
+    """Train and export. Returns the driver's exit code.
 
-def main() -> int:
-    show_own_log()
-    be_quiet()
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    job = RlJob.read(Path(sys.argv[1]))
+    Raises:
+        RoleLost: an actor that can't be replaced died or is late.
+    """
     try:
-        with beat(job.pulse), Workers(job) as workers:
+        with Workers(job, actors) as workers:
             progress = train(job, workers, stop)
             finished = progress.finished(job.rl)
             if finished:
@@ -62,9 +52,6 @@ def main() -> int:
     except (LogprobMismatch, TooManyUnscored, ValueError) as error:
         log.error("%s", error)
         return REFUSED
-    except RoleLost as lost:
-        log.error("%s", lost)
-        return LOST
     return 0 if finished else STOPPED
 
 
@@ -211,7 +198,3 @@ def open_curves(job: RlJob, *, first_step: int) -> MetricsLog:
         run_name=job.run_name,
         first_step=first_step,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

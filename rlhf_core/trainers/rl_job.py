@@ -12,8 +12,10 @@ from pydantic import model_validator
 
 from rlhf_core.config import ModelConfig, RlConfig, Section, TrackingConfig
 
-# The job's exit code when the same again would end the same; EX_DATAERR of sysexits.h. Any other: a crash, worth another try.
-REFUSED = 65
+# The job's exit codes. Any other is a crash, worth another try.
+REFUSED = 65  # the same again would end the same; EX_DATAERR of sysexits.h
+LOST = 75  # an actor that can't be replaced died or is late; the same again goes on from the last checkpoint. EX_TEMPFAIL of sysexits.h
+STOPPED = 143  # after SIGTERM, the checkpoint written
 BEAT_SECONDS = 2.0
 
 

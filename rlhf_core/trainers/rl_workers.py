@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from rlhf_core.config import RlConfig
-from rlhf_core.engines.ray_actors import ActorGroup, RoleLost, join_cluster, leave_cluster
+from rlhf_core.engines.ray_actors import RoleLost
 from rlhf_core.engines.vllm_engine import Sample, SamplingSettings, request_seeds
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.trainers.credit import RewardNormalizer
+from rlhf_core.trainers.rl_actors import Actors
 from rlhf_core.trainers.rl_data import sequences_of
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_metrics import Metrics, largest_difference, update_metrics
@@ -29,17 +30,18 @@ CALIBRATION_STEP = 2**31 - 1  # a step number of its own for the seeds of the ca
 
 
 class Workers:
-    """Starts the actors, connects the trainers, and gives the loop one method for each of its steps.
+    """Connects the trainers, and gives the loop one method for each of its steps.
 
     A rollout engine or scorer that dies or is late is replaced and asked again, at most rl.max_replacements times; since what an engine
     draws follows from seeds alone, the run ends as if nothing had happened. A trainer rank has state that only a checkpoint can give back.
 
     Raises:
-        RoleLost: a trainer rank dies or is late, an actor can't be placed or doesn't start, or one more would have to be replaced.
+        RoleLost: a trainer rank dies or is late, an actor doesn't start, or one more would have to be replaced.
     """
 
-    def __init__(self, job: RlJob):
+    def __init__(self, job: RlJob, actors: Actors):
         self._job = job
+        self._trainers, self._rollouts = actors.trainers, actors.rollouts
         self.store = RunStore(Path(job.work))
         tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
         self._eos_id, self.pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -48,52 +50,15 @@ class Workers:
         self.replacements = Replacements(job.rl.max_replacements)
 
     def __enter__(self) -> Workers:
-        job, rl = self._job, self._job.rl
-        has_gpu = join_cluster()
-        start = rl.deadlines.start
-        self._trainers = ActorGroup(
-            "trainer",
-            "rlhf_core.trainers.rl_rank:TrainerRank",
-            rl.trainer.ranks,
-            cpus=1,
-            gpus=rl.trainer.gpus_per_rank if has_gpu else 0,
-            threads=max(1, job.threads // rl.trainer.ranks),
-            start_deadline=start,
-            kwargs={"world_size": rl.trainer.ranks, "job": job},
-        )
-        self._rollouts = ActorGroup(
-            "rollout",
-            "rlhf_core.engines.vllm_engine:RolloutActor",
-            rl.rollout.engines,
-            cpus=1,
-            gpus=rl.rollout.gpus_per_engine if has_gpu else 0,
-            threads=max(1, job.threads // rl.rollout.engines),
-            start_deadline=start,
-            kwargs={
-                "model_path": job.sft_model,
-                "max_length": job.model.max_length,
-                "dtype": job.model.dtype,
-                "kv_cache_gib": rl.rollout.kv_cache_gib,
-                "max_concurrent_sequences": rl.rollout.max_concurrent_sequences,
-                "threads": max(1, job.threads // rl.rollout.engines),
-                "seed": job.seed,
-                "trust_remote_code": job.model.trust_remote_code,
-                "gpu_memory_fraction": rl.rollout.gpu_memory_fraction,
-                "reads_text": bool(rl.rollout.stop),
-            },
-            together=False,
-        )
-        self._scoring = Scoring(job, self._trainers, self.replacements)
+        start = self._job.rl.deadlines.start
+        self._scoring = Scoring(self._job, self._trainers, self.replacements)
         (address, *_) = self._trainers.call("address", deadline=start)
         self._trainers.call("connect", [address] * len(self._trainers), deadline=start)
         self._rollouts.wait_ready()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._trainers.close()
-        self._rollouts.close()
         self._scoring.close()
-        leave_cluster()
 
     # Rollouts
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rlhf_core.trainers.demonstrations import encode_demonstrations
 from tiny_models import MAX_LENGTH, tiny_params
 
 from rlhf_core.trainers.conditional import rated_responses, with_quality
+from rlhf_core.trainers.demonstrations import encode_demonstrations
 from tasks.train_conditional_sft import encode, quality_levels
 
 MESSAGES = [{"role": "user", "content": "Sort 41."}]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_core.scorers.reward_input import RewardModelInput
 from tiny_models import save_tiny_models, sequences, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -15,6 +14,7 @@ from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import PLAIN_TEMPLATE, encode_conversation, encode_prompt, load_tokenizer
 from rlhf_core.models.wrappers import ScalarModule, collate_tokens
 from rlhf_core.scorers.members import combine_members, member_folders
+from rlhf_core.scorers.reward_input import RewardModelInput
 from rlhf_core.scorers.reward_model import load_members, score_by_members, score_sequences
 
 QUESTION = [{"role": "user", "content": "Please sort 4172."}]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_core.trainers.rl_minibatch import Minibatch, gather
 from tiny_models import PAD, demonstrations, largest_difference, rl_job, save_tiny_experts, save_tiny_models, sequences, train_batch, whole
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from rlhf_core.models.build import load_language_model, load_scalar_model, read_state_dict, scalar_head, trunk
 from rlhf_core.trainers.rl_job import RlJob
+from rlhf_core.trainers.rl_minibatch import Minibatch, gather
 from rlhf_core.trainers.rl_rank import TrainerRank
 from rlhf_core.trainers.rl_update import contiguous, prompt_rows, real_tokens, shared, siblings
 from rlhf_core.types import TrainBatch

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations, encode_texts
 from tiny_models import PAD, largest_difference, policy_engine, sequences
 
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.tokenizer import encode_conversation
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations, encode_texts
 from rlhf_core.trainers.sft import heldout_loss, sft_phase
 
 pytestmark = pytest.mark.usefixtures("world")

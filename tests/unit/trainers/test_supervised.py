@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rlhf_core.trainers.demonstrations import Demonstration
 from tiny_models import PAD, largest_difference, sequences, settings, tiny_params
 
 from rlhf_core.checkpoint import CheckpointStore
@@ -20,6 +19,7 @@ from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.wrappers import PolicyModule
 from rlhf_core.tracking import MetricsLog
+from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.sft import sft_phase
 from rlhf_core.trainers.supervised import (
     Interrupted,

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_core.trainers.rl_minibatch import EXTREMES
 from tiny_models import largest_difference, policy_engine, save_tiny_experts
 from two_ranks import BATCHES, CASES, STAGES, rl_case, run_two_ranks, sft_steps
+
+from rlhf_core.trainers.rl_minibatch import EXTREMES
 
 pytestmark = pytest.mark.usefixtures("world")
 at_every_stage = pytest.mark.parametrize("stage", STAGES)

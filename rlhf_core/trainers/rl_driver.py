@@ -1,0 +1,39 @@
+"""The driver of an RL job: starts its actors, and only then imports what the loop needs, which takes seconds too.
+
+python -m rlhf_core.trainers.rl_driver <job.json>
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from rlhf_core.engines.ray_actors import RoleLost
+from rlhf_core.quiet import be_quiet, show_own_log
+from rlhf_core.trainers.rl_actors import Actors
+from rlhf_core.trainers.rl_job import LOST, RlJob, beat
+
+log = logging.getLogger("rlhf")
+
+
+def main() -> int:
+    show_own_log()
+    be_quiet()
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    job = RlJob.read(Path(sys.argv[1]))
+    try:
+        with beat(job.pulse), Actors(job) as actors:
+            from rlhf_core.trainers.rl import run
+
+            return run(job, actors, stop)
+    except RoleLost as lost:
+        log.error("%s", lost)
+        return LOST
+
+
+if __name__ == "__main__":
+    sys.exit(main())
