@@ -8,8 +8,10 @@ B = rollouts, P = longest prompt, R = longest response, T = longest prompt and r
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,9 @@ class TrainBatch:
 
     def select(self, rows: list[int]) -> TrainBatch:
         """Some rows, in the given order; columns that are padding in all of them go, but for one where no response counts."""
-        index = torch.tensor(rows)
-        picked = {f.name: getattr(self, f.name)[index] for f in fields(self)}
-        width = max(1, int((picked["response_mask"].any(0) * torch.arange(1, picked["response_mask"].shape[1] + 1)).max()))
+        picked = {f.name: getattr(self, f.name)[rows] for f in fields(self)}
+        used = picked["response_mask"].any(0).nonzero()
+        width = int(used.max()) + 1 if len(used) else 1
         prompt_width = int(picked["prompt_mask"].sum(1).max())
         for name, value in picked.items():
             picked[name] = value[:, -prompt_width:] if name.startswith("prompt") else value[:, :width]
