@@ -151,7 +151,7 @@ def same_result(workspace: Path, undisturbed: Path, stage: str) -> str | None:
 ROLES = {  # what the command line of a process of each role has in it
     "dvc": " dvc repro",
     "keeper": "rlhf_core.engines.ray_head",
-    "driver": "-m rlhf_core.trainers.rl ",
+    "driver": "-m rlhf_core.trainers.rl_driver ",
     "trainer": "ray::TrainerRank",
     "rollout": "ray::RolloutActor",
     "scorer": "ray::TextScorers",
