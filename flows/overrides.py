@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
-from rlhf_core.config import ConfigError, Params, Section, parse_params, read_yaml, set_key
+from rlhf_core.config import ConfigError, Params, Section, parse_params, parse_yaml, read_yaml, set_key, shown
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -21,11 +19,10 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"--set {text}: expected key=value, got no {'key' if equals else '='}; write for example --set rl.algorithm=grpo")
-    try:
-        return key.strip(), YAML(typ="safe", pure=True).load(value)
-    except YAMLError as error:
-        raise ConfigError(f"--set {key}: expected a value in YAML, got {value!r}; quote it") from error
+        raise ConfigError(
+            f"--set {shown(text)}: expected key=value, got no {'key' if equals else '='}; write for example --set rl.algorithm=grpo"
+        )
+    return key.strip(), parse_yaml(value, f"--set {shown(key)}")
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

@@ -17,13 +17,13 @@ from rlhf_core.config.alignment import (
     RejectionSamplingConfig,
     SamplingConfig,
 )
-from rlhf_core.config.base import ConfigError, Section
+from rlhf_core.config.base import ConfigError, Section, shown
 from rlhf_core.config.data import ClerkConfig, DataConfig, SourceConfig, ValidationConfig
 from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, RolledBackConfig
 from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig
 from rlhf_core.config.overrides import apply_overrides, set_key
 from rlhf_core.config.params import Params
-from rlhf_core.config.reading import load_params, parse_params, read_yaml, read_yaml_text
+from rlhf_core.config.reading import load_params, parse_params, parse_yaml, read_yaml, read_yaml_text
 from rlhf_core.config.rl import Algorithm, RlConfig, curve_columns
 from rlhf_core.config.rl_parts import CorrectionConfig, KlConfig, LimitAction, LimitConfig
 from rlhf_core.config.run import FlowConfig, RegistryConfig, TrackingConfig
@@ -75,8 +75,10 @@ __all__ = [
     "fill_in",
     "load_params",
     "parse_params",
+    "parse_yaml",
     "read_stages",
     "read_yaml",
     "read_yaml_text",
     "set_key",
+    "shown",
 ]

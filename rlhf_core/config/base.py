@@ -13,4 +13,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
+def shown(text: str, limit: int = 200) -> str:
+    """What somebody gave, for a message: on one line, no orders to a terminal, and not much of it."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: limit + 1])
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
 Fraction = Field(ge=0.0, le=1.0)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
-from rlhf_core.config.base import ConfigError
+from rlhf_core.config.base import ConfigError, shown
 from rlhf_core.config.params import Params
-from rlhf_core.config.reading import parse_params, read_yaml
+from rlhf_core.config.reading import check_size, parse_params, read_yaml
 
 
 def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
@@ -29,10 +30,12 @@ def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
     tree = yaml.load(path.read_text(encoding="utf-8"))
     for dotted, value in overrides.items():
         set_key(tree, dotted, value)
-    plain = _plain(tree)
-    params = parse_params(plain, subject="override")
-    with path.open("w", encoding="utf-8") as file:
+    check_size(tree, "override")
+    params = parse_params(_plain(tree), subject="override")
+    aside = path.with_name(path.name + ".tmp")
+    with aside.open("w", encoding="utf-8") as file:
         yaml.dump(tree, file)
+    aside.replace(path)
     return params
 
 
@@ -42,7 +45,7 @@ def set_key(tree: Any, dotted: str, value: Any) -> None:
     node = tree
     for part in [*parents, last]:
         holder = node
-        if isinstance(holder, list) and part.isdigit() and int(part) < len(holder):
+        if isinstance(holder, list) and re.fullmatch("[0-9]{1,9}", part) and int(part) < len(holder):
             node = holder[int(part)]
         elif isinstance(holder, dict) and part in holder:
             node = holder[part]
@@ -54,7 +57,8 @@ def set_key(tree: Any, dotted: str, value: Any) -> None:
                 if isinstance(holder, list)
                 else "nothing"
             )
-            raise ConfigError(f"override {dotted}: expected a key of params.yaml, got {part!r} (known here: {known}); correct its spelling")
+            got = f"{shown(part)!r} (known here: {shown(known, 1000)})"
+            raise ConfigError(f"override {shown(dotted)}: expected a key of params.yaml, got {got}; correct its spelling")
     holder[int(last) if isinstance(holder, list) else last] = value
 
 

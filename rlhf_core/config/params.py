@@ -25,7 +25,7 @@ from rlhf_core.config.training import RewardConfig, SftConfig
 class Params(Section):
     """The whole of params.yaml."""
 
-    seed: int = Field(ge=0)
+    seed: int = Field(ge=0, lt=2**32)  # what vLLM and numpy take
     model: ModelConfig
     data: DataConfig
     validation: ValidationConfig

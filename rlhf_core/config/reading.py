@@ -1,17 +1,29 @@
-"""params.yaml from its file, checked."""
+"""params.yaml from its file, checked.
+
+What is read here may be anything: every way in which it isn't what it should be ends in a ConfigError that names the file and the
+line, or the key. YAML's aliases are followed with a limit, for nine lines of them can stand for a billion values.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from rlhf_core.config.base import ConfigError
+from rlhf_core.config.base import ConfigError, shown
 from rlhf_core.config.params import Params
+
+MAX_BYTES = 2**20  # of a YAML file
+MAX_VALUES = 100_000  # in one, aliases followed
+MAX_DEPTH = 60
+MAX_BRACKETS = 200
+MAX_WHOLE_NUMBER = 2**53  # above it JSON and torch don't keep whole numbers
 
 
 def load_params(path: Path | str = "params.yaml") -> Params:
@@ -24,39 +36,136 @@ def load_params(path: Path | str = "params.yaml") -> Params:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file with a mapping in it.
+
+    Raises:
+        ConfigError: it can't be read, or holds something else; with the line.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a readable parameter file, got {error.strerror}; run from the folder that has it") from error
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+            size = path.stat().st_size
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: expected a readable parameter file, got {reason}; run from the folder that has it") from error
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path}: expected at most {MAX_BYTES} bytes, got {size}; is that a parameter file?")
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        got = f"byte {content[error.start]:#04x} at byte {error.start} (line {line})"
+        raise ConfigError(f"{path}: expected UTF-8, got {got}; convert it to UTF-8") from error
     return read_yaml_text(text, str(path))
 
 
 def read_yaml_text(text: str, subject: str) -> dict[str, Any]:
     """Args: subject: what the text is of, for messages."""
-    try:
-        tree = YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
-        raise ConfigError(f"{subject}: expected YAML, got {' '.join(str(error).split())}; fix that line") from error
+    tree = parse_yaml(text, subject)
     if not isinstance(tree, dict):
         raise ConfigError(f"{subject}: expected a mapping of sections, got {type(tree).__name__}; see the default params.yaml")
     return tree
 
 
+def parse_yaml(text: str, subject: str) -> Any:
+    """Any value of YAML, with no more in it than can be walked through.
+
+    Raises:
+        ConfigError: it isn't YAML, or is too deep or too large.
+    """
+    if _brackets(text) > MAX_BRACKETS:
+        raise ConfigError(f"{subject}: expected YAML, got more than {MAX_BRACKETS} nested brackets; is that a parameter file?")
+    try:
+        tree = YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        raise ConfigError(f"{subject}: expected YAML, got {_place(error)}; fix that line") from error
+    except RecursionError as error:
+        raise ConfigError(f"{subject}: expected YAML, got one that is nested too deeply to be read; is that a parameter file?") from error
+    except Exception as error:  # what ruamel's constructors make of a tag that lies, such as !!int x or a 13th month
+        raise ConfigError(f"{subject}: expected YAML, got a value that its tag doesn't fit ({shown(str(error))}); correct it") from error
+    check_size(tree, subject)
+    return tree
+
+
+def _brackets(text: str) -> int:
+    """How many are open at once, those in quotes too: with their square grows the time that ruamel takes (2,000: 18 s)."""
+    steps = (1 if character in "[{" else -1 for character in text if character in "[]{}")
+    return max(accumulate(steps), default=0)
+
+
+def _place(error: YAMLError) -> str:
+    """What is wrong, and where."""
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        return f"{shown(error.problem or 'no YAML')} in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return shown(" ".join(str(error).split()))
+
+
+def check_size(tree: Any, subject: str) -> None:
+    """Not deeper than MAX_DEPTH, and not more than MAX_VALUES with every alias counted where it stands."""
+    values, level = 0, [tree]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for node in level:
+            below += node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple | set) else ()
+            if values + len(below) > MAX_VALUES:
+                raise ConfigError(
+                    f"{subject}: expected at most {MAX_VALUES} values, got more, aliases counted where they stand; remove some"
+                )
+        values += len(below)
+        level = below
+    if level:
+        raise ConfigError(f"{subject}: expected a tree, got one that is deeper than {MAX_DEPTH} levels; does an alias hold itself?")
+
+
 def parse_params(tree: dict[str, Any], subject: str = "params") -> Params:
+    """The typed params of a tree.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    check_size(tree, subject)
+    if problems := [f"{subject}: {problem}" for problem in _unfit(tree, ())]:
+        raise ConfigError("\n".join(problems[:10]))
     try:
         return Params.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(subject, e) for e in error.errors())) from error
+        raise ConfigError("\n".join(_explain(subject, e) for e in error.errors()[:10])) from error
+
+
+def _unfit(node: Any, path: tuple[str, ...]) -> list[str]:
+    """Of every value that no key can have, whatever its type: what is wrong with it."""
+    if isinstance(node, dict):
+        return [problem for key, value in node.items() for problem in (*_unfit(key, path), *_unfit(value, (*path, str(key))))]
+    if isinstance(node, list):
+        return [problem for number, value in enumerate(node) for problem in _unfit(value, (*path, str(number)))]
+    expected = None
+    if isinstance(node, str) and not _is_text(node):
+        expected = "text without control characters and half characters"
+    elif isinstance(node, float) and not math.isfinite(node):
+        expected = "a finite number"
+    elif isinstance(node, int) and abs(node) > MAX_WHOLE_NUMBER:
+        expected = "a whole number of at most 2^53"
+    return (
+        [f"{shown('.'.join(path))}: expected {expected}, got {_shown_value(node)}; correct it there or in the override"] if expected else []
+    )
+
+
+def _is_text(text: str) -> bool:
+    return not any((character < " " and character not in "\n\t") or "\ud800" <= character <= "\udfff" for character in text)
 
 
 def _explain(subject: str, error: dict[str, Any]) -> str:
-    key = ".".join(str(part) for part in error["loc"])
+    key = shown(".".join(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
         return f"{subject}: {key}: expected a known key, got one that nothing reads; remove it or correct its spelling"
     if error["type"] == "missing":
         return f"{subject}: {key}: expected a value, got nothing; take it from the default params.yaml"
     if error["type"] == "value_error":
-        message = str(error["ctx"]["error"])
+        message = shown(str(error["ctx"]["error"]), 2000)
         return f"{subject}: {key + '.' if key else ''}{message}"
     expected = re.sub(r"^Input should be ", "", error["msg"])
-    return f"{subject}: {key}: expected {expected}, got {error['input']!r}; correct it there or in the override"
+    return f"{subject}: {key}: expected {expected}, got {_shown_value(error['input'])}; correct it there or in the override"
+
+
+def _shown_value(value: Any) -> str:
+    return "a number of thousands of digits" if isinstance(value, int) and value.bit_length() > 10_000 else shown(repr(value))
