@@ -22,7 +22,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from flows.worktree import worktree_path
-from rlhf_core.data.labels import KEY, LabelPair, decide, export_pairs, read_labels, sha256
+from rlhf_core.config import shown
+from rlhf_core.data.labels import KEY, LabelPair, decide, export_pairs, read_key, read_labels, sha256
 from rlhf_core.rounds import round_folder
 
 LABELS = Path("data/labels")
@@ -103,12 +104,13 @@ def _number(value: float | None) -> float | None:
 def import_labels(file: Path, export: Path, name: str | None) -> str:
     """Check the labels and write them to data/labels/<name>.jsonl, their provenance beside them. Returns what to tell the user."""
     name = name or export.resolve().name
-    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-        raise ValueError(f"name: expected letters, digits, '.', '_' and '-', got {name!r}; choose one with --name")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}", name):
+        expected = "at most 80 letters, digits, '.', '_' and '-', a letter or digit first"
+        raise ValueError(f"name: expected {expected}, got {shown(name)!r}; choose one with --name")
     path = LABELS / f"{name}.jsonl"
     if path.exists():
         raise ValueError(f"{path}: expected no labels of that name yet, got some; choose another with --name")
-    key = json.loads((export / KEY).read_text(encoding="utf-8"))
+    key = read_key(export / KEY)
     labels = decide(read_labels(file, key), key, confidence=CONFIDENCE)
     provenance = {
         "imported_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -119,8 +121,11 @@ def import_labels(file: Path, export: Path, name: str | None) -> str:
         **labels.provenance,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json").write_text(json.dumps(provenance, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in labels.rows), encoding="utf-8")
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in labels.rows)
+    for file, text in ((path.with_suffix(".json"), json.dumps(provenance, indent=2, ensure_ascii=False) + "\n"), (path, lines)):
+        aside = file.with_name(file.name + ".tmp")
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(file)
     return "\n".join([*_told(labels.provenance), _SOURCE.format(name=name, path=path, provenance=path.with_suffix(".json"))])
 
 

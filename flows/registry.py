@@ -18,50 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from flows.tags import Event, Version, as_event, as_version, not_ours, read_tags
 from flows.worktree import IDENTITY, git, has_identity
-from rlhf_core.config import ConfigError
+from rlhf_core.config import ConfigError, shown
 
 ARTIFACTS = ("reward-model", "policy")  # as in dvc.yaml
 STAGE = "prod"
 LOCK_DEADLINE = 60.0  # seconds
 State = Literal["promoted", "rolled back", "superseded", "registered"]
 
-_VERSION = re.compile(r"^(?P<artifact>[\w-]+)@v(?P<number>\d+)\.0\.0$")
-_ASSIGNMENT = re.compile(r"^(?P<artifact>[\w-]+)#prod!?#(?P<number>\d+)$")
-_FIELDS = ("%(refname:strip=2)", "%(*objectname)", "%(taggername)", "%(taggerdate:iso-strict)", "%(taggerdate:unix)", "%(contents)")
-
-
-@dataclass(frozen=True)
-class Version:
-    """lineage: rlhf_core/lineage.py; at: when it was registered, ISO 8601."""
-
-    artifact: str
-    version: str
-    commit: str
-    by: str
-    at: str
-    lineage: dict[str, Any]
-
-    @property
-    def md5(self) -> str:
-        return self.lineage["md5"]
-
-
-@dataclass(frozen=True)
-class Event:
-    """A promotion or a rollback. version: what is promoted since then, None: nothing; previous: what was before.
-
-    override: the reason for which a model was promoted that the gate had rejected or that had been rolled back.
-    """
-
-    number: int
-    action: Literal["promote", "rollback"]
-    version: str | None
-    previous: str | None
-    by: str
-    reason: str
-    override: str | None
-    at: str
+_VERSION = re.compile(r"[\w-]+@v(?P<number>[1-9][0-9]{0,8})\.0\.0")
+_ASSIGNMENT = re.compile(r"[\w-]+#prod!?#(?P<number>[1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True)
@@ -127,41 +94,26 @@ def read_registry(root: Path, artifact: str) -> Registry:
     """
     if artifact not in ARTIFACTS:
         raise ConfigError(f"artifact: expected one of {', '.join(ARTIFACTS)}, got {artifact}; dvc.yaml has them")
-    patterns = (f"refs/tags/{artifact}@v*", f"refs/tags/{artifact}#{STAGE}*")
-    listed = git(root, "for-each-ref", f"--format={'%00'.join(_FIELDS)}%01", *patterns)
+    patterns = (f"refs/tags/{artifact}@*", f"refs/tags/{artifact}#{STAGE}#*", f"refs/tags/{artifact}#{STAGE}!#*")
     versions: dict[int, Version] = {}
     events: dict[int, Event] = {}
     newest = 0
-    for entry in filter(None, (part.strip("\n") for part in listed.split("\x01"))):
-        name, commit, by, at, second, message = entry.split("\0")
-        content = _content(name, message)
-        newest = max(newest, int(second or 0))
-        if found := _VERSION.match(name):
-            versions[int(found["number"])] = _version(artifact, name, commit, by, at, content)
-        elif found := _ASSIGNMENT.match(name):
-            number = int(found["number"])
-            if content["action"] != "unassign":
-                events[number] = Event(number=number, at=at, **content)
+    for tag in read_tags(root, patterns):
+        newest = max(newest, tag.second)
+        if found := _VERSION.fullmatch(tag.name):
+            versions[int(found["number"])] = as_version(artifact, tag)
+        elif found := _ASSIGNMENT.fullmatch(tag.name):
+            if tag.content.get("action") != "unassign":
+                events[int(found["number"])] = as_event(int(found["number"]), tag)
+        else:
+            raise not_ours(tag.name, "one whose name has another form")
     ordered = {versions[n].version: versions[n] for n in sorted(versions)}
-    return Registry(artifact, ordered, [events[n] for n in sorted(events)], newest)
-
-
-def _content(tag: str, message: str) -> dict[str, Any]:
-    try:
-        return json.loads(message.partition("\n\n")[2])
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"tag {tag}: expected one made by `python -m flows.promote`, got one without its JSON; remove it with `git tag -d '{tag}'`"
-        ) from error
-
-
-def _version(artifact: str, tag: str, commit: str, by: str, at: str, lineage: dict[str, Any]) -> Version:
-    if lineage["commit"] != commit:
-        raise ConfigError(
-            f"tag {tag}: expected it at commit {lineage['commit']}, as its message says, got {commit}; someone moved it: "
-            "`git fetch --tags --force` brings the shared one back"
-        )
-    return Version(artifact, tag.partition("@")[2], commit, by, at, lineage)
+    registry = Registry(artifact, ordered, [events[n] for n in sorted(events)], newest)
+    for event in registry.events:
+        if unknown := [name for name in (event.version, event.previous) if name is not None and name not in ordered]:
+            got = f"{shown(repr(unknown[0]))}; a clone needs its tags: `git fetch --tags`"
+            raise ConfigError(f"tag {artifact}#{STAGE}#{event.number}: expected a registered version, got {got}")
+    return registry
 
 
 @contextlib.contextmanager
@@ -269,6 +221,8 @@ def _assign(root: Path, registry: Registry, action: str, version: str | None, *,
     for name, value in (("by", by), ("reason", reason), *((("override", override),) if override is not None else ())):
         if not value.strip():
             raise ConfigError(f"{name}: expected some words, got none; it is kept with the decision")
+        if not value.replace("\n", " ").isprintable():
+            raise ConfigError(f"{name}: expected words, got {shown(repr(value))}; write them without control characters")
     artifact, previous = registry.artifact, registry.current
     entry = {"action": action, "version": version, "previous": previous and previous.version, "by": by, "reason": reason}
     entry["override"] = override

@@ -129,7 +129,8 @@ def git(path: Path, *arguments: str) -> str:
 
 
 def _run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
-    done = subprocess.run(command, cwd=folder, env=environment or stage_environment(folder), capture_output=True, text=True, check=False)
+    settings = {"cwd": folder, "env": environment or stage_environment(folder), "check": False}
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="backslashreplace", **settings)
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise ConfigError(f"{' '.join(command[:4])}: expected to succeed in this checkout, got: {said}")

@@ -8,11 +8,14 @@ Texts are stripped: chat templates bring their own white space, and many strip w
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
+from datetime import date, time
+from decimal import Decimal
 from typing import Any
 
-from rlhf_core.config import SourceConfig
+from rlhf_core.config import SourceConfig, shown
 from rlhf_core.data.schema import Message
 
 Rows = dict[str, list[dict]]  # use -> rows without id, source and split
@@ -25,6 +28,7 @@ ROLES = {
     "gpt": "assistant",
     "bot": "assistant",
 }
+MAX_CHARACTERS = 2**24  # of a text or a record, four million tokens or so: whatever is longer is no text, and would fill the memory
 _HH_TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _MISSING = object()
 
@@ -64,7 +68,7 @@ class Record:
         value = self.optional("label")
         if value is None:
             return None
-        text = _text(str(value), "label")
+        text = _scalar(value, "label")
         if self.source.label_pattern is None:
             return text
         match = re.search(self.source.label_pattern, text)
@@ -81,7 +85,7 @@ class Record:
                 if not isinstance(value, Mapping) or part not in value:
                     there = ", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
                     raise ValueError(
-                        f"expected a column {path!r} for {wanted_for!r}, got {there}; map {wanted_for} in the source's columns"
+                        f"expected a column {path!r} for {wanted_for!r}, got {shown(there)}; map {wanted_for} in the source's columns"
                     )
                 value = value[part]
         return value
@@ -97,7 +101,7 @@ def convert(values: Mapping[str, Any], source: SourceConfig) -> Rows:
     record = Record(values, source)
     rows = _CONVERTERS[source.format](record)
     if source.slices and "preference" in rows:
-        slices = {name: str(record.at(column, wanted_for=name)) for name, column in source.slices.items()}
+        slices = {name: _scalar(record.at(column, wanted_for=name), column) for name, column in source.slices.items()}
         rows["preference"] = [{**row, "slices": slices} for row in rows["preference"]]
     return rows
 
@@ -150,7 +154,7 @@ def _graded(record: Record) -> Rows:
     graded = [record.at(c, wanted_for="completions") for c in columns] if isinstance(columns, list) else record.get("completions")
     if not isinstance(graded, list) or not all(isinstance(item, Mapping) for item in graded):
         raise ValueError(
-            f"column {columns!r}: expected completions with a text and a mark each, got {graded!r:.80}; see the recipe for GSM8K"
+            f"column {columns!r}: expected completions with a text and a mark each, got {type(graded).__name__}; see the recipe for GSM8K"
         )
     good: list[str] = []
     bad: list[str] = []
@@ -279,7 +283,8 @@ def _messages(value: Any, column: str) -> list[Message]:
 def _message(message: Mapping[str, Any], column: str) -> Message:
     role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
     if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
-        got = f"{dict(message)!r:.120}"
+        given = shown(repr(role), 60) if isinstance(role, str) else f"of type {type(role).__name__}"
+        got = f"a role {given} and content of type {type(content).__name__}"
         raise ValueError(f"column {column!r}: expected messages with role ({', '.join(ROLES)}) and content, got {got}; convert them first")
     return {"role": ROLES[role], "content": _text(content, column)}
 
@@ -290,6 +295,8 @@ def _text(value: Any, column: str) -> str:
         return ""
     if not isinstance(value, str):
         raise ValueError(f"column {column!r}: expected text, got {type(value).__name__}; map another column")
+    if len(value) > MAX_CHARACTERS:
+        raise ValueError(f"column {column!r}: expected at most {MAX_CHARACTERS} characters, got {len(value)}; split or remove it")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -297,10 +304,29 @@ def _text(value: Any, column: str) -> str:
     return value.strip()
 
 
+def _scalar(value: Any, column: str) -> str:
+    """Text, a number or a truth value, as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"column {column!r}: expected a finite number or text, got {value}; correct it, or leave it out as null")
+    if value is not None and not isinstance(value, str | int | float | Decimal | date | time):
+        raise ValueError(f"column {column!r}: expected text or a number, got {type(value).__name__}; map another column")
+    return _text(value if isinstance(value, str) else _digits(value, column), column)
+
+
+def _digits(value: Any, column: str) -> str:
+    try:
+        return str(value)
+    except ValueError as error:  # Python refuses to write integers of thousands of digits
+        raise ValueError(f"column {column!r}: expected a number, got one of thousands of digits; correct it") from error
+
+
 def _boolean(value: Any, column: str) -> bool:
     """True or false, also as 1 or 0, or as their names (CSV has nothing else)."""
     named = {"true": True, "1": True, "false": False, "0": False}
-    key = str(value).strip().lower()
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    key = value.strip().lower() if isinstance(value, str) else None
     if key not in named:
-        raise ValueError(f"column {column!r}: expected true or false, got {value!r}; convert it first")
+        got = shown(repr(value[:200])) if isinstance(value, str) else str(value) if isinstance(value, float) else type(value).__name__
+        raise ValueError(f"column {column!r}: expected true or false, got {got}; convert it first")
     return named[key]

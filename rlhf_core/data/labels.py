@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_core.config import shown
 from rlhf_core.data.schema import Message
 from rlhf_core.statistics import accuracy_with_ties, wilson_interval
 
@@ -125,23 +126,57 @@ def read_labels(path: Path, key: dict[str, Any]) -> list[Label]:
         ValueError: another format; a pair that wasn't exported or whose texts are others; a choice that is none; or two labels of one
             annotator for one pair.
     """
-    text = path.read_text(encoding="utf-8")
-    shown = {side["id"]: _shown(_pair(side), side["a"] == "rejected") for side in key["pairs"]}
+    exported = {side["id"]: _shown(_pair(side), side["a"] == "rejected") for side in key["pairs"]}
+    text = _read_text(path)
     labels = []
     for where, item, annotator, choice in _studio(path, text) if text.lstrip().startswith("[") else _lines(path, text):
-        wanted = shown.get(item.get("id"))
+        if not isinstance(item, dict):
+            raise ValueError(f"{where}: expected an object with id, a, b and choice, got {type(item).__name__}; correct it")
+        wanted = exported.get(item["id"]) if isinstance(item.get("id"), str) else None
         if wanted is None:
-            raise ValueError(f"{where}: expected a pair of this export, got id {item.get('id')!r}; import the file with its own export")
+            got = f"id {shown(repr(item.get('id')))}"
+            raise ValueError(f"{where}: expected a pair of this export, got {got}; import the file with its own export")
         if changed := [name for name in wanted if item.get(name) != wanted[name]]:
             raise ValueError(f"{where}: expected the texts that were exported, got others in {', '.join(changed)}; label without editing")
         if choice is not None and choice not in CHOICES:
-            raise ValueError(f"{where}: expected a choice of {', '.join(CHOICES)}, got {choice!r}; correct it")
+            raise ValueError(f"{where}: expected a choice of {', '.join(CHOICES)}, got {shown(repr(choice))}; correct it")
+        if not annotator.isprintable():
+            raise ValueError(f"{where}: expected an annotator's name, got {shown(repr(annotator))}; correct it")
         labels.append(Label(item["id"], annotator, choice))
     twice = [label for label, n in Counter((label.pair, label.annotator) for label in labels).items() if n > 1]
     if twice:
         pair, annotator = twice[0]
-        raise ValueError(f"{path}: expected one label of each annotator for a pair, got more of {annotator} for {pair}; keep one")
+        got = f"more of {shown(annotator)} for {pair}"
+        raise ValueError(f"{path}: expected one label of each annotator for a pair, got {got}; keep one")
     return labels
+
+
+def read_key(path: Path) -> dict[str, Any]:
+    """The key of an export, as `export_pairs` has written it.
+
+    Raises:
+        ValueError: it is another file, or a broken one. OSError: it can't be read.
+    """
+    text = _read_text(path)
+    try:
+        key = json.loads(text)
+        for side in key["pairs"]:
+            if not isinstance(side["id"], str) or side["a"] not in ("chosen", "rejected"):
+                raise TypeError("a pair without its id or sides")
+            _shown(_pair(side), False)
+        _ = key["origin"], key["sha256"]
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        got = f"{type(error).__name__}: {shown(str(error))}"
+        raise ValueError(f"{path}: expected the key of an export, got {got}; restore it, or export again") from error
+    return key
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        got = f"byte {error.object[error.start]:#04x} at byte {error.start}"
+        raise ValueError(f"{path}: expected UTF-8, got {got}; convert it to UTF-8") from error
 
 
 def _pair(side: dict[str, Any]) -> LabelPair:
@@ -158,11 +193,11 @@ def _lines(path: Path, text: str) -> Iterable[Found]:
         where = f"{path}:{number}"
         try:
             item = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: expected a line of JSON, got: {error}; correct it") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: expected a line of JSON, got: {shown(str(error))}; correct it") from error
         if not isinstance(item, dict):
             raise ValueError(f"{where}: expected an object with id, a, b and choice, got {type(item).__name__}; correct it")
-        yield where, item, str(item.get("annotator") or NOBODY), item.get("choice")
+        yield where, item, _name(item.get("annotator")), item.get("choice")
 
 
 def _studio(path: Path, text: str) -> Iterable[Found]:
@@ -170,7 +205,7 @@ def _studio(path: Path, text: str) -> Iterable[Found]:
     try:
         tasks = json.loads(text)
         for number, task in enumerate(tasks):
-            where = f"{path}: task {task.get('id', number)}"
+            where = f"{path}: task {shown(str(task.get('id', number)))}"
             annotations = task["annotations"]
             if not annotations:
                 yield where, task["data"], NOBODY, None
@@ -178,13 +213,25 @@ def _studio(path: Path, text: str) -> Iterable[Found]:
                 choices = [r["value"]["choices"] for r in annotation["result"] if r.get("from_name") == "choice"]
                 choice = None if annotation.get("was_cancelled") or not choices else ",".join(choices[0])
                 yield where, task["data"], _annotator(annotation), choice
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: expected Label Studio's JSON export, got {type(error).__name__}: {error}; export it as JSON") from error
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        got = f"{type(error).__name__}: {shown(str(error))}"
+        raise ValueError(f"{path}: expected Label Studio's JSON export, got {got}; export it as JSON") from error
 
 
 def _annotator(annotation: dict[str, Any]) -> str:
     by = annotation.get("completed_by")
-    return str(by.get("email") or by.get("id") if isinstance(by, dict) else by or NOBODY)
+    return _name(by.get("email") or by.get("id") if isinstance(by, dict) else by)
+
+
+def _name(value: Any) -> str:
+    """Of an annotator: a text or a number.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if value is not None and not isinstance(value, str | int | float):
+        raise TypeError(f"an annotator of type {type(value).__name__}")
+    return str(value or NOBODY)
 
 
 def decide(labels: Sequence[Label], key: dict[str, Any], *, confidence: float) -> Labels:

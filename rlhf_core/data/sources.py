@@ -9,6 +9,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,10 +20,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_core.config import SourceConfig
+from rlhf_core.config import SourceConfig, shown
 from rlhf_core.data.clerk import clerk_rows
-from rlhf_core.data.formats import Dropped, convert
+from rlhf_core.data.formats import MAX_CHARACTERS, Dropped, convert
 from rlhf_core.data.split import conversation_text
+
+# What no data set has and a hostile file may: see docs/security.md.
+MAX_JSON_BYTES = 2**30  # of a .json file, which is read as a whole
+GZIP_FREE_BYTES = 2**22  # unpacked, before the ratio counts
+MAX_GZIP_RATIO = 200  # texts shrink to a fifth, a row again and again to a hundredth; zeros to a thousandth
+PARQUET_ROWS = 1024  # in memory at once; a text of them may be long
 
 
 @dataclass(frozen=True)
@@ -77,11 +84,23 @@ def locate(path: str) -> Path:
     such as ../shared/data, are found from there too.
     """
     here, link = Path(path), Path(".git")
-    if not here.is_absolute() and not here.exists() and link.is_file():
+    if not here.is_absolute() and not _exists(here) and link.is_file():
         repository = Path(link.read_text(encoding="utf-8").removeprefix("gitdir:").strip()).parents[1]
-        if (repository.parent / path).exists():
+        if _exists(repository.parent / path):
             return repository.parent / path
     return here
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something, be it a link to nothing.
+
+    Raises:
+        ValueError: it can't be the path of anything.
+    """
+    try:
+        return os.path.lexists(path) and (path.is_symlink() or path.exists())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{shown(str(path))}: expected a path, got: {shown(str(error))}; correct it") from error
 
 
 def _distinct(prompts: list[dict], dropped: Counter[str]) -> list[dict]:
@@ -96,15 +115,19 @@ def _distinct(prompts: list[dict], dropped: Counter[str]) -> list[dict]:
 
 def _file_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where each record stands and the record, of a file or of all files of a folder in the order of their names."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: expected a data file or folder, got nothing there; correct the path, relative to {Path.cwd()}")
-    files = sorted(p for p in path.rglob("*") if p.is_file() and _reader(p)) if path.is_dir() else [path]
+    if not _exists(path):
+        got = f"nothing there; correct the path, relative to {Path.cwd()}"
+        raise FileNotFoundError(f"{shown(str(path))}: expected a data file or folder, got {got}")
+    files = sorted(p for p in path.rglob("*") if _reader(p) and not p.is_dir()) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"{path}: expected files that end in {', '.join(_READERS)}, got a folder without any; correct the source's path")
     for file in files:
         reader = _reader(file)
         if reader is None:
             raise ValueError(f"{file}: expected a name that ends in {', '.join(_READERS)}, got {file.name}; convert or rename it")
+        if not file.is_file():  # a pipe would be waited for, a link to nothing left out
+            got = "something else" if file.exists() else "a link to nothing"
+            raise ValueError(f"{file}: expected a file, got {got}; correct or remove it")
         count = 0
         try:
             for where, record in reader(file):
@@ -115,6 +138,8 @@ def _file_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise ValueError(f"{file}: expected UTF-8, got {got}; convert it to UTF-8") from error
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise ValueError(f"{file}: expected a complete gzip file, got: {error}; fetch it again") from error
+        except OSError as error:
+            raise ValueError(f"{file}: expected a readable file, got: {error.strerror}; correct its permissions or its disk") from error
         if count == 0:
             raise ValueError(f"{file}: expected at least one record, got an empty file; remove it or correct the source's path")
 
@@ -125,13 +150,15 @@ def _reader(path: Path) -> Callable[[Path], Iterator[tuple[str, dict[str, Any]]]
 
 def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with _open_text(path) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_lines(file, path), start=1):
             if line.strip():
                 yield f" line {number}", _object(_parse(line, f"{path} line {number}"), f"{path} line {number}")
 
 
 def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A JSON file with a list of objects."""
+    """A JSON file with a list of objects, all of it in memory."""
+    if (size := path.stat().st_size) > MAX_JSON_BYTES:
+        raise ValueError(f"{path}: expected at most {MAX_JSON_BYTES} bytes, got {size}; make it JSON lines, which are read one by one")
     with _open_text(path) as file:
         text = file.read()
     if not text.strip():
@@ -144,10 +171,12 @@ def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    csv.field_size_limit(2**31 - 1)  # the default refuses texts over 131072 characters
+    csv.field_size_limit(MAX_CHARACTERS)  # the default refuses texts over 131072 characters
     with _open_text(path, newline="") as file:
-        reader = csv.DictReader(file, strict=True)
+        reader = csv.DictReader(_lines(file, path), strict=True)
         try:
+            if twice := [column for column, n in Counter(reader.fieldnames).items() if n > 1]:
+                raise ValueError(f"{path} line 1: expected different columns, got {shown(twice[0])} twice; rename one")
             for record in reader:
                 if None in record or None in record.values():
                     fields = sum(v is not None for k, v in record.items() if k is not None) + len(record.get(None, []))
@@ -164,12 +193,13 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches():
+            for batch in file.iter_batches(batch_size=PARQUET_ROWS):
                 for record in batch.to_pylist():
                     number += 1
                     yield f" row {number}", record
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: expected a Parquet file, got: {error}; fetch or convert it again") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        got = f"{shown(str(error))} after {number} rows"
+        raise ValueError(f"{path}: expected a Parquet file, got: {got}; fetch or convert it again") from error
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[str, dict[str, Any]]]]] = {
@@ -183,8 +213,45 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[str, dict[str, Any]]]]] = {
 
 def _open_text(path: Path, newline: str | None = None) -> io.TextIOBase:
     """UTF-8 text, plain or gzipped, with or without a byte-order mark."""
-    opener = gzip.open if path.name.lower().endswith(".gz") else open
-    return opener(path, "rt", encoding="utf-8-sig", newline=newline)
+    opener = _Unzipped if path.name.lower().endswith(".gz") else Path.open
+    return io.TextIOWrapper(opener(path, "rb"), encoding="utf-8-sig", newline=newline)
+
+
+class _Unzipped(gzip.GzipFile):
+    """What a gzip file unpacks to, as long as that isn't out of all proportion to its size."""
+
+    def __init__(self, path: Path, mode: str):
+        super().__init__(path, mode)
+        self._path, self._size, self._unpacked = path, path.stat().st_size, 0
+
+    def read1(self, size: int = -1) -> bytes:
+        """What the text above asks for.
+
+        Raises:
+            ValueError: it is a bomb.
+        """
+        part = super().read1(size)
+        self._unpacked += len(part)
+        if self._unpacked > max(GZIP_FREE_BYTES, MAX_GZIP_RATIO * self._size):
+            raise ValueError(
+                f"{self._path}: expected at most {MAX_GZIP_RATIO} times its size of {self._size} bytes when unpacked, got more; "
+                "unpack it yourself if that is right"
+            )
+        return part
+
+
+def _lines(file: io.TextIOBase, path: Path) -> Iterator[str]:
+    """The lines of a file, none of which may be longer than MAX_CHARACTERS.
+
+    Raises:
+        ValueError: one is.
+    """
+    number = 0
+    while line := file.readline(MAX_CHARACTERS + 1):
+        number += 1
+        if len(line) > MAX_CHARACTERS:
+            raise ValueError(f"{path} line {number}: expected a line of at most {MAX_CHARACTERS} characters, got more; split or remove it")
+        yield line
 
 
 def _parse(text: str, where: str) -> Any:
@@ -192,9 +259,9 @@ def _parse(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         place = f" (line {error.lineno} column {error.colno})" if error.lineno > 1 else f" (column {error.colno})"
-        raise ValueError(f"{where}: expected JSON, got {text.strip()[:60]!r}: {error.msg}{place}; correct it") from error
+        raise ValueError(f"{where}: expected JSON, got {text[:200].strip()[:60]!r}: {error.msg}{place}; correct it") from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets of thousands of levels
-        raise ValueError(f"{where}: expected JSON, got {text.strip()[:60]!r}: {error}; correct it") from error
+        raise ValueError(f"{where}: expected JSON, got {text[:200].strip()[:60]!r}: {error}; correct it") from error
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
@@ -215,7 +282,7 @@ def _hub_records(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         else:
             data = load_dataset(str(saved) if saved.exists() else source.path, source.subset, split=source.dataset_split)
     except (OSError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = shown((str(error).strip() or type(error).__name__).splitlines()[0], 400)
         raise ValueError(
             f"{subject}: expected a cached name or a local folder, got: {reason}; "
             "correct path, subset or dataset_split, or set HF_HUB_OFFLINE=0 to download"

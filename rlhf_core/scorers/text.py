@@ -10,9 +10,10 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, SupportsFloat
 
-from rlhf_core.config import ScorerConfig
+from rlhf_core.config import ScorerConfig, shown
 from rlhf_core.data.judge import JUDGES
 from rlhf_core.data.schema import Message
 from rlhf_core.scorers.answers import same_number, same_text
@@ -83,7 +84,7 @@ class _Reasons:
         kind = reason.partition(":")[0]
         if kind not in self._said:
             self._said.add(kind)
-            log.warning("scorer %s: expected a score for every response, got none for %d; %s", self._name, count, reason)
+            log.warning("scorer %s: expected a score for every response, got none for %d; %s", self._name, count, shown(reason, 1000))
 
 
 def _each(score: ScoreOne, report: _Reasons) -> ScoreAll:
@@ -115,24 +116,29 @@ def _by_function(function: Callable[..., Any], report: _Reasons) -> ScoreAll:
                 [item.prompt for item in items],
                 [item.response for item in items],
                 [item.label for item in items],
-                [{**item.metadata, "messages": item.messages} for item in items],
+                [{**item.metadata, "messages": [dict(message) for message in item.messages]} for item in items],
             )
-        except Exception as error:  # whatever a user's code may raise: none of these responses has a score
+        except (Exception, SystemExit) as error:  # whatever a user's code may raise: none of these responses has a score
             report(f"{type(error).__name__}: {error}", count=len(items))
             return unscored, {}
         answer, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict) else (answer, {})
         try:
-            answer = list(answer)
+            answer = list(islice(answer, len(items) + 1))  # it may be endless
         except TypeError:
             report(f"a list of numbers was expected of it: it returned {type(answer).__name__}", count=len(items))
             return unscored, {}
+        except (Exception, SystemExit) as error:
+            report(f"{type(error).__name__}: {error}", count=len(items))
+            return unscored, {}
         if len(answer) != len(items):
-            report(f"one score per response was expected of it: {len(answer)} came for {len(items)}", count=len(items))
+            came = f"{len(answer)} came" if len(answer) < len(items) else "more came"
+            report(f"one score per response was expected of it: {came} for {len(items)}", count=len(items))
             return unscored, {}
         scores = [_number(a) for a in answer]
         if bad := [a for a, score in zip(answer, scores, strict=True) if not math.isfinite(score)]:
-            report(f"finite numbers were expected of it: it returned {bad[0]!r}", count=len(bad))
-        return scores, {str(name): _number(value) for name, value in metrics.items()}
+            got = shown(repr(bad[0])) if isinstance(bad[0], float | str | None) else type(bad[0]).__name__
+            report(f"finite numbers were expected of it: it returned {got}", count=len(bad))
+        return scores, {shown(str(name)): _number(value) for name, value in metrics.items()}
 
     return score_all
 
@@ -143,7 +149,7 @@ def _number(value: Any) -> float:
         return math.nan
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except Exception:  # of a user's own type, anything
         return math.nan
     return number if math.isfinite(number) else math.nan
 

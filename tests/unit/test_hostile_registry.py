@@ -1,0 +1,153 @@
+"""Tags that somebody made by hand, moved or broke: a registry that is right, or a refusal that names the tag."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from hostile import NASTY_VALUES, NESTED, is_clear, mangled
+
+from flows.registry import Registry, read_registry
+from rlhf_core.config import ConfigError
+
+NAME = "reward-model"
+TAGGER = b"tagger A <a@b> 1700000000 +0000"
+
+
+def git(root: Path, *arguments: str, content: bytes | None = None) -> str:
+    done = subprocess.run(["git", *arguments], cwd=root, input=content, capture_output=True, check=True)
+    return done.stdout.decode().strip()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A repository of one commit."""
+    root = tmp_path_factory.mktemp("repository")
+    git(root, "init", "--quiet")
+    git(root, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--allow-empty", "-m", "one")
+    return root
+
+
+def write_tag(root: Path, name: str, message: bytes, *, tagger: bytes = TAGGER) -> None:
+    head = git(root, "rev-parse", "HEAD")
+    content = f"object {head}\ntype commit\ntag {name}\n".encode() + tagger + b"\n\n" + message
+    sha = git(root, "hash-object", "-t", "tag", "-w", "--literally", "--stdin", content=content)
+    git(root, "update-ref", f"refs/tags/{name}", sha)
+
+
+def clear(root: Path) -> None:
+    for tag in filter(None, git(root, "tag", "--list").split("\n")):
+        git(root, "update-ref", "-d", f"refs/tags/{tag}")
+
+
+def version(root: Path, **changes) -> bytes:
+    gate = {"needed": True, "passed": True, "message": "passed: it did", "override": None}
+    lineage = {
+        **{"commit": git(root, "rev-parse", "HEAD"), "md5": "0" * 32 + ".dir", "path": "models/reward", "run": "main", "gate": gate},
+        **{"size": 1, "files": 2, "data": None, "parents": {}, "packages": {}, "reward_model_version": None, "previous_version": None},
+        "params": {"seed": 1, "alignment": {"method": "rl"}},
+    }
+    return b"a version\n\n" + json.dumps({**lineage, **changes}).encode()
+
+
+def event(**changes) -> bytes:
+    entry = {"action": "promote", "version": "v1.0.0", "previous": None, "by": "ann", "reason": "good", "override": None}
+    return b"an event\n\n" + json.dumps({**entry, **changes}).encode()
+
+
+def refusal(root: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        read_registry(root, NAME)
+    assert is_clear(str(error.value)), str(error.value)
+    return str(error.value)
+
+
+def test_sound_tags_are_a_registry(root):
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    write_tag(root, f"{NAME}#prod#1", event())
+    write_tag(root, f"{NAME}#production#1", b"another stage's, which is nobody's business here")
+    assert read_registry(root, NAME).current.version == "v1.0.0"
+
+
+@pytest.mark.parametrize("name", ["v1.0.0", "v1.2.3", "v01.0.0", "v1", "v", "v1.0.0-rc1", "v\u0661.0.0", "v" + "9" * 180 + ".0.0"])
+def test_a_version_made_by_hand_is_refused_by_name(root, name):
+    clear(root)
+    git(root, "update-ref", f"refs/tags/{NAME}@{name}", git(root, "rev-parse", "HEAD"))
+    assert f"tag {NAME}@{name}: expected one made by `python -m flows.promote`" in refusal(root)
+    if name != "v1.0.0" and "999" not in name:
+        write_tag(root, f"{NAME}@{name}", version(root))
+        assert f"tag {NAME}@{name}: expected " in refusal(root)
+
+
+@pytest.mark.parametrize("name", ["#prod#1", "#prod!#2", "#prod#x", "#prod#01", "#prod!#"])
+def test_an_assignment_made_by_hand_is_refused_by_name(root, name):
+    clear(root)
+    git(root, "update-ref", f"refs/tags/{NAME}{name}", git(root, "rev-parse", "HEAD"))
+    assert f"tag {NAME}{name}: expected one made by `python -m flows.promote`" in refusal(root)
+
+
+def test_an_event_about_a_version_that_is_not_there_is_refused(root):
+    """The promoted version would be nothing, and the next flow would take that for its incumbent."""
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    write_tag(root, f"{NAME}#prod#1", event(version="v7.0.0"))
+    assert f"tag {NAME}#prod#1: expected a registered version, got 'v7.0.0'" in refusal(root)
+
+
+KEYS = ["commit", "md5", "gate", "path", "action", "version", "previous", "by", "reason", "override", "more"]
+VALUES = [v for v in NASTY_VALUES if not isinstance(v, bytes | set) and v is not NESTED]
+
+
+@settings(max_examples=60)
+@given(key=st.sampled_from(KEYS), value=st.sampled_from(VALUES))
+def test_any_value_in_a_tag_is_taken_or_refused_by_its_name(root, key, value):
+    clear(root)
+    try:
+        write_tag(root, f"{NAME}@v1.0.0", version(root, **{key: value}))
+        write_tag(root, f"{NAME}#prod#1", event(**{key: value}))
+    except (TypeError, ValueError, RecursionError):  # not a value of JSON
+        return
+    taken_or_refused(root)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_message_of_a_tag_is_read_or_refused_by_its_name(root, data):
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    name = data.draw(st.sampled_from([f"{NAME}@v2.0.0", f"{NAME}#prod#1"]))
+    message = version(root) if "@" in name else event()
+    write_tag(
+        root,
+        name,
+        data.draw(mangled(message)).replace(b"\x00", b""),
+        tagger=data.draw(mangled(TAGGER)).replace(b"\x00", b"").replace(b"\n", b""),
+    )
+    taken_or_refused(root)
+
+
+def taken_or_refused(root: Path) -> None:
+    try:
+        found = read_registry(root, NAME)
+    except ConfigError as error:
+        assert is_clear(str(error)) and f"tag {NAME}" in str(error), str(error)[:500]
+        return
+    assert isinstance(found, Registry) and list(found.versions)[:1] == ["v1.0.0"]
+    assert found.current is None or found.current.version in found.versions
+    for name in found.versions:
+        found.state(name)
+    found.before()
+
+
+def test_a_moved_tag_is_refused(root):
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root, commit="0" * 40))
+    assert "someone moved it" in refusal(root)
