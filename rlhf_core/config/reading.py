@@ -101,11 +101,15 @@ def _place(error: YAMLError) -> str:
 
 
 def check_size(tree: Any, subject: str) -> None:
-    """Not deeper than MAX_DEPTH, and not more than MAX_VALUES with every alias counted where it stands."""
+    """Keys are text; not deeper than MAX_DEPTH, and not more than MAX_VALUES with every alias counted where it stands."""
     values, level = 0, [tree]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
         for node in level:
+            if odd := [key for key in node if not isinstance(key, str)] if isinstance(node, dict) else []:
+                raise ConfigError(
+                    f"{subject}: expected keys that are text, got {shown(repr(odd[0]))}; put it in quotes, or correct the line"
+                )
             below += node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple | set) else ()
             if values + len(below) > MAX_VALUES:
                 raise ConfigError(

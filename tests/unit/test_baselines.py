@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from registry_tags import sound_lineage
 from report_workspace import edit_metrics, make_workspace
 
 from flows.baselines import BASELINES, pin_baselines
@@ -83,7 +84,7 @@ def test_the_run_of_the_promoted_policy(tmp_path):
     git(root, "add", "params.yaml", "dvc.lock", "metrics", "plots")
     git(root, "commit", "-qm", "Results")
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
-    version = add_version(root, "policy", {"md5": "m.dir", "gate": None, "run": "old", "commit": head})
+    version = add_version(root, "policy", sound_lineage(head, gate=None))
     promote(root, "policy", version.version, by="me", reason="it is better")
     edit_metrics(root, "train_sft", {"heldout_loss": 0.1})  # what is here now is no whole run, and nothing was pinned
     pin_baselines(root, root)
