@@ -82,15 +82,18 @@ class _Rows:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".tmp")
         self._file = aside.open("w", newline="", encoding="utf-8")
+        self._fixed = columns is not None
         self._writer: csv.DictWriter | None = None
         if columns is not None or kept:
             self._start(columns or tuple(kept[0]))
-            self._writer.writerows(kept)
+            # Earlier rows may be of work with other columns, whose checkpoint was gone on from; and timings take what their first row has.
+            self._writer.writerows({name: row.get(name, "") for name in self._writer.fieldnames} for row in kept)
             self._file.flush()
         aside.replace(path)
 
     def _start(self, columns: tuple[str, ...]) -> None:
-        self._writer = csv.DictWriter(self._file, columns, lineterminator="\n")
+        extra = "raise" if self._fixed else "ignore"
+        self._writer = csv.DictWriter(self._file, columns, extrasaction=extra, lineterminator="\n")
         self._writer.writeheader()
         self._file.flush()
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -21,13 +20,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params, read_stages, read_yaml
+from rlhf_core.checkpoint import NoSpace, Origin, StoreSettings
+from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params
 from rlhf_core.quiet import be_quiet, show_own_log
-from rlhf_core.rounds import read_round_stages
+from tasks.work import SCRATCH, metrics_path, prepare_scratch, read_work
 
 PREPARED = Path("data/prepared")
 TOKENIZER = Path("models/tokenizer")
@@ -41,6 +40,7 @@ PLOTS = Path("plots")
 DATA_DOCS = Path("reports/data_docs")
 REPORT = Path("reports/report.html")
 TIMINGS = Path("reports/timings")  # not for DVC: no two runs take the same time
+CERTIFICATES = Path("reports/certificates")  # of a stage's last checkpoints, which go with its scratch; likewise
 
 # Exit codes. The flow retries all but the first, which would end the same again.
 REFUSED = 1  # wrong params, data or a model that isn't acceptable
@@ -67,7 +67,8 @@ class Stage:
         round_number: of iterative DPO, for a stage of rounds/dvc.yaml; None: the stage is one of dvc.yaml.
     Attributes:
         params: the whole, checked params.yaml.
-        fingerprint: sha256 over the stage's command, its params and the content of its dependencies.
+        work: what the stage's work is made of: its command, its params and the content of its dependencies.
+        gone_on_from: the other work whose checkpoints it took over (checkpoints.go_on_from), oldest first.
         scratch: a folder that only this work finds again, outside what DVC deletes; removed when the stage succeeds.
     """
 
@@ -84,19 +85,24 @@ class Stage:
         signal.signal(signal.SIGTERM, self._on_stop)
         try:
             self.params: Params = load_params()
-            self.fingerprint = fingerprint(self.name, self._round_number)
+            self.work = read_work(self.name, self._round_number)
         except ConfigError as error:
             self._exit(str(error))
-        self.scratch = Path("scratch") / self.name / self.fingerprint[:16]
+        self.scratch = SCRATCH / self.name / self.work.folder_name
         self.scratch.parent.mkdir(parents=True, exist_ok=True)
         self._lock = (self.scratch.parent / "lock").open("a+")
         self._acquire()
-        self.scratch.mkdir(exist_ok=True)  # only now: the run that held the lock may have removed it
+        try:  # only now: the run that held the lock may have removed the folder
+            self.gone_on_from = prepare_scratch(self.scratch, self.work, self.params.checkpoints, self.name)
+        except ConfigError as error:
+            self._exit(str(error))
         self._started = time.monotonic()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         if error is None:
+            self._note_where_it_began()
+            self._keep_certificates()
             shutil.rmtree(self.scratch, ignore_errors=True)
         self._lock.close()
         if error is None:
@@ -107,6 +113,9 @@ class Stage:
         elif isinstance(error, StageFailed | ValueError | FileNotFoundError):
             log.debug("traceback", exc_info=error)
             self._exit(str(error))
+        elif isinstance(error, NoSpace):  # worth another try: somebody may make room
+            log.error("%s: %s", self.name, error)
+            sys.exit(CRASHED)
         elif isinstance(error, Exception):
             log.error("%s: crashed", self.name, exc_info=error)
             sys.exit(CRASHED)
@@ -122,6 +131,10 @@ class Stage:
         return self._stop.is_set()
 
     @property
+    def fingerprint(self) -> str:
+        return self.work.fingerprint
+
+    @property
     def lock_descriptor(self) -> int:
         """Of the stage's lock: as long as a process that inherits it lives, no other run of the stage begins."""
         return self._lock.fileno()
@@ -134,6 +147,8 @@ class Stage:
 
     def loop(self, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int) -> dict[str, Any]:
         """What the training loop of a supervised stage needs from its stage: settings, curves, the stop signal."""
+        from rlhf_core.certificate import write_certificate
+        from rlhf_core.checkpoint import CheckpointStore
         from rlhf_core.tracking import MetricsLog
         from rlhf_core.trainers.supervised import LoopSettings
 
@@ -147,19 +162,44 @@ class Stage:
                 first_step=step,
             )
 
+        def store(phase: str) -> CheckpointStore:
+            return CheckpointStore(self.scratch / phase, self.store_settings(zero_stage=config.zero_stage), certify=write_certificate)
+
         settings = LoopSettings(seed=self.params.seed, checkpoint_every=config.checkpoint_every, eval_every=config.eval_every)
         return {
             "settings": settings,
+            "checkpoints": store,
             "first_step": first_step,
             "metrics_log": metrics_log,
             "stop_requested": lambda: self.stop_requested,
         }
+
+    def store_settings(self, *, zero_stage: int, world_size: int = 1) -> StoreSettings:
+        """Of the stage's checkpoints: how many stay, what they say they are of, and which ones are gone on from."""
+        wanted = self.params.checkpoints
+        accepted = tuple(Origin(**entry["origin"]) for entry in self.gone_on_from)
+        return StoreSettings(wanted.keep_last, wanted.keep_best, self.work.origin, accepted, world_size, zero_stage)
 
     def recent_mean(self, column: str, *, steps: int = 20) -> float:
         """Of a column of the training curves, over the last steps."""
         import pandas as pd
 
         return float(pd.read_csv(self.scratch / "curves.csv")[column].tail(steps).mean())
+
+    def _note_where_it_began(self) -> None:
+        """Work that took over other work's checkpoint says so in its metrics: nothing else tells it from work done from the start."""
+        path = metrics_path(self.name, self._round_number)
+        if self.gone_on_from and path is not None:
+            began = [{name: entry[name] for name in ("of", "step", "differences")} for entry in self.gone_on_from]
+            write_json(path, read_json(path) | {"gone_on_from": began})
+
+    def _keep_certificates(self) -> None:
+        folder = CERTIFICATES / self.name
+        shutil.rmtree(folder, ignore_errors=True)
+        for path in self.scratch.glob("*/step-*/certificate.json"):
+            kept = folder / path.parent.parent.name / path.parent.name
+            kept.mkdir(parents=True)
+            shutil.copy(path, kept)
 
     def _acquire(self) -> None:
         deadline = time.monotonic() + LOCK_DEADLINE
@@ -194,47 +234,6 @@ def end_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-def fingerprint(stage: str, round_number: int | None = None) -> str:
-    """sha256 over the command, the params and the content of the dependencies of one stage of dvc.yaml, or of a round's of rounds/dvc.yaml.
-
-    Raises:
-        ConfigError: a dependency is missing.
-    """
-    tree = read_yaml(Path("params.yaml"))
-    stages = read_stages(Path("dvc.yaml"), tree) if round_number is None else read_round_stages(round_number)
-    definition = stages[stage]
-    digest = hashlib.sha256(definition["cmd"].encode())
-    digest.update(json.dumps(dict(_tracked(definition["params"], tree)), sort_keys=True).encode())
-    for dependency in definition["deps"]:
-        for path in _files(Path(dependency), stage):
-            with path.open("rb") as file:
-                digest.update(f"{path}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()
-
-
-def _tracked(params: list[str | dict[str, list[str]]], tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a stage's `params` name, and its value: a section of params.yaml, or keys of another file."""
-    for entry in params:
-        if isinstance(entry, str):
-            yield entry, tree[entry]
-            continue
-        for file, keys in entry.items():
-            for key in keys:
-                value: Any = read_yaml(Path(file))
-                for part in key.split("."):
-                    value = value[part]
-                yield f"{file}:{key}", value
-
-
-def _files(path: Path, stage: str) -> Iterator[Path]:
-    if not path.exists():
-        raise ConfigError(f"{path}: expected what an earlier stage makes, got nothing; run `dvc repro {stage}`, which runs what is missing")
-    if path.is_file():
-        yield path
-    else:
-        yield from sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
 
 
 def check_gate(gate: dict[str, Any]) -> str | None:

@@ -64,7 +64,6 @@ def train(stage: Stage, tokenizer):
         config,
         pad_id=tokenizer.pad_token_id,
         model=params.model,
-        scratch=stage.scratch,
         loop=stage.loop(config, COLUMNS, first_step=0),
     )
     made = {"responses": len(examples), "per_level": per_level, "without_level": counts[None], "dropped_too_long": too_long}

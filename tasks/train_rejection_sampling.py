@@ -143,7 +143,6 @@ def train(stage: Stage, groups: list[list], tokenizer):
         config,
         pad_id=tokenizer.pad_token_id,
         model=params.model,
-        scratch=stage.scratch,
         loop=stage.loop(config, COLUMNS, first_step=0),
     )
     counts = {"method": "rejection_sampling", "prompts": len(groups), "kept": len(best), "dropped": dropped}

@@ -15,7 +15,6 @@ import math
 import shutil
 from collections.abc import Iterator
 
-from rlhf_core.checkpoint import CheckpointStore
 from rlhf_core.data.schema import read_rows
 from rlhf_core.data.split import conversation_text
 from tasks.stage import METRICS, PLOTS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, SFT_MODEL, Stage, StageStopped, publish, write_json
@@ -149,7 +148,7 @@ def train(stage: Stage, model, encoder, member: int):
     engine = TrainEngine(ScalarModule(model), settings)
     loop = stage.loop(config, COLUMNS, first_step=member * phase.steps)
     loop["settings"] = dataclasses.replace(loop["settings"], seed=seed)
-    train_phase(engine, phase, checkpoints=CheckpointStore(stage.scratch / name), **loop)
+    train_phase(engine, phase, **loop)
     metrics = {"trained": True, "pairs": sum(len(c.pairs) for c in comparisons), "dropped_too_long": dropped, "steps": phase.steps}
     if phase.evaluate is not None:
         metrics |= evaluate(engine, phase.evaluate)

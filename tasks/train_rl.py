@@ -127,6 +127,7 @@ def describe(stage: Stage, output: Path):
         scorer_models={name: str(folder.resolve()) for name, folder in model_folders(rl.reward.scorers, REWARD_MODEL).items()},
         reward_model=str(REWARD_MODEL.resolve()) if starts_critic_from_reward_model(rl) else None,
         work=str(stage.scratch.resolve()),
+        checkpoints=stage.store_settings(world_size=rl.trainer.ranks, zero_stage=rl.trainer.zero_stage),
         output=str(output.resolve()),
         timings=str((TIMINGS / "train_policy.csv").resolve()),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import shutil
 
-from rlhf_core.checkpoint import CheckpointStore
 from rlhf_core.data.schema import read_rows
 from tasks.stage import METRICS, PLOTS, PREPARED, SFT_MODEL, TOKENIZER, Stage, StageStopped, publish, write_json
 
@@ -65,7 +64,7 @@ def pretrain(stage: Stage, model, target, tokenizer) -> int:
         config, steps=phase.steps, learning_rate=config.pretrain.learning_rate, dtype=params.model.dtype, seed=params.seed
     )
     engine = TrainEngine(PolicyModule(model), settings)
-    train_phase(engine, phase, checkpoints=CheckpointStore(stage.scratch / "pretrain"), **stage.loop(config, COLUMNS, first_step=0))
+    train_phase(engine, phase, **stage.loop(config, COLUMNS, first_step=0))
     target.load_state_dict(engine.state_dict())
     return phase.steps
 
@@ -96,7 +95,7 @@ def finetune(stage: Stage, model, tokenizer, *, first_step: int):
     add_adapters(model, config.lora, seed=params.seed)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     engine = TrainEngine(PolicyModule(model), settings)
-    train_phase(engine, phase, checkpoints=CheckpointStore(stage.scratch / "sft"), **stage.loop(config, COLUMNS, first_step=first_step))
+    train_phase(engine, phase, **stage.loop(config, COLUMNS, first_step=first_step))
     metrics = {"demonstrations": len(train), "dropped_too_long": dropped, "parameters": parameters, "trained_parameters": trained}
     if phase.evaluate is not None:
         metrics |= evaluate(engine, phase.evaluate)

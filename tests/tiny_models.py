@@ -17,6 +17,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from rlhf_core.checkpoint import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, equal_count
@@ -175,7 +176,7 @@ def rl_job(sft: Path, reward: Path, **overrides: Any) -> RlJob:
     scorers = {s.name: s.path or str(reward) for s in params.rl.reward.scorers if s.kind == "reward_model"}
     return RlJob(
         seed=0, model=params.model, rl=params.rl, tracking=params.tracking, threads=1, run_name="tiny", prepared="", sft_model=str(sft),
-        reward_model=str(reward), scorer_models=scorers, work="", output="", timings="",
+        reward_model=str(reward), scorer_models=scorers, work="", checkpoints=StoreSettings(), output="", timings="",
     )  # fmt: skip
 
 

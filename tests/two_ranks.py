@@ -10,6 +10,7 @@ import torch
 from tiny_models import demonstrations, negative_logprob_step, policy_engine, rl_job, sequences, share, train_batch
 
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
+from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.trainers.rl_minibatch import Minibatch
 from rlhf_core.trainers.rl_rank import TrainerRank
 
@@ -64,20 +65,41 @@ def rl_steps(case: str, *, rank: int, ranks: int) -> list[list[Minibatch]]:
     return [minibatches[:2], minibatches[2:]]
 
 
+def saved_by_one_rank(sft: Path, folder: Path) -> None:
+    """The engine after two batches on one rank, for two to go on from: as it is, and as a universal checkpoint."""
+    for stage in STAGES:
+        engine = policy_engine(sft, zero_stage=stage)
+        sft_steps(engine, BATCHES[:2], rank=0, ranks=1)
+        engine.save(folder, f"stage-{stage}")
+        if is_sharded(folder / f"stage-{stage}"):
+            convert_to_universal(folder / f"stage-{stage}", folder / "universal" / f"stage-{stage}")
+
+
+def load_of_other_ranks(engine: TrainEngine, folder: Path, name: str) -> None:
+    if (folder / "universal" / name).exists():
+        engine.load_universal(folder / "universal", name)
+    else:
+        engine.load(folder, name)
+
+
 def rank_main(rank: int, ports: list[int], folders: tuple[Path, Path, Path], out: Path) -> None:
     """One of two ranks; leaves its results in `out`."""
-    results: dict = {"rl": {}, "sft": {}, "resumed": {}}
+    results: dict = {"rl": {}, "sft": {}, "resumed": {}, "grown": {}}
     unused = iter(ports)
     for stage in STAGES:
         results["rl"][stage] = {case: rl_case(case, folders, stage=stage, rank=rank, ranks=2, port=next(unused)) for case in CASES}
         engine = policy_engine(folders[0], zero_stage=stage)
         steps = sft_steps(engine, BATCHES[:2], rank=rank, ranks=2)
-        engine.save(out, f"stage-{stage}")
+        engine.save(out / "engines", f"stage-{stage}")
         steps += sft_steps(engine, BATCHES[2:], rank=rank, ranks=2)
         results["sft"][stage] = (steps, engine.state_dict())
         again = policy_engine(folders[0], zero_stage=stage)
-        again.load(out, f"stage-{stage}")
+        again.load(out / "engines", f"stage-{stage}")
+        again.save(out / "again", f"stage-{stage}")
         results["resumed"][stage] = (sft_steps(again, BATCHES[2:], rank=rank, ranks=2), again.state_dict())
+        grown = policy_engine(folders[0], zero_stage=stage)
+        load_of_other_ranks(grown, out / "one", f"stage-{stage}")
+        results["grown"][stage] = (sft_steps(grown, BATCHES[2:], rank=rank, ranks=2), grown.state_dict())
     results["equal_count"] = equal_count([[0, 1, 2, 3, 4]] if rank == 0 else [[0], [1], [2]])
     try:
         equal_count([[0]] if rank == 0 else [[0], [1]])

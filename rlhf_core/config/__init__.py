@@ -26,7 +26,7 @@ from rlhf_core.config.params import Params
 from rlhf_core.config.reading import load_params, parse_params, parse_yaml, read_yaml, read_yaml_text
 from rlhf_core.config.rl import Algorithm, RlConfig, curve_columns
 from rlhf_core.config.rl_parts import CorrectionConfig, KlConfig, LimitAction, LimitConfig
-from rlhf_core.config.run import FlowConfig, RegistryConfig, TrackingConfig
+from rlhf_core.config.run import CheckpointsConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.scorers import LABEL_SCORERS, ScoreConfig, ScorerConfig
 from rlhf_core.config.stages import ROUND_STAGE_SECTIONS, STAGE_SECTIONS, UNTRACKED_SECTIONS, fill_in, read_stages
 from rlhf_core.config.training import TrainingConfig
@@ -39,6 +39,7 @@ __all__ = [
     "UNTRACKED_SECTIONS",
     "Algorithm",
     "ArchitectureConfig",
+    "CheckpointsConfig",
     "ClerkConfig",
     "ConditionalSftConfig",
     "ConfigError",

@@ -17,7 +17,15 @@ from rlhf_core.config.data import DataConfig, ValidationConfig
 from rlhf_core.config.gate import GateConfig
 from rlhf_core.config.model import ModelConfig
 from rlhf_core.config.rl import RlConfig
-from rlhf_core.config.run import ClusterConfig, EvaluationConfig, FlowConfig, RegistryConfig, ReportConfig, TrackingConfig
+from rlhf_core.config.run import (
+    CheckpointsConfig,
+    ClusterConfig,
+    EvaluationConfig,
+    FlowConfig,
+    RegistryConfig,
+    ReportConfig,
+    TrackingConfig,
+)
 from rlhf_core.config.scorers import ScorerConfig
 from rlhf_core.config.training import RewardConfig, SftConfig
 
@@ -41,6 +49,7 @@ class Params(Section):
     iterative: IterativeConfig
     evaluation: EvaluationConfig
     report: ReportConfig
+    checkpoints: CheckpointsConfig
     cluster: ClusterConfig
     tracking: TrackingConfig
     flow: FlowConfig

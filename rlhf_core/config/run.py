@@ -1,4 +1,4 @@
-"""Evaluation, report, and what changes no result: cluster, tracking, flow and promotion."""
+"""Evaluation, report, and what changes no result: checkpoints, cluster, tracking, flow and promotion."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ class EvaluationConfig(Section):
 
 class ReportConfig(Section):
     title: str
+
+
+class CheckpointsConfig(Section):
+    """Of the step checkpoints in scratch/; go_on_from is `<stage>/<name of a scratch folder>`."""
+
+    keep_last: int = Field(ge=2)
+    keep_best: int = Field(ge=0)
+    keep_abandoned: int = Field(ge=0)
+    go_on_from: str | None = Field(pattern=r"^train_\w+(@\d+)?/[0-9a-f]{16}$")
 
 
 class ClusterConfig(Section):

@@ -32,7 +32,7 @@ ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "evaluate_round": ("seed", "model", "iterative", "evaluation"),
 }
 # Sections that change no result: no stage depends on them.
-UNTRACKED_SECTIONS = ("cluster", "tracking", "flow", "promotion")
+UNTRACKED_SECTIONS = ("checkpoints", "cluster", "tracking", "flow", "promotion")
 
 
 def read_stages(path: Path, params: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rlhf_core.certificate import OPTIMIZER_NAMES
 from rlhf_core.models.lora import merged_state_dict
 
 RENDEZVOUS_SECONDS = 120
@@ -128,6 +129,7 @@ class TrainEngine:
         decayed = [p for p in module.parameters() if p.requires_grad and p.ndim > 1]
         plain = [p for p in module.parameters() if p.requires_grad and p.ndim <= 1]
         groups = [{"params": p, "weight_decay": w} for p, w in ((decayed, s.weight_decay), (plain, 0.0)) if p]  # adapters are all matrices
+        self._trained, self._decays = [*decayed, *plain], [group["weight_decay"] for group in groups]
         if s.offload_optimizer:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -210,15 +212,47 @@ class TrainEngine:
 
     def save(self, folder: Path, name: str) -> None:
         """Parameters, optimizer, schedule and counters of this rank. Every rank calls it."""
-        self._engine.save_checkpoint(str(folder), tag=name, save_latest=False)
+        names = {p: name for name, p in self.module.named_parameters()}
+        trained = [names[p] for p in self._trained]
+        self._engine.save_checkpoint(str(folder), tag=name, save_latest=False, client_state={OPTIMIZER_NAMES: trained})
 
     def load(self, folder: Path, name: str) -> None:
-        """What `save` wrote.
+        """What `save` wrote. Learning rate, weight decay and clipping are those of the settings, whatever the checkpoint says.
 
         Raises:
             ValueError: the checkpoint isn't of this engine.
         """
-        if not any((folder / name).glob("*.pt")) or self._engine.load_checkpoint(str(folder), tag=name)[0] is None:
-            raise ValueError(
-                f"checkpoint {folder.name}/{name}: expected the state of a training engine, got nothing that loads; remove the folder"
-            )
+        subject = f"checkpoint {folder.name}/{name}"
+        try:
+            loaded = any((folder / name).glob("*.pt")) and self._engine.load_checkpoint(str(folder), tag=name)[0] is not None
+        except (KeyError, AssertionError) as error:
+            raise ValueError(f"{subject}: expected the state of this model, got {error}; remove the folder") from error
+        except RuntimeError as error:
+            if "size mismatch" not in str(error) and "in state_dict" not in str(error):
+                raise
+            raise ValueError(f"{subject}: expected the state of this model, got another: {error}; remove the folder") from error
+        if not loaded:
+            raise ValueError(f"{subject}: expected the state of a training engine, got nothing that loads; remove the folder")
+        self._apply_settings()
+
+    def load_universal(self, folder: Path, name: str) -> None:
+        """What `convert_to_universal` made of what any number of ranks saved."""
+        config = self._engine._config
+        config.load_universal_checkpoint = True
+        try:
+            self.load(folder, name)
+        finally:
+            config.load_universal_checkpoint = False
+        # With ZeRO 3 all groups get one and the same counter of steps, which each of them would then advance.
+        for state in self._torch_optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    def _apply_settings(self) -> None:
+        """A checkpoint brings the values of the time it was made; with ZeRO 3 a universal one gives the first group's to all."""
+        s, scheduler = self._settings, self._engine.lr_scheduler
+        scheduler.base_lrs = [s.learning_rate] * len(scheduler.base_lrs)
+        for group, decay in zip(self._optim.param_groups, self._decays, strict=True):
+            group["weight_decay"], group["initial_lr"] = decay, s.learning_rate
+            group["lr"] = s.learning_rate * s.schedule(scheduler.last_epoch)
+        if not self._clips_itself and hasattr(self._optim, "clip_grad"):
+            self._optim.clip_grad = s.max_grad_norm

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from rlhf_core.checkpoint import CheckpointStore
 from rlhf_core.config import ConditionalSftConfig, ModelConfig, RejectionSamplingConfig
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.build import load_language_model
@@ -39,14 +38,12 @@ def finetune(
     *,
     pad_id: int,
     model: ModelConfig,
-    scratch: Path,
     loop: dict[str, Any],
 ) -> Finetuned:
     """`config.steps` optimizer steps on `train`.
 
     Args:
         start: Hugging Face folder.
-        scratch: a folder of this work alone; a run that was interrupted finds its checkpoint there.
         loop: what `Stage.loop(config, COLUMNS, first_step=0)` returns.
     Raises:
         Interrupted: a stop was asked for; the state is saved.
@@ -65,6 +62,6 @@ def finetune(
     settings = engine_settings(config, steps=config.steps, learning_rate=config.learning_rate, dtype=model.dtype, seed=seed)
     add_adapters(language_model, config.lora, seed=seed)
     engine = TrainEngine(PolicyModule(language_model), settings)
-    train_phase(engine, phase, checkpoints=CheckpointStore(scratch / "sft"), **loop)
+    train_phase(engine, phase, **loop)
     metrics = evaluate(engine, phase.evaluate) if phase.evaluate is not None else {}
     return Finetuned(engine, language_model, {"steps": config.steps, **metrics})

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.checkpoint import CheckpointStore
 from rlhf_core.config import REFERENCE_FREE, DpoConfig, KtoConfig, ModelConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
@@ -147,5 +146,5 @@ def _train(model: PreTrainedModel, phase: Phase, config: DpoConfig | KtoConfig, 
     settings = engine_settings(config, steps=run.steps, learning_rate=config.learning_rate, dtype=run.model.dtype, seed=seed)
     add_adapters(model, config.lora, seed=seed)
     engine = TrainEngine(PolicyModule(model), settings)
-    train_phase(engine, phase, checkpoints=CheckpointStore(run.scratch / "preference"), **run.loop)
+    train_phase(engine, phase, **run.loop)
     return engine, {} if phase.evaluate is None else evaluate(engine, phase.evaluate)

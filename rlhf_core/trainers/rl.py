@@ -108,12 +108,15 @@ def train(job: RlJob, workers: Workers, stop: threading.Event) -> Progress:
         clock.lap("evaluate")
         stopping = stop.is_set()
         if stopping or is_due(rl.checkpoint_every, progress.step, rl):
-            workers.checkpoint(progress, normalizer)
+            workers.snapshot(progress, normalizer, score=evaluated.get(f"eval_{rl.evaluation.metric}"))
         clock.lap("checkpoint")
+        # First the curve, then the checkpoint: a run that is killed between them does the step again, and writes its row again.
         timings = clock.timings(samples=rl.samples_per_step) | {"replacements": workers.replacements.count}
         curves.log(row, timings, drawn.scorer_metrics)
+        workers.store.publish()
         log.info("%s", progress_line(row, rl, clock))
         tell(found, rl)
+    workers.store.wait()
     curves.close()
     return progress
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import model_validator
 
+from rlhf_core.checkpoint import StoreSettings
 from rlhf_core.config import ModelConfig, RlConfig, Section, TrackingConfig
 
 # The job's exit codes. Any other is a crash, worth another try.
@@ -24,7 +25,8 @@ class RlJob(Section):
 
     prepared: folder of the canonical data. sft_model: where the policy starts and what the reference is.
     reward_model: where PPO's critic starts, or None where it starts elsewhere. scorer_models: the folder of each scorer of kind
-    reward_model, by name. work: checkpoints and curves. output: the final policy's folder.
+    reward_model, by name. work: checkpoints and curves. checkpoints: which of them stay, and are gone on from. output: the final
+    policy's folder.
     """
 
     seed: int
@@ -38,6 +40,7 @@ class RlJob(Section):
     reward_model: str | None
     scorer_models: dict[str, str]
     work: str
+    checkpoints: StoreSettings
     output: str
     timings: str
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import RENDEZVOUS_SECONDS, EngineSettings, TrainEngine, device, equal_count, join_world
+from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.models.branches import can_share_prefixes, collate_branches, continue_prefix
 from rlhf_core.models.build import checkpoint_names, load_language_model, load_scalar_model, new_scalar_model, save_model
 from rlhf_core.models.lora import add_adapters, without_adapters
@@ -219,21 +220,43 @@ class TrainerRank:
 
     def save(self, folder: str) -> None:
         """All that training needs to go on. Every rank calls it."""
-        self._policy.save(Path(folder), "policy")
-        if self._critic is not None:
-            self._critic.save(Path(folder), "critic")
+        for name, engine in self._engines.items():
+            engine.save(Path(folder), name)
         if self._reference_moves and self._rank == 0:
             torch.save(self._reference.model.state_dict(), Path(folder) / REFERENCE)
         save_random_state(Path(folder) / f"rng-{self._rank}.pt")
 
     def load(self, folder: str) -> None:
         """What `save` wrote."""
-        self._policy.load(Path(folder), "policy")
-        if self._critic is not None:
-            self._critic.load(Path(folder), "critic")
-        if self._reference_moves:
-            self._reference.model.load_state_dict(torch.load(Path(folder) / REFERENCE, map_location="cpu", weights_only=True))
+        for name, engine in self._engines.items():
+            engine.load(Path(folder), name)
+        self._load_reference(Path(folder))
         load_random_state(Path(folder) / f"rng-{self._rank}.pt")
+
+    def convert(self, folder: str, universal: str) -> None:
+        """Make what another number of ranks saved into one that any number can load. Rank 0 does it."""
+        for name in self._engines if self._rank == 0 else ():
+            if is_sharded(Path(folder) / name):
+                convert_to_universal(Path(folder) / name, Path(universal) / name)
+
+    def load_converted(self, folder: str, universal: str) -> None:
+        """What another number of ranks saved, after `convert`. Ranks that it has no generators of take those of rank 0."""
+        for name, engine in self._engines.items():
+            if (Path(universal) / name).exists():
+                engine.load_universal(Path(universal), name)
+            else:
+                engine.load(Path(folder), name)
+        self._load_reference(Path(folder))
+        mine = Path(folder) / f"rng-{self._rank}.pt"
+        load_random_state(mine if mine.exists() else mine.with_name("rng-0.pt"))
+
+    @property
+    def _engines(self) -> dict[str, TrainEngine]:
+        return {"policy": self._policy} | ({} if self._critic is None else {"critic": self._critic})
+
+    def _load_reference(self, folder: Path) -> None:
+        if self._reference_moves:
+            self._reference.model.load_state_dict(torch.load(folder / REFERENCE, map_location="cpu", weights_only=True))
 
     @property
     def _reference_moves(self) -> bool:

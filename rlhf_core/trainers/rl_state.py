@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rlhf_core.algorithms.kl import adaptive_kl_coef
-from rlhf_core.checkpoint import CheckpointStore
+from rlhf_core.certificate import write_certificate
+from rlhf_core.checkpoint import CheckpointStore, Found, StoreSettings
 from rlhf_core.config import RlConfig
 from rlhf_core.trainers.credit import Moments, RewardNormalizer
 from rlhf_core.trainers.rl_monitor import MonitorState
@@ -79,30 +80,46 @@ class Progress:
 class RunStore:
     """The folders of a run's state: checkpoints, whole or not there, and the best policy so far, which each checkpoint has a copy of."""
 
-    def __init__(self, work: Path):
-        self._checkpoints = CheckpointStore(work / "checkpoints")
+    def __init__(self, work: Path, settings: StoreSettings | None = None):
+        self._checkpoints = CheckpointStore(work / "checkpoints", settings, certify=write_certificate)
         self.best_policy = work / "best"
 
-    def save(self, progress: Progress, normalizer: RewardNormalizer, save_ranks: Callable[[Path], None]) -> None:
+    def write(
+        self, progress: Progress, normalizer: RewardNormalizer, save_ranks: Callable[[Path], None], *, score: float | None = None
+    ) -> None:
+        """Take the snapshot; `publish` makes it a checkpoint while the loop goes on, `wait` waits for that.
+
+        Args:
+            score: of the policy of now by rl.evaluation.metric, where it was evaluated.
+        """
+
         def write(folder: Path) -> None:
             save_ranks(folder)
             if progress.best is not None:
                 shutil.copytree(self.best_policy, folder / "best")
             progress.write(folder / "driver.json", normalizer)
 
-        self._checkpoints.save(progress.step, write)
+        self._checkpoints.write(progress.step, write, score=score)
 
-    def load(self, normalizer: RewardNormalizer, load_ranks: Callable[[Path], None]) -> Progress | None:
+    def publish(self) -> None:
+        self._checkpoints.publish()
+
+    def wait(self) -> None:
+        self._checkpoints.wait()
+
+    def close(self) -> None:
+        self._checkpoints.close()
+
+    def load(self, normalizer: RewardNormalizer, load_ranks: Callable[[Found], None]) -> Progress | None:
         """The newest whole checkpoint's state; the best policy becomes that of then. None: there is no checkpoint."""
         shutil.rmtree(self.best_policy, ignore_errors=True)
         found = self._checkpoints.latest()
         if found is None:
             return None
-        _, folder = found
-        load_ranks(folder)
-        progress = Progress.read(folder / "driver.json", normalizer)
+        load_ranks(found)
+        progress = Progress.read(found.folder / "driver.json", normalizer)
         if progress.best is not None:
-            shutil.copytree(folder / "best", self.best_policy)
+            shutil.copytree(found.folder / "best", self.best_policy)
         return progress
 
     def keep_best(self, export: Callable[[Path], None]) -> None:

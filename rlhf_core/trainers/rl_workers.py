@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from rlhf_core.checkpoint import Found
 from rlhf_core.config import RlConfig
 from rlhf_core.engines.ray_actors import RoleLost
 from rlhf_core.engines.vllm_engine import Sample, SamplingSettings, request_seeds
@@ -42,7 +45,7 @@ class Workers:
     def __init__(self, job: RlJob, actors: Actors):
         self._job = job
         self._trainers, self._rollouts = actors.trainers, actors.rollouts
-        self.store = RunStore(Path(job.work))
+        self.store = RunStore(Path(job.work), job.checkpoints)
         tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
         self._eos_id, self.pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         self._sampling = sampling_settings(job.rl)
@@ -58,6 +61,7 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.store.close()
         self._scoring.close()
 
     # Rollouts
@@ -173,16 +177,51 @@ class Workers:
 
     # State
 
-    def checkpoint(self, progress: Progress, normalizer: RewardNormalizer) -> None:
-        """Everything that the loop needs to go on, in one folder: every rank's engines and generators, and the driver's state."""
-        self.store.save(progress, normalizer, lambda folder: self._on_every_rank("save", folder))
+    def snapshot(self, progress: Progress, normalizer: RewardNormalizer, *, score: float | None) -> None:
+        """Everything that the loop needs to go on, in one folder: every rank's engines and generators, and the driver's state.
+
+        It becomes a checkpoint by `store.publish()`.
+        """
+        self.store.write(progress, normalizer, lambda folder: self._on_every_rank("save", folder), score=score)
 
     def resume(self, normalizer: RewardNormalizer) -> Progress | None:
-        """Load the newest whole checkpoint, weights into the rollout engines too. None: there is none."""
-        progress = self.store.load(normalizer, lambda folder: self._on_every_rank("load", folder))
-        if progress is not None:
-            self.sync_weights(version=progress.step)
-        return progress
+        """Load the newest whole checkpoint, weights into the rollout engines too. None: there is none.
+
+        Raises:
+            ValueError: it has more steps than are asked for, or was made with another ZeRO stage.
+        """
+        rl = self._job.rl
+        progress = self.store.load(normalizer, self._load_ranks)
+        if progress is None:
+            return None
+        if progress.step > rl.steps:
+            raise ValueError(f"rl.steps: expected at least the {progress.step} of the checkpoint, got {rl.steps}; raise it or begin anew")
+        self.sync_weights(version=progress.step)
+        return progress if rl.kl.target is not None else replace(progress, kl_coef=rl.kl.coef)
+
+    def _load_ranks(self, found: Found) -> None:
+        ranks, zero_stage = found.manifest["world_size"], found.manifest["zero_stage"]
+        wanted = self._job.rl.trainer
+        if zero_stage != wanted.zero_stage:
+            raise ValueError(
+                f"checkpoint {found.folder.name}: expected one of rl.trainer.zero_stage={wanted.zero_stage}, got one of {zero_stage}; "
+                "set it back or begin anew"
+            )
+        if ranks == wanted.ranks:
+            self._on_every_rank("load", found.folder)
+            return
+        log.warning(
+            "rl: the checkpoint of step %d is of %d ranks and goes on on %d, through DeepSpeed's universal checkpoint: as an uninterrupted "
+            "run within rounding, not bit for bit",
+            *(found.step, ranks, wanted.ranks),
+        )
+        universal = Path(self._job.work) / "universal"
+        shutil.rmtree(universal, ignore_errors=True)
+        self._trainers.call("convert", [(str(found.folder), str(universal))] * len(self._trainers), deadline=self._job.rl.deadlines.step)
+        self._trainers.call(
+            "load_converted", [(str(found.folder), str(universal))] * len(self._trainers), deadline=self._job.rl.deadlines.step
+        )
+        shutil.rmtree(universal, ignore_errors=True)
 
     def _on_every_rank(self, method: str, folder: Path) -> None:
         self._trainers.call(method, [(str(folder),)] * len(self._trainers), deadline=self._job.rl.deadlines.step)

@@ -72,7 +72,7 @@ def train_phase(
     phase: Phase,
     settings: LoopSettings,
     *,
-    checkpoints: CheckpointStore,
+    checkpoints: Callable[[str], CheckpointStore],
     first_step: int,
     metrics_log: Callable[[int], MetricsLog],
     stop_requested: Callable[[], bool],
@@ -80,13 +80,15 @@ def train_phase(
     """Run one phase, from its checkpoint if there is one, to its end.
 
     Args:
-        checkpoints: of this phase alone.
+        checkpoints: the store of the phase of a name.
         first_step: number of the phase's first step in the curves.
         metrics_log: opens the curves for writing from a given step on.
     Raises:
         Interrupted: a stop was asked for, and the state is saved.
+        NoSpace: a checkpoint can't be written.
     """
-    done = _resume(engine, checkpoints, phase)
+    store = checkpoints(phase.name)
+    done = _resume(engine, store, phase)
     if done == phase.steps:  # the curves may already hold a later phase's rows
         return
     engine.train()
@@ -96,16 +98,30 @@ def train_phase(
             row, timings = _train_step(engine, phase, settings, step)
             if phase.evaluate is not None and ((step + 1) % settings.eval_every == 0 or step + 1 == phase.steps):
                 row |= evaluate(engine, phase.evaluate)
-            curves.log({"step": first_step + step, "phase": phase.name, **row}, timings)
-            if (step + 1) % 25 == 0 or step + 1 == phase.steps:
-                log.info("%s %d/%d  %s", phase.name, step + 1, phase.steps, "  ".join(f"{k} {v:.4g}" for k, v in row.items()))
             last, stop = step + 1 == phase.steps, stop_requested()
-            if last or stop or (step + 1) % settings.checkpoint_every == 0:
-                checkpoints.save(step + 1, lambda folder: save_state(engine, folder))
+            saving = _save(engine, store, step + 1, row) if last or stop or (step + 1) % settings.checkpoint_every == 0 else 0.0
+            timings |= {"seconds": timings["seconds"] + saving, "seconds_checkpoint": saving}
+            # First the curve, then the checkpoint: a run that is killed between them does the step again, and writes its row again.
+            curves.log({"step": first_step + step, "phase": phase.name, **row}, timings)
+            store.publish()
+            if (step + 1) % 25 == 0 or last:
+                log.info("%s %d/%d  %s", phase.name, step + 1, phase.steps, "  ".join(f"{k} {v:.4g}" for k, v in row.items()))
             if stop and not last:
-                raise Interrupted
+                break
+        store.wait()
     finally:
         curves.close()
+        store.close()
+    if not last:
+        raise Interrupted
+
+
+def _save(engine: TrainEngine, store: CheckpointStore, step: int, row: Metrics) -> float:
+    """Take the snapshot of a step; what is best is so by the held-out loss. Returns the seconds for which training stood still."""
+    started = time.perf_counter()
+    score = -row["heldout_loss"] if "heldout_loss" in row else None
+    store.write(step, lambda folder: save_state(engine, folder), score=score)
+    return time.perf_counter() - started
 
 
 def _train_step(engine: TrainEngine, phase: Phase, settings: LoopSettings, step: int) -> tuple[Metrics, Metrics]:
@@ -135,11 +151,14 @@ def _resume(engine: TrainEngine, checkpoints: CheckpointStore, phase: Phase) -> 
     found = checkpoints.latest()
     if found is None:
         return 0
-    step, folder = found
-    load_state(engine, folder)
-    if step < phase.steps:
-        log.info("%s: going on from the checkpoint of step %d", phase.name, step)
-    return step
+    if found.step > phase.steps:
+        raise ValueError(
+            f"{phase.name}: expected a checkpoint of at most {phase.steps} steps, got one of {found.step}; raise the steps or begin anew"
+        )
+    load_state(engine, found.folder)
+    if found.step < phase.steps:
+        log.info("%s: going on from the checkpoint of step %d", phase.name, found.step)
+    return found.step
 
 
 def save_state(engine: TrainEngine, folder: Path) -> None:

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+from rlhf_core.checkpoint import CheckpointStore
 from rlhf_core.config import load_params
 from rlhf_core.models.tokenizer import build_tokenizer
 
@@ -135,6 +136,7 @@ def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_p
 
     settings = LoopSettings(seed=0, checkpoint_every=100, eval_every=100)
     loop = {"settings": settings, "first_step": 0, "metrics_log": curves, "stop_requested": lambda: False}
+    loop["checkpoints"] = lambda phase: CheckpointStore(tmp_path / "scratch" / phase)
     run = PreferenceRun(folder, 12, params.model.model_copy(update={"dtype": dtype}), tmp_path / "scratch", loop)
     trained = train_on_pairs(rows[:48], rows[48:], params.dpo.model_copy(update=changes), run)
     assert trained.metrics["heldout_accuracy"] > 0.9

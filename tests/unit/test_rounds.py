@@ -16,7 +16,8 @@ from rlhf_core.data.schema import write_rows
 from rlhf_core.report.rounds import draw, table
 from rlhf_core.rounds import Pin, dvc_md5, read_round_stages, read_rounds, round_folder, write_rounds
 from tasks.evaluate_round import judge_difference, verdict
-from tasks.stage import fingerprint, write_json
+from tasks.stage import write_json
+from tasks.work import read_work
 
 ROOT = Path(__file__).parents[2]
 SFT = Path("models/sft")
@@ -159,12 +160,12 @@ def test_a_stage_of_a_round_knows_its_work_by_what_the_round_began_with(workspac
         (workspace / path).parent.mkdir(parents=True, exist_ok=True)
         if not (workspace / path).exists():
             (workspace / path).write_text("there")
-    first = fingerprint("train_round@1", 1)
-    assert fingerprint("train_round@1", 1) == first
+    first = read_work("train_round@1", 1).fingerprint
+    assert read_work("train_round@1", 1).fingerprint == first
     rounds = read_rounds()
     other = rounds[1].model_copy(update={"gate": Pin(path="metrics/gate.json", md5="0")})
     write_rounds({1: other})
-    assert fingerprint("train_round@1", 1) != first
+    assert read_work("train_round@1", 1).fingerprint != first
 
 
 def metrics(low: float) -> dict:

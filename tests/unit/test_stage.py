@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import ConfigError
-from tasks.stage import CRASHED, REFUSED, STOPPED_BY_SIGNAL, fingerprint, publish, read_json, write_json
+from tasks.stage import CRASHED, REFUSED, STOPPED_BY_SIGNAL, publish, read_json, write_json
+from tasks.work import read_work
 
 ROOT = Path(__file__).parents[2]
 DVC = """
@@ -63,6 +64,10 @@ def begin(how: str, *wrapper: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [*wrapper, sys.executable, "work.py", how]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def fingerprint(stage: str) -> str:
+    return read_work(stage).fingerprint
 
 
 def change(path: Path, old: str, new: str) -> None:

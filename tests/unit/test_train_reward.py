@@ -17,6 +17,7 @@ from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.tokenizer import encode_prompt
 from tasks.stage import Stage, StageStopped
 from tasks.train_reward import COLUMNS, train_members
+from tasks.work import Work
 
 STEPS = 4  # of each member: 8 conversations, 2 a step, one pass
 
@@ -30,11 +31,8 @@ class StoppedStage(Stage):
         super().__init__("train_reward")
         changes = {"epochs": 1.0, "batch_size": 2, "checkpoint_every": 1, "eval_every": 100, "ensemble": 2}
         members = {"rl.reward.scorers.0.members": 2}
-        self.params, self.scratch, self.fingerprint = (
-            tiny_params(**{f"reward.{k}": v for k, v in changes.items()}, **members),
-            scratch,
-            "0" * 8,
-        )
+        self.params, self.scratch = tiny_params(**{f"reward.{k}": v for k, v in changes.items()}, **members), scratch
+        self.work, self.gone_on_from = Work("", {}, {}), []
         self._at = at
         scratch.mkdir(exist_ok=True)
 

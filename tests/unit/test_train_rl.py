@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from rlhf_core.checkpoint import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import write_rows
 from rlhf_core.trainers.rl_job import RlJob
@@ -95,7 +96,8 @@ def test_demonstrations_in_the_update_need_some(workspace):
 
 
 def job(workspace: Path, given: Params) -> RlJob:
-    return describe(SimpleNamespace(params=given, fingerprint="0" * 64, scratch=workspace / "scratch"), workspace / "out")
+    frame = {"fingerprint": "0" * 64, "scratch": workspace / "scratch", "store_settings": lambda **how: StoreSettings(**how)}
+    return describe(SimpleNamespace(params=given, **frame), workspace / "out")
 
 
 def test_the_job_gets_absolute_folders_of_the_models_it_uses(workspace):

@@ -11,6 +11,7 @@ import torch
 from tiny_models import MAX_LENGTH, PAD, largest_difference, sequences, tiny_params
 
 from rlhf_core.algorithms.preference_losses import PREFERENCE_LOSSES, PairLogprobs, kto
+from rlhf_core.checkpoint import CheckpointStore
 from rlhf_core.config import TrackingConfig
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
@@ -242,6 +243,7 @@ def run_of(folder: Path, scratch: Path, *, steps: int = 4, stop_after: int | Non
 
     settings = LoopSettings(seed=0, checkpoint_every=100, eval_every=2)
     loop = {"settings": settings, "first_step": 0, "metrics_log": metrics_log, "stop_requested": stop_requested}
+    loop["checkpoints"] = lambda phase: CheckpointStore(scratch / phase)
     return PreferenceRun(folder, steps, tiny_params().model, scratch, loop)
 
 

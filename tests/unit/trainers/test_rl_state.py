@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,12 @@ def normalizer(*scores: float) -> RewardNormalizer:
     if scores:
         made.calibrate({"reward_model": torch.tensor(scores)})
     return made
+
+
+def save(store: RunStore, progress: Progress, moments: RewardNormalizer, save_ranks: Callable[[Path], None]) -> None:
+    store.write(progress, moments, save_ranks)
+    store.publish()
+    store.wait()
 
 
 def write_rank(text: str):
@@ -85,10 +92,10 @@ def test_no_checkpoint_is_no_progress_and_an_abandoned_best_policy_goes(tmp_path
 def test_the_best_policy_is_that_of_the_checkpoint_whatever_came_after_it(tmp_path: Path):
     store = RunStore(tmp_path)
     store.keep_best(write_policy("of step 2"))
-    store.save(Progress(3, 30, 0.1, Best(2, 1.0)), normalizer(1.0, 2.0), write_rank("three"))
+    save(store, Progress(3, 30, 0.1, Best(2, 1.0)), normalizer(1.0, 2.0), write_rank("three"))
     store.keep_best(write_policy("of step 4"))  # and then the run is killed
     loaded = []
-    progress = RunStore(tmp_path).load(normalizer(), lambda folder: loaded.append((folder / "rank").read_text()))
+    progress = RunStore(tmp_path).load(normalizer(), lambda found: loaded.append((found.folder / "rank").read_text()))
     assert (progress.step, progress.best, loaded) == (3, Best(2, 1.0), ["three"])
     assert (store.best_policy / "weights").read_text() == "of step 2"
 
@@ -97,8 +104,8 @@ def test_a_damaged_checkpoint_goes_back_with_its_best_policy_too(tmp_path: Path)
     store = RunStore(tmp_path)
     for step, text in ((2, "first"), (4, "second")):
         store.keep_best(write_policy(text))
-        store.save(Progress(step, 10 * step, 0.1, Best(step, float(step))), normalizer(1.0, 2.0), write_rank(text))
+        save(store, Progress(step, 10 * step, 0.1, Best(step, float(step))), normalizer(1.0, 2.0), write_rank(text))
     (tmp_path / "checkpoints/step-4/best/weights").write_text("torn")
-    progress = RunStore(tmp_path).load(normalizer(), lambda folder: None)
+    progress = RunStore(tmp_path).load(normalizer(), lambda found: None)
     assert progress == Progress(2, 20, 0.1, Best(2, 2.0))
     assert (store.best_policy / "weights").read_text() == "first"

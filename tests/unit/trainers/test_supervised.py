@@ -63,7 +63,7 @@ class Work:
                 engine,
                 part,
                 LoopSettings(seed=0, checkpoint_every=checkpoint_every, eval_every=2),
-                checkpoints=CheckpointStore(self.folder / part.name),
+                checkpoints=lambda name: CheckpointStore(self.folder / name),
                 first_step=first_step,
                 metrics_log=self.curves,
                 stop_requested=stop,
@@ -118,7 +118,7 @@ def test_resume_after_a_kill_equals_an_uninterrupted_run_bit_for_bit(tmp_path: P
     work = Work(tmp_path, sft_folder)
     with pytest.raises(Killed):
         work.run(stop=kill, checkpoint_every=3)
-    assert CheckpointStore(tmp_path / "sft").latest()[0] == 3
+    assert CheckpointStore(tmp_path / "sft").latest().step == 3
     assert largest_difference(work.run(checkpoint_every=3).state_dict(), weights) == 0
     assert work.curve == curve
 
@@ -129,15 +129,15 @@ def test_a_stop_is_looked_at_once_a_step_so_that_none_falls_between_saving_and_l
         work = Work(tmp_path / str(asked_at), sft_folder)
         with pytest.raises(Interrupted):
             work.run(stop=after(asked_at), first_steps=50)
-        assert CheckpointStore(work.folder / "pretrain").latest()[0] == len(work.curve.splitlines()) - 1
+        assert CheckpointStore(work.folder / "pretrain").latest().step == len(work.curve.splitlines()) - 1
 
 
 def test_a_stop_in_the_last_step_lets_the_phase_finish(tmp_path: Path, sft_folder: Path):
     work = Work(tmp_path, sft_folder)
     with pytest.raises(Interrupted):
         work.run(stop=after(3))  # the last step of the first phase, so it is the second one that stops
-    assert CheckpointStore(tmp_path / "pretrain").latest()[0] == 3
-    assert CheckpointStore(tmp_path / "sft").latest()[0] == 1
+    assert CheckpointStore(tmp_path / "pretrain").latest().step == 3
+    assert CheckpointStore(tmp_path / "sft").latest().step == 1
 
 
 def test_curves_hold_the_held_out_loss_where_it_was_measured(uninterrupted):
@@ -154,7 +154,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, sft_folder: Pat
     engine = dropout_engine(sft_folder)
     with pytest.raises(ValueError, match="broken step 0: expected a finite loss, got nan"):
         train_phase(
-            engine, broken, LoopSettings(0, 100, 100), checkpoints=CheckpointStore(tmp_path / "c"), first_step=0,
+            engine, broken, LoopSettings(0, 100, 100), checkpoints=lambda _: CheckpointStore(tmp_path / "c"), first_step=0,
             metrics_log=Work(tmp_path, sft_folder).curves, stop_requested=lambda: False,
         )  # fmt: skip
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import largest_difference, policy_engine, save_tiny_experts
-from two_ranks import BATCHES, CASES, STAGES, rl_case, run_two_ranks, sft_steps
+from two_ranks import BATCHES, CASES, STAGES, load_of_other_ranks, rl_case, run_two_ranks, saved_by_one_rank, sft_steps
 
+from rlhf_core.certificate import CERTIFICATE, differences, read_certificate, write_certificate
+from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.trainers.rl_minibatch import EXTREMES
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -22,8 +24,14 @@ def folders(model_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def ranks(folders: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return run_two_ranks(folders, tmp_path_factory.mktemp("ranks"))
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(folders: tuple[Path, Path, Path], out: Path) -> list[dict]:
+    saved_by_one_rank(folders[0], out / "one")
+    return run_two_ranks(folders, out)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +93,41 @@ def test_resume_on_two_ranks_equals_an_uninterrupted_run_bit_for_bit(ranks: list
         resumed_steps, resumed_weights = rank["resumed"][stage]
         assert resumed_steps == steps[2:]
         assert largest_difference(resumed_weights, weights) == 0
+
+
+def test_the_certificates_of_what_two_ranks_saved_and_saved_again_are_equal_and_name_the_ranks(ranks: list[dict], out: Path):
+    found = []
+    for name in ("engines", "again"):
+        write_certificate(out / name, 2)
+        found.append(read_certificate(out / name / CERTIFICATE))
+    assert differences(*found) == []
+    for part, kind in (("optimizer", "exp_avg"), ("weights", "master weights")):
+        last = f"{kind} of model.model.norm.weight of stage-3 on rank 1"
+        assert last in found[0]["parts"][part] and last.replace("rank 1", "rank 0") in found[0]["parts"][part]
+
+
+@at_every_stage
+def test_one_rank_goes_on_from_a_checkpoint_of_two_within_rounding(ranks, folders, out: Path, alone: dict, stage: int):
+    assert is_sharded(out / "engines" / f"stage-{stage}") == (stage > 0)
+    if stage:
+        convert_to_universal(out / "engines" / f"stage-{stage}", out / "engines" / "universal" / f"stage-{stage}")
+    engine = policy_engine(folders[0], zero_stage=stage)
+    load_of_other_ranks(engine, out / "engines", f"stage-{stage}")
+    steps = sft_steps(engine, BATCHES[2:], rank=0, ranks=1)
+    expected, weights = alone["sft"]
+    for (loss, norm), (expected_loss, expected_norm) in zip(steps, expected[2:], strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-5) and norm == pytest.approx(expected_norm, rel=1e-4)
+    assert largest_difference(engine.state_dict(), weights) < 2e-6
+
+
+@at_every_stage
+def test_two_ranks_go_on_from_a_checkpoint_of_one_within_rounding(ranks: list[dict], alone: dict, stage: int):
+    expected, weights = alone["sft"]
+    (first, first_weights), (second, second_weights) = (rank["grown"][stage] for rank in ranks)
+    for mine, others, (loss, norm) in zip(first, second, expected[2:], strict=True):
+        assert mine[0] + others[0] == pytest.approx(loss, rel=1e-5) and mine[1] == others[1] == pytest.approx(norm, rel=1e-4)
+    assert largest_difference(first_weights, weights) < 2e-6
+    assert largest_difference(first_weights, second_weights) == 0
 
 
 def test_every_rank_gets_as_many_microbatches(ranks: list[dict]):
