@@ -10,12 +10,13 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+from rlhf_core.checkpoint import NoSpace
 from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.credit import RewardNormalizer, assign_credit
 from rlhf_core.trainers.rl_actors import Actors
 from rlhf_core.trainers.rl_data import DemonstrationStream, PromptStream, collate, components_of, evaluation_prompts, read_prompts
-from rlhf_core.trainers.rl_job import REFUSED, STOPPED, RlJob
+from rlhf_core.trainers.rl_job import FULL, REFUSED, STOPPED, RlJob
 from rlhf_core.trainers.rl_metrics import (
     Clock,
     LogprobMismatch,
@@ -52,6 +53,9 @@ def run(job: RlJob, actors: Actors, stop: threading.Event) -> int:
     except (LogprobMismatch, TooManyUnscored, ValueError) as error:
         log.error("%s", error)
         return REFUSED
+    except NoSpace as error:
+        log.error("%s", error)
+        return FULL
     return 0 if finished else STOPPED
 
 

@@ -16,6 +16,7 @@ from rlhf_core.config import ModelConfig, RlConfig, Section, TrackingConfig
 # The job's exit codes. Any other is a crash, worth another try.
 REFUSED = 65  # the same again would end the same; EX_DATAERR of sysexits.h
 LOST = 75  # an actor that can't be replaced died or is late; the same again goes on from the last checkpoint. EX_TEMPFAIL of sysexits.h
+FULL = 74  # no room for a checkpoint; EX_IOERR
 STOPPED = 143  # after SIGTERM, the checkpoint written
 BEAT_SECONDS = 2.0
 

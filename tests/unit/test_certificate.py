@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -123,6 +124,8 @@ def test_the_newest_of_a_folder_counts_and_what_cant_be_read_is_refused(tmp_path
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b/step-3" / CERTIFICATE)]) == 0
     assert main(["show", str(tmp_path / "a")]) == 0
     assert "data position: 3 hashed or noted (step 3, policy version 3, prompts_drawn 96)" in capsys.readouterr().out
+    shutil.copytree(tmp_path / "b", tmp_path / "kept", ignore=lambda _, names: set(names) - {"step-3", CERTIFICATE})
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "kept")]) == 0
     content = json.loads((tmp_path / "b/step-3/driver.json").read_text()) | {"kl_coef": 1.0}
     (tmp_path / "b/step-3/driver.json").write_text(json.dumps(content))
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
