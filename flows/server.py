@@ -1,6 +1,7 @@
 """Prefect's server on this machine: a passing one for a run from the command line, and `make server` with a worker.
 
-Both keep their data in .prefect/ of the project (PREFECT_HOME), listen on the loopback address only and end with us.
+Both keep their data in .prefect/ of the project (PREFECT_HOME), listen on the loopback address only, want a password and end with us.
+The password is in .prefect/auth, which only this user may read, and reaches processes by their environment, never by a command line.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import atexit
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -41,8 +43,29 @@ def use_home(root: Path) -> Path:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     home = Path(os.environ.setdefault("PREFECT_HOME", str(root.resolve() / ".prefect")))
-    home.mkdir(parents=True, exist_ok=True)
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
     return home
+
+
+def auth_string(home: Path) -> str:
+    """What server and clients of this project share, as user:password: PREFECT_SERVER_API_AUTH_STRING, or made once and kept in `home`."""
+    if own := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
+        return own
+    path = home / "auth"
+    if not path.exists():
+        aside = home / f"auth.{os.getpid()}"
+        write_private(aside, f"rlhf:{secrets.token_urlsafe(32)}\n")
+        with contextlib.suppress(FileExistsError):  # of two at once the first one's counts
+            os.link(aside, path)
+        aside.unlink()
+    return path.read_text(encoding="utf-8").strip()
+
+
+def write_private(path: Path, text: str) -> None:
+    """A file that only this user may read, from its first moment on."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def use_server(root: Path) -> None:
@@ -53,6 +76,7 @@ def use_server(root: Path) -> None:
     home = use_home(root)
     if "PREFECT_API_URL" in os.environ:
         return
+    os.environ["PREFECT_API_AUTH_STRING"] = auth_string(home)
     if url := running_server(home):
         os.environ["PREFECT_API_URL"] = url
         return
@@ -60,6 +84,7 @@ def use_server(root: Path) -> None:
     url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
     # As Prefect starts its own ephemeral server: only the services that record a run, no scheduler that starts others.
     environment = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
+    environment["PREFECT_SERVER_API_AUTH_STRING"] = os.environ["PREFECT_API_AUTH_STRING"]
     factory = ["--factory", "prefect.server.api.server:create_app", "--host", HOST, "--port", str(port), "--log-level", "error"]
     server = start([sys.executable, "-m", "uvicorn", *factory, "--lifespan", "on"], **environment)
     atexit.register(stop, server)
@@ -140,8 +165,12 @@ def serve(root: Path, port: int) -> int:
     home = use_home(root)
     if url := running_server(home):
         raise ConfigError(f"make server: expected none in this project, got one at {url}; use it or stop it")
+    profile = home / "profiles.toml"
+    if profile.exists() and _MARK not in profile.read_text(encoding="utf-8"):
+        raise ConfigError(f"{profile}: expected none while `make server` runs, which writes its own, got one of yours; move it away")
     url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
     os.environ.setdefault("PREFECT_SERVER_UI_API_URL", url)
+    secret = os.environ["PREFECT_API_AUTH_STRING"] = auth_string(home)
     prefect = [sys.executable, "-m", "prefect", "--no-prompt"]
     children: list[subprocess.Popen] = []
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -151,15 +180,17 @@ def serve(root: Path, port: int) -> int:
             "w"
         ) as log:  # not the terminal: on SQLite some passes of its services find the database locked and say so at length
             command = [*prefect, "server", "start", "--host", HOST, "--port", str(port)]
-            children.append(start(command, log, PREFECT_SERVER_LOGGING_LEVEL="WARNING"))
+            protection = {"PREFECT_SERVER_API_AUTH_STRING": secret, "PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
+            children.append(start(command, log, **protection))
         wait_for(url, children[0])
         subprocess.run(
             [*prefect, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"], check=True, stdout=subprocess.DEVNULL
         )
         subprocess.run([*prefect, "deploy", "--all"], check=True, stdout=subprocess.DEVNULL, cwd=root)
+        write_private(profile, _PROFILE.format(url=json.dumps(url), secret=json.dumps(secret)))
         (home / "server.json").write_text(json.dumps({"url": url}))
         children.append(start([*prefect, "worker", "start", "--pool", WORK_POOL, "--name", f"local-{os.getpid()}"]))
-        print(_WELCOME.format(ui=url.removesuffix("/api"), url=url), flush=True)
+        print(_WELCOME.format(ui=url.removesuffix("/api")), flush=True)
         while all(child.poll() is None for child in children):
             time.sleep(0.5)
         ended = next(c for c in children if c.poll() is not None)
@@ -169,16 +200,26 @@ def serve(root: Path, port: int) -> int:
         return 0
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # one Ctrl-C is enough; the end itself has deadlines
-        (home / "server.json").unlink(missing_ok=True)
+        for path in (home / "server.json", profile):
+            path.unlink(missing_ok=True)
         for child in reversed(children):  # the worker first: it still reports to the server
             stop(child, grace=60.0)
 
 
-_WELCOME = """
-Prefect is ready: {ui}  (the server's log: .prefect/server.log)
+# Prefect's command line finds it from the project's folder (pyproject.toml says where to look) or by PREFECT_HOME.
+_MARK = "# Written by `make server`, and gone when it ends."
+_PROFILE = f"""\
+{_MARK}
+active = "rlhf"
 
-In another terminal:
-  export PREFECT_API_URL={url}
+[profiles.rlhf]
+PREFECT_API_URL = {{url}}
+PREFECT_API_AUTH_STRING = {{secret}}
+"""
+_WELCOME = """
+Prefect is ready: {ui}  (it asks for what is in .prefect/auth; the server's log: .prefect/server.log)
+
+In another terminal, from this folder:
   .venv/bin/prefect deployment run rlhf/full-pipeline --params '{{"overrides": {{"rl.algorithm": "grpo"}}}}'
 
 Ctrl-C ends server, worker and runs."""

@@ -119,9 +119,11 @@ def metrics_file(workspace: Path, stage: str) -> Path | None:
 
 
 def stage_environment(workspace: Path) -> dict[str, str]:
-    """Of every stage: quiet, with this interpreter first on PATH and the workspace's own code first on PYTHONPATH."""
+    """Of every stage: quiet, with this interpreter first on PATH and the workspace's own code first on PYTHONPATH; without Prefect's
+    settings, its password among them: no stage talks to it.
+    """
     hidden = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "VIRTUAL_ENV")
-    inherited = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("PREFECT__")}
+    inherited = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("PREFECT_")}
     path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])
     code = os.pathsep.join(filter(None, [str(workspace.resolve()), inherited.get("PYTHONPATH")]))
     return {**QUIET_ENVIRONMENT, **inherited, "PATH": path, "PYTHONPATH": code, "PYTHONUNBUFFERED": "1"}

@@ -6,6 +6,7 @@ and, for train_sft, slow on request, so that it can be killed in the middle.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 from ruamel.yaml import YAML
@@ -161,7 +163,7 @@ def run_flow(workspace: Path, *arguments: str, timeout: float = 120, **extra: st
 def serving(workspace: Path, log: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Server, worker and deployments of a project, as `make server` starts them.
 
-    Gives a function that runs Prefect's command line against them; its `url` is the server's. In the end nothing may be left.
+    Gives a function that runs Prefect's command line against them; its `ask` asks the server itself. In the end nothing may be left.
     """
     command = [sys.executable, "-m", "flows.server", "--port", "0"]
     with log.open("w") as file:
@@ -173,13 +175,16 @@ def serving(workspace: Path, log: Path) -> Iterator[Callable[..., subprocess.Com
         url = json.loads(ready.read_text())["url"]
 
         def prefect(*arguments: str) -> subprocess.CompletedProcess[str]:
-            extra = {"PREFECT_API_URL": url, "PREFECT_HOME": str(workspace / ".prefect"), "COLUMNS": "400"}
+            extra = {"PREFECT_HOME": str(workspace / ".prefect"), "COLUMNS": "400"}
             command = [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
             return subprocess.run(
                 command, cwd=log.parent, env=environment(**extra), capture_output=True, text=True, timeout=60, check=False
             )
 
-        prefect.url = url
+        def ask(path: str, **body: Any) -> Any:
+            return ask_server(url, path, password=(workspace / ".prefect/auth").read_text().strip(), **body)
+
+        prefect.ask = ask
         yield prefect
     finally:
         server.send_signal(signal.SIGTERM)
@@ -188,12 +193,19 @@ def serving(workspace: Path, log: Path) -> Iterator[Callable[..., subprocess.Com
     assert processes_in(workspace) == []
 
 
-def flow_runs(url: str, deployment: str) -> list[dict]:
-    """All runs of a deployment, those that wait for their time included."""
-    chosen = json.dumps({"deployments": {"name": {"any_": [deployment]}}}).encode()
-    request = urllib.request.Request(f"{url}/flow_runs/filter", chosen, {"Content-Type": "application/json"})
+def ask_server(url: str, path: str, *, password: str | None = None, **body: Any) -> Any:
+    """What a Prefect server answers to a POST."""
+    headers = {"Content-Type": "application/json"}
+    if password is not None:
+        headers["Authorization"] = f"Basic {base64.b64encode(password.encode()).decode()}"
+    request = urllib.request.Request(f"{url}/{path}", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
+
+
+def flow_runs(prefect: Any, deployment: str) -> list[dict]:
+    """All runs of a deployment, those that wait for their time included. prefect: of `serving`."""
+    return prefect.ask("flow_runs/filter", deployments={"name": {"any_": [deployment]}})
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:

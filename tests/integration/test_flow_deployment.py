@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,10 +38,10 @@ def served(tmp_path):
         yield workspace, prefect
 
 
-def wait_for_state(url: str, expected: str, seconds: float) -> dict:
+def wait_for_state(prefect: Any, expected: str, seconds: float) -> dict:
     until = time.monotonic() + seconds
     while True:
-        (run,) = flow_runs(url, "full-pipeline")
+        (run,) = flow_runs(prefect, "full-pipeline")
         if run["state"]["name"] == expected:
             return run
         assert time.monotonic() < until, f"expected state {expected}, got {run['state']['name']}: {run['state']['message']}"
@@ -53,7 +54,7 @@ def test_a_deployments_run_refused_started_killed_and_retried(served):
     for wrong in ({"rl.algoritm": "grpo"}, {"rl.algorithm": "sarsa"}, {"sft.steps": "many"}):
         refused = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": wrong}))
         assert refused.returncode != 0 and next(iter(wrong)) in refused.stdout + refused.stderr
-    assert flow_runs(prefect.url, "full-pipeline") == []
+    assert flow_runs(prefect, "full-pipeline") == []
 
     asked = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": {"sft.steps": STEPS}}))
     assert asked.returncode == 0, asked.stderr
@@ -61,12 +62,12 @@ def test_a_deployments_run_refused_started_killed_and_retried(served):
     (worktree,) = (workspace / "runs").iterdir()
     wait_until(training_has_begun(worktree), 60, "training")
     os.kill(dvc_process(worktree).ppid(), signal.SIGKILL)  # the flow's process
-    crashed = wait_for_state(prefect.url, "Crashed", 60)
+    crashed = wait_for_state(prefect, "Crashed", 60)
     wait_until(lambda: not processes_in(worktree), 15, "the end of DVC and the stage")
 
     retried = prefect("flow-run", "retry", crashed["id"])
     assert retried.returncode == 0, retried.stdout + retried.stderr
-    completed = wait_for_state(prefect.url, "Completed", 120)
+    completed = wait_for_state(prefect, "Completed", 120)
     assert (completed["id"], completed["run_count"]) == (crashed["id"], 2)
     assert worktree.name == f"{completed['name']}-{completed['id'][:4]}"
     assert list((workspace / "runs").iterdir()) == [worktree]

@@ -52,7 +52,7 @@ def test_a_round_on_demand_others_cancelled_meanwhile_and_one_on_schedule(worksp
     with serving(workspace, workspace.with_name("server.log")) as prefect:
 
         def runs(*, scheduled: bool) -> list[dict]:
-            found = [r for r in flow_runs(prefect.url, "scheduled") if r["auto_scheduled"] == scheduled]
+            found = [r for r in flow_runs(prefect, "scheduled") if r["auto_scheduled"] == scheduled]
             return sorted(found, key=lambda r: r["created"])
 
         def ask() -> None:

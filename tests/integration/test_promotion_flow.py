@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import urllib.error
-import urllib.request
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from registry_project import candidate, make_project
@@ -19,15 +18,12 @@ from flows.registry import read_registry
 NAME = "reward-model"
 
 
-def answer(url: str, run: str, **fields: object) -> str:
+def answer(prefect: Any, run: str, **fields: object) -> str:
     """Resume a run with what a person filled in; the server's verdict on that."""
-    body = json.dumps({"run_input": fields}).encode()
-    request = urllib.request.Request(f"{url}/flow_runs/{run}/resume", body, {"Content-Type": "application/json"})
     until = time.monotonic() + 60
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return json.load(response)["status"]
+            return prefect.ask(f"flow_runs/{run}/resume", run_input=fields)["status"]
         except urllib.error.HTTPError as error:  # 503: its database was busy, and nothing was done
             if error.code != 503 or time.monotonic() > until:
                 raise
@@ -41,7 +37,7 @@ def test_a_run_waits_for_a_person_and_does_as_told(tmp_path):
     with serving(project, tmp_path / "server.log") as prefect:
 
         def state(number: int) -> dict:
-            runs = sorted(flow_runs(prefect.url, NAME), key=lambda r: r["created"])
+            runs = sorted(flow_runs(prefect, NAME), key=lambda r: r["created"])
             return runs[number]
 
         def ask(number: int) -> str:
@@ -53,8 +49,8 @@ def test_a_run_waits_for_a_person_and_does_as_told(tmp_path):
             return state(number)["id"]
 
         run = ask(0)
-        assert answer(prefect.url, run) == "REJECT"  # nothing is accepted unasked
-        assert answer(prefect.url, run, approve=False, by="Ann", reason="too curt") == "ACCEPT"
+        assert answer(prefect, run) == "REJECT"  # nothing is accepted unasked
+        assert answer(prefect, run, approve=False, by="Ann", reason="too curt") == "ACCEPT"
         wait_until(lambda: state(0)["state_type"] == "FAILED", 120, "the end of the run that was not approved")
         assert (state(0)["state"]["name"], state(0)["state"]["message"]) == ("NotApproved", "reward-model v1.0.0: Ann: too curt")
         assert read_registry(project, NAME).events == []
@@ -62,7 +58,7 @@ def test_a_run_waits_for_a_person_and_does_as_told(tmp_path):
         run = ask(1)
         candidate(project, "second", seed=2)
         versions.register(project, NAME, "second")  # newer than what the person is asked about
-        assert answer(prefect.url, run, approve=True, by="Ben", reason="read forty samples") == "ACCEPT"
+        assert answer(prefect, run, approve=True, by="Ben", reason="read forty samples") == "ACCEPT"
         wait_until(lambda: state(1)["state_type"] in ("COMPLETED", "FAILED", "CRASHED"), 120, "the end of the approved run")
         assert state(1)["state"]["name"] == "Completed", state(1)["state"]["message"]
     (event,) = read_registry(project, NAME).events
