@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -18,6 +19,9 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_core.config import ModelConfig
+from rlhf_core.models.folder import check_model_folder, refusals, weight_files
+
+_HEADS = ("score.weight", "classifier.weight")  # of the heads that a sequence classifier may have
 
 
 def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
@@ -48,37 +52,57 @@ def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
 
 
 def load_language_model(path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32") -> PreTrainedModel:
-    """A causal language model from a Hugging Face name or folder (safetensors only); float32, whatever it will be trained in."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        trust_remote_code=trust_remote_code,
-        use_safetensors=True,
-        dtype=torch.float32,
-        attn_implementation=attention_implementation(training_dtype),
-    )
-    return _refuse_scaled_logits(model)
+    """A causal language model from a Hugging Face name or folder (safetensors only); float32, whatever it will be trained in.
+
+    Raises:
+        ValueError: it isn't one, or not whole.
+    """
+    return _refuse_scaled_logits(_load(AutoModelForCausalLM, path, trust_remote_code=trust_remote_code, training_dtype=training_dtype))
+
+
+def _load(kind: type, path: str | Path, *, trust_remote_code: bool, training_dtype: str, new: tuple[str, ...] = (), **how: Any):
+    """Args: new: names of weights that the folder may lack, and that are to be set by the caller."""
+    check_model_folder(path)
+    with refusals(path):
+        model, told = kind.from_pretrained(
+            path,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            dtype=torch.float32,
+            attn_implementation=attention_implementation(training_dtype),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            **how,
+        )
+    if other := sorted(told["mismatched_keys"]):
+        name, found, expected = other[0]
+        raise ValueError(f"model {path}: expected {name} of shape {tuple(expected)}, as config.json says, got {tuple(found)}; restore it")
+    if missing := sorted(set(told["missing_keys"]) - set(new)):
+        raise ValueError(f"model {path}: expected all of its weights, got none for {', '.join(missing[:3])}; restore it, or choose another")
+    return model
 
 
 def new_scalar_model(
     language_model_path: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool, training_dtype: str = "float32"
 ) -> PreTrainedModel:
     """A language model's trunk with a fresh scalar head; the head starts at zero, so every score starts at 0."""
-    model = load_scalar_model(language_model_path, trust_remote_code=trust_remote_code, training_dtype=training_dtype)
+    model = _load_scalar(language_model_path, trust_remote_code=trust_remote_code, training_dtype=training_dtype, new=_HEADS)
     model.config.pad_token_id = tokenizer.pad_token_id
     torch.nn.init.zeros_(scalar_head(model).weight)
     return model
 
 
 def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32") -> PreTrainedModel:
-    """A reward model or critic: a Hugging Face sequence classifier with one label, float32."""
-    return AutoModelForSequenceClassification.from_pretrained(
-        path,
-        num_labels=1,
-        trust_remote_code=trust_remote_code,
-        use_safetensors=True,
-        dtype=torch.float32,
-        attn_implementation=attention_implementation(training_dtype),
-    )
+    """A reward model or critic: a Hugging Face sequence classifier with one label (safetensors only), float32.
+
+    Raises:
+        ValueError: it isn't one, or not whole.
+    """
+    return _load_scalar(path, trust_remote_code=trust_remote_code, training_dtype=training_dtype)
+
+
+def _load_scalar(path: str | Path, **how: Any) -> PreTrainedModel:
+    return _load(AutoModelForSequenceClassification, path, num_labels=1, **how)
 
 
 def attention_implementation(training_dtype: str) -> str:
@@ -113,7 +137,7 @@ def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
     Raises:
         ValueError: the architecture's classifier has no plain `score` layer.
     """
-    for name in ("score", "classifier"):
+    for name in (head.partition(".")[0] for head in _HEADS):
         head = dict(model.named_children()).get(name)
         if isinstance(head, torch.nn.Linear):
             return head
@@ -134,5 +158,11 @@ def checkpoint_names(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]
 
 
 def read_state_dict(folder: Path) -> dict[str, torch.Tensor]:
-    """All weights of a Hugging Face folder's safetensors files, on the CPU."""
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    """All weights of a Hugging Face folder's safetensors files, on the CPU.
+
+    Raises:
+        ValueError: one is missing or torn.
+    """
+    check_model_folder(folder)
+    with refusals(folder):
+        return {name: tensor for path in weight_files(folder) for name, tensor in load_file(path).items()}

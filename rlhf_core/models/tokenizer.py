@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf_core.config import shown
 from rlhf_core.data.schema import Message
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizer
     """
     try:
         tokenizer = _read_tokenizer(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # whatever libraries make of another's files
+        reason = shown((str(error).strip() or type(error).__name__).splitlines()[0], 600)
         raise ValueError(
             f"tokenizer {path}: expected a Hugging Face folder or a cached name, got: {reason} "
             "Correct model.path, or set HF_HUB_OFFLINE=0 to download"
@@ -87,6 +88,11 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizer
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_TEMPLATE
         log.warning("tokenizer %s has no chat template: a plain one with 'User:' and 'Assistant:' is set and saved with the model", path)
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # of a template, which is a program
+        got = f"{type(error).__name__}: {shown(str(error))}"
+        raise ValueError(f"tokenizer {path}: expected a chat template for a user's message, got {got}; correct it") from error
     return tokenizer
 
 

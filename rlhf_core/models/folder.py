@@ -1,0 +1,126 @@
+"""Is a model's folder what it should be? Looked at before any library loads it, and without loading anything.
+
+transformers takes weights from wherever the folder's index says, unpickles some of them, and fills what is missing with random
+numbers; what it makes of a torn file is a traceback. So the files are looked at first: weights are safetensors, inside the folder and
+whole, and settings are JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import shown
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER = 100 << 20  # bytes; the limit of safetensors itself
+_WIDTHS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "BF16": 2, "I16": 2, "F32": 4, "I32": 4, "F64": 8, "I64": 8}
+
+
+def check_model_folder(path: str | Path) -> None:
+    """A folder with a model in it; the name of one on a hub is left to the library.
+
+    Raises:
+        ValueError: naming the file that is missing, torn, outside the folder or no safetensors file.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        if folder.is_absolute() or folder.exists():
+            raise ValueError(f"model {shown(str(path))}: expected a folder, got {'a file' if folder.exists() else 'nothing'} there")
+        return
+    settings = read_settings(folder, "config.json")
+    if not isinstance(settings.get("model_type"), str):
+        raise ValueError(f"model {folder}: expected a model_type in config.json, got none; save it with save_pretrained")
+    for file in weight_files(folder):
+        _check_safetensors(file)
+
+
+def read_settings(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON file of a model's folder.
+
+    Raises:
+        ValueError: it is missing or holds something else than an object.
+    """
+    path = folder / name
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"model {folder}: expected a {name}, got none; is that a model's folder?") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected JSON, got: {shown(str(error))}; restore or fetch it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}; restore or fetch it again")
+    return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up a model: one, or those that its index names.
+
+    Raises:
+        ValueError: there are none, or the index names something else.
+    """
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if (folder / INDEX).is_file():
+        places = read_settings(folder, INDEX).get("weight_map")
+        if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+            raise ValueError(f"{folder / INDEX}: expected a weight_map from weights to files, got none; restore or fetch it again")
+        names = sorted(set(places.values()))
+        for name in names:
+            if not name.isprintable() or Path(name).name != name or not name.endswith(".safetensors") or not (folder / name).is_file():
+                got = "one that isn't there or is of another kind"
+                raise ValueError(f"{folder / INDEX}: expected names of safetensors files beside it, got {shown(name)}, {got}; don't use it")
+        return [folder / name for name in names]
+    others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5"))
+    got = f"only {', '.join(others[:5])}, which may run code when it is read; convert it" if others else "none"
+    raise ValueError(f"model {folder}: expected weights in model.safetensors, got {got}")
+
+
+def _check_safetensors(path: Path) -> None:
+    """Its header fits its size.
+
+    Raises:
+        ValueError: it is torn, or no safetensors file.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(MAX_HEADER, size):
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(file.read(length))
+        ends = [_end(tensor) for name, tensor in header.items() if name != "__metadata__"]
+        if not ends or 8 + length + max(ends) != size:
+            raise ValueError(f"{size} bytes in place of {8 + length + max(ends, default=0)}")
+    except (OSError, ValueError, RecursionError, struct.error, TypeError, LookupError, AttributeError) as error:
+        got = shown(str(error)) or type(error).__name__
+        raise ValueError(f"{path}: expected a whole safetensors file, got one with: {got}; restore or fetch it again") from error
+
+
+def _end(tensor: dict[str, Any]) -> int:
+    """Where a tensor ends, in bytes after the header."""
+    begin, end = tensor["data_offsets"]
+    count = 1
+    for dimension in tensor["shape"]:
+        count *= dimension
+    width = _WIDTHS.get(tensor["dtype"])
+    if not 0 <= begin <= end or (width is not None and end - begin != count * width):
+        raise ValueError(f"a tensor of {end - begin} bytes in place of {count * (width or 0)}")
+    return end
+
+
+@contextlib.contextmanager
+def refusals(path: str | Path) -> Iterator[None]:
+    """What a library raises while it loads a model, as a ValueError that names the folder: whoever made the folder chose what is in it."""
+    try:
+        yield
+    except Exception as error:
+        said = str(error).strip().splitlines() or [""]
+        raise ValueError(
+            f"model {shown(str(path))}: expected one that can be loaded, got {type(error).__name__}: {shown(said[0], 600)}; restore it, or "
+            "choose another one"
+        ) from error
