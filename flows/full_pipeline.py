@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flows.locks import only_flow
 from flows.overrides import check, parse_assignment, read_recipe
 from flows.pins import prepare_run
 from flows.server import use_server
@@ -48,8 +49,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def prepare(root: Path, arguments: argparse.Namespace) -> tuple[Path, dict[str, Any], str | None]:
-    """Check everything and choose the workspace: the current folder, or a worktree where there are overrides or a name.
+def choose(root: Path, arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
+    """The overrides, checked, and the name of the worktree to work in; None: the current folder.
 
     Raises:
         ConfigError: before anything is written or started.
@@ -65,7 +66,7 @@ def prepare(root: Path, arguments: argparse.Namespace) -> tuple[Path, dict[str, 
     found = name is not None and worktree_path(root, name).exists()
     check((worktree_path(root, name) if found else root) / "params.yaml", overrides)
     stage_order(root)
-    return prepare_run(root, name, overrides), overrides, name
+    return overrides, name
 
 
 def run(root: Path, overrides: dict[str, Any], name: str | None) -> int:
@@ -85,12 +86,14 @@ def main(arguments: list[str] | None = None) -> int:
     show_own_log()
     root = Path.cwd()
     try:
-        workspace, overrides, name = prepare(root, parse_arguments(arguments))
-        if up_to_date(workspace):
-            order = stage_order(workspace)
-            print(f"{stage_table(workspace, order, [StageResult(s, 'cached', 0.0) for s in order])}\n\n{report_line(workspace)}")
-            return 0
-        return run(root, overrides, name)
+        overrides, name = choose(root, parse_arguments(arguments))
+        with only_flow(root, name):
+            workspace = prepare_run(root, name, overrides)
+            if up_to_date(workspace):
+                order = stage_order(workspace)
+                print(f"{stage_table(workspace, order, [StageResult(s, 'cached', 0.0) for s in order])}\n\n{report_line(workspace)}")
+                return 0
+            return run(root, overrides, name)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return REFUSED

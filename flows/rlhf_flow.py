@@ -21,6 +21,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, StateType, TaskRun
 
 from flows.baselines import pin_baselines
+from flows.locks import only_flow
 from flows.overrides import Overrides, check
 from flows.pins import prepare_run
 from flows.results import read_side
@@ -89,15 +90,26 @@ def rlhf(overrides: Overrides = {}, run: str | None = None) -> State | None:  # 
         run: the name of the run's worktree, runs/<run>. Without overrides and name, a run from the command line works in
             the current folder, and a deployment's run in a worktree named after the flow run.
     """
-    log = get_run_logger()
+    log, root = get_run_logger(), Path.cwd()
     try:
-        workspace = _workspace(Path.cwd(), overrides, run)
-        params = load_params(workspace / "params.yaml")
-        order = stage_order(workspace)
-        pin_baselines(Path.cwd(), workspace)
+        name = _name(root, overrides, run)
+        with only_flow(root, name):
+            return _chain(root, overrides, name, log)
     except ConfigError as error:
         log.error("%s", error)
         return State(type=StateType.FAILED, name="Refused", message=str(error))
+
+
+def _chain(root: Path, overrides: dict[str, Any], name: str | None, log: logging.Logger | logging.LoggerAdapter) -> State | None:
+    """Every stage in its order; a state where one failed.
+
+    Raises:
+        ConfigError: params or workspace are refused.
+    """
+    workspace = prepare_run(root, name, overrides)
+    params = load_params(workspace / "params.yaml")
+    order = stage_order(workspace)
+    pin_baselines(root, workspace)
     log.info("Workspace: %s", workspace)
     results: list[StageResult] = []
     try:
@@ -114,15 +126,13 @@ def rlhf(overrides: Overrides = {}, run: str | None = None) -> State | None:  # 
     return None
 
 
-def _workspace(root: Path, overrides: dict[str, Any], run: str | None) -> Path:
-    """The folder to work in, made where needed; see the flow."""
+def _name(root: Path, overrides: dict[str, Any], run: str | None) -> str | None:
+    """Of the worktree to work in; None: the current folder. See the flow."""
     check(root / "params.yaml", overrides)
     if run is None and runtime.deployment.id is not None:
         # The name alone is not unique: Prefect draws it from a few thousand.
-        run = f"{slug(runtime.flow_run.name)}-{runtime.flow_run.id[:4]}"
-    if run is None and overrides:
-        run = derive_name(root, overrides, [])
-    return prepare_run(root, run, overrides)
+        return f"{slug(runtime.flow_run.name)}-{runtime.flow_run.id[:4]}"
+    return derive_name(root, overrides, []) if run is None and overrides else run
 
 
 def with_retries(stage: str, config: FlowConfig):

@@ -6,11 +6,8 @@ A round's stages are those of rounds/dvc.yaml; this module knows no Prefect.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +26,6 @@ FIGURE, TABLE = FOLDER / "rounds.svg", FOLDER / "rounds.md"
 GATE, PREPARED, REWARD_MODEL = Path("metrics/gate.json"), Path("data/prepared"), Path("models/reward")
 
 log = logging.getLogger("rlhf.flows")
-
-
-@contextlib.contextmanager
-def series_lock(root: Path, series: str) -> Iterator[None]:
-    """Held as long as a run works on a series; the kernel frees it however the run ends.
-
-    Raises:
-        ConfigError: another run works on it, or the name can't be one.
-    """
-    path = worktree_path(root, series).with_name(f".{series}.lock")
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            other = file.read().strip() or "unknown"
-            raise ConfigError(
-                f"series {series}: expected no other run on it, got one, process {other}; wait for it, or choose another name"
-            ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
 
 
 def prepare_series(root: Path, series: str, overrides: dict[str, Any]) -> Path:

@@ -8,6 +8,7 @@ from prefect import flow, get_run_logger, runtime
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.client.schemas.objects import State, StateType
 
+from flows.locks import only_flow
 from flows.overrides import Overrides
 from flows.pins import check_not_rolled_back
 from flows.rlhf_flow import end_state, publish_gate, with_retries
@@ -21,7 +22,6 @@ from flows.rounds import (
     prepare_series,
     publish,
     round_stages,
-    series_lock,
     verdict,
 )
 from flows.stages import StageFailed
@@ -45,7 +45,7 @@ def iterative_dpo(overrides: Overrides = {}, rounds: int = 1, series: str = "ite
     try:
         if rounds < 1:
             raise ConfigError(f"rounds: expected at least 1, got {rounds}; say how many")
-        with series_lock(root, series):
+        with only_flow(root, series):
             workspace = prepare_series(root, series, overrides)
             params = load_params(workspace / "params.yaml")
             log.info("Workspace: %s", workspace)

@@ -32,12 +32,14 @@ Outcome = Literal["ran", "cached", "restored"]
 LineHandler = Callable[[str], None]
 
 STOP_GRACE = 25.0  # seconds from SIGTERM to SIGKILL, for a checkpoint; Prefect's worker gives a flow run 30
+BUSY_SECONDS = 3.0  # between two tries while somebody else's DVC works in the folder
 REFUSED = 1  # a stage's exit code when it says no (params, data, gate); a crash in it has another one
 _SAID = {
     "restored": re.compile(r"^Stage '(.+)' is cached - skipping run"),
     "cached": re.compile(r"^Stage '(.+)' didn't change, skipping"),
     "ran": re.compile(r"^Running stage '(.+)':"),
 }
+_BUSY = re.compile(r"is busy, it is being blocked by|Unable to acquire lock")
 _EXITED = re.compile(r", exited with (-?\d+)")
 _NOISE = re.compile(
     r"^(\s*$|(Generating|Updating) lock file|Use `dvc push`|To track the changes with git|To enable auto staging"
@@ -150,8 +152,26 @@ def run_stage(stage: str, workspace: Path, *, timeout: float, on_line: LineHandl
     Raises:
         StageFailed: it exited with an error, or its time was up.
     """
-    started = time.monotonic()
-    said = _Said()
+    started, waiting = time.monotonic(), False
+    while True:
+        said = _Said()
+        child = _repro(stage, workspace, started + timeout, timeout, said, on_line)
+        if child.returncode == 0:
+            return StageResult(stage, said.outcome, time.monotonic() - started)
+        if not said.busy or time.monotonic() > started + timeout:
+            raise said.failure(stage, child.returncode)
+        if not waiting:
+            on_line(f"{stage}: another DVC is at work in this folder; waiting for it")
+        waiting = True
+        time.sleep(BUSY_SECONDS)
+
+
+def _repro(stage: str, workspace: Path, deadline: float, timeout: float, said: _Said, on_line: LineHandler) -> subprocess.Popen[str]:
+    """DVC, run to its end.
+
+    Raises:
+        StageFailed: its time was up.
+    """
     remove_torn_lock(workspace)
     child = subprocess.Popen(
         [sys.executable, "-m", "dvc", "repro", "--single-item", stage],
@@ -166,7 +186,7 @@ def run_stage(stage: str, workspace: Path, *, timeout: float, on_line: LineHandl
         preexec_fn=end_with(os.getpid()),  # two system calls and no lock: safe beside threads
     )
     try:
-        for line in _lines(child, deadline=started + timeout):
+        for line in _lines(child, deadline=deadline):
             said.listen(line)
             if not _NOISE.match(line):
                 on_line(line)
@@ -178,9 +198,7 @@ def run_stage(stage: str, workspace: Path, *, timeout: float, on_line: LineHandl
         ) from None
     finally:
         stop_session(child)
-    if child.returncode != 0:
-        raise said.failure(stage, child.returncode)
-    return StageResult(stage, said.outcome, time.monotonic() - started)
+    return child
 
 
 def remove_torn_lock(workspace: Path) -> None:
@@ -204,6 +222,7 @@ class _Said:
 
     def __init__(self) -> None:
         self.outcome: Outcome = "ran"
+        self.busy = False  # another DVC has the workspace
         self._exit_code: int | None = None
         self._last_words: list[str] = []
 
@@ -211,6 +230,7 @@ class _Said:
         for outcome, pattern in _SAID.items():
             if pattern.match(line):
                 self.outcome = outcome  # type: ignore[assignment]
+        self.busy = self.busy or _BUSY.search(line) is not None
         if found := _EXITED.search(line):
             self._exit_code = int(found[1])
         elif line.strip():

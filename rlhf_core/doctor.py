@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -175,8 +176,22 @@ def find_git(folder: Path) -> list[Finding]:
     ]
 
 
+def find_torn_lock(folder: Path) -> list[Finding]:
+    """DVC writes its file of locks in place: killed in the middle it leaves one that it can't read, and doesn't start beside that."""
+    path = folder / ".dvc/tmp/rwlock"
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError:
+        return [
+            Finding("DVC's locks", "torn", "broken", "DVC was killed while it wrote .dvc/tmp/rwlock; remove it, or let `make run` do so")
+        ]
+    except OSError:  # there is none, as before the first run
+        pass
+    return []
+
+
 def examine(folder: Path) -> list[Finding]:
-    return [*find_machine(folder), *find_git(folder), *find_packages(), *find_conflicts(), *find_media()]
+    return [*find_machine(folder), *find_git(folder), *find_packages(), *find_conflicts(), *find_media(), *find_torn_lock(folder)]
 
 
 def remove_broken_media() -> list[str]:

@@ -7,6 +7,7 @@ disks, and gcc for the clock; runs one cell at a time. Exits with 1 when a cell 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import random
@@ -17,21 +18,11 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from small_chain import DEADLINE, begin, change_params, log_of, run, said
+
 from tests.faults.cells import Cell, all_cells
-from tests.faults.lab import (
-    DEADLINE,
-    VARIANTS,
-    Laboratory,
-    Scene,
-    Watch,
-    begin,
-    change_params,
-    locks_held,
-    run,
-    said,
-    same_result,
-    what_is_left,
-)
+from tests.faults.lab import VARIANTS, Laboratory, Scene, Watch, locks_held, same_result, what_is_left
+from tests.faults.server import ServerCell, end_all, server_cells, try_out_server
 from tests.faults.table import write_table
 
 log = logging.getLogger("faults")
@@ -62,16 +53,17 @@ def try_out(cell: Cell, laboratory: Laboratory, seed: int) -> Row:
     started, watch = time.monotonic(), Watch(workspace)
     repro = ("dvc", "repro", "--single-item", cell.stage)
     with watch.watching():
-        unprepare = cell.prepare(workspace, cell.stage) if cell.prepare else None
-        try:
+        with contextlib.ExitStack() as prepared:
+            if cell.prepare:
+                prepared.callback(cell.prepare(workspace, cell.stage))
             child = begin(workspace, *(("flows.full_pipeline",) if cell.flow else repro))
+            prepared.callback(child.kill)
             undo = cell.strike(Scene(workspace, cell.stage, child, random.Random(f"{seed} {cell.name}")))
             code = child.wait(timeout=DEADLINE)
+            if cell.ends_first:
+                prepared.close()
             left = what_is_left(workspace, watch)
             undo()
-        finally:
-            if unprepare is not None:
-                unprepare()
         again, _ = run(workspace, *repro)
     problems = [
         *([] if (code == 0) == cell.survives else [f"expected it {'to end well' if cell.survives else 'to fail'}, got exit code {code}"]),
@@ -91,6 +83,22 @@ def try_out(cell: Cell, laboratory: Laboratory, seed: int) -> Row:
         seconds=round(time.monotonic() - started, 1),
         problems=problems,
     )
+
+
+def try_out_server_cell(cell: ServerCell, folder: Path, seed: int) -> Row:
+    workspace, started = folder / cell.name, time.monotonic()
+    shutil.rmtree(workspace, ignore_errors=True)
+    log_of(workspace).unlink(missing_ok=True)
+    try:
+        outcome = try_out_server(cell, workspace)
+    finally:
+        end_all(workspace)
+    line = spoken(workspace, cell.said) if cell.said else "nothing: it goes on"
+    problems = outcome.problems + ([] if line else [f"expected a line with {cell.said!r}"])
+    result = "not the same" if any("models/sft" in p for p in problems) else "the same"
+    left = "; ".join(outcome.left) or "nothing"
+    seconds = round(time.monotonic() - started, 1)
+    return Row(cell.name, cell.stage, cell.process, cell.fault, seed, outcome.exit_code, line or "", left, result, seconds, problems)
 
 
 def allowed(role: str, cell: Cell) -> int:
@@ -115,7 +123,7 @@ def main() -> int:
     parser.add_argument("--table", type=Path, help="write the table of all results in the folder into this file")
     parser.add_argument("--keep", action="store_true", help="keep the workspaces of cells that are as they should be")
     arguments = parser.parse_args()
-    cells = [cell for cell in all_cells() if all(word in cell.name for word in arguments.only)]
+    cells = [cell for cell in [*all_cells(), *server_cells()] if all(word in cell.name for word in arguments.only)]
     if arguments.list:
         sys.stdout.write("\n".join(cell.name for cell in cells) + "\n")
         return 0
@@ -124,7 +132,10 @@ def main() -> int:
     laboratory, failed = Laboratory(folder), 0
     for cell in [] if arguments.table else cells:
         try:
-            row = try_out(cell, laboratory, arguments.seed)
+            if isinstance(cell, ServerCell):
+                row = try_out_server_cell(cell, folder, arguments.seed)
+            else:
+                row = try_out(cell, laboratory, arguments.seed)
         except Exception as error:  # of the harness: the cell says nothing, the next one may
             log.error("%s: could not be tried out", cell.name, exc_info=error)
             failed += 1

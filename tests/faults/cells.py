@@ -37,6 +37,7 @@ class Cell:
     prepare: Callable[[Path, str], Undo] | None = None
     again: bool = True
     timeout: float | None = None  # flow.stage_timeout
+    ends_first: bool = False  # what was prepared is undone before anybody looks for what is left
 
     @property
     def name(self) -> str:
@@ -153,5 +154,34 @@ def of_clocks() -> list[Cell]:
     return cells
 
 
+def of_nodes() -> list[Cell]:
+    """A cluster of several nodes that was there before (cluster.address); each actor has a node of its own."""
+    rl, dead = "train_policy", "rank 0: expected [a-z_]+ to finish, got a dead process"
+    return [
+        Cell(
+            *(rl, "node of vLLM, another is free", "lost"),
+            f"rollout {dead}.*asked again",
+            faults.lose_node_of("rollout"),
+            survives=True,
+            prepare=faults.nodes(3),
+            ends_first=True,
+        ),
+        Cell(
+            *(rl, "node of vLLM, none is free", "lost"),
+            r"rollout: expected room for 1 x {'CPU': 1} within .* got none \(cluster has .*CPU': 1.0",
+            faults.lose_node_of("rollout"),
+            prepare=faults.nodes(2),
+            ends_first=True,
+        ),
+        Cell(
+            *(rl, "node of a trainer", "lost"),
+            f"trainer {dead}",
+            faults.lose_node_of("trainer"),
+            prepare=faults.nodes(3),
+            ends_first=True,
+        ),
+    ]
+
+
 def all_cells() -> list[Cell]:
-    return [*of_stages(), *around_stages(), *of_ray(), *of_files(), *of_clocks()]
+    return [*of_stages(), *around_stages(), *of_ray(), *of_nodes(), *of_files(), *of_clocks()]

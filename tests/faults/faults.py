@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from small_chain import change_params, log_of
+from small_workspace import ROOT, wait_until
 
+from flows.stages import stop_session
 from tests.faults.lab import Scene, made_by
 
 Undo = Callable[[], None]
@@ -180,3 +186,45 @@ def corrupt_cache(workspace: Path, stage: str) -> Undo:
     flip(workspace / ".dvc/cache/files/md5" / md5[:2] / md5[2:])
     shutil.rmtree(folder)
     return nothing
+
+
+def nodes(count: int) -> Callable[[Path, str], Undo]:
+    """A cluster of so many nodes with one CPU each, and a head without any, that the job is sent to."""
+
+    def prepare(workspace: Path, _: str) -> Undo:
+        folder = Path(tempfile.mkdtemp(prefix="rn"))
+        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+        with log_of(workspace).open("a") as log:
+            command = [sys.executable, "-m", "tests.faults.nodes", str(folder), str(count)]
+            cluster = subprocess.Popen(command, cwd=workspace, env=environment, stdout=log, stderr=log, start_new_session=True)
+        ready = folder / "cluster.json"
+        wait_until(lambda: ready.exists() or cluster.poll() is not None, 240, "a cluster")
+        where = json.loads(ready.read_text())
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=where["token"])
+        change_params(workspace, {"cluster": {"address": where["address"]}})
+
+        def undo() -> None:
+            cluster.terminate()
+            try:
+                cluster.wait(60)
+            finally:
+                stop_session(cluster, grace=5.0)
+                for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+                    del os.environ[name]
+                shutil.rmtree(folder, ignore_errors=True)
+                change_params(workspace, {"cluster": {"address": None}})
+
+        return undo
+
+    return prepare
+
+
+def lose_node_of(role: str) -> Strike:
+    """The node that an actor of a role works on is gone: SIGKILL for its raylet, whose workers end with it."""
+
+    def strike(scene: Scene) -> Undo:
+        scene.after_checkpoint()
+        scene.process(role).parent().kill()
+        return nothing
+
+    return strike

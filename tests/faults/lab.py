@@ -7,7 +7,6 @@ import json
 import random
 import re
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,20 +18,16 @@ from typing import Any
 
 import psutil
 from ruamel.yaml import YAML
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 from small_chain import (
     DEADLINE,
     SMALL,
     SMALL_CLERK,
     alive,
     await_checkpoint,
-    begin,
     change_params,
     copy_chain,
     log_of,
     make_chain,
-    newest_checkpoint,
     ray_folders,
     results,
     run,
@@ -45,7 +40,7 @@ FAULTS = {  # over the small chain: deadlines short enough to be waited for, and
     "rl": {
         "steps": 30,
         "checkpoint_every": 4,
-        "deadlines": {"start": 150, "step": 40},
+        "deadlines": {"start": 100, "step": 40},
         "max_replacements": 2,
         "reward": {
             "scorers": [
@@ -212,11 +207,22 @@ class Watch:
         return sorted(path for path in self.segments if Path(path).exists())
 
 
+def alive_processes(workspace: Path) -> list[psutil.Process]:
+    """All that came of what was started in a workspace, wherever it works now: it has the folder for temporary files in its environment."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == str(temporary(workspace)) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
 def what_is_left(workspace: Path, watch: Watch) -> list[str]:
     """Processes, folders and shared memory that are still there after SECONDS_TO_END."""
     until = time.monotonic() + SECONDS_TO_END
     while True:
-        left = [*alive(workspace), *map(str, ray_folders(workspace)), *watch.left_segments()]
+        orphans = [_line(process) for process in alive_processes(workspace)]
+        left = sorted({*alive(workspace), *orphans, *map(str, ray_folders(workspace)), *watch.left_segments()})
         if not left or time.monotonic() > until:
             return left
         time.sleep(POLL_SECONDS)
@@ -273,6 +279,3 @@ class Scene:
             if self.child.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"{what}: expected before the end, got exit code {self.child.poll()}:\n{said(self.workspace)[-2000:]}")
             time.sleep(0.05)
-
-
-__all__ = ["DEADLINE", "begin", "change_params", "newest_checkpoint", "run", "said"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from small_chain import (
+    DEADLINE,
     assert_nothing_left,
     await_checkpoint,
     begin,
@@ -18,8 +19,10 @@ from small_chain import (
     newest_checkpoint,
     results,
     run,
+    said,
     stage_process,
 )
+from small_workspace import command_line, processes_in
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -115,6 +118,10 @@ def train(chain, folder: Path, rl: dict, **files: str) -> Path:
 def trained(workspace: Path) -> Trained:
     code, printed = run(workspace, "tasks.train_rl")
     assert code == 0, printed
+    return read(workspace, printed)
+
+
+def read(workspace: Path, printed: str) -> Trained:
     timings = pd.read_csv(workspace / "reports/timings/train_policy.csv")
     busy = sum(timings[f"seconds_{phase}"] for phase in WORK if f"seconds_{phase}" in timings)
     rest = (1 - busy / timings["seconds"]).median()
@@ -163,7 +170,7 @@ def test_the_coefficient_follows_the_divergence_from_a_reference_that_moves(grou
     assert afresh.max() < 1e-5 < rows["kl_mean"].abs().max()
 
 
-def test_killed_and_run_again_it_ends_with_the_same_bits(chain, groups, tmp_path):
+def test_killed_run_again_and_without_its_engine_it_ends_with_the_same_bits(chain, groups, tmp_path):
     workspace = train(chain, tmp_path / "killed", GROUPS)
     stage = begin(workspace, "tasks.train_rl")
     await_checkpoint(workspace, "train_policy", stage)
@@ -171,7 +178,13 @@ def test_killed_and_run_again_it_ends_with_the_same_bits(chain, groups, tmp_path
     stage.wait()
     assert_nothing_left(workspace)
     reached = newest_checkpoint(workspace, "train_policy")
-    again = trained(workspace)
+    start, stage = len(said(workspace)), begin(workspace, "tasks.train_rl")
+    await_checkpoint(workspace, "train_policy", stage)
+    (engine,) = [p for p in processes_in(workspace) if "RolloutActor" in " ".join(command_line(p))]
+    engine.kill()
+    assert stage.wait(timeout=DEADLINE) == 0, said(workspace)[-3000:]
+    again = read(workspace, said(workspace)[start:])
+    assert "replaced (1 of at most rl.max_replacements=4) and asked again" in again.printed
     assert 0 < reached < 10 and f"rl: going on from the checkpoint of step {reached}" in again.printed
     for name in ("models/policy/model.safetensors", "plots/train_policy.csv", "metrics/train_policy.json"):
         assert results(workspace)[name] == results(groups.workspace)[name], name

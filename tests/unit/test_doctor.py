@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.doctor import Finding, find_conflicts, find_git, find_media, show
+from rlhf_core.doctor import Finding, find_conflicts, find_git, find_media, find_torn_lock, show
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,6 +76,17 @@ def test_a_folder_without_a_commit_is_broken(tmp_path):
         env={**os.environ, "HOME": str(tmp_path)},
     )
     assert [f.level for f in find_git(tmp_path)] in (["ok"], ["note"])
+
+
+def test_a_lock_file_that_dvc_was_killed_over_is_named(tmp_path):
+    assert find_torn_lock(tmp_path) == []
+    lock = tmp_path / ".dvc/tmp/rwlock"
+    lock.parent.mkdir(parents=True)
+    lock.write_text('{"write": {}, "read": {}}')
+    assert find_torn_lock(tmp_path) == []
+    lock.write_text('{"write": {"da')
+    (finding,) = find_torn_lock(tmp_path)
+    assert finding.level == "broken" and ".dvc/tmp/rwlock" in finding.remark
 
 
 def test_the_table_says_level_name_version_and_remark():

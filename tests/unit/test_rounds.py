@@ -127,16 +127,6 @@ def test_the_reward_model_must_have_passed_its_gate(workspace):
         series.check_reward_model(workspace, params)
 
 
-def test_a_series_is_worked_on_by_one_run_at_a_time(tmp_path):
-    other = pytest.raises(ConfigError, match="series one: expected no other run on it")
-    with series.series_lock(tmp_path, "one"), series.series_lock(tmp_path, "two"), other, series.series_lock(tmp_path, "one"):
-        pass
-    with series.series_lock(tmp_path, "one"):
-        pass
-    with pytest.raises(ConfigError, match="run name"), series.series_lock(tmp_path, "../one"):
-        pass
-
-
 def test_the_rounds_file_is_read_as_it_was_written_and_a_broken_one_refused(workspace):
     series.current_round(workspace, load_params("params.yaml"), start=SFT, last=1)
     rounds = read_rounds()
