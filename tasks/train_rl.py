@@ -89,6 +89,8 @@ def run(stage: Stage, output: Path) -> None:
             cpus, start_timeout = max(actors, params.cluster.threads), params.cluster.start_timeout
             head = local_head(cpus=cpus, start_timeout=start_timeout, keep_open=(stage.lock_descriptor,))
             address = stack.enter_context(head)
+        if stage.stop_requested:
+            raise StageStopped
         driver = [sys.executable, "-m", "rlhf_core.trainers.rl_driver", str(description.resolve())]
         code = run_job(
             address,

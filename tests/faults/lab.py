@@ -143,13 +143,13 @@ def same_result(workspace: Path, undisturbed: Path, stage: str) -> str | None:
     return f"{differ[0]} differs" if differ else None
 
 
-ROLES = {  # what the command line of a process of each role has in it
+ROLES = {  # what the command line of a process of each role has in it, as a regular expression
     "dvc": " dvc repro",
     "keeper": "rlhf_core.engines.ray_head",
     "driver": "-m rlhf_core.trainers.rl_driver ",
-    "trainer": "ray::TrainerRank",
-    "rollout": "ray::RolloutActor",
-    "scorer": "ray::TextScorers",
+    "trainer": "ray::(TrainerRank|trainer[.])",
+    "rollout": "ray::(RolloutActor|rollout[.])",
+    "scorer": "ray::(TextScorers|scorer[.])",
 }
 SYSTEM = {"raylet": "raylet/raylet ", "gcs": "gcs/gcs_server ", "dashboard": "dashboard/dashboard.py "}  # of Ray; they work elsewhere
 
@@ -160,7 +160,8 @@ def processes(workspace: Path, role: str) -> list[psutil.Process]:
         found = [p for p in psutil.process_iter() if SYSTEM[role] in (line := _line(p)) and f"{temporary(workspace)}/" in line]
     else:
         module = "train_rl" if role == "train_policy" else role
-        found = [p for p in processes_in(workspace) if ROLES.get(role, f"-m tasks.{module}") in f"{_line(p)} "]
+        pattern = ROLES.get(role, f"-m tasks.{module} ")
+        found = [p for p in processes_in(workspace) if re.search(pattern, f"{_line(p)} ")]
     return sorted((p for p in found if "python" in p.name() or role in (*SYSTEM, "trainer", "rollout", "scorer")), key=_age)
 
 
