@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import shutil
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,13 +31,14 @@ from rlhf_core.trainers.rl_minibatch import plan_update
 from rlhf_core.trainers.rl_monitor import Finding, holds, observe
 from rlhf_core.trainers.rl_sampling import draw, greedy_components
 from rlhf_core.trainers.rl_state import Best, Progress
+from rlhf_core.trainers.rl_stop import StepAbandoned, Stop
 from rlhf_core.trainers.rl_workers import Workers
 from rlhf_core.types import Prompt
 
 log = logging.getLogger("rlhf")
 
 
-def run(job: RlJob, actors: Actors, stop: threading.Event) -> int:
+def run(job: RlJob, actors: Actors, stop: Stop) -> int:
     """Train and export. Returns the driver's exit code.
 
     Raises:
@@ -59,7 +59,7 @@ def run(job: RlJob, actors: Actors, stop: threading.Event) -> int:
     return 0 if finished else STOPPED
 
 
-def train(job: RlJob, workers: Workers, stop: threading.Event) -> Progress:
+def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
     """Every step from the last checkpoint to the end, or until a limit or a signal stops it; on a signal the state is saved."""
     rl = job.rl
     prompts = PromptStream(read_prompts(job, "train"), rl.prompt_weights, seed=job.seed)
@@ -76,7 +76,13 @@ def train(job: RlJob, workers: Workers, stop: threading.Event) -> Progress:
     stopping = False
     while not progress.finished(rl) and not stopping:
         clock, step, kl_coef = Clock(), progress.step, progress.kl_coef
-        drawn = draw(workers, prompts, rl, step=step, prompts_drawn=progress.prompts_drawn, clock=clock)
+        try:
+            with stop.interrupts():
+                drawn = draw(workers, prompts, rl, step=step, prompts_drawn=progress.prompts_drawn, clock=clock)
+        except StepAbandoned:
+            log.info("rl: told to stop; step %d is given up before it has changed anything", step + 1)
+            workers.checkpoint(progress, normalizer)
+            break
         outputs = workers.forward([s.rollout for s in drawn.scored])
         clock.lap("forward")
         batch = collate(drawn.scored, outputs, workers.pad_id, drawn.baseline_components)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import threading
 from pathlib import Path
 
 from rlhf_core.engines.ray_actors import RoleLost
 from rlhf_core.quiet import be_quiet, show_own_log
 from rlhf_core.trainers.rl_actors import Actors
 from rlhf_core.trainers.rl_job import LOST, RlJob, beat
+from rlhf_core.trainers.rl_stop import Stop
 
 log = logging.getLogger("rlhf")
 
@@ -22,8 +22,8 @@ log = logging.getLogger("rlhf")
 def main() -> int:
     show_own_log()
     be_quiet()
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop = Stop()
+    signal.signal(signal.SIGTERM, stop.ask)
     job = RlJob.read(Path(sys.argv[1]))
     try:
         with beat(job.pulse), Actors(job) as actors:
