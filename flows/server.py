@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import fcntl
+import importlib.metadata
 import json
 import os
 import secrets
@@ -19,7 +21,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -86,11 +88,28 @@ def use_server(root: Path) -> None:
     environment = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
     environment["PREFECT_SERVER_API_AUTH_STRING"] = os.environ["PREFECT_API_AUTH_STRING"]
     factory = ["--factory", "prefect.server.api.server:create_app", "--host", HOST, "--port", str(port), "--log-level", "error"]
-    server = start([sys.executable, "-m", "uvicorn", *factory, "--lifespan", "on"], **environment)
-    atexit.register(stop, server)
-    import prefect  # noqa: F401  (two seconds, while the server starts)
+    with first_start(home):
+        server = start([sys.executable, "-m", "uvicorn", *factory, "--lifespan", "on"], **environment)
+        atexit.register(stop, server)
+        import prefect  # noqa: F401  (two seconds, while the server starts)
 
-    wait_for(url, server)
+        wait_for(url, server)
+
+
+@contextlib.contextmanager
+def first_start(home: Path) -> Iterator[None]:
+    """One server at a time lays out the database: two that begin with none at once get into each other's way, and one ends with an error.
+
+    Later starts don't wait for each other.
+    """
+    laid_out = home / f"database-of-{importlib.metadata.version('prefect')}"
+    if laid_out.exists():
+        yield
+        return
+    with (home / "first-start.lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        laid_out.touch()
 
 
 def running_server(home: Path) -> str | None:
@@ -176,13 +195,12 @@ def serve(root: Path, port: int) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        with (home / "server.log").open(
-            "w"
-        ) as log:  # not the terminal: on SQLite some passes of its services find the database locked and say so at length
+        # Not to the terminal: on SQLite some passes of its services find the database locked and say so at length.
+        with first_start(home), (home / "server.log").open("w") as log:
             command = [*prefect, "server", "start", "--host", HOST, "--port", str(port)]
             protection = {"PREFECT_SERVER_API_AUTH_STRING": secret, "PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
             children.append(start(command, log, **protection))
-        wait_for(url, children[0])
+            wait_for(url, children[0])
         subprocess.run(
             [*prefect, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"], check=True, stdout=subprocess.DEVNULL
         )
