@@ -81,7 +81,8 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
                 drawn = draw(workers, prompts, rl, step=step, prompts_drawn=progress.prompts_drawn, clock=clock)
         except StepAbandoned:
             log.info("rl: told to stop; step %d is given up before it has changed anything", step + 1)
-            workers.checkpoint(progress, normalizer)
+            workers.snapshot(progress, normalizer, score=None)
+            workers.store.publish()
             break
         outputs = workers.forward([s.rollout for s in drawn.scored])
         clock.lap("forward")

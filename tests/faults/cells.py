@@ -120,7 +120,7 @@ def of_ray() -> list[Cell]:
 
 def of_files() -> list[Cell]:
     """Disks, checkpoints, DVC's cache."""
-    no_space, read_only = "No space left on device", "Read-only file system"
+    no_space, read_only = "No space left on device|free on the disk of", "Read-only file system"
     back = r"checkpoint of step \d+: .*going back to the one before"
     cells = [Cell(stage, "disk", "full, at a checkpoint", no_space, faults.full_disk, prepare=faults.small_disk) for stage in RESUMABLE]
     cells += [
