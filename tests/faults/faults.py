@@ -153,10 +153,13 @@ def read_only(*names: str) -> Callable[[Path, str], Undo]:
 
 
 def full_models(workspace: Path, _: str) -> Undo:
-    """The disk that finished models go to is full."""
-    folder = workspace / "models" / "sft"
-    folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)], check=True)
+    """The disk that finished models go to has room for those that are there, and for no other."""
+    folder, aside = workspace / "models", workspace.with_suffix(".models")
+    shutil.copytree(folder, aside)
+    blocks = sum(-(-p.stat().st_size // 4096) + 1 for p in aside.rglob("*")) + 8
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={blocks * 4}k", "tmpfs", str(folder)], check=True)
+    shutil.copytree(aside, folder, dirs_exist_ok=True)
+    shutil.rmtree(aside)
     return lambda: unmount(folder)
 
 
