@@ -48,7 +48,7 @@ def write_certificate(folder: Path, step: int) -> None:
     parts["position"]["step"] = step
     for part, item, value in saved_items(folder):
         parts[part][item] = value
-    (folder / CERTIFICATE).write_text(json.dumps({"version": VERSION, "step": step, "parts": parts}, indent=1), encoding="utf-8")
+    (folder / CERTIFICATE).write_text(json.dumps({"version": VERSION, "step": step, "parts": parts}), encoding="utf-8")
 
 
 def read_certificate(path: Path) -> Certificate:

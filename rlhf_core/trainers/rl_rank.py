@@ -26,7 +26,7 @@ from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_minibatch import Minibatch
 from rlhf_core.trainers.rl_update import RlUpdate, before
-from rlhf_core.trainers.supervised import load_random_state, save_random_state
+from rlhf_core.trainers.supervised import load_random_state, save_random_state, seed_generators
 
 REFERENCE = "reference.pt"  # in a checkpoint
 
@@ -65,6 +65,7 @@ class TrainerRank:
         if job.rl.kl.keeps_reference and not self._adapters_off_is_the_reference:
             self._reference = self._frozen(PolicyModule(load_language_model(job.sft_model, **how)))
         self._scorers = self._reward_models(how)
+        seed_generators(job.seed + self._rank)
 
     def _reward_models(self, how: dict[str, Any]) -> dict[str, list[ScalarModule]]:
         """Name of a scorer -> the members of its reward model."""

@@ -87,6 +87,7 @@ def train_phase(
         Interrupted: a stop was asked for, and the state is saved.
         NoSpace: a checkpoint can't be written.
     """
+    seed_generators(settings.seed)
     store = checkpoints(phase.name)
     done = _resume(engine, store, phase)
     if done == phase.steps:  # the curves may already hold a later phase's rows
@@ -170,6 +171,13 @@ def save_state(engine: TrainEngine, folder: Path) -> None:
 def load_state(engine: TrainEngine, folder: Path) -> None:
     engine.load(folder, "engine")
     load_random_state(folder / "rng.pt")
+
+
+def seed_generators(seed: int) -> None:
+    """Every generator of this process. Python's and numpy's would begin with the machine's noise, and no two runs have the same state."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def save_random_state(path: Path) -> None:

@@ -30,6 +30,7 @@ from small_chain import (
 )
 from small_workspace import command_line, processes_in
 
+from rlhf_core.certificate import differences, read_certificate
 from tasks.stage import STOPPED_BY_SIGNAL
 
 pytestmark = pytest.mark.timeout(1500)
@@ -58,6 +59,16 @@ def same_results(chain, workspace: Path, *paths: str) -> None:
     assert chosen and {name: got.get(name) for name in chosen} == {name: expected[name] for name in chosen}
 
 
+def same_certificates(chain, workspace: Path, *stages: str) -> None:
+    """Each phase's last checkpoint held the same state: weights, optimizer, generators and all that the loop knows."""
+    for stage in stages:
+        phases = sorted((chain.workspace / "reports/certificates" / stage).iterdir())
+        assert phases, f"{stage}: expected certificates, got none"
+        for phase in phases:
+            a, b = (read_certificate(top / "reports/certificates" / stage / phase.name) for top in (chain.workspace, workspace))
+            assert differences(a, b) == []
+
+
 def test_killed_sft_goes_on_from_its_checkpoint_and_ends_with_the_same_bits(chain, battered):
     # The stage itself, SIGKILL.
     repro = begin(battered, "dvc", "repro", "train_sft")
@@ -83,6 +94,7 @@ def test_killed_sft_goes_on_from_its_checkpoint_and_ends_with_the_same_bits(chai
     assert code == 0 and ran(printed) == ["train_sft"], printed
     assert going_on("train_sft", reached) in printed
     same_results(chain, battered, "models/sft", "metrics/train_sft", "plots/train_sft")
+    same_certificates(chain, battered, "train_sft")
 
 
 def test_a_second_start_waits_for_the_first_and_takes_over_when_it_dies(chain, battered):
@@ -109,6 +121,7 @@ def test_a_second_start_waits_for_the_first_and_takes_over_when_it_dies(chain, b
     assert second.wait(timeout=DEADLINE) == 0, said(battered)[-2000:]
     assert going_on("train_reward", at) in said(battered)
     same_results(chain, battered, "models/reward", "data/reward_heldout", "metrics/train_reward", "plots/train_reward")
+    same_certificates(chain, battered, "train_reward")
 
 
 def test_killed_rl_goes_on_and_the_whole_chain_ends_with_the_same_lock(chain, battered):
@@ -138,6 +151,7 @@ def test_killed_rl_goes_on_and_the_whole_chain_ends_with_the_same_lock(chain, ba
     assert_nothing_left(battered)
 
     same_results(chain, battered, "")
+    same_certificates(chain, battered, "train_sft", "train_reward", "train_policy")
     assert (battered / "dvc.lock").read_text() == (chain.workspace / "dvc.lock").read_text()
     code, printed = run(battered, "dvc", "repro")
     assert code == 0 and ran(printed) == []
