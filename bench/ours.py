@@ -38,7 +38,6 @@ class Watch(MetricsLog):
     def log(self, row: Row, timings: Row, further: Row | None = None) -> None:
         super().log({name: value for name, value in row.items() if name in COLUMNS}, timings, further)
         self._run.losses.append(float(row["loss"]))
-        self._run.end_step()
 
 
 COLUMNS = ("step", "phase", "loss", "learning_rate", "grad_norm")
@@ -47,11 +46,18 @@ COLUMNS = ("step", "phase", "loss", "learning_rate", "grad_norm")
 def train(work: Work, folder: Path) -> Run:
     join_world()
     run = Run()
+
+    def end_step() -> bool:
+        """Asked whether to stop, which is done once a step and before its checkpoint."""
+        run.end_step()
+        return False
+
     loop = {
         "settings": LoopSettings(work.params.seed, checkpoint_every=work.steps + 1, eval_every=work.steps + 1),
         "first_step": 0,
         "metrics_log": lambda _: Watch(work, folder, run),
-        "stop_requested": lambda: False,
+        "stop_requested": end_step,
+        "checkpoints": lambda phase: CheckpointStore(folder / phase),
     }
     TRAINERS[work.method](work, folder, loop)
     return run
@@ -64,7 +70,7 @@ def sft(work: Work, folder: Path, loop: dict[str, Any]) -> None:
     assert not dropped
     phase = sft_phase("sft", train, [], **common(work, params.sft, tokenizer.pad_token_id))
     engine = TrainEngine(PolicyModule(load_language_model(work.model)), settings(work, params.sft))
-    train_phase(engine, phase, checkpoints=CheckpointStore(folder / "checkpoints"), **loop)
+    train_phase(engine, phase, **loop)
 
 
 def reward(work: Work, folder: Path, loop: dict[str, Any]) -> None:
@@ -83,7 +89,7 @@ def reward(work: Work, folder: Path, loop: dict[str, Any]) -> None:
         comparisons, [], margin=section.margin, centering_coef=section.centering_coef, **common(work, section, model.config.pad_token_id)
     )
     engine = TrainEngine(ScalarModule(model), settings(work, section))
-    train_phase(engine, phase, checkpoints=CheckpointStore(folder / "checkpoints"), **loop)
+    train_phase(engine, phase, **loop)
 
 
 def dpo(work: Work, folder: Path, loop: dict[str, Any]) -> None:

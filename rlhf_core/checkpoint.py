@@ -157,7 +157,7 @@ class CheckpointStore:
         """The newest checkpoint whose files are all as its manifest says; a damaged one is named in the log and passed over.
 
         Raises:
-            ValueError: it was made by other work than this.
+            ValueError: it was made by other work than this, or with another ZeRO stage.
         """
         self.wait()
         for step in self._steps():
@@ -166,6 +166,7 @@ class CheckpointStore:
             if problem is None:
                 found = Found(step, folder, read_manifest(folder))
                 self._check_origin(found)
+                self._check_zero_stage(found)
                 return found
             log.warning("checkpoint of step %d: %s; going back to the one before", step, problem)
         return None
@@ -254,6 +255,13 @@ class CheckpointStore:
             f"checkpoint {found.folder}: expected one of this work, got one that was made with other {differing}; remove it to start "
             "anew, or go on from it by checkpoints.go_on_from"
         )
+
+    def _check_zero_stage(self, found: Found) -> None:
+        made, wanted = found.manifest["zero_stage"], self._settings.zero_stage
+        if made != wanted:
+            raise ValueError(
+                f"checkpoint {found.folder}: expected one of zero_stage {wanted}, got one of {made}; set it back or begin anew"
+            )
 
     def _steps(self) -> list[int]:
         return checkpoint_steps(self.folder)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -188,7 +189,7 @@ def _clear(scratch: Path, older: list[Path], keep: int, *, spared: Path | None) 
 
 def _older(scratch: Path) -> list[Path]:
     """Other work's folders of the same stage, the one that was at work last first."""
-    folders = [p for p in scratch.parent.iterdir() if p.is_dir() and p != scratch and not p.name.startswith(TAKING_OVER)]
+    folders = [p for p in scratch.parent.iterdir() if p.is_dir() and p != scratch and re.fullmatch(r"[0-9a-f]{16}", p.name)]
 
     def last_at_work(folder: Path) -> int:
         return max(p.stat().st_mtime_ns for p in (folder, *folder.glob("*"), *folder.glob(f"*/step-*/{MANIFEST}")))

@@ -70,9 +70,19 @@ class Progress:
 
     @classmethod
     def read(cls, path: Path, normalizer: RewardNormalizer) -> Progress:
-        """Sets the normaliser's moments too."""
+        """Sets the normaliser's moments too.
+
+        Raises:
+            ValueError: they are of other scorers.
+        """
         state = json.loads(path.read_text())
-        normalizer.moments = {name: Moments(**m) for name, m in state.pop("normalizer").items()}
+        moments = {name: Moments(**m) for name, m in state.pop("normalizer").items()}
+        if moments.keys() != normalizer.moments.keys():
+            raise ValueError(
+                f"rl.reward.scorers: expected to normalise those of the checkpoint, {sorted(moments)}, got {sorted(normalizer.moments)}; "
+                "set them back or begin anew"
+            )
+        normalizer.moments = moments
         best, monitor = state.pop("best"), MonitorState.read(state.pop("monitor"))
         return cls(**state, best=best and Best(**best), monitor=monitor)
 

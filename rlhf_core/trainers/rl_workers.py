@@ -188,7 +188,7 @@ class Workers:
         """Load the newest whole checkpoint, weights into the rollout engines too. None: there is none.
 
         Raises:
-            ValueError: it has more steps than are asked for, or was made with another ZeRO stage.
+            ValueError: it has more steps than are asked for, or isn't one of this work.
         """
         rl = self._job.rl
         progress = self.store.load(normalizer, self._load_ranks)
@@ -200,31 +200,23 @@ class Workers:
         return progress if rl.kl.target is not None else replace(progress, kl_coef=rl.kl.coef)
 
     def _load_ranks(self, found: Found) -> None:
-        ranks, zero_stage = found.manifest["world_size"], found.manifest["zero_stage"]
-        wanted = self._job.rl.trainer
-        if zero_stage != wanted.zero_stage:
-            raise ValueError(
-                f"checkpoint {found.folder.name}: expected one of rl.trainer.zero_stage={wanted.zero_stage}, got one of {zero_stage}; "
-                "set it back or begin anew"
-            )
-        if ranks == wanted.ranks:
+        ranks, wanted = found.manifest["world_size"], self._job.rl.trainer.ranks
+        if ranks == wanted:
             self._on_every_rank("load", found.folder)
             return
         log.warning(
             "rl: the checkpoint of step %d is of %d ranks and goes on on %d, through DeepSpeed's universal checkpoint: as an uninterrupted "
             "run within rounding, not bit for bit",
-            *(found.step, ranks, wanted.ranks),
+            *(found.step, ranks, wanted),
         )
         universal = Path(self._job.work) / "universal"
         shutil.rmtree(universal, ignore_errors=True)
-        self._trainers.call("convert", [(str(found.folder), str(universal))] * len(self._trainers), deadline=self._job.rl.deadlines.step)
-        self._trainers.call(
-            "load_converted", [(str(found.folder), str(universal))] * len(self._trainers), deadline=self._job.rl.deadlines.step
-        )
+        self._on_every_rank("convert", found.folder, universal)
+        self._on_every_rank("load_converted", found.folder, universal)
         shutil.rmtree(universal, ignore_errors=True)
 
-    def _on_every_rank(self, method: str, folder: Path) -> None:
-        self._trainers.call(method, [(str(folder),)] * len(self._trainers), deadline=self._job.rl.deadlines.step)
+    def _on_every_rank(self, method: str, *folders: Path) -> None:
+        self._trainers.call(method, [tuple(map(str, folders))] * len(self._trainers), deadline=self._job.rl.deadlines.step)
 
 
 def sampling_settings(rl: RlConfig) -> SamplingSettings:

@@ -274,6 +274,12 @@ def test_one_of_other_work_is_refused_with_what_differs_unless_it_is_accepted(tm
     assert CheckpointStore(tmp_path, StoreSettings(origin=now, accepted=(made,))).latest().step == 20
 
 
+def test_one_of_another_zero_stage_is_refused(tmp_path: Path):
+    filled(tmp_path, settings=StoreSettings(zero_stage=2))
+    with pytest.raises(ValueError, match=r"step-20: expected one of zero_stage 0, got one of 2; set it back or begin anew"):
+        CheckpointStore(tmp_path).latest()
+
+
 def test_a_damaged_one_that_was_passed_over_does_not_push_out_whole_ones(tmp_path: Path):
     store = filled(tmp_path, (10, 20, 30))
     flip_a_byte(tmp_path / "step-30")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,11 +23,13 @@ stages:
     cmd: python work.py
     params: [seed, model, sft]
     deps: [work.py, inputs]
+    metrics: [metrics/train_sft.json]
 """
 WORK = """
 import sys, time
 from pathlib import Path
-from tasks.stage import Stage, StageFailed, StageStopped
+from rlhf_core.checkpoint import CheckpointStore
+from tasks.stage import METRICS, Stage, StageFailed, StageStopped, write_json
 
 def work(stage):
     how = sys.argv[1]
@@ -34,6 +37,15 @@ def work(stage):
         raise RuntimeError("no memory left")
     if how == "refuse":
         raise StageFailed("the data is empty")
+    if how in ("save", "finish"):
+        store = CheckpointStore(stage.scratch / "sft", stage.store_settings(zero_stage=0))
+        found = store.latest()
+        print("step", found and found.step, flush=True)
+        if how == "save":
+            store.save(5, lambda folder: (folder / "certificate.json").write_text("{}"))
+            raise RuntimeError("no memory left")
+        write_json(METRICS / "train_sft.json", {"loss": 1.0})
+        return
     checkpoint = stage.scratch / "checkpoint"
     print("resumed" if checkpoint.exists() else "fresh", stage.fingerprint[:16], flush=True)
     while how in ("wait", "deaf"):
@@ -148,6 +160,28 @@ def test_sigterm_checkpoints_and_the_same_work_resumes_while_changed_work_does_n
     (workspace / "inputs/rows").write_text("1")
     assert begin("end").communicate(timeout=60)[0].splitlines()[0] == f"resumed {first[1]}"
     assert begin("end").communicate(timeout=60)[0].startswith("fresh ")  # success removed the checkpoint
+
+
+def test_work_whose_params_were_changed_goes_on_from_the_older_checkpoint_when_asked_and_its_metrics_say_so(workspace):
+    assert begin("save").wait(timeout=60) == CRASHED
+    change(workspace / "params.yaml", "seed: 0", "seed: 1")
+    out, _ = begin("finish").communicate(timeout=60)
+    (older,) = re.findall(r"go_on_from=(train_sft/\w{16})", out)
+    assert "has the checkpoint of step 5 (sft) of other work; what has changed since:\n  seed: 0 -> 1\n" in out and "step None" in out
+    assert read_json(workspace / "metrics/train_sft.json") == {"loss": 1.0}
+    change(workspace / "params.yaml", "go_on_from: null", f"go_on_from: {older}")
+    out, err = begin("finish").communicate(timeout=60)
+    assert "step 5" in out, err
+    noted = {"of": "sft", "step": 5, "differences": ["seed: 0 -> 1"]}
+    assert read_json(workspace / "metrics/train_sft.json") == {"loss": 1.0, "gone_on_from": [noted]}
+    assert (workspace / "reports/certificates/train_sft/sft/step-5/certificate.json").exists()
+    # Its own work, with the params of then, is still where it was.
+    change(workspace / "params.yaml", "seed: 1", "seed: 0")
+    assert "step 5" in begin("finish").communicate(timeout=60)[0]
+    assert not [p for p in (workspace / "scratch/train_sft").iterdir() if p.is_dir()]
+    change(workspace / "params.yaml", "seed: 0", "seed: 1")
+    _, err = begin("finish").communicate(timeout=60)
+    assert f"checkpoints.go_on_from={older}: expected a scratch folder with a checkpoint, got none" in err
 
 
 def test_a_second_run_waits_until_the_first_has_ended(workspace):
