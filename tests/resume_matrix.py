@@ -16,6 +16,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -122,10 +123,18 @@ def make_workspace(base: Path, folder: Path, cell: Cell, address: str | None) ->
 
 
 def run_stage(workspace: Path, module: str, watch: Callable[[Path], bool] = lambda _: False) -> int:
-    """Run a stage in a forked process until it ends, or until `watch` has killed it. Returns its exit code; minus the signal's number."""
-    child = os.fork()
-    if child == 0:
-        _be_stage(workspace, module)
+    """Run a stage until it ends, or until `watch` has killed it. Returns its exit code, or minus the signal's number.
+
+    RL has a process from the start: the client of a Ray head doesn't outlive a fork.
+    """
+    if module == "train_rl":
+        with (workspace / "log").open("a") as log:
+            command = [sys.executable, "-m", f"tasks.{module}"]
+            child = subprocess.Popen(command, cwd=workspace, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT).pid
+    else:
+        child = os.fork()
+        if child == 0:
+            _be_stage(workspace, module)
     until = time.monotonic() + LIMIT
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
