@@ -21,11 +21,12 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, StateType, TaskRun
 
 from flows.baselines import pin_baselines
+from flows.cache import run_checked
 from flows.locks import only_flow
 from flows.overrides import Overrides, check
 from flows.pins import prepare_run
 from flows.results import read_side
-from flows.stages import StageFailed, StageResult, read_stages, run_stage, stage_environment, stage_order
+from flows.stages import StageFailed, StageResult, read_stages, stage_environment, stage_order
 from flows.summary import read_metrics, report_line, report_of, stage_table
 from flows.worktree import commit, derive_name, slug
 from rlhf_core.config import ConfigError, FlowConfig, load_params
@@ -76,7 +77,7 @@ def run_through_dvc(stage: str, workspace: str, timeout: float) -> StageResult:
         throttle.add(line)
 
     try:
-        return run_stage(stage, Path(workspace), timeout=timeout, on_line=on_line)
+        return run_checked(stage, Path(workspace), timeout=timeout, on_line=on_line)
     finally:
         throttle.flush()
 

@@ -135,8 +135,9 @@ def of_files() -> list[Cell]:
         Cell("train_sft", "checkpoint", "manifest torn", back, faults.corrupt_checkpoint(faults.tear_manifest)),
         Cell(
             *("train_sft", "DVC's cache", "a bit flipped"),
-            "corrupted cache file",
+            "got a damaged models/sft; removed there, and the stage runs again",
             faults.just_run,
+            flow=True,
             prepare=faults.corrupt_cache,
             again=False,
             survives=True,

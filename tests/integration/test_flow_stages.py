@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from flows.cache import run_checked
 from flows.stages import StageFailed, metrics_file, remove_torn_lock, run_stage, stage_order, up_to_date
 from rlhf_core.config import ConfigError
 
@@ -69,6 +72,27 @@ def test_outcomes_of_a_stage(tmp_path):
     assert run() == "restored"
     assert (workspace / "data/prepared/rows.txt").read_text() == "0"
     assert metrics_file(workspace, "prepare_data") == workspace / "metrics/prepare_data.json"
+
+
+def test_what_dvcs_cache_has_damaged_is_made_again(tmp_path):
+    workspace = make_workspace(tmp_path / "project")
+    printed: list[str] = []
+
+    def run() -> str:
+        return run_checked("prepare_data", workspace, timeout=60, on_line=printed.append).outcome
+
+    assert run() == "ran"
+    rows = workspace / "data/prepared/rows.txt"
+    md5 = hashlib.md5(rows.read_bytes(), usedforsecurity=False).hexdigest()
+    cached = workspace / ".dvc/cache/files/md5" / md5[:2] / md5[2:]
+    shutil.rmtree(rows.parent)
+    assert run() == "restored" and rows.read_text() == "0"
+    cached.chmod(0o644)
+    cached.write_text("1")
+    cached.chmod(0o444)
+    shutil.rmtree(rows.parent)
+    assert run() == "ran" and rows.read_text() == "0" == cached.read_text()
+    assert any("got a damaged data/prepared; removed there, and the stage runs again" in line for line in printed)
 
 
 def test_a_lock_file_that_dvc_was_killed_over_is_removed(tmp_path):
