@@ -15,9 +15,9 @@ from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM, Signals
 
 import psutil
 from small_workspace import (
+    ask_server,
     command_line,
     environment,
-    flow_runs,
     make_workspace,
     processes_in,
     steps_done,
@@ -70,7 +70,7 @@ def try_out_server(cell: ServerCell, workspace: Path) -> Outcome:
     make_workspace(workspace, steps=STEPS)
     worktree, problems = workspace / "runs" / RUN, []
     with serving(workspace) as (server, url):
-        asked = prefect(workspace, url, "deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"run": RUN}))
+        asked = prefect(workspace, "deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"run": RUN}))
         assert asked.returncode == 0, asked.stderr
         wait_until(training_has_begun(worktree, 20), END_SECONDS, "training")
         (process,) = [p for p in processes_in(workspace) if MODULES[cell.process] in " ".join(command_line(p))]
@@ -78,7 +78,7 @@ def try_out_server(cell: ServerCell, workspace: Path) -> Outcome:
         if cell.number == SIGSTOP:
             time.sleep(STOP_SECONDS)
             process.send_signal(SIGCONT)
-            state = final_state(url)
+            state = final_state(workspace, url)
             problems += [] if state == "COMPLETED" else [f"state {state}"]
         else:
             server.wait(END_SECONDS)
@@ -99,17 +99,23 @@ def try_out_server(cell: ServerCell, workspace: Path) -> Outcome:
 def retry(workspace: Path) -> list[str]:
     """`make server` again, and what a person does about the run: a retry; problems, if there are any."""
     with serving(workspace) as (_, url):
-        (run,) = flow_runs(url, "full-pipeline")
-        retried = prefect(workspace, url, "flow-run", "retry", run["id"])
+        (run,) = runs(workspace, url)
+        retried = prefect(workspace, "flow-run", "retry", run["id"])
         if retried.returncode:
             return [f"retry of a run in state {run['state']['name']}: {(retried.stdout + retried.stderr).strip()[-200:]}"]
-        state = final_state(url)
+        state = final_state(workspace, url)
         return [] if state == "COMPLETED" else [f"state {state} after the retry"]
 
 
-def final_state(url: str) -> str:
+def runs(workspace: Path, url: str) -> list[dict]:
+    """All runs of the deployment."""
+    password = (workspace / ".prefect/auth").read_text().strip()
+    return ask_server(url, "flow_runs/filter", password=password, deployments={"name": {"any_": ["full-pipeline"]}})
+
+
+def final_state(workspace: Path, url: str) -> str:
     until = time.monotonic() + END_SECONDS
-    while (state := flow_runs(url, "full-pipeline")[0]["state_type"]) in ("RUNNING", "PENDING", "SCHEDULED") and time.monotonic() < until:
+    while (state := runs(workspace, url)[0]["state_type"]) in ("RUNNING", "PENDING", "SCHEDULED") and time.monotonic() < until:
         time.sleep(1.0)
     return state
 
@@ -133,8 +139,8 @@ def serving(workspace: Path) -> Iterator[tuple[subprocess.Popen, str]]:
         stop_session(server, grace=5.0)
 
 
-def prefect(workspace: Path, url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    extra = {"PREFECT_API_URL": url, "PREFECT_HOME": str(workspace / ".prefect"), "COLUMNS": "400"}
+def prefect(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    extra = {"PREFECT_HOME": str(workspace / ".prefect"), "COLUMNS": "400"}
     command = [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
     return subprocess.run(command, cwd=workspace, env=environment(**extra), capture_output=True, text=True, timeout=120, check=False)
 
