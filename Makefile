@@ -46,6 +46,7 @@ server: setup
 
 bench: setup
 	$(VENV)/bin/python -m bench.peers $(BENCH_ARGS)
+	$(VENV)/bin/python -m bench.limits $(LIMITS_ARGS)
 
 lint: setup
 	$(VENV)/bin/ruff check .

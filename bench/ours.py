@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from bench import ours_online
 from bench.work import Run, Work
 from rlhf_core.checkpoint import CheckpointStore
 from rlhf_core.config import TrainingConfig
@@ -44,6 +47,8 @@ COLUMNS = ("step", "phase", "loss", "learning_rate", "grad_norm")
 
 
 def train(work: Work, folder: Path) -> Run:
+    if work.is_online:
+        return ours_online.train(work, folder, threads=torch.get_num_threads())
     join_world()
     run = Run()
 

@@ -10,6 +10,7 @@ import torch
 import trl
 from transformers import TrainerCallback
 
+from bench.variety import of_texts
 from bench.work import Run, Work
 from rlhf_core.models.build import load_language_model, load_scalar_model
 from rlhf_core.models.tokenizer import load_tokenizer
@@ -26,6 +27,8 @@ class Watch(TrainerCallback):
 
 
 def train(work: Work, folder: Path) -> Run:
+    if work.is_online:
+        return train_online(work, folder)
     run = Run()
     losses: list[torch.Tensor] = []
     trainer_class, config_class = TRAINERS[work.method]
@@ -50,20 +53,58 @@ def train(work: Work, folder: Path) -> Run:
     return run
 
 
+def train_online(work: Work, folder: Path) -> Run:
+    """Its own generation: with vLLM it fails on a CPU (1.16: 'Parameter' object has no attribute 'weight_loader')."""
+    run, rl = Run(), work.params.rl
+    trainer_class, config_class = ONLINE_TRAINERS[work.method]
+
+    def reward(completions, **_) -> list[float]:
+        scores = of_texts([completion[0]["content"] for completion in completions])
+        run.losses.append(sum(scores) / len(scores))
+        return scores
+
+    arguments = config_class(
+        output_dir=str(folder),
+        **optimization(work, rl.learning_rate, rl.weight_decay, rl.max_grad_norm),
+        num_generations=rl.group_size,
+        max_completion_length=rl.rollout.max_new_tokens,
+        generation_kwargs={"min_new_tokens": rl.rollout.min_new_tokens},
+        beta=rl.kl.coef,
+        temperature=rl.rollout.temperature,
+    )
+    trainer = trainer_class(
+        model=load_language_model(work.model),
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list([{"prompt": row["messages"]} for row in work.read_rows()]),
+        processing_class=load_tokenizer(work.model, trust_remote_code=False),
+        callbacks=[Watch(run)],
+    )
+    trainer.train()
+    return run
+
+
 def common(work: Work) -> dict[str, Any]:
-    """Our section in TRL's terms. Whatever could slow it down and isn't part of the work is off."""
+    """Our section in TRL's terms."""
+    section = getattr(work.params, work.method)
+    return {
+        "max_length": work.params.model.max_length,
+        "train_sampling_strategy": "sequential",
+        **optimization(work, section.learning_rate, section.weight_decay, section.max_grad_norm),
+    }
+
+
+def optimization(work: Work, learning_rate: float, weight_decay: float, max_grad_norm: float) -> dict[str, Any]:
+    """Whatever could slow it down and isn't part of the work is off."""
     params = work.params
-    section = getattr(params, work.method)
     return {
         "per_device_train_batch_size": work.batch_size,
         "max_steps": work.steps,
-        "max_length": params.model.max_length,
-        "train_sampling_strategy": "sequential",
-        "learning_rate": section.learning_rate,
+        "learning_rate": learning_rate,
         "lr_scheduler_type": "constant",
         "adam_beta2": 0.95,
-        "weight_decay": section.weight_decay,
-        "max_grad_norm": section.max_grad_norm,
+        "weight_decay": weight_decay,
+        "max_grad_norm": max_grad_norm,
         "seed": params.seed,
         "use_cpu": not torch.cuda.is_available(),
         "bf16": params.model.dtype == "bfloat16",
@@ -101,3 +142,4 @@ TRAINERS = {
     "reward": (trl.RewardTrainer, trl.RewardConfig),
     "dpo": (trl.DPOTrainer, trl.DPOConfig),
 }
+ONLINE_TRAINERS = {"grpo": (trl.GRPOTrainer, trl.GRPOConfig), "rloo": (trl.RLOOTrainer, trl.RLOOConfig)}

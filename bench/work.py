@@ -12,10 +12,32 @@ from typing import Any, Literal
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.batching import batch_indices
 
-Method = Literal["sft", "reward", "dpo"]
+Method = Literal["sft", "reward", "dpo", "grpo", "rloo"]
+ONLINE = ("grpo", "rloo")
 DEFAULTS = Path(__file__).parents[1] / "params.yaml"
 # A constant learning rate from the first step on, and nothing but optimizer steps.
-PLAIN = {"warmup_fraction": 0.0, "min_learning_rate_fraction": 1.0, "checkpoint_every": 10**9, "eval_every": 10**9, "max_grad_norm": 1.0}
+PLAIN: dict[str, Any] = {
+    "warmup_fraction": 0.0,
+    "min_learning_rate_fraction": 1.0,
+    "checkpoint_every": 10**9,
+    "eval_every": 10**9,
+    "max_grad_norm": 1.0,
+}
+# Of an online method: responses of equal length, one optimizer step for each batch, and neither checkpoints nor monitors.
+RESPONSE_TOKENS = 24
+REWARD = str(Path(__file__).parent / "variety.py")
+PLAIN_ONLINE: dict[str, Any] = {
+    "learning_rate": 1e-4,
+    "warmup_steps": 0,
+    "rollout.max_new_tokens": RESPONSE_TOKENS,
+    "rollout.min_new_tokens": RESPONSE_TOKENS,
+    "kl.coef": 0.05,
+    "reward.scorers": [{"name": "variety", "kind": "function", "path": f"{REWARD}:variety", "weight": 1.0, "normalization": "none"}],
+    "reward.no_eos_penalty": 0.0,
+    "checkpoint_every": 10**9,
+}
+# Where TRL has the KL.
+KL = {"grpo": {"kl.placement": "loss", "kl.estimator": "k3"}, "rloo": {"kl.placement": "reward", "kl.estimator": "k1"}}
 
 
 @dataclass(frozen=True)
@@ -23,9 +45,10 @@ class Work:
     """Optimizer steps of one method.
 
     model: folder of the language model, or of the reward model where the method is reward, with its tokenizer.
-    rows: JSONL; messages and response, or messages, chosen and rejected. No conversation occurs twice, so that our reward trainer, which
+    rows: JSONL; messages, and response, or chosen and rejected, or neither. No conversation occurs twice, so that our reward trainer, which
         keeps a conversation's pairs together, sees single pairs as TRL does.
-    overrides: of the method's section of params.yaml, on top of PLAIN.
+    batch_size: demonstrations, pairs or responses per optimizer step.
+    overrides: of the method's section of params.yaml, on top of PLAIN or PLAIN_ONLINE.
     """
 
     method: Method
@@ -38,9 +61,20 @@ class Work:
     @property
     def params(self) -> Params:
         tree = read_yaml(DEFAULTS)
-        for key, value in {**PLAIN, "batch_size": self.batch_size, **self.overrides}.items():
-            set_key(tree, f"{self.method}.{key}", value)
+        if self.is_online:
+            section, size = "rl", {"algorithm": self.method, "samples_per_step": self.batch_size, "minibatch_size": self.batch_size}
+            settings = {**PLAIN_ONLINE, **KL[self.method], **size, "steps": self.steps}
+            set_key(tree, "rl.monitor", dict.fromkeys(tree["rl"]["monitor"]))
+        else:
+            section, settings = self.method, {**PLAIN, "batch_size": self.batch_size}
+        for key, value in {**settings, **self.overrides}.items():
+            set_key(tree, f"{section}.{key}", value)
         return parse_params(tree)
+
+    @property
+    def is_online(self) -> bool:
+        """Whether responses are sampled: losses of two sides then differ."""
+        return self.method in ONLINE
 
     def read_rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in Path(self.rows).read_text(encoding="utf-8").splitlines()]
@@ -58,10 +92,11 @@ class Work:
 
 @dataclass
 class Run:
-    """What came of a work: the loss of each optimizer step, and two clocks at its end, in seconds.
+    """What came of a work: the loss of each optimizer step (online: the mean reward), and two clocks at its end, in seconds.
 
     ends: the time of day's clock, what a user waits for.
-    cpu_ends: the process's computing time over all threads, which other processes on the machine hardly change.
+    cpu_ends: the process's computing time over all threads, which other processes on the machine hardly change; none of an online
+        method on our side, which has several processes.
     """
 
     losses: list[float] = field(default_factory=list)

@@ -1,0 +1,254 @@
+"""Our speed beside this machine's limits: python -m bench.limits [--models small medium] [--rounds N] ...
+
+What is compared, in turn, each time in a fresh process:
+
+- training: tokens per second of SFT in the stage's loop, beside a bare PyTorch loop over the same batches with the same module;
+- rollouts: tokens per second of `generate` within the steps of a GRPO job, beside bare vLLM engines, as many and with the same prompts;
+- where a GRPO step's time goes;
+- matrix products of the size that fits the cache, which bound all of it.
+
+Writes limits.json and limits.md into --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.peers import MODELS, ROOT, Inputs, make_inputs
+from bench.work import RESPONSE_TOKENS, Work
+from rlhf_core.quiet import be_quiet
+
+WORKING_PHASES = ("generate", "score", "forward", "update")
+MATRIX = 768
+
+
+def main() -> None:
+    arguments = parse()
+    be_quiet()
+    if arguments.measure:
+        work = Work(**json.loads(arguments.work)) if arguments.work else None
+        print(json.dumps(MEASURES[arguments.measure](work, arguments)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = make_inputs(Path(folder), arguments.models)
+        found = {"matmul_gflops": child("matmul", None, arguments), **{m: of_model(inputs, m, arguments) for m in arguments.models}}
+    write(arguments, found)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["small"])
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
+    parser.add_argument("--steps", type=int, default=15, help="steps that are timed")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--batch-size", type=int, default=64, help="demonstrations per optimizer step")
+    parser.add_argument("--samples", type=int, default=256, help="responses per step")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench")
+    parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)  # one, in a process of its own
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--engines", type=int, default=1, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def of_model(inputs: Inputs, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    steps = arguments.warmup + arguments.steps
+    sft = inputs.work("sft", model, steps=steps, batch_size=arguments.batch_size)
+    grpo = inputs.work("grpo", model, steps=steps, batch_size=arguments.samples)
+    engines = grpo.params.rl.rollout.engines
+    rounds: dict[str, list[Any]] = {"stage": [], "bare": [], "step": [], "vllm": []}
+    for _ in range(arguments.rounds):
+        rounds["stage"].append(child("stage", sft, arguments))
+        rounds["bare"].append(child("bare", sft, arguments))
+        rounds["step"].append(child("step", grpo, arguments))
+        rounds["vllm"].append(bare_engines(grpo, engines, arguments))
+    return rounds
+
+
+def child(measure: str, work: Work | None, arguments: argparse.Namespace, **further: int) -> Any:
+    """A measure in a process of its own."""
+    command = [sys.executable, "-m", "bench.limits", "--measure", measure]
+    if work is not None:
+        command += ["--work", json.dumps(asdict(work))]
+    for name in ("steps", "warmup", "threads"):
+        command += [f"--{name}", str(further.pop(name, getattr(arguments, name)))]
+    for name, value in further.items():
+        command += [f"--{name}", str(value)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{measure}: expected a result, got exit code {done.returncode}:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def bare_engines(work: Work, engines: int, arguments: argparse.Namespace) -> float:
+    """Tokens per second of as many engines as a job has, side by side, each with its share of threads and prompts."""
+    threads = max(1, arguments.threads // engines)
+    with ThreadPoolExecutor(engines) as pool:
+        running = [pool.submit(child, "vllm", work, arguments, threads=threads, part=part, engines=engines) for part in range(engines)]
+        return sum(one.result() for one in running)
+
+
+# The measures
+
+
+def matmul(_: None, arguments: argparse.Namespace) -> float:
+    """GFLOP/s of float32 matrix products, the best of many."""
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    a, b = torch.rand(MATRIX, MATRIX), torch.rand(MATRIX, MATRIX)
+    best = float("inf")
+    for _ in range(200):
+        started = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - started)
+    return 2 * MATRIX**3 / best / 1e9
+
+
+def stage(work: Work, arguments: argparse.Namespace) -> float:
+    """Tokens per second in the stage's loop."""
+    import torch
+
+    from bench.ours import train
+
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        ends = train(work, Path(folder)).ends
+    return tokens(work, arguments) / (ends[-1] - ends[arguments.warmup - 1])
+
+
+def bare(work: Work, arguments: argparse.Namespace) -> float:
+    """Tokens per second of the same module and batches with nothing but PyTorch."""
+    import torch
+
+    from rlhf_core.data.batching import batch_indices
+    from rlhf_core.models.build import load_language_model
+    from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+
+    torch.set_num_threads(arguments.threads)
+    examples, pad_id = demonstrations(work)
+    module = PolicyModule(load_language_model(work.model))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=work.params.sft.learning_rate, betas=(0.9, 0.95), fused=True)
+    started = 0.0
+    for step in range(work.steps):
+        if step == arguments.warmup:
+            started = time.perf_counter()
+        drawn = batch_indices(step, batch_size=work.batch_size, num_examples=len(examples), seed=work.params.seed)
+        batch = collate_tokens([examples[i].ids for i in drawn], [examples[i].start for i in drawn], pad_id=pad_id)
+        module(batch).logprobs.mean().neg().backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return tokens(work, arguments) / (time.perf_counter() - started)
+
+
+def demonstrations(work: Work):
+    from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.trainers.demonstrations import encode_demonstrations
+
+    tokenizer = load_tokenizer(work.model, trust_remote_code=False)
+    return encode_demonstrations(work.read_rows(), tokenizer, max_length=work.params.model.max_length)[0], tokenizer.pad_token_id
+
+
+def tokens(work: Work, arguments: argparse.Namespace) -> int:
+    """In all timed steps."""
+    from rlhf_core.data.batching import batch_indices
+
+    examples, _ = demonstrations(work)
+    how = {"batch_size": work.batch_size, "num_examples": len(examples), "seed": work.params.seed}
+    return sum(len(examples[i].ids) for step in range(arguments.warmup, work.steps) for i in batch_indices(step, **how))
+
+
+def step(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
+    """Medians over the timed steps of a job, in seconds: the whole step and each phase."""
+    from bench.ours_online import timings
+
+    with tempfile.TemporaryDirectory() as folder:
+        rows = timings(work, Path(folder), threads=arguments.threads)[arguments.warmup :]
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def vllm(work: Work, arguments: argparse.Namespace) -> float:
+    """Tokens per second of an engine that does nothing else, on its share of the prompts."""
+    from rlhf_core.engines.vllm_engine import SamplingSettings, VllmEngine, request_seeds
+    from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+
+    params = work.params
+    rl, tokenizer = params.rl, load_tokenizer(work.model, trust_remote_code=False)
+    count = work.batch_size // rl.group_size
+    prompts = [encode_prompt(tokenizer, row["messages"]) for row in work.read_rows()[:count]][arguments.part :: arguments.engines]
+    engine = VllmEngine(
+        work.model,
+        max_length=params.model.max_length,
+        dtype=params.model.dtype,
+        kv_cache_gib=rl.rollout.kv_cache_gib,
+        max_concurrent_sequences=rl.rollout.max_concurrent_sequences,
+        threads=arguments.threads,
+        seed=params.seed,
+        trust_remote_code=False,
+        gpu_memory_fraction=rl.rollout.gpu_memory_fraction,
+    )
+    sampling = SamplingSettings(rl.rollout.max_new_tokens, rl.rollout.temperature, min_new_tokens=rl.rollout.min_new_tokens)
+    seconds = []
+    for turn in range(work.steps):
+        started = time.perf_counter()
+        engine.generate(prompts, request_seeds(0, turn, len(prompts)), sampling, eos_id=tokenizer.eos_token_id, group_size=rl.group_size)
+        seconds.append(time.perf_counter() - started)
+    return len(prompts) * rl.group_size * RESPONSE_TOKENS / statistics.median(seconds[arguments.warmup :])
+
+
+MEASURES = {"matmul": matmul, "stage": stage, "bare": bare, "step": step, "vllm": vllm}
+
+
+def write(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+    import torch
+
+    settings = ("rounds", "steps", "warmup", "batch_size", "samples", "threads")
+    about = {"torch": torch.__version__, "cores": os.cpu_count(), **{name: getattr(arguments, name) for name in settings}}
+    lines = [f"Matrix products of {MATRIX}: {found['matmul_gflops']:.0f} GFLOP/s.", "", *table(arguments, found)]
+    lines += ["", f"Medians of {arguments.rounds} runs; {', '.join(f'{k} {v}' for k, v in about.items())}."]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "limits.json").write_text(json.dumps({"about": about, "results": found}, indent=2) + "\n")
+    (arguments.out / "limits.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def table(arguments: argparse.Namespace, found: dict[str, Any]) -> list[str]:
+    lines = ["| model | what | ours | limit | share |", "|---|---|---|---|---|"]
+    for model in arguments.models:
+        rounds = found[model]
+        phases = {name: statistics.median(step[name] for step in rounds["step"]) for name in rounds["step"][0]}
+        generated = [arguments.samples * RESPONSE_TOKENS / step["seconds_generate"] for step in rounds["step"]]
+        for what, ours, limit in (
+            ("training, tokens/s", rounds["stage"], rounds["bare"]),
+            ("rollouts, tokens/s", generated, rounds["vllm"]),
+        ):
+            a, b = statistics.median(ours), statistics.median(limit)
+            lines.append(f"| {model} | {what} | {a:.0f} | {b:.0f} | {a / b:.2f} |")
+        total = phases["seconds"]
+        working = sum(phases[f"seconds_{name}"] for name in WORKING_PHASES)
+        sync = phases["seconds_sync"]
+        lines.append(f"| {model} | GRPO step: weight sync, s | {sync:.3f} | {total:.3f} | {sync / total:.3f} |")
+        rest = total - working - sync
+        lines.append(f"| {model} | GRPO step: neither work nor sync, s | {rest:.3f} | {total:.3f} | {rest / total:.3f} |")
+        lines += [
+            f"| {model} | GRPO step: {name}, s | {phases[f'seconds_{name}']:.3f} | {total:.3f} | {phases[f'seconds_{name}'] / total:.2f} |"
+            for name in WORKING_PHASES
+        ]
+    return lines
+
+
+if __name__ == "__main__":
+    main()

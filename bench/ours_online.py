@@ -1,0 +1,78 @@
+"""Our side of the online methods: the RL job as the stage submits it, on a Ray head of its own."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from bench.work import Run, Work
+from rlhf_core.checkpoint import StoreSettings
+from rlhf_core.data.schema import write_rows
+from rlhf_core.engines.ray_cluster import local_head, run_job
+from rlhf_core.trainers.rl_job import RlJob
+
+ROOT = Path(__file__).parents[1]
+
+
+def train(work: Work, folder: Path, *, threads: int) -> Run:
+    ends = list(itertools.accumulate(row["seconds"] for row in timings(work, folder, threads=threads)))
+    return Run(losses=[row["score_mean"] for row in read_csv(folder / "curves.csv", "score_mean")], ends=ends)
+
+
+def timings(work: Work, folder: Path, *, threads: int) -> list[dict[str, float]]:
+    """Of each step: seconds, and seconds_<phase> of each of its phases."""
+    job = describe(work, folder, threads=threads)
+    job.write(folder / "job.json")
+    rl, cluster, output = job.rl, work.params.cluster, []
+    with local_head(cpus=max(rl.trainer.ranks + rl.rollout.engines, threads), start_timeout=cluster.start_timeout) as address:
+        code = run_job(
+            address,
+            shlex.join([sys.executable, "-m", "rlhf_core.trainers.rl_driver", str(folder / "job.json")]),
+            fingerprint=folder.name,
+            environment={"PYTHONPATH": str(ROOT)},
+            start_timeout=cluster.start_timeout,
+            silence_timeout=cluster.silence_timeout,
+            pulse=job.pulse,
+            on_output=output.append,
+            stop_requested=lambda: False,
+        )
+    if code:
+        raise RuntimeError(f"RL job: expected exit code 0, got {code}:\n{''.join(output)[-3000:]}")
+    return read_csv(Path(job.timings), "seconds")
+
+
+def describe(work: Work, folder: Path, *, threads: int) -> RlJob:
+    """With the rows' conversations as prompts."""
+    params, prepared = work.params, folder / "prepared"
+    prompts = [
+        {"id": str(i), "source": "bench", "split": "train", "messages": row["messages"], "label": None}
+        for i, row in enumerate(work.read_rows())
+    ]
+    write_rows(prepared, "prompt", prompts)
+    (prepared / "sources.json").write_text(json.dumps({"bench": {"kind": "bench"}}))
+    return RlJob(
+        seed=params.seed,
+        model=params.model,
+        rl=params.rl,
+        tracking=params.tracking,
+        threads=threads,
+        run_name=work.method,
+        prepared=str(prepared),
+        sft_model=work.model,
+        reward_model=None,
+        scorer_models={},
+        work=str(folder),
+        checkpoints=StoreSettings(),
+        output=str(folder / "policy"),
+        timings=str(folder / "timings.csv"),
+    )
+
+
+def read_csv(path: Path, *prefixes: str) -> list[dict[str, float]]:
+    """The columns whose names begin so."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{name: float(value) for name, value in row.items() if name.startswith(prefixes)} for row in csv.DictReader(file)]

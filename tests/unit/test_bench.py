@@ -1,0 +1,48 @@
+"""The benchmark's own arithmetic and settings; it is run by hand, not here."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from bench.limits import table
+from bench.peers import line, summary
+from bench.work import Work
+
+
+def test_online_work_has_equal_lengths_one_optimizer_step_and_the_kl_where_trl_has_it():
+    grpo, rloo = (Work(method, "model", "rows", steps=3, batch_size=16).params.rl for method in ("grpo", "rloo"))
+    assert (grpo.algorithm, grpo.steps, grpo.samples_per_step, grpo.minibatch_size) == ("grpo", 3, 16, 16)
+    assert grpo.rollout.min_new_tokens == grpo.rollout.max_new_tokens == 24
+    assert (grpo.kl.placement, grpo.kl.estimator, rloo.kl.placement, rloo.kl.estimator) == ("loss", "k3", "reward", "k1")
+
+
+def test_a_case_without_a_computing_time_has_only_the_clocks_ratio():
+    # Rounds: 300 / 100 = 3 and 200 / 200 = 1; medians 250 and 150, 250 / 150 = 1.67.
+    found = summary({"clock": {"ours": [300.0, 200.0], "theirs": [100.0, 200.0]}})
+    row = line({"model": "small", "case": "grpo", **found})
+    assert row == "| small | grpo | 250 (200 to 300) | 150 (100 to 200) | 1.67 (1.00 to 3.00) |  |"
+
+
+def test_shares_of_a_step_and_of_the_limits():
+    step = {
+        "seconds": 2.0,
+        "seconds_generate": 0.8,
+        "seconds_score": 0.1,
+        "seconds_forward": 0.2,
+        "seconds_update": 0.7,
+        "seconds_sync": 0.05,
+    }
+    rounds = {"stage": [90.0, 100.0, 80.0], "bare": [100.0, 90.0, 120.0], "step": [step], "vllm": [15360.0]}
+    lines = table(argparse.Namespace(models=["small"], samples=256), {"small": rounds})
+    # Medians 90 and 100. 256 responses of 24 tokens in 0.8 s are 7680 tokens/s. 2 - (0.8 + 0.1 + 0.2 + 0.7) - 0.05 = 0.15 s are neither.
+    assert "| small | training, tokens/s | 90 | 100 | 0.90 |" in lines
+    assert "| small | rollouts, tokens/s | 7680 | 15360 | 0.50 |" in lines
+    assert "| small | GRPO step: weight sync, s | 0.050 | 2.000 | 0.025 |" in lines
+    assert "| small | GRPO step: neither work nor sync, s | 0.150 | 2.000 | 0.075 |" in lines
+
+
+def test_offline_work_knows_nothing_of_rollouts():
+    with pytest.raises(ValueError, match="rollout"):
+        _ = Work("sft", "model", "rows", steps=3, batch_size=16, overrides={"rollout.max_new_tokens": 3}).params
