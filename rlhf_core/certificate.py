@@ -93,7 +93,7 @@ def differences(a: Certificate, b: Certificate) -> list[str]:
         found += [
             f"{title}: {item}: {_both(mine, other, item)}"
             for item in [*mine, *(set(other) - set(mine))]
-            if mine.get(item) != other.get(item)
+            if _text(mine, item) != _text(other, item)
         ]
     return found
 
@@ -101,6 +101,11 @@ def differences(a: Certificate, b: Certificate) -> list[str]:
 def _both(a: Mapping[str, Any], b: Mapping[str, Any], item: str) -> str:
     shown = [_shown(values[item]) if item in values else "nothing" for values in (a, b)]
     return "other content" if shown == ["content", "content"] else f"{shown[0]} and {shown[1]}"
+
+
+def _text(values: Mapping[str, Any], item: str) -> str | None:
+    """As JSON, in which NaN equals NaN."""
+    return json.dumps(values[item]) if item in values else None
 
 
 def _shown(value: Any) -> str:

@@ -114,9 +114,12 @@ def prepare_scratch(scratch: Path, work: Work, config: CheckpointsConfig, stage:
     return gone_on_from(scratch)
 
 
-def read_noted(scratch: Path) -> Work:
-    """What the work of a scratch folder was made of."""
-    return Work(**json.loads((scratch / WORK).read_text(encoding="utf-8")))
+def read_noted(scratch: Path) -> Work | None:
+    """What the work of a scratch folder was made of; None: nobody has noted it there."""
+    try:
+        return Work(**json.loads((scratch / WORK).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def gone_on_from(scratch: Path) -> list[dict[str, Any]]:
@@ -146,6 +149,8 @@ def _go_on_from(chosen: Path, scratch: Path, work: Work) -> None:
             f"{key}: expected no checkpoint of this work's own yet, got one at {scratch}; set it to null to go on from that, or remove that"
         )
     older = read_noted(chosen)
+    if older is None:
+        raise ConfigError(f"{key}: expected {WORK} to say what that work was made of, got none; set it to null to begin anew")
     if older.command != work.command:
         raise ConfigError(f"{key}: expected work of the same command, {work.command}, got {older.command}; set it to null to begin anew")
     differences = work.differences(older)
@@ -169,7 +174,8 @@ def _go_on_from(chosen: Path, scratch: Path, work: Work) -> None:
 
 def _tell(older: Path, work: Work, stage: str) -> None:
     store, step = checkpoint_of(older) or ("", 0)
-    differences = work.differences(read_noted(older)) if (older / WORK).exists() else []
+    noted = read_noted(older)
+    differences = [] if noted is None else work.differences(noted)
     log.warning(
         "%s: starts anew. %s has the checkpoint of step %d (%s) of other work; what has changed since:\n%s\n"
         "  To go on from it all the same: checkpoints.go_on_from=%s/%s",

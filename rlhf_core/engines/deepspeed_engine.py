@@ -245,7 +245,8 @@ class TrainEngine:
             config.load_universal_checkpoint = False
         # With ZeRO 3 all groups get one and the same counter of steps, which each of them would then advance.
         for state in self._torch_optimizer.state.values():
-            state["step"] = state["step"].clone()
+            if isinstance(state["step"], torch.Tensor):
+                state["step"] = state["step"].clone()
 
     def _apply_settings(self) -> None:
         """A checkpoint brings the values of the time it was made; with ZeRO 3 a universal one gives the first group's to all."""

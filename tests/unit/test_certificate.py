@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -114,6 +115,11 @@ def test_running_statistics_of_the_rewards_too(tmp_path: Path):
     a, b = read_certificate(driver(tmp_path / "a")), read_certificate(driver(tmp_path / "b", count=5))
     (said,) = differences(a, b)
     assert said.startswith('running statistics: normalizer reward_model: {"count": 4, ')
+
+
+def test_what_isnt_a_number_equals_itself_and_nothing_isnt_null():
+    a, b = ({"step": 1, "parts": {"statistics": part}} for part in ({"x": math.nan, "y": None}, {"x": math.nan}))
+    assert differences(a, a) == [] and differences(a, b) == ["running statistics: y: null and nothing"]
 
 
 def test_the_newest_of_a_folder_counts_and_what_cant_be_read_is_refused(tmp_path: Path, capsys):

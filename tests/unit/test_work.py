@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.checkpoint import CheckpointStore, Origin, StoreSettings
 from rlhf_core.config import CheckpointsConfig, ConfigError
-from tasks.work import GONE_ON_FROM, Work, checkpoint_of, prepare_scratch
+from tasks.work import GONE_ON_FROM, WORK, Work, checkpoint_of, prepare_scratch
 
 BEFORE = Work(
     "exec python -m tasks.train_sft",
@@ -131,6 +131,10 @@ def test_going_on_from_what_isnt_there_from_another_command_or_over_an_own_check
     dpo = replace(NOW, command="exec python -m tasks.train_dpo")
     with pytest.raises(ConfigError, match=r"expected work of the same command, exec python -m tasks\.train_dpo, got .*train_sft"):
         prepare_scratch(top / dpo.folder_name, dpo, chosen, "train_policy")
+    unknown = begun(top, replace(BEFORE, params={}), 10)
+    (unknown / WORK).write_text("[")
+    with pytest.raises(ConfigError, match=r"expected work\.json to say what that work was made of, got none"):
+        prepare_scratch(scratch, NOW, replace_config(go_on_from=f"train_policy/{unknown.name}"), "train_policy")
     begun(top, NOW, 3)
     with pytest.raises(ConfigError, match="expected no checkpoint of this work's own yet, got one at"):
         prepare_scratch(scratch, NOW, chosen, "train_policy")
