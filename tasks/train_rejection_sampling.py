@@ -6,8 +6,8 @@ https://arxiv.org/abs/2307.09288, section 3.2.3.
 
 from __future__ import annotations
 
+import json
 import logging
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,17 +77,35 @@ def label(stage: Stage, tokenizer) -> tuple[list, int]:
     longest = params.model.max_length - config.max_new_tokens
     fitting = choose_prompts(rows, tokenizer, longest=longest, count=None, seed=params.seed)
     prompts = fitting[: config.prompts]
-    samples = kept(stage.scratch / "samples.pickle", lambda: sample(stage, prompts))
-    return kept(stage.scratch / "scored.pickle", lambda: score(stage, prompts, samples, tokenizer)), len(rows) - len(fitting)
+    samples = as_samples(kept(stage.scratch / "samples.json", lambda: sample(stage, prompts)))
+    scored = kept(stage.scratch / "scored.json", lambda: without_prompts(score(stage, prompts, samples, tokenizer)))
+    return as_scored(scored, prompts), len(rows) - len(fitting)
 
 
-def kept(path: Path, make: Callable[[], Any]) -> Any:
-    """What an earlier run of this very work has made, or else made now; written aside and renamed."""
+def kept(path: Path, make: Callable[[], list]) -> list:
+    """What an earlier run of this very work has made, or else made now, as JSON with dataclasses as objects; written aside and renamed."""
     if not path.exists():
         aside = path.with_suffix(".tmp")
-        aside.write_bytes(pickle.dumps(make()))
+        aside.write_text(json.dumps(make(), default=vars), encoding="utf-8")
         aside.replace(path)
-    return pickle.loads(path.read_bytes())
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def as_samples(groups: list[list[dict[str, Any]]]) -> list[list]:
+    from rlhf_core.engines.vllm_engine import Sample
+
+    return [[Sample(**fields) for fields in group] for group in groups]
+
+
+def without_prompts(groups: list[list]) -> list[list[dict[str, Any]]]:
+    """Of scored responses all but their prompt, which is their group's."""
+    return [[{name: value for name, value in vars(response).items() if name != "prompt"} for response in group] for group in groups]
+
+
+def as_scored(groups: list[list[dict[str, Any]]], prompts: list) -> list[list]:
+    from rlhf_core.trainers.labelling import ScoredResponse
+
+    return [[ScoredResponse(prompt=prompt, **fields) for fields in group] for prompt, group in zip(prompts, groups, strict=True)]
 
 
 def sample(stage: Stage, prompts: list) -> list[list]:

@@ -44,11 +44,13 @@ def local_head(*, cpus: int, start_timeout: float, keep_open: tuple[int, ...] = 
     Raises:
         ClusterError: it isn't up after `start_timeout` seconds.
     """
-    folder = Path(tempfile.mkdtemp(prefix="rlhf-ray-"))
+    folder = Path(tempfile.mkdtemp(prefix="rlhf-ray-"))  # for this user only; of its own folder, inside, Ray makes everybody's
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_JOB_STOP_WAIT_TIME_S=str(STOP_GRACE_SECONDS))
+    # Ray reads 127.0.0.1 as "this machine" and listens on its outer address, unless it is told that there are no other nodes.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ.setdefault("RAY_worker_niceness", "0")  # or its workers, who do all the work, yield to everything else
     # Workers started ahead would never be used: our actors' environments want workers of their own.
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
@@ -58,7 +60,7 @@ def local_head(*, cpus: int, start_timeout: float, keep_open: tuple[int, ...] = 
         str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats", "--log-style=record",
         f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
         f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}",
-        f"--metrics-export-port={metrics}", f"--temp-dir={folder}", f"--num-cpus={cpus}", "--object-store-memory=300000000",
+        f"--metrics-export-port={metrics}", f"--temp-dir={folder / 'r'}", f"--num-cpus={cpus}", "--object-store-memory=300000000",
         "--no-monitor",  # of the autoscaler: this head never grows
     ]  # fmt: skip
     keeper = [sys.executable, "-m", "rlhf_core.engines.ray_head", str(folder), str(os.getpid()), *command]

@@ -110,6 +110,7 @@ class VllmEngine:
             use_tqdm_on_load=False,
             seed=seed,
             trust_remote_code=trust_remote_code,
+            load_format="safetensors",  # or it would unpickle what lies there instead
             gpu_memory_utilization=gpu_memory_fraction,
             **(_cpu_cache(model_path, max_length, max_concurrent_sequences, kv_cache_gib, trust_remote_code) if on_cpu else {}),
         )

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import fcntl
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from small_chain import log_of, make_chain, run, said
+from watch import Watch
 
 
 @dataclass(frozen=True)
 class FinishedChain:
-    """A workspace in which the flow ran to its end, and what it printed. Tests look, and copy it to change anything."""
+    """A workspace in which the flow ran to its end, and what it printed. Tests look, and copy it to change anything.
+
+    watched: what others could see of it meanwhile: secrets, shown and open as `Watch` has them.
+    """
 
     workspace: Path
     printed: str
+    watched: dict[str, list[str]]
 
 
 @pytest.fixture(scope="session")
@@ -27,8 +33,14 @@ def chain(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> FinishedC
     with (shared / "chain" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not log_of(workspace).exists():
-            code, printed = run(make_chain(workspace), "flows.full_pipeline")
+            watch = Watch(make_chain(workspace))
+            watch.start()
+            code, printed = run(workspace, "flows.full_pipeline")
+            watch.stop()
+            watched = {name: sorted(getattr(watch, name)) for name in ("secrets", "shown", "open")}
+            outcome.with_name("watched").write_text(json.dumps(watched))
             outcome.with_name("printed").write_text(printed)
             outcome.write_text(str(code))
     assert outcome.exists() and outcome.read_text() == "0", said(workspace)
-    return FinishedChain(workspace, outcome.with_name("printed").read_text())
+    watched = json.loads(outcome.with_name("watched").read_text())
+    return FinishedChain(workspace, outcome.with_name("printed").read_text(), watched)

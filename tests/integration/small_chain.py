@@ -42,6 +42,8 @@ SMALL = {
     "evaluation": {"prompts": 20, "max_new_tokens": 16, "table_rows": 8},
     "flow": {"retry_delay": 0.0},
 }
+# In the environment of all that runs here, as a user's own; nothing may show or keep them.
+PLANTED = {name: f"planted-{name.lower()}-5f1d0c" for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY")}
 SMALL_CLERK = {"pretrain_lines": 400, "demonstrations": 300, "prompts": 240}
 
 
@@ -96,7 +98,7 @@ def begin(workspace: Path, *command: str) -> subprocess.Popen:
         return subprocess.Popen(
             [sys.executable, "-m", *command],
             cwd=workspace,
-            env=environment | {"SHELL": "/bin/sh", "PYTHONPATH": str(workspace), "TMPDIR": str(temporary(workspace))},
+            env=environment | PLANTED | {"SHELL": "/bin/sh", "PYTHONPATH": str(workspace), "TMPDIR": str(temporary(workspace))},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -184,13 +186,18 @@ def ray_folders(workspace: Path) -> list[Path]:
 
 
 def alive(workspace: Path) -> list[str]:
-    """Command lines of living processes that work in this folder or name it or its temporary one: stages, heads, jobs, actors."""
-    found = [line for p in processes_in(workspace) if (line := " ".join(command_line(p)))]
+    """Command lines of `alive_processes`."""
+    return [line for p in alive_processes(workspace) if (line := " ".join(command_line(p)))]
+
+
+def alive_processes(workspace: Path) -> list[psutil.Process]:
+    """Living processes that work in this folder or name it or its temporary one: stages, heads, jobs, actors."""
+    found = {p.pid: p for p in processes_in(workspace)}
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or [])
         if (f"{workspace}/" in line or f"{temporary(workspace)}/" in line) and process.pid != os.getpid():
-            found.append(line)
-    return found
+            found[process.pid] = process
+    return list(found.values())
 
 
 def assert_nothing_left(workspace: Path) -> None:

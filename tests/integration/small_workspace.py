@@ -124,7 +124,7 @@ def make_workspace(folder: Path, *, steps: int = 3, retries: int = 1) -> Path:
     folder.mkdir(parents=True)
     shutil.copytree(ROOT / "flows", folder / "flows", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / ".dvc", folder / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache", "config.local"))
-    for name in (".gitignore", ".dvcignore", "prefect.yaml"):
+    for name in (".gitignore", ".dvcignore", "prefect.yaml", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     with (folder / ".gitignore").open("a") as file:
         file.write("/steps.log\n")
@@ -163,7 +163,8 @@ def run_flow(workspace: Path, *arguments: str, timeout: float = 120, **extra: st
 def serving(workspace: Path, log: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Server, worker and deployments of a project, as `make server` starts them.
 
-    Gives a function that runs Prefect's command line against them; its `ask` asks the server itself. In the end nothing may be left.
+    Gives a function that runs Prefect's command line as a user does, in the project's folder; its `ask` asks the server itself, at
+    `url`. In the end nothing may be left.
     """
     command = [sys.executable, "-m", "flows.server", "--port", "0"]
     with log.open("w") as file:
@@ -175,16 +176,14 @@ def serving(workspace: Path, log: Path) -> Iterator[Callable[..., subprocess.Com
         url = json.loads(ready.read_text())["url"]
 
         def prefect(*arguments: str) -> subprocess.CompletedProcess[str]:
-            extra = {"PREFECT_HOME": str(workspace / ".prefect"), "COLUMNS": "400"}
+            extra = {"PREFECT_HOME": str(log.parent / "elsewhere"), "COLUMNS": "400"}
             command = [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
-            return subprocess.run(
-                command, cwd=log.parent, env=environment(**extra), capture_output=True, text=True, timeout=60, check=False
-            )
+            return subprocess.run(command, cwd=workspace, env=environment(**extra), capture_output=True, text=True, timeout=60, check=False)
 
         def ask(path: str, **body: Any) -> Any:
             return ask_server(url, path, password=(workspace / ".prefect/auth").read_text().strip(), **body)
 
-        prefect.ask = ask
+        prefect.ask, prefect.url = ask, url
         yield prefect
     finally:
         server.send_signal(signal.SIGTERM)

@@ -7,7 +7,7 @@ import time
 
 import pandas as pd
 import pytest
-from small_chain import ORDER, SMALL, assert_nothing_left, change_params, copy_chain, outcomes, ran, results, run
+from small_chain import ORDER, PLANTED, SMALL, assert_nothing_left, change_params, copy_chain, log_of, outcomes, ran, results, run
 
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.report.page import METHOD_TITLES
@@ -34,6 +34,17 @@ def test_the_real_parts_took_part(chain):
     assert 0 < metrics["train_policy"]["logprob_difference_max"] < 1e-4  # vLLM and DeepSpeed, each with its own arithmetic
     assert {"greedy", "sampled"} <= set(metrics["evaluate"])
     assert len(pd.read_parquet(workspace / "data/evaluation_samples.parquet")) == 2 * SMALL["evaluation"]["table_rows"]
+
+
+def test_no_secret_is_shown_or_kept_and_no_other_machine_is_listened_to(chain):
+    """Those in the environment, Prefect's password and the token of Ray's head: not in a command line, a log, a result or a report."""
+    found = chain.watched
+    assert len(found["secrets"]) == len(PLANTED) + 2 and found["shown"] == [] and found["open"] == []
+    secrets = [secret.encode() for secret in found["secrets"]]
+    files = [log_of(chain.workspace), *(p for p in chain.workspace.rglob("*") if p.is_file())]
+    kept = [str(p) for p in files if any(secret in p.read_bytes() for secret in secrets)]
+    assert kept == [str(chain.workspace / ".prefect/auth")]
+    assert (chain.workspace / ".prefect/auth").stat().st_mode & 0o077 == 0
 
 
 def test_curves_have_every_step_once(chain):

@@ -8,9 +8,11 @@ import urllib.error
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 from registry_project import candidate, make_project
-from small_workspace import flow_runs, serving, wait_until
+from small_workspace import ask_server, flow_runs, serving, wait_until
 
 from flows import versions
 from flows.registry import read_registry
@@ -48,6 +50,9 @@ def test_a_run_waits_for_a_person_and_does_as_told(tmp_path):
             assert state(number)["state"]["name"] == "Suspended", state(number)["state"]
             return state(number)["id"]
 
+        for password in (None, "rlhf:guessed"):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                ask_server(prefect.url, "flow_runs/filter", password=password)
         run = ask(0)
         assert answer(prefect, run) == "REJECT"  # nothing is accepted unasked
         assert answer(prefect, run, approve=False, by="Ann", reason="too curt") == "ACCEPT"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +11,11 @@ import pytest
 from tiny_models import tiny_params
 
 from rlhf_core.data.schema import write_rows
+from rlhf_core.engines.vllm_engine import Sample
 from rlhf_core.trainers.labelling import ScoredResponse
 from rlhf_core.types import Prompt
 from tasks.stage import StageFailed, write_json
-from tasks.train_rejection_sampling import check_inputs, kept, score_means
+from tasks.train_rejection_sampling import as_samples, as_scored, check_inputs, kept, score_means, without_prompts
 
 PROMPT = Prompt("id", "mine", [{"role": "user", "content": "2 + 2?"}], [5, 6], None)
 JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}
@@ -30,7 +32,7 @@ def test_what_is_kept_is_made_once_and_never_half(tmp_path: Path):
         made.append(1)
         return [1, 2, 3]
 
-    path = tmp_path / "samples.pickle"
+    path = tmp_path / "samples.json"
 
     def stopped() -> None:
         raise KeyboardInterrupt
@@ -39,7 +41,16 @@ def test_what_is_kept_is_made_once_and_never_half(tmp_path: Path):
         kept(path, stopped)
     (tmp_path / "samples.tmp").write_bytes(b"half of it")  # killed while it was written
     assert kept(path, make) == [1, 2, 3] and kept(path, make) == [1, 2, 3]
-    assert len(made) == 1 and [p.name for p in tmp_path.iterdir()] == ["samples.pickle"]
+    assert len(made) == 1 and [p.name for p in tmp_path.iterdir()] == ["samples.json"]
+
+
+def test_what_is_kept_comes_back_to_the_last_bit(tmp_path: Path):
+    """Numbers that JSON must not round, half a character, and a score that isn't known."""
+    samples = [[Sample([7, 2], [-0.1, -1e-300], True), Sample([], [], False)]]
+    assert as_samples(kept(tmp_path / "samples.json", lambda: samples)) == samples
+    groups = [[replace(scored(1 / 3, 0.1), text="\ud83d \u2028"), scored(float("nan"), 1.0)], []]
+    (first, second), empty = as_scored(kept(tmp_path / "scored.json", lambda: without_prompts(groups)), [PROMPT, PROMPT])
+    assert first == groups[0][0] and second.score != second.score and second.components == groups[0][1].components and empty == []
 
 
 def test_means_are_over_what_could_be_scored():
