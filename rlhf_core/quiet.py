@@ -20,6 +20,7 @@ QUIET_ENVIRONMENT = {
     "WANDB_MODE": "offline",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each engine says how it binds its memory
     "DS_LOG_LEVEL": "error",
     # How long a waiting OpenMP thread spins before it sleeps. Never: a step on two idle cores takes 1.5 times as long. The default,
     # a hundred times this: ten times as long whenever another process is busy on the same cores. docs/figures.md has the trade.

@@ -296,6 +296,9 @@ def curves(rng: np.random.Generator, steps: int, method: str = "rl") -> dict[str
                 "approx_kl": 0.006 + 0.001 * rng.standard_normal(steps),
                 "grad_norm": 0.5,
                 "explained_variance": 0.8 * rise,
+                "repetition": 0.01 * rise,
+                "distinct_1": 0.1 + 0.05 * rise,
+                "distinct_2": 0.2 + 0.1 * rise,
                 "logprob_difference": 10 ** (-5.4 + 0.15 * rng.standard_normal(steps)),
             }
         ),

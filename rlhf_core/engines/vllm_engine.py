@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -85,6 +86,7 @@ class VllmEngine:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)  # on the CPU there is none, and it says so each time
         import torch
         from vllm import LLM
         from vllm.platforms import current_platform

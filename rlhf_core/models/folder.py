@@ -35,6 +35,8 @@ def check_model_folder(path: str | Path) -> None:
     settings = read_settings(folder, "config.json")
     if not isinstance(settings.get("model_type"), str):
         raise ValueError(f"model {folder}: expected a model_type in config.json, got none; save it with save_pretrained")
+    if (folder / "adapter_config.json").exists():  # transformers would load the model that it names, from anywhere
+        raise ValueError(f"model {folder}: expected a whole model in safetensors, got adapters of another one; merge and save them")
     for file in weight_files(folder):
         _check_safetensors(file)
 

@@ -17,6 +17,12 @@ from rlhf_core.report.inputs import ReportInputs, need
 from rlhf_core.report.quality import accuracies, external, reliability, score_histogram, token_lengths
 
 Figures = dict[str, dict[str, Any]]
+# What of the monitored columns (docs/monitors.md) the other figures of RL don't show.
+_TEXT_LINES = [
+    Line("repetition", "repeated", RED),
+    Line("distinct_1", "different tokens", TEAL),
+    Line("distinct_2", "different pairs of tokens", BLUE),
+]
 
 
 def all_figures(inputs: ReportInputs) -> Figures:
@@ -109,6 +115,8 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any]) -> dict[str, figure]:
         figures["rl_frontier"] = _frontier(rows)
     if "explained_variance" in rows and rows["explained_variance"].notna().any():
         figures["rl_critic"] = curves(rows, [Line("explained_variance", "explained", TEAL)], y_title="share of the returns' variance")
+    if "repetition" in rows and rows["repetition"].notna().any():
+        figures["rl_text"] = curves(rows, _TEXT_LINES, y_title="share", percent=True)
     return figures
 
 

@@ -157,6 +157,16 @@ def test_a_run_without_judge_or_critic(tmp_path, monkeypatch):
     assert "Judge" not in re.sub(r"(?s)<script.*?</script>|<style.*?</style>", "", page) and 'data-figure="rl_critic"' not in page
 
 
+def test_repetition_and_variety_are_drawn_where_they_were_measured(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    curves = workspace / "plots/train_policy.csv"
+    rows = pd.read_csv(curves)
+    page = render_in(workspace, monkeypatch)
+    assert 'data-figure="rl_text"' in page and "different pairs of tokens" in page
+    rows.drop(columns=["repetition", "distinct_1", "distinct_2"]).to_csv(curves, index=False)
+    assert 'data-figure="rl_text"' not in render_in(workspace, monkeypatch)
+
+
 def test_several_scorers_each_have_curves_and_a_row(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path)
     apply_overrides(

@@ -95,6 +95,12 @@ def test_a_pickle_is_refused_and_never_opened(folder, tmp_path, name):
     assert not (tmp_path / "ran").exists()
 
 
+def test_adapters_are_refused_for_the_model_that_they_name_could_be_anywhere(folder):
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "/elsewhere"}))
+    for load in LOADERS[:2]:
+        assert "got adapters of another one; merge and save them" in refusal(load, folder)
+
+
 def test_code_in_a_model_folder_is_not_run_unless_asked_for(folder, tmp_path):
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass C: ...\n")
     for name, key in (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer")):
