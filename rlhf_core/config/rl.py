@@ -128,6 +128,11 @@ class RlConfig(Section):
                 f"lora.dropout: expected 0 in rl, got {self.lora.dropout}; the ratio compares log-probabilities before and after an "
                 "update, and dropout would change them by itself"
             )
+        if self.correction.kind != "none" and self.rollout.recomputed_fraction < 1:
+            raise ValueError(
+                f"rollout.recomputed_fraction: expected 1 with a correction, got {self.rollout.recomputed_fraction}; where the trainer "
+                "takes over the engine's log-probabilities there is nothing to correct"
+            )
         if self.dynamic_sampling.enabled and self.group_size < 2:
             raise ValueError(
                 f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; a group of one is always "

@@ -114,6 +114,18 @@ class RolloutConfig(Section):
     kv_cache_gib: int = Field(gt=0)
     max_concurrent_sequences: int = Field(gt=0)
     max_logprob_difference: float = Field(gt=0)
+    recomputed_fraction: float = Field(gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _trusts_only_what_is_the_same(self):
+        """The engine's log-probabilities are the policy's own only where it draws from all of the policy's distribution."""
+        whole = self.top_p == 1 and self.top_k is None and self.min_new_tokens == 0
+        if self.recomputed_fraction < 1 and not whole:
+            raise ValueError(
+                f"recomputed_fraction: expected 1 with top_p, top_k or min_new_tokens, got {self.recomputed_fraction}; "
+                "the engine then draws from another distribution than the policy's"
+            )
+        return self
 
     @model_validator(mode="after")
     def _min_within_max(self):

@@ -129,12 +129,26 @@ class TrainerRank:
         return score_by_members(self._scorers[name], sequences, pad_id=0, microbatch_tokens=tokens, device=self._device)
 
     @torch.no_grad()
-    def forward(self, sequences: list[list[int]], starts: list[int]) -> dict[str, torch.Tensor]:
+    def forward(self, sequences: list[list[int]], starts: list[int], *, recomputed: int | None = None) -> dict[str, torch.Tensor]:
         """Of each token from `starts[i]` on, sequence after sequence, flat [N]: old_logprobs, sampler_logprobs, ref_logprobs and values.
 
         sampler_logprobs, ref_logprobs and values are absent where there is no top-k or top-p, no reference, or no critic.
+
+        Args:
+            recomputed: only of the first so many sequences are old_logprobs computed; None: of all.
         """
+        recomputed = len(sequences) if recomputed is None else recomputed
         found: dict[str, dict[int, torch.Tensor]] = {}
+        self._see(sequences[:recomputed], starts[:recomputed], found, first=0, with_policy=True)
+        self._see(sequences[recomputed:], starts[recomputed:], found, first=recomputed, with_policy=False)
+        return {name: torch.cat([values[i] for i in sorted(values)]) for name, values in found.items()}
+
+    def _see(
+        self, sequences: list[list[int]], starts: list[int], found: dict[str, dict[int, torch.Tensor]], *, first: int, with_policy: bool
+    ) -> None:
+        """What the models say of some sequences, into `found` by name and number; `first`: the number of the first one."""
+        if not (with_policy or self._job.rl.kl.keeps_reference or self._critic is not None):
+            return
         groups = self._groups(sequences, starts)
         rows = [continue_prefix(sequences[g[0]][: starts[g[0]]], [sequences[i][starts[i] :] for i in g]) for g in groups]
         longest, tokens = [max(map(len, r)) for r in rows], self._job.rl.trainer.microbatch_tokens
@@ -142,9 +156,9 @@ class TrainerRank:
             batch = collate_branches([row for g in part for row in rows[g]], pad_id=self._pad_id, every_token=True).to(self._device)
             members = [i for g in part for i in groups[g]]
             sizes = [len(sequences[i]) - starts[i] for i in members]
-            for name, flat in self._look(batch).items():
-                found.setdefault(name, {}).update(zip(members, flat.float().cpu().split(sizes), strict=True))
-        return {name: torch.cat([values[i] for i in range(len(sequences))]) for name, values in found.items()}
+            for name, flat in self._look(batch, with_policy=with_policy).items():
+                numbers = [first + i for i in members]
+                found.setdefault(name, {}).update(zip(numbers, flat.float().cpu().split(sizes), strict=True))
 
     def _groups(self, sequences: list[list[int]], starts: list[int]) -> list[list[int]]:
         """Positions of sequences side by side with the same prompt, where prompts are shared; else each by itself."""
@@ -157,12 +171,14 @@ class TrainerRank:
                 groups.append([i])
         return groups
 
-    def _look(self, batch: TokenBatch) -> dict[str, torch.Tensor]:
+    def _look(self, batch: TokenBatch, *, with_policy: bool) -> dict[str, torch.Tensor]:
         rollout = self._job.rl.rollout
-        policy = self._policy(batch, temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p)
-        seen = {"old_logprobs": policy.logprobs}
-        if policy.sampler_logprobs is not None:
-            seen["sampler_logprobs"] = policy.sampler_logprobs
+        seen = {}
+        if with_policy:
+            policy = self._policy(batch, temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p)
+            seen["old_logprobs"] = policy.logprobs
+            if policy.sampler_logprobs is not None:
+                seen["sampler_logprobs"] = policy.sampler_logprobs
         if self._job.rl.kl.keeps_reference:
             seen["ref_logprobs"] = self._reference_logprobs(batch)
         if self._critic is not None:

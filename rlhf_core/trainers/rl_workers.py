@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -101,12 +102,23 @@ class Workers:
         return self._scoring.score(rollouts, metrics)
 
     def forward(self, rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:
-        """What policy, reference and critic say of every response token, flat [N] in the order of the rollouts."""
+        """What policy, reference and critic say of every response token, flat [N] in the order of the rollouts.
+
+        With rl.rollout.recomputed_fraction below 1 the policy is asked of each rank's first ones only; the others have the engine's.
+        """
         sequences, starts = sequences_of(rollouts)
+        fraction = self._job.rl.rollout.recomputed_fraction
         shards = _contiguous_shards(len(sequences), len(self._trainers))
+        recomputed = math.ceil(fraction * max(map(len, shards)))
         answers = self._trainers.call(
-            "forward", [([sequences[i] for i in s], [starts[i] for i in s]) for s in shards], deadline=self._job.rl.deadlines.step
+            "forward",
+            [([sequences[i] for i in s], [starts[i] for i in s]) for s in shards],
+            deadline=self._job.rl.deadlines.step,
+            recomputed=recomputed,
         )
+        for shard, answer in zip(shards, answers, strict=True):
+            trusted = torch.tensor([x for i in shard[recomputed:] for x in rollouts[i].rollout_logprobs])
+            answer["old_logprobs"] = torch.cat([answer["old_logprobs"], trusted])
         return {name: torch.cat([a[name] for a in answers]) for name in answers[0]}
 
     # Training

@@ -145,6 +145,14 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             {"rl.kl.coef": 0.0, "rl.kl.measure": False, "rl.monitor": {"x": {"metric": "kl_mean", "above": 1.0, "action": "warn"}}},
             "rl.monitor.x.metric: expected one that is measured, got kl_mean with kl.coef 0 and kl.measure false",
         ),
+        (
+            {"rl.rollout.recomputed_fraction": 0.5, "rl.rollout.top_p": 0.9},
+            "rl.rollout.recomputed_fraction: expected 1 with top_p, top_k or min_new_tokens, got 0.5",
+        ),
+        (
+            {"rl.rollout.recomputed_fraction": 0.5, "rl.correction.kind": "tis"},
+            "rl.rollout.recomputed_fraction: expected 1 with a correction, got 0.5",
+        ),
         ({"rl.rollout.min_new_tokens": 33}, "rl.rollout.min_new_tokens: expected at most max_new_tokens=32, got 33; lower it"),
         ({"rl.trainer.ranks": 3}, "rl.minibatch_size: expected a multiple of trainer.ranks=3, got 128"),
         (

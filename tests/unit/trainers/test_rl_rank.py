@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,17 @@ def test_forward_equals_each_model_alone_and_unpadded(model_folders: tuple[Path,
     torch.testing.assert_close(outputs["old_logprobs"], torch.cat(logprobs), rtol=0, atol=3e-6)
     torch.testing.assert_close(outputs["ref_logprobs"], torch.cat(logprobs), rtol=0, atol=3e-6)
     torch.testing.assert_close(outputs["values"], torch.cat(values), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize(("algorithm", "recomputed"), [("ppo", 2), ("grpo", 3), ("grpo", 4)])
+def test_forward_computes_the_policys_of_the_first_ones_only(model_folders: tuple[Path, Path], algorithm: str, recomputed: int):
+    rank = connected(model_folders, **{"rl.algorithm": algorithm})
+    ids, starts = [[11, 12, 13, *r] for r in sequences(4, seed=4)], [3] * 4  # one prompt: 3 of 4 cuts its group
+    whole, part = rank.forward(ids, starts), rank.forward(ids, starts, recomputed=recomputed)
+    first = sum(len(i) - 3 for i in ids[:recomputed])
+    assert whole.keys() == part.keys() and len(part["old_logprobs"]) == first
+    for name, values in whole.items():
+        torch.testing.assert_close(part[name], values[: len(part[name])], rtol=0, atol=3e-6)
 
 
 def test_forward_of_samples_side_by_side_equals_that_of_samples_apart(model_folders: tuple[Path, Path]):
@@ -489,7 +501,7 @@ def test_an_ensemble_answers_with_each_members_scores(tmp_path: Path, model_fold
 def test_a_job_without_a_model_that_it_needs_is_refused(model_folders: tuple[Path, Path], changes: dict, message: str):
     job = rl_job(*model_folders)
     with pytest.raises(ValueError, match=message):
-        RlJob.model_validate({**job.model_dump(), **changes})
+        RlJob.model_validate_json(json.dumps({**job.model_dump(mode="json"), **changes}))
 
 
 def test_sampler_logprobs_are_there_where_tokens_are_filtered(model_folders: tuple[Path, Path]):
