@@ -39,7 +39,7 @@ def test_the_real_parts_took_part(chain):
 def test_no_secret_is_shown_or_kept_and_no_other_machine_is_listened_to(chain):
     """Those in the environment, Prefect's password and the token of Ray's head: not in a command line, a log, a result or a report."""
     found = chain.watched
-    assert len(found["secrets"]) == len(PLANTED) + 2 and found["shown"] == [] and found["open"] == []
+    assert len(found["secrets"]) >= len(PLANTED) + 2 and found["shown"] == [] and found["open"] == []
     secrets = [secret.encode() for secret in found["secrets"]]
     files = [log_of(chain.workspace), *(p for p in chain.workspace.rglob("*") if p.is_file())]
     kept = [str(p) for p in files if any(secret in p.read_bytes() for secret in secrets)]
