@@ -147,7 +147,7 @@ def main() -> int:
         if not row.problems and not arguments.keep:
             shutil.rmtree(folder / cell.name)
     if arguments.table:
-        write_table(folder / "results.jsonl", arguments.table)
+        write_table(folder / "results.jsonl", arguments.table, [cell.name for cell in cells])
     return 1 if failed else 0
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 HEADER = "| stage | process or file | fault | exit code | said | left | result of the next run | |\n|---|---|---|---|---|---|---|---|"
 
 
-def write_table(results: Path, page: Path) -> None:
-    """The newest row of each cell, in the order in which the cells were first tried out.
+def write_table(results: Path, page: Path, cells: list[str]) -> None:
+    """The newest row of each cell, in the order of `cells`, and the names of those that were never tried out.
 
     Raises:
         ValueError: the page has no marks.
@@ -20,8 +21,10 @@ def write_table(results: Path, page: Path) -> None:
     if BEGIN not in text or END not in text:
         raise ValueError(f"{page}: expected the marks {BEGIN} and {END}, got a page without; put them where the table belongs")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    lines = [_line(row) for row in rows.values()]
-    page.write_text(f"{before}{BEGIN}\n{HEADER}\n" + "\n".join(lines) + f"\n{END}{after}")
+    lines = [_line(rows[name]) for name in cells if name in rows]
+    missing = ", ".join(f"`{name}`" for name in cells if name not in rows)
+    rest = f"\nNot tried out yet ({len(cells) - len(lines)} of {len(cells)} cells): {missing}.\n" if missing else ""
+    page.write_text(f"{before}{BEGIN}\n{HEADER}\n" + "\n".join(lines) + f"\n{rest}{END}{after}")
 
 
 def _line(row: dict) -> str:
@@ -31,4 +34,6 @@ def _line(row: dict) -> str:
 
 
 def _escaped(text: str) -> str:
+    """For a cell of a table; numbers of processes, hosts and jobs differ from run to run."""
+    text = re.sub(r"process \d+ on [0-9.]+", "process N on HOST", re.sub(r"rlhf-[0-9a-f]{12}-[0-9a-f]{8}", "ID", text))
     return text.replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_").replace("*", "\\*")
