@@ -126,8 +126,9 @@ class ActorGroup:
     def __len__(self) -> int:
         return len(self.actors)
 
-    def wait_ready(self) -> None:
-        self.wait([actor.__ray_ready__.remote() for actor in self.actors], deadline=self._start_deadline, what="start")
+    def wait_ready(self, what: str = "start") -> None:
+        """Every rank has done what it was asked to do so far, its start first of all."""
+        self.wait([actor.__ray_ready__.remote() for actor in self.actors], deadline=self._start_deadline, what=what)
 
     def submit(self, method: str, per_rank: list[tuple], **kwargs: Any) -> list[ray.ObjectRef]:
         """Call a method on each rank with that rank's arguments, without waiting."""
@@ -147,20 +148,30 @@ class ActorGroup:
         return answer
 
     def call_and_replace(
-        self, method: str, per_rank: list[tuple], *, deadline: float, replace: Callable[[RoleLost], None], **kwargs: Any
+        self,
+        method: str,
+        per_rank: list[tuple],
+        *,
+        deadline: float,
+        replace: Callable[[RoleLost], None],
+        given_by: ActorGroup | None = None,
+        **kwargs: Any,
     ) -> list[Any]:
         """As `call`, of ranks that are independent: those that are lost are asked again once `replace` has seen to new ones.
 
         Args:
             deadline: seconds for each time that somebody is asked.
             replace: calls `self.replace`, or raises.
+            given_by: whose answers are among the arguments; that they are dead or late is not the fault of these.
         """
         references = self.submit(method, per_rank, **kwargs)
         while True:
             try:
                 return self.wait(references, deadline=deadline, what=method)
-            except RoleLost as lost:
-                if not lost.ranks:
+            except (RoleLost, RayTaskError) as lost:
+                if given_by is not None:
+                    given_by.wait_ready("its answer")
+                if not isinstance(lost, RoleLost) or not lost.ranks:
                     raise
                 replace(lost)
                 for rank in lost.ranks:
@@ -192,6 +203,8 @@ class ActorGroup:
         except GetTimeoutError as error:
             done, _ = ray.wait(references, num_returns=len(references), timeout=0)
             late = [rank for rank, reference in zip(ranks, references, strict=True) if reference not in done]
+            if not late:
+                return ray.get(references)
             self._late.update(late)
             states = "; ".join(f"rank {rank}: {self._look(rank)}" for rank in late)
             raise RoleLost(
@@ -262,10 +275,10 @@ def _is_dead(reference: ray.ObjectRef, patience: float) -> bool:
     """Whether the actor that is to give this is dead, as far as is known after so many seconds."""
     try:
         ray.get(reference, timeout=patience)
+    except (GetTimeoutError, RayTaskError):  # of the latter some are RayActorErrors too: somebody else died, whose answer was an argument
+        return False
     except RayActorError:
         return True
-    except (GetTimeoutError, RayTaskError):
-        pass
     return False
 
 

@@ -142,7 +142,9 @@ class Workers:
         deadline = self._job.rl.deadlines.step
         weights, *_ = self._trainers.submit("weights", [()] * len(self._trainers))
         arguments = [(weights, version)] * len(self._rollouts)
-        versions = self._rollouts.call_and_replace("load_weights", arguments, deadline=deadline, replace=self._start_engines)
+        versions = self._rollouts.call_and_replace(
+            "load_weights", arguments, deadline=deadline, replace=self._start_engines, given_by=self._trainers
+        )
         if versions != [version] * len(versions):
             raise RuntimeError(f"rollout engines: expected policy version {version} everywhere, got {versions}")
         self._version = version
