@@ -1,0 +1,73 @@
+"""GPUs, the cluster they are in, and what share of its peak a program reaches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peaks of one GPU.
+
+    memory: bytes that programs can have. flops: FLOP/s of dense matrix products in the training's number format.
+    bandwidth: bytes/s of its memory. link: bytes/s to the other GPUs of its node, in one direction.
+    """
+
+    name: str
+    memory: float
+    flops: float
+    bandwidth: float
+    link: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal GPUs in equal nodes.
+
+    network: bytes/s between nodes for each GPU, in one direction (InfiniBand NDR: 400 Gbit/s = 50e9).
+    host_link: bytes/s between a GPU and its host. host_bandwidth: bytes/s of a host's memory, shared by its GPUs.
+    reserve: bytes of each GPU that no role gets: context, communication buffers, fragmentation.
+    """
+
+    gpu: Gpu
+    gpus: int
+    gpus_per_node: int = 8
+    network: float = 25e9
+    host_link: float = 25e9
+    host_bandwidth: float = 200e9
+    reserve: float = 3 * GIB
+
+    def bandwidth_between(self, gpus: int) -> float:
+        """Bytes/s in one direction among so many GPUs: the slower network as soon as they are more than a node's."""
+        return self.gpu.link if gpus <= self.gpus_per_node else min(self.network, self.gpu.link)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Share of the peak that is reached; docs/planning.md says where each default comes from.
+
+    flops: of matrix products in training, scoring and prefill. bandwidth: of the GPU's memory while decoding. network: of links.
+    decode_overhead: seconds of each decoding step that are neither (scheduler, kernel launches).
+    """
+
+    flops: float = 0.37
+    bandwidth: float = 0.87
+    network: float = 0.7
+    decode_overhead: float = 0.0
+
+
+# Vendors' figures for dense bfloat16; memory is what the driver leaves of 24, 48, 80 and 141 GB. Those of A100 and A800 were looked up,
+# the others are from memory (docs/planning.md).
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("rtx4090", 23.5 * GIB, 165e12, 1008e9, 25e9),
+        Gpu("l40s", 44.5 * GIB, 362e12, 864e9, 25e9),
+        Gpu("a100-80", 79 * GIB, 312e12, 2039e9, 300e9),
+        Gpu("a800-80", 79 * GIB, 312e12, 2039e9, 200e9),
+        Gpu("h100", 79 * GIB, 989e12, 3350e9, 450e9),
+        Gpu("h200", 139 * GIB, 989e12, 4800e9, 450e9),
+    )
+}

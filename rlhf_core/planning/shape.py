@@ -1,0 +1,134 @@
+"""What of a model's architecture its memory and its time follow from: a decoder with gated MLPs (Llama, Mistral, Qwen, Mixtral)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import ArchitectureConfig
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes in elements. Biases are left out: less than a thousandth of the parameters."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    vocab: int
+    tied: bool = False
+    experts: int = 1
+    active_experts: int = 1
+
+    @property
+    def attention_width(self) -> int:
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_width
+
+    @property
+    def _attention(self) -> int:
+        """Parameters of a layer's four projections."""
+        return 2 * self.hidden * (self.attention_width + self.kv_width)
+
+    @property
+    def _mlp(self) -> int:
+        return 3 * self.hidden * self.intermediate
+
+    @property
+    def _router(self) -> int:
+        return self.hidden * self.experts if self.experts > 1 else 0
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def trunk(self) -> int:
+        """Parameters without embedding and head: layers with two norms each, and the last norm."""
+        return self.layers * (self._attention + self.experts * self._mlp + self._router + 2 * self.hidden) + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Of the language model."""
+        return self.trunk + self.embedding * (1 if self.tied else 2)
+
+    @property
+    def scalar_parameters(self) -> int:
+        """With a head of one output, as of a critic or a reward model."""
+        return self.trunk + self.embedding + self.hidden
+
+    @property
+    def active_trunk(self) -> int:
+        """Matrix elements that one token passes, without the head."""
+        return self.layers * (self._attention + self.active_experts * self._mlp + self._router)
+
+
+def from_architecture(config: ArchitectureConfig) -> ModelShape:
+    """Of `model.architecture` in params.yaml, as rlhf_core/models/build.py makes it."""
+    return ModelShape(
+        layers=config.layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=config.heads,
+        kv_heads=config.heads,
+        head_width=config.hidden_size // config.heads,
+        vocab=config.vocab_size,
+    )
+
+
+def from_folder(folder: str | Path) -> ModelShape:
+    """Of a Hugging Face model's config.json; no weights are read.
+
+    Raises:
+        ValueError: there is none, or it isn't that of a decoder with gated MLPs.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: expected a model's config.json, got {error}; give a folder that has one") from error
+    wanted = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    if not isinstance(config, dict) or not all(_is_size(config.get(key)) for key in wanted):
+        raise ValueError(f"{path}: expected {', '.join(wanted)} as whole numbers above 0; only decoders with gated MLPs are known")
+    return _from_config(config)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _from_config(config: dict[str, Any]) -> ModelShape:
+    heads = config["num_attention_heads"]
+    experts = config.get("num_local_experts") or config.get("num_experts") or 1
+    return ModelShape(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        # Qwen's mixtures give the width of an expert by a name of its own.
+        intermediate=(config.get("moe_intermediate_size") if experts > 1 else None) or config["intermediate_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_width=config.get("head_dim") or config["hidden_size"] // heads,
+        vocab=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        experts=experts,
+        active_experts=config.get("num_experts_per_tok") or 1,
+    )
+
+
+# Shapes of well-known models, as their config.json has them; for planning without the files.
+SIZES: dict[str, ModelShape] = {
+    "llama2-7b": ModelShape(32, 4096, 11008, 32, 32, 128, 32000),
+    "llama2-13b": ModelShape(40, 5120, 13824, 40, 40, 128, 32000),
+    "codellama-34b": ModelShape(48, 8192, 22016, 64, 8, 128, 32000),
+    "llama2-70b": ModelShape(80, 8192, 28672, 64, 8, 128, 32000),
+    "llama3-8b": ModelShape(32, 4096, 14336, 32, 8, 128, 128256),
+    "qwen3-32b": ModelShape(64, 5120, 25600, 64, 8, 128, 151936),
+}
