@@ -83,7 +83,7 @@ def all_cells() -> list[Cell]:
         section = {"zero_stage": zero}
         sft = SHORT | section | {"pretrain": {"steps": 8, "batch_size": 8}}
         supervised.append(Cell(f"sft, ZeRO {zero}", "train_sft", "train_sft", {"sft": sft}, 22))
-        reward = {"epochs": 0.2, "checkpoint_every": 3, "eval_every": 4} | section
+        reward = {"epochs": 1.0, "checkpoint_every": 3, "eval_every": 4} | section
         supervised.append(Cell(f"reward, ZeRO {zero}", "train_reward", "train_reward", {"reward": reward}, 0))
         for method in ("dpo", "kto"):
             changes = {"alignment": {"method": method}, method: SHORT | section}

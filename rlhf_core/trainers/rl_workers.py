@@ -219,8 +219,8 @@ class Workers:
             self._on_every_rank("load", found.folder)
             return
         log.warning(
-            "rl: the checkpoint of step %d was made on %d of rl.trainer.ranks and goes on on %d, through DeepSpeed's universal checkpoint: as "
-            "an uninterrupted run within rounding, not bit for bit",
+            "rl: the checkpoint of step %d was made with rl.trainer.ranks=%d and goes on with %d, by DeepSpeed's universal checkpoint: "
+            "as an uninterrupted run within rounding, not bit for bit",
             *(found.step, ranks, wanted),
         )
         universal = Path(self._job.work) / "universal"
