@@ -30,11 +30,14 @@ def main() -> int:
         print(table())
         return 0
     try:
-        found = plan(arguments)
+        params = load_params(arguments.params)
+        found = plan(params, arguments)
     except (ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     cluster = cluster_of(arguments)
+    for notice in notices(params, arguments):
+        print(notice, file=sys.stderr)
     if arguments.json:
         print(json.dumps({name: values(prediction) for name, prediction in found.items()}, indent=2))
     else:
@@ -43,8 +46,17 @@ def main() -> int:
     return 0 if any(prediction.fits for prediction in found.values()) else 1
 
 
-def plan(arguments: argparse.Namespace) -> dict[str, Prediction]:
-    params = load_params(arguments.params)
+def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
+    """Where a prediction is of something else than params.yaml, or of another number format than the GPU's figures."""
+    found = []
+    if (arguments.dtype or params.model.dtype) == "float32" and arguments.gpu_flops is None:
+        found.append(f"{arguments.gpu}: its FLOP/s are those of bfloat16, and the model's dtype is float32; give --dtype or --gpu-flops")
+    if params.rl.lora is not None:
+        found.append("rl.lora: adapters are not counted; full training is predicted")
+    return found
+
+
+def plan(params: Params, arguments: argparse.Namespace) -> dict[str, Prediction]:
     work, cluster = workload(params, arguments), cluster_of(arguments)
     efficiency = Efficiency(
         arguments.flops_efficiency, arguments.bandwidth_efficiency, arguments.network_efficiency, arguments.decode_overhead
@@ -106,7 +118,7 @@ def workload(params: Params, arguments: argparse.Namespace) -> Workload:
         reference=rl.kl.keeps_reference if arguments.reference is None else arguments.reference,
         reward_models=() if arguments.no_reward_model else tuple(rewards),
         samples=samples,
-        group_size=arguments.group_size or getattr(rl, algorithm).group_size,
+        group_size=arguments.group_size or rl.model_copy(update={"algorithm": algorithm}).group_size,
         minibatch=min(samples, arguments.minibatch or rl.minibatch_size),
         epochs=arguments.epochs or rl.epochs,
         prompt_length=arguments.prompt_length or model.max_length - rl.rollout.max_new_tokens,

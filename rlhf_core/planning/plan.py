@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rlhf_core.planning.hardware import Cluster
 from rlhf_core.planning.memory import (
+    States,
     activations,
     element_bytes,
     forward_activations,
@@ -152,7 +153,7 @@ def trained_parameters(work: Workload, role: str) -> int:
     return shape.parameters if role == POLICY else shape.scalar_parameters
 
 
-def _states(work: Workload, role: str, group: Group, placement: Placement):
+def _states(work: Workload, role: str, group: Group, placement: Placement) -> States:
     parameters = trained_parameters(work, role)
     return training_states(parameters, ranks=group.gpus, zero_stage=placement.zero_stage, offload=placement.offload, dtype=work.dtype)
 
