@@ -204,7 +204,9 @@ def nodes(count: int) -> Callable[[Path, str], Undo]:
         wait_until(lambda: ready.exists() or cluster.poll() is not None, 240, "a cluster")
         where = json.loads(ready.read_text())
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=where["token"])
-        change_params(workspace, {"cluster": {"address": where["address"]}})
+        change_params(workspace, {"cluster": {"address": "ADDRESS"}})
+        params = workspace / "params.yaml"
+        params.write_text(params.read_text().replace("ADDRESS", json.dumps(where["address"])))  # DVC wants a colon in quotes
 
         def undo() -> None:
             cluster.terminate()

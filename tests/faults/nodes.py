@@ -13,8 +13,6 @@ import sys
 import threading
 from pathlib import Path
 
-from ray.cluster_utils import Cluster
-
 from flows.server import free_port
 from rlhf_core.quiet import be_quiet
 
@@ -26,8 +24,11 @@ def main() -> None:
     be_quiet()
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+    (folder / "ray").mkdir()  # where it notes the address of the newest cluster, which for others would be this one
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_TMPDIR=str(folder))
     os.environ.update(RAY_enable_worker_prestart="0", RAY_prestart_worker_first_driver="0")
+    from ray.cluster_utils import Cluster  # reads the environment when it is imported
+
     dashboard = free_port()
     store = {"object_store_memory": 100_000_000}
     head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": dashboard, "temp_dir": str(folder)}
