@@ -121,7 +121,7 @@ def main() -> int:
     stage, started, rows = begin(workspace, "tasks.train_rl"), time.monotonic(), []
     while stage.poll() is None:
         row = measure(workspace)
-        if row["step"]:
+        if row["step"] and row["memory of trainer"] and row["memory of rollout"]:  # at the end they go before the stage does
             rows.append({"seconds": time.monotonic() - started, **row})
         time.sleep(EVERY_SECONDS)
     if stage.returncode:
