@@ -110,7 +110,7 @@ def test_overrides_run_in_a_worktree_that_shares_the_run_cache_and_is_found_agai
     assert changed.returncode == 0, changed.stderr
     assert outcomes(changed.stdout) == {"prepare_data": "restored", "train_sft": "restored", "gate_reward": "ran", "report": "ran"}
     assert "needs 0.800" in changed.stdout  # --set wins over the recipe
-    (worktree,) = (workspace / "runs").iterdir()
+    (worktree,) = (workspace / "runs").glob("[!.]*")
     assert re.fullmatch(r"milder-[0-9a-f]{6}", worktree.name)
     assert git(worktree, "branch", "--show-current") == f"run/{worktree.name}"
     assert git(worktree, "status", "--porcelain") == ""
@@ -119,7 +119,7 @@ def test_overrides_run_in_a_worktree_that_shares_the_run_cache_and_is_found_agai
 
     again = run_flow(workspace, *arguments, PREFECT_API_URL="http://127.0.0.1:9/api")  # nobody answers there
     assert outcomes(again.stdout) == dict.fromkeys(ORDER, "cached"), again.stderr
-    assert list((workspace / "runs").iterdir()) == [worktree]
+    assert list((workspace / "runs").glob("[!.]*")) == [worktree]
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def test_a_deployments_run_refused_started_killed_and_retried(served):
 
     asked = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": {"sft.steps": STEPS}}))
     assert asked.returncode == 0, asked.stderr
-    wait_until(lambda: (workspace / "runs").exists() and any((workspace / "runs").iterdir()), 90, "a worktree")
-    (worktree,) = (workspace / "runs").iterdir()
+    wait_until(lambda: (workspace / "runs").exists() and any((workspace / "runs").glob("[!.]*")), 90, "a worktree")
+    (worktree,) = (workspace / "runs").glob("[!.]*")
     wait_until(training_has_begun(worktree), 60, "training")
     os.kill(dvc_process(worktree).ppid(), signal.SIGKILL)  # the flow's process
     crashed = wait_for_state(prefect, "Crashed", 60)
@@ -70,7 +70,7 @@ def test_a_deployments_run_refused_started_killed_and_retried(served):
     completed = wait_for_state(prefect, "Completed", 120)
     assert (completed["id"], completed["run_count"]) == (crashed["id"], 2)
     assert worktree.name == f"{completed['name']}-{completed['id'][:4]}"
-    assert list((workspace / "runs").iterdir()) == [worktree]
+    assert list((workspace / "runs").glob("[!.]*")) == [worktree]
     assert_resumed(worktree, STEPS, processes=2)
     assert git(worktree, "status", "--porcelain") == "" and (worktree / "dvc.lock").exists()
     printed = (workspace.parent / "server.log").read_text()
