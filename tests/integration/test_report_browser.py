@@ -15,7 +15,7 @@ from rlhf_core.report.comparison_page import render_comparison
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
 
 ALL_DRAWN = "document.querySelectorAll('[data-figure]:not([data-drawn])').length === 0"
-FIGURES = 21
+FIGURES = 22
 # Texts of the cards that are shown, in order.
 SHOWN = "[...document.querySelectorAll('#samples article')].map(card => card.innerText)"
 GAINS = "[...document.querySelectorAll('#samples article')].map(card => Number(card.dataset.gain))"
