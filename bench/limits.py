@@ -139,19 +139,21 @@ def bare(work: Work, arguments: argparse.Namespace) -> float:
 
     torch.set_num_threads(arguments.threads)
     examples, pad_id = demonstrations(work)
-    module = PolicyModule(load_language_model(work.model))
+    module = PolicyModule(load_language_model(work.model)).train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=work.params.sft.learning_rate, betas=(0.9, 0.95), fused=True)
     started = 0.0
     for step in range(work.steps):
         if step == arguments.warmup:
             started = time.perf_counter()
         drawn = batch_indices(step, batch_size=work.batch_size, num_examples=len(examples), seed=work.params.seed)
+        drawn.sort(key=lambda i: -len(examples[i].ids))  # as the stage does: rows of similar length are computed together
         batch = collate_tokens([examples[i].ids for i in drawn], [examples[i].start for i in drawn], pad_id=pad_id)
         module(batch).logprobs.mean().neg().backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return tokens(work, arguments) / (time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return tokens(work, arguments) / seconds
 
 
 def demonstrations(work: Work):
