@@ -2,7 +2,6 @@
 
 What is compared, in turn, each time in a fresh process:
 
-- training: tokens per second of SFT in the stage's loop, beside a bare PyTorch loop over the same batches with the same module;
 - rollouts: tokens per second of `generate` within the steps of a GRPO job, beside bare vLLM engines, as many and with the same prompts;
 - where a GRPO step's time goes;
 - matrix products of the size that fits the cache, which bound all of it.
@@ -52,7 +51,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
     parser.add_argument("--steps", type=int, default=15, help="steps that are timed")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them")
-    parser.add_argument("--batch-size", type=int, default=64, help="demonstrations per optimizer step")
     parser.add_argument("--samples", type=int, default=256, help="responses per step")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench")
@@ -65,13 +63,10 @@ def parse() -> argparse.Namespace:
 
 def of_model(inputs: Inputs, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
     steps = arguments.warmup + arguments.steps
-    sft = inputs.work("sft", model, steps=steps, batch_size=arguments.batch_size)
     grpo = inputs.work("grpo", model, steps=steps, batch_size=arguments.samples)
     engines = grpo.params.rl.rollout.engines
-    rounds: dict[str, list[Any]] = {"stage": [], "bare": [], "step": [], "vllm": []}
+    rounds: dict[str, list[Any]] = {"step": [], "vllm": []}
     for _ in range(arguments.rounds):
-        rounds["stage"].append(child("stage", sft, arguments))
-        rounds["bare"].append(child("bare", sft, arguments))
         rounds["step"].append(child("step", grpo, arguments))
         rounds["vllm"].append(bare_engines(grpo, engines, arguments))
     return rounds
@@ -117,62 +112,6 @@ def matmul(_: None, arguments: argparse.Namespace) -> float:
     return 2 * MATRIX**3 / best / 1e9
 
 
-def stage(work: Work, arguments: argparse.Namespace) -> float:
-    """Tokens per second in the stage's loop."""
-    import torch
-
-    from bench.ours import train
-
-    torch.set_num_threads(arguments.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        ends = train(work, Path(folder)).ends
-    return tokens(work, arguments) / (ends[-1] - ends[arguments.warmup - 1])
-
-
-def bare(work: Work, arguments: argparse.Namespace) -> float:
-    """Tokens per second of the same module and batches with nothing but PyTorch."""
-    import torch
-
-    from rlhf_core.data.batching import batch_indices
-    from rlhf_core.models.build import load_language_model
-    from rlhf_core.models.wrappers import PolicyModule, collate_tokens
-
-    torch.set_num_threads(arguments.threads)
-    examples, pad_id = demonstrations(work)
-    module = PolicyModule(load_language_model(work.model)).train()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=work.params.sft.learning_rate, betas=(0.9, 0.95), fused=True)
-    started = 0.0
-    for step in range(work.steps):
-        if step == arguments.warmup:
-            started = time.perf_counter()
-        drawn = batch_indices(step, batch_size=work.batch_size, num_examples=len(examples), seed=work.params.seed)
-        drawn.sort(key=lambda i: -len(examples[i].ids))  # as the stage does: rows of similar length are computed together
-        batch = collate_tokens([examples[i].ids for i in drawn], [examples[i].start for i in drawn], pad_id=pad_id)
-        module(batch).logprobs.mean().neg().backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    seconds = time.perf_counter() - started
-    return tokens(work, arguments) / seconds
-
-
-def demonstrations(work: Work):
-    from rlhf_core.models.tokenizer import load_tokenizer
-    from rlhf_core.trainers.demonstrations import encode_demonstrations
-
-    tokenizer = load_tokenizer(work.model, trust_remote_code=False)
-    return encode_demonstrations(work.read_rows(), tokenizer, max_length=work.params.model.max_length)[0], tokenizer.pad_token_id
-
-
-def tokens(work: Work, arguments: argparse.Namespace) -> int:
-    """In all timed steps."""
-    from rlhf_core.data.batching import batch_indices
-
-    examples, _ = demonstrations(work)
-    how = {"batch_size": work.batch_size, "num_examples": len(examples), "seed": work.params.seed}
-    return sum(len(examples[i].ids) for step in range(arguments.warmup, work.steps) for i in batch_indices(step, **how))
-
-
 def step(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
     """Medians over the timed steps of a job, in seconds: the whole step and each phase."""
     from bench.ours_online import timings
@@ -211,13 +150,13 @@ def vllm(work: Work, arguments: argparse.Namespace) -> float:
     return len(prompts) * rl.group_size * RESPONSE_TOKENS / statistics.median(seconds[arguments.warmup :])
 
 
-MEASURES = {"matmul": matmul, "stage": stage, "bare": bare, "step": step, "vllm": vllm}
+MEASURES = {"matmul": matmul, "step": step, "vllm": vllm}
 
 
 def write(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     import torch
 
-    settings = ("rounds", "steps", "warmup", "batch_size", "samples", "threads")
+    settings = ("rounds", "steps", "warmup", "samples", "threads")
     about = {"torch": torch.__version__, "cores": os.cpu_count(), **{name: getattr(arguments, name) for name in settings}}
     lines = [f"Matrix products of {MATRIX}: {found['matmul_gflops']:.0f} GFLOP/s.", "", *table(arguments, found)]
     lines += ["", f"Medians of {arguments.rounds} runs; {', '.join(f'{k} {v}' for k, v in about.items())}."]
@@ -233,12 +172,8 @@ def table(arguments: argparse.Namespace, found: dict[str, Any]) -> list[str]:
         rounds = found[model]
         phases = {name: statistics.median(step[name] for step in rounds["step"]) for name in rounds["step"][0]}
         generated = [arguments.samples * RESPONSE_TOKENS / step["seconds_generate"] for step in rounds["step"]]
-        for what, ours, limit in (
-            ("training, tokens/s", rounds["stage"], rounds["bare"]),
-            ("rollouts, tokens/s", generated, rounds["vllm"]),
-        ):
-            a, b = statistics.median(ours), statistics.median(limit)
-            lines.append(f"| {model} | {what} | {a:.0f} | {b:.0f} | {a / b:.2f} |")
+        ours, limit = statistics.median(generated), statistics.median(rounds["vllm"])
+        lines.append(f"| {model} | rollouts, tokens/s | {ours:.0f} | {limit:.0f} | {ours / limit:.2f} |")
         total = phases["seconds"]
         working = sum(phases[f"seconds_{name}"] for name in WORKING_PHASES)
         sync = phases["seconds_sync"]
