@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 from ruamel.yaml import YAML
 from small_chain import (
+    ACTOR_TITLES,
     DEADLINE,
     SMALL,
     SMALL_CLERK,
@@ -147,9 +148,7 @@ ROLES = {  # what the command line of a process of each role has in it, as a reg
     "dvc": " dvc repro",
     "keeper": "rlhf_core.engines.ray_head",
     "driver": "-m rlhf_core.trainers.rl_driver ",
-    "trainer": "ray::(TrainerRank|trainer[.])",
-    "rollout": "ray::(RolloutActor|rollout[.])",
-    "scorer": "ray::(TextScorers|scorer[.])",
+    **ACTOR_TITLES,
 }
 SYSTEM = {"raylet": "raylet/raylet ", "gcs": "gcs/gcs_server ", "dashboard": "dashboard/dashboard.py "}  # of Ray; they work elsewhere
 
@@ -162,7 +161,7 @@ def processes(workspace: Path, role: str) -> list[psutil.Process]:
         module = "train_rl" if role == "train_policy" else role
         pattern = ROLES.get(role, f"-m tasks.{module} ")
         found = [p for p in processes_in(workspace) if re.search(pattern, f"{_line(p)} ")]
-    return sorted((p for p in found if "python" in p.name() or role in (*SYSTEM, "trainer", "rollout", "scorer")), key=_age)
+    return sorted((p for p in found if "python" in p.name() or role in (*SYSTEM, *ACTOR_TITLES)), key=_age)
 
 
 def _line(process: psutil.Process) -> str:

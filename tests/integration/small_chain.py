@@ -42,6 +42,11 @@ SMALL = {
     "evaluation": {"prompts": 20, "max_new_tokens": 16, "table_rows": 8},
     "flow": {"retry_delay": 0.0},
 }
+ACTOR_TITLES = {  # Ray's titles of processes, as regular expressions: an actor's class while it is idle, its name and method in a call
+    "trainer": "ray::(TrainerRank|trainer[.])",
+    "rollout": "ray::(RolloutActor|rollout[.])",
+    "scorer": "ray::(TextScorers|scorer[.])",
+}
 # In the environment of all that runs here, as a user's own; nothing may show or keep them.
 PLANTED = {name: f"planted-{name.lower()}-5f1d0c" for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY")}
 SMALL_CLERK = {"pretrain_lines": 400, "demonstrations": 300, "prompts": 240}
@@ -171,6 +176,18 @@ def stage_process(workspace: Path, stage: str) -> psutil.Process:
     module = "tasks.train_rl" if stage == "train_policy" else f"tasks.{stage}"
     (process,) = [p for p in processes_in(workspace) if command_line(p)[-2:] == ["-m", module] and "python" in p.name()]
     return process
+
+
+def actor_process(workspace: Path, role: str) -> psutil.Process:
+    """The one process of a Ray actor's role; looked for again while Ray changes its title, which it does around each call."""
+    found: list[psutil.Process] = []
+
+    def one_is_there() -> bool:
+        found[:] = [p for p in processes_in(workspace) if re.search(ACTOR_TITLES[role], " ".join(command_line(p)))]
+        return len(found) == 1
+
+    wait_until(one_is_there, 10, f"actor {role}")
+    return found[0]
 
 
 @functools.cache

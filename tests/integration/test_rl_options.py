@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from small_chain import (
     DEADLINE,
+    actor_process,
     assert_nothing_left,
     await_checkpoint,
     begin,
@@ -22,7 +23,6 @@ from small_chain import (
     said,
     stage_process,
 )
-from small_workspace import command_line, processes_in
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -180,8 +180,7 @@ def test_killed_run_again_and_without_its_engine_it_ends_with_the_same_bits(chai
     reached = newest_checkpoint(workspace, "train_policy")
     start, stage = len(said(workspace)), begin(workspace, "tasks.train_rl")
     await_checkpoint(workspace, "train_policy", stage)
-    (engine,) = [p for p in processes_in(workspace) if "RolloutActor" in " ".join(command_line(p))]
-    engine.kill()
+    actor_process(workspace, "rollout").kill()
     assert stage.wait(timeout=DEADLINE) == 0, said(workspace)[-3000:]
     again = read(workspace, said(workspace)[start:])
     assert "replaced (1 of at most rl.max_replacements=4) and asked again" in again.printed
