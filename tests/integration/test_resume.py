@@ -15,6 +15,7 @@ from small_chain import (
     DEADLINE,
     ORDER,
     SMALL,
+    actor_process,
     assert_nothing_left,
     await_checkpoint,
     begin,
@@ -28,7 +29,6 @@ from small_chain import (
     said,
     stage_process,
 )
-from small_workspace import command_line, processes_in
 
 from rlhf_core.certificate import differences, read_certificate
 from tasks.stage import STOPPED_BY_SIGNAL
@@ -141,7 +141,7 @@ def test_killed_rl_goes_on_and_the_whole_chain_ends_with_the_same_lock(chain, ba
     flow = begin(battered, "flows.full_pipeline")
     start = len(said(battered))
     await_checkpoint(battered, "train_policy", flow)
-    (rank,) = [p for p in processes_in(battered) if "TrainerRank" in " ".join(command_line(p))]
+    rank = actor_process(battered, "trainer")
     rank.kill()
     assert flow.wait(timeout=2 * DEADLINE) == 0, said(battered)[-3000:]
     printed = said(battered)[start:]
