@@ -36,11 +36,11 @@ def pin_baselines(root: Path, workspace: Path) -> None:
         ConfigError: a run's results or the registry can't be read.
     """
     path = workspace / BASELINES
-    if not path.is_file() or up_to_date(workspace):  # a run from before there were baselines has no such file, and needs none
+    if not path.is_file():  # a run from before there were baselines has no such file, and needs none
         return
     pinned = json.loads(path.read_text(encoding="utf-8"))
     own = whole_run("the run before, in this folder", partial(content, workspace))
-    if own is None and any(pinned.values()):
+    if any(pinned.values()) if own is None else up_to_date(workspace):
         return
     others = _other_runs(root, workspace.name) if workspace.resolve() != root.resolve() else iter(())
     found = {"previous": own or next(others, None), "promoted": _promoted(root)}

@@ -71,9 +71,9 @@ def choose(root: Path, arguments: argparse.Namespace) -> tuple[dict[str, Any], s
 
 def run(root: Path, overrides: dict[str, Any], name: str | None) -> int:
     """The flow, under a Prefect server. Imports Prefect."""
-    use_server(root)
-    from flows.rlhf_flow import GATE_REJECTED as REJECTED
-    from flows.rlhf_flow import rlhf
+    with use_server(root):
+        from flows.rlhf_flow import GATE_REJECTED as REJECTED
+        from flows.rlhf_flow import rlhf
 
     state = rlhf(overrides, name, return_state=True)
     if state.is_completed():

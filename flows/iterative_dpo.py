@@ -35,10 +35,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def run(root: Path, overrides: dict[str, Any], rounds: int, series: str) -> int:
     """The flow, under a Prefect server. Imports Prefect."""
-    use_server(root)
-    from flows.rlhf_flow import GATE_REJECTED as REJECTED
-    from flows.rounds_flow import ROUND_REFUSED as BAD_ROUND
-    from flows.rounds_flow import iterative_dpo
+    with use_server(root):
+        from flows.rlhf_flow import GATE_REJECTED as REJECTED
+        from flows.rounds_flow import ROUND_REFUSED as BAD_ROUND
+        from flows.rounds_flow import iterative_dpo
 
     state = iterative_dpo(overrides, rounds, series, return_state=True)
     if state.is_completed():

@@ -70,17 +70,24 @@ def write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def use_server(root: Path) -> None:
+@contextlib.contextmanager
+def use_server(root: Path) -> Iterator[None]:
     """Set PREFECT_API_URL to a server: the one that it names already, the one of `make server`, or one that ends with this process.
 
-    To be called before Prefect is imported: what is registered for the exit first ends last, after Prefect has sent its last logs.
+    A server of our own starts while the block runs, which is the place to import Prefect (seconds), and answers when the block has ended.
+    Not to be entered after Prefect was imported: what is registered for the exit first ends last, after Prefect has sent its last logs.
+
+    Raises:
+        ConfigError: the server ended, or did not answer in time.
     """
     home = use_home(root)
     if "PREFECT_API_URL" in os.environ:
+        yield
         return
     os.environ["PREFECT_API_AUTH_STRING"] = auth_string(home)
     if url := running_server(home):
         os.environ["PREFECT_API_URL"] = url
+        yield
         return
     port = free_port()
     url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
@@ -91,8 +98,7 @@ def use_server(root: Path) -> None:
     with first_start(home):
         server = start([sys.executable, "-m", "uvicorn", *factory, "--lifespan", "on"], **environment)
         atexit.register(stop, server)
-        import prefect  # noqa: F401  (two seconds, while the server starts)
-
+        yield
         wait_for(url, server)
 
 

@@ -172,7 +172,7 @@ def _repro(stage: str, workspace: Path, deadline: float, timeout: float, said: _
     Raises:
         StageFailed: its time was up.
     """
-    remove_torn_lock(workspace)
+    clear_locks(workspace)
     child = subprocess.Popen(
         [sys.executable, "-m", "dvc", "repro", "--single-item", stage],
         cwd=workspace,
@@ -185,11 +185,16 @@ def _repro(stage: str, workspace: Path, deadline: float, timeout: float, said: _
         start_new_session=True,
         preexec_fn=end_with(os.getpid()),  # two system calls and no lock: safe beside threads
     )
+    lines = _Lines(child)
+
+    def tell(line: str) -> None:
+        said.listen(line)
+        if not _NOISE.match(line):
+            on_line(line)
+
     try:
-        for line in _lines(child, deadline=deadline):
-            said.listen(line)
-            if not _NOISE.match(line):
-                on_line(line)
+        for line in lines.until(deadline):
+            tell(line)
     except TimeoutError:
         raise StageFailed(
             stage,
@@ -198,23 +203,42 @@ def _repro(stage: str, workspace: Path, deadline: float, timeout: float, said: _
         ) from None
     finally:
         stop_session(child)
+        for line in lines.rest():  # what a stage says that was told to stop
+            tell(line)
     return child
 
 
-def remove_torn_lock(workspace: Path) -> None:
-    """DVC writes .dvc/tmp/rwlock in place; killed in the middle it leaves a torn file, and refuses to start beside one ever after.
+def clear_locks(workspace: Path) -> None:
+    """Take out of .dvc/tmp/rwlock what a killed DVC has left there.
 
-    Removed under the guard that DVC itself takes for each change of it. What a killed DVC left in a whole file, DVC removes.
+    DVC writes the file in place: killed in the middle it leaves a torn one, and refuses to start beside it ever after. The entries of a
+    killed DVC count for as long as any process has its number, as after a restart of a container one soon does.
+    Both under the guard that DVC itself takes for each change of the file.
     """
-    torn = workspace / ".dvc" / "tmp" / "rwlock"
-    if not torn.exists():
+    path = workspace / ".dvc" / "tmp" / "rwlock"
+    if not path.exists():
         return
-    with torn.with_name("rwlock.lock").open("a+") as guard:
+    with path.with_name("rwlock.lock").open("a+") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
         try:
-            json.loads(torn.read_text(encoding="utf-8"))
-        except json.JSONDecodeError:
-            torn.unlink()
+            locks = json.loads(path.read_text(encoding="utf-8"))
+            readers = {file: [e for e in entries if _is_dvc(e["pid"])] for file, entries in locks.get("read", {}).items()}
+            writers = {file: entry for file, entry in locks.get("write", {}).items() if _is_dvc(entry["pid"])}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            path.unlink()
+            return
+        held = {kind: kept for kind, files in (("read", readers), ("write", writers)) if (kept := {f: e for f, e in files.items() if e})}
+        if held != locks:
+            path.write_text(json.dumps(held), encoding="utf-8")
+
+
+def _is_dvc(pid: int) -> bool:
+    try:
+        return any("dvc" in part for part in psutil.Process(int(pid)).cmdline())
+    except psutil.AccessDenied:  # another user's: it may be
+        return True
+    except psutil.NoSuchProcess:
+        return False
 
 
 class _Said:
@@ -243,32 +267,45 @@ class _Said:
         return StageFailed(stage, words if own else f"{stage}: exited with {code}: {words}", refused=self._exit_code == REFUSED)
 
 
-def _lines(child: subprocess.Popen[str], deadline: float) -> Iterator[str]:
-    """Lines of the child's output until it has exited and nothing is left to read.
+class _Lines:
+    """A child's output, read by a thread for as long as somebody can write it."""
 
-    Raises:
-        TimeoutError: the deadline passed.
-    """
-    lines: queue.Queue[str | None] = queue.Queue()
+    def __init__(self, child: subprocess.Popen[str]):
+        self._child = child
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._ended = False
+        threading.Thread(target=self._read, daemon=True).start()
 
-    def read() -> None:
-        for line in child.stdout:
-            lines.put(line.rstrip("\n"))
-        lines.put(None)
+    def _read(self) -> None:
+        for line in self._child.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
 
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        with suppress(queue.Empty):
-            line = lines.get(timeout=0.5)
-            if line is None:
+    def until(self, deadline: float) -> Iterator[str]:
+        """Lines until the child has exited and nothing is left to read.
+
+        Raises:
+            TimeoutError: the deadline passed.
+        """
+        while True:
+            with suppress(queue.Empty):
+                line = self._lines.get(timeout=0.5)
+                if line is None:
+                    self._ended = True
+                    break
+                yield line
+                continue
+            if self._child.poll() is not None and not session_members(self._child.pid):
                 break
-            yield line
-            continue
-        if child.poll() is not None and not session_members(child.pid):
-            break
-        if time.monotonic() > deadline:
-            raise TimeoutError
-    child.wait(timeout=STOP_GRACE)
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        self._child.wait(timeout=STOP_GRACE)
+
+    def rest(self) -> Iterator[str]:
+        """Lines of a child that has ended; no longer than a moment after the last one, should anybody else still hold its output."""
+        with suppress(queue.Empty):
+            while not self._ended and (line := self._lines.get(timeout=0.2)) is not None:
+                yield line
 
 
 def end_with(parent: int) -> Callable[[], None]:

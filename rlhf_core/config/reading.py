@@ -6,8 +6,10 @@ line, or the key. YAML's aliases are followed with a limit, for nine lines of th
 
 from __future__ import annotations
 
+import copy
 import math
 import re
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,12 @@ def parse_yaml(text: str, subject: str) -> Any:
     Raises:
         ConfigError: it isn't YAML, or is too deep or too large.
     """
+    return copy.deepcopy(_parse(text, subject))
+
+
+@lru_cache(maxsize=16)
+def _parse(text: str, subject: str) -> Any:
+    """Remembered: a flow asks for the same few files forty times, and each time takes ruamel 0.1 to 0.3 s."""
     if _brackets(text) > MAX_BRACKETS:
         raise ConfigError(f"{subject}: expected YAML, got more than {MAX_BRACKETS} nested brackets; is that a parameter file?")
     try:

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from rlhf_core.config.base import ConfigError
+from rlhf_core.config.reading import read_yaml_text
 
 # Which sections of params.yaml each stage reads; dvc.yaml says the same (a contract test compares them).
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
@@ -36,9 +35,12 @@ UNTRACKED_SECTIONS = ("checkpoints", "cluster", "tracking", "flow", "promotion")
 
 
 def read_stages(path: Path, params: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The stages of a dvc.yaml by name, with `${section.key}` in it replaced from params as DVC does."""
-    text = path.read_text(encoding="utf-8")
-    return YAML(typ="safe", pure=True).load(fill_in(text, params))["stages"]
+    """The stages of a dvc.yaml by name, with `${section.key}` in it replaced from params as DVC does.
+
+    Raises:
+        ConfigError: it isn't YAML, or asks for a key that params don't have.
+    """
+    return read_yaml_text(fill_in(path.read_text(encoding="utf-8"), params), str(path))["stages"]
 
 
 def fill_in(text: str, params: dict[str, Any]) -> str:

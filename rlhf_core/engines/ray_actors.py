@@ -16,6 +16,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from rlhf_core.quiet import collect_rarely
+
 PEER_SECONDS = 5.0  # in which the death that made another rank's call fail becomes known
 LOOK_SECONDS = 15.0  # to look at a process on another node, or to end it; a worker has to start there
 
@@ -54,6 +56,7 @@ class Hosted:
     """What an actor is: an object that is imported and made in the actor's process, so that nobody else has to import it."""
 
     def __init__(self, factory: str, **kwargs: Any):
+        collect_rarely()
         module, _, name = factory.partition(":")
         self._object = getattr(importlib.import_module(module), name)(**kwargs)
 

@@ -95,6 +95,7 @@ class VllmEngine:
         on_cpu = current_platform.is_cpu()
         if on_cpu:
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling took 13 s at the first generate
+            _inspect_here(model_path, trust_remote_code)
 
         self.version = 0
         self._llm = LLM(
@@ -181,6 +182,19 @@ def _sample(output) -> Sample:
 def _pack_head(model: torch.nn.Module) -> None:
     """Some CPUs multiply by a packed copy of a layer's weight. vLLM renews it where a layer is loaded, which a tied head never is."""
     model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+
+def _inspect_here(model_path: str, trust_remote_code: bool) -> None:
+    """Have vLLM look at the model's class in this process. On a machine where it hasn't done so before, it would start another one for
+    that, with all its imports (19 s of computing time), lest a GPU be touched; on the CPU there is none.
+    """
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    known = ModelRegistry.models
+    for name in AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code).architectures or []:
+        if name in known:
+            ModelRegistry.register_model(name, known[name].load_model_cls())
 
 
 def _cpu_cache(model_path: str, max_length: int, sequences: int, kv_cache_gib: int, trust_remote_code: bool) -> dict[str, int]:

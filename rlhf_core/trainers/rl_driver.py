@@ -27,6 +27,7 @@ def main() -> int:
     job = RlJob.read(Path(sys.argv[1]))
     try:
         with beat(job.pulse), Actors(job) as actors:
+            signal.signal(signal.SIGTERM, stop.ask)  # once more: a process that connects to Ray gets Ray's handler, which ends it
             from rlhf_core.trainers.rl import run
 
             return run(job, actors, stop)

@@ -64,7 +64,9 @@ def around_stages() -> list[Cell]:
     return [
         Cell(sft, "dvc", "SIGKILL", stopped, faults.send(SIGKILL, "dvc")),
         Cell(sft, "dvc", "SIGTERM", stopped, faults.send(SIGTERM, "dvc")),
-        Cell(sft, "flow", "SIGKILL", stopped, faults.send_to_command(SIGKILL), flow=True),
+        Cell(
+            sft, "flow", "SIGKILL", r"going on from the checkpoint of step \d+", faults.send_to_command(SIGKILL), flow=True
+        ),  # no one hears it
         Cell(sft, "flow", "SIGTERM", stopped, faults.send_to_command(SIGTERM), flow=True),
         Cell(sft, "flow", "SIGSTOP for 8 s", "Report: ", faults.send_to_command(SIGSTOP, seconds=8), flow=True, survives=True),
         Cell(sft, "stage", "SIGSTOP", late, faults.send(SIGSTOP), flow=True, survives=True, timeout=45),

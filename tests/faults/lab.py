@@ -229,7 +229,9 @@ def what_is_left(workspace: Path, watch: Watch) -> list[str]:
 
 
 def locks_held(workspace: Path) -> list[str]:
-    """Locks of stages that somebody holds, and entries in DVC's own file of locks, or what it is if it can't be read."""
+    """Locks of stages that somebody holds, and the entries of living processes in DVC's own file of locks, or what it is if it can't be
+    read. DVC takes a dead one's entry away when it meets it, and a flow before it starts DVC.
+    """
     held = []
     for path in (workspace / "scratch").glob("*/lock"):
         with path.open("a+") as file:
@@ -240,7 +242,9 @@ def locks_held(workspace: Path) -> list[str]:
     rwlock = workspace / ".dvc/tmp/rwlock"
     if rwlock.exists():
         try:
-            held += [f"rwlock: {name}" for kind in json.loads(rwlock.read_text()).values() for name in kind]
+            locks = json.loads(rwlock.read_text())
+            entries = locks.get("read", {}) | {name: [entry] for name, entry in locks.get("write", {}).items()}
+            held += [f"rwlock: {name}" for name, found in entries.items() if any(psutil.pid_exists(e["pid"]) for e in found)]
         except json.JSONDecodeError:
             held.append("rwlock, torn")
     return held

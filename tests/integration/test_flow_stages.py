@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flows.cache import run_checked
-from flows.stages import StageFailed, metrics_file, remove_torn_lock, run_stage, stage_order, up_to_date
+from flows.stages import StageFailed, clear_locks, metrics_file, run_stage, stage_order, up_to_date
 from rlhf_core.config import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -102,9 +104,24 @@ def test_a_lock_file_that_dvc_was_killed_over_is_removed(tmp_path):
     torn.parent.mkdir(exist_ok=True)
     torn.write_text('{"write": {"da')
     assert run_stage("prepare_data", workspace, timeout=60, on_line=lambda _: None).outcome == "ran"
-    before = torn.read_text()
-    remove_torn_lock(workspace)
-    assert torn.read_text() == before  # a whole one is DVC's business
+
+
+def test_what_a_killed_dvc_holds_is_taken_away_even_if_its_number_is_anothers_now(tmp_path):
+    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(sleeping) as other, subprocess.Popen([*sleeping, "dvc"]) as dvc:
+        entry = {p.pid: {"pid": p.pid, "cmd": "dvc repro"} for p in (other, dvc)}
+        gone = {"pid": 2**22 + 1, "cmd": "dvc repro"}  # above the largest number of a process
+        locks = {
+            "read": {"a": [entry[other.pid], entry[dvc.pid], gone], "b": [gone]},
+            "write": {"c": entry[other.pid], "d": entry[dvc.pid]},
+        }
+        path = tmp_path / ".dvc/tmp/rwlock"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(locks))
+        clear_locks(tmp_path)
+        assert json.loads(path.read_text()) == {"read": {"a": [entry[dvc.pid]]}, "write": {"d": entry[dvc.pid]}}
+        for process in (other, dvc):
+            process.kill()
 
 
 def test_a_refusal_is_told_from_a_crash_and_a_deadline_ends_all_processes(tmp_path, monkeypatch):
@@ -117,9 +134,10 @@ def test_a_refusal_is_told_from_a_crash_and_a_deadline_ends_all_processes(tmp_pa
         run_stage("train_sft", workspace, timeout=60, on_line=lambda _: None)
     assert not crash.value.refused
 
-    started = time.monotonic()
+    started, said = time.monotonic(), []
     with pytest.raises(StageFailed, match=r"expected to end within flow.stage_timeout=10 s") as late:
-        run_stage("train_sft", workspace, timeout=10, on_line=lambda _: None)
+        run_stage("train_sft", workspace, timeout=10, on_line=said.append)
+    assert said[-2].startswith("train_sft: stopped by a signal; run it again to go on from its checkpoint"), said[-3:]  # the last is DVC's
     assert not late.value.refused and time.monotonic() - started < 35
     assert processes_in(workspace) == []
     assert list((workspace / "scratch/train_sft").glob("*/step"))  # its checkpoint

@@ -137,6 +137,8 @@ def test_killed_rl_goes_on_and_the_whole_chain_ends_with_the_same_lock(chain, ba
     flow.kill()
     assert flow.wait(timeout=DEADLINE) == -signal.SIGKILL
     assert_nothing_left(battered)
+    (curves,) = (battered / "scratch/train_policy").glob("*/curves.csv")
+    assert newest_checkpoint(battered, "train_policy") == curves.read_text().count("\n") - 1, "expected a checkpoint of the last step"
     # A trainer rank, SIGKILL: the job crashes, and the flow tries the stage again by itself.
     flow = begin(battered, "flows.full_pipeline")
     start = len(said(battered))
