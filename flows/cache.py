@@ -14,15 +14,15 @@ from rlhf_core.config import read_yaml
 from rlhf_core.rounds import dvc_md5
 
 
-def run_checked(stage: str, workspace: Path, *, timeout: float, on_line: LineHandler) -> StageResult:
+def run_checked(stage: str, workspace: Path, *, timeout: float, grace: float, on_line: LineHandler) -> StageResult:
     """As run_stage; what comes out of DVC's cache damaged is removed there, and the stage runs."""
-    result = run_stage(stage, workspace, timeout=timeout, on_line=on_line)
+    result = run_stage(stage, workspace, timeout=timeout, grace=grace, on_line=on_line)
     damaged = remove_damaged(workspace, stage) if result.outcome == "restored" else []
     if not damaged:
         return result
     names = " and ".join(damaged)
     on_line(f"{stage}: expected from DVC's cache what dvc.lock says, got a damaged {names}; removed there, and the stage runs again")
-    return run_stage(stage, workspace, timeout=timeout, on_line=on_line)
+    return run_stage(stage, workspace, timeout=timeout, grace=grace, on_line=on_line)
 
 
 def remove_damaged(workspace: Path, stage: str) -> list[str]:

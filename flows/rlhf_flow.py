@@ -68,7 +68,7 @@ def _worth_a_retry(_task: Any, _run: TaskRun, state: State) -> bool:
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=_worth_a_retry)
-def run_through_dvc(stage: str, workspace: str, timeout: float) -> StageResult:
+def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float) -> StageResult:
     """One stage, its output in the terminal and, throttled, in Prefect's log."""
     throttle = LogThrottle(get_run_logger())
 
@@ -77,7 +77,7 @@ def run_through_dvc(stage: str, workspace: str, timeout: float) -> StageResult:
         throttle.add(line)
 
     try:
-        return run_checked(stage, Path(workspace), timeout=timeout, on_line=on_line)
+        return run_checked(stage, Path(workspace), timeout=timeout, grace=grace, on_line=on_line)
     finally:
         throttle.flush()
 
@@ -115,7 +115,7 @@ def _chain(root: Path, overrides: dict[str, Any], name: str | None, log: logging
     results: list[StageResult] = []
     try:
         for stage in order:
-            results.append(with_retries(stage, params.flow)(stage, str(workspace), params.flow.stage_timeout))
+            results.append(run_with_retries(stage, workspace, params.flow))
             publish_gate(workspace, stage)
     except StageFailed as failure:
         publish_gate(workspace, failure.stage)
@@ -136,8 +136,9 @@ def _name(root: Path, overrides: dict[str, Any], run: str | None) -> str | None:
     return derive_name(root, overrides, []) if run is None and overrides else run
 
 
-def with_retries(stage: str, config: FlowConfig):
-    return run_through_dvc.with_options(name=stage, task_run_name=stage, retries=config.retries, retry_delay_seconds=config.retry_delay)
+def run_with_retries(stage: str, workspace: Path, config: FlowConfig) -> StageResult:
+    task = run_through_dvc.with_options(name=stage, task_run_name=stage, retries=config.retries, retry_delay_seconds=config.retry_delay)
+    return task(stage, str(workspace), config.stage_timeout, config.stop_grace)
 
 
 def is_gate(stage: str) -> bool:

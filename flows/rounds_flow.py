@@ -11,7 +11,7 @@ from prefect.client.schemas.objects import State, StateType
 from flows.locks import only_flow
 from flows.overrides import Overrides
 from flows.pins import check_not_rolled_back
-from flows.rlhf_flow import end_state, publish_gate, with_retries
+from flows.rlhf_flow import end_state, publish_gate, run_with_retries
 from flows.rounds import (
     FIGURE,
     chain_before_rounds,
@@ -59,7 +59,7 @@ def _chain(root: Path, workspace: Path, params: Params) -> State | None:
     """Bring up what the rounds start from; a state where that failed."""
     try:
         for stage in chain_before_rounds(workspace, params):
-            _run(stage, workspace, params)
+            run_with_retries(stage, workspace, params.flow)
             publish_gate(workspace, stage)
     except StageFailed as failure:
         publish_gate(workspace, failure.stage)
@@ -78,7 +78,7 @@ def _rounds(root: Path, workspace: Path, params: Params, rounds: int) -> State |
     while (number := current_round(workspace, params, start=start, last=last)) is not None:
         try:
             for stage in round_stages(number):
-                _run(stage, workspace, params)
+                run_with_retries(stage, workspace, params.flow)
         except StageFailed as failure:
             return end_state(workspace, failure)
         _show(workspace, number)
@@ -87,10 +87,6 @@ def _rounds(root: Path, workspace: Path, params: Params, rounds: int) -> State |
         if not outcome["trained"]:
             return State(type=StateType.FAILED, name=ROUND_REFUSED, message=f"round {number}: {outcome['reason']}")
     return None
-
-
-def _run(stage: str, workspace: Path, params: Params) -> None:
-    with_retries(stage, params.flow)(stage, str(workspace), params.flow.stage_timeout)
 
 
 def _show(workspace: Path, number: int) -> None:

@@ -31,7 +31,7 @@ from rlhf_core.quiet import QUIET_ENVIRONMENT
 Outcome = Literal["ran", "cached", "restored"]
 LineHandler = Callable[[str], None]
 
-STOP_GRACE = 25.0  # seconds from SIGTERM to SIGKILL, for a checkpoint; Prefect's worker gives a flow run 30
+END_SECONDS = 25.0  # for a process to be gone whose children are
 BUSY_SECONDS = 3.0  # between two tries while somebody else's DVC works in the folder
 REFUSED = 1  # a stage's exit code when it says no (params, data, gate); a crash in it has another one
 _SAID = {
@@ -140,22 +140,23 @@ def up_to_date(workspace: Path) -> bool:
     return False
 
 
-def run_stage(stage: str, workspace: Path, *, timeout: float, on_line: LineHandler) -> StageResult:
+def run_stage(stage: str, workspace: Path, *, timeout: float, grace: float, on_line: LineHandler) -> StageResult:
     """`dvc repro --single-item` of one stage, its output passed on line by line.
 
     The subprocess has a session of its own. When we are interrupted or the deadline passes, the stage is told by SIGTERM,
-    has STOP_GRACE seconds for its checkpoint and is then killed; when we are killed, the kernel tells DVC and through it the stage.
+    has a grace for its checkpoint and is then killed; when we are killed, the kernel tells DVC and through it the stage.
 
     Args:
         stage: of dvc.yaml, or as DVC addresses one of another pipeline, such as rounds/dvc.yaml:sample_round@1.
         timeout: seconds.
+        grace: seconds.
     Raises:
         StageFailed: it exited with an error, or its time was up.
     """
     started, waiting = time.monotonic(), False
     while True:
         said = _Said()
-        child = _repro(stage, workspace, started + timeout, timeout, said, on_line)
+        child = _repro(stage, workspace, started + timeout, timeout, grace, said, on_line)
         if child.returncode == 0:
             return StageResult(stage, said.outcome, time.monotonic() - started)
         if not said.busy or time.monotonic() > started + timeout:
@@ -166,7 +167,9 @@ def run_stage(stage: str, workspace: Path, *, timeout: float, on_line: LineHandl
         time.sleep(BUSY_SECONDS)
 
 
-def _repro(stage: str, workspace: Path, deadline: float, timeout: float, said: _Said, on_line: LineHandler) -> subprocess.Popen[str]:
+def _repro(
+    stage: str, workspace: Path, deadline: float, timeout: float, grace: float, said: _Said, on_line: LineHandler
+) -> subprocess.Popen[str]:
     """DVC, run to its end.
 
     Raises:
@@ -202,7 +205,7 @@ def _repro(stage: str, workspace: Path, deadline: float, timeout: float, said: _
             refused=False,
         ) from None
     finally:
-        stop_session(child)
+        stop_session(child, grace)
         for line in lines.rest():  # what a stage says that was told to stop
             tell(line)
     return child
@@ -299,7 +302,7 @@ class _Lines:
                 break
             if time.monotonic() > deadline:
                 raise TimeoutError
-        self._child.wait(timeout=STOP_GRACE)
+        self._child.wait(timeout=END_SECONDS)
 
     def rest(self) -> Iterator[str]:
         """Lines of a child that has ended; no longer than a moment after the last one, should anybody else still hold its output."""
@@ -332,7 +335,7 @@ def session_members(session: int) -> list[psutil.Process]:
     return members
 
 
-def stop_session(child: subprocess.Popen, grace: float = STOP_GRACE) -> None:
+def stop_session(child: subprocess.Popen, grace: float) -> None:
     """End a child and its session: SIGTERM to the processes it started, or to itself where there are none, and SIGKILL after the grace.
 
     The stage is told rather than DVC, so that DVC sees it end and releases its own locks.
@@ -353,7 +356,7 @@ def stop_session(child: subprocess.Popen, grace: float = STOP_GRACE) -> None:
                     process.terminate()
         child.poll()
         time.sleep(0.05)
-    child.wait(timeout=STOP_GRACE)
+    child.wait(timeout=END_SECONDS)
 
 
 def _outermost(processes: list[psutil.Process], root: int) -> list[psutil.Process]:

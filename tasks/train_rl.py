@@ -33,6 +33,7 @@ from tasks.stage import (
 )
 
 TAIL = 20  # steps over which the final figures are averaged
+LESS_FOR_THE_JOB = 5.0  # seconds of the grace of a stage that its job does not get: the head has to end too
 
 
 class JobCrashed(RuntimeError):
@@ -86,8 +87,12 @@ def run(stage: Stage, output: Path) -> None:
     with contextlib.ExitStack() as stack:
         address = params.cluster.address
         if address is None:
-            cpus, start_timeout = max(actors, params.cluster.threads), params.cluster.start_timeout
-            head = local_head(cpus=cpus, start_timeout=start_timeout, keep_open=(stage.lock_descriptor,))
+            head = local_head(
+                cpus=max(actors, params.cluster.threads),
+                start_timeout=params.cluster.start_timeout,
+                stop_grace=params.flow.stop_grace - LESS_FOR_THE_JOB,
+                keep_open=(stage.lock_descriptor,),
+            )
             address = stack.enter_context(head)
         if stage.stop_requested:
             raise StageStopped

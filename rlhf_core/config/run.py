@@ -42,9 +42,12 @@ class TrackingConfig(Section):
 
 
 class FlowConfig(Section):
+    """stop_grace: seconds that a stage has for its checkpoint when it is told to stop; whoever runs flows must give them 5 more."""
+
     retries: int = Field(ge=0)
     retry_delay: float = Field(ge=0)
     stage_timeout: float = Field(gt=0)
+    stop_grace: float = Field(ge=10)
 
 
 class RegistryConfig(Section):

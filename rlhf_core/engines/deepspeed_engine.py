@@ -22,8 +22,6 @@ from torch import nn
 from rlhf_core.certificate import OPTIMIZER_NAMES
 from rlhf_core.models.lora import merged_state_dict
 
-RENDEZVOUS_SECONDS = 120
-
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -57,7 +55,7 @@ def join_world(*, rank: int = 0, world_size: int = 1, store: dist.Store | None =
     """Make this process rank `rank` of the data-parallel world; a world of one needs no network.
 
     Raises:
-        dist.DistStoreError: not all ranks arrived within RENDEZVOUS_SECONDS.
+        dist.DistStoreError: not all ranks arrived within the timeout of `store`.
     """
     if dist.is_initialized():
         return

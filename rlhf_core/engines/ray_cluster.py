@@ -23,7 +23,6 @@ import psutil
 
 log = logging.getLogger("rlhf")
 
-STOP_GRACE_SECONDS = 20  # between SIGTERM and SIGKILL of a job: it writes a checkpoint; the flow gives the stage 25
 HEAD_STOP_SECONDS = 20
 MARK = "RLHF_RAY_HEAD"  # environment variable: the folder of the head that a process came of
 POLL_SECONDS = 0.5  # each look costs the head's dashboard and agent some computing too
@@ -34,12 +33,13 @@ class ClusterError(RuntimeError):
 
 
 @contextlib.contextmanager
-def local_head(*, cpus: int, start_timeout: float, keep_open: tuple[int, ...] = ()) -> Iterator[str]:
+def local_head(*, cpus: int, start_timeout: float, stop_grace: float = 20.0, keep_open: tuple[int, ...] = ()) -> Iterator[str]:
     """Start a Ray head on free loopback ports, yield its dashboard address, and end it with all its processes.
 
     A second head on the machine is left alone: nothing here calls `ray stop`. The head dies with this process.
 
     Args:
+        stop_grace: seconds that a job which is told to stop has for its checkpoint.
         keep_open: file descriptors that stay open until the last process of the head is gone, even when this one is killed.
     Raises:
         ClusterError: it isn't up after `start_timeout` seconds.
@@ -48,7 +48,7 @@ def local_head(*, cpus: int, start_timeout: float, keep_open: tuple[int, ...] = 
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_JOB_STOP_WAIT_TIME_S=str(STOP_GRACE_SECONDS))
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_JOB_STOP_WAIT_TIME_S=f"{stop_grace:.0f}")
     # Ray reads 127.0.0.1 as "this machine" and listens on its outer address, unless it is told that there are no other nodes.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ.setdefault("RAY_worker_niceness", "0")  # or its workers, who do all the work, yield to everything else
@@ -141,7 +141,7 @@ def run_job(
         silence_timeout: seconds without an answer of the head, or without a change of `pulse`, after which either is taken for lost.
         pulse: a file that the driver changes all the time (rlhf_core/trainers/rl_job.py: beat).
         on_output: gets the driver's output in pieces, as they come.
-        stop_requested: once True, the job is sent SIGTERM; it has STOP_GRACE_SECONDS to write a checkpoint.
+        stop_requested: once True, the job is sent SIGTERM; it has the grace of its head to write a checkpoint.
     Returns:
         the driver's exit code.
     Raises:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from rlhf_core.data.batching import microbatches
-from rlhf_core.engines.deepspeed_engine import RENDEZVOUS_SECONDS, EngineSettings, TrainEngine, device, equal_count, join_world
+from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device, equal_count, join_world
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.models.branches import can_share_prefixes, collate_branches, continue_prefix
 from rlhf_core.models.build import checkpoint_names, load_language_model, load_scalar_model, new_scalar_model, save_model
@@ -48,7 +48,8 @@ class TrainerRank:
         """Join the other ranks and build the models."""
         store = None
         if self._world_size > 1:
-            store = dist.TCPStore(host, port, self._world_size, is_master=self._rank == 0, timeout=timedelta(seconds=RENDEZVOUS_SECONDS))
+            timeout = timedelta(seconds=self._job.rl.deadlines.start)
+            store = dist.TCPStore(host, port, self._world_size, is_master=self._rank == 0, timeout=timeout)
         join_world(rank=self._rank, world_size=self._world_size, store=store)
         job = self._job
         how = {"trust_remote_code": job.model.trust_remote_code, "training_dtype": job.model.dtype}

@@ -78,7 +78,7 @@ def around_stages() -> list[Cell]:
 def of_ray() -> list[Cell]:
     """The processes of the RL job."""
     rl = "train_policy"
-    dead, late = "rank {}: expected [a-z_]+ to finish, got a dead process", "rank {}: expected [a-z_]+ to finish, got no answer within"
+    dead, late = "rank {}: expected [a-z_ ]+ to finish, got a dead process", "rank {}: expected [a-z_ ]+ to finish, got no answer within"
     replaced = r".*replaced \(\d of at most rl.max_replacements=2\) and asked again"
     head = "expected the head to answer within cluster.silence_timeout"
     crashed = r"RL job: expected exit code 0, got "
@@ -159,7 +159,7 @@ def of_clocks() -> list[Cell]:
 
 def of_nodes() -> list[Cell]:
     """A cluster of several nodes that was there before (cluster.address); each actor has a node of its own."""
-    rl, dead = "train_policy", "rank 0: expected [a-z_]+ to finish, got a dead process"
+    rl, dead = "train_policy", "rank 0: expected [a-z_ ]+ to finish, got a dead process"
     return [
         Cell(
             *(rl, "node of vLLM, another is free", "lost"),

@@ -61,7 +61,7 @@ def test_a_flow_waits_for_a_stage_that_somebody_runs_by_hand(tmp_path, monkeypat
     try:
         wait_until(training_has_begun(workspace), 60, "training")
         printed: list[str] = []
-        result = run_stage("train_sft", workspace, timeout=90, on_line=printed.append)
+        result = run_stage("train_sft", workspace, timeout=90, grace=25, on_line=printed.append)
         assert by_hand.wait(30) == 0
     finally:
         by_hand.kill()

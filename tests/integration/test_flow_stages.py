@@ -61,7 +61,7 @@ def test_outcomes_of_a_stage(tmp_path):
     printed: list[str] = []
 
     def run() -> str:
-        return run_stage("prepare_data", workspace, timeout=60, on_line=printed.append).outcome
+        return run_stage("prepare_data", workspace, timeout=60, grace=25, on_line=printed.append).outcome
 
     assert run() == "ran"
     assert any(line.startswith("prepare_data: done in ") for line in printed)
@@ -82,7 +82,7 @@ def test_what_dvcs_cache_has_damaged_is_made_again(tmp_path):
     printed: list[str] = []
 
     def run() -> str:
-        return run_checked("prepare_data", workspace, timeout=60, on_line=printed.append).outcome
+        return run_checked("prepare_data", workspace, timeout=60, grace=25, on_line=printed.append).outcome
 
     assert run() == "ran"
     rows = workspace / "data/prepared/rows.txt"
@@ -103,7 +103,7 @@ def test_a_lock_file_that_dvc_was_killed_over_is_removed(tmp_path):
     torn = workspace / ".dvc/tmp/rwlock"
     torn.parent.mkdir(exist_ok=True)
     torn.write_text('{"write": {"da')
-    assert run_stage("prepare_data", workspace, timeout=60, on_line=lambda _: None).outcome == "ran"
+    assert run_stage("prepare_data", workspace, timeout=60, grace=25, on_line=lambda _: None).outcome == "ran"
 
 
 def test_what_a_killed_dvc_holds_is_taken_away_even_if_its_number_is_anothers_now(tmp_path):
@@ -126,28 +126,28 @@ def test_what_a_killed_dvc_holds_is_taken_away_even_if_its_number_is_anothers_no
 
 def test_a_refusal_is_told_from_a_crash_and_a_deadline_ends_all_processes(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path / "project", steps=2000)
-    run_stage("prepare_data", workspace, timeout=60, on_line=lambda _: None)
+    run_stage("prepare_data", workspace, timeout=60, grace=25, on_line=lambda _: None)
     marker = tmp_path / "crash"
     marker.touch()
     monkeypatch.setenv("CRASH_ONCE", str(marker))
     with pytest.raises(StageFailed, match="train_sft: exited with 70: RuntimeError: the disk said no") as crash:
-        run_stage("train_sft", workspace, timeout=60, on_line=lambda _: None)
+        run_stage("train_sft", workspace, timeout=60, grace=25, on_line=lambda _: None)
     assert not crash.value.refused
 
     started, said = time.monotonic(), []
     with pytest.raises(StageFailed, match=r"expected to end within flow.stage_timeout=10 s") as late:
-        run_stage("train_sft", workspace, timeout=10, on_line=said.append)
+        run_stage("train_sft", workspace, timeout=10, grace=25, on_line=said.append)
     assert said[-2].startswith("train_sft: stopped by a signal; run it again to go on from its checkpoint"), said[-3:]  # the last is DVC's
     assert not late.value.refused and time.monotonic() - started < 35
     assert processes_in(workspace) == []
     assert list((workspace / "scratch/train_sft").glob("*/step"))  # its checkpoint
 
     with pytest.raises(StageFailed) as refusal:
-        run_stage("gate_reward", workspace, timeout=60, on_line=lambda _: None)
+        run_stage("gate_reward", workspace, timeout=60, grace=25, on_line=lambda _: None)
     assert refusal.value.refused is False  # DVC itself said no: models/sft is missing
 
     broken = (workspace / "params.yaml").read_text().replace("steps: 2000", "steps: many")
     (workspace / "params.yaml").write_text(broken)
     with pytest.raises(StageFailed, match=r"train_sft: params.yaml: sft.steps: expected a valid integer") as refusal:
-        run_stage("train_sft", workspace, timeout=60, on_line=lambda _: None)
+        run_stage("train_sft", workspace, timeout=60, grace=25, on_line=lambda _: None)
     assert refusal.value.refused
