@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+from flows.lost_runs import end_lost_runs
 from flows.stages import end_with, stop_session
 from rlhf_core.config import ConfigError
 from rlhf_core.quiet import be_quiet
@@ -182,7 +183,7 @@ def stop(child: subprocess.Popen, grace: float = 10.0) -> None:
     child.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(timeout=grace)
-    stop_session(child, grace=5.0)
+    stop_session(child, grace)
 
 
 def serve(root: Path, port: int) -> int:
@@ -207,6 +208,8 @@ def serve(root: Path, port: int) -> int:
             protection = {"PREFECT_SERVER_API_AUTH_STRING": secret, "PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
             children.append(start(command, log, **protection))
             wait_for(url, children[0])
+        for name in end_lost_runs(url, secret):
+            print(f"Run {name}: its process is gone; it is Crashed now, and `prefect flow-run retry` goes on with it", flush=True)
         subprocess.run(
             [*prefect, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"], check=True, stdout=subprocess.DEVNULL
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,6 +27,8 @@ from small_workspace import (
     training_has_begun,
     wait_until,
 )
+
+from flows.lost_runs import end_lost_runs
 
 STEPS = 80
 
@@ -75,3 +78,16 @@ def test_a_deployments_run_refused_started_killed_and_retried(served):
     assert git(worktree, "status", "--porcelain") == "" and (worktree / "dvc.lock").exists()
     printed = (workspace.parent / "server.log").read_text()
     assert outcomes(printed) == {**dict.fromkeys(ORDER, "ran"), "prepare_data": "cached"}
+    assert_only_lost_runs_are_ended(workspace, prefect, completed)
+
+
+def assert_only_lost_runs_are_ended(workspace: Path, prefect: Any, completed: dict) -> None:
+    """What `make server` does when it starts, to a run whose process is gone, one whose process is there and one that is done."""
+    path = f"deployments/{completed['deployment_id']}/create_flow_run"
+    lost, living = (prefect.ask(path, state={"type": "RUNNING"}) for _ in range(2))
+    with subprocess.Popen(["sleep", "600"], env={"PREFECT__FLOW_RUN_ID": living["id"], "PATH": os.defpath}) as process:
+        secret = (workspace / ".prefect/auth").read_text().strip()
+        assert end_lost_runs(prefect.url, secret) == [lost["name"]] and end_lost_runs(prefect.url, secret) == []
+        process.kill()
+    states = {run["id"]: run["state"]["name"] for run in flow_runs(prefect, "full-pipeline")}
+    assert states == {lost["id"]: "Crashed", living["id"]: "Running", completed["id"]: "Completed"}
