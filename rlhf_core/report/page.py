@@ -21,7 +21,7 @@ from rlhf_core.report.blame import blame
 from rlhf_core.report.canvas import DARK
 from rlhf_core.report.differences import Results, figures_that_count, headline, outs_that_differ, params_that_differ
 from rlhf_core.report.figures import Figures, all_figures
-from rlhf_core.report.inputs import ReportInputError, ReportInputs, Stopped, need
+from rlhf_core.report.inputs import ReportInputError, ReportInputs, need
 from rlhf_core.report.texts import count, measured, number, share, signed, visible
 from rlhf_core.report.times import StageTime
 from rlhf_core.report.verdict import MODES, data_verdict, gate_verdict, judged, outcome, rewarded_by, stopped_verdict
@@ -117,6 +117,7 @@ def render(inputs: ReportInputs) -> str:
         "sections": SECTIONS,
         "changes": [changes(which, baseline, inputs) for which, baseline in inputs.baselines.items()],
         "override": None if inputs.gate is None else need(inputs.gate, "override"),
+        "taken_over": taken_over(inputs),
         "monitor": None if inputs.policy is None else inputs.policy.get("monitor"),
         "modes": MODES,
         "samples": [] if inputs.samples is None else list(samples(inputs.samples)),
@@ -145,6 +146,12 @@ def changes(which: str, baseline: Results, inputs: ReportInputs) -> dict[str, An
     }
 
 
+def taken_over(inputs: ReportInputs) -> list[tuple[str, Mapping[str, Any]]]:
+    """The training stages that went on from other work's checkpoint (checkpoints.go_on_from): name, and step and differences as noted."""
+    metrics = {"train_sft": inputs.sft, "train_reward": inputs.reward, "train_policy": inputs.policy}
+    return [(stage, entry) for stage, tree in metrics.items() if tree is not None for entry in tree.get("gone_on_from", [])]
+
+
 def _evaluated(inputs: ReportInputs, scorers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     confidence = need(inputs.params, "evaluation", "confidence")
     return {
@@ -153,10 +160,6 @@ def _evaluated(inputs: ReportInputs, scorers: Sequence[Mapping[str, Any]]) -> di
         "tiles": list(tiles(inputs.evaluation, rewarded_by(scorers), confidence)),
         "evaluation_rows": [*evaluation_rows(inputs.evaluation), *scorer_rows(inputs.evaluation, scorers)],
     }
-
-
-def _not_evaluated(stopped: Stopped) -> dict[str, Any]:
-    return {"blame": None, "outcome": stopped_verdict(stopped), "tiles": []}
 
 
 def render_times(title: str, times: Mapping[str, StageTime]) -> str:

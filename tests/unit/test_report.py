@@ -323,8 +323,11 @@ def test_who_is_to_blame_and_what_was_overridden_or_stopped_stands_at_the_top(tm
     monitor = {"stopped": event, "warnings": [warning], "chosen_step": 25}
     edit_metrics(workspace, "train_policy", {"monitor": monitor})
     edit_metrics(workspace, "gate", {"override": "we <know>", "passed": False, "message": "rejected: too few."})
+    began = {"of": "rl", "step": 7, "differences": ["params: rl.learning_rate: 1 -> <2>"]}
+    edit_metrics(workspace, "train_policy", {"gone_on_from": [began]})
     page = render_in(workspace, monkeypatch)
     top = page[: page.index("</header>")]
+    assert "train_policy went on from other work’s checkpoint, of step 7." in top and "rl.learning_rate: 1 -&gt; &lt;2&gt;" in top
     assert '<aside class="blame">' in top and "What to look at:" in top and "we &lt;know&gt;" in top
     assert "A limit ended the training at step 30." in top
     assert page.count("kl: &lt;9&gt;") >= 2 and "The policy is that of step 25." in page
