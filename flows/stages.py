@@ -199,11 +199,9 @@ def _repro(
         for line in lines.until(deadline):
             tell(line)
     except TimeoutError:
-        raise StageFailed(
-            stage,
-            f"{stage}: expected to end within flow.stage_timeout={timeout:g} s, got no end; raise it or look at the log",
-            refused=False,
-        ) from None
+        late = f"{stage}: expected to end within flow.stage_timeout={timeout:g} s, got no end; raise it or look at the log"
+        on_line(late)  # a stage that dies has said why, and a retry that goes well hides the error
+        raise StageFailed(stage, late, refused=False) from None
     finally:
         stop_session(child, grace)
         for line in lines.rest():  # what a stage says that was told to stop

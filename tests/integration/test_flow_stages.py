@@ -137,6 +137,7 @@ def test_a_refusal_is_told_from_a_crash_and_a_deadline_ends_all_processes(tmp_pa
     started, said = time.monotonic(), []
     with pytest.raises(StageFailed, match=r"expected to end within flow.stage_timeout=10 s") as late:
         run_stage("train_sft", workspace, timeout=10, grace=25, on_line=said.append)
+    assert str(late.value) in said
     assert said[-2].startswith("train_sft: stopped by a signal; run it again to go on from its checkpoint"), said[-3:]  # the last is DVC's
     assert not late.value.refused and time.monotonic() - started < 35
     assert processes_in(workspace) == []
