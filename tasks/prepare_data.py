@@ -67,7 +67,9 @@ def prepare(config: DataConfig, *, seed: int) -> tuple[Prepared, dict[str, dict[
         dropped[source.name] = loaded.dropped
         for use, of_use in loaded.rows.items():
             kept = keep_share(with_ids(of_use, source.name), source.weight / heaviest, config.max_rows)
-            rows[use] += [{**row, "split": _split(row, config)} for row in kept]
+            for row in kept:
+                row["split"] = _split(row, config)
+            rows[use] += kept
     return {use: of_use for use, of_use in rows.items() if of_use}, dropped
 
 
@@ -130,10 +132,12 @@ def token_lengths(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> dict[
 
 
 def _lengths(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Counter[int]:
+    from rlhf_core.models.tokenizer import encode_texts
+
     counts = Counter(texts)
     lengths: Counter[int] = Counter()
-    for ids, n in zip(tokenizer(list(counts), add_special_tokens=False)["input_ids"], counts.values(), strict=True):
-        lengths[len(ids)] += n
+    for text, ids in encode_texts(tokenizer, list(counts)):
+        lengths[len(ids)] += counts[text]
     return lengths
 
 

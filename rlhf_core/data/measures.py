@@ -15,6 +15,7 @@ from jinja2.exceptions import TemplateError
 
 from rlhf_core.data.schema import SCHEMAS, Message
 from rlhf_core.data.split import conversation_text
+from rlhf_core.models.tokenizer import encode_texts, in_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +43,7 @@ def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) 
     """
     frame = pd.DataFrame({column: _strings(row[column] for row in rows) for column in ("id", "source", "split", *TEXT_COLUMNS[use])})
     if use == "pretrain":
-        lengths = {text: len(ids) + 1 for text, ids in _encode(tokenizer, frame["text"].dropna().unique().tolist()).items()}
+        lengths = {text: len(ids) + 1 for text, ids in encode_texts(tokenizer, frame["text"].dropna().unique().tolist())}
         return frame.assign(tokens=frame["text"].map(lengths))
     frame = frame.assign(**_conversation_columns([row["messages"] for row in rows]))
     frame = frame.assign(**_token_columns(frame, TEXT_COLUMNS[use], tokenizer))
@@ -100,7 +101,7 @@ def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTr
     conversations = {key: json.loads(key) for key in frame["conversation"][sound].unique().tolist()}
     rendered = dict(zip(conversations, _render(tokenizer, list(conversations.values()), add_generation_prompt=True), strict=True))
     prompts = {key: text for key, text in rendered.items() if isinstance(text, str)}
-    lengths = {text: len(ids) for text, ids in _encode(tokenizer, list(dict.fromkeys(prompts.values()))).items()}
+    lengths = {text: len(ids) for text, ids in encode_texts(tokenizer, list(dict.fromkeys(prompts.values())))}
 
     rows = [
         (key, text)
@@ -130,16 +131,19 @@ def _answers(
     A template may strip or rewrite a response; then training would see another text than the policy writes, and that text
     is what comes back.
     """
-    if not rows:  # batch_decode makes one text of no ids
-        return {}
     texts = list(dict.fromkeys(text for _, text in rows))
-    ids = _encode(tokenizer, texts, split_special_tokens=True)
-    decoded = dict(zip(texts, tokenizer.batch_decode(list(ids.values()), skip_special_tokens=True), strict=True))
-    complete = _render(tokenizer, [[*conversations[key], {"role": "assistant", "content": text}] for key, text in rows])
+    counts: dict[str, int] = {}
+    decoded: dict[str, str] = {}
+    for part in in_parts(texts):
+        ids = [ids for _, ids in encode_texts(tokenizer, part, split_special_tokens=True)]
+        counts |= zip(part, map(len, ids), strict=True)
+        decoded |= zip(part, tokenizer.batch_decode(ids, skip_special_tokens=True), strict=True)
     found = {}
-    for (key, text), full in zip(rows, map(str, complete), strict=True):
-        copied = full.startswith(prompts[key] + text)
-        found[key, text] = (len(ids[text]), decoded[text] if copied else full.removeprefix(prompts[key]))
+    for part in in_parts(rows):
+        complete = _render(tokenizer, [[*conversations[key], {"role": "assistant", "content": text}] for key, text in part])
+        for (key, text), full in zip(part, map(str, complete), strict=True):
+            copied = full.startswith(prompts[key] + text)
+            found[key, text] = (counts[text], decoded[text] if copied else full.removeprefix(prompts[key]))
     return found
 
 
@@ -160,12 +164,6 @@ def _preference_columns(frame: pd.DataFrame) -> dict[str, pd.Series]:
         "chosen_is_longer": longer.where(measured),
         "is_chosen": frame["chosen"].notna().astype(float).where(is_unpaired),
     }
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: bool) -> dict[str, list[int]]:
-    options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False, **options}
-    ids = tokenizer(texts, **options)["input_ids"] if texts else []
-    return dict(zip(texts, ids, strict=True))
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]], **options: bool) -> list[str | TemplateError]:

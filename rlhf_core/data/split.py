@@ -25,13 +25,15 @@ def split_of(text: str, *, validation_fraction: float, test_fraction: float) -> 
 
 def with_ids(rows: Sequence[dict], source: str) -> list[dict]:
     """Rows with source and id, a hash of both and, of equal rows, of how many came before: order changes no id, nor do slices."""
-    seen: Counter[str] = Counter()
+    seen: Counter[bytes] = Counter()  # by hash: contents would fill the memory
     identified = []
     for row in rows:
         content = json.dumps([source, {key: value for key, value in row.items() if key != "slices"}], sort_keys=True, ensure_ascii=False)
-        digest = hashlib.sha256(f"{content}#{seen[content]}".encode("utf-8", "surrogatepass")).hexdigest()
-        seen[content] += 1
-        identified.append({"id": digest[:16], "source": source, **row})
+        digest = hashlib.sha256(content.encode("utf-8", "surrogatepass"))
+        before = seen[digest.digest()]
+        seen[digest.digest()] += 1
+        digest.update(f"#{before}".encode())
+        identified.append({"id": digest.hexdigest()[:16], "source": source, **row})
     return identified
 
 
