@@ -262,6 +262,12 @@ def test_tokens_are_those_that_the_trainers_count(tokenizer, response):
     assert frame["response_decoded"].tolist() == [response, response]
 
 
+def test_rows_that_are_looked_at_in_parts_give_the_same_findings(rows, tokenizer, monkeypatch):
+    whole = check(rows, tokenizer)
+    monkeypatch.setattr("rlhf_core.models.tokenizer.TEXTS_AT_ONCE", 7)
+    assert check(rows, tokenizer) == whole
+
+
 def test_the_summary_is_the_same_bytes_for_any_order_of_the_rows_and_caps_ids(rows, tokenizer):
     for r in rows["preference"][:6]:
         r["rejected"] = r["chosen"]
