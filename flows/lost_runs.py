@@ -18,7 +18,8 @@ MESSAGE = "Its process is gone, and nobody was there to hear of its end; a retry
 
 
 def end_lost_runs(url: str, secret: str) -> list[str]:
-    """Set the runs of deployments that no process works on to Crashed. To be called before a worker starts new ones.
+    """Set the runs of deployments that no process works on to Crashed. To be called before a worker starts new ones, with a server whose
+    database no other machine shares.
 
     Args:
         url: of Prefect's API.

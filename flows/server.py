@@ -33,6 +33,7 @@ from rlhf_core.quiet import be_quiet
 HOST = "127.0.0.1"
 WORK_POOL = "local"
 START_DEADLINE = 120.0  # seconds
+_DATABASES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")  # other than the one in PREFECT_HOME
 _QUIET = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",  # the stages' lines are printed as they come
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
@@ -208,7 +209,7 @@ def serve(root: Path, port: int) -> int:
             protection = {"PREFECT_SERVER_API_AUTH_STRING": secret, "PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
             children.append(start(command, log, **protection))
             wait_for(url, children[0])
-        for name in end_lost_runs(url, secret):
+        for name in [] if any(name in os.environ for name in _DATABASES) else end_lost_runs(url, secret):
             print(f"Run {name}: its process is gone; it is Crashed now, and `prefect flow-run retry` goes on with it", flush=True)
         subprocess.run(
             [*prefect, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"], check=True, stdout=subprocess.DEVNULL
