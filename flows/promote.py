@@ -35,6 +35,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
     added = command("register", "Make the model of a run's last commit a version.")
     added.add_argument("--run", metavar="NAME", help="the run in runs/NAME; without it the current folder")
+    added.add_argument("--round", type=int, metavar="N", help="the policy of this round, if NAME is a series of iterative DPO")
     added = command("show", "All versions, or all that is known of one.")
     added.add_argument("version", nargs="?", help="for example v2.0.0; `promoted` for the promoted one")
     added.add_argument("--json", action="store_true", help="for programs, with the whole lineage")
@@ -73,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def register(root: Path, asked: argparse.Namespace) -> str:
-    version = versions.register(root, asked.artifact, asked.run)
+    version = versions.register(root, asked.artifact, asked.run, asked.round)
     return (
         f"Registered {asked.artifact} {version.version}: commit {version.commit[:SHORT]} of {version.lineage['run']}, md5 {version.md5}\n"
         f"{_gate_line(version)}\n{share(asked.artifact)}"

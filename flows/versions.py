@@ -20,6 +20,7 @@ from flows.worktree import git, share_cache, worktree_path
 from rlhf_core.config import ConfigError
 from rlhf_core.lineage import REWARD_MODEL, hashes_of_outs, history, lineage
 from rlhf_core.registry import cache_folder, checkout, missing, verify
+from rlhf_core.rounds import PIPELINE, round_folder
 
 GATE = "metrics/gate.json"
 LAST_STAGE = {"reward-model": "gate_reward", "policy": "train_policy"}  # up to here DVC must find nothing to do
@@ -27,13 +28,14 @@ LAST_STAGE = {"reward-model": "gate_reward", "policy": "train_policy"}  # up to 
 log = logging.getLogger("rlhf.flows")
 
 
-def register(root: Path, artifact: str, run: str | None) -> Version:
+def register(root: Path, artifact: str, run: str | None, round_number: int | None = None) -> Version:
     """Make the model of a run's last commit a version.
 
     Args:
         run: whose worktree, runs/<run>; None: the current folder.
+        round_number: of a series of iterative DPO, whose policy it is then; None: the chain's own model.
     Raises:
-        ConfigError: the commit isn't what made the model, or the model isn't in DVC's cache.
+        ConfigError: the commit isn't what made the model, the round was not accepted, or the model isn't in DVC's cache.
     """
     workspace = root if run is None else worktree_path(root, run)
     if not (workspace / "dvc.yaml").is_file():
@@ -42,11 +44,14 @@ def register(root: Path, artifact: str, run: str | None) -> Version:
         files = ", ".join(line.split()[-1] for line in changed.splitlines())
         raise ConfigError(f"{workspace.name}: expected all committed, got changes in {files}; commit them, for a version is a commit's")
     commit, branch = git(workspace, "rev-parse", "HEAD"), git(workspace, "rev-parse", "--abbrev-ref", "HEAD")
-    lock, gate = _read(workspace, "dvc.lock"), _read(workspace, GATE)
+    lock, gate = read_locks(workspace, commit), _read(workspace, GATE)
     if artifact == "reward-model" and not gate["needed"]:
         raise ConfigError(f"{artifact} of {branch}: expected a reward model, got none; reward.enabled is false there")
-    path = _read(workspace, "dvc.yaml")["artifacts"][artifact]["path"]
-    last = LAST_STAGE[artifact] if artifact != "reward-model" or gate["passed"] or gate["override"] else "train_reward"
+    if round_number is not None:
+        path, last = _of_round(workspace, artifact, round_number)
+    else:
+        path = _read(workspace, "dvc.yaml")["artifacts"][artifact]["path"]
+        last = LAST_STAGE[artifact] if artifact != "reward-model" or gate["passed"] or gate["override"] else "train_reward"
     try:
         made_of = lineage(path, commit=commit, run=branch, params=_read(workspace, "params.yaml"), lock=lock, gate=gate)
         _check_in_cache(workspace, lock, path)
@@ -57,6 +62,39 @@ def register(root: Path, artifact: str, run: str | None) -> Version:
     made_of["reward_model_version"] = known.get(made_of["parents"].get(REWARD_MODEL))
     with registry_lock(root):
         return add_version(root, artifact, made_of)
+
+
+def _of_round(workspace: Path, artifact: str, number: int) -> tuple[str, str]:
+    """Path of a round's policy, and the last stage behind it.
+
+    Raises:
+        ConfigError: there is no such round, or it kept the policy before.
+    """
+    if artifact != "policy":
+        raise ConfigError(f"{artifact}: expected the policy with a round, got another model; rounds train no reward model")
+    folder = round_folder(number)
+    verdict = _read(workspace, f"{folder}/metrics/evaluate.json")
+    if not verdict["accepted"]:
+        raise ConfigError(f"round {number}: expected one whose policy was accepted, got one that wasn't: {verdict['reason']}")
+    return f"{folder}/policy", f"{PIPELINE}:evaluate_round@{number}"
+
+
+def read_locks(root: Path, commit: str) -> dict[str, Any]:
+    """dvc.lock of a commit, with the stages of its rounds of iterative DPO where it has any.
+
+    Raises:
+        ConfigError: there is no dvc.lock.
+    """
+    found: dict[str, Any] = {}
+    for name in ("dvc.lock", str(PIPELINE.with_suffix(".lock"))):
+        if git(root, "ls-tree", "--name-only", commit, name):
+            found |= YAML(typ="safe", pure=True).load(git(root, "show", f"{commit}:{name}"))["stages"]
+    if not found:
+        raise ConfigError(
+            f"{root.name}: expected dvc.lock in commit {commit[:10]}, got none; bring the chain up with `dvc repro`, and commit dvc.lock, "
+            "metrics and plots"
+        )
+    return {"stages": found}
 
 
 def _read(workspace: Path, name: str) -> Any:
@@ -148,7 +186,7 @@ def fetch(root: Path, registry: Registry, version: str | None, folder: Path) -> 
 
 
 def _locked_md5(root: Path, version: Version) -> str | None:
-    lock = YAML(typ="safe", pure=True).load(git(root, "show", f"{version.commit}:dvc.lock"))
+    lock = read_locks(root, version.commit)
     made = dict(hashes_of_outs(lock, list(lock["stages"])))
     return made.get(version.lineage["path"])
 

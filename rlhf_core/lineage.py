@@ -22,7 +22,8 @@ def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate:
 
     Args:
         run: the branch that the commit was on.
-        params: all of params.yaml. lock: dvc.lock. gate: metrics/gate.json; None: there is none.
+        params: all of params.yaml. lock: dvc.lock, with the stages of rounds where the model is a round's.
+        gate: metrics/gate.json; None: there is none.
     Raises:
         ValueError: dvc.lock knows no stage that makes the model.
     """
@@ -36,12 +37,19 @@ def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate:
         "commit": commit,
         "run": run,
         "data": made[PREPARED]["md5"] if PREPARED in made else None,
-        "parents": {parent: made[parent]["md5"] for parent in (SFT_MODEL, REWARD_MODEL) if parent in made and parent != path},
+        "parents": {parent: made[parent]["md5"] for parent in (SFT_MODEL, REWARD_MODEL) if parent in made and parent != path}
+        | _policies_before(lock["stages"][stages[-1]]),
         "stages": {name: _hashes(lock["stages"][name]) for name in stages},
         "params": params,
         "gate": gate,
         "packages": package_versions(),
     }
+
+
+def _policies_before(stage: Tree) -> dict[str, str]:
+    """The policy that a round of iterative DPO started from, and its md5."""
+    deps = {dep["path"]: dep["md5"] for dep in stage.get("deps", [])}
+    return {path: md5 for path, md5 in deps.items() if path.rpartition("/")[2].startswith("policy")}
 
 
 def history(lock: Tree, path: str) -> list[str]:

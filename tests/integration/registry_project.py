@@ -16,7 +16,7 @@ from small_workspace import ROOT, environment, git
 
 from rlhf_core.config import apply_overrides
 
-WORK = '''"""One of four stages: python work.py <stage>."""
+WORK = '''"""One of six stages: python work.py <stage> [round]."""
 
 import json
 import sys
@@ -34,6 +34,14 @@ if stage == "gate_reward":
     gate = {"needed": True, "passed": passed, "message": message, "override": params["gate"]["override"]}
     (folder / "gate.json").write_text(json.dumps(gate))
     sys.exit(not passed and params["gate"]["override"] is None)
+elif stage == "train_round":
+    policy = Path("rounds", sys.argv[2], "policy")
+    policy.mkdir(parents=True, exist_ok=True)
+    (policy / "content").write_text(f"round {sys.argv[2]} of seed {params['seed']}")
+elif stage == "evaluate_round":
+    verdict = Path("rounds", sys.argv[2], "metrics/evaluate.json")
+    verdict.parent.mkdir(parents=True, exist_ok=True)
+    verdict.write_text(json.dumps({"accepted": sys.argv[2] == "1", "reason": "no better"}))
 else:
     (folder / "content").write_text(f"{stage} of seed {params['seed']}")
     (folder / "deeper").mkdir()
@@ -65,6 +73,32 @@ stages:
     deps: [work.py, models/reward]
     metrics: [{metrics/gate.json: {cache: false}}]
 """
+# Two rounds of iterative DPO, of which the second does not get better.
+ROUNDS = """
+stages:
+  train_round:
+    foreach: {1: models/sft, 2: rounds/1/policy}
+    do:
+      wdir: ..
+      cmd: exec python work.py train_round ${key}
+      params: [seed]
+      deps: [work.py, models/reward, "${item}"]
+      outs: ["rounds/${key}/policy"]
+  evaluate_round:
+    foreach: {1: 1, 2: 2}
+    do:
+      wdir: ..
+      cmd: exec python work.py evaluate_round ${key}
+      deps: [work.py, "rounds/${key}/policy"]
+      metrics: [{"rounds/${key}/metrics/evaluate.json": {cache: false}}]
+"""
+
+
+def add_rounds(worktree: Path) -> None:
+    (worktree / "rounds").mkdir()
+    (worktree / "rounds/dvc.yaml").write_text(ROUNDS)
+    dvc(worktree, "repro", "rounds/dvc.yaml")
+    commit(worktree, "Two rounds")
 
 
 def make_project(folder: Path) -> Path:

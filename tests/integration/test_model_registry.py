@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from registry_project import candidate, commit, dvc, make_project, without_identity
+from registry_project import add_rounds, candidate, commit, dvc, make_project, without_identity
 from small_workspace import environment, git
 
 from flows import registry
@@ -60,6 +60,26 @@ def refused(folder: Path, command: str, *arguments: str) -> str:
     done = promote(folder, command, *arguments)
     assert done.returncode == 2, done.stdout
     return done.stderr
+
+
+def test_the_policy_of_an_accepted_round_is_a_version_too(project, capsys):
+    worktree = candidate(project, "series", seed=7)
+    add_rounds(worktree)
+
+    def register(artifact: str, *arguments: str) -> str:
+        with contextlib.chdir(project):
+            assert main(["register", artifact, "--run", "series", *arguments]) in (0, 2)
+        return "".join(capsys.readouterr())
+
+    assert "expected one whose policy was accepted, got one that wasn't: no better" in register("policy", "--round", "2")
+    assert "expected rounds/3/metrics/evaluate.json in the last commit, got none" in register("policy", "--round", "3")
+    assert "expected the policy with a round, got another model" in register(NAME, "--round", "1")
+    assert "Registered policy v1.0.0" in register("policy", "--round", "1")
+    version = read_registry(project, "policy").get("v1.0.0")
+    assert version.md5 == dvc_md5(worktree / "rounds/1/policy") and version.lineage["path"] == "rounds/1/policy"
+    assert version.lineage["parents"].keys() == {"models/sft", "models/reward"} and "train_round@1" in version.lineage["stages"]
+    fetched, source = fetch(project, read_registry(project, "policy"), "v1.0.0", project / "fetched")
+    assert (fetched, source) == (version, "cache") and (project / "fetched/content").read_text() == "round 1 of seed 7"
 
 
 def seen_by_others(project: Path) -> tuple[list[str], str]:
