@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flows.overrides import check, parse_assignment, read_recipe
+from flows.pins import prepare_run
 from flows.stages import end_with, stage_environment
-from flows.worktree import commit, prepare_worktree, slug
+from flows.worktree import commit, slug
 from rlhf_core.config import Algorithm, ConfigError, Method
 from rlhf_core.report.comparison import Run, draw, methods_table, table
 
@@ -100,7 +101,7 @@ def method_overrides(name: str) -> dict[str, Any]:
 
 def _workspace(root: Path, name: str, overrides: dict[str, Any]) -> Path:
     check(root / "params.yaml", overrides)
-    return prepare_worktree(root, f"compare-{slug(name)}", overrides)
+    return prepare_run(root, f"compare-{slug(name)}", overrides)
 
 
 def _repro(workspace: Path, stage: str) -> str | None:
