@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import base64
 import json
+import time
+import urllib.error
 import urllib.request
 from contextlib import suppress
 from typing import Any
@@ -14,6 +16,7 @@ import psutil
 
 AT_WORK = ["RUNNING", "PENDING", "CANCELLING"]
 REQUEST_SECONDS = 30.0
+BUSY = 503
 MESSAGE = "Its process is gone, and nobody was there to hear of its end; a retry goes on from the last checkpoint."
 
 
@@ -27,7 +30,7 @@ def end_lost_runs(url: str, secret: str) -> list[str]:
     Returns:
         Their names.
     Raises:
-        urllib.error.URLError: the server does not answer.
+        urllib.error.URLError: the server does not answer, or has been busy for REQUEST_SECONDS.
     """
     wanted = {"state": {"type": {"any_": AT_WORK}}, "deployment_id": {"is_null_": False}}
     runs = _ask(url, secret, "flow_runs/filter", {"flow_runs": wanted})
@@ -52,5 +55,12 @@ def _ask(url: str, secret: str, path: str, body: dict[str, Any]) -> Any:
     password = base64.b64encode(secret.encode()).decode()
     headers = {"Content-Type": "application/json", "Authorization": f"Basic {password}"}
     request = urllib.request.Request(f"{url}/{path}", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
-        return json.load(response)
+    until = time.monotonic() + REQUEST_SECONDS
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:  # on SQLite the server's own services may have the database
+            if error.code != BUSY or time.monotonic() > until:
+                raise
+            time.sleep(0.2)

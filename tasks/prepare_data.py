@@ -80,8 +80,9 @@ def _split(row: dict, config: DataConfig) -> str:
 
 def make_tokenizer(config: ModelConfig, rows: Prepared) -> PreTrainedTokenizerBase:
     """The tokenizer of the model at `config.path`; without one, a new one trained on the texts of the training split."""
-    from rlhf_core.models.tokenizer import build_tokenizer, load_tokenizer
+    from rlhf_core.models.tokenizer import build_tokenizer, load_tokenizer, use_all_cores
 
+    use_all_cores()
     if config.path is not None:
         return load_tokenizer(config.path, trust_remote_code=config.trust_remote_code)
     texts = (text for of_use in rows.values() for row in of_use if row["split"] == "train" for text in _texts(row))

@@ -67,13 +67,14 @@ def read_tables(folder: Path) -> dict[str, pa.Table]:
 
 def load(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The prepared tokenizer, without importing torch where its class allows."""
+    from rlhf_core.models.tokenizer import load_tokenizer, use_all_cores
+
+    use_all_cores()
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     if settings.get("tokenizer_class") in PLAIN_TOKENIZERS and "auto_map" not in settings:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(folder)
-    from rlhf_core.models.tokenizer import load_tokenizer
-
     return load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -66,6 +67,11 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def use_all_cores() -> None:
+    """Let tokenizers train and encode on every core from now on. For processes that fork no other, which could deadlock."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: bool) -> Iterator[tuple[str, list[int]]]:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -193,13 +194,20 @@ def serving(workspace: Path, log: Path) -> Iterator[Callable[..., subprocess.Com
 
 
 def ask_server(url: str, path: str, *, password: str | None = None, **body: Any) -> Any:
-    """What a Prefect server answers to a POST."""
+    """What a Prefect server answers to a POST; while its own services have the database it says 503."""
     headers = {"Content-Type": "application/json"}
     if password is not None:
         headers["Authorization"] = f"Basic {base64.b64encode(password.encode()).decode()}"
     request = urllib.request.Request(f"{url}/{path}", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.load(response)
+    until = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            if error.code != 503 or time.monotonic() > until:
+                raise
+            time.sleep(0.2)
 
 
 def flow_runs(prefect: Any, deployment: str) -> list[dict]:
