@@ -229,10 +229,19 @@ def draw(points: list[Point], path: Path) -> None:
             for one in series:
                 of_series = [p for p in points if p.series == one]
                 axis.plot([p.size for p in of_series], [getattr(p, of) for p in of_series], marker="o", label=one)
-            axis.set(xscale="log", yscale="log", xlabel=name, ylabel=unit)
+            axis.set(xscale="log", yscale="log" if of == "seconds" else "linear", xlabel=name, ylabel=unit)
+            if of == "gigabytes":
+                axis.set_ylim(bottom=0)
+            marks = sorted({p.size for p in points if p.series in series})
+            axis.set_xticks(marks, labels=[_short(mark) for mark in marks])
+            axis.minorticks_off()
             axis.legend(fontsize=8)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
+
+
+def _short(size: int) -> str:
+    return f"{size / 1e6:.3g}M" if size >= 10**6 else f"{size / 1e3:.3g}k" if size >= 1000 else str(size)
 
 
 if __name__ == "__main__":

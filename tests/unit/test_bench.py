@@ -6,9 +6,13 @@ import argparse
 
 import pytest
 
+from bench.growth import Point, make_workspace
+from bench.growth import table as growth_table
 from bench.limits import table
 from bench.peers import line, summary
 from bench.work import Work
+from rlhf_core.config import load_params
+from rlhf_core.data.sources import load_source
 
 
 def test_online_work_has_equal_lengths_one_optimizer_step_and_the_kl_where_trl_has_it():
@@ -45,3 +49,20 @@ def test_shares_of_a_step_and_of_the_limits():
 def test_offline_work_knows_nothing_of_rollouts():
     with pytest.raises(ValueError, match="rollout"):
         _ = Work("sft", "model", "rows", steps=3, batch_size=16, overrides={"rollout.max_new_tokens": 3}).params
+
+
+def test_growth_is_told_by_its_exponent():
+    points = [Point("prepare_data", 100, 2.0, 0.5), Point("prepare_data", 400, 16.0, 1.0), Point("SFT step by parameters", 7, 1.0, 1.0)]
+    # four times the size: 8 times the time is 4**1.5, twice the memory 4**0.5
+    assert growth_table(points)[2:] == [
+        "| prepare_data | 100 | 2 | 0.50 |  |  |",
+        "| prepare_data | 400 | 16 | 1.00 | 1.50 | 0.50 |",
+        "| SFT step by parameters | 7 | 1 | 1.00 |  |  |",
+    ]
+
+
+def test_the_data_of_growth_is_what_the_stage_takes(tmp_path):
+    make_workspace(tmp_path, 3)
+    params = load_params(tmp_path / "params.yaml")
+    rows = load_source(params.data.sources[0].model_copy(update={"path": str(tmp_path / "pairs.jsonl")}), seed=0).rows
+    assert {use: len(of_use) for use, of_use in rows.items()} == {"sft": 3, "preference": 3, "prompt": 3}
