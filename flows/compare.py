@@ -19,9 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
+from flows.children import end_with
 from flows.overrides import check, parse_assignment, read_recipe
 from flows.pins import prepare_run
-from flows.stages import end_with, stage_environment
+from flows.stages import stage_environment
 from flows.worktree import commit, slug
 from rlhf_core.config import Algorithm, ConfigError, Method
 from rlhf_core.report.comparison import Run, draw, methods_table, table

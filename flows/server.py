@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+from flows.children import end_with, stop_session
 from flows.lost_runs import end_lost_runs
-from flows.stages import end_with, stop_session
 from rlhf_core.config import ConfigError
 from rlhf_core.quiet import be_quiet
 

@@ -5,16 +5,12 @@ dvc.yaml is the only list of stages. DVC decides what is up to date; this module
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import os
-import queue
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,6 +20,7 @@ from typing import Any, Literal
 
 import psutil
 
+from flows.children import Lines, end_with, stop_session
 from rlhf_core import config
 from rlhf_core.config import ConfigError
 from rlhf_core.quiet import QUIET_ENVIRONMENT
@@ -31,7 +28,6 @@ from rlhf_core.quiet import QUIET_ENVIRONMENT
 Outcome = Literal["ran", "cached", "restored"]
 LineHandler = Callable[[str], None]
 
-END_SECONDS = 25.0  # for a process to be gone whose children are
 BUSY_SECONDS = 3.0  # between two tries while somebody else's DVC works in the folder
 REFUSED = 1  # a stage's exit code when it says no (params, data, gate); a crash in it has another one
 _SAID = {
@@ -45,7 +41,6 @@ _NOISE = re.compile(
     r"^(\s*$|(Generating|Updating) lock file|Use `dvc push`|To track the changes with git|To enable auto staging"
     r"|\s*git add |\s*dvc config core\.autostage )"
 )
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class StageFailed(RuntimeError):
@@ -188,7 +183,7 @@ def _repro(
         start_new_session=True,
         preexec_fn=end_with(os.getpid()),  # two system calls and no lock: safe beside threads
     )
-    lines = _Lines(child)
+    lines = Lines(child)
 
     def tell(line: str) -> None:
         said.listen(line)
@@ -266,103 +261,3 @@ class _Said:
         own = [w for w in self._last_words if w.startswith(f"{stage.rpartition(':')[2]}:")]
         words = "; ".join(own or self._last_words[-1:]) or "no output"
         return StageFailed(stage, words if own else f"{stage}: exited with {code}: {words}", refused=self._exit_code == REFUSED)
-
-
-class _Lines:
-    """A child's output, read by a thread for as long as somebody can write it."""
-
-    def __init__(self, child: subprocess.Popen[str]):
-        self._child = child
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._ended = False
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self._child.stdout:
-            self._lines.put(line.rstrip("\n"))
-        self._lines.put(None)
-
-    def until(self, deadline: float) -> Iterator[str]:
-        """Lines until the child has exited and nothing is left to read.
-
-        Raises:
-            TimeoutError: the deadline passed.
-        """
-        while True:
-            with suppress(queue.Empty):
-                line = self._lines.get(timeout=0.5)
-                if line is None:
-                    self._ended = True
-                    break
-                yield line
-                continue
-            if self._child.poll() is not None and not session_members(self._child.pid):
-                break
-            if time.monotonic() > deadline:
-                raise TimeoutError
-        self._child.wait(timeout=END_SECONDS)
-
-    def rest(self) -> Iterator[str]:
-        """Lines of a child that has ended; no longer than a moment after the last one, should anybody else still hold its output."""
-        with suppress(queue.Empty):
-            while not self._ended and (line := self._lines.get(timeout=0.2)) is not None:
-                yield line
-
-
-def end_with(parent: int) -> Callable[[], None]:
-    """To be called between fork and exec: SIGTERM for the child when its parent dies, however it dies."""
-
-    def ask() -> None:
-        if _libc is not None:
-            pr_set_pdeathsig = 1
-            _libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
-            if os.getppid() != parent:
-                os._exit(1)
-
-    return ask
-
-
-def session_members(session: int) -> list[psutil.Process]:
-    """Living processes of a session."""
-    members = []
-    for pid in psutil.pids():
-        with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            if os.getsid(pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                members.append(process)
-    return members
-
-
-def stop_session(child: subprocess.Popen, grace: float) -> None:
-    """End a child and its session: SIGTERM to the processes it started, or to itself where there are none, and SIGKILL after the grace.
-
-    The stage is told rather than DVC, so that DVC sees it end and releases its own locks.
-    """
-    told: set[int] = set()
-    until = time.monotonic() + grace
-    while members := session_members(child.pid):
-        if time.monotonic() > until:
-            for process in members:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            break
-        inner = [p for p in members if p.pid != child.pid]
-        for process in _outermost(inner, child.pid) or members:
-            if process.pid not in told:
-                told.add(process.pid)
-                with suppress(psutil.NoSuchProcess):
-                    process.terminate()
-        child.poll()
-        time.sleep(0.05)
-    child.wait(timeout=END_SECONDS)
-
-
-def _outermost(processes: list[psutil.Process], root: int) -> list[psutil.Process]:
-    """Those whose parent isn't itself among them: the stage, not the workers that it looks after."""
-    pids = {p.pid for p in processes} - {root}
-    outer = []
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            if process.ppid() not in pids:
-                outer.append(process)
-    return outer

@@ -19,7 +19,7 @@ import psutil
 from small_chain import change_params, log_of
 from small_workspace import ROOT, wait_until
 
-from flows.stages import stop_session
+from flows.children import stop_session
 from tests.faults.lab import Scene, made_by
 
 Undo = Callable[[], None]

@@ -25,7 +25,7 @@ from small_workspace import (
     wait_until,
 )
 
-from flows.stages import stop_session
+from flows.children import stop_session
 
 STEPS = 240  # of 50 ms
 RUN = "mine"

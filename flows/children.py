@@ -1,0 +1,120 @@
+"""Children of a flow: what they print, and their end, which comes at the latest with ours."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import psutil
+
+END_SECONDS = 25.0  # for a process to be gone whose children are
+REST_SECONDS = 5.0
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class Lines:
+    """A child's output, read by a thread for as long as somebody can write it."""
+
+    def __init__(self, child: subprocess.Popen[str]):
+        self._child = child
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._ended = False
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self._child.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def until(self, deadline: float) -> Iterator[str]:
+        """Lines until the child has exited and nothing is left to read.
+
+        Raises:
+            TimeoutError: the deadline passed.
+        """
+        while True:
+            with suppress(queue.Empty):
+                line = self._lines.get(timeout=0.5)
+                if line is None:
+                    self._ended = True
+                    break
+                yield line
+                continue
+            if self._child.poll() is not None and not session_members(self._child.pid):
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        self._child.wait(timeout=END_SECONDS)
+
+    def rest(self) -> Iterator[str]:
+        """Lines of a child that has ended, up to REST_SECONDS after the last one, should anybody else still hold its output."""
+        with suppress(queue.Empty):
+            while not self._ended and (line := self._lines.get(timeout=REST_SECONDS)) is not None:
+                yield line
+
+
+def end_with(parent: int) -> Callable[[], None]:
+    """To be called between fork and exec: SIGTERM for the child when its parent dies, however it dies."""
+
+    def ask() -> None:
+        if _libc is not None:
+            pr_set_pdeathsig = 1
+            _libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(1)
+
+    return ask
+
+
+def session_members(session: int) -> list[psutil.Process]:
+    """Living processes of a session."""
+    members = []
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if os.getsid(pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+    return members
+
+
+def stop_session(child: subprocess.Popen, grace: float) -> None:
+    """End a child and its session: SIGTERM to the processes it started, or to itself where there are none, and SIGKILL after the grace.
+
+    The stage is told rather than DVC, so that DVC sees it end and releases its own locks.
+    """
+    told: set[int] = set()
+    until = time.monotonic() + grace
+    while members := session_members(child.pid):
+        if time.monotonic() > until:
+            for process in members:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            break
+        inner = [p for p in members if p.pid != child.pid]
+        for process in _outermost(inner, child.pid) or members:
+            if process.pid not in told:
+                told.add(process.pid)
+                with suppress(psutil.NoSuchProcess):
+                    process.terminate()
+        child.poll()
+        time.sleep(0.05)
+    child.wait(timeout=END_SECONDS)
+
+
+def _outermost(processes: list[psutil.Process], root: int) -> list[psutil.Process]:
+    """Those whose parent isn't itself among them: the stage, not the workers that it looks after."""
+    pids = {p.pid for p in processes} - {root}
+    outer = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.ppid() not in pids:
+                outer.append(process)
+    return outer
