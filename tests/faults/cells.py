@@ -53,6 +53,8 @@ def of_stages() -> list[Cell]:
         said = f"failed to run: exec python -m tasks.{module}, exited with -9"
         cells.append(Cell(stage, "stage", "SIGKILL", said, faults.send(SIGKILL, checkpointed=resumes)))
         told = f"{stage}: stopped by a signal; run it again to go on{kept}"
+        if not resumes:  # it may still be importing, when nobody listens to signals yet, and has nothing to lose
+            told += f"|exec python -m tasks.{module}, exited with -15"
         cells.append(Cell(stage, "stage", "SIGTERM", told, faults.send(SIGTERM, checkpointed=resumes)))
     return cells
 
