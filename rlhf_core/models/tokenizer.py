@@ -75,8 +75,8 @@ def use_all_cores() -> None:
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: bool) -> Iterator[tuple[str, list[int]]]:
-    """Each text and its token ids, nothing added. What a tokenizer keeps of a text beside the ids (offsets, masks) takes ten times their
-    memory, so it sees a part of the texts at a time.
+    """Each text and its token ids, nothing added. A tokenizer keeps more of a text than its ids (offsets, masks), so it sees a part of the
+    texts at a time.
     """
     options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False, **options}
     for part in in_parts(texts):
