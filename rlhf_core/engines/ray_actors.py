@@ -21,6 +21,8 @@ from rlhf_core.quiet import collect_rarely
 PEER_SECONDS = 5.0  # in which the death that made another rank's call fail becomes known
 LOOK_SECONDS = 15.0  # to look at a process on another node, or to end it; a worker has to start there
 
+Pending = ray.ObjectRef  # an answer that is still to come, and may be an argument of another call
+
 
 def join_cluster() -> bool:
     """Connect to the cluster that this job runs on. Returns whether it has GPUs."""
@@ -100,7 +102,7 @@ class ActorGroup:
             groups = [self._place(size)] * size if together else [self._place(1) for _ in range(size)]
             self._bundles = [(group, rank if together else 0) for rank, group in enumerate(groups)]
         self.actors: list[Any] = []
-        self._places: list[ray.ObjectRef] = []
+        self._places: list[Pending] = []
         self._late: set[int] = set()
         for rank in range(size):
             self._start(rank)
@@ -133,11 +135,11 @@ class ActorGroup:
         """Every rank has done what it was asked to do so far, its start first of all."""
         self.wait([actor.__ray_ready__.remote() for actor in self.actors], deadline=self._start_deadline, what=what)
 
-    def submit(self, method: str, per_rank: list[tuple], **kwargs: Any) -> list[ray.ObjectRef]:
+    def submit(self, method: str, per_rank: list[tuple], **kwargs: Any) -> list[Pending]:
         """Call a method on each rank with that rank's arguments, without waiting."""
         return [self._submit_one(rank, method, *args, **kwargs) for rank, args in zip(range(len(self)), per_rank, strict=True)]
 
-    def _submit_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
+    def _submit_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Pending:
         return self.actors[rank].call.options(name=f"{self.role}.{method}").remote(method, *args, **kwargs)
 
     def call(self, method: str, per_rank: list[tuple] | None = None, *, deadline: float, **kwargs: Any) -> list[Any]:
@@ -192,7 +194,7 @@ class ActorGroup:
             raise RoleLost(f"{self.role}: expected {method} to return, got {type(error.cause).__name__}: {error.cause}") from error
         return answer
 
-    def wait(self, references: list[ray.ObjectRef], *, deadline: float, what: str, ranks: Sequence[int] | None = None) -> list[Any]:
+    def wait(self, references: list[Pending], *, deadline: float, what: str, ranks: Sequence[int] | None = None) -> list[Any]:
         """Results of references, one for each rank.
 
         Args:
@@ -274,7 +276,7 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks)) or "unknown"
 
 
-def _is_dead(reference: ray.ObjectRef, patience: float) -> bool:
+def _is_dead(reference: Pending, patience: float) -> bool:
     """Whether the actor that is to give this is dead, as far as is known after so many seconds."""
     try:
         ray.get(reference, timeout=patience)

@@ -6,9 +6,12 @@ import gc
 import logging
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from rlhf_core.engines.weights import PackedTensor, process_weights, replace_weights, unpack
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +120,7 @@ class VllmEngine:
             gpu_memory_utilization=gpu_memory_fraction,
             **(_cpu_cache(model_path, max_length, max_concurrent_sequences, kv_cache_gib, trust_remote_code) if on_cpu else {}),
         )
+        self._on_cpu = on_cpu
         self._packs_tied_head = on_cpu and self._llm.model_config.hf_config.tie_word_embeddings
 
     def generate(
@@ -150,9 +154,10 @@ class VllmEngine:
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
         """Replace the weights in place and forget what was cached under the old ones. Returns `version`."""
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(state_dict.items())})
-        if self._packs_tied_head:
-            self._llm.apply_model(_pack_head)
+        if not (self._on_cpu and all(self._llm.apply_model(partial(replace_weights, state_dict=state_dict)))):
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(state_dict.items())})
+            if self._packs_tied_head:
+                self._llm.apply_model(_pack_head)
         self._llm.reset_prefix_cache()
         self.version = version
         return version
@@ -174,6 +179,10 @@ class RolloutActor(VllmEngine):
         super().__init__(**settings)
         self.rank = rank
 
+    def load_weights(self, weights: dict[str, PackedTensor], version: int) -> int:
+        """As an engine does, with weights as another process ships them."""
+        return super().load_weights(unpack(weights), version)
+
 
 def _sample(output) -> Sample:
     return Sample(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "stop")
@@ -181,7 +190,7 @@ def _sample(output) -> Sample:
 
 def _pack_head(model: torch.nn.Module) -> None:
     """Some CPUs multiply by a packed copy of a layer's weight. vLLM renews it where a layer is loaded, which a tied head never is."""
-    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+    process_weights(model.lm_head)
 
 
 def _inspect_here(model_path: str, trust_remote_code: bool) -> None:

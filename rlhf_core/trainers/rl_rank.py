@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device, equal_count, join_world
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
+from rlhf_core.engines.weights import PackedTensor, pack
 from rlhf_core.models.branches import can_share_prefixes, collate_branches, continue_prefix
 from rlhf_core.models.build import checkpoint_names, load_language_model, load_scalar_model, new_scalar_model, save_model
 from rlhf_core.models.lora import add_adapters, without_adapters
@@ -229,6 +230,11 @@ class TrainerRank:
         """The policy's full weights on rank 0, under the names that its Hugging Face folder has; None on the others."""
         state = self._policy.state_dict()
         return checkpoint_names(self._language_model, state) if self._rank == 0 else None
+
+    def packed_weights(self) -> dict[str, PackedTensor] | None:
+        """The same for another process."""
+        weights = self.weights()
+        return None if weights is None else pack(weights)
 
     def export(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder."""

@@ -14,7 +14,7 @@ import torch
 
 from rlhf_core.checkpoint import Found
 from rlhf_core.config import RlConfig
-from rlhf_core.engines.ray_actors import RoleLost
+from rlhf_core.engines.ray_actors import Pending, RoleLost
 from rlhf_core.engines.vllm_engine import Sample, SamplingSettings, request_seeds
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.trainers.credit import RewardNormalizer
@@ -51,6 +51,7 @@ class Workers:
         self._eos_id, self.pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         self._sampling = sampling_settings(job.rl)
         self._version = 0
+        self._updated: Pending | None = None  # the weights after the last update, asked for ahead of their sync
         self.replacements = Replacements(job.rl.max_replacements)
 
     def __enter__(self) -> Workers:
@@ -125,9 +126,9 @@ class Workers:
 
     def update(self, plans: list[list[Minibatch]], *, kl_coef: float, train_policy: bool) -> Metrics:
         """The optimizer steps of a step, of each rank its plan. Returns means over tokens and optimizer steps."""
-        answers = self._trainers.call(
-            "update", [(plan,) for plan in plans], deadline=self._job.rl.deadlines.step, kl_coef=kl_coef, train_policy=train_policy
-        )
+        references = self._trainers.submit("update", [(plan,) for plan in plans], kl_coef=kl_coef, train_policy=train_policy)
+        self._updated = self._weights()  # rank 0 packs them while the answers are on their way
+        answers = self._trainers.wait(references, deadline=self._job.rl.deadlines.step, what="update")
         totals: Totals = {}
         for answer in answers:
             gather(totals, answer)
@@ -140,7 +141,7 @@ class Workers:
     def sync_weights(self, *, version: int) -> None:
         """Give the policy's weights to every rollout engine. That they arrived shows in the next step's log-probabilities."""
         deadline = self._job.rl.deadlines.step
-        weights, *_ = self._trainers.submit("weights", [()] * len(self._trainers))
+        weights, self._updated = self._updated or self._weights(), None
         arguments = [(weights, version)] * len(self._rollouts)
         versions = self._rollouts.call_and_replace(
             "load_weights", arguments, deadline=deadline, replace=self._start_engines, given_by=self._trainers
@@ -148,6 +149,11 @@ class Workers:
         if versions != [version] * len(versions):
             raise RuntimeError(f"rollout engines: expected policy version {version} everywhere, got {versions}")
         self._version = version
+
+    def _weights(self) -> Pending:
+        """The policy's weights of now, to be handed on to engines."""
+        weights, *_ = self._trainers.submit("packed_weights", [()] * len(self._trainers))
+        return weights
 
     def _start_engines(self, lost: RoleLost) -> None:
         """New engines for lost ones, with the weights that every engine begins with.
@@ -163,7 +169,7 @@ class Workers:
         """New engines for lost ones, with the policy's weights of now, which one response to `prompt` shows."""
         self._start_engines(lost)
         deadline = self._job.rl.deadlines.step
-        weights, *_ = self._trainers.submit("weights", [()] * len(self._trainers))
+        weights = self._weights()
         for rank in lost.ranks:
             version = self._rollouts.call_one(rank, "load_weights", weights, self._version, deadline=deadline)
             how = {"eos_id": self._eos_id, "group_size": 1, "deadline": deadline}

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config import load_params
 from rlhf_core.engines.vllm_engine import Sample, SamplingSettings, VllmEngine, request_seeds
+from rlhf_core.engines.weights import replace_weights
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.quiet import be_quiet
@@ -127,9 +130,32 @@ def main() -> None:
     seen["version"] = [engine.version, engine.load_weights(second.state_dict(), 7), engine.version]
     changed = sample()
     seen |= {"synced": difference(second, changed, temperature=1.0), "old_after_sync": difference(first, changed, temperature=1.0)}
-    engine.load_weights(read_state_dict(folder), 8)  # from a file, where a tied head has no name of its own
+    seen["unknown_weights"] = [replaces(engine, weights) for weights in not_this_models(second.state_dict())]
+    seen["unknown_changed_nothing"] = sample() == changed
+    reload_as_vllm_does(engine, first.state_dict(), 8)
+    seen["reloaded"] = ids(sample()) == ids(hot)
+    seen["replaced"] = replaces(engine, second.state_dict())
+    seen["replaced_as_reloaded"] = [sample() == changed, reload_as_vllm_does(engine, second.state_dict(), 9), sample() == changed]
+    engine.load_weights(read_state_dict(folder), 10)  # from a file, where a tied head has no name of its own
     seen["back"] = ids(sample()) == ids(hot)
     print(json.dumps(seen))
+
+
+def replaces(engine: VllmEngine, state_dict: dict[str, torch.Tensor]) -> bool:
+    (done,) = engine._llm.apply_model(partial(replace_weights, state_dict=state_dict))
+    return done
+
+
+def not_this_models(state_dict: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Weights with one too few, one too many, and one that is turned."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    less = {n: t for n, t in state_dict.items() if n != name}
+    return [less, state_dict | {"model.layers.1.mlp.down_proj.bias": torch.zeros(3)}, less | {name: state_dict[name].T}]
+
+
+def reload_as_vllm_does(engine: VllmEngine, state_dict: dict[str, torch.Tensor], version: int) -> int:
+    with mock.patch("rlhf_core.engines.vllm_engine.replace_weights", return_value=False):
+        return engine.load_weights(state_dict, version)
 
 
 def ids(groups: list[list[Sample]]) -> list[list[list[int]]]:

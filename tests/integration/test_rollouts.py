@@ -52,6 +52,16 @@ def test_new_weights_replace_the_old_ones(seen):
     assert seen["old_after_sync"] > 0.1
 
 
+def test_replaced_weights_give_the_samples_that_vllms_own_reload_gives(seen):
+    assert seen["reloaded"] and seen["replaced"]
+    assert seen["replaced_as_reloaded"] == [True, 9, True]
+
+
+def test_weights_that_are_not_the_models_are_left_to_vllm(seen):
+    assert seen["unknown_weights"] == [False, False, False]
+    assert seen["unknown_changed_nothing"]
+
+
 def test_weights_from_a_file_bring_the_first_samples_back(seen):
     assert seen["back"]
 
