@@ -64,7 +64,7 @@ class RolloutBatch:
     prompt_ids: [B, P] int64, left-padded.            prompt_mask: [B, P] bool.
     response_ids: [B, R] int64, right-padded.         response_mask: [B, R] bool, True = sampled and trained on.
     rollout_logprobs: [B, R], from the sampling engine.
-    old_logprobs: [B, R], from the trainer before the update.
+    old_logprobs: [B, R], from the trainer before the update; until an update on policy has computed them, the engine's.
     sampler_logprobs: [B, R], from the trainer before the update, of the distribution that was sampled from: old_logprobs within the
         tokens that top-p and top-k leave.
     ref_logprobs: [B, R], from the reference; equal to old_logprobs where no reference is used.

@@ -163,7 +163,7 @@ def share(batch: TrainBatch, ptx: list[tuple[list[int], int]], *, rank: int, ran
     mask = batch.response_mask
     tokens = sum(len(ids) - start for ids, start in ptx)
     rows = list(range(len(batch)))[rank::ranks]
-    return Minibatch(batch.select(rows), int(mask.sum()), int(mask.any(1).sum()), ptx[rank::ranks], tokens)
+    return Minibatch(batch.select(rows), rows, int(mask.sum()), int(mask.any(1).sum()), ptx[rank::ranks], tokens)
 
 
 def demonstrations(count: int, *, seed: int) -> list[tuple[list[int], int]]:

@@ -96,6 +96,15 @@ class RlConfig(Section):
             return "sequence_mean"
         return "constant_horizon" if self.algorithm == "dr_grpo" else "token_mean"
 
+    @property
+    def on_policy(self) -> bool:
+        """Whether a batch is used for one optimizer step only, and nothing before it asks for the policy's log-probabilities: then those
+        of the step itself are the old ones, and no pass of their own is made.
+        """
+        one_step = self.epochs == 1 and self.minibatch_size == self.samples_per_step
+        asked_before = (self.kl.placement == "reward" and self.kl.coef > 0) or self.correction.kind != "none"
+        return one_step and not asked_before and self.rollout.samples_any_token
+
     @model_validator(mode="after")
     def _batches_divide(self):
         for what, divisor in (

@@ -132,14 +132,7 @@ def assign_credit(
     kl = torch.where(mask, KL_ESTIMATORS[rl.kl.estimator](batch.old_logprobs, batch.ref_logprobs), 0.0)
     with_kl = rewards - kl_coef * kl.sum(1)
     advantages, returns, metrics = _advantages(batch, rl, normalizer, rewards=rewards, kl=kl, kl_coef=kl_coef, mask=mask)
-    weights, correction_metrics = importance_weights(
-        batch.sampler_logprobs,
-        batch.rollout_logprobs,
-        mask,
-        kind=rl.correction.kind,
-        low=rl.correction.low,
-        high=rl.correction.high,
-    )
+    weights, correction_metrics = correct(batch, mask, rl)
     learned = mask.any(1)
     metrics |= correction_metrics
     metrics["reward_mean"] = float(with_kl[with_kl.isfinite()].mean())
@@ -157,6 +150,12 @@ def assign_credit(
         importance_weights=weights,
     )
     return train_batch, metrics
+
+
+def correct(batch: RolloutBatch, mask: torch.Tensor, rl: RlConfig) -> tuple[torch.Tensor, dict[str, float]]:
+    """Importance weights [B, R] of the tokens in a mask, and how far the sampling engine is from the trainer; see importance_weights."""
+    how = rl.correction
+    return importance_weights(batch.sampler_logprobs, batch.rollout_logprobs, mask, kind=how.kind, low=how.low, high=how.high)
 
 
 def shaped_rewards(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNormalizer) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 from rlhf_core.checkpoint import NoSpace
 from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.tracking import MetricsLog
-from rlhf_core.trainers.credit import RewardNormalizer, assign_credit
+from rlhf_core.trainers.credit import RewardNormalizer, assign_credit, correct
 from rlhf_core.trainers.rl_actors import Actors
 from rlhf_core.trainers.rl_data import DemonstrationStream, PromptStream, collate, components_of, evaluation_prompts, read_prompts
 from rlhf_core.trainers.rl_job import FULL, REFUSED, STOPPED, RlJob
@@ -84,7 +84,8 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
             workers.snapshot(progress, normalizer, score=None)
             workers.store.publish()
             break
-        outputs = workers.forward([s.rollout for s in drawn.scored])
+        on_policy = rl.on_policy and trains_policy(rl, step)
+        outputs = workers.forward([s.rollout for s in drawn.scored], share=0.0 if on_policy else rl.rollout.recomputed_fraction)
         clock.lap("forward")
         batch = collate(drawn.scored, outputs, workers.pad_id, drawn.baseline_components)
         check_scored(batch, rl, step=step)
@@ -94,8 +95,14 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         clock.lap("credit")
         plans = plan_update(train_batch, demonstrations, rl, seed=job.seed, step=step)
         clock.lap("plan")
-        update = workers.update(plans, kl_coef=kl_coef, train_policy=trains_policy(rl, step))
+        update = workers.update(plans, kl_coef=kl_coef, train_policy=trains_policy(rl, step), on_policy=on_policy)
         clock.lap("update")
+        if on_policy:  # only now are the policy's own log-probabilities known; what was sampled stays the same
+            outputs["old_logprobs"] = workers.updated_logprobs(plans, batch)
+            batch = collate(drawn.scored, outputs, workers.pad_id, drawn.baseline_components)
+            difference = check_logprobs(batch, rl, step=step)
+            credit_metrics |= correct(batch, train_batch.response_mask, rl)[1]
+            clock.lap("collate")
         workers.sync_weights(version=step + 1)
         clock.lap("sync")
         row = {

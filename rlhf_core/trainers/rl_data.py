@@ -141,8 +141,9 @@ def collate(
     """Rollouts, their scores and what the models said of them, as tensors.
 
     Args:
-        outputs: flat [N] over the response tokens in order. Absent: `ref_logprobs` without a reference, `values` without a critic,
-            `sampler_logprobs` where any token could be sampled.
+        outputs: flat [N] over the response tokens in order. Absent: `old_logprobs` before an update that computes them itself, where the
+            engine's stand in for them, `ref_logprobs` without a reference, `values` without a critic, `sampler_logprobs` where any token
+            could be sampled.
         baseline_components: of the greedy response to each row's prompt; empty where there is none.
     """
     rollouts = [s.rollout for s in scored]
@@ -154,13 +155,14 @@ def collate(
         return torch.zeros(response_mask.shape).masked_scatter(response_mask, flat)
 
     response_ids = torch.tensor([token for r in rollouts for token in r.response_ids])
-    old_logprobs = padded(outputs["old_logprobs"])
+    rollout_logprobs = padded(torch.tensor([x for r in rollouts for x in r.rollout_logprobs]))
+    old_logprobs = padded(outputs["old_logprobs"]) if "old_logprobs" in outputs else rollout_logprobs
     return RolloutBatch(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
         response_ids=torch.full(response_mask.shape, pad_id).masked_scatter(response_mask, response_ids),
         response_mask=response_mask,
-        rollout_logprobs=padded(torch.tensor([x for r in rollouts for x in r.rollout_logprobs])),
+        rollout_logprobs=rollout_logprobs,
         old_logprobs=old_logprobs,
         sampler_logprobs=padded(outputs["sampler_logprobs"]) if "sampler_logprobs" in outputs else old_logprobs,
         ref_logprobs=padded(outputs["ref_logprobs"]) if "ref_logprobs" in outputs else old_logprobs,

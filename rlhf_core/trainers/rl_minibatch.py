@@ -23,10 +23,12 @@ EXTREMES: dict[str, Callable[[float, float], float]] = {"policy_ratio_max": max,
 class Minibatch:
     """This rank's rows of one optimizer step's batch, and the denominators of the whole step, all ranks together.
 
+    rows: their places in the batch of all rollouts.
     ptx: this rank's demonstrations, ids and where the part to be learned starts; empty where rl.ptx.coef is 0.
     """
 
     batch: TrainBatch
+    rows: list[int]
     num_loss_tokens: int
     num_sequences: int
     ptx: list[tuple[list[int], int]]
@@ -51,7 +53,7 @@ def plan_update(batch: TrainBatch, demonstrations: DemonstrationStream, rl: RlCo
         ptx = demonstrations.batch(step * steps + k)
         ptx_tokens = sum(len(ids) - start for ids, start in ptx)
         for rank, share in enumerate(shares):
-            plans[rank].append(Minibatch(batch.select(share), tokens, sequences, ptx[rank::ranks], ptx_tokens))
+            plans[rank].append(Minibatch(batch.select(share), share, tokens, sequences, ptx[rank::ranks], ptx_tokens))
     return plans
 
 

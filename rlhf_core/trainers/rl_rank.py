@@ -205,9 +205,9 @@ class TrainerRank:
 
     # The update
 
-    def update(self, minibatches: list[Minibatch], *, kl_coef: float, train_policy: bool) -> dict[str, float]:
+    def update(self, minibatches: list[Minibatch], *, kl_coef: float, train_policy: bool, on_policy: bool = False) -> dict[str, float]:
         """One optimizer step for each minibatch; see RlUpdate."""
-        step = RlUpdate(
+        self._last_update = RlUpdate(
             rl=self._job.rl,
             policy=self._policy,
             critic=self._critic,
@@ -215,10 +215,15 @@ class TrainerRank:
             device=self._device,
             kl_coef=kl_coef,
             train_policy=train_policy,
+            on_policy=on_policy,
             experts_per_token=self._experts_per_token,
             shares_prompts=self._shares_prompts,
         )
-        return step.run(minibatches)
+        return self._last_update.run(minibatches)
+
+    def updated_logprobs(self) -> torch.Tensor:
+        """The old log-probabilities [B, R] of the only minibatch of the last update, which was on policy; zeros where masked."""
+        return self._last_update.seen_logprobs()
 
     def refresh_reference(self) -> None:
         """The reference becomes the current policy."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_core.algorithms.aggregation import aggregate
 from rlhf_core.algorithms.kl import kl_loss_term
@@ -34,6 +35,8 @@ class RlUpdate:
 
     kl_coef: of the KL in the loss; unused where it is part of the reward.
     train_policy: False: only the critic learns.
+    on_policy: the minibatch is the only one of its rollouts, so that the policy of now is the one that sampled them: its log-probabilities
+        are the old ones, whatever the batch has.
     experts_per_token: of a policy with experts whose load is to be balanced; None: no load balancing.
     shares_prompts: compute the prompt of a group's samples once; not with a critic, and not with experts, whose load counts every sample.
     """
@@ -45,8 +48,10 @@ class RlUpdate:
     device: torch.device
     kl_coef: float
     train_policy: bool
+    on_policy: bool
     experts_per_token: int | None
     shares_prompts: bool
+    _seen: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # on policy: row of the minibatch -> its log-probabilities [R]
 
     def run(self, minibatches: list[Minibatch]) -> Totals:
         """One optimizer step for each minibatch, until one is too far from the sampling policy.
@@ -78,7 +83,9 @@ class RlUpdate:
             tokens = self._tokens(positions, part)
             totals["tokens"] += int(part.response_mask.sum())
             if self.train_policy:
-                stats = self._policy_backward(part, tokens, minibatch, counts, losses)
+                stats, logprobs = self._policy_backward(part, tokens, minibatch, counts, losses)
+                if self.on_policy:
+                    self._seen.update(zip(positions.rows, logprobs.cpu(), strict=True))
                 gather(totals, stats)
                 approx_kl += stats["approx_kl_sum"]
             if self.critic is not None:
@@ -91,6 +98,10 @@ class RlUpdate:
         if self.train_policy and self.rl.ptx.coef:
             self._ptx_backward(minibatch, losses)
         return True
+
+    def seen_logprobs(self) -> torch.Tensor:
+        """[B, R], in the order of the minibatch; zeros where masked. Of an update that was on policy."""
+        return pad_sequence([self._seen[row] for row in range(len(self._seen))], batch_first=True)
 
     def _parts(self, batch: TrainBatch) -> list[Part]:
         """Micro-batches; with shared prompts the samples of one stay together."""
@@ -120,21 +131,23 @@ class RlUpdate:
 
     def _policy_backward(
         self, part: TrainBatch, tokens: TokenBatch, minibatch: Minibatch, counts: torch.Tensor | None, losses: Totals
-    ) -> Totals:
+    ) -> tuple[Totals, torch.Tensor]:
+        """Figures of a micro-batch, and the policy's log-probabilities [B, R] before the step."""
         rl, mask = self.rl, part.response_mask
         routed = None if counts is None else real_tokens(part)
         output = self.policy(
             tokens, temperature=rl.rollout.temperature, with_entropy=True, learn_entropy=bool(rl.entropy_coef), routed=routed
         )
         logprobs = _unflatten(output.logprobs.float(), mask)
+        old_logprobs = logprobs.detach() if self.on_policy else part.old_logprobs
         bounds = {"clip_low": rl.clip_low, "clip_high": rl.clip_high}
         if rl.policy_loss == "ppo_clip":
             bounds["dual_clip"] = rl.dual_clip
-        token_loss, stats = POLICY_LOSSES[rl.policy_loss](logprobs, part.old_logprobs, part.advantages, mask, **bounds)
+        token_loss, stats = POLICY_LOSSES[rl.policy_loss](logprobs, old_logprobs, part.advantages, mask, **bounds)
         token_loss = token_loss * part.importance_weights.where(mask, 0.0)
         if rl.kl.placement == "loss" and self.kl_coef:
             token_loss = token_loss + self.kl_coef * kl_loss_term(
-                logprobs, part.old_logprobs, part.ref_logprobs, mask, estimator=rl.kl.estimator
+                logprobs, old_logprobs, part.ref_logprobs, mask, estimator=rl.kl.estimator
             )
         if rl.entropy_coef:
             token_loss = token_loss - rl.entropy_coef * _unflatten(output.entropy.float(), mask)
@@ -145,13 +158,14 @@ class RlUpdate:
             losses["moe_aux_loss"] += float(balance.detach())
             loss = loss + rl.moe_aux_coef * balance
         self.policy.backward(loss)
-        return {
+        stats = {
             "entropy_sum": float(output.entropy.detach().sum()),
             "clip_frac_sum": float(stats["clip_frac_sum"]),
             "approx_kl_sum": float(stats["approx_kl_sum"]),
             "policy_ratio_max": float(stats["ratio_max"]),
             "policy_ratio_min": float(stats["ratio_min"]),
         }
+        return stats, logprobs.detach()
 
     @torch.no_grad()
     def _expert_counts(self, batch: TrainBatch, parts: list[Part]) -> torch.Tensor:

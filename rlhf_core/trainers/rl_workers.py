@@ -26,7 +26,7 @@ from rlhf_core.trainers.rl_minibatch import Minibatch, Totals, gather
 from rlhf_core.trainers.rl_replacements import Replacements
 from rlhf_core.trainers.rl_scoring import ScorerMetrics, Scoring
 from rlhf_core.trainers.rl_state import Progress, RunStore
-from rlhf_core.types import Prompt, Rollout, ScoredRollout
+from rlhf_core.types import Prompt, Rollout, RolloutBatch, ScoredRollout
 
 log = logging.getLogger("rlhf")
 
@@ -102,37 +102,48 @@ class Workers:
         """Raw scores by every scorer; NaN: it couldn't. What else the scorers measure is added to `metrics`."""
         return self._scoring.score(rollouts, metrics)
 
-    def forward(self, rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:
+    def forward(self, rollouts: Sequence[Rollout], *, share: float) -> dict[str, torch.Tensor]:
         """What policy, reference and critic say of every response token, flat [N] in the order of the rollouts.
 
-        With rl.rollout.recomputed_fraction below 1 the policy is asked of each rank's first ones only; the others have the engine's.
+        Args:
+            share: of each rank's rollouts, from the first on, of which the policy is asked; the others have the engine's log-probabilities.
+                With 0 there are no `old_logprobs`.
         """
         sequences, starts = sequences_of(rollouts)
-        fraction = self._job.rl.rollout.recomputed_fraction
         shards = _contiguous_shards(len(sequences), len(self._trainers))
-        recomputed = math.ceil(fraction * max(map(len, shards)))
+        recomputed = math.ceil(share * max(map(len, shards)))
         answers = self._trainers.call(
             "forward",
             [([sequences[i] for i in s], [starts[i] for i in s]) for s in shards],
             deadline=self._job.rl.deadlines.step,
             recomputed=recomputed,
         )
-        for shard, answer in zip(shards, answers, strict=True):
+        for shard, answer in zip(shards, answers, strict=True) if recomputed else ():
             trusted = torch.tensor([x for i in shard[recomputed:] for x in rollouts[i].rollout_logprobs])
             answer["old_logprobs"] = torch.cat([answer["old_logprobs"], trusted])
         return {name: torch.cat([a[name] for a in answers]) for name in answers[0]}
 
     # Training
 
-    def update(self, plans: list[list[Minibatch]], *, kl_coef: float, train_policy: bool) -> Metrics:
+    def update(self, plans: list[list[Minibatch]], *, kl_coef: float, train_policy: bool, on_policy: bool) -> Metrics:
         """The optimizer steps of a step, of each rank its plan. Returns means over tokens and optimizer steps."""
-        references = self._trainers.submit("update", [(plan,) for plan in plans], kl_coef=kl_coef, train_policy=train_policy)
+        how = {"kl_coef": kl_coef, "train_policy": train_policy, "on_policy": on_policy}
+        references = self._trainers.submit("update", [(plan,) for plan in plans], **how)
         self._updated = self._weights()  # rank 0 packs them while the answers are on their way
         answers = self._trainers.wait(references, deadline=self._job.rl.deadlines.step, what="update")
         totals: Totals = {}
         for answer in answers:
             gather(totals, answer)
         return update_metrics(totals, ranks=len(answers))
+
+    def updated_logprobs(self, plans: list[list[Minibatch]], batch: RolloutBatch) -> torch.Tensor:
+        """Old log-probabilities that an update on policy has computed, flat [N] as `forward` gives them; the engine's of what it masked."""
+        found = batch.rollout_logprobs.clone()
+        for (minibatch,), seen in zip(plans, self._trainers.call("updated_logprobs", deadline=self._job.rl.deadlines.step), strict=True):
+            mask = minibatch.batch.response_mask
+            width = mask.shape[1]
+            found[minibatch.rows, :width] = torch.where(mask, seen, found[minibatch.rows, :width])
+        return found[batch.response_mask]
 
     def refresh_reference(self) -> None:
         """The reference becomes the current policy."""
@@ -186,7 +197,7 @@ class Workers:
     def _difference(self, prompt: Prompt, sample: Sample) -> float:
         """Between the engine's log-probabilities of a sample and the trainer's, which every rank is asked for: it is a collective."""
         rollout = Rollout(prompt, sample.response_ids, sample.logprobs, sample.finished, group_id=0, policy_version=self._version)
-        seen = self.forward([rollout] * len(self._trainers))
+        seen = self.forward([rollout] * len(self._trainers), share=1.0)
         trainer = seen.get("sampler_logprobs", seen["old_logprobs"])[: len(sample.logprobs)]
         rl = self._job.rl
         return largest_difference((torch.tensor(sample.logprobs) - trainer)[rl.rollout.min_new_tokens :], rl)

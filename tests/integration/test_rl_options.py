@@ -90,6 +90,8 @@ GREEDY = {
     "algorithm": "remax",
     "policy_loss": "cispo",
     "steps": 60,
+    "minibatch_size": 16,  # all samples of a step, which with KL in the loss is on policy
+    "kl": {"placement": "loss", "estimator": "k3"},
     "evaluation": {"every": 2, "prompts": 16},
     "monitor": {"always": {"metric": "response_length", "above": 0.0, "from_step": 3, "patience": 2, "action": "rollback"}},
     "lora": {"rank": 4, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear"},
@@ -239,6 +241,9 @@ def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapte
     assert (rows["response_length"] >= 2).all() and (rows["logprob_difference"] < 1e-4).all()
     assert rows["grad_norm"].gt(0).all() and rows["advantage_zero_fraction"].lt(1).all()
     assert rows["kl_mean"].abs().loc[0] < 1e-5 < rows["kl_mean"].abs().loc[3]  # of the policy and itself without adapters
+    # On policy: what the update computed is what vLLM was compared with, after it.
+    assert rows["logprob_difference"].gt(0).all() and rows["mismatch_mean"].gt(0).all()
+    assert rows["policy_ratio_max"].eq(1).all() and rows["policy_ratio_min"].eq(1).all()
     assert not math.isnan(greedy.metrics["score_brief"])
     # Past its limit from step 3 on and stopped in step 4: only what was evaluated before training and in step 2 may be the best.
     assert list(rows["step"]) == [1, 2, 3, 4] and greedy.metrics["steps"] == 4

@@ -78,6 +78,30 @@ def scorer(kind: str, **settings) -> dict[str, Any]:
     return {"name": kind, "kind": kind, "weight": 1.0, "normalization": "none", **settings}
 
 
+ONE_STEP = {"rl.minibatch_size": 256, "rl.kl.placement": "loss", "rl.kl.estimator": "k3"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"rl.kl.placement": "reward", "rl.kl.coef": 0.0}, True),
+        ({"rl.rollout.min_new_tokens": 3}, True),
+        ({"rl.minibatch_size": 128}, False),
+        ({"rl.epochs": 2}, False),
+        ({"rl.kl.placement": "reward"}, False),
+        ({"rl.correction.kind": "tis"}, False),
+        ({"rl.rollout.top_p": 0.9}, False),
+        ({"rl.rollout.top_k": 20}, False),
+    ],
+)
+def test_a_batch_of_one_optimizer_step_is_on_policy_unless_something_asks_before(changes: dict, expected: bool):
+    tree = copy.deepcopy(read_yaml(DEFAULT))
+    for key, value in (ONE_STEP | changes).items():
+        set_key(tree, key, value)
+    assert parse_params(tree).rl.on_policy == expected
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

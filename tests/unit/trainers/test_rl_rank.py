@@ -156,6 +156,34 @@ def test_an_update_does_not_depend_on_whether_prompts_are_shared(model_folders: 
     assert largest_difference(weights, others) < 3e-6  # of a step of 3e-3
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("tokens", [12, 4096])
+def test_on_policy_the_updates_own_log_probabilities_are_the_old_ones(model_folders: tuple[Path, Path], algorithm: str, tokens: int):
+    """One row is unscored. With KL in the loss, whose gradient has the old ones in it too."""
+    kl = {"rl.kl.placement": "loss", "rl.kl.estimator": "k3"}
+    settings = {"rl.algorithm": algorithm, "rl.trainer.microbatch_tokens": tokens, **kl}
+    batch = siblings_batch()
+    batch.response_mask[5, 2] = True  # no gap: `forward` takes whole responses
+    scored = batch.response_mask.any(1)
+    rows = zip(*(t[scored] for t in (batch.prompt_ids, batch.prompt_mask, batch.response_ids, batch.response_mask)), strict=True)
+    fresh = connected(model_folders, **settings)
+    ids = [torch.cat([prompt[mask], response[trained]]).tolist() for prompt, mask, response, trained in rows]
+    old = fresh.forward(ids, batch.prompt_mask[scored].sum(1).tolist())["old_logprobs"]
+    known = replace(batch, old_logprobs=torch.zeros(batch.response_mask.shape).masked_scatter(batch.response_mask, old))
+    unknown = replace(batch, old_logprobs=torch.full(batch.response_mask.shape, 99.0))
+
+    expected = update(fresh, [whole(known)], kl_coef=0.5)
+    rank = connected(model_folders, **settings)
+    totals = rank.update([whole(unknown)], kl_coef=0.5, train_policy=True, on_policy=True)
+    assert totals == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert totals["policy_ratio_max"] == totals["policy_ratio_min"] == 1.0
+    assert largest_difference(rank.weights(), fresh.weights()) < 3e-6  # of a step of 3e-3
+    torch.testing.assert_close(rank.updated_logprobs(), known.old_logprobs, rtol=0, atol=3e-6)
+    off = connected(model_folders, **settings)
+    update(off, [whole(unknown)], kl_coef=0.5)
+    assert largest_difference(off.weights(), fresh.weights()) > 1e-4  # the comparison can tell
+
+
 def test_no_kl_needs_no_reference_and_no_ppo_needs_no_critic(model_folders: tuple[Path, Path]):
     rank = connected(model_folders, **{"rl.algorithm": "rloo", "rl.kl.coef": 0.0, "rl.kl.measure": False, "rl.monitor": {}})
     assert rank.forward([[5, 6, 7]], [1]).keys() == {"old_logprobs"}
