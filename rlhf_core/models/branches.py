@@ -97,7 +97,7 @@ def collate_branches(rows: list[Branches], *, pad_id: int, every_token: bool = F
         return TokenBatch(input_ids, selected)
     visible = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
     visible &= torch.ones(width, width, dtype=torch.bool).tril()
-    return TokenBatch(input_ids, selected, position_ids, visible[:, None], predicted_by)
+    return TokenBatch(input_ids, selected, position_ids, visible[:, None], predicted_by, segments)
 
 
 @torch.no_grad()

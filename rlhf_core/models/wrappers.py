@@ -6,7 +6,7 @@ attention mask is needed. The vocabulary projection runs on the selected positio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ class TokenBatch:
     position_ids: [B, T] int64; None: 0 to T - 1 in each row.
     visible: [B, 1, T, T] bool, which tokens (last) each token sees; None: all before it, and itself.
     predicted_by: [B, T] int64, the position in its row of the token that predicts each selected one; None: the one before it.
+    segments: [B, T] int64, where `visible` says no more than: a prefix (0), branches that see it (1, 2, ...) and padding (-1).
     """
 
     input_ids: torch.Tensor
@@ -34,10 +35,11 @@ class TokenBatch:
     position_ids: torch.Tensor | None = None
     visible: torch.Tensor | None = None
     predicted_by: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
-        fields = (self.input_ids, self.selected, self.position_ids, self.visible, self.predicted_by)
-        return TokenBatch(*(x if x is None else x.to(device) for x in fields))
+        moved = (getattr(self, f.name) for f in fields(self))
+        return TokenBatch(*(x if x is None else x.to(device) for x in moved))
 
     def attention(self) -> dict[str, torch.Tensor]:
         """Arguments for a Hugging Face model; none where attention is plainly causal."""
@@ -134,7 +136,8 @@ def _hidden_states(
     """The trunk's output [N, H] at the given positions, and the routed tokens' router logits where some are asked for."""
     inner = trunk(model)
     if routed is None and can_pack(inner):
-        return packed_states(inner, batch.input_ids, rows, positions, position_ids=batch.position_ids, visible=batch.visible), None
+        how = {"position_ids": batch.position_ids, "visible": batch.visible, "segments": batch.segments}
+        return packed_states(inner, batch.input_ids, rows, positions, **how), None
     routing = {} if routed is None else {"output_router_logits": True}
     outputs = inner(input_ids=batch.input_ids, use_cache=False, **batch.attention(), **routing)
     router_logits = None if routed is None else torch.cat([layer[routed.flatten()] for layer in outputs.router_logits])
