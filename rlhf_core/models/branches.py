@@ -95,9 +95,7 @@ def collate_branches(rows: list[Branches], *, pad_id: int, every_token: bool = F
             at = end
     if all(len(row.branches) == 1 for row in rows):  # plain sequences: causal attention needs no mask
         return TokenBatch(input_ids, selected)
-    visible = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
-    visible &= torch.ones(width, width, dtype=torch.bool).tril()
-    return TokenBatch(input_ids, selected, position_ids, visible[:, None], predicted_by, segments)
+    return TokenBatch(input_ids, selected, position_ids, predicted_by=predicted_by, segments=segments)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from rlhf_core.algorithms.logprobs import sampler_logprobs, token_entropy, token_logprobs
 from rlhf_core.models.build import scalar_head, trunk
 from rlhf_core.models.packed import can_pack, packed_states
+from rlhf_core.models.packed_layout import visible_branches
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class TokenBatch:
     input_ids: [B, T] int64, right-padded.
     selected: [B, T] bool; N of them are True.
     position_ids: [B, T] int64; None: 0 to T - 1 in each row.
-    visible: [B, 1, T, T] bool, which tokens (last) each token sees; None: all before it, and itself.
+    visible: [B, 1, T, T] bool, which tokens (last) each token sees; None: all before it, and itself, or as segments say.
     predicted_by: [B, T] int64, the position in its row of the token that predicts each selected one; None: the one before it.
-    segments: [B, T] int64, where `visible` says no more than: a prefix (0), branches that see it (1, 2, ...) and padding (-1).
+    segments: [B, T] int64, where rows are a prefix and branches that see it and themselves: see `visible_branches`.
     """
 
     input_ids: torch.Tensor
@@ -43,7 +44,8 @@ class TokenBatch:
 
     def attention(self) -> dict[str, torch.Tensor]:
         """Arguments for a Hugging Face model; none where attention is plainly causal."""
-        return {} if self.visible is None else {"position_ids": self.position_ids, "attention_mask": self.visible}
+        visible = self.visible if self.segments is None else visible_branches(self.segments)
+        return {} if visible is None else {"position_ids": self.position_ids, "attention_mask": visible}
 
     def predictions(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of the N selected tokens, but for a row's first, which nothing predicts: rows, positions of the predicting tokens, ids."""

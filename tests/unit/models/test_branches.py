@@ -31,16 +31,17 @@ def test_a_shared_row_by_hand():
     assert batch.input_ids.tolist() == [[7, 8, 5, 6, 9], [4, 3, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 2, 3], [0, 1, 0, 0, 0]]
     assert batch.selected.tolist() == [[False, False, True, False, True], [False, True, False, False, False]]
-    assert batch.visible[0, 0].int().tolist() == [
+    visible = batch.attention()["attention_mask"]
+    assert visible[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [1, 1, 1, 0, 0],
         [1, 1, 0, 1, 0],
         [1, 1, 0, 1, 1],
     ]
-    assert batch.visible[1, 0, :2, :2].int().tolist() == [[1, 0], [1, 1]]
+    assert visible[1, 0, :2, :2].int().tolist() == [[1, 0], [1, 1]]
     assert batch.predicted_by[0].tolist() == [-1, 0, 1, 1, 3]
-    assert batch.visible.any(-1).all()  # padding sees something too: a softmax over nothing would be NaN
+    assert visible.any(-1).all()  # padding sees something too: a softmax over nothing would be NaN
 
 
 def test_every_token_of_each_branch_by_hand():

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
 
-from rlhf_core.models import packed
+from rlhf_core.models import packed_layout
 from rlhf_core.models.branches import Branches, collate_branches
-from rlhf_core.models.packed import _cuts, _whole_sequences, can_pack, packed_states
+from rlhf_core.models.packed import can_pack, packed_states
+from rlhf_core.models.packed_layout import _cuts, _whole_sequences, visible_branches
 
 
 def llama(heads: int = 4, key_value_heads: int = 4, **settings) -> LlamaModel:
@@ -28,7 +29,7 @@ def gradients(model: LlamaModel, states: torch.Tensor) -> dict[str, torch.Tensor
 
 
 def assert_same(model: LlamaModel, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, **attention) -> None:
-    mask = {} if "visible" not in attention else {"position_ids": attention["position_ids"], "attention_mask": attention["visible"]}
+    mask = {} if not attention else {"position_ids": attention["position_ids"], "attention_mask": visible_branches(attention["segments"])}
     expected = model(input_ids=ids, use_cache=False, **mask).last_hidden_state[rows, positions]
     found = packed_states(model, ids, rows, positions, **attention)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
@@ -57,7 +58,7 @@ def test_branches_see_their_prefix_and_themselves():
     rows = [Branches([1, 2, 3, 4], [[5, 6], [7], [8, 9, 10]]), Branches([11, 12], [[13, 14, 15, 16]]), Branches([17], [[18], [19]])]
     batch = collate_branches(rows, pad_id=0, every_token=True)
     at, predicted_by, _ = batch.predictions()
-    assert_same(llama(), batch.input_ids, at, predicted_by, position_ids=batch.position_ids, visible=batch.visible)
+    assert_same(llama(), batch.input_ids, at, predicted_by, position_ids=batch.position_ids, segments=batch.segments)
 
 
 LONG_BRANCHES = [
@@ -73,22 +74,22 @@ LONG_BRANCHES = [
 def test_branches_that_attend_as_whole_sequences_give_the_same(key_value_heads: int, last_row: str, monkeypatch: pytest.MonkeyPatch):
     """Also where the tokens of a row end within a branch, or with its prefix."""
     seen = []
-    monkeypatch.setattr(packed, "COPYING_PAYS", 0)
-    monkeypatch.setattr(packed, "_whole_sequences", lambda *args, **how: seen.append(1) or _whole_sequences(*args, **how))
+    monkeypatch.setattr(packed_layout, "COPYING_PAYS", 0)
+    monkeypatch.setattr(packed_layout, "_whole_sequences", lambda *args, **how: seen.append(1) or _whole_sequences(*args, **how))
     batch = collate_branches(LONG_BRANCHES, pad_id=0)
     wanted = batch.segments >= 0
     if last_row != "whole":
         wanted[0, 4 if last_row == "no branch" else 12 :] = False
-    attention = {"position_ids": batch.position_ids, "visible": batch.visible, "segments": batch.segments}
+    attention = {"position_ids": batch.position_ids, "segments": batch.segments}
     assert_same(llama(key_value_heads=key_value_heads), batch.input_ids, *wanted.nonzero(as_tuple=True), **attention)
     assert seen
 
 
 def test_a_long_prefix_of_short_branches_is_not_copied(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(packed, "COPYING_PAYS", 0)
-    monkeypatch.setattr(packed, "_whole_sequences", None)
+    monkeypatch.setattr(packed_layout, "COPYING_PAYS", 0)
+    monkeypatch.setattr(packed_layout, "_whole_sequences", None)
     batch = collate_branches([Branches(list(range(1, 31)), [[n] for n in range(31, 39)])], pad_id=0)
-    attention = {"position_ids": batch.position_ids, "visible": batch.visible, "segments": batch.segments}
+    attention = {"position_ids": batch.position_ids, "segments": batch.segments}
     assert_same(llama(), batch.input_ids, *batch.selected.nonzero(as_tuple=True), **attention)
 
 
