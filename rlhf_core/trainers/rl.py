@@ -14,7 +14,15 @@ from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.credit import RewardNormalizer, assign_credit, correct
 from rlhf_core.trainers.rl_actors import Actors
-from rlhf_core.trainers.rl_data import DemonstrationStream, PromptStream, collate, components_of, evaluation_prompts, read_prompts
+from rlhf_core.trainers.rl_data import (
+    DemonstrationStream,
+    PromptStream,
+    collate,
+    components_of,
+    evaluation_prompts,
+    read_prompts,
+    with_old_logprobs,
+)
 from rlhf_core.trainers.rl_job import FULL, REFUSED, STOPPED, RlJob
 from rlhf_core.trainers.rl_metrics import (
     Clock,
@@ -98,8 +106,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         update = workers.update(plans, kl_coef=kl_coef, train_policy=trains_policy(rl, step), on_policy=on_policy)
         clock.lap("update")
         if on_policy:  # only now are the policy's own log-probabilities known; what was sampled stays the same
-            outputs["old_logprobs"] = workers.updated_logprobs(plans, batch)
-            batch = collate(drawn.scored, outputs, workers.pad_id, drawn.baseline_components)
+            batch = with_old_logprobs(batch, workers.updated_logprobs(plans, batch), has_reference="ref_logprobs" in outputs)
             difference = check_logprobs(batch, rl, step=step)
             credit_metrics |= correct(batch, train_batch.response_mask, rl)[1]
             clock.lap("collate")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +174,12 @@ def collate(
         finished=torch.tensor([r.finished for r in rollouts]),
         policy_versions=torch.tensor([r.policy_version for r in rollouts]),
     )
+
+
+def with_old_logprobs(batch: RolloutBatch, old_logprobs: torch.Tensor, *, has_reference: bool) -> RolloutBatch:
+    """A batch that was collated without, now that its update has computed them: [B, R]. Any token could be sampled."""
+    ref_logprobs = batch.ref_logprobs if has_reference else old_logprobs
+    return replace(batch, old_logprobs=old_logprobs, sampler_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
 
 
 def _left_padded(sequences: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:

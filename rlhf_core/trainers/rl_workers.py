@@ -52,6 +52,7 @@ class Workers:
         self._sampling = sampling_settings(job.rl)
         self._version = 0
         self._updated: Pending | None = None  # the weights after the last update, asked for ahead of their sync
+        self._seen: list[Pending] = []  # its log-probabilities, where it was on policy
         self.replacements = Replacements(job.rl.max_replacements)
 
     def __enter__(self) -> Workers:
@@ -129,6 +130,7 @@ class Workers:
         """The optimizer steps of a step, of each rank its plan. Returns means over tokens and optimizer steps."""
         how = {"kl_coef": kl_coef, "train_policy": train_policy, "on_policy": on_policy}
         references = self._trainers.submit("update", [(plan,) for plan in plans], **how)
+        self._seen = self._trainers.submit("updated_logprobs", [()] * len(self._trainers)) if on_policy else []
         self._updated = self._weights()  # rank 0 packs them while the answers are on their way
         answers = self._trainers.wait(references, deadline=self._job.rl.deadlines.step, what="update")
         totals: Totals = {}
@@ -137,13 +139,14 @@ class Workers:
         return update_metrics(totals, ranks=len(answers))
 
     def updated_logprobs(self, plans: list[list[Minibatch]], batch: RolloutBatch) -> torch.Tensor:
-        """Old log-probabilities that an update on policy has computed, flat [N] as `forward` gives them; the engine's of what it masked."""
+        """Old log-probabilities [B, R] that the last update, on policy, has computed; the engine's of what it masked."""
         found = batch.rollout_logprobs.clone()
-        for (minibatch,), seen in zip(plans, self._trainers.call("updated_logprobs", deadline=self._job.rl.deadlines.step), strict=True):
+        answers = self._trainers.wait(self._seen, deadline=self._job.rl.deadlines.step, what="updated_logprobs")
+        for (minibatch,), seen in zip(plans, answers, strict=True):
             mask = minibatch.batch.response_mask
             width = mask.shape[1]
             found[minibatch.rows, :width] = torch.where(mask, seen, found[minibatch.rows, :width])
-        return found[batch.response_mask]
+        return found
 
     def refresh_reference(self) -> None:
         """The reference becomes the current policy."""
