@@ -105,7 +105,7 @@ def run(stage: Stage, output: Path) -> None:
             start_timeout=params.cluster.start_timeout,
             silence_timeout=params.cluster.silence_timeout,
             pulse=job.pulse,
-            on_output=lambda text: print(text, end="", flush=True),
+            on_output=show,
             stop_requested=lambda: stage.stop_requested,
         )
     if stage.stop_requested or code == STOPPED_BY_SIGNAL:
@@ -114,6 +114,16 @@ def run(stage: Stage, output: Path) -> None:
         raise StageFailed("RL job: expected to be able to train, got the refusal above; change what it names")
     if code != 0:
         raise JobCrashed(f"RL job: expected exit code 0, got {code}; its output above ends with the reason; run it again to go on")
+
+
+def show(text: str) -> None:
+    """Print the job's output. Where nobody reads it any more, since the flow was killed, it is dropped: the job still has to write its
+    checkpoint.
+    """
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def describe(stage: Stage, output: Path):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -140,3 +143,15 @@ def test_final_figures_are_means_over_the_last_steps_of_every_scorer_too(tmp_pat
         tmp_path, params(rl__evaluation__every=10, rl__evaluation__keep_best=True).rl.model_copy(update={"reward": given.rl.reward})
     )
     assert (best["best_step"], best["best_metric"], best["best_value"]) == (20, "judge", 0.8)
+
+
+def test_output_that_nobody_reads_any_more_does_not_end_the_stage():
+    """As where the flow was killed: the job's checkpoint is still to come."""
+    told = "from tasks.train_rl import show; [show(f'rl {k}\\n') for k in range(3)]; raise SystemExit(7)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([sys.executable, "-c", told], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (7, "")
