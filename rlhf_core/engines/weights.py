@@ -11,8 +11,9 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-# vLLM's models of which every weight is the checkpoint's, or several of them one below the other, as `packed_modules_mapping` says.
-STACKING_MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# vLLM's models of which every weight is the checkpoint's, or several of them one below the other, as `packed_modules_mapping` says, and
+# with which this was tried.
+STACKING_MODELS = ("LlamaForCausalLM",)
 
 
 @dataclass(frozen=True)
