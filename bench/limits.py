@@ -3,6 +3,7 @@
 What is compared, in turn, each time in a fresh process:
 
 - rollouts: tokens per second of `generate` within the steps of a GRPO job, beside bare vLLM engines, as many and with the same prompts;
+- training: SFT in the stage's own loop, beside nothing but PyTorch on the same batches, a step of each in turn in one process;
 - where a GRPO step's time goes;
 - matrix products of the size that fits the cache, which bound all of it.
 
@@ -30,6 +31,7 @@ from rlhf_core.quiet import be_quiet
 
 WORKING_PHASES = ("generate", "score", "forward", "update")
 MATRIX = 768
+SFT_BATCH = 64
 
 
 def main() -> None:
@@ -65,8 +67,10 @@ def of_model(inputs: Inputs, model: str, arguments: argparse.Namespace) -> dict[
     steps = arguments.warmup + arguments.steps
     grpo = inputs.work("grpo", model, steps=steps, batch_size=arguments.samples)
     engines = grpo.params.rl.rollout.engines
-    rounds: dict[str, list[Any]] = {"step": [], "vllm": []}
+    sft = inputs.work("sft", model, steps=steps, batch_size=SFT_BATCH)
+    rounds: dict[str, list[Any]] = {"step": [], "vllm": [], "train": []}
     for _ in range(arguments.rounds):
+        rounds["train"].append(child("train", sft, arguments))
         rounds["step"].append(child("step", grpo, arguments))
         rounds["vllm"].append(bare_engines(grpo, engines, arguments))
     return rounds
@@ -150,7 +154,71 @@ def vllm(work: Work, arguments: argparse.Namespace) -> float:
     return len(prompts) * rl.group_size * RESPONSE_TOKENS / statistics.median(seconds[arguments.warmup :])
 
 
-MEASURES = {"matmul": matmul, "step": step, "vllm": vllm}
+def train(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
+    """Tokens per second of the stage's loop and of bare PyTorch: the engine, logs and curves are what lies between them."""
+    import torch
+
+    from bench import ours
+    from rlhf_core.engines.deepspeed_engine import join_world
+
+    torch.set_num_threads(arguments.threads)
+    join_world()
+    bare = BareSft(work)
+    stage_seconds, bare_seconds, tokens = [], [], []
+    left = time.perf_counter()
+
+    def end_step() -> bool:
+        """Asked once a step by the loop, whose time is what passes between two questions."""
+        nonlocal left
+        asked = time.perf_counter()
+        stage_seconds.append(asked - left)
+        tokens.append(bare.step(len(tokens)))
+        left = time.perf_counter()
+        bare_seconds.append(left - asked)
+        return False
+
+    with tempfile.TemporaryDirectory() as folder:
+        ours.sft(work, Path(folder), ours.loop(work, Path(folder), ours.Run(), end_step))
+    chosen = slice(arguments.warmup, None)
+    of = sum(tokens[chosen])
+    return {"stage": of / sum(stage_seconds[chosen]), "bare": of / sum(bare_seconds[chosen])}
+
+
+class BareSft:
+    """The same module, batches and optimizer as `bench.ours.sft` has."""
+
+    def __init__(self, work: Work):
+        import torch
+
+        from rlhf_core.models.build import load_language_model
+        from rlhf_core.models.tokenizer import load_tokenizer
+        from rlhf_core.models.wrappers import PolicyModule
+        from rlhf_core.trainers.demonstrations import encode_demonstrations
+
+        self._work, tokenizer = work, load_tokenizer(work.model, trust_remote_code=False)
+        self._examples, _ = encode_demonstrations(work.read_rows(), tokenizer, max_length=work.params.model.max_length)
+        self._pad_id = tokenizer.pad_token_id
+        self._module = PolicyModule(load_language_model(work.model)).train()
+        self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=work.params.sft.learning_rate, betas=(0.9, 0.95), fused=True)
+
+    def step(self, number: int) -> int:
+        """The tokens of its batch."""
+        import torch
+
+        from rlhf_core.data.batching import batch_indices
+        from rlhf_core.models.wrappers import collate_tokens
+
+        drawn = batch_indices(number, batch_size=self._work.batch_size, num_examples=len(self._examples), seed=self._work.params.seed)
+        examples = [self._examples[i] for i in drawn]
+        batch = collate_tokens([e.ids for e in examples], [e.start for e in examples], pad_id=self._pad_id)
+        self._module(batch).logprobs.mean().neg().backward()
+        torch.nn.utils.clip_grad_norm_(self._module.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return sum(len(e.ids) for e in examples)
+
+
+MEASURES = {"matmul": matmul, "step": step, "vllm": vllm, "train": train}
 
 
 def write(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -174,6 +242,8 @@ def table(arguments: argparse.Namespace, found: dict[str, Any]) -> list[str]:
         generated = [arguments.samples * RESPONSE_TOKENS / step["seconds_generate"] for step in rounds["step"]]
         ours, limit = statistics.median(generated), statistics.median(rounds["vllm"])
         lines.append(f"| {model} | rollouts, tokens/s | {ours:.0f} | {limit:.0f} | {ours / limit:.2f} |")
+        ours, limit = (statistics.median(run[side] for run in rounds["train"]) for side in ("stage", "bare"))
+        lines.append(f"| {model} | SFT, tokens/s | {ours:.0f} | {limit:.0f} | {ours / limit:.2f} |")
         total = phases["seconds"]
         working = sum(phases[f"seconds_{name}"] for name in WORKING_PHASES)
         sync = phases["seconds_sync"]

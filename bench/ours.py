@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +58,19 @@ def train(work: Work, folder: Path) -> Run:
         run.end_step()
         return False
 
-    loop = {
+    TRAINERS[work.method](work, folder, loop(work, folder, run, end_step))
+    return run
+
+
+def loop(work: Work, folder: Path, run: Run, end_step: Callable[[], bool]) -> dict[str, Any]:
+    """What train_phase needs beside engine and phase."""
+    return {
         "settings": LoopSettings(work.params.seed, checkpoint_every=work.steps + 1, eval_every=work.steps + 1),
         "first_step": 0,
         "metrics_log": lambda _: Watch(work, folder, run),
         "stop_requested": end_step,
         "checkpoints": lambda phase: CheckpointStore(folder / phase),
     }
-    TRAINERS[work.method](work, folder, loop)
-    return run
 
 
 def sft(work: Work, folder: Path, loop: dict[str, Any]) -> None:

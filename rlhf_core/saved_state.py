@@ -80,6 +80,8 @@ def saved_items(folder: Path) -> Items:
             yield from (("generators", f"{name}{_of_rank(path.stem)}", _described(value)) for name, value in read(path).items())
         elif path.name == "driver.json":
             yield from _driver(json.loads(path.read_text(encoding="utf-8")))
+        elif path.name == "ahead.json":
+            yield "position", "rollouts drawn ahead", _file(path)
         elif path.suffix == ".pt":
             yield from (("weights", f"{name} of the {path.stem}", _described(value)) for name, value in read(path).items())
 

@@ -103,7 +103,12 @@ class RlConfig(Section):
         """
         one_step = self.epochs == 1 and self.minibatch_size == self.samples_per_step
         asked_before = (self.kl.placement == "reward" and self.kl.coef > 0) or self.correction.kind != "none"
-        return one_step and not asked_before and self.rollout.samples_any_token
+        return one_step and not asked_before and self.rollout.samples_any_token and not self.rollout.one_step_off_policy
+
+    @property
+    def trusts_engine(self) -> bool:
+        """Whether the old log-probabilities are the engine's: those of the policy that sampled, one step before the one that is trained."""
+        return self.rollout.one_step_off_policy and self.correction.kind == "none"
 
     @model_validator(mode="after")
     def _batches_divide(self):
@@ -142,6 +147,8 @@ class RlConfig(Section):
                 f"rollout.recomputed_fraction: expected 1 with a correction, got {self.rollout.recomputed_fraction}; where the trainer "
                 "takes over the engine's log-probabilities there is nothing to correct"
             )
+        if self.rollout.one_step_off_policy:
+            self._can_draw_ahead()
         if self.dynamic_sampling.enabled and self.group_size < 2:
             raise ValueError(
                 f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; a group of one is always "
@@ -167,6 +174,18 @@ class RlConfig(Section):
                 f"prompt_weights: expected weights above 0, got {self.prompt_weights}; leave a source out of data.sources instead"
             )
         return self
+
+    def _can_draw_ahead(self) -> None:
+        key = "rollout.one_step_off_policy: expected false"
+        if self.dynamic_sampling.enabled:
+            raise ValueError(f"{key} with dynamic_sampling, got true; which prompts a step needs is known only when it has its scores")
+        if self.algorithm == "remax":
+            raise ValueError(f"{key} with remax, got true; its baselines are the sampling policy's greedy responses, and that has moved on")
+        if self.trusts_engine and not self.rollout.samples_whole_distribution:
+            raise ValueError(
+                f"{key} with top_p, top_k or min_new_tokens and without a correction, got true; the ratio would be to the engine's "
+                "probabilities, which are then of another distribution than the policy's: set correction.kind"
+            )
 
     @model_validator(mode="after")
     def _limits_watch_what_is_measured(self):
@@ -210,6 +229,7 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     columns += [f"disagreement_{s.name}" for s in rl.reward.scorers if s.members > 1]
     columns += _UPDATE_COLUMNS
     columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
+    columns += ["policy_lag"] * rl.rollout.one_step_off_policy
     columns += ["dynamic_rounds", "dropped_groups"] * rl.dynamic_sampling.enabled
     columns += ["eval_score", *(f"eval_{n}" for n in names)] * (rl.evaluation.every is not None)
     columns += ["scorer_metrics"] * any(s.kind == "function" for s in rl.reward.scorers)

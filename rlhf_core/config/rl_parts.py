@@ -115,17 +115,21 @@ class RolloutConfig(Section):
     max_concurrent_sequences: int = Field(gt=0)
     max_logprob_difference: float = Field(gt=0)
     recomputed_fraction: float = Field(gt=0, le=1)
+    one_step_off_policy: bool
 
     @property
     def samples_any_token(self) -> bool:
         """Whether neither top-p nor top-k leaves tokens out."""
         return self.top_p == 1 and self.top_k is None
 
+    @property
+    def samples_whole_distribution(self) -> bool:
+        """Whether the engine's log-probabilities are the policy's own at every token."""
+        return self.samples_any_token and self.min_new_tokens == 0
+
     @model_validator(mode="after")
     def _trusts_only_what_is_the_same(self):
-        """The engine's log-probabilities are the policy's own only where it draws from all of the policy's distribution."""
-        whole = self.samples_any_token and self.min_new_tokens == 0
-        if self.recomputed_fraction < 1 and not whole:
+        if self.recomputed_fraction < 1 and not self.samples_whole_distribution:
             raise ValueError(
                 f"recomputed_fraction: expected 1 with top_p, top_k or min_new_tokens, got {self.recomputed_fraction}; "
                 "the engine then draws from another distribution than the policy's"

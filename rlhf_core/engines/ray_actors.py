@@ -152,8 +152,9 @@ class ActorGroup:
         (answer,) = self.wait([reference], deadline=deadline, what=method, ranks=[rank])
         return answer
 
-    def call_and_replace(
+    def wait_and_replace(
         self,
+        references: list[Pending],
         method: str,
         per_rank: list[tuple],
         *,
@@ -162,14 +163,14 @@ class ActorGroup:
         given_by: ActorGroup | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """As `call`, of ranks that are independent: those that are lost are asked again once `replace` has seen to new ones.
+        """As `wait`, for ranks that are independent: those that are lost are asked again once `replace` has seen to new ones.
 
         Args:
-            deadline: seconds for each time that somebody is asked.
+            references: of `submit` with the same method and arguments.
+            deadline: seconds for each time that somebody is waited for.
             replace: calls `self.replace`, or raises.
             given_by: whose answers are among the arguments; that they are dead or late is not the fault of these.
         """
-        references = self.submit(method, per_rank, **kwargs)
         while True:
             try:
                 return self.wait(references, deadline=deadline, what=method)
@@ -179,8 +180,12 @@ class ActorGroup:
                 if not isinstance(lost, RoleLost) or not lost.ranks:
                     raise
                 replace(lost)
-                for rank in lost.ranks:
-                    references[rank] = self._submit_one(rank, method, *per_rank[rank], **kwargs)
+                self.submit_again(lost.ranks, references, method, per_rank, **kwargs)
+
+    def submit_again(self, ranks: Sequence[int], references: list[Pending], method: str, per_rank: list[tuple], **kwargs: Any) -> None:
+        """Put new references in the places of some of those that `submit` has returned."""
+        for rank in ranks:
+            references[rank] = self._submit_one(rank, method, *per_rank[rank], **kwargs)
 
     def attempt(self, method: str, *args: Any, deadline: float) -> Any:
         """Call a method of the only actor, which may well fail: an exception in it counts as the loss of the role too.

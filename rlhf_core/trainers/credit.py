@@ -153,7 +153,12 @@ def assign_credit(
 
 
 def correct(batch: RolloutBatch, mask: torch.Tensor, rl: RlConfig) -> tuple[torch.Tensor, dict[str, float]]:
-    """Importance weights [B, R] of the tokens in a mask, and how far the sampling engine is from the trainer; see importance_weights."""
+    """Importance weights [B, R] of the tokens in a mask, and how far the sampling engine is from the trainer; see importance_weights.
+
+    Of a batch in which the engine's log-probabilities stand in for the trainer's, 1 and nothing.
+    """
+    if batch.old_logprobs is batch.rollout_logprobs:
+        return torch.ones_like(batch.old_logprobs), {}
     how = rl.correction
     return importance_weights(batch.sampler_logprobs, batch.rollout_logprobs, mask, kind=how.kind, low=how.low, high=how.high)
 

@@ -30,6 +30,7 @@ from rlhf_core.trainers.rl_metrics import (
     Metrics,
     TooManyUnscored,
     batch_metrics,
+    check_difference,
     check_logprobs,
     check_scored,
     evaluation_metrics,
@@ -92,12 +93,19 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
             workers.snapshot(progress, normalizer, score=None)
             workers.store.publish()
             break
+        if rl.rollout.one_step_off_policy:
+            following = prompts.take(drawn.prompts_drawn, rl.rollout_batch_size) if step + 1 < rl.steps else []
+            workers.rollouts.generate_ahead(following, step=step + 1, checked=drawn.scored[0].rollout.prompt)
         on_policy = rl.on_policy and trains_policy(rl, step)
-        outputs = workers.forward([s.rollout for s in drawn.scored], share=0.0 if on_policy else rl.rollout.recomputed_fraction)
+        unasked = on_policy or rl.trusts_engine
+        outputs = workers.forward([s.rollout for s in drawn.scored], share=0.0 if unasked else rl.rollout.recomputed_fraction)
         clock.lap("forward")
         batch = collate(drawn.scored, outputs, workers.pad_id, drawn.baseline_components)
         check_scored(batch, rl, step=step)
-        difference = check_logprobs(batch, rl, step=step)
+        if rl.rollout.one_step_off_policy:
+            difference = check_difference(workers.rollouts.difference(), rl, step=step)
+        else:
+            difference = check_logprobs(batch, rl, step=step)
         clock.lap("collate")
         train_batch, credit_metrics = assign_credit(batch, rl, normalizer, kl_coef=kl_coef)
         clock.lap("credit")
@@ -110,6 +118,8 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
             difference = check_logprobs(batch, rl, step=step)
             credit_metrics |= correct(batch, train_batch.response_mask, rl)[1]
             clock.lap("collate")
+        workers.rollouts.collect_ahead()
+        clock.lap("generate")
         workers.sync_weights(version=step + 1)
         clock.lap("sync")
         row = {
@@ -121,6 +131,8 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
             "kl_coef": kl_coef,
             "logprob_difference": difference,
         }
+        if rl.rollout.one_step_off_policy:
+            row["policy_lag"] = step - float(batch.policy_versions.float().mean())
         if drawn.scorer_metrics:
             row["scorer_metrics"] = json.dumps(drawn.scorer_metrics)
         progress = progress.after_step(rl, kl=row["kl_mean"], prompts_drawn=drawn.prompts_drawn)
@@ -164,7 +176,7 @@ def tell(found: list[Finding], rl: RlConfig) -> None:
 def begin(workers: Workers, prompts: PromptStream, validation: list[Prompt], normalizer: RewardNormalizer, rl: RlConfig) -> Progress:
     """What a run that isn't resumed does before its first step."""
     if normalizer.needs_calibration:
-        rollouts = workers.generate_for_calibration(prompts.take(0, rl.reward.normalization_samples))
+        rollouts = workers.rollouts.generate_for_calibration(prompts.take(0, rl.reward.normalization_samples))
         normalizer.calibrate(components_of(workers.score(rollouts)))
     progress = Progress.start(rl)
     if rl.evaluation.every:

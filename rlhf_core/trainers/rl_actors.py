@@ -29,7 +29,7 @@ class Actors:
 
 def _rollout_engines(job: RlJob, *, has_gpu: bool) -> ActorGroup:
     rl = job.rl
-    threads = max(1, job.threads // rl.rollout.engines)
+    threads = _threads(job, among=rl.rollout.engines, has_gpu=has_gpu)
     return ActorGroup(
         "rollout",
         "rlhf_core.engines.vllm_engine:RolloutActor",
@@ -62,7 +62,13 @@ def _trainer_ranks(job: RlJob, *, has_gpu: bool) -> ActorGroup:
         rl.trainer.ranks,
         cpus=1,
         gpus=rl.trainer.gpus_per_rank if has_gpu else 0,
-        threads=max(1, job.threads // rl.trainer.ranks),
+        threads=_threads(job, among=rl.trainer.ranks, has_gpu=has_gpu),
         start_deadline=rl.deadlines.start,
         kwargs={"world_size": rl.trainer.ranks, "job": job},
     )
+
+
+def _threads(job: RlJob, *, among: int, has_gpu: bool) -> int:
+    """Of each of a role's actors. Without a GPU, engines and trainers that work at the same time share the cores."""
+    together = 2 if job.rl.rollout.one_step_off_policy and not has_gpu else 1
+    return max(1, job.threads // together // among)

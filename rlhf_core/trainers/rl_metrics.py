@@ -109,15 +109,22 @@ def check_logprobs(batch: RolloutBatch, rl: RlConfig, *, step: int) -> float:
     Raises:
         LogprobMismatch: it is above rl.rollout.max_logprob_difference.
     """
-    rollout = rl.rollout
     mask = batch.response_mask.clone()
-    mask[:, : rollout.min_new_tokens] = False
-    difference = largest_difference((batch.rollout_logprobs - batch.sampler_logprobs)[mask], rl)
-    if not difference <= rollout.max_logprob_difference:
+    mask[:, : rl.rollout.min_new_tokens] = False
+    return check_difference(largest_difference((batch.rollout_logprobs - batch.sampler_logprobs)[mask], rl), rl, step=step)
+
+
+def check_difference(difference: float, rl: RlConfig, *, step: int) -> float:
+    """The difference between the sampling engine's and the trainer's log-probabilities, in nats, if it is small enough.
+
+    Raises:
+        LogprobMismatch: it is above rl.rollout.max_logprob_difference.
+    """
+    limit = rl.rollout.max_logprob_difference
+    if not difference <= limit:
         raise LogprobMismatch(
             f"step {step}: expected vLLM's and the trainer's log-probabilities to differ by at most rl.rollout.max_logprob_difference="
-            f"{rollout.max_logprob_difference}, got {difference:.3g}; if the weights are in sync, the arithmetic differs "
-            "(bfloat16?): raise the limit"
+            f"{limit}, got {difference:.3g}; if the weights are in sync, the arithmetic differs (bfloat16?): raise the limit"
         )
     return difference
 

@@ -37,7 +37,7 @@ def draw(workers: Workers, prompts: PromptStream, rl: RlConfig, *, step: int, pr
     measured = ScorerMetrics()
 
     def draw_groups(start: int, count: int, turn: int) -> list[Group]:
-        rollouts = workers.generate(prompts.take(start, count), step=step, turn=turn)
+        rollouts = workers.rollouts.generate(prompts.take(start, count), step=step, turn=turn)
         clock.lap("generate")
         scored = workers.score(rollouts, measured)
         clock.lap("score")
@@ -94,4 +94,4 @@ def is_informative(group: Group, config: ScoreConfig) -> bool:
 
 def greedy_components(workers: Workers, prompts: Sequence[Prompt]) -> Components:
     """Scores of the current policy's greedy responses."""
-    return components_of(workers.score(workers.generate_greedy(prompts)))
+    return components_of(workers.score(workers.rollouts.generate_greedy(prompts)))

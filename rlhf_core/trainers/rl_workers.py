@@ -13,28 +13,25 @@ import numpy as np
 import torch
 
 from rlhf_core.checkpoint import Found
-from rlhf_core.config import RlConfig
-from rlhf_core.engines.ray_actors import Pending, RoleLost
-from rlhf_core.engines.vllm_engine import Sample, SamplingSettings, request_seeds
+from rlhf_core.engines.ray_actors import Pending
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.trainers.credit import RewardNormalizer
 from rlhf_core.trainers.rl_actors import Actors
 from rlhf_core.trainers.rl_data import sequences_of
 from rlhf_core.trainers.rl_job import RlJob
-from rlhf_core.trainers.rl_metrics import Metrics, largest_difference, update_metrics
+from rlhf_core.trainers.rl_metrics import Metrics, update_metrics
 from rlhf_core.trainers.rl_minibatch import Minibatch, Totals, gather
 from rlhf_core.trainers.rl_replacements import Replacements
+from rlhf_core.trainers.rl_rollouts import RolloutEngines
 from rlhf_core.trainers.rl_scoring import ScorerMetrics, Scoring
 from rlhf_core.trainers.rl_state import Progress, RunStore
-from rlhf_core.types import Prompt, Rollout, RolloutBatch, ScoredRollout
+from rlhf_core.types import Rollout, RolloutBatch, ScoredRollout
 
 log = logging.getLogger("rlhf")
 
-CALIBRATION_STEP = 2**31 - 1  # a step number of its own for the seeds of the calibration samples
-
 
 class Workers:
-    """Connects the trainers, and gives the loop one method for each of its steps.
+    """Connects the trainers, and gives the loop one method for each of its steps; `rollouts` has those of the engines.
 
     A rollout engine or scorer that dies or is late is replaced and asked again, at most rl.max_replacements times; since what an engine
     draws follows from seeds alone, the run ends as if nothing had happened. A trainer rank has state that only a checkpoint can give back.
@@ -45,59 +42,35 @@ class Workers:
 
     def __init__(self, job: RlJob, actors: Actors):
         self._job = job
-        self._trainers, self._rollouts = actors.trainers, actors.rollouts
+        self._trainers = actors.trainers
         self.store = RunStore(Path(job.work), job.checkpoints)
         tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
-        self._eos_id, self.pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-        self._sampling = sampling_settings(job.rl)
-        self._version = 0
+        self.pad_id = tokenizer.pad_token_id
         self._updated: Pending | None = None  # the weights after the last update, asked for ahead of their sync
         self._seen: list[Pending] = []  # its log-probabilities, where it was on policy
         self.replacements = Replacements(job.rl.max_replacements)
+        self.rollouts = RolloutEngines(
+            job,
+            actors.rollouts,
+            eos_id=tokenizer.eos_token_id,
+            replacements=self.replacements,
+            packed_weights=self._weights,
+            trainer_logprobs=self._sampler_logprobs,
+        )
 
     def __enter__(self) -> Workers:
         start = self._job.rl.deadlines.start
         self._scoring = Scoring(self._job, self._trainers, self.replacements)
         (address, *_) = self._trainers.call("address", deadline=start)
         self._trainers.call("connect", [address] * len(self._trainers), deadline=start)
-        self._rollouts.wait_ready()
+        self.rollouts.wait_ready()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.store.close()
         self._scoring.close()
 
-    # Rollouts
-
-    def generate(self, prompts: Sequence[Prompt], *, step: int, turn: int = 0) -> list[Rollout]:
-        """`group_size` rollouts of each prompt, a prompt's next to each other; what is drawn follows from seed, step and turn."""
-        seeds = request_seeds(self._job.seed, step, len(prompts), turn=turn)
-        return self._generate(prompts, seeds, self._sampling, group_size=self._job.rl.group_size)
-
-    def generate_for_calibration(self, prompts: Sequence[Prompt]) -> list[Rollout]:
-        """One rollout of each prompt."""
-        return self._generate(prompts, request_seeds(self._job.seed, CALIBRATION_STEP, len(prompts)), self._sampling, group_size=1)
-
-    def generate_greedy(self, prompts: Sequence[Prompt]) -> list[Rollout]:
-        """The policy's greedy response to each prompt."""
-        return self._generate(prompts, [0] * len(prompts), self._sampling.greedy, group_size=1)
-
-    def _generate(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings, *, group_size: int) -> list[Rollout]:
-        shards = _shards(len(prompts), len(self._rollouts))
-        answers = self._rollouts.call_and_replace(
-            "generate",
-            [([prompts[i].prompt_ids for i in shard], [seeds[i] for i in shard], sampling) for shard in shards],
-            deadline=self._job.rl.deadlines.step,
-            replace=lambda lost: self._replace_engines(lost, prompts[0]),
-            eos_id=self._eos_id,
-            group_size=group_size,
-        )
-        by_prompt = {i: samples for shard, answer in zip(shards, answers, strict=True) for i, samples in zip(shard, answer, strict=True)}
-        return [
-            Rollout(prompt, s.response_ids, s.logprobs, s.finished, group_id=i, policy_version=self._version)
-            for i, prompt in enumerate(prompts)
-            for s in by_prompt[i]
-        ]
+    # Before the update
 
     def score(self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None) -> list[ScoredRollout]:
         """Raw scores by every scorer; NaN: it couldn't. What else the scorers measure is added to `metrics`."""
@@ -154,56 +127,18 @@ class Workers:
 
     def sync_weights(self, *, version: int) -> None:
         """Give the policy's weights to every rollout engine. That they arrived shows in the next step's log-probabilities."""
-        deadline = self._job.rl.deadlines.step
         weights, self._updated = self._updated or self._weights(), None
-        arguments = [(weights, version)] * len(self._rollouts)
-        versions = self._rollouts.call_and_replace(
-            "load_weights", arguments, deadline=deadline, replace=self._start_engines, given_by=self._trainers
-        )
-        if versions != [version] * len(versions):
-            raise RuntimeError(f"rollout engines: expected policy version {version} everywhere, got {versions}")
-        self._version = version
+        self.rollouts.load_weights(weights, version=version, given_by=self._trainers)
 
     def _weights(self) -> Pending:
         """The policy's weights of now, to be handed on to engines."""
         weights, *_ = self._trainers.submit("packed_weights", [()] * len(self._trainers))
         return weights
 
-    def _start_engines(self, lost: RoleLost) -> None:
-        """New engines for lost ones, with the weights that every engine begins with.
-
-        Raises:
-            RoleLost: the limit of replacements is reached, or there is no room.
-        """
-        if not self.replacements.allow(lost):
-            raise lost
-        self._rollouts.replace(lost.ranks)
-
-    def _replace_engines(self, lost: RoleLost, prompt: Prompt) -> None:
-        """New engines for lost ones, with the policy's weights of now, which one response to `prompt` shows."""
-        self._start_engines(lost)
-        deadline = self._job.rl.deadlines.step
-        weights = self._weights()
-        for rank in lost.ranks:
-            version = self._rollouts.call_one(rank, "load_weights", weights, self._version, deadline=deadline)
-            how = {"eos_id": self._eos_id, "group_size": 1, "deadline": deadline}
-            ((sample,),) = self._rollouts.call_one(rank, "generate", [prompt.prompt_ids], [self._job.seed], self._sampling, **how)
-            difference = self._difference(prompt, sample)
-            limit = self._job.rl.rollout.max_logprob_difference
-            if version != self._version or not difference <= limit:
-                raise RoleLost(
-                    f"{lost}; rollout rank {rank}: expected a new engine with policy version {self._version} and log-probabilities within "
-                    f"{limit} of the trainer's, got version {version} and {difference:.3g}"
-                )
-            log.warning("rollout rank %d: new, with policy version %d; log-probabilities within %.2g", rank, version, difference)
-
-    def _difference(self, prompt: Prompt, sample: Sample) -> float:
-        """Between the engine's log-probabilities of a sample and the trainer's, which every rank is asked for: it is a collective."""
-        rollout = Rollout(prompt, sample.response_ids, sample.logprobs, sample.finished, group_id=0, policy_version=self._version)
-        seen = self.forward([rollout] * len(self._trainers), share=1.0)
-        trainer = seen.get("sampler_logprobs", seen["old_logprobs"])[: len(sample.logprobs)]
-        rl = self._job.rl
-        return largest_difference((torch.tensor(sample.logprobs) - trainer)[rl.rollout.min_new_tokens :], rl)
+    def _sampler_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
+        """Of the policy of now, flat [N]. Every rank is asked for all of them: it is a collective."""
+        seen = self.forward(rollouts * len(self._trainers), share=1.0)
+        return seen.get("sampler_logprobs", seen["old_logprobs"])[: sum(len(r.response_ids) for r in rollouts)]
 
     def export(self, folder: Path) -> None:
         """The policy as a Hugging Face folder."""
@@ -216,7 +151,12 @@ class Workers:
 
         It becomes a checkpoint by `store.publish()`.
         """
-        self.store.write(progress, normalizer, lambda folder: self._on_every_rank("save", folder), score=score)
+
+        def save(folder: Path) -> None:
+            self._on_every_rank("save", folder)
+            self.rollouts.save_ahead(folder, step=progress.step)
+
+        self.store.write(progress, normalizer, save, score=score)
 
     def resume(self, normalizer: RewardNormalizer) -> Progress | None:
         """Load the newest whole checkpoint, weights into the rollout engines too. None: there is none.
@@ -234,6 +174,7 @@ class Workers:
         return progress if rl.kl.target is not None else replace(progress, kl_coef=rl.kl.coef)
 
     def _load_ranks(self, found: Found) -> None:
+        self.rollouts.load_ahead(found.folder, step=found.manifest["step"])
         ranks, wanted = found.manifest["world_size"], self._job.rl.trainer.ranks
         if ranks == wanted:
             self._on_every_rank("load", found.folder)
@@ -251,23 +192,6 @@ class Workers:
 
     def _on_every_rank(self, method: str, *folders: Path) -> None:
         self._trainers.call(method, [tuple(map(str, folders))] * len(self._trainers), deadline=self._job.rl.deadlines.step)
-
-
-def sampling_settings(rl: RlConfig) -> SamplingSettings:
-    rollout = rl.rollout
-    return SamplingSettings(
-        rollout.max_new_tokens,
-        rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_new_tokens=rollout.min_new_tokens,
-        stop=tuple(rollout.stop),
-    )
-
-
-def _shards(count: int, parts: int) -> list[list[int]]:
-    """Positions dealt out in turn, so that each part gets its share of long and short ones."""
-    return [list(range(count))[k::parts] for k in range(parts)]
 
 
 def _contiguous_shards(count: int, parts: int) -> list[list[int]]:

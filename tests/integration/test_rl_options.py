@@ -98,6 +98,13 @@ GREEDY = {
     "rollout": {"stop": ["e", "a"], "min_new_tokens": 2},
     "reward": {"scorers": [{"name": "brief", "kind": "length", "target_length": 4, "weight": 1.0, "normalization": "none"}]},
 }
+AHEAD = {
+    "algorithm": "grpo",
+    "steps": 40,
+    "checkpoint_every": 2,
+    "grpo": {"group_size": 4},
+    "rollout": {"one_step_off_policy": True},
+}
 
 
 @dataclass(frozen=True)
@@ -251,3 +258,25 @@ def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapte
     assert (monitor["stopped"]["limit"], monitor["stopped"]["step"]) == ("always", 4) and monitor["chosen_step"] in (0, 2)
     assert "back to the best by score" in greedy.printed
     assert_nothing_left(greedy.workspace)
+
+
+def test_responses_drawn_ahead_are_of_the_policy_before_and_survive_a_kill(chain, tmp_path):
+    ahead = trained(train(chain, tmp_path / "ahead", AHEAD))
+    rows = ahead.curves
+    assert list(rows["policy_lag"]) == [0, *[1] * 39]
+    # The ratio is to the policy that sampled. In step 1 that is the trained one, until its first minibatch: the clip fraction is of both.
+    assert rows["policy_ratio_max"].gt(1).all() and rows["approx_kl"].iloc[1:].gt(rows["approx_kl"].iloc[0]).mean() > 0.5
+    assert rows["logprob_difference"].between(0, 1e-4).all() and rows["mismatch_mean"].isna().all()
+    killed = train(chain, tmp_path / "killed", AHEAD)
+    stage = begin(killed, "tasks.train_rl")
+    await_checkpoint(killed, "train_policy", stage)
+    stage_process(killed, "train_policy").kill()
+    stage.wait()
+    assert_nothing_left(killed)
+    stage = begin(killed, "tasks.train_rl")
+    await_checkpoint(killed, "train_policy", stage)
+    actor_process(killed, "rollout").kill()
+    assert stage.wait(timeout=DEADLINE) == 0, said(killed)[-3000:]
+    assert "rl: going on from the checkpoint of step" in said(killed) and "asked again" in said(killed)
+    for name in ("models/policy/model.safetensors", "plots/train_policy.csv", "metrics/train_policy.json"):
+        assert results(killed)[name] == results(ahead.workspace)[name], name

@@ -93,6 +93,7 @@ ONE_STEP = {"rl.minibatch_size": 256, "rl.kl.placement": "loss", "rl.kl.estimato
         ({"rl.correction.kind": "tis"}, False),
         ({"rl.rollout.top_p": 0.9}, False),
         ({"rl.rollout.top_k": 20}, False),
+        ({"rl.rollout.one_step_off_policy": True}, False),
     ],
 )
 def test_a_batch_of_one_optimizer_step_is_on_policy_unless_something_asks_before(changes: dict, expected: bool):
@@ -176,6 +177,18 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
         (
             {"rl.rollout.recomputed_fraction": 0.5, "rl.correction.kind": "tis"},
             "rl.rollout.recomputed_fraction: expected 1 with a correction, got 0.5",
+        ),
+        (
+            {"rl.rollout.one_step_off_policy": True, "rl.algorithm": "grpo", "rl.dynamic_sampling.enabled": True},
+            "rl.rollout.one_step_off_policy: expected false with dynamic_sampling, got true",
+        ),
+        (
+            {"rl.rollout.one_step_off_policy": True, "rl.algorithm": "remax"},
+            "rl.rollout.one_step_off_policy: expected false with remax, got true",
+        ),
+        (
+            {"rl.rollout.one_step_off_policy": True, "rl.rollout.top_k": 5},
+            "rl.rollout.one_step_off_policy: expected false with top_p, top_k or min_new_tokens and without a correction, got true",
         ),
         ({"rl.rollout.min_new_tokens": 33}, "rl.rollout.min_new_tokens: expected at most max_new_tokens=32, got 33; lower it"),
         ({"rl.trainer.ranks": 3}, "rl.minibatch_size: expected a multiple of trainer.ranks=3, got 128"),

@@ -352,6 +352,15 @@ def test_importance_weights_compare_the_sampling_engine_with_the_distribution_th
     assert same["mismatch_max"] == metrics["mismatch_max"]
 
 
+def test_where_the_engines_log_probabilities_are_the_old_ones_nothing_is_compared():
+    """They are those of the policy that sampled, a step before the one that is trained."""
+    engine = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
+    same = {"rollout_logprobs": engine, "old_logprobs": engine, "sampler_logprobs": engine}
+    train, metrics = credit(rollouts([1.0, 2.0], [3, 3], groups=[0, 0], **same), rl("rloo", **{"rl.rollout.one_step_off_policy": True}))
+    assert torch.equal(train.old_logprobs, engine) and torch.equal(train.importance_weights, torch.ones(2, 3))
+    assert not [name for name in metrics if name.startswith(("mismatch", "ratio", "corrected"))]
+
+
 def test_rows_that_were_scored_but_teach_nothing_are_counted():
     batch = rollouts([1.0, 1.0, 0.0, 3.0, NAN], [3, 2, 1, 2, 3], groups=[0, 0, 1, 1, 1])
     _, metrics = credit(batch, rl("rloo"))
