@@ -25,6 +25,8 @@ from rlhf_core.quiet import be_quiet
 
 ROOT = Path(__file__).parents[1]
 SIDES = ("ours", "theirs")
+# Responses are drawn while the step before is trained, for which TRL's trainers have no option. An end token may come.
+AHEAD = {"rollout.one_step_off_policy": True, "rollout.engines": 1, "rollout.min_new_tokens": 0}
 # What is measured: the method, and what it has on top of its section of params.yaml.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {}),
@@ -33,6 +35,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo, reference live": ("dpo", {"nll_coef": 0.0, "reference": "live"}),
     "grpo": ("grpo", {}),
     "rloo": ("rloo", {}),
+    "grpo, one step off policy": ("grpo", AHEAD),
+    "rloo, one step off policy": ("rloo", AHEAD),
 }
 MODELS = {
     "small": ArchitectureConfig(hidden_size=96, intermediate_size=256, layers=3, heads=3, vocab_size=390),  # 0.4 M parameters

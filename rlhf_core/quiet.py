@@ -29,7 +29,8 @@ QUIET_ENVIRONMENT = {
 }
 
 
-NEW_OBJECTS = 100_000  # between two looks for cyclic garbage
+NEW_OBJECTS = 100_000  # between two looks for cyclic garbage, while a process starts
+USUAL_THRESHOLD = gc.get_threshold()
 
 
 def be_quiet() -> None:
@@ -44,6 +45,11 @@ def collect_rarely() -> None:
     that it takes to import PyTorch and vLLM.
     """
     gc.set_threshold(NEW_OBJECTS)
+
+
+def collect_as_usual() -> None:
+    """To be called where long work begins: what a step leaves in cycles would else add up for hundreds of steps, 70 KB in each."""
+    gc.set_threshold(*USUAL_THRESHOLD)
 
 
 def show_own_log() -> None:

@@ -38,16 +38,17 @@ class Minibatch:
 def plan_update(batch: TrainBatch, demonstrations: DemonstrationStream, rl: RlConfig, *, seed: int, step: int) -> list[list[Minibatch]]:
     """Every epoch's minibatches of a step, dealt out: for each rank its share of each optimizer step.
 
-    Samples of a prompt stay together where their number divides what a rank gets, so that their prompt is computed once.
+    What is in a minibatch doesn't depend on the number of ranks. Samples of a prompt are in the same one where their number divides its size,
+    and on the same rank where the prompts can be dealt out evenly, so that a prompt is computed once.
     """
     ranks = rl.trainer.ranks
-    unit = rl.group_size if rl.minibatch_size % (rl.group_size * ranks) == 0 else 1
+    unit = rl.group_size if rl.minibatch_size % rl.group_size == 0 else 1
     plans: list[list[Minibatch]] = [[] for _ in range(ranks)]
     steps = len(batch) // rl.minibatch_size * rl.epochs
     order_seed = int(np.random.SeedSequence([seed, step, 1]).generate_state(1)[0])
     for k in range(steps):
         units = batch_indices(k, batch_size=rl.minibatch_size // unit, num_examples=len(batch) // unit, seed=order_seed)
-        shares = [[row for u in units[rank::ranks] for row in range(u * unit, (u + 1) * unit)] for rank in range(ranks)]
+        shares = _dealt_out([list(range(u * unit, (u + 1) * unit)) for u in units], ranks)
         mask = batch.response_mask[[row for share in shares for row in share]]
         tokens, sequences = int(mask.sum()), int(mask.any(1).sum())
         ptx = demonstrations.batch(step * steps + k)
@@ -55,6 +56,13 @@ def plan_update(batch: TrainBatch, demonstrations: DemonstrationStream, rl: RlCo
         for rank, share in enumerate(shares):
             plans[rank].append(Minibatch(batch.select(share), share, tokens, sequences, ptx[rank::ranks], ptx_tokens))
     return plans
+
+
+def _dealt_out(groups: list[list[int]], ranks: int) -> list[list[int]]:
+    """Rows for each rank: whole groups if all ranks get as many, otherwise row by row."""
+    together = len(groups) % ranks == 0
+    dealt = groups if together else [[row] for group in groups for row in group]
+    return [[row for group in dealt[rank::ranks] for row in group] for rank in range(ranks)]
 
 
 def gather(totals: Totals, found: Totals) -> None:

@@ -23,6 +23,7 @@ from rlhf_core.models.build import checkpoint_names, load_language_model, load_s
 from rlhf_core.models.lora import add_adapters, without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch
+from rlhf_core.quiet import collect_as_usual
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_minibatch import Minibatch
@@ -68,6 +69,7 @@ class TrainerRank:
             self._reference = self._frozen(PolicyModule(load_language_model(job.sft_model, **how)))
         self._scorers = self._reward_models(how)
         seed_generators(job.seed + self._rank)
+        collect_as_usual()
 
     def _reward_models(self, how: dict[str, Any]) -> dict[str, list[ScalarModule]]:
         """Name of a scorer -> the members of its reward model."""
