@@ -32,6 +32,7 @@ from rlhf_core.quiet import be_quiet
 WORKING_PHASES = ("generate", "score", "forward", "update")
 MATRIX = 768
 SFT_BATCH = 64
+MEETING_SECONDS = 300.0
 
 
 def main() -> None:
@@ -60,6 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--engines", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--meeting", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -76,7 +78,7 @@ def of_model(inputs: Inputs, model: str, arguments: argparse.Namespace) -> dict[
     return rounds
 
 
-def child(measure: str, work: Work | None, arguments: argparse.Namespace, **further: int) -> Any:
+def child(measure: str, work: Work | None, arguments: argparse.Namespace, **further: int | str) -> Any:
     """A measure in a process of its own."""
     command = [sys.executable, "-m", "bench.limits", "--measure", measure]
     if work is not None:
@@ -94,9 +96,20 @@ def child(measure: str, work: Work | None, arguments: argparse.Namespace, **furt
 def bare_engines(work: Work, engines: int, arguments: argparse.Namespace) -> float:
     """Tokens per second of as many engines as a job has, side by side, each with its share of threads and prompts."""
     threads = max(1, arguments.threads // engines)
-    with ThreadPoolExecutor(engines) as pool:
-        running = [pool.submit(child, "vllm", work, arguments, threads=threads, part=part, engines=engines) for part in range(engines)]
+    with ThreadPoolExecutor(engines) as pool, tempfile.TemporaryDirectory() as meeting:
+        how = {"threads": threads, "engines": engines, "meeting": meeting}
+        running = [pool.submit(child, "vllm", work, arguments, part=part, **how) for part in range(engines)]
         return sum(one.result() for one in running)
+
+
+def meet(folder: Path, part: int, engines: int) -> None:
+    """Go on when all engines are there: one that runs alone is faster than those of a job ever are."""
+    (folder / str(part)).touch()
+    until = time.monotonic() + MEETING_SECONDS
+    while len(list(folder.iterdir())) < engines:
+        if time.monotonic() > until:
+            raise RuntimeError(f"bare engines: expected {engines} within {MEETING_SECONDS} s, got {len(list(folder.iterdir()))}")
+        time.sleep(0.01)
 
 
 # The measures
@@ -145,6 +158,7 @@ def vllm(work: Work, arguments: argparse.Namespace) -> float:
         trust_remote_code=False,
         gpu_memory_fraction=rl.rollout.gpu_memory_fraction,
     )
+    meet(arguments.meeting, arguments.part, arguments.engines)
     sampling = SamplingSettings(rl.rollout.max_new_tokens, rl.rollout.temperature, min_new_tokens=rl.rollout.min_new_tokens)
     seconds = []
     for turn in range(work.steps):
