@@ -39,6 +39,7 @@ PARTS: dict[str, str] = {
 }
 OPTIONAL: dict[str, str] = {
     "flash-attn": "faster attention on CUDA; not needed on a CPU",
+    "bitsandbytes": "lora.quantize",
     "wandb": "tracking.wandb_project",
     "tensorboard": "tracking.tensorboard_dir",
 }

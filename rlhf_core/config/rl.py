@@ -88,6 +88,11 @@ class RlConfig(Section):
         return self.evaluation.keep_best or any(limit.action == "rollback" for limit in self.limits.values())
 
     @property
+    def starts_rounded(self) -> bool:
+        """Whether the policy starts as the SFT model with rounded weights, which the engines, that load its folder, then don't have."""
+        return self.lora is not None and self.lora.quantize is not None
+
+    @property
     def aggregation(self) -> str:
         """What `auto` stands for: Dr. GRPO's constant horizon, GSPO's mean over sequences, otherwise the mean over tokens."""
         if self.loss_aggregation != "auto":

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config import LoraConfig
 from rlhf_core.models.build import scalar_head
+from rlhf_core.models.quantized import dequantized_state, quantize_linears
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -34,6 +35,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig | None, *, seed: int
     """
     if config is None:
         return
+    quantize_base(model, config)
     from peft import LoraConfig as PeftLoraConfig
     from peft import inject_adapter_in_model
 
@@ -49,12 +51,23 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig | None, *, seed: int
         scalar_head(model).requires_grad_(True)
 
 
+def quantize_base(model: PreTrainedModel, config: LoraConfig | None) -> None:
+    """Round every linear layer but the head to 4 bits, in place, where the adapters' configuration says so: what they start from.
+
+    Raises:
+        ValueError: bitsandbytes isn't installed.
+    """
+    if config is not None and config.quantize is not None:
+        quantize_linears(model, _targets(model, "all-linear"))
+
+
 def merged_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """A module's weights with every correction added, under the names that it has without adapters; the module itself stays as it is.
 
-    Sums are taken in float32 and rounded once to the weight's own type. Without adapters this is `module.state_dict()`.
+    Sums are taken in float32 and rounded once to the weight's own type. Of quantized layers it is the matrices that they compute with.
+    Without adapters this is `module.state_dict()`.
     """
-    state = module.state_dict()
+    state = dequantized_state(module, module.state_dict())
     for name, layer in _adapted(module).items():
         base = state[f"{name}.base_layer.weight"]
         a, b = (state[f"{name}.{matrix}.default.weight"].float() for matrix in ("lora_A", "lora_B"))

@@ -17,7 +17,7 @@ from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.models.branches import can_share_prefixes
 from rlhf_core.models.build import load_language_model
-from rlhf_core.models.lora import add_adapters
+from rlhf_core.models.lora import add_adapters, quantize_base
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import PolicyModule
 from rlhf_core.trainers.preference_data import Continuation, ResponseForward, encode_examples, encode_pairs
@@ -131,7 +131,9 @@ def _models(
     forward = ResponseForward(tokenizer.pad_token_id, can_share_prefixes(model), config.microbatch_tokens)
 
     def frozen() -> PolicyModule:
-        return PolicyModule(_load(run)).to(device=device(), dtype=getattr(torch, run.model.dtype)).eval().requires_grad_(False)
+        start = _load(run)
+        quantize_base(start, config.lora)
+        return PolicyModule(start).to(device=device(), dtype=getattr(torch, run.model.dtype)).eval().requires_grad_(False)
 
     if kind == "none":
         return model, forward, no_reference

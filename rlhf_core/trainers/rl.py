@@ -177,6 +177,8 @@ def tell(found: list[Finding], rl: RlConfig) -> None:
 
 def begin(workers: Workers, prompts: PromptStream, validation: list[Prompt], normalizer: RewardNormalizer, rl: RlConfig) -> Progress:
     """What a run that isn't resumed does before its first step."""
+    if rl.starts_rounded:
+        workers.sync_weights(version=0)
     if normalizer.needs_calibration:
         rollouts = workers.rollouts.generate_for_calibration(prompts.take(0, rl.reward.normalization_samples))
         normalizer.calibrate(components_of(workers.score(rollouts)))

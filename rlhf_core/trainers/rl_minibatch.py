@@ -38,8 +38,8 @@ class Minibatch:
 def plan_update(batch: TrainBatch, demonstrations: DemonstrationStream, rl: RlConfig, *, seed: int, step: int) -> list[list[Minibatch]]:
     """Every epoch's minibatches of a step, dealt out: for each rank its share of each optimizer step.
 
-    What is in a minibatch doesn't depend on the number of ranks. Samples of a prompt are in the same one where their number divides its size,
-    and on the same rank where the prompts can be dealt out evenly, so that a prompt is computed once.
+    What is in a minibatch doesn't depend on the number of ranks. Samples of a prompt are in the same one where their number divides its
+    size, and on the same rank where the prompts can be dealt out evenly, so that a prompt is computed once.
     """
     ranks = rl.trainer.ranks
     unit = rl.group_size if rl.minibatch_size % rl.group_size == 0 else 1

@@ -67,6 +67,8 @@ class TrainerRank:
         self._reference = None
         if job.rl.kl.keeps_reference and not self._adapters_off_is_the_reference:
             self._reference = self._frozen(PolicyModule(load_language_model(job.sft_model, **how)))
+            if job.rl.starts_rounded:
+                self.refresh_reference()
         self._scorers = self._reward_models(how)
         seed_generators(job.seed + self._rank)
         collect_as_usual()

@@ -94,7 +94,7 @@ GREEDY = {
     "kl": {"placement": "loss", "estimator": "k3"},
     "evaluation": {"every": 2, "prompts": 16},
     "monitor": {"always": {"metric": "response_length", "above": 0.0, "from_step": 3, "patience": 2, "action": "rollback"}},
-    "lora": {"rank": 4, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear"},
+    "lora": {"rank": 4, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear", "quantize": "nf4"},
     "rollout": {"stop": ["e", "a"], "min_new_tokens": 2},
     "reward": {"scorers": [{"name": "brief", "kind": "length", "target_length": 4, "weight": 1.0, "normalization": "none"}]},
 }
@@ -240,7 +240,7 @@ def test_no_response_ends_before_the_fewest_tokens_and_log_probabilities_still_a
     assert (critic.curves["response_length"] >= 3).all() and (critic.curves["logprob_difference"] < 1e-4).all()
 
 
-def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapters_reach_vllm(chain, tmp_path):
+def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapters_on_4_bits_reach_vllm(chain, tmp_path):
     greedy = trained(train(chain, tmp_path / "greedy", GREEDY))
     rows = greedy.curves
     # 16 tokens fit; a and e are in most words

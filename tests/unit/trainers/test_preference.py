@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,16 @@ def test_adapters_learn_pairs_are_exported_merged_and_resumed(sft_folder: Path, 
     assert largest_difference(resumed.engine.state_dict(), weights) == 0.0 < largest_difference(weights, start)
     assert torch.equal(weights["model.embed_tokens.weight"], start["model.embed_tokens.weight"])  # which has no adapter
     assert whole.metrics["heldout_margin"] > 0.0
+
+
+@pytest.mark.parametrize("kind", ["precomputed", "live"])
+def test_with_4_bits_the_reference_is_what_training_starts_from(sft_folder: Path, tmp_path: Path, kind: str):
+    """The rounded model: were it the SFT model itself, the first loss would be another than log 2."""
+    lora = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear", "quantize": "nf4"}
+    train_on_pairs(rows(10), rows(3), config("dpo", lora=lora, reference=kind, nll_coef=0.0), run_of(sft_folder, tmp_path, steps=2))
+    with (tmp_path / "curves.csv").open() as file:
+        first, *_ = csv.DictReader(file)
+    assert float(first["loss"]) == pytest.approx(math.log(2), abs=1e-6) and float(first["reward_margin"]) == pytest.approx(0, abs=1e-5)
 
 
 def test_training_prefers_the_chosen_on_rows_it_has_not_seen(sft_folder: Path, tmp_path: Path):
