@@ -222,8 +222,8 @@ _BATCH_COLUMNS = (
 _UPDATE_COLUMNS = (
     *("policy_loss", "value_loss", "clip_frac", "approx_kl", "policy_ratio_min", "policy_ratio_max"),
     *("grad_norm", "critic_grad_norm", "stopped_early", "explained_variance", "advantage_zero_fraction", "logprob_difference"),
-    *("mismatch_mean", "mismatch_max", "mismatch_kl", "ratio_mean", "corrected_fraction"),
 )
+_MISMATCH_COLUMNS = ("mismatch_mean", "mismatch_max", "mismatch_kl", "ratio_mean", "corrected_fraction")
 
 
 def curve_columns(rl: RlConfig) -> tuple[str, ...]:
@@ -234,6 +234,7 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     columns += [f"disagreement_{s.name}" for s in rl.reward.scorers if s.members > 1]
     columns += _UPDATE_COLUMNS
     columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
+    columns += [] if rl.trusts_engine else _MISMATCH_COLUMNS
     columns += ["policy_lag"] * rl.rollout.one_step_off_policy
     columns += ["dynamic_rounds", "dropped_groups"] * rl.dynamic_sampling.enabled
     columns += ["eval_score", *(f"eval_{n}" for n in names)] * (rl.evaluation.every is not None)

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -222,7 +222,7 @@ class ActorGroup:
                 "its log is in the Ray session's folder",
                 late,
             ) from error
-        except (RayActorError, RayTaskError) as error:
+        except (RayActorError, RayTaskError, ObjectLostError) as error:
             # A rank whose peer died fails in their collective, and may be the first to say so.
             patience = PEER_SECONDS if isinstance(error, RayTaskError) else 0
             dead = [rank for rank, reference in zip(ranks, references, strict=True) if _is_dead(reference, patience)]
@@ -287,7 +287,7 @@ def _is_dead(reference: Pending, patience: float) -> bool:
         ray.get(reference, timeout=patience)
     except (GetTimeoutError, RayTaskError):  # of the latter some are RayActorErrors too: somebody else died, whose answer was an argument
         return False
-    except RayActorError:
+    except (RayActorError, ObjectLostError):  # the latter: it had answered, and its node is gone with the answer
         return True
     return False
 

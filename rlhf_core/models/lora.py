@@ -52,13 +52,13 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig | None, *, seed: int
 
 
 def quantize_base(model: PreTrainedModel, config: LoraConfig | None) -> None:
-    """Round every linear layer but the head to 4 bits, in place, where the adapters' configuration says so: what they start from.
+    """Round every plain linear layer but the head to 4 bits, in place, where the adapters' configuration says so: what they start from.
 
     Raises:
         ValueError: bitsandbytes isn't installed.
     """
     if config is not None and config.quantize is not None:
-        quantize_linears(model, _targets(model, "all-linear"))
+        quantize_linears(model, [name for name in _targets(model, "all-linear") if type(model.get_submodule(name)) is nn.Linear])
 
 
 def merged_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:

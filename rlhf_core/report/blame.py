@@ -151,7 +151,7 @@ def _reward_model(inputs: ReportInputs) -> Iterator[Blame]:
 
 
 def _serving(curves: pd.DataFrame) -> Iterator[Blame]:
-    if "mismatch_kl" not in curves:
+    if "mismatch_kl" not in curves or "policy_lag" in curves:  # one step off policy the two are apart by the step between them
         return
     worst = curves.loc[curves["mismatch_kl"].fillna(0.0).idxmax()]
     if worst["mismatch_kl"] > MISMATCH:

@@ -32,6 +32,7 @@ from rlhf_core.trainers.rl_metrics import (
     TooManyUnscored,
     batch_metrics,
     check_difference,
+    check_finite,
     check_logprobs,
     check_scored,
     evaluation_metrics,
@@ -105,6 +106,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         batch = collate(drawn.scored, outputs, workers.pad_id, drawn.baseline_components)
         check_scored(batch, rl, step=step)
         if rl.rollout.one_step_off_policy:
+            check_finite(batch, step=step)
             difference = check_difference(workers.rollouts.difference(), rl, step=step)
         else:
             difference = check_logprobs(batch, rl, step=step)

@@ -129,6 +129,16 @@ def check_difference(difference: float, rl: RlConfig, *, step: int) -> float:
     return difference
 
 
+def check_finite(batch: RolloutBatch, *, step: int) -> None:
+    """That log-probabilities which are learned from as the engine gave them are numbers.
+
+    Raises:
+        LogprobMismatch: one isn't.
+    """
+    if not batch.rollout_logprobs[batch.response_mask].isfinite().all():
+        raise LogprobMismatch(f"step {step}: expected finite log-probabilities from vLLM, got others; look at the policy's weights")
+
+
 def largest_difference(differences: torch.Tensor, rl: RlConfig) -> float:
     """The largest of the differences [N] between two log-probabilities of the same tokens, in nats; 0 without any, NaN with one.
 

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlhf_core.config import RlConfig
 from rlhf_core.engines.ray_actors import ActorGroup, Pending, RoleLost
 from rlhf_core.engines.vllm_engine import SamplingSettings, request_seeds
 from rlhf_core.trainers.rl_job import RlJob
-from rlhf_core.trainers.rl_metrics import largest_difference
 from rlhf_core.trainers.rl_replacements import Replacements
 from rlhf_core.types import Prompt, Rollout
 
@@ -75,6 +75,7 @@ class RolloutEngines:
         self._version = 0
         self._loaded: Pending | None = None  # kept where the trainer's own move on while engines draw
         self._beginning: Request | None = None
+        self._checked: list[Rollout] = []  # what it gave and the trainer has agreed with, of every engine
         self._drawing: tuple[int, Request] | None = None
         self._ahead: Ahead | None = None
 
@@ -136,7 +137,7 @@ class RolloutEngines:
             checked: by the first tokens of a response to it, drawn before, `difference` compares engines and trainer.
         """
         count, size = len(self._engines), self._job.rl.group_size
-        self._beginning = self._ask([checked] * count, [self._job.seed] * count, self._first_tokens, group_size=1)
+        self._beginning, self._checked = self._ask([checked] * count, [self._job.seed] * count, self._first_tokens, group_size=1), []
         if prompts:
             self._drawing = step, self._ask(prompts, request_seeds(self._job.seed, step, len(prompts)), self._sampling, group_size=size)
 
@@ -144,7 +145,8 @@ class RolloutEngines:
         """Between every engine's and the trainer's log-probabilities of what was drawn to be checked: the largest, in nats. To be called
         before the trainer's policy moves on.
         """
-        return self._difference(self._answer(self._beginning, self._replace_and_ask_again))
+        self._checked = self._answer(self._beginning, self._replace_and_ask_again)
+        return self._difference(self._checked)
 
     def collect_ahead(self) -> None:
         """Wait for what is drawn ahead, if anything is; then weights may be loaded again."""
@@ -155,13 +157,16 @@ class RolloutEngines:
     def save_ahead(self, folder: Path, *, step: int) -> None:
         """What was drawn ahead for a step, into a checkpoint."""
         if self._ahead is not None and self._ahead.step == step:
-            (folder / AHEAD).write_text(json.dumps([asdict(r) for r in self._ahead.rollouts]), encoding="utf-8")
+            kept = {"sampling": asdict(self._sampling), "rollouts": [asdict(r) for r in self._ahead.rollouts]}
+            (folder / AHEAD).write_text(json.dumps(kept), encoding="utf-8")
 
     def load_ahead(self, folder: Path, *, step: int) -> None:
-        """What `save_ahead` wrote, where the run still draws ahead."""
-        if self._job.rl.rollout.one_step_off_policy and (folder / AHEAD).exists():
-            rows = json.loads((folder / AHEAD).read_text(encoding="utf-8"))
-            self._ahead = Ahead(step, [Rollout(**row | {"prompt": Prompt(**row["prompt"])}) for row in rows])
+        """What `save_ahead` wrote, where the run still draws ahead and in the same way."""
+        if not (self._job.rl.rollout.one_step_off_policy and (folder / AHEAD).exists()):
+            return
+        kept = json.loads((folder / AHEAD).read_text(encoding="utf-8"))
+        if kept["sampling"] == json.loads(json.dumps(asdict(self._sampling))):
+            self._ahead = Ahead(step, [Rollout(**row | {"prompt": Prompt(**row["prompt"])}) for row in kept["rollouts"]])
 
     # Weights
 
@@ -190,12 +195,10 @@ class RolloutEngines:
         return replace(self._sampling, max_new_tokens=min(self._sampling.max_new_tokens, tokens))
 
     def _difference(self, rollouts: list[Rollout]) -> float:
-        rl = self._job.rl
         seen = self._trainer_logprobs(rollouts).split([len(r.response_ids) for r in rollouts])
-        first = rl.rollout.min_new_tokens
-        return largest_difference(
-            torch.cat([(torch.tensor(r.rollout_logprobs) - s)[first:] for r, s in zip(rollouts, seen, strict=True)]), rl
-        )
+        first = self._job.rl.rollout.min_new_tokens  # before, the engine forbids the end token
+        differences = torch.cat([(torch.tensor(r.rollout_logprobs) - s)[first:] for r, s in zip(rollouts, seen, strict=True)])
+        return float(differences.abs().max()) if len(differences) else 0.0
 
     def _start(self, lost: RoleLost) -> None:
         """New engines for lost ones, with the weights that every engine begins with.
@@ -213,10 +216,7 @@ class RolloutEngines:
         weights, limit = self._packed_weights(), self._job.rl.rollout.max_logprob_difference
         for rank in lost.ranks:
             version = self._load_one(rank, weights)
-            how = {"eos_id": self._eos_id, "group_size": 1, "deadline": self._job.rl.deadlines.step}
-            ((sample,),) = self._engines.call_one(rank, "generate", [prompt.prompt_ids], [self._job.seed], self._first_tokens, **how)
-            drawn = Rollout(prompt, sample.response_ids, sample.logprobs, sample.finished, group_id=0, policy_version=version)
-            difference = self._difference([drawn])
+            difference = self._difference([self._begin(rank, prompt)])
             if version != self._version or not difference <= limit:
                 raise RoleLost(
                     f"{lost}; rollout rank {rank}: expected a new engine with policy version {self._version} and log-probabilities within "
@@ -225,10 +225,19 @@ class RolloutEngines:
             log.warning("rollout rank %d: new, with policy version %d; log-probabilities within %.2g", rank, version, difference)
 
     def _replace_behind(self, lost: RoleLost) -> None:
-        """New engines for lost ones, with the weights that the others have: the trainer may have moved on."""
+        """New engines for lost ones, with the weights that the others have: the trainer may have moved on. What they draw of the response
+        that the trainer has agreed with has to be the same; where it hasn't been asked yet, `difference` looks at them.
+        """
         self._start(lost)
-        for rank in lost.ranks if self._loaded is not None else ():
-            self._load_one(rank, self._loaded)
+        for rank in lost.ranks:
+            if self._loaded is not None:
+                self._load_one(rank, self._loaded)
+            if self._checked:
+                before, limit = self._checked[rank], self._job.rl.rollout.max_logprob_difference
+                drawn = self._begin(rank, before.prompt)
+                same = drawn.response_ids == before.response_ids
+                if not (same and np.allclose(drawn.rollout_logprobs, before.rollout_logprobs, rtol=0, atol=limit)):
+                    raise RoleLost(f"{lost}; rollout rank {rank}: expected of a new engine what the old one drew, got something else")
         log.warning("rollout rank %s: new, with policy version %d", ", ".join(map(str, lost.ranks)), self._version)
 
     def _replace_and_ask_again(self, lost: RoleLost) -> None:
@@ -237,6 +246,12 @@ class RolloutEngines:
         if self._drawing is not None:
             _, request = self._drawing
             self._engines.submit_again(lost.ranks, request.answers, "generate", request.per_rank, **request.how)
+
+    def _begin(self, rank: int, prompt: Prompt) -> Rollout:
+        """The beginning of a response by one engine."""
+        how = {"eos_id": self._eos_id, "group_size": 1, "deadline": self._job.rl.deadlines.step}
+        ((sample,),) = self._engines.call_one(rank, "generate", [prompt.prompt_ids], [self._job.seed], self._first_tokens, **how)
+        return Rollout(prompt, sample.response_ids, sample.logprobs, sample.finished, group_id=0, policy_version=self._version)
 
     def _load_one(self, rank: int, weights: Pending) -> int:
         return self._engines.call_one(rank, "load_weights", weights, self._version, deadline=self._job.rl.deadlines.step)

@@ -105,7 +105,7 @@ def test_without_adapters_it_is_the_rounded_start_which_is_not_the_plain_model(s
     assert largest_difference(merged_state_dict(model), merged_state_dict(start)) == 0
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2])
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_resume_save_load_and_continue_equal_an_uninterrupted_run_bit_for_bit(sft_folder: Path, tmp_path: Path, zero_stage: int):
     whole = engine(sft_folder, zero_stage=zero_stage)
     train(whole, BATCHES)

@@ -1,0 +1,57 @@
+"""Responses that were drawn ahead: kept in a checkpoint as they were, and used for the step that they were drawn for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_models import rl_job
+
+from rlhf_core.trainers.rl_replacements import Replacements
+from rlhf_core.trainers.rl_rollouts import AHEAD, Ahead, RolloutEngines
+from rlhf_core.types import Prompt, Rollout
+
+PROMPTS = [Prompt(f"p{i}", "made", [{"role": "user", "content": "Sort 21."}], [5, 6, 7 + i], None) for i in range(2)]
+ROLLOUTS = [
+    Rollout(prompt, [8, 9, 1], [-0.1 - 1e-17 * i, -2.0 / 3, -1e-30], finished=i == 0, group_id=i, policy_version=3)
+    for i, prompt in enumerate(PROMPTS)
+    for _ in range(4)
+]
+
+
+def engines(folders: tuple[Path, Path], **changes) -> RolloutEngines:
+    """Without an actor: none is asked here."""
+    changes = {"rl.algorithm": "rloo", "rl.rollout.one_step_off_policy": True, **changes}
+    job = rl_job(*folders, **changes)
+    unused = {"packed_weights": None, "trainer_logprobs": None}
+    return RolloutEngines(job, None, eos_id=1, replacements=Replacements(0), **unused)
+
+
+def kept(folders: tuple[Path, Path], folder: Path) -> None:
+    drawn = engines(folders)
+    drawn._ahead = Ahead(4, ROLLOUTS)
+    drawn.save_ahead(folder, step=4)
+
+
+def test_they_come_back_as_they_were_for_the_same_prompts_of_their_step(model_folders: tuple[Path, Path], tmp_path: Path):
+    kept(model_folders, tmp_path)
+    again = engines(model_folders)
+    again.load_ahead(tmp_path, step=4)
+    assert again.generate(PROMPTS, step=4) == ROLLOUTS
+
+
+def test_of_another_step_nothing_is_kept(model_folders: tuple[Path, Path], tmp_path: Path):
+    drawn = engines(model_folders)
+    drawn._ahead = Ahead(4, ROLLOUTS)
+    drawn.save_ahead(tmp_path, step=5)
+    assert not (tmp_path / AHEAD).exists()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rl.rollout.temperature": 0.5}, {"rl.rollout.max_new_tokens": 7}, {"rl.rollout.one_step_off_policy": False}]
+)
+def test_a_run_that_samples_in_another_way_or_not_ahead_does_not_take_them(model_folders: tuple[Path, Path], tmp_path: Path, changes: dict):
+    kept(model_folders, tmp_path)
+    other = engines(model_folders, **changes)
+    other.load_ahead(tmp_path, step=4)
+    assert other._ahead is None
