@@ -139,6 +139,29 @@ def read(workspace: Path, printed: str) -> Trained:
     return Trained(workspace, printed, pd.read_csv(workspace / "plots/train_policy.csv"), metrics)
 
 
+def trained_though_killed(workspace: Path, *, steps: int) -> Trained:
+    """The stage is killed after a checkpoint and run again, and then its engine is killed."""
+    stage = begin(workspace, "tasks.train_rl")
+    await_checkpoint(workspace, "train_policy", stage)
+    stage_process(workspace, "train_policy").kill()
+    stage.wait()
+    assert_nothing_left(workspace)
+    reached = newest_checkpoint(workspace, "train_policy")
+    start, stage = len(said(workspace)), begin(workspace, "tasks.train_rl")
+    await_checkpoint(workspace, "train_policy", stage)
+    actor_process(workspace, "rollout").kill()
+    assert stage.wait(timeout=DEADLINE) == 0, said(workspace)[-3000:]
+    again = read(workspace, said(workspace)[start:])
+    assert "replaced (1 of at most rl.max_replacements=4) and asked again" in again.printed
+    assert 0 < reached < steps and f"rl: going on from the checkpoint of step {reached}" in again.printed
+    return again
+
+
+def assert_same_results(a: Trained, b: Trained) -> None:
+    for name in ("models/policy/model.safetensors", "plots/train_policy.csv", "metrics/train_policy.json"):
+        assert results(a.workspace)[name] == results(b.workspace)[name], name
+
+
 @pytest.fixture(scope="module")
 def groups(chain, tmp_path_factory) -> Trained:
     return trained(train(chain, tmp_path_factory.mktemp("groups") / "groups", GROUPS))
@@ -180,22 +203,8 @@ def test_the_coefficient_follows_the_divergence_from_a_reference_that_moves(grou
 
 
 def test_killed_run_again_and_without_its_engine_it_ends_with_the_same_bits(chain, groups, tmp_path):
-    workspace = train(chain, tmp_path / "killed", GROUPS)
-    stage = begin(workspace, "tasks.train_rl")
-    await_checkpoint(workspace, "train_policy", stage)
-    stage_process(workspace, "train_policy").kill()
-    stage.wait()
-    assert_nothing_left(workspace)
-    reached = newest_checkpoint(workspace, "train_policy")
-    start, stage = len(said(workspace)), begin(workspace, "tasks.train_rl")
-    await_checkpoint(workspace, "train_policy", stage)
-    actor_process(workspace, "rollout").kill()
-    assert stage.wait(timeout=DEADLINE) == 0, said(workspace)[-3000:]
-    again = read(workspace, said(workspace)[start:])
-    assert "replaced (1 of at most rl.max_replacements=4) and asked again" in again.printed
-    assert 0 < reached < 10 and f"rl: going on from the checkpoint of step {reached}" in again.printed
-    for name in ("models/policy/model.safetensors", "plots/train_policy.csv", "metrics/train_policy.json"):
-        assert results(workspace)[name] == results(groups.workspace)[name], name
+    again = trained_though_killed(train(chain, tmp_path / "killed", GROUPS), steps=10)
+    assert_same_results(again, groups)
     # A window of three steps is full in step 3, and passed for four in step 6: counted across the kill.
     (warning,) = again.metrics["monitor"]["warnings"]
     assert (warning["limit"], warning["step"]) == ("always", 6) and "rl: step 6: limit always: " in groups.printed
@@ -264,19 +273,7 @@ def test_responses_drawn_ahead_are_of_the_policy_before_and_survive_a_kill(chain
     ahead = trained(train(chain, tmp_path / "ahead", AHEAD))
     rows = ahead.curves
     assert list(rows["policy_lag"]) == [0, *[1] * 39]
-    # The ratio is to the policy that sampled. In step 1 that is the trained one, until its first minibatch: the clip fraction is of both.
+    # The ratio is to the policy that sampled, which in step 1 is the trained one until the first of the two minibatches.
     assert rows["policy_ratio_max"].gt(1).all() and rows["approx_kl"].iloc[1:].gt(rows["approx_kl"].iloc[0]).mean() > 0.5
     assert rows["logprob_difference"].between(0, 1e-4).all() and "mismatch_mean" not in rows
-    killed = train(chain, tmp_path / "killed", AHEAD)
-    stage = begin(killed, "tasks.train_rl")
-    await_checkpoint(killed, "train_policy", stage)
-    stage_process(killed, "train_policy").kill()
-    stage.wait()
-    assert_nothing_left(killed)
-    stage = begin(killed, "tasks.train_rl")
-    await_checkpoint(killed, "train_policy", stage)
-    actor_process(killed, "rollout").kill()
-    assert stage.wait(timeout=DEADLINE) == 0, said(killed)[-3000:]
-    assert "rl: going on from the checkpoint of step" in said(killed) and "asked again" in said(killed)
-    for name in ("models/policy/model.safetensors", "plots/train_policy.csv", "metrics/train_policy.json"):
-        assert results(killed)[name] == results(ahead.workspace)[name], name
+    assert_same_results(trained_though_killed(train(chain, tmp_path / "killed", AHEAD), steps=40), ahead)
