@@ -140,8 +140,9 @@ def step(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
 
 def vllm(work: Work, arguments: argparse.Namespace) -> float:
     """Tokens per second of an engine that does nothing else, on its share of the prompts."""
-    from rlhf_core.engines.vllm_engine import SamplingSettings, VllmEngine, request_seeds
+    from rlhf_core.engines.vllm_engine import VllmEngine
     from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+    from rlhf_core.sampling import SamplingSettings, request_seeds
 
     params = work.params
     rl, tokenizer = params.rl, load_tokenizer(work.model, trust_remote_code=False)

@@ -35,6 +35,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo, reference live": ("dpo", {"nll_coef": 0.0, "reference": "live"}),
     "grpo": ("grpo", {}),
     "rloo": ("rloo", {}),
+    "grpo, PyTorch rollouts": ("grpo", {"rollout.backend": "pytorch"}),
+    "rloo, PyTorch rollouts": ("rloo", {"rollout.backend": "pytorch"}),
     "grpo, one step off policy": ("grpo", AHEAD),
     "rloo, one step off policy": ("rloo", AHEAD),
 }

@@ -54,18 +54,19 @@ def generate_all(stage: Stage):
 
     They end where the policy's rollouts end: at the end token or a string of rl.rollout.stop.
     """
-    from rlhf_core.engines.vllm_engine import SamplingSettings, VllmEngine, request_seeds
+    from rlhf_core.engines.in_process import open_engine
     from rlhf_core.models.build import read_state_dict
     from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.sampling import SamplingSettings, request_seeds
 
     params, config, stop = stage.params, stage.params.evaluation, tuple(stage.params.rl.rollout.stop)
     tokenizers = {name: load_tokenizer(str(folder), trust_remote_code=params.model.trust_remote_code) for name, folder in MODELS.items()}
     prompts = heldout_prompts(stage, tokenizers)
-    engine = VllmEngine(
+    engine = open_engine(
+        params.rl.rollout.backend,
         str(SFT_MODEL),
         max_length=params.model.max_length,
         dtype=params.model.dtype,
-        kv_cache_gib=1,
         max_concurrent_sequences=256,
         threads=params.cluster.threads,
         seed=params.seed,

@@ -96,9 +96,10 @@ def answer(stage: Stage, models: dict[str, Path]):
 
     All models draw with the same seeds.
     """
-    from rlhf_core.engines.vllm_engine import SamplingSettings, VllmEngine, request_seeds
+    from rlhf_core.engines.in_process import open_engine
     from rlhf_core.models.build import read_state_dict
     from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.sampling import SamplingSettings, request_seeds
     from rlhf_core.trainers.labelling import choose_prompts
 
     params, config = stage.params, stage.params.evaluation
@@ -108,11 +109,11 @@ def answer(stage: Stage, models: dict[str, Path]):
     prompts = choose_prompts(
         read_rows(PREPARED, "prompt", "test"), tokenizer, longest=longest, count=params.iterative.promotion.prompts, seed=params.seed
     )
-    engine = VllmEngine(
+    engine = open_engine(
+        params.iterative.sampling.backend,
         first,
         max_length=params.model.max_length,
         dtype=params.model.dtype,
-        kv_cache_gib=1,
         max_concurrent_sequences=params.iterative.sampling.max_concurrent_sequences,
         threads=params.cluster.threads,
         seed=params.seed,

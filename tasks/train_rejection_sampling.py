@@ -92,7 +92,7 @@ def kept(path: Path, make: Callable[[], list]) -> list:
 
 
 def as_samples(groups: list[list[dict[str, Any]]]) -> list[list]:
-    from rlhf_core.engines.vllm_engine import Sample
+    from rlhf_core.sampling import Sample
 
     return [[Sample(**fields) for fields in group] for group in groups]
 

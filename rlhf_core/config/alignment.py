@@ -61,6 +61,7 @@ class KtoConfig(TrainingConfig):
 class SamplingConfig(Section):
     """How many responses are drawn for how many training prompts, and how."""
 
+    backend: Literal["vllm", "pytorch"]
     prompts: int | None = Field(gt=0)
     samples_per_prompt: int = Field(ge=2)
     max_new_tokens: int = Field(gt=0)

@@ -102,6 +102,7 @@ class PeriodicEvaluationConfig(Section):
 
 
 class RolloutConfig(Section):
+    backend: Literal["vllm", "pytorch"]
     max_new_tokens: int = Field(gt=0)
     min_new_tokens: int = Field(ge=0)
     temperature: float = Field(gt=0)

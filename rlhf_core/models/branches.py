@@ -73,26 +73,30 @@ def collate_branches(rows: list[Branches], *, pad_id: int, every_token: bool = F
     Args:
         every_token: for log-probabilities: the first token of a branch is predicted by the last one of the prefix, which no row may lack.
     """
-    width = max(map(len, rows))
-    input_ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
-    selected = torch.zeros((len(rows), width), dtype=torch.bool)
-    position_ids = torch.zeros((len(rows), width), dtype=torch.long)
-    predicted_by = torch.arange(-1, width - 1).repeat(len(rows), 1)
-    segments = torch.full((len(rows), width), -1)  # 0: prefix; 1, 2, ...: branches; -1: padding
-    for r, row in enumerate(rows):
-        at = len(row.prefix)
-        assert at or not every_token
-        input_ids[r, :at] = torch.tensor(row.prefix, dtype=torch.long)
-        position_ids[r, :at] = torch.arange(at)
-        segments[r, :at] = 0
-        for number, branch in enumerate(row.branches, start=1):
-            end = at + len(branch)
-            input_ids[r, at:end] = torch.tensor(branch, dtype=torch.long)
-            position_ids[r, at:end] = torch.arange(len(row.prefix), len(row.prefix) + len(branch))
-            segments[r, at:end] = number
-            predicted_by[r, at] = len(row.prefix) - 1
-            selected[r, at if every_token else end - 1 : end] = True
-            at = end
+    assert all(row.prefix for row in rows) or not every_token
+    lengths, prefixes = torch.tensor([len(row) for row in rows]), torch.tensor([len(row.prefix) for row in rows])
+    columns = torch.arange(int(lengths.max()))
+    real = columns < lengths[:, None]
+
+    def padded(flat: torch.Tensor, padding: int) -> torch.Tensor:
+        """[B, T] of what the real tokens have, row after row."""
+        return torch.full(real.shape, padding).masked_scatter(real, flat)
+
+    pieces = [[row.prefix, *row.branches] for row in rows]
+    sizes = torch.tensor([len(piece) for row in pieces for piece in row])
+    number = torch.tensor([k for row in pieces for k in range(len(row))])  # 0: prefix; 1, 2, ...: branches
+    ends, row_of = sizes.cumsum(0), torch.tensor([r for r, row in enumerate(pieces) for _ in row])
+    begins = (ends - sizes) - (lengths.cumsum(0) - lengths)[row_of]  # in their rows
+    input_ids = padded(torch.tensor([token for row in pieces for piece in row for token in piece], dtype=torch.long), pad_id)
+    segments = padded(number.repeat_interleave(sizes), -1)  # -1: padding
+    shifts = torch.where(number > 0, prefixes[row_of] - begins, 0)  # from the place in the row to that in the sequence
+    position_ids = (columns + padded(shifts.repeat_interleave(sizes), 0)).where(real, 0)
+    rows_of, firsts, lasts = (x[number > 0] for x in (row_of, begins, begins + sizes - 1))
+    predicted_by = (columns - 1).repeat(len(rows), 1)
+    predicted_by[rows_of, firsts] = prefixes[rows_of] - 1
+    selected = segments > 0
+    if not every_token:
+        selected = torch.zeros_like(selected).index_put((rows_of, lasts), torch.tensor(True))
     if all(len(row.branches) == 1 for row in rows):  # plain sequences: causal attention needs no mask
         return TokenBatch(input_ids, selected)
     return TokenBatch(input_ids, selected, position_ids, predicted_by=predicted_by, segments=segments)

@@ -157,6 +157,27 @@ def checkpoint_names(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]
     return revert_weight_conversion(model, dict(state_dict))
 
 
+def replace_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """The model with other weights, named as in its Hugging Face folder: itself, or a new one where it has them in memory in another form.
+
+    Raises:
+        ValueError: weights are missing, or are another model's.
+    """
+    own = {name: parameter.data for name, parameter in model.named_parameters()}
+    given = {n: t for n, t in state_dict.items() if n in own or n != "lm_head.weight" or not model.config.tie_word_embeddings}
+    if {n: t.shape for n, t in own.items()} == {n: t.shape for n, t in given.items()}:
+        for name, tensor in given.items():
+            own[name].copy_(tensor)
+        return model
+    how = {"config": model.config, "state_dict": given, "dtype": model.dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    renewed, told = type(model).from_pretrained(None, **how)
+    if wrong := sorted(map(str, {*told["missing_keys"], *told["unexpected_keys"], *told["mismatched_keys"]})):
+        raise ValueError(
+            f"weights: expected those of {type(model).__name__}, got others, or none, for {', '.join(wrong[:3])}; restore them"
+        )
+    return renewed.to(model.device).eval().requires_grad_(False)
+
+
 def read_state_dict(folder: Path) -> dict[str, torch.Tensor]:
     """All weights of a Hugging Face folder's safetensors files, on the CPU.
 

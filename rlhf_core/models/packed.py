@@ -74,7 +74,7 @@ def _attention(layer: LlamaDecoderLayer, hidden: torch.Tensor, layout: Layout, c
     """What the heads say [P, heads * D], before the output projection."""
     attention, norm = layer.self_attn, layer.input_layernorm
     size = attention.head_dim
-    weight = torch.cat([_interleaved(attention.q_proj.weight, size), _interleaved(attention.k_proj.weight, size), attention.v_proj.weight])
+    weight = torch.cat([interleaved(attention.q_proj.weight, size), interleaved(attention.k_proj.weight, size), attention.v_proj.weight])
     placed = _RotatedQkv.apply(hidden, weight * norm.weight, norm.variance_epsilon, layout)
     attended = []
     for block, part in zip(layout.blocks, placed.split([b.rows * b.width for b in layout.blocks]), strict=True):
@@ -95,12 +95,12 @@ def _mlp(layer: LlamaDecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
     return _SwiGlu.apply(hidden, weight, mlp.down_proj.weight, norm.variance_epsilon)
 
 
-def _interleaved(weight: torch.Tensor, size: int) -> torch.Tensor:
+def interleaved(weight: torch.Tensor, size: int) -> torch.Tensor:
     """Rows of each head in pairs (i, i + D/2), as complex numbers lie in memory. Done to query and key alike, it changes no product."""
     return weight.view(-1, 2, size // 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
-def _normalized(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def normalize(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x / rms(x) and 1 / rms(x), by row."""
     inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return x * inverse, inverse
@@ -131,7 +131,7 @@ class _RotatedQkv(Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, eps, layout):
-        normalized, inverse = _normalized(hidden, eps)
+        normalized, inverse = normalize(hidden, eps)
         projected = normalized @ weight.t()
         _rotated_part(projected, layout).mul_(layout.rotation)
         ctx.save_for_backward(normalized, inverse, weight)
@@ -163,7 +163,7 @@ class _SwiGlu(Function):
 
     @staticmethod
     def forward(ctx, x, gate_up, down, eps):
-        normalized, inverse = _normalized(x, eps)
+        normalized, inverse = normalize(x, eps)
         gate, up = (normalized @ gate_up.t()).chunk(2, dim=-1)
         sigmoid = torch.sigmoid(gate)
         silu = sigmoid * gate

@@ -126,8 +126,11 @@ def _rows(ordered: torch.Tensor, order: torch.Tensor, visible: torch.Tensor | No
 def _sequences(segments: torch.Tensor, real: torch.Tensor) -> Sequences:
     """Of the real tokens [B, T], numbered row after row."""
     row_of, _ = real.nonzero(as_tuple=True)
-    runs, counts = torch.unique_consecutive(torch.stack([row_of, segments[real]]), dim=1, return_counts=True)
-    starts, (rows, numbers) = counts.cumsum(0) - counts, runs
+    width = (
+        segments.shape[1] + 1
+    )  # more than any segment's number; columns of two numbers are compared one by one, which takes ten times as long
+    runs, counts = torch.unique_consecutive(row_of * width + segments[real], return_counts=True)
+    starts, rows, numbers = counts.cumsum(0) - counts, runs // width, runs % width
     is_prefix = numbers == 0
     prefix_starts, prefix_lengths, branches = (torch.zeros(len(real), dtype=torch.long) for _ in range(3))
     prefix_starts[rows[is_prefix]], prefix_lengths[rows[is_prefix]] = starts[is_prefix], counts[is_prefix]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlhf_core.algorithms.logprobs import sampler_logprobs, token_entropy, token_logprobs
+from rlhf_core.algorithms.logprobs import sampler_logprobs, token_entropy, token_logprobs, token_logprobs_and_entropy
 from rlhf_core.models.build import scalar_head, trunk
 from rlhf_core.models.packed import can_pack, packed_states
 from rlhf_core.models.packed_layout import visible_branches
@@ -110,9 +110,14 @@ class PolicyModule(nn.Module):
         hidden, router_logits = _hidden_states(self.model, batch, rows, predicted_by, routed)
         logits = self.model.get_output_embeddings()(hidden)
         filtered = top_k is not None or top_p < 1.0
+        entropy = None
+        if with_entropy and not learn_entropy:
+            logprobs, entropy = token_logprobs_and_entropy(logits, ids, temperature=temperature)
+        else:
+            logprobs = token_logprobs(logits, ids, temperature=temperature)
         return PolicyOutput(
-            token_logprobs(logits, ids, temperature=temperature),
-            token_entropy(logits if learn_entropy else logits.detach(), temperature=temperature) if with_entropy else None,
+            logprobs,
+            token_entropy(logits, temperature=temperature) if learn_entropy else entropy,
             sampler_logprobs(logits, ids, temperature=temperature, top_k=top_k, top_p=top_p) if filtered else None,
             router_logits,
         )

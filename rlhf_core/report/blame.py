@@ -157,7 +157,7 @@ def _serving(curves: pd.DataFrame) -> Iterator[Blame]:
     if worst["mismatch_kl"] > MISMATCH:
         yield Blame(
             "train_policy",
-            f"{worst['mismatch_kl']:.2g} nats per token between vLLM’s and the trainer’s probabilities at step {int(worst['step'])}",
+            f"{worst['mismatch_kl']:.2g} nats per token between the engine’s and the trainer’s probabilities at step {int(worst['step'])}",
             "The responses came from another distribution than the one that was trained: a serving mismatch.",
             ("rl.rollout.max_logprob_difference, which was raised to let this pass", "rl.correction", "model.dtype"),
         )

@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config import ModelConfig, SamplingConfig, ScorerConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import device
-from rlhf_core.engines.vllm_engine import Sample, SamplingSettings, VllmEngine, request_seeds
+from rlhf_core.engines.in_process import open_engine
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.sampling import Sample, SamplingSettings, request_seeds
 from rlhf_core.scorers.members import combine_members
 from rlhf_core.scorers.needs import model_folders
 from rlhf_core.scorers.reward_input import RewardModelInput
@@ -84,7 +85,7 @@ def sample_responses(
     draw: int = 0,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> list[list[Sample]]:
-    """`config.samples_per_prompt` responses to each prompt, in order, by a vLLM engine in this process that is gone afterwards.
+    """`config.samples_per_prompt` responses to each prompt, in order, by an engine in this process that is gone afterwards.
 
     Which prompts there are is the caller's business (`choose_prompts`); `config.prompts` isn't read.
 
@@ -99,11 +100,11 @@ def sample_responses(
     settings = SamplingSettings(config.max_new_tokens, config.temperature, top_p=config.top_p)
     seeds = request_seeds(seed, draw, len(prompts))
     per_request = max(1, REQUEST_RESPONSES // config.samples_per_prompt)
-    engine = VllmEngine(
+    engine = open_engine(
+        config.backend,
         model_path,
         max_length=model.max_length,
         dtype=model.dtype,
-        kv_cache_gib=1,
         max_concurrent_sequences=config.max_concurrent_sequences,
         threads=threads,
         seed=seed,

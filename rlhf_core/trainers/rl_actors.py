@@ -32,7 +32,7 @@ def _rollout_engines(job: RlJob, *, has_gpu: bool) -> ActorGroup:
     threads = _threads(job, among=rl.rollout.engines, has_gpu=has_gpu)
     return ActorGroup(
         "rollout",
-        "rlhf_core.engines.vllm_engine:RolloutActor",
+        f"rlhf_core.engines.{rl.rollout.backend}_engine:RolloutActor",
         rl.rollout.engines,
         cpus=1,
         gpus=rl.rollout.gpus_per_engine if has_gpu else 0,
@@ -45,11 +45,10 @@ def _rollout_engines(job: RlJob, *, has_gpu: bool) -> ActorGroup:
             "kv_cache_gib": rl.rollout.kv_cache_gib,
             "max_concurrent_sequences": rl.rollout.max_concurrent_sequences,
             "threads": threads,
-            "seed": job.seed,
             "trust_remote_code": job.model.trust_remote_code,
-            "gpu_memory_fraction": rl.rollout.gpu_memory_fraction,
             "reads_text": bool(rl.rollout.stop),
-        },
+        }
+        | ({"seed": job.seed, "gpu_memory_fraction": rl.rollout.gpu_memory_fraction} if rl.rollout.backend == "vllm" else {}),
         together=False,
     )
 

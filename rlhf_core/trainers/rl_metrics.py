@@ -123,8 +123,9 @@ def check_difference(difference: float, rl: RlConfig, *, step: int) -> float:
     limit = rl.rollout.max_logprob_difference
     if not difference <= limit:
         raise LogprobMismatch(
-            f"step {step}: expected vLLM's and the trainer's log-probabilities to differ by at most rl.rollout.max_logprob_difference="
-            f"{limit}, got {difference:.3g}; if the weights are in sync, the arithmetic differs (bfloat16?): raise the limit"
+            f"step {step}: expected the rollout engine's and the trainer's log-probabilities to differ by at most "
+            f"rl.rollout.max_logprob_difference={limit}, got {difference:.3g}; if the weights are in sync, the arithmetic "
+            "differs (bfloat16?): raise the limit"
         )
     return difference
 
@@ -136,7 +137,9 @@ def check_finite(batch: RolloutBatch, *, step: int) -> None:
         LogprobMismatch: one isn't.
     """
     if not batch.rollout_logprobs[batch.response_mask].isfinite().all():
-        raise LogprobMismatch(f"step {step}: expected finite log-probabilities from vLLM, got others; look at the policy's weights")
+        raise LogprobMismatch(
+            f"step {step}: expected finite log-probabilities from the rollout engine, got others; look at the policy's weights"
+        )
 
 
 def largest_difference(differences: torch.Tensor, rl: RlConfig) -> float:

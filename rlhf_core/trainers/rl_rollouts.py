@@ -14,7 +14,7 @@ import torch
 
 from rlhf_core.config import RlConfig
 from rlhf_core.engines.ray_actors import ActorGroup, Pending, RoleLost
-from rlhf_core.engines.vllm_engine import SamplingSettings, request_seeds
+from rlhf_core.sampling import SamplingSettings, request_seeds
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_replacements import Replacements
 from rlhf_core.types import Prompt, Rollout
@@ -50,7 +50,7 @@ class Ahead:
 
 
 class RolloutEngines:
-    """vLLM engines that hold the same policy. One that dies or is late is replaced and asked again.
+    """Engines that hold the same policy. One that dies or is late is replaced and asked again.
 
     Args:
         packed_weights: of the trainer's policy of now.

@@ -80,9 +80,10 @@ def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
 
 
 def test_vllm_and_the_trainer_agree_before_and_after_a_weight_sync(folder):
-    from rlhf_core.engines.vllm_engine import SamplingSettings, VllmEngine, request_seeds
+    from rlhf_core.engines.vllm_engine import VllmEngine
     from rlhf_core.models.build import load_language_model
     from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+    from rlhf_core.sampling import SamplingSettings, request_seeds
 
     model = load_language_model(folder)
     vllm = VllmEngine(

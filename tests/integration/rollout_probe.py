@@ -16,11 +16,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config import load_params
-from rlhf_core.engines.vllm_engine import Sample, SamplingSettings, VllmEngine, request_seeds
+from rlhf_core.engines.vllm_engine import VllmEngine
 from rlhf_core.engines.weights import replace_weights
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.quiet import be_quiet
+from rlhf_core.sampling import Sample, SamplingSettings, request_seeds
 from rlhf_core.trainers.rl_data import collate
 from rlhf_core.trainers.rl_metrics import LogprobMismatch, check_logprobs
 from rlhf_core.types import Prompt, Rollout, ScoredRollout

@@ -125,7 +125,7 @@ def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, tmp_path)
     change_params(workspace, {"rl": {"rollout": {"max_logprob_difference": 1e-12}}})
     code, printed = run(workspace, "dvc", "repro", "train_policy")
     assert code != 0
-    assert "step 0: expected vLLM's and the trainer's log-probabilities to differ by at most" in printed
+    assert "step 0: expected the rollout engine's and the trainer's log-probabilities to differ by at most" in printed
     assert "rl.rollout.max_logprob_difference=1e-12, got " in printed
     assert "train_policy: RL job: expected to be able to train, got the refusal above" in printed and "Traceback" not in printed
     assert not (workspace / "models/policy").exists()

@@ -121,7 +121,7 @@ def test_responses_from_another_distribution():
     off = curve.assign(mismatch_kl=np.where(curve["step"] == 17, 0.02, 1e-9))
     found = blame(failed_run(policy_curves=off))
     assert found.stage == "train_policy" and "serving mismatch" in found.sentence
-    assert found.figure == "0.02 nats per token between vLLM’s and the trainer’s probabilities at step 17"
+    assert found.figure == "0.02 nats per token between the engine’s and the trainer’s probabilities at step 17"
     # One step off policy they are apart by what the policy has learned in between.
     assert "serving mismatch" not in blame(failed_run(policy_curves=off.assign(policy_lag=1.0))).sentence
 

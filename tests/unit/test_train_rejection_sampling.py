@@ -11,7 +11,7 @@ import pytest
 from tiny_models import tiny_params
 
 from rlhf_core.data.schema import write_rows
-from rlhf_core.engines.vllm_engine import Sample
+from rlhf_core.sampling import Sample
 from rlhf_core.trainers.labelling import ScoredResponse
 from rlhf_core.types import Prompt
 from tasks.stage import StageFailed, write_json

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.algorithms.logprobs import sampler_logprobs, token_entropy, token_logprobs
+from rlhf_core.algorithms.logprobs import sampler_logprobs, token_entropy, token_logprobs, token_logprobs_and_entropy
 
 LN3 = math.log(3.0)
 
@@ -40,6 +40,24 @@ def test_gradients_agree_with_finite_differences():
     ids = torch.tensor([0, 6, 3, 3])
     assert torch.autograd.gradcheck(lambda z: token_logprobs(z, ids, temperature=0.7), logits)
     assert torch.autograd.gradcheck(lambda z: token_entropy(z, temperature=0.7), logits)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_both_at_once_are_what_each_is_alone(temperature):
+    generator = torch.Generator().manual_seed(2)
+    logits = 3 * torch.randn(9, 11, dtype=torch.float64, generator=generator)
+    logits[4, 2:5] = -torch.inf
+    ids, weights = torch.randint(5, 11, (9,), generator=generator), torch.randn(9, dtype=torch.float64, generator=generator)
+    alone, together = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    expected = token_logprobs(alone, ids, temperature=temperature)
+    (expected * weights).sum().backward()
+    logprobs, entropy = token_logprobs_and_entropy(together, ids, temperature=temperature)
+    (logprobs * weights).sum().backward()
+    close = {"rtol": 0, "atol": 1e-12}
+    torch.testing.assert_close(logprobs, expected, **close)
+    torch.testing.assert_close(entropy, token_entropy(logits, temperature=temperature), **close)
+    torch.testing.assert_close(together.grad, alone.grad, **close)
+    assert not entropy.requires_grad
 
 
 def test_half_precision_logits_are_computed_in_float32():

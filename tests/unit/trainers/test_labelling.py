@@ -10,9 +10,9 @@ import torch
 from tiny_models import tiny_params
 
 from rlhf_core.config import ScorerConfig
-from rlhf_core.engines.vllm_engine import Sample
 from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import CHAT_TEMPLATE, encode_conversation, encode_prompt
+from rlhf_core.sampling import Sample
 from rlhf_core.trainers.conditional import asking_tokenizer, with_quality
 from rlhf_core.trainers.labelling import ResponseScorer, ScoredResponse, best_responses, choose_prompts
 from rlhf_core.types import Prompt

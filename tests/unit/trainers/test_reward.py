@@ -117,7 +117,7 @@ def test_a_shared_prompt_changes_neither_loss_nor_weights(reward_folder: Path):
             engine.step()
         results.append((metrics, engine.state_dict()))
     (shared, weights), (alone, expected) = results
-    assert [m["loss"] for m in shared] == pytest.approx([m["loss"] for m in alone], rel=1e-5)
+    assert [m["loss"] for m in shared] == pytest.approx([m["loss"] for m in alone], rel=5e-5)
     assert [m["tokens"] for m in shared] == [m["tokens"] for m in alone]
     assert largest_difference(weights, expected) < 1e-4  # rounding, where Adam divides a tiny gradient by its own size; a step is 3e-3
 

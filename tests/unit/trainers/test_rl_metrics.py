@@ -122,7 +122,9 @@ def test_the_sampling_engine_is_compared_with_the_distribution_that_was_sampled_
     assert compared(difference, config()) == pytest.approx(3e-5)
     for bad in (1.0, math.inf, NAN):
         difference[1, 1] = bad
-        with pytest.raises(LogprobMismatch, match=r"step 4: expected vLLM's and the trainer's log-probabilities to differ by at most"):
+        with pytest.raises(
+            LogprobMismatch, match=r"step 4: expected the rollout engine's and the trainer's log-probabilities to differ by at most"
+        ):
             compared(difference, config())
 
 

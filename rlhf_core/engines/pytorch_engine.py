@@ -1,0 +1,114 @@
+"""Sampling with PyTorch alone, in place of vLLM: for models so small that vLLM's bookkeeping for each sequence and token costs more than
+the model, and for machines that vLLM doesn't run on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rlhf_core.engines.weights import PackedTensor, unpack
+from rlhf_core.models.build import load_language_model, replace_weights
+from rlhf_core.models.decoding import decoder
+from rlhf_core.models.generation import generate
+from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.sampling import Sample, SamplingSettings
+
+
+class PytorchEngine:
+    """A model in this process that draws as a vLLM engine does, other samples from the same distributions.
+
+    Prompts are drawn in batches, each until its last response has ended: with responses of very different lengths, or models that fill
+    a device, vLLM is faster.
+
+    Args:
+        model_path: Hugging Face folder to start from.
+        max_length: tokens of prompt and response together.
+        kv_cache_gib: for the keys and values of a batch, at most.
+        max_concurrent_sequences: responses that are drawn at the same time, at most; all of a prompt's are, whatever this says.
+        threads: cores; ignored on a GPU.
+        reads_text: whether responses may end with a stop string, for which every token is decoded.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        max_length: int,
+        dtype: str,
+        kv_cache_gib: int,
+        max_concurrent_sequences: int,
+        threads: int,
+        trust_remote_code: bool,
+        reads_text: bool = False,
+    ):
+        torch.set_num_threads(threads)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_language_model(model_path, trust_remote_code=trust_remote_code, training_dtype=dtype)
+        self._model = model.to(device=device, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
+        self._decoder = decoder(self._model)
+        self._max_length, self._max_sequences = max_length, max_concurrent_sequences
+        self._cache_bytes = kv_cache_gib << 30
+        self._tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code) if reads_text else None
+        self.version = 0
+
+    def generate(
+        self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, eos_id: int, group_size: int
+    ) -> list[list[Sample]]:
+        """`group_size` responses for each prompt, in order. `seeds[i]` decides what is drawn for prompt i."""
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        size = self._batch_size(max(map(len, prompts), default=0) + settings.max_new_tokens, group_size)
+        found: dict[int, list[Sample]] = {}
+        for start in range(0, len(prompts), size):
+            chosen = by_length[start : start + size]
+            groups = generate(
+                self._decoder,
+                [prompts[i] for i in chosen],
+                [seeds[i] for i in chosen],
+                settings,
+                eos_id=eos_id,
+                group_size=group_size,
+                max_length=self._max_length,
+                stops=self._stops(settings.stop),
+                device=self._model.device,
+            )
+            found.update(zip(chosen, groups, strict=True))
+        return [found[i] for i in range(len(prompts))]
+
+    def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
+        """Replace the weights. Returns `version`."""
+        self._model = replace_weights(self._model, state_dict)
+        self._decoder = decoder(self._model)
+        self.version = version
+        return version
+
+    def close(self) -> None:
+        """Give back the weights; the engine is of no use afterwards."""
+        del self._model, self._decoder
+
+    def _batch_size(self, tokens: int, group_size: int) -> int:
+        """Prompts in a batch."""
+        config = self._model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        each = 2 * config.num_hidden_layers * heads * width * self._model.dtype.itemsize * min(tokens, self._max_length)
+        return max(1, min(self._max_sequences, self._cache_bytes // each) // group_size)
+
+    def _stops(self, strings: Sequence[str]):
+        if not strings:
+            return None
+        tokenizer = self._tokenizer
+        return lambda ids: any(s in tokenizer.decode(ids, skip_special_tokens=True) for s in strings)
+
+
+class RolloutActor(PytorchEngine):
+    """An engine as one actor of a group."""
+
+    def __init__(self, rank: int, **settings):
+        super().__init__(**settings)
+        self.rank = rank
+
+    def load_weights(self, weights: dict[str, PackedTensor], version: int) -> int:
+        """As an engine does, with weights as another process ships them."""
+        return super().load_weights(unpack(weights), version)
