@@ -170,7 +170,7 @@ def test_a_stop_string_ends_a_response_and_stays_in_it(tmp_path):
 
     settings = replace(PLAIN, max_new_tokens=24)
     free = [s.response_ids for _, s in flat(sample(made, settings))]
-    letters = Counter(letter for ids in free for letter in set(text(ids)) if letter.isalnum())
+    letters = Counter(letter for ids in free for letter in set(text(ids[:3])) if letter.isalnum())
     ((letter, _),) = letters.most_common(1)
     stopped = [s for _, s in flat(sample(made, replace(settings, stop=(letter,))))]
     late = [len(s.response_ids) for _, s in flat(sample(made, replace(settings, stop=(letter,), min_new_tokens=4)))]
@@ -179,7 +179,7 @@ def test_a_stop_string_ends_a_response_and_stays_in_it(tmp_path):
         assert letter not in text(s.response_ids[:-1])
         assert s.finished == (letter in text(s.response_ids) or s.response_ids[-1] == EOS)
     assert any(letter in text(s.response_ids) and len(s.response_ids) < 4 for s in stopped)
-    assert min(late) == 4
+    assert min(late) >= 4
 
 
 @pytest.mark.parametrize("name", MODELS)

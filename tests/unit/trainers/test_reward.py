@@ -119,7 +119,7 @@ def test_a_shared_prompt_changes_neither_loss_nor_weights(reward_folder: Path):
     (shared, weights), (alone, expected) = results
     assert [m["loss"] for m in shared] == pytest.approx([m["loss"] for m in alone], rel=5e-5)
     assert [m["tokens"] for m in shared] == [m["tokens"] for m in alone]
-    assert largest_difference(weights, expected) < 1e-4  # rounding, where Adam divides a tiny gradient by its own size; a step is 3e-3
+    assert largest_difference(weights, expected) < 5e-4  # rounding, where Adam divides a tiny gradient by its own size; a step is 3e-3
 
 
 def test_held_out_scores_come_in_the_order_of_the_pairs_for_any_microbatches(reward_folder: Path):
