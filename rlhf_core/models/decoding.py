@@ -153,7 +153,7 @@ class LlamaDecoder:
         begin, end = self._filled, self._filled + width
         cache[0, :, :, begin:end], cache[1, :, :, begin:end] = key, value
         keys, values = cache[:, :, :, :end]
-        if width > 1:
+        if mask.dim() == 4:
             grouped = self._heads > self._kv_heads
             said = F.scaled_dot_product_attention(query, keys, values, mask, scale=1.0, enable_gqa=grouped)
             return said.transpose(1, 2).reshape(count * width, -1)

@@ -7,7 +7,20 @@ import time
 
 import pandas as pd
 import pytest
-from small_chain import ORDER, PLANTED, SMALL, assert_nothing_left, change_params, copy_chain, log_of, outcomes, ran, results, run
+from small_chain import (
+    ORDER,
+    PLANTED,
+    PYTORCH_ROLLOUTS,
+    SMALL,
+    assert_nothing_left,
+    change_params,
+    copy_chain,
+    log_of,
+    outcomes,
+    ran,
+    results,
+    run,
+)
 
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.report.page import METHOD_TITLES
@@ -76,13 +89,13 @@ def test_a_second_run_is_cached_and_a_second_repro_too(chain, tmp_path):
 def test_another_algorithm_reruns_only_what_follows_and_back_is_restored(chain, tmp_path):
     workspace = copy_chain(chain.workspace, tmp_path / "algorithm")
     lock, before = (workspace / "dvc.lock").read_text(), results(workspace)
-    change_params(workspace, {"rl": {"algorithm": "grpo", "steps": 2}})
+    change_params(workspace, {"rl": {"algorithm": "grpo", "steps": 2, "rollout": {"backend": "pytorch"}}})
     code, printed = run(workspace, "dvc", "repro")
     assert code == 0 and ran(printed) == ["train_policy", "evaluate", "report"], printed
     assert json.loads((workspace / "metrics/train_policy.json").read_text())["algorithm"] == "grpo"
     assert results(workspace)["models/policy/model.safetensors"] != before["models/policy/model.safetensors"]
 
-    change_params(workspace, {"rl": {"algorithm": "ppo", "steps": SMALL["rl"]["steps"]}})
+    change_params(workspace, {"rl": {"algorithm": "ppo", "steps": SMALL["rl"]["steps"], "rollout": {"backend": "vllm"}}})
     code, printed = run(workspace, "dvc", "repro")
     assert code == 0 and ran(printed) == [] and printed.count("is cached - skipping run") == 3, printed
     assert (workspace / "dvc.lock").read_text() == lock and results(workspace) == before
@@ -94,7 +107,7 @@ def test_each_way_to_the_policy_without_rl_is_evaluated_and_reported(chain, tmp_
     brief = {"steps": 8, "batch_size": 16, "checkpoint_every": 4, "eval_every": 4}
     if method == "rejection_sampling":
         brief["sampling"] = {"prompts": 24, "samples_per_prompt": 3, "max_new_tokens": 16}
-    change_params(workspace, {"alignment": {"method": method}, method: brief})
+    change_params(workspace, {"alignment": {"method": method}, method: brief}, PYTORCH_ROLLOUTS)
     code, printed = run(workspace, "dvc", "repro")
     assert code == 0 and ran(printed) == ["train_policy", "evaluate", "report"], printed
     metrics = json.loads((workspace / "metrics/train_policy.json").read_text())
@@ -122,7 +135,7 @@ def test_a_rejected_reward_model_stops_the_chain_before_any_policy_is_trained(ch
 
 def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, tmp_path):
     workspace = copy_chain(chain.workspace, tmp_path / "budget")
-    change_params(workspace, {"rl": {"rollout": {"max_logprob_difference": 1e-12}}})
+    change_params(workspace, {"rl": {"rollout": {"max_logprob_difference": 1e-12}}}, PYTORCH_ROLLOUTS)
     code, printed = run(workspace, "dvc", "repro", "train_policy")
     assert code != 0
     assert "step 0: expected the rollout engine's and the trainer's log-probabilities to differ by at most" in printed

@@ -1,5 +1,7 @@
 """One clone of the small chain whose stages are killed and stopped in every way: it must end with what the undisturbed run has.
 
+Its rollouts are PyTorch's; test_rl_options.py kills a run and an engine of vLLM's.
+
 The tests share that clone and go on where the one before ended, as a user would; each can also be run alone.
 """
 
@@ -14,12 +16,15 @@ import pytest
 from small_chain import (
     DEADLINE,
     ORDER,
+    PYTORCH_ROLLOUTS,
     SMALL,
     actor_process,
     assert_nothing_left,
     await_checkpoint,
     begin,
+    change_params,
     clone_chain,
+    copy_chain,
     newest_checkpoint,
     outcomes,
     ran,
@@ -39,8 +44,19 @@ pytestmark = pytest.mark.timeout(1500)
 @pytest.fixture(scope="module")
 def battered(chain, tmp_path_factory) -> Path:
     workspace = clone_chain(chain.workspace, tmp_path_factory.mktemp("resume") / "battered")
+    change_params(workspace, PYTORCH_ROLLOUTS)
     code, printed = run(workspace, "dvc", "repro", "validate_data")
     assert code == 0, printed
+    return workspace
+
+
+@pytest.fixture(scope="module")
+def undisturbed(chain, tmp_path_factory) -> Path:
+    """The finished small chain, its policy made anew as the battered one makes it."""
+    workspace = copy_chain(chain.workspace, tmp_path_factory.mktemp("resume") / "undisturbed")
+    change_params(workspace, PYTORCH_ROLLOUTS)
+    code, printed = run(workspace, "dvc", "repro")
+    assert code == 0 and ran(printed) == ["train_policy", "evaluate", "report"], printed
     return workspace
 
 
@@ -53,19 +69,19 @@ def going_on(stage: str, step: int) -> str:
     return f"{phase}: going on from the checkpoint of step {within}" if within else ""
 
 
-def same_results(chain, workspace: Path, *paths: str) -> None:
-    expected, got = results(chain.workspace), results(workspace)
+def same_results(undisturbed: Path, workspace: Path, *paths: str) -> None:
+    expected, got = results(undisturbed), results(workspace)
     chosen = [name for name in expected if name.startswith(paths)]
     assert chosen and {name: got.get(name) for name in chosen} == {name: expected[name] for name in chosen}
 
 
-def same_certificates(chain, workspace: Path, *stages: str) -> None:
+def same_certificates(undisturbed: Path, workspace: Path, *stages: str) -> None:
     """Each phase's last checkpoint held the same state: weights, optimizer, generators and all that the loop knows."""
     for stage in stages:
-        phases = sorted((chain.workspace / "reports/certificates" / stage).iterdir())
+        phases = sorted((undisturbed / "reports/certificates" / stage).iterdir())
         assert phases, f"{stage}: expected certificates, got none"
         for phase in phases:
-            a, b = (read_certificate(top / "reports/certificates" / stage / phase.name) for top in (chain.workspace, workspace))
+            a, b = (read_certificate(top / "reports/certificates" / stage / phase.name) for top in (undisturbed, workspace))
             assert differences(a, b) == []
 
 
@@ -93,8 +109,8 @@ def test_killed_sft_goes_on_from_its_checkpoint_and_ends_with_the_same_bits(chai
     code, printed = run(battered, "dvc", "repro", "train_sft")
     assert code == 0 and ran(printed) == ["train_sft"], printed
     assert going_on("train_sft", reached) in printed
-    same_results(chain, battered, "models/sft", "metrics/train_sft", "plots/train_sft")
-    same_certificates(chain, battered, "train_sft")
+    same_results(chain.workspace, battered, "models/sft", "metrics/train_sft", "plots/train_sft")
+    same_certificates(chain.workspace, battered, "train_sft")
 
 
 def test_a_second_start_waits_for_the_first_and_takes_over_when_it_dies(chain, battered):
@@ -120,11 +136,11 @@ def test_a_second_start_waits_for_the_first_and_takes_over_when_it_dies(chain, b
     assert first.wait(timeout=DEADLINE) != 0
     assert second.wait(timeout=DEADLINE) == 0, said(battered)[-2000:]
     assert going_on("train_reward", at) in said(battered)
-    same_results(chain, battered, "models/reward", "data/reward_heldout", "metrics/train_reward", "plots/train_reward")
-    same_certificates(chain, battered, "train_reward")
+    same_results(chain.workspace, battered, "models/reward", "data/reward_heldout", "metrics/train_reward", "plots/train_reward")
+    same_certificates(chain.workspace, battered, "train_reward")
 
 
-def test_killed_rl_goes_on_and_the_whole_chain_ends_with_the_same_lock(chain, battered):
+def test_killed_rl_goes_on_and_the_whole_chain_ends_with_the_same_lock(undisturbed, battered):
     # The stage, SIGKILL; the flow starts it again at once, and it must wait until the first one's Ray is gone.
     repro = begin(battered, "dvc", "repro", "train_policy")
     await_checkpoint(battered, "train_policy", repro)
@@ -152,8 +168,8 @@ def test_killed_rl_goes_on_and_the_whole_chain_ends_with_the_same_lock(chain, ba
     assert said(battered).count("rl: going on from the checkpoint of step") == 3
     assert_nothing_left(battered)
 
-    same_results(chain, battered, "")
-    same_certificates(chain, battered, "train_sft", "train_reward", "train_policy")
-    assert (battered / "dvc.lock").read_text() == (chain.workspace / "dvc.lock").read_text()
+    same_results(undisturbed, battered, "")
+    same_certificates(undisturbed, battered, "train_sft", "train_reward", "train_policy")
+    assert (battered / "dvc.lock").read_text() == (undisturbed / "dvc.lock").read_text()
     code, printed = run(battered, "dvc", "repro")
     assert code == 0 and ran(printed) == []

@@ -103,7 +103,7 @@ AHEAD = {
     "steps": 40,
     "checkpoint_every": 2,
     "grpo": {"group_size": 4},
-    "rollout": {"one_step_off_policy": True},
+    "rollout": {"backend": "pytorch", "one_step_off_policy": True},
 }
 
 

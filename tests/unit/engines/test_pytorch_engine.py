@@ -158,6 +158,15 @@ def test_the_cache_bounds_a_batch(tmp_path):
     assert made._batch_size(20, 2) == 3
 
 
+def test_prompts_of_one_token(drawing):
+    made, model = drawing
+    groups = made.generate([[9], [23]], SEEDS[:2], PLAIN, eos_id=EOS, group_size=2)
+    with torch.no_grad():
+        first = [model(torch.tensor([[prompt]])).logits[0, -1].log_softmax(-1) for prompt in (9, 23)]
+    for logprobs, group in zip(first, groups, strict=True):
+        assert [s.logprobs[0] for s in group] == pytest.approx([float(logprobs[s.response_ids[0]]) for s in group], abs=1e-5)
+
+
 def test_no_prompt_no_sample(tmp_path):
     assert engine(llama(tmp_path)).generate([], [], PLAIN, eos_id=EOS, group_size=2) == []
 
