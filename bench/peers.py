@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 SIDES = ("ours", "theirs")
 # Responses are drawn while the step before is trained, for which TRL's trainers have no option. An end token may come.
 AHEAD = {"rollout.one_step_off_policy": True, "rollout.engines": 1, "rollout.min_new_tokens": 0}
+PYTORCH = {"rollout.backend": "pytorch", "trainer.ranks": 2}
 # What is measured: the method, and what it has on top of its section of params.yaml.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {}),
@@ -35,8 +36,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo, reference live": ("dpo", {"nll_coef": 0.0, "reference": "live"}),
     "grpo": ("grpo", {}),
     "rloo": ("rloo", {}),
-    "grpo, PyTorch rollouts": ("grpo", {"rollout.backend": "pytorch"}),
-    "rloo, PyTorch rollouts": ("rloo", {"rollout.backend": "pytorch"}),
+    "grpo, PyTorch rollouts": ("grpo", PYTORCH),
+    "rloo, PyTorch rollouts": ("rloo", PYTORCH),
     "grpo, one step off policy": ("grpo", AHEAD),
     "rloo, one step off policy": ("rloo", AHEAD),
 }
