@@ -1,8 +1,8 @@
 """From sources to files of the canonical schema, a few thousand rows at a time.
 
 Which rows of a source stay, and their ids, depend on all of them. So each source is first laid aside with ids and splits, and what its
-weight leaves of it is copied. Of every row three hashes stay in memory meanwhile (`rlhf_core.data.split.Ids`, of prompts another one in
-`read_source`, and the id), about 400 bytes for a pair that is a demonstration and a prompt too. The built-in clerk makes its rows at once.
+weight leaves of it is copied. Meanwhile the id of every row is in memory and a hash of it, which tells what comes again (`Ids`; of a
+prompt another one, in `read_source`). Not read in pieces: a .json file, and the rows of the built-in clerk.
 """
 
 from __future__ import annotations

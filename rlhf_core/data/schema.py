@@ -89,7 +89,8 @@ class RowWriter:
             self._flush()
 
     def _convert(self) -> None:
-        self.write(pa.RecordBatch.from_pylist(self._rows, schema=self._schema))
+        for batch in pa.Table.from_pylist(self._rows, schema=self._schema).to_batches():  # several where a column has over 2 GB
+            self.write(batch)
         self._rows = []
 
     def _flush(self) -> None:
