@@ -11,20 +11,19 @@ import csv
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import DataConfig, ModelConfig
-from rlhf_core.data.schema import SCHEMAS, SPLITS, write_rows, write_slices
-from rlhf_core.data.sources import load_source
-from rlhf_core.data.split import conversation_text, keep_share, split_of, with_ids
+from rlhf_core.data.mixing import Mixed, mix
+from rlhf_core.data.schema import SPLITS, open_rows, read_batches
 from tasks.stage import METRICS, PLOTS, PREPARED, TOKENIZER, Stage, publish, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Prepared = dict[str, list[dict]]  # use -> rows of the canonical schema
-
+TEXTS = ("text", "response", "chosen", "rejected")  # columns
 MAX_BINS = 48  # of a histogram of lengths
 LENGTH_COLUMNS = ("use", "column", "low", "high", "texts")
 
@@ -34,20 +33,17 @@ log = logging.getLogger("rlhf")
 def main() -> None:
     with Stage("prepare_data", resumable=False) as stage:
         params = stage.params
-        rows, dropped = prepare(params.data, seed=params.seed)
-        tokenizer = make_tokenizer(params.model, rows)
-        aside = stage.scratch / "prepared"
-        shutil.rmtree(aside, ignore_errors=True)
-        for use, of_use in rows.items():
-            write_rows(aside, use, of_use)
-        if slices := {row["id"]: row["slices"] for row in rows.get("preference", []) if "slices" in row}:
-            write_slices(aside, slices)
-        write_json(aside / "sources.json", describe_sources(params.data, rows))
+        aside, sources = stage.scratch / "prepared", stage.scratch / "sources"
+        for folder in (aside, sources):
+            shutil.rmtree(folder, ignore_errors=True)
+        mixed = mix(params.data, aside, scratch=sources, seed=params.seed)
+        tokenizer = make_tokenizer(params.model, aside, mixed.uses)
+        write_json(aside / "sources.json", describe_sources(params.data, mixed))
         tokenizer.save_pretrained(stage.scratch / "tokenizer")
         publish(aside, PREPARED)
         publish(stage.scratch / "tokenizer", TOKENIZER)
-        lengths = {use: token_lengths(of_use, tokenizer) for use, of_use in rows.items()}
-        metrics = summarize(rows, dropped, lengths, len(tokenizer))
+        lengths = {use: token_lengths(_rows(PREPARED, use), tokenizer) for use in mixed.uses}
+        metrics = summarize(mixed, lengths, len(tokenizer))
         write_json(METRICS / "prepare_data.json", metrics)
         PLOTS.mkdir(exist_ok=True)
         with (PLOTS / "token_lengths.csv").open("w", newline="", encoding="utf-8") as file:
@@ -57,66 +53,51 @@ def main() -> None:
             log.info("%s: %s", use, ", ".join(f"{count} {split}" for split, count in of_split.items()))
 
 
-def prepare(config: DataConfig, *, seed: int) -> tuple[Prepared, dict[str, dict[str, int]]]:
-    """The rows of all sources, mixed by weight and split, and per source how many records were left out and why."""
-    heaviest = max(source.weight for source in config.sources)
-    rows: Prepared = {use: [] for use in SCHEMAS}
-    dropped: dict[str, dict[str, int]] = {}
-    for source in config.sources:
-        loaded = load_source(source, seed=seed)
-        dropped[source.name] = loaded.dropped
-        for use, of_use in loaded.rows.items():
-            kept = keep_share(with_ids(of_use, source.name), source.weight / heaviest, config.max_rows)
-            for row in kept:
-                row["split"] = _split(row, config)
-            rows[use] += kept
-    return {use: of_use for use, of_use in rows.items() if of_use}, dropped
-
-
-def _split(row: dict, config: DataConfig) -> str:
-    text = row["text"] if "text" in row else conversation_text(row["messages"])
-    return split_of(text, validation_fraction=config.validation_fraction, test_fraction=config.test_fraction)
-
-
-def make_tokenizer(config: ModelConfig, rows: Prepared) -> PreTrainedTokenizerBase:
+def make_tokenizer(config: ModelConfig, folder: Path, uses: list[str]) -> PreTrainedTokenizerBase:
     """The tokenizer of the model at `config.path`; without one, a new one trained on the texts of the training split."""
     from rlhf_core.models.tokenizer import build_tokenizer, load_tokenizer, use_all_cores
 
     use_all_cores()
     if config.path is not None:
         return load_tokenizer(config.path, trust_remote_code=config.trust_remote_code)
-    texts = (text for of_use in rows.values() for row in of_use if row["split"] == "train" for text in _texts(row))
+    rows = (row for use in uses for part in _rows(folder, use) for row in part)
+    texts = (text for row in rows if row["split"] == "train" for text in _texts(row))
     return build_tokenizer(texts, vocab_size=config.architecture.vocab_size)
+
+
+def _rows(folder: Path, use: str) -> Iterator[list[dict]]:
+    """The rows of one use, a part at a time."""
+    return (batch.to_pylist() for batch in read_batches(open_rows(folder / f"{use}.parquet")))
 
 
 def _texts(row: dict) -> Iterator[str]:
     yield from (message["content"] for message in row.get("messages", []))
-    yield from (row[column] for column in ("text", "response", "chosen", "rejected") if row.get(column))
+    yield from (row[column] for column in TEXTS if row.get(column))
 
 
-def describe_sources(config: DataConfig, rows: Prepared) -> dict[str, Any]:
-    counts = Counter((row["source"], use, row["split"]) for use, of_use in rows.items() for row in of_use)
+def describe_sources(config: DataConfig, mixed: Mixed) -> dict[str, Any]:
     return {
         source.name: {
             "kind": source.kind,
             "path": source.path,
             "format": source.format,
-            "rows": {use: {split: counts[source.name, use, split] for split in SPLITS} for use in source.uses},
+            "rows": {use: {split: mixed.counts[source.name, use, split] for split in SPLITS} for use in source.uses},
         }
         for source in config.sources
     }
 
 
-def summarize(
-    rows: Prepared, dropped: dict[str, dict[str, int]], lengths: dict[str, dict[str, Counter[int]]], vocabulary_size: int
-) -> dict[str, Any]:
+def summarize(mixed: Mixed, lengths: dict[str, dict[str, Counter[int]]], vocabulary_size: int) -> dict[str, Any]:
     """Counts, and mean lengths in tokens of the texts alone, without the template."""
-    by_split = {use: Counter(row["split"] for row in of_use) for use, of_use in rows.items()}
-    by_source = {use: Counter(row["source"] for row in of_use) for use, of_use in rows.items()}
+    by_split: Counter[tuple[str, str]] = Counter()
+    by_source: dict[str, Counter[str]] = {use: Counter() for use in mixed.uses}
+    for (source, use, split), count in mixed.counts.items():
+        by_split[use, split] += count
+        by_source[use][source] += count
     return {
-        "rows": {use: {split: counts[split] for split in SPLITS} for use, counts in by_split.items()},
-        "rows_by_source": {use: dict(counts) for use, counts in by_source.items()},
-        "dropped": dropped,
+        "rows": {use: {split: by_split[use, split] for split in SPLITS} for use in mixed.uses},
+        "rows_by_source": by_source,
+        "dropped": mixed.dropped,
         "vocabulary_size": vocabulary_size,
         "mean_tokens": {
             use: {column: sum(t * n for t, n in of_column.items()) / of_column.total() for column, of_column in columns.items()}
@@ -125,11 +106,15 @@ def summarize(
     }
 
 
-def token_lengths(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> dict[str, Counter[int]]:
+def token_lengths(parts: Iterable[list[dict]], tokenizer: PreTrainedTokenizerBase) -> dict[str, Counter[int]]:
     """Column -> number of tokens -> how many texts have so many; of `messages`, all their contents together."""
-    columns = {column: [row[column] for row in rows if row.get(column)] for column in ("text", "response", "chosen", "rejected")}
-    columns["messages"] = ["\n".join(m["content"] for m in row["messages"]) for row in rows if "messages" in row]
-    return {column: _lengths(texts, tokenizer) for column, texts in columns.items() if texts}
+    lengths: dict[str, Counter[int]] = {column: Counter() for column in (*TEXTS, "messages")}
+    for rows in parts:
+        for column in TEXTS:
+            lengths[column] += _lengths([row[column] for row in rows if row.get(column)], tokenizer)
+        messages = ["\n".join(m["content"] for m in row["messages"]) for row in rows if "messages" in row]
+        lengths["messages"] += _lengths(messages, tokenizer)
+    return {column: of_column for column, of_column in lengths.items() if of_column}
 
 
 def _lengths(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Counter[int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_core.data.schema import SCHEMAS
+from rlhf_core.data.schema import SCHEMAS, open_rows
 from tasks.stage import DATA_DOCS, METRICS, PREPARED, TOKENIZER, Stage, StageFailed, publish, write_json
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ def main() -> None:
         if failed:
             failed.append(f"{len(failed)} of {len(findings)} expectations failed; nothing is trained on this data")
             raise StageFailed("\n".join(failed))
-        log.info("%d expectations met by %d rows", len(findings), sum(table.num_rows for table in tables.values()))
+        log.info("%d expectations met by %d rows", len(findings), sum(table.metadata.num_rows for table in tables.values()))
 
 
-def read_tables(folder: Path) -> dict[str, pa.Table]:
-    """The tables of the uses that have a file.
+def read_tables(folder: Path) -> dict[str, pq.ParquetFile]:
+    """The tables of the uses that have a file, to be read piece by piece.
 
     Raises:
         ValueError: a file is not Parquet.
@@ -59,7 +59,7 @@ def read_tables(folder: Path) -> dict[str, pa.Table]:
     for path in (folder / f"{use}.parquet" for use in SCHEMAS):
         if path.exists():
             try:
-                tables[path.stem] = pq.read_table(path)
+                tables[path.stem] = open_rows(path)
             except pa.ArrowInvalid as error:
                 raise ValueError(f"{path}: expected a Parquet file, got: {error}; run prepare_data again") from error
     return tables

@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 
-import pyarrow.parquet as pq
-
+from rlhf_core.data.schema import open_rows
 from rlhf_core.rounds import round_folder
 from tasks.stage import PREPARED, TOKENIZER, Stage, write_json
 from tasks.validate_data import load
@@ -27,8 +26,8 @@ def main() -> None:
     number = int(sys.argv[1])
     with Stage("validate_round", resumable=False, round_number=number) as stage:
         tables = {
-            "preference": pq.read_table(round_folder(number) / "data" / "preference.parquet"),
-            "prompt": pq.read_table(PREPARED / "prompt.parquet"),
+            "preference": open_rows(round_folder(number) / "data" / "preference.parquet"),
+            "prompt": open_rows(PREPARED / "prompt.parquet"),
         }
         logging.getLogger("great_expectations").setLevel(logging.WARNING)
         from rlhf_core.data.validation import summary, validate  # takes seconds
@@ -45,7 +44,7 @@ def main() -> None:
         if messages:
             log.warning("validate_round@%d: nothing is trained on this data; the round keeps the policy before it", number)
         else:
-            log.info("%d expectations met by %d pairs", len(findings), tables["preference"].num_rows)
+            log.info("%d expectations met by %d pairs", len(findings), tables["preference"].metadata.num_rows)
 
 
 if __name__ == "__main__":

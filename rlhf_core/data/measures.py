@@ -41,13 +41,32 @@ def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) 
     preference: pair (JSON of the conversation and both texts, whichever was preferred), preference (which of them was),
     is_pair, chosen_is_longer (in tokens: 1, 0 or, for a tie, 0.5), is_chosen (unpaired rows only).
     """
-    frame = pd.DataFrame({column: _strings(row[column] for row in rows) for column in ("id", "source", "split", *TEXT_COLUMNS[use])})
+    frame = read_texts(use, rows)
     if use == "pretrain":
         lengths = {text: len(ids) + 1 for text, ids in encode_texts(tokenizer, frame["text"].dropna().unique().tolist())}
         return frame.assign(tokens=frame["text"].map(lengths))
-    frame = frame.assign(**_conversation_columns([row["messages"] for row in rows]))
     frame = frame.assign(**_token_columns(frame, TEXT_COLUMNS[use], tokenizer))
-    return frame.assign(**_preference_columns(frame)) if use == "preference" else frame
+    return frame.assign(**pair_columns(frame), **_preference_columns(frame)) if use == "preference" else frame
+
+
+def read_texts(use: str, rows: Sequence[dict]) -> pd.DataFrame:
+    """Those of the columns of `measure` that need no tokenizer, but for a pair's."""
+    frame = pd.DataFrame({column: _strings(row[column] for row in rows) for column in ("id", "source", "split", *TEXT_COLUMNS[use])})
+    return frame if use == "pretrain" else frame.assign(**_conversation_columns([row["messages"] for row in rows]))
+
+
+def pair_columns(frame: pd.DataFrame) -> dict[str, pd.Series]:
+    """pair and preference."""
+    is_pair, is_unpaired = _kinds(frame)
+    sides = [sorted([c, r]) for c, r in zip(frame["chosen"].fillna(""), frame["rejected"].fillna(""), strict=True)]
+    keys = (
+        json.dumps([conversation, bool(paired), *texts], ensure_ascii=False)
+        for conversation, paired, texts in zip(frame["conversation"], is_pair, sides, strict=True)
+    )
+    return {
+        "pair": _strings(keys).where(frame["conversation"].notna() & (is_pair | is_unpaired)),
+        "preference": frame["chosen"].where(is_pair, frame["chosen"].notna().map({True: "chosen", False: "rejected"})),
+    }
 
 
 def schema_frame(use: str, found: dict[str, str]) -> pd.DataFrame:
@@ -57,16 +76,6 @@ def schema_frame(use: str, found: dict[str, str]) -> pd.DataFrame:
     columns = [(name, wanted.get(name, nothing), found.get(name, nothing)) for name in sorted({*wanted, *found})]
     ids = [name if want == got else f"{name} (expected {want}, got {got})" for name, want, got in columns]
     return pd.DataFrame({"id": _strings(ids), "expected": _strings(c[1] for c in columns), "found": _strings(c[2] for c in columns)})
-
-
-def across_uses(frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """All conversations of all uses: id (`<use>:<id>`), canonical_conversation, split."""
-    parts = [
-        frame[["canonical_conversation", "split"]].assign(id=f"{use}:" + frame["id"])
-        for use, frame in frames.items()
-        if "canonical_conversation" in frame
-    ]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["id", "canonical_conversation", "split"])
 
 
 def _strings(values) -> pd.Series:
@@ -147,19 +156,16 @@ def _answers(
     return found
 
 
+def _kinds(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """Which rows are pairs, and which have one text alone."""
+    return frame["chosen"].notna() & frame["rejected"].notna(), frame["chosen"].notna() ^ frame["rejected"].notna()
+
+
 def _preference_columns(frame: pd.DataFrame) -> dict[str, pd.Series]:
-    is_pair = frame["chosen"].notna() & frame["rejected"].notna()
-    is_unpaired = frame["chosen"].notna() ^ frame["rejected"].notna()
-    sides = [sorted([c, r]) for c, r in zip(frame["chosen"].fillna(""), frame["rejected"].fillna(""), strict=True)]
-    keys = (
-        json.dumps([conversation, bool(paired), *texts], ensure_ascii=False)
-        for conversation, paired, texts in zip(frame["conversation"], is_pair, sides, strict=True)
-    )
+    is_pair, is_unpaired = _kinds(frame)
     measured = is_pair & frame["chosen_tokens"].notna() & frame["rejected_tokens"].notna()
     longer = (np.sign(frame["chosen_tokens"] - frame["rejected_tokens"]) + 1) / 2
     return {
-        "pair": _strings(keys).where(frame["conversation"].notna() & (is_pair | is_unpaired)),
-        "preference": frame["chosen"].where(is_pair, frame["chosen"].notna().map({True: "chosen", False: "rejected"})),
         "is_pair": is_pair.astype(int),
         "chosen_is_longer": longer.where(measured),
         "is_chosen": frame["chosen"].notna().astype(float).where(is_unpaired),

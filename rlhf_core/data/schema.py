@@ -22,6 +22,7 @@ split: train, validation or test, by a hash of the conversation, the same in eve
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 
@@ -51,6 +52,55 @@ SCHEMAS: dict[str, pa.Schema] = {
 
 SLICES_SCHEMA = pa.schema([("id", pa.string()), ("column", pa.string()), ("value", pa.string())])
 
+ROWS_AT_ONCE = 8192  # that a stage holds whose rows need not fit in memory
+ROW_GROUP_BYTES = 2**25  # of a file written piece by piece, uncompressed; below that the bytes are those of `write_rows`
+
+
+class RowWriter:
+    """A Parquet file that is written piece by piece, in row groups; without rows there is no file.
+
+    The schema is enforced, so a wrong type raises a pyarrow.ArrowException.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema):
+        self._path, self._schema = path, schema
+        self._rows: list[dict] = []
+        self._batches: list[pa.RecordBatch] = []
+        self._file: pq.ParquetWriter | None = None
+
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if error is None:
+            self._convert()
+            self._flush()
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, row: dict) -> None:
+        self._rows.append(row)
+        if len(self._rows) >= ROWS_AT_ONCE:
+            self._convert()
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        self._batches.append(batch)
+        if sum(b.nbytes for b in self._batches) >= ROW_GROUP_BYTES:
+            self._flush()
+
+    def _convert(self) -> None:
+        for batch in pa.Table.from_pylist(self._rows, schema=self._schema).to_batches():  # several where a column has over 2 GB
+            self.write(batch)
+        self._rows = []
+
+    def _flush(self) -> None:
+        table = pa.Table.from_batches(self._batches, schema=self._schema).combine_chunks()
+        self._batches = []
+        if table.num_rows:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._file or pq.ParquetWriter(self._path, self._schema, compression="zstd")
+            self._file.write_table(table)
+
 
 def write_rows(folder: Path, use: str, rows: list[dict]) -> None:
     """Write the rows of one use; the schema is enforced, so a wrong type raises pyarrow.ArrowInvalid."""
@@ -64,15 +114,31 @@ def read_rows(folder: Path, use: str, split: Split | None = None) -> list[dict]:
     return pq.read_table(folder / f"{use}.parquet", filters=filters).to_pylist()
 
 
+def open_rows(path: Path) -> pq.ParquetFile:
+    """A file for `read_batches`. (Pre-buffered, all of it would stay in memory.)"""
+    return pq.ParquetFile(path, pre_buffer=False)
+
+
+def read_batches(file: pq.ParquetFile, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """The rows in order, at most ROWS_AT_ONCE in memory. (A pyarrow Dataset, told to read nothing ahead, held ten times as much.)"""
+    return file.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns)
+
+
 def read_frame(folder: Path, use: str) -> pd.DataFrame:
     return pq.read_table(folder / f"{use}.parquet").to_pandas()
 
 
 def write_slices(folder: Path, slices: dict[str, dict[str, str]]) -> None:
     """Write id -> column -> value."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = [{"id": i, "column": column, "value": value} for i, of_row in slices.items() for column, value in of_row.items()]
-    pq.write_table(pa.Table.from_pylist(rows, schema=SLICES_SCHEMA), folder / "slices.parquet", compression="zstd")
+    with RowWriter(folder / "slices.parquet", SLICES_SCHEMA) as file:
+        for i, of_row in slices.items():
+            for row in slice_rows(i, of_row.items()):
+                file.add(row)
+
+
+def slice_rows(row_id: str, of_row: Iterable[tuple[str, str]]) -> Iterator[dict[str, str]]:
+    """One row's (column, value) as rows of SLICES_SCHEMA."""
+    return ({"id": row_id, "column": column, "value": value} for column, value in of_row)
 
 
 def read_slices(folder: Path) -> dict[str, dict[str, str]]:

@@ -12,7 +12,7 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.data.clerk import clerk_rows
 from rlhf_core.data.formats import MAX_CHARACTERS, Dropped, convert
-from rlhf_core.data.split import conversation_text
+from rlhf_core.data.split import conversation_text, text_key
 
 # What no data set has and a hostile file may: see docs/security.md.
 MAX_JSON_BYTES = 2**30  # of a .json file, which is read as a whole
@@ -46,17 +46,47 @@ class Loaded:
 
 
 def load_source(source: SourceConfig, *, seed: int) -> Loaded:
-    """All rows of a source for the uses it is declared for.
+    """All rows of a source in memory. Raises what `read_source` does."""
+    rows: dict[str, list[dict]] = {use: [] for use in source.uses}
+    dropped: Counter[str] = Counter()
+    for use, row in read_source(source, seed=seed, dropped=dropped):
+        rows[use].append(row)
+    return Loaded(rows, dict(sorted(dropped.items())))
 
+
+def read_source(source: SourceConfig, *, seed: int, dropped: Counter[str]) -> Iterator[tuple[str, dict]]:
+    """Use and row, one after the other, for the uses the source is declared for; of its prompts a hash of each stays in memory.
+
+    Args:
+        dropped: counts, by reason, the records that are left out; complete after the last row.
     Raises:
-        ValueError: a file, a line or a column is not what the source says, or there is nothing for one of the uses.
+        ValueError: a file, a line or a column is not what the source says, or (after the last row) there is nothing for one of the uses.
         FileNotFoundError: the path doesn't exist.
     """
     if source.kind == "clerk":
-        return Loaded({use: clerk_rows(source.clerk, use, seed) for use in source.uses}, {})
+        yield from ((use, row) for use in source.uses for row in clerk_rows(source.clerk, use, seed))
+        return
     records = _file_records(locate(source.path)) if source.kind == "file" else _hub_records(source)
-    rows: dict[str, list[dict]] = {use: [] for use in source.uses}
-    dropped: Counter[str] = Counter()
+    prompts: set[bytes] = set()
+    given: Counter[str] = Counter()
+    repeated = 0
+    for use, row in _converted(records, source, dropped):
+        if use == "prompt" and not _is_new(row, prompts):
+            repeated += 1
+            continue
+        given[use] += 1
+        yield use, row
+    if repeated:
+        dropped["prompt rows that repeat a conversation"] = repeated
+    for use in source.uses:
+        if not given[use]:
+            raise ValueError(
+                f"source {source.name}: expected rows for {use}, got none from {source.path} (left out: {dict(dropped) or 'nothing'}); "
+                f"check its format and columns, or take {use} out of its uses"
+            )
+
+
+def _converted(records: Iterable[tuple[str, dict[str, Any]]], source: SourceConfig, dropped: Counter[str]) -> Iterator[tuple[str, dict]]:
     for where, values in records:
         try:
             converted = convert(values, source)
@@ -65,16 +95,14 @@ def load_source(source: SourceConfig, *, seed: int) -> Loaded:
             continue
         except ValueError as error:
             raise ValueError(f"source {source.name}: {where}: {error}") from error
-        for use in source.uses:
-            rows[use] += converted.get(use, [])
-    rows["prompt"] = _distinct(rows.get("prompt", []), dropped)
-    for use in source.uses:
-        if not rows[use]:
-            raise ValueError(
-                f"source {source.name}: expected rows for {use}, got none from {source.path} (left out: {dict(dropped) or 'nothing'}); "
-                f"check its format and columns, or take {use} out of its uses"
-            )
-    return Loaded({use: rows[use] for use in source.uses}, dict(sorted(dropped.items())))
+        yield from ((use, row) for use in source.uses for row in converted.get(use, []))
+
+
+def _is_new(prompt: dict, seen: set[bytes]) -> bool:
+    """Whether no row before had its conversation: a prompt that comes twice would count twice in an evaluation."""
+    before = len(seen)
+    seen.add(text_key(conversation_text(prompt["messages"])))
+    return len(seen) > before
 
 
 def locate(path: str) -> Path:
@@ -101,16 +129,6 @@ def _exists(path: Path) -> bool:
         return os.path.lexists(path) and (path.is_symlink() or path.exists())
     except (OSError, ValueError) as error:
         raise ValueError(f"{shown(str(path))}: expected a path, got: {shown(str(error))}; correct it") from error
-
-
-def _distinct(prompts: list[dict], dropped: Counter[str]) -> list[dict]:
-    """The first row of each conversation: a prompt that comes twice would count twice in an evaluation."""
-    first: dict[str, dict] = {}
-    for row in prompts:
-        first.setdefault(conversation_text(row["messages"]), row)
-    if len(first) < len(prompts):
-        dropped["prompt rows that repeat a conversation"] = len(prompts) - len(first)
-    return list(first.values())
 
 
 def _file_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

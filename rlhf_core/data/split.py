@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from rlhf_core.data.schema import Message, Split
+
+KEY_BYTES = 16  # two of 10**9 texts share a key with a chance of 10**-21
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
@@ -23,33 +27,50 @@ def split_of(text: str, *, validation_fraction: float, test_fraction: float) -> 
     return "validation" if position < test_fraction + validation_fraction else "train"
 
 
-def with_ids(rows: Sequence[dict], source: str) -> list[dict]:
-    """Rows with source and id, a hash of both and, of equal rows, of how many came before: order changes no id, nor do slices."""
-    seen: Counter[bytes] = Counter()  # by hash: contents would fill the memory
-    identified = []
-    for row in rows:
-        content = json.dumps([source, {key: value for key, value in row.items() if key != "slices"}], sort_keys=True, ensure_ascii=False)
-        digest = hashlib.sha256(content.encode("utf-8", "surrogatepass"))
-        before = seen[digest.digest()]
-        seen[digest.digest()] += 1
-        digest.update(f"#{before}".encode())
-        identified.append({"id": digest.hexdigest()[:16], "source": source, **row})
-    return identified
+class Ids:
+    """Ids of the rows of one source and use: a hash of source and row and, of equal rows, of how many came before.
+
+    The order of the rows changes no id, nor do slices.
+    """
+
+    def __init__(self, source: str):
+        self._source = source
+        self._seen: Counter[bytes] = Counter()
+
+    def of_next(self, row: dict) -> str:
+        plain = {key: value for key, value in row.items() if key != "slices"}
+        content = json.dumps([self._source, plain], sort_keys=True, ensure_ascii=False)
+        key = text_key(content)
+        before = self._seen[key]
+        self._seen[key] = before + 1
+        return text_key(f"{content}#{before}").hex()[:16]
 
 
-def keep_share(rows: list[dict], share: float, max_rows: int | None) -> list[dict]:
-    """The given share of the rows, at most `max_rows`, in their order: those with the lowest ids, which are hashes.
+def with_ids(rows: Iterable[dict], source: str) -> list[dict]:
+    """Rows with source and id."""
+    ids = Ids(source)
+    return [{"id": ids.of_next(row), "source": source, **row} for row in rows]
+
+
+def kept(ids: np.ndarray, share: float, max_rows: int | None) -> np.ndarray:
+    """Which rows stay, [rows] bool: the given share, at most `max_rows`, those with the lowest ids, which are hashes.
 
     A smaller share is a part of a larger one.
+
+    Args:
+        ids: [rows] uint64, the ids read as hexadecimal numbers.
     """
-    count = round(share * len(rows))
+    count = round(share * len(ids))
     if max_rows is not None:
         count = min(count, max_rows)
-    kept = {row["id"] for row in sorted(rows, key=lambda row: row["id"])[:count]}
-    return [row for row in rows if row["id"] in kept]
+    return ids <= np.partition(ids, count - 1)[count - 1] if count else np.zeros(len(ids), dtype=bool)
+
+
+def text_key(text: str) -> bytes:
+    """The beginning of a SHA-256, which stands for a text that would fill the memory."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:KEY_BYTES]
 
 
 def _fraction(text: str) -> float:
     """A hash of the text as a number in [0, 1)."""
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
+    return int.from_bytes(text_key(text)[:8], "big") / 2**64

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +17,17 @@ from typing import TYPE_CHECKING, Any
 import great_expectations as gx
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 from great_expectations.core.expectation_validation_result import ExpectationValidationResult
 from great_expectations.data_context import EphemeralDataContext
 from great_expectations.data_context.types.base import DataContextConfig, InMemoryStoreBackendDefaults, ProgressBarsConfig
 from great_expectations.exceptions import GreatExpectationsError
 
 from rlhf_core.config import ValidationConfig
+from rlhf_core.data.compact import across_uses, measure_table
 from rlhf_core.data.expectations import Check, checks_for, leakage_checks, presence_checks, schema_checks
-from rlhf_core.data.measures import across_uses, measure, schema_frame
-from rlhf_core.data.schema import SCHEMAS
+from rlhf_core.data.measures import schema_frame
+from rlhf_core.data.schema import SCHEMAS, read_batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,6 +108,9 @@ class Validator:
                 "return_unexpected_index_query": False,
             },
         )
+        seen = self._source.get_execution_engine().batch_manager  # which keeps every table
+        seen.reset_batch_cache()
+        seen.batch_data_cache.clear()
         by_name = {r.expectation_config.meta["name"]: r for r in result.results}
         return [_finding(use, check, by_name[check.name], rows=len(frame)) for check in checks]
 
@@ -121,7 +127,7 @@ class Validator:
 
 
 def validate(
-    tables: dict[str, pa.Table],
+    tables: dict[str, pq.ParquetFile],
     tokenizer: PreTrainedTokenizerBase,
     config: ValidationConfig,
     *,
@@ -138,21 +144,22 @@ def validate(
         reward_model: whether one is trained, for which there must be preferences.
         needed: uses and splits in which there must be rows.
     """
-    validator, findings, frames = Validator(), [], {}
+    validator, findings, places = Validator(), [], {}
     for use in (u for u in SCHEMAS if u in tables):
-        schema = validator.run(f"schema of {use}", use, schema_frame(use, _types(use, tables[use].schema)), schema_checks())
+        schema = validator.run(f"schema of {use}", use, schema_frame(use, _types(use, tables[use].schema_arrow)), schema_checks())
         findings += schema
         if all(f.passed for f in schema):
-            frames[use] = measure(use, tables[use].to_pylist(), tokenizer)
-            findings += validator.run(use, use, frames[use], checks_for(use, frames[use], config, max_length=max_length))
+            frame, places[use] = measure_table(use, tables[use], tokenizer)
+            findings += validator.run(use, use, frame, checks_for(use, frame, config, max_length=max_length))
+            del frame  # before the next one is made
     findings += validator.run("rows", ALL_USES, _row_counts(tables, needed, reward_model=reward_model), presence_checks())
-    findings += validator.run("splits", ALL_USES, across_uses(frames), leakage_checks())
+    findings += validator.run("splits", ALL_USES, across_uses(tables, places), leakage_checks())
     if docs is not None:
         _write_docs(validator, docs)
     return findings
 
 
-def summary(findings: list[Finding], tables: dict[str, pa.Table], *, max_reported_ids: int) -> dict[str, Any]:
+def summary(findings: list[Finding], tables: dict[str, pq.ParquetFile], *, max_reported_ids: int) -> dict[str, Any]:
     """Findings as what metrics/validation.json holds: the same bytes for the same rows, whatever their order."""
     observed: dict[str, dict[str, float]] = {}
     for finding in findings:
@@ -161,7 +168,7 @@ def summary(findings: list[Finding], tables: dict[str, pa.Table], *, max_reporte
         "passed": all(f.passed for f in findings),
         "checked": len(findings),
         "failed": sum(not f.passed for f in findings),
-        "rows": {use: table.num_rows for use, table in tables.items()},
+        "rows": {use: table.metadata.num_rows for use, table in tables.items()},
         "observed": observed,
         "expectations": [_entry(f, max_reported_ids) for f in findings],
     }
@@ -206,12 +213,16 @@ def _types(use: str, schema: pa.Schema) -> dict[str, str]:
     return {f.name: str(expected[f.name] if f.name in expected and f.type.equals(expected[f.name]) else f.type) for f in schema}
 
 
-def _row_counts(tables: dict[str, pa.Table], needed: Sequence[tuple[str, str]], *, reward_model: bool) -> pd.DataFrame:
+def _row_counts(tables: dict[str, pq.ParquetFile], needed: Sequence[tuple[str, str]], *, reward_model: bool) -> pd.DataFrame:
     """id (`<use>:<split>`) and rows, of what later stages read."""
     read = [(use, split) for use, split in needed if reward_model or use != "preference"]
-    splits = {use: table["split"].to_pylist() for use, table in tables.items() if "split" in table.column_names}
-    counts = [splits.get(use, []).count(split) for use, split in read]
-    return pd.DataFrame({"id": [f"{use}:{split}" for use, split in read], "rows": counts})
+    counts = {use: _splits(table) for use, table in tables.items() if "split" in table.schema_arrow.names}
+    rows = [counts.get(use, Counter())[split] for use, split in read]
+    return pd.DataFrame({"id": [f"{use}:{split}" for use, split in read], "rows": rows})
+
+
+def _splits(table: pq.ParquetFile) -> Counter[Any]:
+    return Counter(split for batch in read_batches(table, ["split"]) for split in batch["split"].to_pylist())
 
 
 def _write_docs(validator: Validator, folder: Path) -> None:

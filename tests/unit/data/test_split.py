@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
+
 from rlhf_core.data.schema import read_slices, write_slices
-from rlhf_core.data.split import conversation_text, keep_share, split_of, with_ids
+from rlhf_core.data.split import conversation_text, kept, split_of, with_ids
 
 FRACTIONS = {"validation_fraction": 0.06, "test_fraction": 0.12}
 
@@ -43,14 +45,14 @@ def test_ids_are_unique_even_for_equal_rows_and_survive_shuffling():
     assert not set(ids) & {r["id"] for r in with_ids(rows, "b")}
 
 
-def test_a_share_keeps_the_order_and_a_smaller_one_is_a_part_of_it():
-    rows = with_ids([{"text": str(i)} for i in range(200)], "a")
-    half, tenth = keep_share(rows, 0.5, None), keep_share(rows, 0.1, None)
-    assert (len(half), len(tenth)) == (100, 20)
-    assert [r for r in rows if r in half] == half
-    assert all(r in half for r in tenth)
-    assert keep_share(rows, 1.0, 20) == tenth
-    assert keep_share(rows, 1.0, None) == rows
+def test_a_share_keeps_the_lowest_ids_and_a_smaller_one_is_a_part_of_it():
+    ids = np.array([int(row["id"], 16) for row in with_ids([{"text": str(i)} for i in range(200)], "a")], dtype=np.uint64)
+    half, tenth = kept(ids, 0.5, None), kept(ids, 0.1, None)
+    assert (half.sum(), tenth.sum()) == (100, 20)
+    assert ids[half].max() < ids[~half].min()
+    assert half[tenth].all()
+    assert kept(ids, 1.0, 20).tolist() == tenth.tolist()
+    assert kept(ids, 1.0, None).all() and not kept(ids, 0.001, None).any() and len(kept(ids[:0], 1.0, None)) == 0
 
 
 def test_slices_change_no_id_and_come_back_from_their_file(tmp_path):

@@ -7,6 +7,7 @@ import logging
 from copy import deepcopy
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.config import ValidationConfig
@@ -59,8 +60,15 @@ def tokenizer():
     return build_tokenizer([f"Double {i}. It is {i}. No, no." for i in range(20)], vocab_size=300)
 
 
-def tables(rows: Rows) -> dict[str, pa.Table]:
-    return {use: pa.Table.from_pylist(content, schema=SCHEMAS[use]) for use, content in rows.items()}
+def parquet(table: pa.Table) -> pq.ParquetFile:
+    """In memory."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    return pq.ParquetFile(sink.getvalue())
+
+
+def tables(rows: Rows) -> dict[str, pq.ParquetFile]:
+    return {use: parquet(pa.Table.from_pylist(content, schema=SCHEMAS[use])) for use, content in rows.items()}
 
 
 def check(rows: Rows, tokenizer, *, only: str | None = None, **changes) -> list[Finding]:
@@ -124,8 +132,8 @@ def test_each_violation_is_caught_alone(rows, tokenizer, use, name, changes, ids
 
 def test_columns_that_are_missing_wrong_or_too_many_break_the_schema_and_nothing_else_is_looked_at(rows, tokenizer):
     prepared = tables(rows)
-    prepared["sft"] = prepared["sft"].drop_columns(["response"]).append_column("answer", pa.array(["x"] * 20))
-    prepared["prompt"] = prepared["prompt"].set_column(4, "label", pa.array(range(20)))
+    prepared["sft"] = parquet(prepared["sft"].read().drop_columns(["response"]).append_column("answer", pa.array(["x"] * 20)))
+    prepared["prompt"] = parquet(prepared["prompt"].read().set_column(4, "label", pa.array(range(20))))
     findings = validate(prepared, tokenizer, CONFIG, max_length=MAX_LENGTH)
     assert failures(findings) == [
         ("sft", "schema", 2, ("answer (expected no such column, got string)", "response (expected string, got no such column)")),

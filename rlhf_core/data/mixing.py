@@ -1,0 +1,99 @@
+"""From sources to files of the canonical schema, a few thousand rows at a time.
+
+Which rows of a source stay, and their ids, depend on all of them. So each source is first laid aside with ids and splits, and what its
+weight leaves of it is copied. Meanwhile the id of every row is in memory and a hash of it, which tells what comes again (`Ids`; of a
+prompt another one, in `read_source`). Not read in pieces: a .json file, and the rows of the built-in clerk.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from rlhf_core.config import DataConfig, SourceConfig
+from rlhf_core.data.schema import SCHEMAS, SLICES_SCHEMA, RowWriter, open_rows, read_batches, slice_rows
+from rlhf_core.data.sources import read_source
+from rlhf_core.data.split import Ids, conversation_text, kept, split_of
+
+SLICES = pa.field("slices", pa.map_(pa.string(), pa.string()))
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """What was written.
+
+    counts: (source, use, split) -> rows.
+    dropped: source -> reason -> records left out.
+    """
+
+    counts: Counter[tuple[str, str, str]]
+    dropped: dict[str, dict[str, int]]
+
+    @property
+    def uses(self) -> list[str]:
+        """Those that have rows, in the order of SCHEMAS."""
+        return [use for use in SCHEMAS if any(use == of for _, of, _ in self.counts)]
+
+
+def mix(config: DataConfig, folder: Path, *, scratch: Path, seed: int) -> Mixed:
+    """Write the rows of all sources, mixed by weight and split: `<use>.parquet` for the uses that have rows, and slices.parquet.
+
+    Raises what `read_source` does.
+    """
+    heaviest = max(source.weight for source in config.sources)
+    counts: Counter[tuple[str, str, str]] = Counter()
+    dropped = {}
+    with ExitStack() as stack:
+        schemas = SCHEMAS | {"slices": SLICES_SCHEMA}
+        files = {name: stack.enter_context(RowWriter(folder / f"{name}.parquet", schema)) for name, schema in schemas.items()}
+        for source in config.sources:
+            ids, dropped[source.name] = _lay_aside(source, config, scratch, seed=seed)
+            for use, of_use in ids.items():
+                stays = kept(of_use, source.weight / heaviest, config.max_rows)
+                splits = _copy(_aside(scratch, use), stays, files[use], files["slices"])
+                counts.update({(source.name, use, split): rows for split, rows in splits.items()})
+    return Mixed(counts, dropped)
+
+
+def _aside(scratch: Path, use: str) -> Path:
+    return scratch / f"{use}.parquet"
+
+
+def _lay_aside(source: SourceConfig, config: DataConfig, scratch: Path, *, seed: int) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """Write all rows of a source, with ids, splits and slices; return the ids by use, of those that have rows, and what was left out."""
+    dropped: Counter[str] = Counter()
+    numbers = {use: array("Q") for use in source.uses}
+    ids = {use: Ids(source.name) for use in source.uses}
+    with ExitStack() as stack:
+        files = {use: stack.enter_context(RowWriter(_aside(scratch, use), SCHEMAS[use].append(SLICES))) for use in source.uses}
+        for use, row in read_source(source, seed=seed, dropped=dropped):
+            row_id = ids[use].of_next(row)
+            numbers[use].append(int(row_id, 16))
+            files[use].add({"id": row_id, "source": source.name, "split": _split(row, config), **row})
+    return {use: np.frombuffer(of_use, dtype=np.uint64) for use, of_use in numbers.items() if of_use}, dict(sorted(dropped.items()))
+
+
+def _split(row: dict, config: DataConfig) -> str:
+    text = row["text"] if "text" in row else conversation_text(row["messages"])
+    return split_of(text, validation_fraction=config.validation_fraction, test_fraction=config.test_fraction)
+
+
+def _copy(path: Path, stays: np.ndarray, rows: RowWriter, slices: RowWriter) -> Counter[str]:
+    """Copy the rows that stay; return how many there are of each split."""
+    splits: Counter[str] = Counter()
+    start = 0
+    for batch in read_batches(open_rows(path)):
+        part = batch.filter(pa.array(stays[start : start + batch.num_rows]))
+        start += batch.num_rows
+        rows.write(part.drop_columns([SLICES.name]))
+        splits.update(part["split"].to_pylist())
+        for row_id, of_row in zip(part["id"].to_pylist(), part[SLICES.name].to_pylist(), strict=True):
+            for row in slice_rows(row_id, of_row or ()):
+                slices.add(row)
+    return splits
