@@ -1,8 +1,9 @@
-"""How time and memory grow: python -m bench.growth [--parts data length model] [--pairs 1000 10000 ...] [--lengths ...] [--widths ...]
+"""How time and memory grow: python -m bench.growth [--parts data length model prompts] [--pairs 1000 10000 ...] [--lengths ...] ...
 
 - data: the stages prepare_data and validate_data on a file of so many pairs, each pair with a conversation of its own;
 - length: an SFT step by the tokens of a response, the batch as many responses;
-- model: the same step by the parameters of the model.
+- model: the same step by the parameters of the model;
+- prompts: an RL step (RLOO, four responses of 24 tokens to each prompt, PyTorch's rollouts) by its responses.
 
 Every point is a process of its own. Shown are its computing time (of a step, where there are steps), which other work on the machine hardly
 changes, the largest memory that it held, and the exponent of both between neighbouring points: 1 is linear.
@@ -36,7 +37,7 @@ WORDS = 40  # of a conversation and of a response
 BATCH, STEPS, WARMUP = 32, 12, 4
 LENGTH, WIDTH = 32, 96  # where the other one is varied
 LAYERS, HEADS, VOCABULARY = 3, 4, 390
-PARTS = ("data", "length", "model")
+PARTS = ("data", "length", "model", "prompts")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ def main() -> None:
     if arguments.step:
         print(json.dumps(training_step(*arguments.step)))
         return
+    if arguments.rl_step:
+        from bench.rl_step import rl_step
+
+        print(json.dumps(rl_step(arguments.rl_step)))
+        return
     points: list[Point] = []
     for part in arguments.parts:
         for size in sizes(part, arguments):
@@ -70,13 +76,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", nargs="+", type=int, default=[1_000, 10_000, 100_000, 1_000_000])
     parser.add_argument("--lengths", nargs="+", type=int, default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 128, 256, 512], help="of the hidden layers; 3 layers each")
+    parser.add_argument("--prompts", nargs="+", type=int, default=[16, 32, 64, 128, 256, 512], help="of an RL step")
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench")
     parser.add_argument("--step", nargs=2, type=int, metavar=("LENGTH", "WIDTH"), help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--rl-step", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def sizes(part: str, arguments: argparse.Namespace) -> list[int]:
-    return {"data": arguments.pairs, "length": arguments.lengths, "model": arguments.widths}[part]
+    return {"data": arguments.pairs, "length": arguments.lengths, "model": arguments.widths, "prompts": arguments.prompts}[part]
 
 
 # The measures
@@ -124,23 +132,33 @@ def stage(workspace: Path, name: str, pairs: int) -> Point:
 
 
 def measure_length(length: int) -> list[Point]:
-    seconds, gigabytes, _ = _in_process(length, WIDTH)
+    seconds, gigabytes, _ = _in_process("--step", length, WIDTH)
     return [Point("SFT step by response tokens", length, seconds, gigabytes)]
 
 
 def measure_model(width: int) -> list[Point]:
-    seconds, gigabytes, parameters = _in_process(LENGTH, width)
+    seconds, gigabytes, parameters = _in_process("--step", LENGTH, width)
     return [Point("SFT step by parameters", parameters, seconds, gigabytes)]
 
 
-MEASURES: dict[str, Callable[[int], list[Point]]] = {"data": measure_data, "length": measure_length, "model": measure_model}
+def measure_prompts(prompts: int) -> list[Point]:
+    seconds, gigabytes, responses = _in_process("--rl-step", prompts)
+    return [Point("RL step by responses", responses, seconds, gigabytes)]
 
 
-def _in_process(length: int, width: int) -> tuple[float, float, int]:
-    command = [sys.executable, "-m", "bench.growth", "--step", str(length), str(width)]
+MEASURES: dict[str, Callable[[int], list[Point]]] = {
+    "data": measure_data,
+    "length": measure_length,
+    "model": measure_model,
+    "prompts": measure_prompts,
+}
+
+
+def _in_process(*arguments: str | int) -> tuple[float, float, int]:
+    command = [sys.executable, "-m", "bench.growth", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"SFT step: expected a result, got exit code {done.returncode}:\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"{' '.join(command)}: expected a result, got exit code {done.returncode}:\n{done.stderr[-3000:]}")
     return tuple(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -219,7 +237,7 @@ def draw(points: list[Point], path: Path) -> None:
 
     groups: dict[str, list[str]] = {}
     for p in points:
-        name = "pairs" if p.series in ("prepare_data", "validate_data") else p.series.removeprefix("SFT step by ")
+        name = "pairs" if p.series in ("prepare_data", "validate_data") else p.series.split(" step by ")[-1]
         groups.setdefault(name, [])
         groups[name] += [p.series] if p.series not in groups[name] else []
     figure, axes = plt.subplots(2, len(groups), figsize=(4 * len(groups), 6), squeeze=False, layout="constrained")
