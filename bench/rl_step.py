@@ -18,6 +18,7 @@ STEPS, WARMUP = 6, 2
 def rl_step(prompts: int) -> tuple[float, float, int]:
     """Median computing time of a step of RLOO on the benchmark's small model, in seconds; the largest resident set in GB; responses."""
     from rlhf_core.engines.pytorch_engine import PytorchEngine
+    from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.trainers.credit import RewardNormalizer, assign_credit
     from rlhf_core.trainers.rl_data import DemonstrationStream, PromptStream, collate, read_prompts, sequences_of
     from rlhf_core.trainers.rl_minibatch import plan_update
@@ -28,14 +29,14 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
     with tempfile.TemporaryDirectory() as folder:
         work = make_inputs(Path(folder), ["small"]).work("rloo", "small", steps=STEPS, batch_size=4 * prompts)
         job = describe(work, Path(folder) / "job", threads=1)
-        rl, tokenizer_model = job.rl, job.sft_model
+        rl, tokenizer = job.rl, load_tokenizer(job.sft_model, trust_remote_code=False)
         engine = PytorchEngine(
-            tokenizer_model, max_length=job.model.max_length, dtype=job.model.dtype, kv_cache_gib=rl.rollout.kv_cache_gib,
+            job.sft_model, max_length=job.model.max_length, dtype=job.model.dtype, kv_cache_gib=rl.rollout.kv_cache_gib,
             max_concurrent_sequences=rl.rollout.max_concurrent_sequences, threads=1, trust_remote_code=False,
+            gpu_memory_fraction=rl.rollout.gpu_memory_fraction,
         )  # fmt: skip
         rank = TrainerRank(0, 1, job)
         rank.connect(*rank.address())
-        tokenizer = rank._tokenizer
         stream, demonstrations = PromptStream(read_prompts(job, "train"), rl.prompt_weights, seed=job.seed), DemonstrationStream(job)
         seconds = []
         for step in range(STEPS):

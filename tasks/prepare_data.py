@@ -37,6 +37,7 @@ def main() -> None:
         for folder in (aside, sources):
             shutil.rmtree(folder, ignore_errors=True)
         mixed = mix(params.data, aside, scratch=sources, seed=params.seed)
+        shutil.rmtree(sources, ignore_errors=True)
         tokenizer = make_tokenizer(params.model, aside, mixed.uses)
         write_json(aside / "sources.json", describe_sources(params.data, mixed))
         tokenizer.save_pretrained(stage.scratch / "tokenizer")

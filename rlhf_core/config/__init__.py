@@ -17,7 +17,7 @@ from rlhf_core.config.alignment import (
     RejectionSamplingConfig,
     SamplingConfig,
 )
-from rlhf_core.config.base import ConfigError, Section, shown
+from rlhf_core.config.base import ConfigError, RolloutBackend, Section, shown
 from rlhf_core.config.data import ClerkConfig, DataConfig, SourceConfig, ValidationConfig
 from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, RolledBackConfig
 from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig
@@ -63,6 +63,7 @@ __all__ = [
     "RejectionSamplingConfig",
     "RlConfig",
     "RolledBackConfig",
+    "RolloutBackend",
     "SamplingConfig",
     "ScoreConfig",
     "ScorerConfig",

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.base import Section
+from rlhf_core.config.base import RolloutBackend, Section
 from rlhf_core.config.scorers import ScorerConfig, check_raw_scorers
 from rlhf_core.config.training import TrainingConfig
 
@@ -61,7 +61,7 @@ class KtoConfig(TrainingConfig):
 class SamplingConfig(Section):
     """How many responses are drawn for how many training prompts, and how."""
 
-    backend: Literal["vllm", "pytorch"]
+    backend: RolloutBackend
     prompts: int | None = Field(gt=0)
     samples_per_prompt: int = Field(ge=2)
     max_new_tokens: int = Field(gt=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -20,3 +22,4 @@ def shown(text: str, limit: int = 200) -> str:
 
 
 Fraction = Field(ge=0.0, le=1.0)
+RolloutBackend = Literal["vllm", "pytorch"]

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.base import Fraction, Section
+from rlhf_core.config.base import Fraction, RolloutBackend, Section
 
 
 class PpoConfig(Section):
@@ -102,7 +102,7 @@ class PeriodicEvaluationConfig(Section):
 
 
 class RolloutConfig(Section):
-    backend: Literal["vllm", "pytorch"]
+    backend: RolloutBackend
     max_new_tokens: int = Field(gt=0)
     min_new_tokens: int = Field(ge=0)
     temperature: float = Field(gt=0)

@@ -66,6 +66,7 @@ class RowWriter:
         self._path, self._schema = path, schema
         self._rows: list[dict] = []
         self._batches: list[pa.RecordBatch] = []
+        self._waiting = 0  # bytes of them
         self._file: pq.ParquetWriter | None = None
 
     def __enter__(self) -> RowWriter:
@@ -84,8 +85,10 @@ class RowWriter:
             self._convert()
 
     def write(self, batch: pa.RecordBatch) -> None:
-        self._batches.append(batch)
-        if sum(b.nbytes for b in self._batches) >= ROW_GROUP_BYTES:
+        if batch.num_rows:
+            self._batches.append(batch)
+            self._waiting += batch.nbytes
+        if self._waiting >= ROW_GROUP_BYTES:
             self._flush()
 
     def _convert(self) -> None:
@@ -95,7 +98,7 @@ class RowWriter:
 
     def _flush(self) -> None:
         table = pa.Table.from_batches(self._batches, schema=self._schema).combine_chunks()
-        self._batches = []
+        self._batches, self._waiting = [], 0
         if table.num_rows:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._file or pq.ParquetWriter(self._path, self._schema, compression="zstd")
@@ -120,8 +123,15 @@ def open_rows(path: Path) -> pq.ParquetFile:
 
 
 def read_batches(file: pq.ParquetFile, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The rows in order, at most ROWS_AT_ONCE in memory. (A pyarrow Dataset, told to read nothing ahead, held ten times as much.)"""
-    return file.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns)
+    """The rows in order, at most ROWS_AT_ONCE in memory. (A pyarrow Dataset, told to read nothing ahead, held ten times as much.)
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        yield from file.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"prepared data: expected whole Parquet files, got: {error}; run prepare_data again") from error
 
 
 def read_frame(folder: Path, use: str) -> pd.DataFrame:

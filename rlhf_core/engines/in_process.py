@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from rlhf_core.config import RolloutBackend
 
 if TYPE_CHECKING:
     from rlhf_core.engines.pytorch_engine import PytorchEngine
     from rlhf_core.engines.vllm_engine import VllmEngine
 
-Backend = Literal["vllm", "pytorch"]
-
 
 def open_engine(
-    backend: Backend,
+    backend: RolloutBackend,
     model_path: str,
     *,
     max_length: int,
@@ -25,7 +25,7 @@ def open_engine(
     kv_cache_gib: int = 1,
     reads_text: bool = False,
 ) -> VllmEngine | PytorchEngine:
-    """See the engines for the arguments; what PyTorch has no use for is vLLM's."""
+    """See the engines for the arguments; `seed` is vLLM's alone."""
     shared = {
         "max_length": max_length,
         "dtype": dtype,
@@ -33,6 +33,7 @@ def open_engine(
         "max_concurrent_sequences": max_concurrent_sequences,
         "threads": threads,
         "trust_remote_code": trust_remote_code,
+        "gpu_memory_fraction": gpu_memory_fraction,
         "reads_text": reads_text,
     }
     if backend == "pytorch":
@@ -41,4 +42,4 @@ def open_engine(
         return PytorchEngine(model_path, **shared)
     from rlhf_core.engines.vllm_engine import VllmEngine
 
-    return VllmEngine(model_path, **shared, seed=seed, gpu_memory_fraction=gpu_memory_fraction)
+    return VllmEngine(model_path, **shared, seed=seed)

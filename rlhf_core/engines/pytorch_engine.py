@@ -4,16 +4,18 @@ the model, and for machines that vLLM doesn't run on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from rlhf_core.engines.weights import PackedTensor, unpack
-from rlhf_core.models.build import load_language_model, replace_weights
+from rlhf_core.models.build import frozen, load_language_model, with_weights
 from rlhf_core.models.decoding import decoder
 from rlhf_core.models.generation import generate
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.sampling import Sample, SamplingSettings
+
+PROMPT_TOKENS = 32_768  # of a batch, which go through the model at once
 
 
 class PytorchEngine:
@@ -25,7 +27,8 @@ class PytorchEngine:
     Args:
         model_path: Hugging Face folder to start from.
         max_length: tokens of prompt and response together.
-        kv_cache_gib: for the keys and values of a batch, at most.
+        kv_cache_gib: for the keys and values of a batch, at most; on the CPU.
+        gpu_memory_fraction: of the GPU's free memory, the same.
         max_concurrent_sequences: responses that are drawn at the same time, at most; all of a prompt's are, whatever this says.
         threads: cores; ignored on a GPU.
         reads_text: whether responses may end with a stop string, for which every token is decoded.
@@ -41,24 +44,32 @@ class PytorchEngine:
         max_concurrent_sequences: int,
         threads: int,
         trust_remote_code: bool,
+        gpu_memory_fraction: float,
         reads_text: bool = False,
     ):
         torch.set_num_threads(threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_language_model(model_path, trust_remote_code=trust_remote_code, training_dtype=dtype)
-        self._model = model.to(device=device, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
+        self._model = frozen(model, device=device, dtype=getattr(torch, dtype))
         self._decoder = decoder(self._model)
         self._max_length, self._max_sequences = max_length, max_concurrent_sequences
-        self._cache_bytes = kv_cache_gib << 30
+        self._kv_cache_gib, self._gpu_memory_fraction = kv_cache_gib, gpu_memory_fraction
         self._tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code) if reads_text else None
         self.version = 0
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, eos_id: int, group_size: int
     ) -> list[list[Sample]]:
-        """`group_size` responses for each prompt, in order. `seeds[i]` decides what is drawn for prompt i."""
+        """`group_size` responses for each prompt, in order. `seeds[i]` decides what is drawn for prompt i.
+
+        Raises:
+            ValueError: a prompt leaves no room for a response.
+        """
+        longest = max(map(len, prompts), default=0)
+        if longest >= self._max_length:
+            raise ValueError(f"prompts: expected fewer tokens than model.max_length={self._max_length}, got {longest}; leave them out")
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        size = self._batch_size(max(map(len, prompts), default=0) + settings.max_new_tokens, group_size)
+        size = self._batch_size(longest, settings.max_new_tokens, group_size)
         found: dict[int, list[Sample]] = {}
         for start in range(0, len(prompts), size):
             chosen = by_length[start : start + size]
@@ -78,7 +89,7 @@ class PytorchEngine:
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
         """Replace the weights. Returns `version`."""
-        self._model = replace_weights(self._model, state_dict)
+        self._model = with_weights(self._model, state_dict)
         self._decoder = decoder(self._model)
         self.version = version
         return version
@@ -87,19 +98,31 @@ class PytorchEngine:
         """Give back the weights; the engine is of no use afterwards."""
         del self._model, self._decoder
 
-    def _batch_size(self, tokens: int, group_size: int) -> int:
-        """Prompts in a batch."""
+    def _batch_size(self, prompt: int, response: int, group_size: int) -> int:
+        """Prompts in a batch, of so many tokens each."""
         config = self._model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        each = 2 * config.num_hidden_layers * heads * width * self._model.dtype.itemsize * min(tokens, self._max_length)
-        return max(1, min(self._max_sequences, self._cache_bytes // each) // group_size)
+        each = 2 * config.num_hidden_layers * heads * width * self._model.dtype.itemsize * min(prompt + response, self._max_length)
+        sequences = min(self._max_sequences, int(self._cache_bytes() // each))
+        return max(1, min(sequences // group_size, PROMPT_TOKENS // max(prompt, 1)))
 
-    def _stops(self, strings: Sequence[str]):
-        if not strings:
-            return None
-        tokenizer = self._tokenizer
-        return lambda ids: any(s in tokenizer.decode(ids, skip_special_tokens=True) for s in strings)
+    def _cache_bytes(self) -> float:
+        if self._model.device.type == "cpu":
+            return self._kv_cache_gib << 30
+        return self._gpu_memory_fraction * torch.cuda.mem_get_info(self._model.device)[0]
+
+    def _stops(self, strings: Sequence[str]) -> Callable[[list[int], int], bool] | None:
+        """See `generate`. As with vLLM a string may begin before those tokens, but not end there."""
+
+        def text(ids: list[int]) -> str:
+            return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+        def stops(ids: list[int], first: int) -> bool:
+            seen, before = text(ids), len(text(ids[:first]))
+            return any(s in seen[max(0, before - len(s) + 1) :] for s in strings)
+
+        return stops if strings else None
 
 
 class RolloutActor(PytorchEngine):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -21,6 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rlhf_core.config import ModelConfig
 from rlhf_core.models.folder import check_model_folder, refusals, weight_files
 
+Module = TypeVar("Module", bound=torch.nn.Module)
 _HEADS = ("score.weight", "classifier.weight")  # of the heads that a sequence classifier may have
 
 
@@ -157,7 +158,7 @@ def checkpoint_names(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]
     return revert_weight_conversion(model, dict(state_dict))
 
 
-def replace_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:
+def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:
     """The model with other weights, named as in its Hugging Face folder: itself, or a new one where it has them in memory in another form.
 
     Raises:
@@ -169,13 +170,27 @@ def replace_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor])
         for name, tensor in given.items():
             own[name].copy_(tensor)
         return model
-    how = {"config": model.config, "state_dict": given, "dtype": model.dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    renewed, told = type(model).from_pretrained(None, **how)
+    copied = {name: tensor.clone() for name, tensor in given.items()}  # the new model may keep them
+    how = {"config": model.config, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    renewed, told = type(model).from_pretrained(None, state_dict=copied, **how)
     if wrong := sorted(map(str, {*told["missing_keys"], *told["unexpected_keys"], *told["mismatched_keys"]})):
         raise ValueError(
             f"weights: expected those of {type(model).__name__}, got others, or none, for {', '.join(wrong[:3])}; restore them"
         )
-    return renewed.to(model.device).eval().requires_grad_(False)
+    return frozen(renewed, device=model.device, dtype=model.dtype)
+
+
+def frozen(module: Module, *, device: torch.device, dtype: torch.dtype) -> Module:
+    """A module that computes as a trained one of this precision does, and doesn't learn.
+
+    Parameters alone are cast, as DeepSpeed casts them: a Llama's rotary frequencies are a buffer, and rounded to bfloat16 they were seen to
+    change log-probabilities by 0.06 after 32 tokens and 0.6 after 1,000.
+    """
+    module.to(device).eval().requires_grad_(False)
+    for parameter in module.parameters():
+        if parameter.is_floating_point():  # not so: quantized ones
+            parameter.data = parameter.data.to(dtype)
+    return module
 
 
 def read_state_dict(folder: Path) -> dict[str, torch.Tensor]:

@@ -28,6 +28,9 @@ class Decoder(Protocol):
     def keep(self, rows: torch.Tensor) -> None:
         """Go on with these sequences [K] only."""
 
+    def end(self) -> None:
+        """Give back what was kept."""
+
 
 def decoder(model: PreTrainedModel) -> Decoder:
     """The fastest that there is for a model."""
@@ -57,6 +60,9 @@ class HuggingFaceDecoder:
     def keep(self, rows: torch.Tensor) -> None:
         self._cache.batch_select_indices(rows)
         self._real, self._next = self._real[rows], self._next[rows]
+
+    def end(self) -> None:
+        self._cache = None
 
     def _see(self, ids: torch.Tensor, real: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         how = {"attention_mask": real.long(), "position_ids": positions, "past_key_values": self._cache, "use_cache": True}
@@ -124,8 +130,12 @@ class LlamaDecoder:
 
     @torch.inference_mode()
     def keep(self, rows: torch.Tensor) -> None:
-        self._caches = [c[:, rows] for c in self._caches]
+        for number, cache in enumerate(self._caches):  # one after the other, so that not all are there twice
+            self._caches[number] = cache[:, rows]
         self._mask, self._next = self._mask[rows], self._next[rows]
+
+    def end(self) -> None:
+        self._caches = []
 
     def _see(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Logits [B, V] after the last of the next tokens [B, T].

@@ -24,7 +24,7 @@ def generate(
     eos_id: int,
     group_size: int,
     max_length: int,
-    stops: Callable[[list[int]], bool] | None,
+    stops: Callable[[list[int], int], bool] | None,
     device: torch.device,
 ) -> list[list[Sample]]:
     """`group_size` responses to each prompt, in order, all at the same time.
@@ -32,7 +32,7 @@ def generate(
     Args:
         seeds: of each prompt: they alone decide what is drawn, up to rounding, which depends on what is drawn beside it.
         max_length: tokens of prompt and response together.
-        stops: whether response ids end with a stop string; None: there are none.
+        stops: of a response's ids, whether a stop string ends in those after the first so many; None: there are no such strings.
     """
     room = min(settings.max_new_tokens, max_length - min(map(len, prompts)))
     limits = torch.tensor([max_length - len(p) for p in prompts]).clamp(max=room).repeat_interleave(group_size)
@@ -47,8 +47,9 @@ def generate(
         ids, logprobs = draw(logits, uniforms[rows.to(device), position], settings, forbidden=forbidden)
         drawn_ids[rows, position], drawn_logprobs[rows, position] = ids.cpu(), logprobs.cpu()
         ended = ids.cpu() == eos_id
-        if stops is not None and position + 1 >= settings.min_new_tokens:
-            ended |= torch.tensor([bool(g) and stops(drawn_ids[r, : position + 1].tolist()) for r, g in zip(rows, growing, strict=True)])
+        if stops is not None and position >= settings.min_new_tokens:
+            so_far, first = drawn_ids[rows, : position + 1].tolist(), settings.min_new_tokens
+            ended |= torch.tensor([g and stops(ids_, first) for g, ids_ in zip(growing.tolist(), so_far, strict=True)])
         lengths[rows[growing & ended]] = position + 1
         finished[rows[growing & ended]] = True
         growing = growing & ~ended & (limits[rows] > position + 1)
@@ -59,6 +60,7 @@ def generate(
             decoder.keep(chosen.to(device))
             rows, growing, ids = rows[chosen], growing[chosen], ids[chosen.to(device)]
         logits = decoder.step(ids)
+    decoder.end()
     return _samples(drawn_ids, drawn_logprobs, lengths, finished, group_size=group_size)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlhf_core.data.batching import microbatches
-from rlhf_core.models.build import load_scalar_model
+from rlhf_core.models.build import frozen, load_scalar_model
 from rlhf_core.models.wrappers import ScalarModule, collate_tokens
 from rlhf_core.scorers.members import member_folders
 
@@ -43,7 +43,7 @@ def load_members(
     """The first `count` members of a reward model (None: all), for scoring alone; one where it is no ensemble."""
     how = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype}
     modules = (ScalarModule(load_scalar_model(member, **how)) for member in member_folders(folder)[:count])
-    return [module.to(device=device, dtype=dtype).eval().requires_grad_(False) for module in modules]
+    return [frozen(module, device=device, dtype=dtype) for module in modules]
 
 
 def score_by_members(members: Sequence[ScalarModule], sequences: list[list[int] | None], **how: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from rlhf_core.config import REFERENCE_FREE, DpoConfig, KtoConfig, ModelConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.models.branches import can_share_prefixes
-from rlhf_core.models.build import load_language_model
+from rlhf_core.models.build import frozen, load_language_model
 from rlhf_core.models.lora import add_adapters, quantize_base
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import PolicyModule
@@ -130,16 +130,16 @@ def _models(
     model = _load(run)
     forward = ResponseForward(tokenizer.pad_token_id, can_share_prefixes(model), config.microbatch_tokens)
 
-    def frozen() -> PolicyModule:
+    def reference() -> PolicyModule:
         start = _load(run)
         quantize_base(start, config.lora)
-        return PolicyModule(start).to(device=device(), dtype=getattr(torch, run.model.dtype)).eval().requires_grad_(False)
+        return frozen(PolicyModule(start), device=device(), dtype=getattr(torch, run.model.dtype))
 
     if kind == "none":
         return model, forward, no_reference
     if kind == "live":
-        return model, forward, live_reference(frozen(), forward)
-    return model, forward, precomputed_reference(frozen, items, forward, path=run.scratch / "reference.pt")
+        return model, forward, live_reference(reference(), forward)
+    return model, forward, precomputed_reference(reference, items, forward, path=run.scratch / "reference.pt")
 
 
 def _train(model: PreTrainedModel, phase: Phase, config: DpoConfig | KtoConfig, run: PreferenceRun) -> tuple[TrainEngine, dict[str, float]]:

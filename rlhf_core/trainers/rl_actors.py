@@ -46,9 +46,10 @@ def _rollout_engines(job: RlJob, *, has_gpu: bool) -> ActorGroup:
             "max_concurrent_sequences": rl.rollout.max_concurrent_sequences,
             "threads": threads,
             "trust_remote_code": job.model.trust_remote_code,
+            "gpu_memory_fraction": rl.rollout.gpu_memory_fraction,
             "reads_text": bool(rl.rollout.stop),
         }
-        | ({"seed": job.seed, "gpu_memory_fraction": rl.rollout.gpu_memory_fraction} if rl.rollout.backend == "vllm" else {}),
+        | ({"seed": job.seed} if rl.rollout.backend == "vllm" else {}),
         together=False,
     )
 

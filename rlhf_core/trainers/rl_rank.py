@@ -19,7 +19,7 @@ from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, devi
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.engines.weights import PackedTensor, pack
 from rlhf_core.models.branches import can_share_prefixes, collate_branches, continue_prefix
-from rlhf_core.models.build import checkpoint_names, load_language_model, load_scalar_model, new_scalar_model, save_model
+from rlhf_core.models.build import checkpoint_names, frozen, load_language_model, load_scalar_model, new_scalar_model, save_model
 from rlhf_core.models.lora import add_adapters, without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch
@@ -120,7 +120,7 @@ class TrainerRank:
         )
 
     def _frozen(self, module: torch.nn.Module) -> torch.nn.Module:
-        return module.to(device=self._device, dtype=self._dtype).eval().requires_grad_(False)
+        return frozen(module, device=self._device, dtype=self._dtype)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -79,18 +79,19 @@ def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
     assert float((on_gpu.cpu() - on_cpu).abs().max()) < 1e-3
 
 
-def test_vllm_and_the_trainer_agree_before_and_after_a_weight_sync(folder):
-    from rlhf_core.engines.vllm_engine import VllmEngine
+@pytest.mark.parametrize("backend", ["vllm", "pytorch"])
+def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend):
+    from rlhf_core.engines.in_process import open_engine
     from rlhf_core.models.build import load_language_model
     from rlhf_core.models.wrappers import PolicyModule, collate_tokens
     from rlhf_core.sampling import SamplingSettings, request_seeds
 
     model = load_language_model(folder)
-    vllm = VllmEngine(
+    engine = open_engine(
+        backend,
         str(folder),
         max_length=96,
         dtype="float32",
-        kv_cache_gib=1,
         max_concurrent_sequences=64,
         threads=1,
         seed=0,
@@ -103,8 +104,8 @@ def test_vllm_and_the_trainer_agree_before_and_after_a_weight_sync(folder):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(0.02 * torch.randn_like(parameter))
-            vllm.load_weights(model.state_dict(), version)
-        groups = vllm.generate(prompts, request_seeds(0, version, len(prompts)), SamplingSettings(16, 1.0), eos_id=1, group_size=1)
+            engine.load_weights(model.state_dict(), version)
+        groups = engine.generate(prompts, request_seeds(0, version, len(prompts)), SamplingSettings(16, 1.0), eos_id=1, group_size=1)
         samples = [group[0] for group in groups]
         sequences = [[*p, *s.response_ids] for p, s in zip(prompts, samples, strict=True)]
         tokens = collate_tokens(sequences, [len(p) for p in prompts], pad_id=0)

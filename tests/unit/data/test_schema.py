@@ -43,3 +43,15 @@ def test_without_rows_there_is_no_file_and_a_wrong_type_is_refused(tmp_path):
     assert not write(tmp_path / "none", []).exists()
     with pytest.raises(pa.ArrowTypeError):
         write(tmp_path / "wrong", [ROWS[0] | {"response": 3.5}])
+
+
+def test_a_damaged_page_is_told_with_what_to_do(tmp_path):
+    rows = [{"id": str(i), "source": "s", "split": "train", "text": f"line {i * 7919 % 1000} of many"} for i in range(5000)]
+    write_rows(tmp_path, "pretrain", rows)
+    path = tmp_path / "pretrain.parquet"
+    damaged = bytearray(path.read_bytes())
+    middle = len(damaged) // 2
+    damaged[middle : middle + 200] = bytes(200)
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"prepared data: expected whole Parquet files, got: .*; run prepare_data again"):
+        list(read_batches(open_rows(path)))
