@@ -167,7 +167,7 @@ class LlamaDecoder:
             grouped = self._heads > self._kv_heads
             said = F.scaled_dot_product_attention(query, keys, values, mask, scale=1.0, enable_gqa=grouped)
             return said.transpose(1, 2).reshape(count * width, -1)
-        # A token at a time takes less than half the time as two batched products.
+        # For a token at a time batched products take less time on two threads (0.7 to 0.85 of a generate), and no more on one.
         pairs = count * self._kv_heads
         queries = query.reshape(pairs, -1, size)  # the heads that share a key
         weights = torch.baddbmm(mask, queries, keys.reshape(pairs, end, size).transpose(1, 2)).softmax(-1)
