@@ -24,6 +24,9 @@ import psutil
 log = logging.getLogger("rlhf")
 
 HEAD_STOP_SECONDS = 20
+ANSWER_SECONDS = 5.0
+HEAD_STARTS = 3  # with other ports each time
+TAKEN = ("address already in use", "already occupied")  # what Ray says of a port
 MARK = "RLHF_RAY_HEAD"  # environment variable: the folder of the head that a process came of
 POLL_SECONDS = 0.5  # each look costs the head's dashboard and agent some computing too
 
@@ -58,24 +61,38 @@ def local_head(*, cpus: int, start_timeout: float, stop_grace: float = 20.0, kee
     # Its dashboard measures every process for pages that nobody looks at: 2% of a core all the time.
     os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")
     os.environ.setdefault("METRICS_RECORD_INTERVAL_S", "60")
+    environment = {**os.environ, MARK: str(folder)}
+    head = None
+    try:
+        deadline = time.monotonic() + start_timeout
+        for attempt in range(1, HEAD_STARTS + 1):
+            dashboard, command = _head_command(folder, cpus)
+            keeper = [sys.executable, "-m", "rlhf_core.engines.ray_head", str(folder), str(os.getpid()), *command]
+            head = subprocess.Popen(keeper, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=keep_open)
+            try:
+                _wait_until_up(f"http://127.0.0.1:{dashboard}", head, folder / "head.log", deadline - time.monotonic())
+                break
+            except ClusterError as error:
+                if not any(words in str(error) for words in TAKEN) or head.poll() is None or attempt == HEAD_STARTS:
+                    raise
+                log.warning("Ray head: a port that was free has been taken meanwhile; starting it with others")
+        yield f"http://127.0.0.1:{dashboard}"
+    finally:
+        if head is not None:
+            _stop_head(head, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _head_command(folder: Path, cpus: int) -> tuple[int, list[str]]:
+    """The dashboard's port, and how a head is started that listens on this machine alone, on ports that are free now."""
     port, dashboard, agent, client, metrics = _free_ports(5)
-    command = [
+    return dashboard, [
         str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats", "--log-style=record",
         f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
         f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}",
         f"--metrics-export-port={metrics}", f"--temp-dir={folder / 'r'}", f"--num-cpus={cpus}", "--object-store-memory=300000000",
         "--no-monitor",  # of the autoscaler: this head never grows
     ]  # fmt: skip
-    keeper = [sys.executable, "-m", "rlhf_core.engines.ray_head", str(folder), str(os.getpid()), *command]
-    environment = {**os.environ, MARK: str(folder)}
-    head = subprocess.Popen(keeper, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=keep_open)
-    address = f"http://127.0.0.1:{dashboard}"
-    try:
-        _wait_until_up(address, head, folder / "head.log", start_timeout)
-        yield address
-    finally:
-        _stop_head(head, folder)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _free_ports(count: int) -> list[int]:
@@ -90,11 +107,13 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _wait_until_up(address: str, head: subprocess.Popen, output: Path, timeout: float) -> None:
+    import requests
     from ray.job_submission import JobSubmissionClient
 
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and head.poll() is None:
         try:
+            requests.get(f"{address}/api/version", timeout=ANSWER_SECONDS)  # Ray's client has no deadline
             JobSubmissionClient(address).list_jobs()
             return
         except (OSError, RuntimeError):
