@@ -20,7 +20,7 @@ STEPS = 60
 SMALL_ROUNDS = {
     "iterative": {
         "steps": STEPS,
-        "sampling": {"backend": "pytorch", "prompts": 24, "samples_per_prompt": 3, "max_new_tokens": 16},
+        "sampling": {"prompts": 24, "samples_per_prompt": 3, "max_new_tokens": 16},
         "min_margin": 0.0,
         "min_pairs": 4,
         "promotion": {"prompts": 20},
