@@ -68,7 +68,9 @@ def test_a_round_on_demand_others_cancelled_meanwhile_and_one_on_schedule(worksp
 
         often = prefect("deployment", "schedule", "create", "iterative-dpo/scheduled", "--cron", "* * * * *", "--replace", "-y")
         assert often.returncode == 0, often.stdout + often.stderr
-        wait_until(lambda: any(r["state_type"] in STARTED for r in runs(scheduled=True)), 120, "a run on schedule")
+        wait_until(
+            lambda: any(r["state_type"] in STARTED for r in runs(scheduled=True)), 240, "a run on schedule"
+        )  # made once a minute, for the next one
     check_first_round(workspace / "runs/iterative-dpo")
 
 

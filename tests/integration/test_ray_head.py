@@ -1,72 +1,38 @@
-"""A Ray head of our own, started for real."""
+"""A Ray head of our own, started for real, while somebody else takes the port that was free."""
 
 from __future__ import annotations
 
+import json
 import os
-import socket
+import subprocess
+import sys
+from pathlib import Path
 
-import psutil
 import pytest
+from small_workspace import ROOT
 
-from rlhf_core.engines import ray_cluster
-from rlhf_core.engines.ray_cluster import MARK, ClusterError, local_head
+from rlhf_core.engines.ray_cluster import HEAD_STARTS
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(autouse=True)
-def _environment():
-    """What a head leaves in the environment is gone afterwards."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+def start(times: int) -> dict:
+    command = [sys.executable, str(Path(__file__).with_name("ray_head_probe.py")), str(times)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def marked() -> list[int]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            found += [process.pid] if MARK in process.environ() else []
-        except psutil.Error:
-            continue
-    return found
+def test_a_port_that_was_taken_meanwhile_is_replaced():
+    seen = start(1)
+    taken, other = seen["dashboards"]
+    assert seen["address"] == f"http://127.0.0.1:{other}" and taken != other
+    assert seen["error"] == "" and seen["children"] == 0
 
 
-def hand_out(monkeypatch, dashboards: list[int]) -> list[list[int]]:
-    """Free ports, but the dashboard's is one of these as long as there are any; and what was handed out."""
-    free, handed = ray_cluster._free_ports, []
-
-    def ports(count: int) -> list[int]:
-        handed.append(free(count))
-        if dashboards:
-            handed[-1][1] = dashboards.pop(0)
-        return handed[-1]
-
-    monkeypatch.setattr(ray_cluster, "_free_ports", ports)
-    return handed
-
-
-def test_a_port_that_was_taken_meanwhile_is_replaced(monkeypatch, caplog):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        handed = hand_out(monkeypatch, [taken.getsockname()[1]])
-        before = marked()
-        with local_head(cpus=1, start_timeout=120) as address:
-            assert address == f"http://127.0.0.1:{handed[1][1]}" and len(handed) == 2
-        assert "a port that was free has been taken meanwhile" in caplog.text
-    assert set(marked()) <= set(before)
-
-
-def test_one_that_is_taken_again_and_again_is_an_error(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        handed = hand_out(monkeypatch, [taken.getsockname()[1]] * 9)
-        with (
-            pytest.raises(ClusterError, match=r"(?s)Ray head: expected it up .*already (in use|occupied)"),
-            local_head(cpus=1, start_timeout=120),
-        ):
-            pass
-        assert len(handed) == ray_cluster.HEAD_STARTS
+def test_one_that_is_taken_again_and_again_is_an_error():
+    seen = start(99)
+    assert seen["address"] is None and len(seen["dashboards"]) == HEAD_STARTS
+    assert seen["error"].startswith("Ray head: expected it up within ") and "already" in seen["error"]
+    assert seen["children"] == 0
