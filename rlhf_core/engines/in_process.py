@@ -1,14 +1,16 @@
-"""A rollout engine in this process, of either backend."""
+"""A rollout engine in this process, of either backend; and as one actor of a group."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlhf_core.config import RolloutBackend
+from rlhf_core.engines.weights import PackedTensor, unpack
 
 if TYPE_CHECKING:
+    from rlhf_core.config import RolloutBackend
     from rlhf_core.engines.pytorch_engine import PytorchEngine
     from rlhf_core.engines.vllm_engine import VllmEngine
+    from rlhf_core.sampling import Sample
 
 
 def open_engine(
@@ -43,3 +45,19 @@ def open_engine(
     from rlhf_core.engines.vllm_engine import VllmEngine
 
     return VllmEngine(model_path, **shared, seed=seed)
+
+
+class RolloutActor:
+    """An engine as one actor of a group. Args: settings: of `open_engine`."""
+
+    def __init__(self, rank: int, **settings: Any):
+        self.rank = rank
+        self._engine = open_engine(**settings)
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[list[Sample]]:
+        """As the engine does."""
+        return self._engine.generate(*args, **kwargs)
+
+    def load_weights(self, weights: dict[str, PackedTensor], version: int) -> int:
+        """As the engine does, with weights as another process ships them."""
+        return self._engine.load_weights(unpack(weights), version)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rlhf_core.engines.weights import PackedTensor, unpack
 from rlhf_core.models.build import frozen, load_language_model, with_weights
 from rlhf_core.models.decoding import decoder
 from rlhf_core.models.generation import generate
@@ -123,15 +122,3 @@ class PytorchEngine:
             return any(s in seen[max(0, before - len(s) + 1) :] for s in strings)
 
         return stops if strings else None
-
-
-class RolloutActor(PytorchEngine):
-    """An engine as one actor of a group."""
-
-    def __init__(self, rank: int, **settings):
-        super().__init__(**settings)
-        self.rank = rank
-
-    def load_weights(self, weights: dict[str, PackedTensor], version: int) -> int:
-        """As an engine does, with weights as another process ships them."""
-        return super().load_weights(unpack(weights), version)

@@ -8,7 +8,7 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rlhf_core.engines.weights import PackedTensor, process_weights, replace_weights, unpack
+from rlhf_core.engines.weights import process_weights, replace_weights
 from rlhf_core.sampling import Sample, SamplingSettings
 
 if TYPE_CHECKING:
@@ -124,18 +124,6 @@ class VllmEngine:
         del self._llm
         gc.collect()
         torch.set_num_threads = self._set_num_threads
-
-
-class RolloutActor(VllmEngine):
-    """A vLLM engine as one actor of a group."""
-
-    def __init__(self, rank: int, **settings):
-        super().__init__(**settings)
-        self.rank = rank
-
-    def load_weights(self, weights: dict[str, PackedTensor], version: int) -> int:
-        """As an engine does, with weights as another process ships them."""
-        return super().load_weights(unpack(weights), version)
 
 
 def _sample(output) -> Sample:

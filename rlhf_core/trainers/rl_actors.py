@@ -32,14 +32,16 @@ def _rollout_engines(job: RlJob, *, has_gpu: bool) -> ActorGroup:
     threads = _threads(job, among=rl.rollout.engines, has_gpu=has_gpu)
     return ActorGroup(
         "rollout",
-        f"rlhf_core.engines.{rl.rollout.backend}_engine:RolloutActor",
+        "rlhf_core.engines.in_process:RolloutActor",
         rl.rollout.engines,
         cpus=1,
         gpus=rl.rollout.gpus_per_engine if has_gpu else 0,
         threads=threads,
         start_deadline=rl.deadlines.start,
         kwargs={
+            "backend": rl.rollout.backend,
             "model_path": job.sft_model,
+            "seed": job.seed,
             "max_length": job.model.max_length,
             "dtype": job.model.dtype,
             "kv_cache_gib": rl.rollout.kv_cache_gib,
@@ -48,8 +50,7 @@ def _rollout_engines(job: RlJob, *, has_gpu: bool) -> ActorGroup:
             "trust_remote_code": job.model.trust_remote_code,
             "gpu_memory_fraction": rl.rollout.gpu_memory_fraction,
             "reads_text": bool(rl.rollout.stop),
-        }
-        | ({"seed": job.seed} if rl.rollout.backend == "vllm" else {}),
+        },
         together=False,
     )
 
