@@ -2,7 +2,8 @@
 
 What is compared, in turn, each time in a fresh process:
 
-- rollouts: tokens per second of `generate` within the steps of a GRPO job, beside bare vLLM engines, as many and with the same prompts;
+- rollouts: tokens per second of `generate` within the steps of a GRPO job, by vLLM or PyTorch, beside bare vLLM engines, as many and with
+  the same prompts;
 - training: SFT in the stage's own loop, beside nothing but PyTorch on the same batches, a step of each in turn in one process;
 - where a GRPO step's time goes;
 - matrix products of the size that fits the cache, which bound all of it.
@@ -21,12 +22,13 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from bench.peers import MODELS, ROOT, Inputs, make_inputs
 from bench.work import RESPONSE_TOKENS, Work
+from rlhf_core.config import RolloutBackend
 from rlhf_core.quiet import be_quiet
 
 WORKING_PHASES = ("generate", "score", "forward", "update")
@@ -56,6 +58,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5, help="steps before them")
     parser.add_argument("--samples", type=int, default=256, help="responses per step")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--backend", choices=get_args(RolloutBackend), default="vllm", help="of the job, beside bare vLLM")
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench")
     parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)  # one, in a process of its own
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -68,12 +71,13 @@ def parse() -> argparse.Namespace:
 def of_model(inputs: Inputs, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
     steps = arguments.warmup + arguments.steps
     grpo = inputs.work("grpo", model, steps=steps, batch_size=arguments.samples)
+    job = replace(grpo, overrides={**grpo.overrides, "rollout.backend": arguments.backend})
     engines = grpo.params.rl.rollout.engines
     sft = inputs.work("sft", model, steps=steps, batch_size=SFT_BATCH)
     rounds: dict[str, list[Any]] = {"step": [], "vllm": [], "train": []}
     for _ in range(arguments.rounds):
         rounds["train"].append(child("train", sft, arguments))
-        rounds["step"].append(child("step", grpo, arguments))
+        rounds["step"].append(child("step", job, arguments))
         rounds["vllm"].append(bare_engines(grpo, engines, arguments))
     return rounds
 
@@ -239,7 +243,7 @@ MEASURES = {"matmul": matmul, "step": step, "vllm": vllm, "train": train}
 def write(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     import torch
 
-    settings = ("rounds", "steps", "warmup", "samples", "threads")
+    settings = ("rounds", "steps", "warmup", "samples", "threads", "backend")
     about = {"torch": torch.__version__, "cores": os.cpu_count(), **{name: getattr(arguments, name) for name in settings}}
     lines = [f"Matrix products of {MATRIX}: {found['matmul_gflops']:.0f} GFLOP/s.", "", *table(arguments, found)]
     lines += ["", f"Medians of {arguments.rounds} runs; {', '.join(f'{k} {v}' for k, v in about.items())}."]

@@ -28,6 +28,9 @@ SIDES = ("ours", "theirs")
 # Responses are drawn while the step before is trained, for which TRL's trainers have no option. An end token may come.
 AHEAD = {"rollout.one_step_off_policy": True, "rollout.engines": 1, "rollout.min_new_tokens": 0}
 PYTORCH = {"rollout.backend": "pytorch", "trainer.ranks": 2}
+# RLOO has the KL in the reward, for which the old log-probabilities are needed before the update: here the engine's, of which an eighth is
+# compared with the trainer's. It must draw from the whole distribution, so that an end token may come, as on TRL's side.
+TRUSTED = {"rollout.min_new_tokens": 0, "rollout.recomputed_fraction": 0.125}
 # What is measured: the method, and what it has on top of its section of params.yaml.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {}),
@@ -37,7 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("grpo", {}),
     "rloo": ("rloo", {}),
     "grpo, PyTorch rollouts": ("grpo", PYTORCH),
-    "rloo, PyTorch rollouts": ("rloo", PYTORCH),
+    "rloo, PyTorch rollouts": ("rloo", PYTORCH | TRUSTED),
     "grpo, one step off policy": ("grpo", AHEAD),
     "rloo, one step off policy": ("rloo", AHEAD),
 }

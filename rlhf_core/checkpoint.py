@@ -96,8 +96,11 @@ class CheckpointStore:
         self._thread: ThreadPoolExecutor | None = None
         self._publishing: Future[None] | None = None
         _make(folder)
-        for left_over in (*folder.glob("writing-*"), *folder.glob("replaced-*")):
+        for left_over in folder.glob("writing-*"):
             shutil.rmtree(left_over)
+        for replaced in folder.glob("replaced-*"):  # killed between the two renames: the old one is all there is
+            step = replaced.with_name(replaced.name.replace("replaced-", "step-"))
+            shutil.rmtree(replaced) if step.exists() else replaced.rename(step)
 
     def save(self, step: int, write: Callable[[Path], None], *, score: float | None = None) -> Path:
         """`write`, `publish` and `wait` in one. Returns the checkpoint's folder."""

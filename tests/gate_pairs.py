@@ -1,11 +1,13 @@
-"""Pairs for the gate's tests, of which only what a test names is anything but a filler."""
+"""Pairs for the gate's tests, of which only what a test names is anything but a filler; and slices of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from rlhf_core.data.schema import SLICES_SCHEMA, RowWriter, slice_rows
 from rlhf_core.gate.pairs import Pairs
 
 
@@ -35,3 +37,11 @@ def pairs(
 
 def right_and_wrong(right: int, wrong: int, ties: int = 0) -> list[float]:
     return [1.0] * right + [-1.0] * wrong + [0.0] * ties
+
+
+def write_slices(folder: Path, slices: dict[str, dict[str, str]]) -> None:
+    """Write id -> column -> value, as prepare_data does."""
+    with RowWriter(folder / "slices.parquet", SLICES_SCHEMA) as file:
+        for row_id, of_row in slices.items():
+            for row in slice_rows(row_id, of_row.items()):
+                file.add(row)

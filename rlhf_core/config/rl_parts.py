@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -108,7 +108,7 @@ class RolloutConfig(Section):
     temperature: float = Field(gt=0)
     top_p: float = Field(gt=0, le=1)
     top_k: int | None = Field(gt=0)
-    stop: list[str]
+    stop: list[Annotated[str, Field(min_length=1)]]
     engines: int = Field(ge=1)
     gpus_per_engine: float = Field(gt=0)
     gpu_memory_fraction: float = Field(gt=0, lt=1)

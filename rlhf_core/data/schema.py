@@ -24,13 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -132,18 +129,6 @@ def read_batches(file: pq.ParquetFile, columns: list[str] | None = None) -> Iter
         yield from file.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"prepared data: expected whole Parquet files, got: {error}; run prepare_data again") from error
-
-
-def read_frame(folder: Path, use: str) -> pd.DataFrame:
-    return pq.read_table(folder / f"{use}.parquet").to_pandas()
-
-
-def write_slices(folder: Path, slices: dict[str, dict[str, str]]) -> None:
-    """Write id -> column -> value."""
-    with RowWriter(folder / "slices.parquet", SLICES_SCHEMA) as file:
-        for i, of_row in slices.items():
-            for row in slice_rows(i, of_row.items()):
-                file.add(row)
 
 
 def slice_rows(row_id: str, of_row: Iterable[tuple[str, str]]) -> Iterator[dict[str, str]]:

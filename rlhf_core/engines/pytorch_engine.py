@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rlhf_core.models.build import frozen, load_language_model, with_weights
+from rlhf_core.models.build import frozen, kv_cache_bytes, load_language_model, with_weights
 from rlhf_core.models.decoding import decoder
 from rlhf_core.models.generation import generate
 from rlhf_core.models.tokenizer import load_tokenizer
@@ -99,10 +99,7 @@ class PytorchEngine:
 
     def _batch_size(self, prompt: int, response: int, group_size: int) -> int:
         """Prompts in a batch, of so many tokens each."""
-        config = self._model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        each = 2 * config.num_hidden_layers * heads * width * self._model.dtype.itemsize * min(prompt + response, self._max_length)
+        each = kv_cache_bytes(self._model.config, element_bytes=self._model.dtype.itemsize) * min(prompt + response, self._max_length)
         sequences = min(self._max_sequences, int(self._cache_bytes() // each))
         return max(1, min(sequences // group_size, PROMPT_TOKENS // max(prompt, 1)))
 

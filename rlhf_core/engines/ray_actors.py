@@ -214,7 +214,7 @@ class ActorGroup:
             done, _ = ray.wait(references, num_returns=len(references), timeout=0)
             late = [rank for rank, reference in zip(ranks, references, strict=True) if reference not in done]
             if not late:
-                return ray.get(references)
+                return self.wait(references, deadline=deadline, what=what, ranks=ranks)
             self._late.update(late)
             states = "; ".join(f"rank {rank}: {self._look(rank)}" for rank in late)
             raise RoleLost(

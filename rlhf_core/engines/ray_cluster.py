@@ -171,8 +171,8 @@ def run_job(
     """
     from ray.job_submission import JobSubmissionClient
 
-    client = JobSubmissionClient(address)
     patience = _Patience(silence_timeout)
+    client = patience.ask(lambda: JobSubmissionClient(address), f"Ray head at {address}")
     job = _live_job(client, fingerprint, patience)
     if job is None:
         job = _submit(

@@ -152,10 +152,10 @@ def _cpu_cache(model_path: str, max_length: int, sequences: int, kv_cache_gib: i
     """Settings for a cache no larger than all sequences can fill: it is zeroed at the start, which takes 3.6 s for 1 GiB."""
     from transformers import AutoConfig
 
+    from rlhf_core.models.build import kv_cache_bytes
+
     block = 128
-    shape = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code).get_text_config()
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     needed = sequences * -(-max_length // block) + 1
-    affordable = (kv_cache_gib << 30) // (2 * 4 * shape.num_hidden_layers * heads * width * block)
+    affordable = (kv_cache_gib << 30) // (kv_cache_bytes(config, element_bytes=4) * block)
     return {"block_size": block, "num_gpu_blocks_override": needed} if needed < affordable else {}

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -178,6 +179,14 @@ def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) ->
             f"weights: expected those of {type(model).__name__}, got others, or none, for {', '.join(wrong[:3])}; restore them"
         )
     return frozen(renewed, device=model.device, dtype=model.dtype)
+
+
+def kv_cache_bytes(config: PretrainedConfig, *, element_bytes: int) -> int:
+    """Of a token's keys and values in all layers."""
+    shape = config.get_text_config()
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return 2 * element_bytes * shape.num_hidden_layers * heads * width
 
 
 def frozen(module: Module, *, device: torch.device, dtype: torch.dtype) -> Module:

@@ -38,10 +38,18 @@ def decoder(model: PreTrainedModel) -> Decoder:
 
 
 class HuggingFaceDecoder:
-    """By the model's own forward and cache: any architecture, any device."""
+    """By the model's own forward and cache: any architecture with attention alone, any device.
+
+    Raises:
+        ValueError: it has other layers, as Mamba has.
+    """
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
+        if not all(hasattr(layer, "batch_repeat_interleave") for layer in DynamicCache(config=model.config).layers):
+            raise ValueError(
+                f"rollout.backend: expected vllm with {type(model).__name__}, got pytorch, which keeps keys and values alone; change it"
+            )
 
     def begin(self, prompts: list[list[int]], *, copies: int, room: int) -> torch.Tensor:
         ids, real = _left_padded(prompts, self._model.device)

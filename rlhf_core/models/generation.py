@@ -85,6 +85,8 @@ def draw(
     else:
         cumulative = logprobs.exp().double().cumsum(-1)
         ids = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
+        # Of logits that aren't finite: the log-probability is NaN then, and the trainer refuses that in words.
+        ids = ids.clamp(max=logits.shape[-1] - 1)
     return ids.squeeze(-1), logprobs.gather(-1, ids).squeeze(-1)
 
 

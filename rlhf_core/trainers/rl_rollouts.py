@@ -16,6 +16,7 @@ from rlhf_core.config import RlConfig
 from rlhf_core.engines.ray_actors import ActorGroup, Pending, RoleLost
 from rlhf_core.sampling import SamplingSettings, request_seeds
 from rlhf_core.trainers.rl_job import RlJob
+from rlhf_core.trainers.rl_metrics import largest_difference
 from rlhf_core.trainers.rl_replacements import Replacements
 from rlhf_core.types import Prompt, Rollout
 
@@ -198,7 +199,7 @@ class RolloutEngines:
         seen = self._trainer_logprobs(rollouts).split([len(r.response_ids) for r in rollouts])
         first = self._job.rl.rollout.min_new_tokens  # before, the engine forbids the end token
         differences = torch.cat([(torch.tensor(r.rollout_logprobs) - s)[first:] for r, s in zip(rollouts, seen, strict=True)])
-        return float(differences.abs().max()) if len(differences) else 0.0
+        return largest_difference(differences, self._job.rl)
 
     def _start(self, lost: RoleLost) -> None:
         """New engines for lost ones, with the weights that every engine begins with.
@@ -213,16 +214,19 @@ class RolloutEngines:
     def _replace(self, lost: RoleLost, prompt: Prompt) -> None:
         """New engines for lost ones, with the trainer's policy of now, which the beginning of a response to `prompt` shows."""
         self._start(lost)
-        weights, limit = self._packed_weights(), self._job.rl.rollout.max_logprob_difference
+        weights = self._packed_weights()
         for rank in lost.ranks:
-            version = self._load_one(rank, weights)
-            difference = self._difference([self._begin(rank, prompt)])
-            if version != self._version or not difference <= limit:
-                raise RoleLost(
-                    f"{lost}; rollout rank {rank}: expected a new engine with policy version {self._version} and log-probabilities within "
-                    f"{limit} of the trainer's, got version {version} and {difference:.3g}"
-                )
-            log.warning("rollout rank %d: new, with policy version %d; log-probabilities within %.2g", rank, version, difference)
+            self._until_it_lives(lambda rank=rank: self._equip(rank, weights, prompt))
+
+    def _equip(self, rank: int, weights: Pending, prompt: Prompt) -> None:
+        version, limit = self._load_one(rank, weights), self._job.rl.rollout.max_logprob_difference
+        difference = self._difference([self._begin(rank, prompt)])
+        if version != self._version or not difference <= limit:
+            raise RoleLost(
+                f"rollout rank {rank}: expected a new engine with policy version {self._version} and log-probabilities within "
+                f"{limit} of the trainer's, got version {version} and {difference:.3g}"
+            )
+        log.warning("rollout rank %d: new, with policy version %d; log-probabilities within %.2g", rank, version, difference)
 
     def _replace_behind(self, lost: RoleLost) -> None:
         """New engines for lost ones, with the weights that the others have: the trainer may have moved on. What they draw of the response
@@ -230,15 +234,32 @@ class RolloutEngines:
         """
         self._start(lost)
         for rank in lost.ranks:
-            if self._loaded is not None:
-                self._load_one(rank, self._loaded)
-            if self._checked:
-                before, limit = self._checked[rank], self._job.rl.rollout.max_logprob_difference
-                drawn = self._begin(rank, before.prompt)
-                same = drawn.response_ids == before.response_ids
-                if not (same and np.allclose(drawn.rollout_logprobs, before.rollout_logprobs, rtol=0, atol=limit)):
-                    raise RoleLost(f"{lost}; rollout rank {rank}: expected of a new engine what the old one drew, got something else")
+            self._until_it_lives(lambda rank=rank: self._equip_behind(rank))
         log.warning("rollout rank %s: new, with policy version %d", ", ".join(map(str, lost.ranks)), self._version)
+
+    def _equip_behind(self, rank: int) -> None:
+        if self._loaded is not None:
+            self._load_one(rank, self._loaded)
+        if self._checked:
+            before, limit = self._checked[rank], self._job.rl.rollout.max_logprob_difference
+            drawn = self._begin(rank, before.prompt)
+            same = drawn.response_ids == before.response_ids
+            if not (same and np.allclose(drawn.rollout_logprobs, before.rollout_logprobs, rtol=0, atol=limit)):
+                raise RoleLost(f"rollout rank {rank}: expected of a new engine what the old one drew, got something else")
+
+    def _until_it_lives(self, equip: Callable[[], None]) -> None:
+        """Equip a new engine; one that is lost meanwhile is replaced in its turn.
+
+        Raises:
+            RoleLost: the limit of replacements is reached; or without ranks, the engine isn't what it should be.
+        """
+        while True:
+            try:
+                return equip()
+            except RoleLost as again:
+                if not again.ranks:
+                    raise
+                self._start(again)
 
     def _replace_and_ask_again(self, lost: RoleLost) -> None:
         """The same, and what was to be drawn ahead is asked of the new ones."""

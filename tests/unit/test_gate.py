@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from gate_pairs import pairs, right_and_wrong
+from gate_pairs import pairs, right_and_wrong, write_slices
 
 from rlhf_core.config import GateConfig, RolledBackConfig, apply_overrides, load_params
-from rlhf_core.data.schema import write_rows, write_slices
+from rlhf_core.data.schema import write_rows
 from rlhf_core.gate.heldout import Heldout, distinct_responses, measure_ensemble, measure_judge, measure_scores
 from rlhf_core.gate.incumbent import compare
 from rlhf_core.gate.pairs import Pairs

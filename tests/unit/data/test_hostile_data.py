@@ -16,11 +16,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from gate_pairs import write_slices
 from hostile import NASTY_VALUES, is_clear, mangled
 
 from rlhf_core.config import SourceConfig
 from rlhf_core.data.formats import MAX_CHARACTERS
-from rlhf_core.data.schema import SCHEMAS, write_slices
+from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.sources import Loaded, load_source
 
 PAIR = {"prompt": "What is 1 + 1?", "chosen": "2", "rejected": "3", "label": "2"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from random import Random
 
 import numpy as np
+from gate_pairs import write_slices
 
-from rlhf_core.data.schema import read_slices, write_slices
+from rlhf_core.data.schema import read_slices
 from rlhf_core.data.split import conversation_text, kept, split_of, with_ids
 
 FRACTIONS = {"validation_fraction": 0.06, "test_fraction": 0.12}
