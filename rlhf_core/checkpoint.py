@@ -176,6 +176,8 @@ class CheckpointStore:
 
     def _publish(self, step: int, aside: Path, score: float | None) -> None:
         settings = self._settings
+        if score is None or not math.isfinite(score):
+            score = self._score(step)  # a run that is stopped before its next step saves the same state again, and has no score for it
         with self._nothing_on_failure(step, aside):
             if self._certify is not None:
                 self._certify(aside, step)
@@ -183,7 +185,7 @@ class CheckpointStore:
                 aside,
                 {
                     "step": step,
-                    "score": score if score is not None and math.isfinite(score) else None,
+                    "score": score,
                     "world_size": settings.world_size,
                     "zero_stage": settings.zero_stage,
                     "origin": asdict(settings.origin),

@@ -77,6 +77,7 @@ def starts_critic_from_reward_model(rl: RlConfig) -> bool:
 def run(stage: Stage, output: Path) -> None:
     """Submit the job, or follow it where it already runs, and pass its output on."""
     from rlhf_core.engines.ray_cluster import local_head, run_job
+    from rlhf_core.models.folder import weight_files
     from rlhf_core.trainers.rl_job import REFUSED
 
     params = stage.params
@@ -90,6 +91,7 @@ def run(stage: Stage, output: Path) -> None:
             head = local_head(
                 cpus=max(actors, params.cluster.threads),
                 start_timeout=params.cluster.start_timeout,
+                weights=sum(path.stat().st_size for path in weight_files(Path(job.sft_model))),
                 stop_grace=params.flow.stop_grace - LESS_FOR_THE_JOB,
                 keep_open=(stage.lock_descriptor,),
             )

@@ -27,6 +27,7 @@ HEAD_STOP_SECONDS = 20
 ANSWER_SECONDS = 5.0
 HEAD_STARTS = 3  # with other ports each time
 TAKEN = ("address already in use", "already occupied")  # what Ray says of a port
+SMALLEST_STORE = 300_000_000
 MARK = "RLHF_RAY_HEAD"  # environment variable: the folder of the head that a process came of
 POLL_SECONDS = 0.5  # each look costs the head's dashboard and agent some computing too
 
@@ -36,12 +37,15 @@ class ClusterError(RuntimeError):
 
 
 @contextlib.contextmanager
-def local_head(*, cpus: int, start_timeout: float, stop_grace: float = 20.0, keep_open: tuple[int, ...] = ()) -> Iterator[str]:
+def local_head(
+    *, cpus: int, start_timeout: float, weights: int = 0, stop_grace: float = 20.0, keep_open: tuple[int, ...] = ()
+) -> Iterator[str]:
     """Start a Ray head on free loopback ports, yield its dashboard address, and end it with all its processes.
 
     A second head on the machine is left alone: nothing here calls `ray stop`. The head dies with this process.
 
     Args:
+        weights: bytes of the model that its actors hand to each other.
         stop_grace: seconds that a job which is told to stop has for its checkpoint.
         keep_open: file descriptors that stay open until the last process of the head is gone, even when this one is killed.
     Raises:
@@ -66,7 +70,7 @@ def local_head(*, cpus: int, start_timeout: float, stop_grace: float = 20.0, kee
     try:
         deadline = time.monotonic() + start_timeout
         for attempt in range(1, HEAD_STARTS + 1):
-            dashboard, command = _head_command(folder, cpus)
+            dashboard, command = _head_command(folder, cpus, store_bytes(weights))
             keeper = [sys.executable, "-m", "rlhf_core.engines.ray_head", str(folder), str(os.getpid()), *command]
             head = subprocess.Popen(keeper, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=keep_open)
             try:
@@ -83,14 +87,21 @@ def local_head(*, cpus: int, start_timeout: float, stop_grace: float = 20.0, kee
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _head_command(folder: Path, cpus: int) -> tuple[int, list[str]]:
+def store_bytes(weights: int) -> int:
+    """Of Ray's store of objects: the policy's weights are in it up to three times, new, in use and kept for a lost engine. What doesn't fit
+    goes to the disk, which works but is slow.
+    """
+    return min(max(SMALLEST_STORE, 3 * weights), psutil.virtual_memory().total // 3)
+
+
+def _head_command(folder: Path, cpus: int, store: int) -> tuple[int, list[str]]:
     """The dashboard's port, and how a head is started that listens on this machine alone, on ports that are free now."""
     port, dashboard, agent, client, metrics = _free_ports(5)
     return dashboard, [
         str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats", "--log-style=record",
         f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
         f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}",
-        f"--metrics-export-port={metrics}", f"--temp-dir={folder / 'r'}", f"--num-cpus={cpus}", "--object-store-memory=300000000",
+        f"--metrics-export-port={metrics}", f"--temp-dir={folder / 'r'}", f"--num-cpus={cpus}", f"--object-store-memory={store}",
         "--no-monitor",  # of the autoscaler: this head never grows
     ]  # fmt: skip
 

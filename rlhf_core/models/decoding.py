@@ -41,7 +41,7 @@ class HuggingFaceDecoder:
     """By the model's own forward and cache: any architecture with attention alone, any device.
 
     Raises:
-        ValueError: it has other layers, as Mamba has.
+        ValueError: it has other layers, as LFM2 has.
     """
 
     def __init__(self, model: PreTrainedModel):

@@ -84,7 +84,6 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         log.info("rl: going on from the checkpoint of step %d", progress.step)
     else:
         progress = begin(workers, prompts, validation, normalizer, rl)
-    saved = progress.step  # of a run that goes on the checkpoint, of a new one nothing
     curves = open_curves(job, first_step=progress.step + 1)
     stopping = False
     while not progress.finished(rl) and not stopping:
@@ -94,9 +93,8 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
                 drawn = draw(workers, prompts, rl, step=step, prompts_drawn=progress.prompts_drawn, clock=clock)
         except StepAbandoned:
             log.info("rl: told to stop; step %d is given up before it has changed anything", step + 1)
-            if step != saved:
-                workers.snapshot(progress, normalizer, score=None)
-                workers.store.publish()
+            workers.snapshot(progress, normalizer, score=None)
+            workers.store.publish()
             break
         if rl.rollout.one_step_off_policy:
             following = prompts.take(drawn.prompts_drawn, rl.rollout_batch_size) if step + 1 < rl.steps else []
@@ -152,7 +150,6 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         stopping = stop.is_set()
         if stopping or is_due(rl.checkpoint_every, progress.step, rl):
             workers.snapshot(progress, normalizer, score=evaluated.get(f"eval_{rl.evaluation.metric}"))
-            saved = progress.step
         clock.lap("checkpoint")
         # First the curve, then the checkpoint: a run that is killed between them does the step again, and writes its row again.
         timings = clock.timings(samples=rl.samples_per_step) | {"replacements": workers.replacements.count}

@@ -158,6 +158,13 @@ def test_what_a_killed_process_left_goes(tmp_path: Path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10", "step-20"]
 
 
+def test_one_that_was_being_replaced_when_the_process_was_killed_comes_back(tmp_path: Path):
+    filled(tmp_path)
+    (tmp_path / "step-20").rename(tmp_path / "replaced-20")
+    assert CheckpointStore(tmp_path).latest().step == 20
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10", "step-20"]
+
+
 def test_publishing_goes_on_beside_the_work_and_what_fails_there_comes_out_at_the_next_write_or_in_the_end(tmp_path: Path):
     may_go_on, certified = threading.Event(), []
 
@@ -264,6 +271,13 @@ def test_the_best_ones_stay_besides(tmp_path: Path):
     for step, score in ((1, 0.5), (2, 0.9), (3, math.nan), (4, 0.7), (5, None), (6, 0.1), (7, None)):
         store.save(step, writer(str(step)), score=score)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-4", "step-6", "step-7"]
+
+
+def test_the_same_step_again_without_a_score_keeps_the_one_it_has(tmp_path: Path):
+    store = CheckpointStore(tmp_path, StoreSettings(keep_last=2, keep_best=1))
+    for step, score in ((20, 0.9), (20, None), (40, 0.5), (60, 0.1), (80, 0.2)):
+        store.save(step, writer(str(step)), score=score)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-20", "step-60", "step-80"]
 
 
 def test_one_of_other_work_is_refused_with_what_differs_unless_it_is_accepted(tmp_path: Path):

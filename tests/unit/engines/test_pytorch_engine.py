@@ -8,13 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from rlhf_core.engines.in_process import RolloutActor
 from rlhf_core.engines.pytorch_engine import PROMPT_TOKENS, PytorchEngine
 from rlhf_core.engines.weights import pack
 from rlhf_core.models.build import checkpoint_names, load_language_model, read_state_dict, save_model, with_weights
 from rlhf_core.models.decoding import HuggingFaceDecoder, LlamaDecoder
+from rlhf_core.models.generation import draw
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.sampling import Sample, SamplingSettings, request_seeds
 from tests.tiny_models import save_tiny_experts, tiny_tokenizer
@@ -142,6 +151,26 @@ def test_temperature_zero_takes_the_most_likely_token(drawing):
             logits = model(torch.tensor([[*prompt, *answer.response_ids]])).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == answer.response_ids
         assert logits.log_softmax(-1).amax(-1).tolist() == pytest.approx(answer.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_p": 0.9}, {"top_k": 5}], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_of_logits_that_are_not_finite_the_log_probability_is_not_a_number(value, changes):
+    logits = torch.zeros(2, 7)
+    logits[0, 3] = value
+    ids, logprobs = draw(logits, torch.tensor([0.5, 0.5]).double(), replace(PLAIN, **changes), forbidden=None)
+    assert logprobs[0].isnan() and logprobs[1].isfinite() and (ids < 7).all()
+
+
+def test_a_model_with_other_states_than_keys_and_values_is_refused(tmp_path):
+    config = Lfm2Config(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        layer_types=["conv", "full_attention"], eos_token_id=EOS, pad_token_id=0,
+    )  # fmt: skip
+    model = Lfm2ForCausalLM(config)
+    save_model(model, model.state_dict(), tiny_tokenizer(), tmp_path)
+    with pytest.raises(ValueError, match=r"rollout\.backend: expected vllm with Lfm2ForCausalLM, got pytorch"):
+        engine(tmp_path)
 
 
 def test_a_response_ends_with_the_end_token_or_is_cut_off(tmp_path):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 
+import psutil
 import pytest
 import requests
 
-from rlhf_core.engines.ray_cluster import ClusterError, _Patience, _Pulse, _submit
+from rlhf_core.engines.ray_cluster import SMALLEST_STORE, ClusterError, _Patience, _Pulse, _submit, run_job, store_bytes
 from rlhf_core.trainers.rl_job import beat
 
 DROPPED = requests.exceptions.ConnectionError("Remote end closed connection without response")
@@ -60,9 +62,24 @@ def test_a_question_is_asked_again_until_the_head_has_been_silent_too_long():
         _Patience(0.1).ask(BusyHead(*[DROPPED] * 99).answer, "Ray job rlhf-1")
 
 
+def test_an_address_that_nobody_answers_is_named(tmp_path):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and doesn't listen
+        address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        unused = {"fingerprint": "", "environment": {}, "pulse": tmp_path / "pulse", "on_output": print, "stop_requested": bool}
+        with pytest.raises(ClusterError, match=f"Ray head at {address}: expected the head to answer within"):
+            run_job(address, "true", start_timeout=1, silence_timeout=1, **unused)
+
+
 def test_a_head_that_takes_the_question_and_never_answers_is_lost_too():
     with pytest.raises(ClusterError, match=r"Ray head: expected the head to answer within .* got no answer"):
         _Patience(0.1).ask(threading.Event().wait, "Ray head")
+
+
+def test_the_store_holds_the_weights_three_times_and_leaves_the_machine_its_memory():
+    assert store_bytes(0) == store_bytes(SMALLEST_STORE // 3) == SMALLEST_STORE
+    assert store_bytes(200_000_000) == 600_000_000
+    assert store_bytes(10**15) == psutil.virtual_memory().total // 3
 
 
 def test_a_driver_is_silent_when_its_file_no_longer_changes(tmp_path):
