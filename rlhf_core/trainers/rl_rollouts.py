@@ -214,19 +214,16 @@ class RolloutEngines:
     def _replace(self, lost: RoleLost, prompt: Prompt) -> None:
         """New engines for lost ones, with the trainer's policy of now, which the beginning of a response to `prompt` shows."""
         self._start(lost)
-        weights = self._packed_weights()
+        weights, limit = self._packed_weights(), self._job.rl.rollout.max_logprob_difference
         for rank in lost.ranks:
-            self._until_it_lives(lambda rank=rank: self._equip(rank, weights, prompt))
-
-    def _equip(self, rank: int, weights: Pending, prompt: Prompt) -> None:
-        version, limit = self._load_one(rank, weights), self._job.rl.rollout.max_logprob_difference
-        difference = self._difference([self._begin(rank, prompt)])
-        if version != self._version or not difference <= limit:
-            raise RoleLost(
-                f"rollout rank {rank}: expected a new engine with policy version {self._version} and log-probabilities within "
-                f"{limit} of the trainer's, got version {version} and {difference:.3g}"
-            )
-        log.warning("rollout rank %d: new, with policy version %d; log-probabilities within %.2g", rank, version, difference)
+            version, drawn = self._equip(rank, weights, prompt)
+            difference = self._difference([drawn])
+            if version != self._version or not difference <= limit:
+                raise RoleLost(
+                    f"{lost}; rollout rank {rank}: expected a new engine with policy version {self._version} and log-probabilities within "
+                    f"{limit} of the trainer's, got version {version} and {difference:.3g}"
+                )
+            log.warning("rollout rank %d: new, with policy version %d; log-probabilities within %.2g", rank, version, difference)
 
     def _replace_behind(self, lost: RoleLost) -> None:
         """New engines for lost ones, with the weights that the others have: the trainer may have moved on. What they draw of the response
@@ -234,31 +231,28 @@ class RolloutEngines:
         """
         self._start(lost)
         for rank in lost.ranks:
-            self._until_it_lives(lambda rank=rank: self._equip_behind(rank))
+            before = self._checked[rank] if self._checked else None
+            _, drawn = self._equip(rank, self._loaded, before and before.prompt)
+            if before is not None:
+                limit = self._job.rl.rollout.max_logprob_difference
+                same = drawn.response_ids == before.response_ids
+                if not (same and np.allclose(drawn.rollout_logprobs, before.rollout_logprobs, rtol=0, atol=limit)):
+                    raise RoleLost(f"{lost}; rollout rank {rank}: expected of a new engine what the old one drew, got something else")
         log.warning("rollout rank %s: new, with policy version %d", ", ".join(map(str, lost.ranks)), self._version)
 
-    def _equip_behind(self, rank: int) -> None:
-        if self._loaded is not None:
-            self._load_one(rank, self._loaded)
-        if self._checked:
-            before, limit = self._checked[rank], self._job.rl.rollout.max_logprob_difference
-            drawn = self._begin(rank, before.prompt)
-            same = drawn.response_ids == before.response_ids
-            if not (same and np.allclose(drawn.rollout_logprobs, before.rollout_logprobs, rtol=0, atol=limit)):
-                raise RoleLost(f"rollout rank {rank}: expected of a new engine what the old one drew, got something else")
+    def _equip(self, rank: int, weights: Pending | None, prompt: Prompt | None) -> tuple[int, Rollout | None]:
+        """Give a new engine weights and let it begin a response, where there are any; one that is lost meanwhile is replaced in its turn.
 
-    def _until_it_lives(self, equip: Callable[[], None]) -> None:
-        """Equip a new engine; one that is lost meanwhile is replaced in its turn.
-
+        Returns:
+            The version of its weights, and what it drew.
         Raises:
-            RoleLost: the limit of replacements is reached; or without ranks, the engine isn't what it should be.
+            RoleLost: the limit of replacements is reached.
         """
         while True:
             try:
-                return equip()
+                version = self._version if weights is None else self._load_one(rank, weights)
+                return version, None if prompt is None else self._begin(rank, prompt)
             except RoleLost as again:
-                if not again.ranks:
-                    raise
                 self._start(again)
 
     def _replace_and_ask_again(self, lost: RoleLost) -> None:
