@@ -125,7 +125,7 @@ def _wait_until_up(address: str, head: subprocess.Popen, output: Path, timeout: 
     while time.monotonic() < deadline and head.poll() is None:
         try:
             requests.get(f"{address}/api/version", timeout=ANSWER_SECONDS)  # Ray's client has no deadline
-            JobSubmissionClient(address).list_jobs()
+            _within(max(0.0, deadline - time.monotonic()), lambda: JobSubmissionClient(address).list_jobs())
             return
         except (OSError, RuntimeError):
             time.sleep(0.3)

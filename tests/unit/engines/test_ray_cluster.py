@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
 import requests
 
-from rlhf_core.engines.ray_cluster import SMALLEST_STORE, ClusterError, _Patience, _Pulse, _submit, run_job, store_bytes
+from rlhf_core.engines.ray_cluster import SMALLEST_STORE, ClusterError, _Patience, _Pulse, _submit, _wait_until_up, run_job, store_bytes
 from rlhf_core.trainers.rl_job import beat
 
 DROPPED = requests.exceptions.ConnectionError("Remote end closed connection without response")
@@ -80,6 +82,32 @@ def test_the_store_holds_the_weights_three_times_and_leaves_the_machine_its_memo
     assert store_bytes(0) == store_bytes(SMALLEST_STORE // 3) == SMALLEST_STORE
     assert store_bytes(200_000_000) == 600_000_000
     assert store_bytes(10**15) == psutil.virtual_memory().total // 3
+
+
+class Hanging(BaseHTTPRequestHandler):
+    """Says its version and nothing else."""
+
+    def do_GET(self):
+        if self.path != "/api/version":
+            time.sleep(60)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"version": "4", "ray_version": "2", "ray_commit": "", "session_name": ""}')
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_head_that_hangs_after_its_first_answer_has_the_deadline_of_its_start(tmp_path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hanging) as server, subprocess.Popen(["sleep", "60"]) as head:
+        server.daemon_threads, server.block_on_close = True, False
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        started = time.monotonic()
+        with pytest.raises(ClusterError, match="Ray head: expected it up within 1 s, got no answer"):
+            _wait_until_up(f"http://127.0.0.1:{server.server_port}", head, tmp_path / "head.log", 1.0)
+        assert time.monotonic() - started < 30
+        head.kill()
+        server.shutdown()
 
 
 def test_a_driver_is_silent_when_its_file_no_longer_changes(tmp_path):
