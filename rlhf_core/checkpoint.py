@@ -98,9 +98,12 @@ class CheckpointStore:
         _make(folder)
         for left_over in folder.glob("writing-*"):
             shutil.rmtree(left_over)
-        for replaced in folder.glob("replaced-*"):  # killed between the two renames: the old one is all there is
+        for replaced in folder.glob("replaced-*"):  # of a process that was killed between the two renames it is all there is
             step = replaced.with_name(replaced.name.replace("replaced-", "step-"))
-            shutil.rmtree(replaced) if step.exists() else replaced.rename(step)
+            if step.exists():
+                shutil.rmtree(replaced)
+            else:
+                replaced.rename(step)
 
     def save(self, step: int, write: Callable[[Path], None], *, score: float | None = None) -> Path:
         """`write`, `publish` and `wait` in one. Returns the checkpoint's folder."""

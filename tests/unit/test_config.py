@@ -170,7 +170,7 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             {"rl.kl.coef": 0.0, "rl.kl.measure": False, "rl.monitor": {"x": {"metric": "kl_mean", "above": 1.0, "action": "warn"}}},
             "rl.monitor.x.metric: expected one that is measured, got kl_mean with kl.coef 0 and kl.measure false",
         ),
-        ({"rl.rollout.stop": ["END", ""]}, "rl.rollout.stop.1: "),
+        ({"rl.rollout.stop": ["END", ""]}, "rl.rollout.stop.1: expected String should have at least 1 character, got ''"),
         (
             {"rl.rollout.recomputed_fraction": 0.5, "rl.rollout.top_p": 0.9},
             "rl.rollout.recomputed_fraction: expected 1 with top_p, top_k or min_new_tokens, got 0.5",
