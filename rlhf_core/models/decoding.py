@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,6 +12,8 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from rlhf_core.models.build import trunk
 from rlhf_core.models.packed import can_pack, interleaved, normalize
+
+POSITIONS = 32  # of keys and values that are multiplied at once, so that the products stay in the processor's cache
 
 
 class Decoder(Protocol):
@@ -87,16 +91,18 @@ class _Layer(NamedTuple):
 
 
 class LlamaDecoder:
-    """A plain Llama in float32 on a CPU (`can_pack`), without what its own forward costs each token: few and large operations, and a cache
-    with room for all tokens that comes before a token's place in memory.
+    """A plain Llama in float32 on a CPU (`can_pack`), without what its own forward costs each token: few and large operations, and keys and
+    values that lie as they are read.
 
-    The weights are those that the model has when this is made.
+    A prompt's are there once for all its responses [2, prompts, key heads, tokens, D], for as long as all of these are drawn; a response's
+    own by position [2, positions, B, key heads, D]. The weights are those that the model has when this is made.
     """
 
     @torch.inference_mode()
     def __init__(self, model: LlamaForCausalLM):
         inner, config = trunk(model), model.config
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._parts = [self._heads, self._kv_heads, self._kv_heads]  # queries, keys, values
         self._size = inner.layers[0].self_attn.head_dim
         self._scale, self._eps = inner.layers[0].self_attn.scaling, config.rms_norm_eps
         self._embedding = inner.embed_tokens.weight
@@ -117,69 +123,105 @@ class LlamaDecoder:
         count, width = ids.shape
         angles = torch.arange(width + room)[:, None] * self._frequencies
         self._rotations = torch.polar(torch.ones_like(angles), angles)[:, None]  # [position, 1, D / 2]
-        self._caches = [torch.zeros(2, count, self._kv_heads, width, self._size) for _ in self._layers]
-        self._filled = 0
+        self._prompts = [torch.zeros(2, count, self._kv_heads, width, self._size) for _ in self._layers]
         # A padding token sees itself: a softmax over nothing is NaN.
         visible = (real[:, None] & torch.ones(width, width, dtype=torch.bool).tril()) | torch.eye(width, dtype=torch.bool)
-        mask = torch.zeros(count, 1, width, width).masked_fill_(~visible[:, None], -torch.inf)
-        logits = self._see(ids, (real.cumsum(1) - 1).clamp(min=0), mask)
+        logits = self._see(ids, (real.cumsum(1) - 1).clamp(min=0), partial(self._attend_prompts, _added(visible)[:, None]))
+        self._copies, self._prompt_mask = copies, _added(real)
         self._next = real.sum(1).repeat_interleave(copies)
-        hidden = torch.zeros(count, 1, 1, width + room).masked_fill_(~F.pad(real, (0, room), value=True)[:, None, None], -torch.inf)
-        self._mask = hidden.repeat_interleave(copies, 0)
-        self._caches = [F.pad(c, (0, 0, 0, room)).repeat_interleave(copies, 1) for c in self._caches]
+        self._own = [torch.empty(2, room, count * copies, self._kv_heads, self._size) for _ in self._layers]
+        self._filled = 0
+        if copies == 1:
+            self._share_no_more(torch.arange(count))
         return logits.repeat_interleave(copies, 0)
 
     @torch.inference_mode()
     def step(self, ids: torch.Tensor) -> torch.Tensor:
-        mask = self._mask[..., : self._filled + 1].expand(-1, self._kv_heads, -1, -1).flatten(0, 1)
-        logits = self._see(ids[:, None], self._next[:, None], mask)
+        self._filled += 1
+        logits = self._see(ids[:, None], self._next[:, None], self._attend_token)
         self._next = self._next + 1
         return logits
 
     @torch.inference_mode()
     def keep(self, rows: torch.Tensor) -> None:
-        for number, cache in enumerate(self._caches):  # one after the other, so that not all are there twice
-            self._caches[number] = cache[:, rows]
-        self._mask, self._next = self._mask[rows], self._next[rows]
+        if self._prompts:
+            self._share_no_more(rows)
+        else:
+            for number, cache in enumerate(self._own):  # one after the other, so that not all are there twice
+                self._own[number] = cache[:, :, rows]
+            self._own_mask = self._own_mask[:, rows]
+        self._next = self._next[rows]
 
     def end(self) -> None:
-        self._caches = []
+        self._prompts, self._own = [], []
 
-    def _see(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _share_no_more(self, rows: torch.Tensor) -> None:
+        """These sequences alone, each with a copy of its prompt before its own tokens."""
+        prompts = rows // self._copies
+        for number, own in enumerate(self._own):
+            self._own[number] = torch.cat([self._prompts[number][:, prompts].permute(0, 3, 1, 2, 4), own[:, :, rows]], dim=1)
+        mask = self._prompt_mask[prompts].t()
+        self._own_mask = F.pad(mask, (0, 0, 0, self._own[0].shape[1] - len(mask)))[..., None, None]
+        self._filled += len(mask)
+        self._prompts = []
+
+    def _see(self, ids: torch.Tensor, positions: torch.Tensor, attend: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
         """Logits [B, V] after the last of the next tokens [B, T].
 
         Args:
-            mask: 0 or -inf, added to attention's logits: [B, 1, T, T], or of one token and all with it [B x key heads, 1, tokens].
+            attend: what the heads say [B * T, heads * D], of their queries, keys and values [B, T, heads, D] and the layer's number;
+                keys and values go into the cache.
         """
         rotation = self._rotations[positions.flatten()]
         hidden = F.embedding(ids.flatten(), self._embedding)
-        for layer, cache in zip(self._layers, self._caches, strict=True):
+        for number, layer in enumerate(self._layers):
             qkv = normalize(hidden, self._eps)[0] @ layer.qkv
             turned = qkv[:, : (self._heads + self._kv_heads) * self._size]
             torch.view_as_complex(turned.view(len(qkv), self._heads + self._kv_heads, -1, 2)).mul_(rotation)
-            attended = self._attend(qkv.view(*ids.shape, -1, self._size), cache, mask)
+            attended = attend(qkv.view(*ids.shape, -1, self._size), number)
             hidden = torch.addmm(hidden, attended, layer.output)
             gate, up = (normalize(hidden, self._eps)[0] @ layer.gate_up).chunk(2, dim=-1)
             hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
-        self._filled += ids.shape[1]
         return normalize(hidden.view(*ids.shape, -1)[:, -1], self._eps)[0] @ self._head
 
-    def _attend(self, qkv: torch.Tensor, cache: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """What the heads [B, T, heads, D] say, [B * T, heads * D]; keys and values go into the cache."""
-        count, width, _, size = qkv.shape
-        query, key, value = qkv.transpose(1, 2).split([self._heads, self._kv_heads, self._kv_heads], dim=1)
-        begin, end = self._filled, self._filled + width
-        cache[0, :, :, begin:end], cache[1, :, :, begin:end] = key, value
-        keys, values = cache[:, :, :, :end]
-        if mask.dim() == 4:
-            grouped = self._heads > self._kv_heads
-            said = F.scaled_dot_product_attention(query, keys, values, mask, scale=1.0, enable_gqa=grouped)
-            return said.transpose(1, 2).reshape(count * width, -1)
-        # For a token at a time batched products take less time on two threads (0.7 to 0.85 of a generate), and no more on one.
-        pairs = count * self._kv_heads
-        queries = query.reshape(pairs, -1, size)  # the heads that share a key
-        weights = torch.baddbmm(mask, queries, keys.reshape(pairs, end, size).transpose(1, 2)).softmax(-1)
-        return torch.bmm(weights, values.reshape(pairs, end, size)).view(count, -1)
+    def _attend_prompts(self, mask: torch.Tensor, qkv: torch.Tensor, number: int) -> torch.Tensor:
+        """Whole prompts, the first tokens that there are. `mask` [B, 1, T, T] is 0 or -inf."""
+        query, key, value = qkv.transpose(1, 2).split(self._parts, dim=1)
+        self._prompts[number][0], self._prompts[number][1] = key, value
+        grouped = self._heads > self._kv_heads
+        said = F.scaled_dot_product_attention(query, key, value, mask, scale=1.0, enable_gqa=grouped)
+        return said.transpose(1, 2).flatten(0, 1).flatten(1)
+
+    def _attend_token(self, qkv: torch.Tensor, number: int) -> torch.Tensor:
+        """One token of each sequence. What each has for itself is summed without batched products, which take longer for so few numbers."""
+        own, last = self._own[number], self._filled - 1
+        query, own[0, last], own[1, last] = qkv.squeeze(1).split(self._parts, dim=1)
+        queries = query.unflatten(1, (self._kv_heads, -1))  # [B, key heads, G, D]: the heads that share a key
+        keys, values = own[:, : self._filled, :, :, None]
+        logits = torch.cat([torch.linalg.vecdot(some, queries) for some in keys.split(POSITIONS)])  # [positions, B, key heads, G]
+        if not self._prompts:
+            weights = logits.add_(self._own_mask[: self._filled]).softmax(0)
+            return _weighted_sum(weights, values).flatten(1)
+        prompt_keys, prompt_values = self._prompts[number]
+        copies = (-1, self._copies)
+        asked = queries.unflatten(0, copies).transpose(1, 2).flatten(2, 3)  # [prompts, key heads, copies x G, D]
+        prompt_logits = asked @ prompt_keys.transpose(2, 3) + self._prompt_mask[:, None, None]
+        prompt_logits = prompt_logits.unflatten(2, (self._copies, -1)).permute(4, 0, 2, 1, 3).flatten(1, 2)
+        weights = torch.cat([prompt_logits, logits]).softmax(0)
+        width = len(prompt_logits)
+        prompt_weights = weights[:width].unflatten(1, copies).permute(1, 3, 2, 4, 0).flatten(2, 3)
+        said = (prompt_weights @ prompt_values).unflatten(2, (self._copies, -1)).transpose(1, 2).flatten(0, 1)
+        return said.add_(_weighted_sum(weights[width:], values)).flatten(1)
+
+
+def _weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[positions, B, key heads, G] and [positions, B, key heads, 1, D] as [B, key heads, G, D]."""
+    return sum((w * v).sum(0) for w, v in zip(weights.unsqueeze(-1).split(POSITIONS), values.split(POSITIONS), strict=True))
+
+
+def _added(visible: torch.Tensor) -> torch.Tensor:
+    """0 where visible and -inf elsewhere, to be added to attention's logits."""
+    return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
 
 
 def _left_padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -221,7 +221,7 @@ def test_a_prompt_without_room_for_a_response_is_refused(tmp_path, prompts):
 def test_nothing_is_kept_between_calls(tmp_path):
     made = engine(llama(tmp_path))
     sample(made)
-    assert made._decoder._caches == []
+    assert made._decoder._prompts == [] and made._decoder._own == []
 
 
 def test_in_bfloat16_positions_are_as_exact_as_the_trainers(tmp_path):
