@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import LlamaModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from rlhf_core.models.packed_attention import AttentionHeads, attend
 from rlhf_core.models.packed_layout import Layout, layout_of
 
 
@@ -76,17 +77,9 @@ def _attention(layer: LlamaDecoderLayer, hidden: torch.Tensor, layout: Layout, c
     size = attention.head_dim
     weight = torch.cat([interleaved(attention.q_proj.weight, size), interleaved(attention.k_proj.weight, size), attention.v_proj.weight])
     placed = _RotatedQkv.apply(hidden, weight * norm.weight, norm.variance_epsilon, layout)
-    attended = []
-    for block, part in zip(layout.blocks, placed.split([b.rows * b.width for b in layout.blocks]), strict=True):
-        heads = part.view(block.rows, block.width, -1, size).transpose(1, 2)
-        query, key, value = heads.split([config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads], dim=1)
-        groups = config.num_attention_heads // config.num_key_value_heads
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        causal = block.mask is None
-        said = F.scaled_dot_product_attention(query, key, value, attn_mask=block.mask, is_causal=causal, scale=attention.scaling)
-        attended.append(said.transpose(1, 2).reshape(block.rows * block.width, -1))
-    return torch.cat(attended)
+    heads = AttentionHeads(config.num_attention_heads, config.num_key_value_heads, size, attention.scaling)
+    parts = placed.split([block.num_places for block in layout.blocks])
+    return torch.cat([attend(part, block, heads) for part, block in zip(parts, layout.blocks, strict=True)])
 
 
 def _mlp(layer: LlamaDecoderLayer, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
 from rlhf_core.models import packed_layout
 from rlhf_core.models.branches import Branches, collate_branches
 from rlhf_core.models.packed import can_pack, packed_states
-from rlhf_core.models.packed_layout import _cuts, _whole_sequences, visible_branches
+from rlhf_core.models.packed_layout import GroupBlock, _cuts, _whole_sequences, layout_of, visible_branches
 
 
 def llama(heads: int = 4, key_value_heads: int = 4, **settings) -> LlamaModel:
@@ -83,6 +83,54 @@ def test_branches_that_attend_as_whole_sequences_give_the_same(key_value_heads: 
     attention = {"position_ids": batch.position_ids, "segments": batch.segments}
     assert_same(llama(key_value_heads=key_value_heads), batch.input_ids, *wanted.nonzero(as_tuple=True), **attention)
     assert seen
+
+
+GROUPS = [
+    Branches([1, 2, 3, 4, 9], [[5, 6, 20, 21, 22, 23], [7], [8, 9, 10]]),
+    Branches([17], [[18, 40, 41, 45, 46, 47], [19, 42, 43], [33]]),
+    Branches([11, 12, 13], [[14, 15, 16]]),
+    Branches([11, 12, 13], [[14], [28], [29], [30, 31]]),
+    Branches(list(range(1, 8)), [[35], [36, 37], [38]]),
+]
+
+
+def blocks_of(model: LlamaModel, batch, wanted: torch.Tensor):
+    return layout_of(model, batch.input_ids, *wanted.nonzero(as_tuple=True), batch.position_ids, None, batch.segments).blocks
+
+
+@pytest.mark.parametrize("key_value_heads", [4, 2])
+@pytest.mark.parametrize("half_a_response", [False, True])
+def test_groups_whose_responses_attend_to_one_prefix_give_the_same(
+    key_value_heads: int, half_a_response: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(packed_layout, "RESPONSES", 2.8)
+    batch, model = collate_branches(GROUPS, pad_id=0), llama(key_value_heads=key_value_heads)
+    wanted = batch.segments >= 0
+    if half_a_response:
+        wanted[0, 14:] = False
+    blocks = blocks_of(model, batch, wanted)
+    # Of rows with three responses those of up to 11 and 9 tokens are alike, that of up to 7 is not.
+    assert [(b.groups, b.responses) for b in blocks] == [(1, 1), (2, 3), (1, 3), (1, 4)] and all(type(b) is GroupBlock for b in blocks)
+    attention = {"position_ids": batch.position_ids, "segments": batch.segments}
+    assert_same(model, batch.input_ids, *wanted.nonzero(as_tuple=True), **attention)
+
+
+@pytest.mark.parametrize(
+    ("rows", "grouped"),
+    [
+        ([Branches([1] * 3, [[2] * 17] * 3)], True),  # three responses, prefixes are 9 of 60 tokens
+        ([Branches([1] * 3, [[2] * 17] * 2)], False),  # two responses
+        ([Branches([1] * 3, [[2] * 18] * 3)], False),  # 9 of 63 tokens
+        ([Branches([1] * 3, [[2] * 17] * 4), Branches([1] * 3, [[2] * 17] * 2)], True),  # three on average
+        ([Branches([1] * 3, [[2] * 17] * 5), Branches([], [[2] * 3])], False),  # a row without a prefix
+        ([Branches([1] * 40, [[2] * 216] * 3)], True),  # 256 tokens
+        ([Branches([1] * 41, [[2] * 216] * 3)], False),
+    ],
+)
+def test_many_short_responses_to_a_prompt_attend_as_a_group(rows: list[Branches], grouped: bool):
+    batch = collate_branches(rows, pad_id=0)
+    blocks = blocks_of(llama(), batch, batch.selected)
+    assert all((type(block) is GroupBlock) == grouped for block in blocks)
 
 
 def test_a_long_prefix_of_short_branches_is_not_copied(monkeypatch: pytest.MonkeyPatch):
