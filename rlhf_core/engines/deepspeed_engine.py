@@ -21,6 +21,7 @@ from torch import nn
 
 from rlhf_core.certificate import OPTIMIZER_NAMES
 from rlhf_core.models.lora import merged_state_dict
+from rlhf_core.quiet import overlook_what_is_imported
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def join_world(*, rank: int = 0, world_size: int = 1, store: dist.Store | None =
     # Its shared-memory collectives for the CPU would be compiled here, which takes half a minute and a compiler; gloo serves.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)
+    overlook_what_is_imported()
 
 
 def device() -> torch.device:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhf_core.checkpoint import NoSpace
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.quiet import collect_as_usual
+from rlhf_core.quiet import collect_as_usual, overlook_what_is_imported
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.credit import RewardNormalizer, assign_credit, correct
 from rlhf_core.trainers.rl_actors import Actors
@@ -73,6 +73,7 @@ def run(job: RlJob, actors: Actors, stop: Stop) -> int:
 def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
     """Every step from the last checkpoint to the end, or until a limit or a signal stops it; on a signal the state is saved."""
     collect_as_usual()
+    overlook_what_is_imported()
     rl = job.rl
     prompts = PromptStream(read_prompts(job, "train"), rl.prompt_weights, seed=job.seed)
     validation = evaluation_prompts(job)

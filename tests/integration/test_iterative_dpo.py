@@ -125,11 +125,13 @@ def test_a_round_that_is_killed_in_training_goes_on_to_the_same_result(workspace
 
 
 def test_a_round_whose_pairs_are_refused_trains_nothing_and_ends_the_run(workspace):
-    code, printed = run(workspace, "flows.iterative_dpo", "--series", "refused", "--rounds", "2", "--set", "iterative.min_pairs=1000")
+    pytorch = ("--set", "iterative.sampling.backend=pytorch")  # nothing here is vLLM's
+    few = ("--set", "iterative.min_pairs=1000")
+    code, printed = run(workspace, "flows.iterative_dpo", "--series", "refused", "--rounds", "2", *few, *pytorch)
     assert code == 4, said(workspace)[-3000:]
     worktree = workspace / "runs/refused"
     assert "RoundRefused: round 1: the round's pairs were refused: preference: min_pairs" in printed
     assert not verdict(worktree)["accepted"] and (worktree / "rounds/1/policy/not_trained.json").is_file()
     assert len(read_rounds(worktree)) == 1
-    code, printed = run(workspace, "flows.iterative_dpo", "--series", "refused", "--set", "iterative.min_pairs=4")
+    code, printed = run(workspace, "flows.iterative_dpo", "--series", "refused", "--set", "iterative.min_pairs=4", *pytorch)
     assert code == 2 and "expected the params that its rounds were made with, got others in iterative" in printed

@@ -65,7 +65,7 @@ CRITIC = {
         ],
         "max_unscored_fraction": 0.9,
     },
-    "rollout": {"min_new_tokens": 3},
+    "rollout": {"backend": "pytorch", "min_new_tokens": 3},
 }
 FLAKY = '''
 import time
