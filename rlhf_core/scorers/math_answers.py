@@ -8,6 +8,7 @@ child does it, under an alarm that kills it and a limit of its memory; then that
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -44,7 +45,8 @@ class MathComparer:
             answer = ""
         if not answer:
             self._child = None
-            child.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # closing tries once more to write what could not be written
+                child.stdin.close()
             child.stdout.close()
             raise ValueError(f"the comparison took longer than {SECONDS} s or too much memory: its process ended with code {child.wait()}")
         found = json.loads(answer)

@@ -99,10 +99,13 @@ def test_a_comparison_without_end_has_no_result_and_the_next_one_does(comparer, 
     assert comparer.same("3", "3") is True
 
 
-def test_a_child_that_was_killed_is_replaced():
+@pytest.mark.parametrize("ended", [False, True])  # its pipe takes the question for as long as it has not ended
+def test_a_child_that_was_killed_is_replaced(ended: bool):
     comparer = MathComparer()
     assert comparer.same("3", "3") is True
     os.kill(comparer._child.pid, signal.SIGKILL)
+    if ended:
+        comparer._child.wait()
     with pytest.raises(ValueError, match="ended with code -9"):
         comparer.same("3", "3")
     assert comparer.same("4", "3") is False
