@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -107,8 +108,12 @@ def test_a_lock_file_that_dvc_was_killed_over_is_removed(tmp_path):
 
 
 def test_what_a_killed_dvc_holds_is_taken_away_even_if_its_number_is_anothers_now(tmp_path):
-    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with subprocess.Popen(sleeping) as other, subprocess.Popen([*sleeping, "dvc"]) as dvc:
+    sleeping = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+    with contextlib.ExitStack() as stack:
+        other, dvc = (stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE)) for command in (sleeping, [*sleeping, "dvc"]))
+        for process in (other, dvc):
+            stack.callback(process.kill)
+            assert process.stdout.readline() == b"up\n"  # a process has no command line yet when Popen returns
         entry = {p.pid: {"pid": p.pid, "cmd": "dvc repro"} for p in (other, dvc)}
         gone = {"pid": 2**22 + 1, "cmd": "dvc repro"}  # above the largest number of a process
         locks = {
@@ -120,8 +125,6 @@ def test_what_a_killed_dvc_holds_is_taken_away_even_if_its_number_is_anothers_no
         path.write_text(json.dumps(locks))
         clear_locks(tmp_path)
         assert json.loads(path.read_text()) == {"read": {"a": [entry[dvc.pid]]}, "write": {"d": entry[dvc.pid]}}
-        for process in (other, dvc):
-            process.kill()
 
 
 def test_a_refusal_is_told_from_a_crash_and_a_deadline_ends_all_processes(tmp_path, monkeypatch):
