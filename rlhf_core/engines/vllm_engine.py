@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhf_core.engines.weights import process_weights, replace_weights
+from rlhf_core.quiet import overlook_what_is_imported
 from rlhf_core.sampling import Sample, SamplingSettings
 
 if TYPE_CHECKING:
@@ -48,10 +49,12 @@ class VllmEngine:
         from vllm import LLM
         from vllm.platforms import current_platform
 
+        overlook_what_is_imported()  # vLLM looks for garbage five times while it starts
         self._set_num_threads = torch.set_num_threads  # on the CPU the engine replaces it by one that does nothing
         on_cpu = current_platform.is_cpu()
         if on_cpu:
-            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling took 13 s at the first generate
+            # Compiling took 3 s at the first generate, 13 on a machine that had never done so. PyTorch has read the variable by now.
+            torch._dynamo.config.disable = os.environ.setdefault("TORCH_COMPILE_DISABLE", "1") == "1"
             _inspect_here(model_path, trust_remote_code)
 
         self.version = 0
