@@ -22,7 +22,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, *, temperature
     Returns:
         [N], natural logarithms.
     """
-    return -F.cross_entropy(_scaled(logits, temperature), token_ids, reduction="none")
+    return -F.cross_entropy(scaled_logits(logits, temperature), token_ids, reduction="none")
 
 
 def token_logprobs_and_entropy(logits: torch.Tensor, token_ids: torch.Tensor, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +31,7 @@ def token_logprobs_and_entropy(logits: torch.Tensor, token_ids: torch.Tensor, *,
     Returns:
         [N], [N].
     """
-    return _LogprobsAndEntropy.apply(_scaled(logits, temperature), token_ids)
+    return _LogprobsAndEntropy.apply(scaled_logits(logits, temperature), token_ids)
 
 
 class _LogprobsAndEntropy(Function):
@@ -63,7 +63,7 @@ def sampler_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, *, temperatu
         [N], natural logarithms.
     """
     ids = token_ids.unsqueeze(-1)
-    sampled = _scaled(logits, temperature).gather(-1, ids)
+    sampled = scaled_logits(logits, temperature).gather(-1, ids)
     left = left_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p).scatter(-1, ids, sampled)
     return sampled.squeeze(-1) - left.logsumexp(-1)
 
@@ -82,7 +82,7 @@ def left_logits(logits: torch.Tensor, *, temperature: float, top_k: int | None, 
     Returns:
         [N, V], float32 at least.
     """
-    scaled = _scaled(logits, temperature)
+    scaled = scaled_logits(logits, temperature)
     if top_k is None and top_p == 1.0:
         return scaled
     values, order = scaled.sort(-1)
@@ -104,11 +104,12 @@ def token_entropy(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
     Returns:
         [N], with gradient.
     """
-    logprobs = _scaled(logits, temperature).log_softmax(-1)
+    logprobs = scaled_logits(logits, temperature).log_softmax(-1)
     impossible = logprobs == -torch.inf
     return -(logprobs.exp() * logprobs.masked_fill(impossible, 0.0)).sum(-1)
 
 
-def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+def scaled_logits(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Over the temperature, in float32 at least."""
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return precise if temperature == 1.0 else precise / temperature

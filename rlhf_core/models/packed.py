@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rlhf_core.models.packed_attention import AttentionHeads, attend
 from rlhf_core.models.packed_layout import Layout, layout_of
+from rlhf_core.models.pieces import pieces
 
 
 def can_pack(trunk: nn.Module) -> bool:
@@ -76,7 +77,7 @@ def _attention(layer: LlamaDecoderLayer, hidden: torch.Tensor, layout: Layout, c
     attention, norm = layer.self_attn, layer.input_layernorm
     size = attention.head_dim
     weight = torch.cat([interleaved(attention.q_proj.weight, size), interleaved(attention.k_proj.weight, size), attention.v_proj.weight])
-    placed = _RotatedQkv.apply(hidden, weight * norm.weight, norm.variance_epsilon, layout)
+    placed = _RotatedQkv.apply(hidden, weight * norm.weight, norm.variance_epsilon, layout, torch.is_grad_enabled())
     heads = AttentionHeads(config.num_attention_heads, config.num_key_value_heads, size, attention.scaling)
     parts = placed.split([block.num_places for block in layout.blocks])
     return torch.cat([attend(part, block, heads) for part, block in zip(parts, layout.blocks, strict=True)])
@@ -85,7 +86,7 @@ def _attention(layer: LlamaDecoderLayer, hidden: torch.Tensor, layout: Layout, c
 def _mlp(layer: LlamaDecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
     norm, mlp = layer.post_attention_layernorm, layer.mlp
     weight = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]) * norm.weight
-    return _SwiGlu.apply(hidden, weight, mlp.down_proj.weight, norm.variance_epsilon)
+    return _SwiGlu.apply(hidden, weight, mlp.down_proj.weight, norm.variance_epsilon, torch.is_grad_enabled())
 
 
 def interleaved(weight: torch.Tensor, size: int) -> torch.Tensor:
@@ -93,10 +94,10 @@ def interleaved(weight: torch.Tensor, size: int) -> torch.Tensor:
     return weight.view(-1, 2, size // 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
-def normalize(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def normalize(x: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """x / rms(x) and 1 / rms(x), by row."""
     inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return x * inverse, inverse
+    return torch.mul(x, inverse, out=out), inverse
 
 
 def _normalized_backward(grad: torch.Tensor, normalized: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
@@ -120,34 +121,47 @@ class _Pick(Function):
 
 
 class _RotatedQkv(Function):
-    """Normalize, project, rotate queries and keys, and put the rows in their places: [N, H] -> [P, heads * D]."""
+    """Normalize, project, rotate queries and keys, and put the rows in their places: [N, H] -> [P, heads * D].
+
+    A piece of rows at a time, as below; `learns`: whether what the backward pass needs is kept.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, weight, eps, layout):
-        normalized, inverse = normalize(hidden, eps)
-        projected = normalized @ weight.t()
-        _rotated_part(projected, layout).mul_(layout.rotation)
+    def forward(ctx, hidden, weight, eps, layout, learns):
+        kept = len(hidden) if learns else 0
+        normalized, inverse = hidden.new_empty(kept, hidden.shape[-1]), hidden.new_empty(len(hidden), 1)
+        # With copies first the rows in their own order, then their places.
+        placed = hidden.new_zeros(layout.num_places, len(weight)) if layout.copies is None else hidden.new_empty(len(hidden), len(weight))
+        for piece in pieces(len(hidden), weight):
+            of_piece, inverse[piece] = normalize(hidden[piece], eps, out=normalized[piece] if learns else None)
+            projected = of_piece @ weight.t()
+            _rotated_part(projected, layout.rotation).mul_(layout.rotation[piece])
+            if layout.copies is None:
+                placed.index_copy_(0, layout.places[piece], projected)
+            else:
+                placed[piece] = projected
         ctx.save_for_backward(normalized, inverse, weight)
         ctx.layout = layout
-        if layout.copies is not None:
-            return projected.index_select(0, layout.copies.sources)
-        return projected.new_zeros(layout.num_places, len(weight)).index_copy_(0, layout.places, projected)
+        return placed if layout.copies is None else placed.index_select(0, layout.copies.sources)
 
     @staticmethod
     def backward(ctx, grad):
         normalized, inverse, weight = ctx.saved_tensors
-        copies = ctx.layout.copies
-        if copies is None:
-            grad = grad.index_select(0, ctx.layout.places)
-        else:
+        layout, copies = ctx.layout, ctx.layout.copies
+        if copies is not None:
             grad = F.embedding_bag(copies.places, grad, copies.starts, mode="sum")
-        _rotated_part(grad, ctx.layout).mul_(ctx.layout.rotation.conj())
-        return _normalized_backward(grad @ weight, normalized, inverse), grad.t() @ normalized, None, None
+        hidden_grad, weight_grad = torch.empty_like(normalized), torch.zeros_like(weight)
+        for piece in pieces(len(normalized), weight):
+            part = grad.index_select(0, layout.places[piece]) if copies is None else grad[piece]
+            _rotated_part(part, layout.rotation).mul_(layout.rotation[piece].conj())
+            hidden_grad[piece] = _normalized_backward(part @ weight, normalized[piece], inverse[piece])
+            weight_grad.addmm_(part.t(), normalized[piece])
+        return hidden_grad, weight_grad, None, None, None
 
 
-def _rotated_part(projected: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _rotated_part(projected: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Queries and keys [N, heads, D / 2] as complex numbers, a view."""
-    _, heads, half = layout.rotation.shape
+    _, heads, half = rotation.shape
     return torch.view_as_complex(projected[:, : heads * half * 2].view(-1, heads, half, 2))
 
 
@@ -155,22 +169,29 @@ class _SwiGlu(Function):
     """x + down(silu(gate(n)) * up(n)), n = x / rms(x); gate and up are the halves of one weight."""
 
     @staticmethod
-    def forward(ctx, x, gate_up, down, eps):
-        normalized, inverse = normalize(x, eps)
-        gate, up = (normalized @ gate_up.t()).chunk(2, dim=-1)
-        sigmoid = torch.sigmoid(gate)
-        silu = sigmoid * gate
-        ctx.save_for_backward(normalized, inverse, gate_up, down, silu, sigmoid, up)
-        return torch.addmm(x, silu * up, down.t())
+    def forward(ctx, x, gate_up, down, eps, learns):
+        kept = len(x) if learns else 0
+        normalized, inverse, projected = x.new_empty(kept, x.shape[-1]), x.new_empty(len(x), 1), x.new_empty(kept, len(gate_up))
+        result = torch.empty_like(x)
+        for piece in pieces(len(x), gate_up):
+            of_piece, inverse[piece] = normalize(x[piece], eps, out=normalized[piece] if learns else None)
+            gate, up = torch.mm(of_piece, gate_up.t(), out=projected[piece] if learns else None).chunk(2, dim=-1)
+            torch.addmm(x[piece], F.silu(gate).mul_(up), down.t(), out=result[piece])
+        ctx.save_for_backward(normalized, inverse, gate_up, down, projected)
+        return result
 
     @staticmethod
     def backward(ctx, grad):
-        normalized, inverse, gate_up, down, silu, sigmoid, up = ctx.saved_tensors
-        inner = grad @ down
-        halves = inner.new_empty(len(inner), len(gate_up))
-        gate_grad, up_grad = halves.chunk(2, dim=-1)
-        torch.mul(inner, silu, out=up_grad)
-        slope = torch.addcmul(sigmoid, silu, 1 - sigmoid)  # of silu
-        torch.mul(inner.mul_(up), slope, out=gate_grad)
-        down_grad = grad.t() @ (silu * up)
-        return grad + _normalized_backward(halves @ gate_up, normalized, inverse), halves.t() @ normalized, down_grad, None
+        normalized, inverse, gate_up, down, projected = ctx.saved_tensors
+        x_grad, gate_up_grad, down_grad = torch.empty_like(normalized), torch.zeros_like(gate_up), torch.zeros_like(down)
+        for piece in pieces(len(grad), gate_up):
+            gate, up = projected[piece].chunk(2, dim=-1)
+            silu, inner = F.silu(gate), grad[piece] @ down
+            down_grad.addmm_(grad[piece].t(), silu * up)
+            halves = torch.empty_like(projected[piece])
+            gate_grad, up_grad = halves.chunk(2, dim=-1)
+            torch.mul(inner, silu, out=up_grad)
+            torch.ops.aten.silu_backward.grad_input(inner.mul_(up), gate, grad_input=gate_grad)
+            x_grad[piece] = _normalized_backward(halves @ gate_up, normalized[piece], inverse[piece]).add_(grad[piece])
+            gate_up_grad.addmm_(halves.t(), normalized[piece])
+        return x_grad, gate_up_grad, down_grad, None, None

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.algorithms.logprobs import sampler_logprobs, token_entropy, token_logprobs, token_logprobs_and_entropy
 from rlhf_core.models.build import scalar_head, trunk
+from rlhf_core.models.head import can_project_in_pieces, head_logprobs
 from rlhf_core.models.packed import can_pack, packed_states
 from rlhf_core.models.packed_layout import visible_branches
 
@@ -108,9 +109,11 @@ class PolicyModule(nn.Module):
         """
         rows, predicted_by, ids = batch.predictions()
         hidden, router_logits = _hidden_states(self.model, batch, rows, predicted_by, routed)
-        logits = self.model.get_output_embeddings()(hidden)
-        filtered = top_k is not None or top_p < 1.0
-        entropy = None
+        head, filtered = self.model.get_output_embeddings(), top_k is not None or top_p < 1.0
+        if can_project_in_pieces(head) and not filtered and not learn_entropy:
+            logprobs, entropy = head_logprobs(head, hidden, ids, temperature=temperature, with_entropy=with_entropy)
+            return PolicyOutput(logprobs, entropy, None, router_logits)
+        logits, entropy = head(hidden), None
         if with_entropy and not learn_entropy:
             logprobs, entropy = token_logprobs_and_entropy(logits, ids, temperature=temperature)
         else:

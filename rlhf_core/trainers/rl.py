@@ -89,9 +89,11 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
     stopping = False
     while not progress.finished(rl) and not stopping:
         clock, step, kl_coef = Clock(), progress.step, progress.kl_coef
+        on_policy = rl.on_policy and trains_policy(rl, step)
+        share = 0.0 if on_policy or rl.trusts_engine else rl.rollout.recomputed_fraction
         try:
             with stop.interrupts():
-                drawn = draw(workers, prompts, rl, step=step, prompts_drawn=progress.prompts_drawn, clock=clock)
+                drawn = draw(workers, prompts, rl, step=step, prompts_drawn=progress.prompts_drawn, share=share, clock=clock)
         except StepAbandoned:
             log.info("rl: told to stop; step %d is given up before it has changed anything", step + 1)
             workers.snapshot(progress, normalizer, score=None)
@@ -100,9 +102,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         if rl.rollout.one_step_off_policy:
             following = prompts.take(drawn.prompts_drawn, rl.rollout_batch_size) if step + 1 < rl.steps else []
             workers.rollouts.generate_ahead(following, step=step + 1, checked=drawn.scored[0].rollout.prompt)
-        on_policy = rl.on_policy and trains_policy(rl, step)
-        unasked = on_policy or rl.trusts_engine
-        outputs = workers.forward([s.rollout for s in drawn.scored], share=0.0 if unasked else rl.rollout.recomputed_fraction)
+        outputs = workers.forward(drawn.asked)
         clock.lap("forward")
         batch = collate(drawn.scored, outputs, workers.pad_id, drawn.baseline_components)
         check_scored(batch, rl, step=step)

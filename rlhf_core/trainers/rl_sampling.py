@@ -11,7 +11,7 @@ from rlhf_core.trainers.credit import weighted_score
 from rlhf_core.trainers.rl_data import Components, PromptStream, components_of
 from rlhf_core.trainers.rl_metrics import Clock, Metrics
 from rlhf_core.trainers.rl_scoring import DISAGREEMENT, ScorerMetrics
-from rlhf_core.trainers.rl_workers import Workers
+from rlhf_core.trainers.rl_workers import Asked, Workers
 from rlhf_core.types import Prompt, ScoredRollout
 
 Group = list[ScoredRollout]
@@ -23,6 +23,7 @@ class Drawn:
 
     baseline_components: of the greedy response to each row's prompt; empty where the algorithm asks for none.
     prompts_drawn: of the prompt stream, from the run's beginning.
+    asked: what the trainer ranks say of them will be there.
     """
 
     scored: list[ScoredRollout]
@@ -30,15 +31,24 @@ class Drawn:
     prompts_drawn: int
     metrics: Metrics
     scorer_metrics: dict[str, float]
+    asked: Asked
 
 
-def draw(workers: Workers, prompts: PromptStream, rl: RlConfig, *, step: int, prompts_drawn: int, clock: Clock) -> Drawn:
-    """A step's rollouts and their scores, of prompts from position `prompts_drawn` on."""
+def draw(workers: Workers, prompts: PromptStream, rl: RlConfig, *, step: int, prompts_drawn: int, share: float, clock: Clock) -> Drawn:
+    """A step's rollouts and their scores, of prompts from position `prompts_drawn` on.
+
+    Args:
+        share: of which the trainer's policy is asked; see `Workers.ask`. The trainer looks at rollouts while they are scored, unless it
+            takes scores to know which of them are of any use.
+    """
     measured = ScorerMetrics()
+    ahead: list[Asked] = []
 
     def draw_groups(start: int, count: int, turn: int) -> list[Group]:
         rollouts = workers.rollouts.generate(prompts.take(start, count), step=step, turn=turn)
         clock.lap("generate")
+        if not rl.dynamic_sampling.enabled:
+            ahead.append(workers.ask(rollouts, share=share))
         scored = workers.score(rollouts, measured)
         clock.lap("score")
         return [scored[i : i + rl.group_size] for i in range(0, len(scored), rl.group_size)]
@@ -50,8 +60,9 @@ def draw(workers: Workers, prompts: PromptStream, rl: RlConfig, *, step: int, pr
         components = greedy_components(workers, [group[0].rollout.prompt for group in groups])
         baseline = {name: scores.repeat_interleave(rl.group_size) for name, scores in components.items()}
         clock.lap("baseline")
+    asked = ahead[0] if ahead else workers.ask([s.rollout for s in scored], share=share)
     further = measured.means()
-    return Drawn(scored, baseline, position, metrics | take_disagreements(further, rl), further)
+    return Drawn(scored, baseline, position, metrics | take_disagreements(further, rl), further, asked)
 
 
 def take_disagreements(measured: dict[str, float], rl: RlConfig) -> Metrics:

@@ -6,7 +6,7 @@ import logging
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,21 @@ from rlhf_core.trainers.rl_state import Progress, RunStore
 from rlhf_core.types import Rollout, RolloutBatch, ScoredRollout
 
 log = logging.getLogger("rlhf")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Rollouts that the trainer ranks are looking at.
+
+    shards: for each rank, positions of its rollouts.
+    recomputed: of each rank's rollouts the policy is asked of so many.
+    answers: where they will be.
+    """
+
+    rollouts: Sequence[Rollout]
+    shards: list[list[int]]
+    recomputed: int
+    answers: list[Pending]
 
 
 class Workers:
@@ -76,8 +91,8 @@ class Workers:
         """Raw scores by every scorer; NaN: it couldn't. What else the scorers measure is added to `metrics`."""
         return self._scoring.score(rollouts, metrics)
 
-    def forward(self, rollouts: Sequence[Rollout], *, share: float) -> dict[str, torch.Tensor]:
-        """What policy, reference and critic say of every response token, flat [N] in the order of the rollouts.
+    def ask(self, rollouts: Sequence[Rollout], *, share: float) -> Asked:
+        """Have policy, reference and critic look at rollouts, without waiting.
 
         Args:
             share: of each rank's rollouts, from the first on, of which the policy is asked; the others have the engine's log-probabilities.
@@ -86,14 +101,15 @@ class Workers:
         sequences, starts = sequences_of(rollouts)
         shards = _contiguous_shards(len(sequences), len(self._trainers))
         recomputed = math.ceil(share * max(map(len, shards)))
-        answers = self._trainers.call(
-            "forward",
-            [([sequences[i] for i in s], [starts[i] for i in s]) for s in shards],
-            deadline=self._job.rl.deadlines.step,
-            recomputed=recomputed,
-        )
-        for shard, answer in zip(shards, answers, strict=True) if recomputed else ():
-            trusted = torch.tensor([x for i in shard[recomputed:] for x in rollouts[i].rollout_logprobs])
+        per_rank = [([sequences[i] for i in s], [starts[i] for i in s]) for s in shards]
+        return Asked(rollouts, shards, recomputed, self._trainers.submit("forward", per_rank, recomputed=recomputed))
+
+    def forward(self, asked: Asked) -> dict[str, torch.Tensor]:
+        """What policy, reference and critic say of every response token, flat [N] in the order of the rollouts."""
+        answers = self._trainers.wait(asked.answers, deadline=self._job.rl.deadlines.step, what="forward")
+        recomputed = asked.recomputed
+        for shard, answer in zip(asked.shards, answers, strict=True) if recomputed else ():
+            trusted = torch.tensor([x for i in shard[recomputed:] for x in asked.rollouts[i].rollout_logprobs])
             answer["old_logprobs"] = torch.cat([answer["old_logprobs"], trusted])
         return {name: torch.cat([a[name] for a in answers]) for name in answers[0]}
 
@@ -137,7 +153,7 @@ class Workers:
 
     def _sampler_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
         """Of the policy of now, flat [N]. Every rank is asked for all of them: it is a collective."""
-        seen = self.forward(rollouts * len(self._trainers), share=1.0)
+        seen = self.forward(self.ask(rollouts * len(self._trainers), share=1.0))
         return seen.get("sampler_logprobs", seen["old_logprobs"])[: sum(len(r.response_ids) for r in rollouts)]
 
     def export(self, folder: Path) -> None:

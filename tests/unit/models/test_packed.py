@@ -6,10 +6,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
 
-from rlhf_core.models import packed_layout
+from rlhf_core.models import packed, packed_layout
 from rlhf_core.models.branches import Branches, collate_branches
 from rlhf_core.models.packed import can_pack, packed_states
 from rlhf_core.models.packed_layout import GroupBlock, _cuts, _whole_sequences, layout_of, visible_branches
+
+
+@pytest.fixture(params=[5, 1000], ids="pieces of {}".format, autouse=True)
+def piece_rows(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = request.param
+    monkeypatch.setattr(packed, "pieces", lambda count, weight, at_most=None: [slice(i, i + rows) for i in range(0, count, rows)])
 
 
 def llama(heads: int = 4, key_value_heads: int = 4, **settings) -> LlamaModel:

@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups a step learns from, how often it draws, and where the prompt stream goes on."""
+"""Which groups a step learns from, how often it draws, where the prompt stream goes on, and when the trainer looks at responses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 from tiny_models import tiny_params
 
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.trainers.rl_sampling import is_informative, select_groups, take_disagreements
+from rlhf_core.trainers.rl_metrics import Clock
+from rlhf_core.trainers.rl_sampling import draw, is_informative, select_groups, take_disagreements
 from rlhf_core.types import Prompt, Rollout, ScoredRollout
 
 NAN = math.nan
@@ -93,3 +94,43 @@ def test_the_disagreement_of_an_ensemble_has_a_column_and_a_scorers_own_figures_
     measured = {"both.disagreement": 0.25, "mine.disagreement": 3.0}
     assert take_disagreements(measured, rl) == {"disagreement_both": 0.25} and measured == {"mine.disagreement": 3.0}
     assert math.isnan(take_disagreements({}, rl)["disagreement_both"]) and "disagreement_both" in curve_columns(rl)
+
+
+class RecordingWorkers:
+    """Stands in for the actors: rollouts of any prompts, the second prompt's all as good as each other. Remembers the order of calls."""
+
+    def __init__(self):
+        self.calls: list[str] = []
+        self.rollouts = self
+
+    def generate(self, prompts: list[Prompt], **_) -> list[Rollout]:
+        self.calls.append("generate")
+        return [Rollout(p, [i], [-1.0], True, number, 0) for number, p in enumerate(prompts) for i in range(2)]
+
+    def ask(self, rollouts: list[Rollout], *, share: float) -> list[Rollout]:
+        self.calls.append(f"ask {share}")
+        return rollouts
+
+    def score(self, rollouts: list[Rollout], _) -> list[ScoredRollout]:
+        self.calls.append("score")
+        return [ScoredRollout(r, {"right": float(r.prompt.id != "1" and r.response_ids[0]), "watched": 0.0}) for r in rollouts]
+
+
+class NumberedPrompts:
+    def take(self, start: int, count: int) -> list[Prompt]:
+        return [Prompt(str(i), "clerk", [], [5], None) for i in range(start, start + count)]
+
+
+@pytest.mark.parametrize(
+    ("enabled", "calls", "prompts"),
+    [
+        (False, ["generate", "ask 0.5", "score"], [0, 1, 2, 3]),
+        (True, ["generate", "score", "generate", "score", "ask 0.5"], [0, 2, 3, 4]),
+    ],
+)
+def test_the_trainer_looks_at_responses_while_they_are_scored_unless_scores_choose_them(enabled, calls, prompts):
+    workers = RecordingWorkers()
+    drawn = draw(workers, NumberedPrompts(), config(enabled=enabled), step=0, prompts_drawn=0, share=0.5, clock=Clock())
+    assert workers.calls == calls
+    assert numbers([drawn.scored[i : i + 2] for i in range(0, 8, 2)]) == prompts
+    assert [(r.prompt, r.response_ids) for r in drawn.asked] == [(s.rollout.prompt, s.rollout.response_ids) for s in drawn.scored]

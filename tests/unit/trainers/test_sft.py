@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import PAD, largest_difference, policy_engine, sequences
 
+from rlhf_core.models import wrappers
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.tokenizer import encode_conversation
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
@@ -59,12 +60,12 @@ def test_loss_equals_hugging_faces_own(sft_folder: Path):
         assert heldout_loss(engine, TRAIN[:8], pad_id=PAD, microbatch_tokens=45) == pytest.approx(expected, rel=1e-6)
 
 
-def test_only_the_assistants_tokens_are_learned(sft_folder: Path, tokenizer):
+def test_only_the_assistants_tokens_are_learned(sft_folder: Path, tokenizer, monkeypatch: pytest.MonkeyPatch):
     """The vocabulary's projection sees the states that predict them, and no others: not the prompt's, not padding's."""
     ids, start = encode_conversation(tokenizer, [{"role": "user", "content": "Please sort 41."}], "14")
     model = load_language_model(sft_folder)
     seen: list[torch.Tensor] = []
-    model.lm_head.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+    monkeypatch.setattr(wrappers, "head_logprobs", lambda head, hidden, *_, **__: (seen.append(hidden), None))
     PolicyModule(model)(collate_tokens([ids, [*ids, 7, 7, 7]], [start, start], pad_id=PAD, ends=[len(ids), len(ids)]))
     states = model.model(input_ids=torch.tensor([ids])).last_hidden_state[0, start - 1 : len(ids) - 1]
     torch.testing.assert_close(seen, [torch.cat([states, states])], rtol=0, atol=1e-5)
