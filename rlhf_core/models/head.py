@@ -9,8 +9,9 @@ from torch.autograd import Function
 from rlhf_core.algorithms.logprobs import scaled_logits
 from rlhf_core.models.pieces import pieces
 
-MOST_ROWS = 4096  # projected on at a time; fewer where that keeps them in a CPU's cache: of 3,072 rows in a vocabulary of 390
-# forward and backward take half the time then
+# Projected on at a time. Fewer where that keeps them in a CPU's cache: of 3,072 rows in a vocabulary of 390 forward and backward then take
+# 0.63 of the time.
+MOST_ROWS = 4096
 KEPT_BYTES = 1 << 30  # of probabilities for the backward pass; more are computed again
 
 
@@ -60,7 +61,7 @@ class _HeadLogprobs(Function):
     def backward(ctx, grad, _):
         hidden, weight, token_ids, kept, normalizer = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
-        weight_grad = torch.zeros_like(weight, dtype=grad.dtype)
+        weight_grad = torch.zeros_like(weight, dtype=grad.dtype) if ctx.needs_input_grad[1] else None  # with adapters it is frozen
         for piece in pieces(len(hidden), weight, at_most=MOST_ROWS):
             part = grad[piece, None] / ctx.temperature
             if ctx.keeps:
@@ -69,5 +70,6 @@ class _HeadLogprobs(Function):
                 probabilities = (scaled_logits(hidden[piece] @ weight.t(), ctx.temperature) - normalizer[piece, None]).exp_()
             logits_grad = (probabilities * -part).scatter_add_(-1, token_ids[piece, None], part).to(weight.dtype)
             torch.mm(logits_grad, weight, out=hidden_grad[piece])
-            weight_grad += logits_grad.t() @ hidden[piece]
-        return hidden_grad, weight_grad.to(weight.dtype), None, None, None, None
+            if weight_grad is not None:
+                weight_grad += logits_grad.t() @ hidden[piece]
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None, None

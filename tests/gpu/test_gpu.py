@@ -142,3 +142,22 @@ def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_p
     run = PreferenceRun(folder, 12, params.model.model_copy(update={"dtype": dtype}), tmp_path / "scratch", loop)
     trained = train_on_pairs(rows[:48], rows[48:], params.dpo.model_copy(update=changes), run)
     assert trained.metrics["heldout_accuracy"] > 0.9
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=str)
+@pytest.mark.parametrize("kept", [1 << 30, 0], ids=["kept", "computed again"])
+def test_the_vocabulary_in_pieces_gives_what_all_logits_give(monkeypatch, dtype: torch.dtype, close: float, kept: int):
+    from rlhf_core.algorithms.logprobs import token_logprobs
+    from rlhf_core.models import head as heads
+
+    monkeypatch.setattr(heads, "MOST_ROWS", 100)
+    monkeypatch.setattr(heads, "KEPT_BYTES", kept)
+    place = {"device": "cuda", "dtype": dtype}
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(64, 1000, bias=False, **place), torch.randn(257, 64, **place, requires_grad=True)
+    ids = torch.randint(1000, (257,), device="cuda")
+    mine, _ = heads.head_logprobs(head, hidden, ids, temperature=0.7, with_entropy=True)
+    whole = token_logprobs(head(hidden), ids, temperature=0.7)
+    torch.testing.assert_close(mine, whole, rtol=close, atol=close)
+    for ours, expected in zip(*(torch.autograd.grad(x.sum(), (hidden, head.weight)) for x in (mine, whole)), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=close, atol=close * float(expected.abs().max()))

@@ -72,6 +72,19 @@ def test_a_bfloat16_model_gets_float32_numbers_and_bfloat16_gradients(piece_rows
         torch.testing.assert_close(mine, expected, rtol=2e-2, atol=2e-2)
 
 
+def test_a_frozen_heads_gradient_is_not_computed(piece_rows, kept):
+    head, hidden, ids = made()
+    gradients, products = [], []
+    for frozen in (False, True):
+        head.requires_grad_(not frozen)
+        hidden.grad = None
+        with torch.profiler.profile() as profiler:
+            head_logprobs(head, hidden, ids, temperature=1.0, with_entropy=False)[0].sum().backward()
+        gradients.append(hidden.grad)
+        products.append(sum(event.count for event in profiler.key_averages() if event.key == "aten::mm"))
+    assert torch.equal(*gradients) and products[0] - products[1] == len(range(0, ROWS, piece_rows))
+
+
 class LargestTensor(TorchDispatchMode):
     """The most elements that anything computed has had."""
 
