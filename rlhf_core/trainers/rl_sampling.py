@@ -47,9 +47,12 @@ def draw(workers: Workers, prompts: PromptStream, rl: RlConfig, *, step: int, pr
     def draw_groups(start: int, count: int, turn: int) -> list[Group]:
         rollouts = workers.rollouts.generate(prompts.take(start, count), step=step, turn=turn)
         clock.lap("generate")
-        if not rl.dynamic_sampling.enabled:
-            ahead.append(workers.ask(rollouts, share=share))
-        scored = workers.score(rollouts, measured)
+
+        def look() -> None:
+            if not rl.dynamic_sampling.enabled:
+                ahead.append(workers.ask(rollouts, share=share))
+
+        scored = workers.score(rollouts, measured, meanwhile=look)
         clock.lap("score")
         return [scored[i : i + rl.group_size] for i in range(0, len(scored), rl.group_size)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,10 +65,17 @@ class Scoring:
         if self._text is not None:
             self._text.close()
 
-    def score(self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None) -> list[ScoredRollout]:
-        """Raw scores by every scorer, in their order; NaN: it couldn't. What else they measure is added to `metrics`."""
+    def score(
+        self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None, *, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[ScoredRollout]:
+        """Raw scores by every scorer, in their order; NaN: it couldn't. What else they measure is added to `metrics`.
+
+        Args:
+            meanwhile: called once the reward models are at work; the trainer ranks do what it asks of them after that.
+        """
         shards = [list(range(len(rollouts)))[rank :: len(self._trainers)] for rank in range(len(self._trainers))]
         running = {name: self._submit(name, rollouts, shards) for name in self._inputs}
+        meanwhile()
         items = self._items(rollouts) if self._text_configs else []
         found = {config.name: self._by_text(config, items, metrics) for config in self._text_configs}
         order = torch.argsort(torch.tensor([i for shard in shards for i in shard]))

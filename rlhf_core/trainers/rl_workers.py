@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,9 +87,11 @@ class Workers:
 
     # Before the update
 
-    def score(self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None) -> list[ScoredRollout]:
-        """Raw scores by every scorer; NaN: it couldn't. What else the scorers measure is added to `metrics`."""
-        return self._scoring.score(rollouts, metrics)
+    def score(
+        self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None, *, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[ScoredRollout]:
+        """See `Scoring.score`."""
+        return self._scoring.score(rollouts, metrics, meanwhile=meanwhile)
 
     def ask(self, rollouts: Sequence[Rollout], *, share: float) -> Asked:
         """Have policy, reference and critic look at rollouts, without waiting.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 from tiny_models import tiny_params
@@ -111,7 +112,8 @@ class RecordingWorkers:
         self.calls.append(f"ask {share}")
         return rollouts
 
-    def score(self, rollouts: list[Rollout], _) -> list[ScoredRollout]:
+    def score(self, rollouts: list[Rollout], _, *, meanwhile: Callable[[], None]) -> list[ScoredRollout]:
+        meanwhile()
         self.calls.append("score")
         return [ScoredRollout(r, {"right": float(r.prompt.id != "1" and r.response_ids[0]), "watched": 0.0}) for r in rollouts]
 
