@@ -2,7 +2,7 @@
 
 Both sides do the same work (bench/work.py) in turn, each time in a fresh process: ours, theirs, ours, theirs. What counts is the time from
 the end of the warm-up to the end of the last step; loading, tokenizing and TRL's and our precomputed reference are outside of it. A round
-whose losses differ stops the run. Writes peers.json and peers.md into --out.
+whose losses differ stops the run. Writes peers.json, peers.md and peers.svg into --out.
 """
 
 from __future__ import annotations
@@ -202,6 +202,28 @@ def write(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> None:
     head = "| model | case | ours, samples/s | TRL, samples/s | ratio | ratio by computing time |\n|---|---|---|---|---|---|\n"
     note = f"Medians of {arguments.rounds} runs (lowest to highest); " + ", ".join(f"{k} {v}" for k, v in about.items()) + ".\n"
     (arguments.out / "peers.md").write_text(head + "\n".join(map(line, found)) + "\n\n" + note)
+    draw(found, arguments.out / "peers.svg")
+
+
+def draw(found: list[dict[str, Any]], path: Path) -> None:
+    """Our speed over the peer's: a dot for each round, a bar up to the ratio of the medians."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "peers", "svg.fonttype": "none"})
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 0.6 + 0.4 * len(found)), layout="constrained")
+    for place, row in enumerate(found):
+        ratios = row["clock"]["ratios"]
+        axis.barh(place, row["clock"]["ratio"], height=0.6, color="#9db8d9")
+        axis.plot(ratios, [place] * len(ratios), "o", color="#1f4e8c", markersize=4, gid=f"rounds-{place}")
+    axis.axvline(1, color="black", linewidth=1)
+    axis.set_yticks(range(len(found)), labels=[f"{row['case']}, {row['model']}" for row in found])
+    axis.invert_yaxis()
+    axis.set(xlabel="samples per second, ours over TRL's: ratio of the medians, and of each round", xlim=(0, None))
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 from bench.growth import Point, make_workspace
 from bench.growth import table as growth_table
 from bench.limits import table
-from bench.peers import line, summary
+from bench.peers import draw, line, summary
 from bench.work import Work
 from rlhf_core.config import load_params
 from rlhf_core.data.sources import load_source
@@ -27,6 +27,19 @@ def test_a_case_without_a_computing_time_has_only_the_clocks_ratio():
     found = summary({"clock": {"ours": [300.0, 200.0], "theirs": [100.0, 200.0]}})
     row = line({"model": "small", "case": "grpo", **found})
     assert row == "| small | grpo | 250 (200 to 300) | 150 (100 to 200) | 1.67 (1.00 to 3.00) |  |"
+
+
+def test_the_figure_has_a_dot_for_each_round_and_the_same_bytes_again(tmp_path):
+    found = [
+        {"model": "small", "case": case, **summary({"clock": {"ours": [300.0] * rounds, "theirs": [100.0] * rounds}})}
+        for case, rounds in (("grpo", 3), ("sft", 2))
+    ]
+    for name in ("peers.svg", "again.svg"):
+        draw(found, tmp_path / name)
+    text = (tmp_path / "peers.svg").read_text()
+    assert text == (tmp_path / "again.svg").read_text() and "grpo, small" in text and "sft, small" in text
+    drawn = [text.split(f'id="rounds-{place}"')[1].split("</g>")[0].count("<use ") for place in range(2)]
+    assert drawn == [3, 2]
 
 
 def test_shares_of_a_step_and_of_the_limits():
