@@ -139,6 +139,7 @@ def main() -> None:
     seen["replaced_as_reloaded"] = [sample() == changed, reload_as_vllm_does(engine, second.state_dict(), 9), sample() == changed]
     engine.load_weights(read_state_dict(folder), 10)  # from a file, where a tied head has no name of its own
     seen["back"] = ids(sample()) == ids(hot)
+    seen["compiled_graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     print(json.dumps(seen))
 
 

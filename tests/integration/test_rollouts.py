@@ -71,6 +71,11 @@ def test_stale_weights_are_noticed_by_the_loops_check(seen):
     assert seen["check_stale"].startswith("step 3: expected the rollout engine's and the trainer's log-probabilities to differ by at most")
 
 
+def test_nothing_is_compiled(seen):
+    """It would take 3 s at the first answer, 13 on a fresh machine."""
+    assert seen["compiled_graphs"] == 0
+
+
 def test_the_seed_alone_decides_what_is_drawn(seen):
     assert seen["again"]
     assert all(seen["alone"]), "expected the same samples whatever else is in the batch"
