@@ -232,7 +232,6 @@ def draw(points: list[Point], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "growth"
     import matplotlib.pyplot as plt
 
     groups: dict[str, list[str]] = {}
@@ -254,7 +253,8 @@ def draw(points: list[Point], path: Path) -> None:
             axis.set_xticks(marks, labels=[_short(mark) for mark in marks])
             axis.minorticks_off()
             axis.legend(fontsize=8)
-    figure.savefig(path, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "growth"}):
+        figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
 

@@ -210,7 +210,6 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "peers", "svg.fonttype": "none"})
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(8, 0.6 + 0.4 * len(found)), layout="constrained")
@@ -222,7 +221,8 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     axis.set_yticks(range(len(found)), labels=[f"{row['case']}, {row['model']}" for row in found])
     axis.invert_yaxis()
     axis.set(xlabel="samples per second, ours over TRL's: ratio of the medians, and of each round", xlim=(0, None))
-    figure.savefig(path, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "peers", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
 

@@ -59,7 +59,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    matplotlib.rcParams["svg.hashsalt"] = "rounds"  # the same figure, the same bytes
     trained = [row for row in rows if row["trained"]]
     panels = [("score", _draw_score), ("win rate over the policy before", _draw_win_rate), ("KL, nats per response", _draw_kl)]
     if any("judge_ok" in row["sampled"]["after"] for row in trained):
@@ -74,7 +73,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "rounds"}):  # the same figure, the same bytes
+        figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
 

@@ -96,7 +96,6 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    matplotlib.rcParams["svg.hashsalt"] = "long run"
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for axis, chosen, title in (
         (axes[0], [c for c in rows if c.startswith("memory of ")], "resident memory, MiB"),
@@ -107,7 +106,8 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
         axis.set(xlabel="RL step", title=title, ylim=(0, None))
         axis.grid(alpha=0.25)
         axis.legend(frameon=False, fontsize=8)
-    figure.savefig(path, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "long run"}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> int:
