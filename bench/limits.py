@@ -3,7 +3,7 @@
 What is compared, in turn, each time in a fresh process:
 
 - rollouts: tokens per second of `generate` within the steps of a GRPO job, by vLLM or PyTorch, beside bare vLLM engines, as many and with
-  the same prompts;
+  prompts of the same data, which have a turn after each step (bench/turns.py), and beside the same one batch after the other;
 - training: SFT in the stage's own loop, beside nothing but PyTorch on the same batches, a step of each in turn in one process;
 - where a GRPO step's time goes;
 - matrix products of the size that fits the cache, which bound all of it.
@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -34,7 +33,6 @@ from rlhf_core.quiet import be_quiet
 WORKING_PHASES = ("generate", "score", "forward", "update")
 MATRIX = 768
 SFT_BATCH = 64
-MEETING_SECONDS = 300.0
 
 
 def main() -> None:
@@ -62,9 +60,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench")
     parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)  # one, in a process of its own
     parser.add_argument("--work", help=argparse.SUPPRESS)
-    parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--engines", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--meeting", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -72,48 +67,25 @@ def of_model(inputs: Inputs, model: str, arguments: argparse.Namespace) -> dict[
     steps = arguments.warmup + arguments.steps
     grpo = inputs.work("grpo", model, steps=steps, batch_size=arguments.samples)
     job = replace(grpo, overrides={**grpo.overrides, "rollout.backend": arguments.backend})
-    engines = grpo.params.rl.rollout.engines
     sft = inputs.work("sft", model, steps=steps, batch_size=SFT_BATCH)
-    rounds: dict[str, list[Any]] = {"step": [], "vllm": [], "train": []}
+    rounds: dict[str, list[Any]] = {"step": [], "train": []}
     for _ in range(arguments.rounds):
         rounds["train"].append(child("train", sft, arguments))
         rounds["step"].append(child("step", job, arguments))
-        rounds["vllm"].append(bare_engines(grpo, engines, arguments))
     return rounds
 
 
-def child(measure: str, work: Work | None, arguments: argparse.Namespace, **further: int | str) -> Any:
+def child(measure: str, work: Work | None, arguments: argparse.Namespace) -> Any:
     """A measure in a process of its own."""
     command = [sys.executable, "-m", "bench.limits", "--measure", measure]
     if work is not None:
         command += ["--work", json.dumps(asdict(work))]
     for name in ("steps", "warmup", "threads"):
-        command += [f"--{name}", str(further.pop(name, getattr(arguments, name)))]
-    for name, value in further.items():
-        command += [f"--{name}", str(value)]
+        command += [f"--{name}", str(getattr(arguments, name))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{measure}: expected a result, got exit code {done.returncode}:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def bare_engines(work: Work, engines: int, arguments: argparse.Namespace) -> float:
-    """Tokens per second of as many engines as a job has, side by side, each with its share of threads and prompts."""
-    threads = max(1, arguments.threads // engines)
-    with ThreadPoolExecutor(engines) as pool, tempfile.TemporaryDirectory() as meeting:
-        how = {"threads": threads, "engines": engines, "meeting": meeting}
-        running = [pool.submit(child, "vllm", work, arguments, part=part, **how) for part in range(engines)]
-        return sum(one.result() for one in running)
-
-
-def meet(folder: Path, part: int, engines: int) -> None:
-    """Go on when all engines are there: one that runs alone is faster than those of a job ever are."""
-    (folder / str(part)).touch()
-    until = time.monotonic() + MEETING_SECONDS
-    while len(list(folder.iterdir())) < engines:
-        if time.monotonic() > until:
-            raise RuntimeError(f"bare engines: expected {engines} within {MEETING_SECONDS} s, got {len(list(folder.iterdir()))}")
-        time.sleep(0.01)
 
 
 # The measures
@@ -134,43 +106,14 @@ def matmul(_: None, arguments: argparse.Namespace) -> float:
 
 
 def step(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
-    """Medians over the timed steps of a job, in seconds: the whole step and each phase."""
+    """Medians over the timed steps of a job, in seconds: the whole step, each phase, and bare engines' batches."""
     from bench.ours_online import timings
 
     with tempfile.TemporaryDirectory() as folder:
-        rows = timings(work, Path(folder), threads=arguments.threads)[arguments.warmup :]
-    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-
-
-def vllm(work: Work, arguments: argparse.Namespace) -> float:
-    """Tokens per second of an engine that does nothing else, on its share of the prompts."""
-    from rlhf_core.engines.vllm_engine import VllmEngine
-    from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
-    from rlhf_core.sampling import SamplingSettings, request_seeds
-
-    params = work.params
-    rl, tokenizer = params.rl, load_tokenizer(work.model, trust_remote_code=False)
-    count = work.batch_size // rl.group_size
-    prompts = [encode_prompt(tokenizer, row["messages"]) for row in work.read_rows()[:count]][arguments.part :: arguments.engines]
-    engine = VllmEngine(
-        work.model,
-        max_length=params.model.max_length,
-        dtype=params.model.dtype,
-        kv_cache_gib=rl.rollout.kv_cache_gib,
-        max_concurrent_sequences=rl.rollout.max_concurrent_sequences,
-        threads=arguments.threads,
-        seed=params.seed,
-        trust_remote_code=False,
-        gpu_memory_fraction=rl.rollout.gpu_memory_fraction,
-    )
-    meet(arguments.meeting, arguments.part, arguments.engines)
-    sampling = SamplingSettings(rl.rollout.max_new_tokens, rl.rollout.temperature, min_new_tokens=rl.rollout.min_new_tokens)
-    seconds = []
-    for turn in range(work.steps):
-        started = time.perf_counter()
-        engine.generate(prompts, request_seeds(0, turn, len(prompts)), sampling, eos_id=tokenizer.eos_token_id, group_size=rl.group_size)
-        seconds.append(time.perf_counter() - started)
-    return len(prompts) * rl.group_size * RESPONSE_TOKENS / statistics.median(seconds[arguments.warmup :])
+        rows = timings(work, Path(folder), threads=arguments.threads, driver="bench.turns")
+        bare = json.loads((Path(folder) / "bare.json").read_text())
+    of = {name: [row[name] for row in rows] for name in rows[0]} | bare
+    return {name: statistics.median(values[arguments.warmup :]) for name, values in of.items()}
 
 
 def train(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
@@ -237,7 +180,7 @@ class BareSft:
         return sum(len(e.ids) for e in examples)
 
 
-MEASURES = {"matmul": matmul, "step": step, "vllm": vllm, "train": train}
+MEASURES = {"matmul": matmul, "step": step, "train": train}
 
 
 def write(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -258,9 +201,9 @@ def table(arguments: argparse.Namespace, found: dict[str, Any]) -> list[str]:
     for model in arguments.models:
         rounds = found[model]
         phases = {name: statistics.median(step[name] for step in rounds["step"]) for name in rounds["step"][0]}
-        generated = [arguments.samples * RESPONSE_TOKENS / step["seconds_generate"] for step in rounds["step"]]
-        ours, limit = statistics.median(generated), statistics.median(rounds["vllm"])
-        lines.append(f"| {model} | rollouts, tokens/s | {ours:.0f} | {limit:.0f} | {ours / limit:.2f} |")
+        for limit, name in (("in_turn", "rollouts beside bare vLLM in turn"), ("in_a_row", "the same, one batch after the other")):
+            ours, bare = (arguments.samples * RESPONSE_TOKENS / phases[of] for of in ("seconds_generate", limit))
+            lines.append(f"| {model} | {name}, tokens/s | {ours:.0f} | {bare:.0f} | {ours / bare:.2f} |")
         ours, limit = (statistics.median(run[side] for run in rounds["train"]) for side in ("stage", "bare"))
         lines.append(f"| {model} | SFT, tokens/s | {ours:.0f} | {limit:.0f} | {ours / limit:.2f} |")
         total = phases["seconds"]

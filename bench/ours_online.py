@@ -7,6 +7,7 @@ import itertools
 import json
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from bench.work import Run, Work
@@ -23,15 +24,20 @@ def train(work: Work, folder: Path, *, threads: int) -> Run:
     return Run(losses=[row["score_mean"] for row in read_csv(folder / "curves.csv", "score_mean")], ends=ends)
 
 
-def timings(work: Work, folder: Path, *, threads: int) -> list[dict[str, float]]:
-    """Of each step: seconds, and seconds_<phase> of each of its phases."""
+def timings(work: Work, folder: Path, *, threads: int, driver: str = "rlhf_core.trainers.rl_driver") -> list[dict[str, float]]:
+    """Of each step: seconds, and seconds_<phase> of each of its phases.
+
+    Args:
+        driver: the module that runs in Ray's job; it gets the paths of job.json and work.json.
+    """
     job = describe(work, folder, threads=threads)
     job.write(folder / "job.json")
+    (folder / "work.json").write_text(json.dumps(asdict(work)))
     rl, cluster, output = job.rl, work.params.cluster, []
     with local_head(cpus=max(rl.trainer.ranks + rl.rollout.engines, threads), start_timeout=cluster.start_timeout) as address:
         code = run_job(
             address,
-            shlex.join([sys.executable, "-m", "rlhf_core.trainers.rl_driver", str(folder / "job.json")]),
+            shlex.join([sys.executable, "-m", driver, str(folder / "job.json"), str(folder / "work.json")]),
             fingerprint=folder.name,
             environment={"PYTHONPATH": str(ROOT)},
             start_timeout=cluster.start_timeout,
