@@ -2,7 +2,7 @@
 
 The machine's speed changes within minutes, and with what its cores did just before; so the job and engines that do nothing else take turns,
 one at rest while the other works. Before the job starts the bare engines generate one batch after the other, as nobody does who trains.
-Writes the bare engines' seconds into bare.json in the job's folder: {"in_turn": [...], "in_a_row": [...]}, a batch for each step of the work.
+Writes the bare engines' seconds into bare.json in the job's folder: {"in_turn": [...], "in_a_row": [...]}, a batch for each step.
 """
 
 from __future__ import annotations
