@@ -6,6 +6,8 @@ What is compared, in turn, each time in a fresh process:
   prompts of the same data, which have a turn after each step (bench/turns.py), and beside the same one batch after the other;
 - training: SFT in the stage's own loop, beside nothing but PyTorch on the same batches, a step of each in turn in one process;
 - where a GRPO step's time goes;
+- the start of such a job to its first step, beside that of its parts alone: Ray's head and an empty job, then the engines and, in one more
+  process, a trainer's imports;
 - matrix products of the size that fits the cache, which bound all of it.
 
 Writes limits.json and limits.md into --out.
@@ -33,6 +35,7 @@ from rlhf_core.quiet import be_quiet
 WORKING_PHASES = ("generate", "score", "forward", "update")
 MATRIX = 768
 SFT_BATCH = 64
+TRAINER_IMPORTS = "import torch, transformers, deepspeed"
 
 
 def main() -> None:
@@ -68,10 +71,12 @@ def of_model(inputs: Inputs, model: str, arguments: argparse.Namespace) -> dict[
     grpo = inputs.work("grpo", model, steps=steps, batch_size=arguments.samples)
     job = replace(grpo, overrides={**grpo.overrides, "rollout.backend": arguments.backend})
     sft = inputs.work("sft", model, steps=steps, batch_size=SFT_BATCH)
-    rounds: dict[str, list[Any]] = {"step": [], "train": []}
+    rounds: dict[str, list[Any]] = {"step": [], "train": [], "start": [], "bare_start": []}
     for _ in range(arguments.rounds):
         rounds["train"].append(child("train", sft, arguments))
         rounds["step"].append(child("step", job, arguments))
+        for side in ("start", "bare_start"):
+            rounds[side].append(child(side, replace(job, steps=1), arguments))
     return rounds
 
 
@@ -114,6 +119,31 @@ def step(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
         bare = json.loads((Path(folder) / "bare.json").read_text())
     of = {name: [row[name] for row in rows] for name in rows[0]} | bare
     return {name: statistics.median(values[arguments.warmup :]) for name, values in of.items()}
+
+
+def start(work: Work, arguments: argparse.Namespace) -> float:
+    """Seconds from nothing to a job's first step."""
+    from bench.ours_online import timings
+
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.time()
+        (first,) = timings(work, Path(folder), threads=arguments.threads)
+        return (Path(folder) / "timings.csv").stat().st_mtime - began - first["seconds"]  # the row is written when its step is done
+
+
+def bare_start(work: Work, arguments: argparse.Namespace) -> float:
+    """Seconds that Ray's head and an empty job take, then the job's engines to their first answer, beside a trainer's imports."""
+    from bench.ours_online import submit
+    from bench.turns import BareEngines
+
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, submit(work, Path(folder), [sys.executable, "-c", ""], threads=arguments.threads):
+        with subprocess.Popen([sys.executable, "-c", TRAINER_IMPORTS], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as trainer:
+            if work.params.rl.rollout.backend == "vllm":
+                BareEngines(work).generate(0)
+        if trainer.returncode:
+            raise RuntimeError(f"a trainer's imports: expected exit code 0, got {trainer.returncode}")
+        return time.perf_counter() - began
 
 
 def train(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
@@ -180,7 +210,7 @@ class BareSft:
         return sum(len(e.ids) for e in examples)
 
 
-MEASURES = {"matmul": matmul, "step": step, "train": train}
+MEASURES = {"matmul": matmul, "step": step, "start": start, "bare_start": bare_start, "train": train}
 
 
 def write(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -206,6 +236,8 @@ def table(arguments: argparse.Namespace, found: dict[str, Any]) -> list[str]:
             lines.append(f"| {model} | {name}, tokens/s | {ours:.0f} | {bare:.0f} | {ours / bare:.2f} |")
         ours, limit = (statistics.median(run[side] for run in rounds["train"]) for side in ("stage", "bare"))
         lines.append(f"| {model} | SFT, tokens/s | {ours:.0f} | {limit:.0f} | {ours / limit:.2f} |")
+        ours, limit = (statistics.median(rounds[side]) for side in ("start", "bare_start"))
+        lines.append(f"| {model} | start of an RL job to its first step, s | {ours:.1f} | {limit:.1f} | {limit / ours:.2f} |")
         total = phases["seconds"]
         working = sum(phases[f"seconds_{name}"] for name in WORKING_PHASES)
         sync = phases["seconds_sync"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,22 +35,33 @@ def timings(work: Work, folder: Path, *, threads: int, driver: str = "rlhf_core.
     job = describe(work, folder, threads=threads)
     job.write(folder / "job.json")
     (folder / "work.json").write_text(json.dumps(asdict(work)))
-    rl, cluster, output = job.rl, work.params.cluster, []
+    with submit(work, folder, [sys.executable, "-m", driver, str(folder / "job.json"), str(folder / "work.json")], threads=threads):
+        return read_csv(Path(job.timings), "seconds")
+
+
+@contextlib.contextmanager
+def submit(work: Work, folder: Path, driver: list[str], *, threads: int) -> Iterator[None]:
+    """Run a driver as the stage does, on a Ray head of its own, which is there until the context is left.
+
+    Raises:
+        RuntimeError: the driver's exit code isn't 0.
+    """
+    rl, cluster, output = work.params.rl, work.params.cluster, []
     with local_head(cpus=max(rl.trainer.ranks + rl.rollout.engines, threads), start_timeout=cluster.start_timeout) as address:
         code = run_job(
             address,
-            shlex.join([sys.executable, "-m", driver, str(folder / "job.json"), str(folder / "work.json")]),
+            shlex.join(driver),
             fingerprint=folder.name,
             environment={"PYTHONPATH": str(ROOT)},
             start_timeout=cluster.start_timeout,
             silence_timeout=cluster.silence_timeout,
-            pulse=job.pulse,
+            pulse=folder / "pulse",  # where a job with this folder has it
             on_output=output.append,
             stop_requested=lambda: False,
         )
-    if code:
-        raise RuntimeError(f"RL job: expected exit code 0, got {code}:\n{''.join(output)[-3000:]}")
-    return read_csv(Path(job.timings), "seconds")
+        if code:
+            raise RuntimeError(f"RL job: expected exit code 0, got {code}:\n{''.join(output)[-3000:]}")
+        yield
 
 
 def describe(work: Work, folder: Path, *, threads: int) -> RlJob:

@@ -53,12 +53,13 @@ def test_shares_of_a_step_and_of_the_limits():
         "in_turn": 0.4,
         "in_a_row": 0.32,
     }
-    rounds = {"step": [step], "train": [{"stage": 900.0, "bare": 1000.0}]}
+    rounds = {"step": [step], "train": [{"stage": 900.0, "bare": 1000.0}], "start": [25.0], "bare_start": [20.0]}
     lines = table(argparse.Namespace(models=["small"], samples=256), {"small": rounds})
     # 256 responses of 24 tokens in 0.8 s are 7680 tokens/s, in 0.4 s 15360, in 0.32 s 19200.
     # 2 - (0.8 + 0.1 + 0.2 + 0.7) - 0.05 = 0.15 s are neither.
     assert "| small | rollouts beside bare vLLM in turn, tokens/s | 7680 | 15360 | 0.50 |" in lines
     assert "| small | the same, one batch after the other, tokens/s | 7680 | 19200 | 0.40 |" in lines
+    assert "| small | start of an RL job to its first step, s | 25.0 | 20.0 | 0.80 |" in lines
     assert "| small | SFT, tokens/s | 900 | 1000 | 0.90 |" in lines
     assert "| small | GRPO step: weight sync, s | 0.050 | 2.000 | 0.025 |" in lines
     assert "| small | GRPO step: neither work nor sync, s | 0.150 | 2.000 | 0.075 |" in lines
