@@ -2,7 +2,7 @@
 
 Both sides do the same work (bench/work.py) in turn, each time in a fresh process: ours, theirs, ours, theirs. What counts is the time from
 the end of the warm-up to the end of the last step; loading, tokenizing and TRL's and our precomputed reference are outside of it. A round
-whose losses differ stops the run. Writes peers.json, peers.md and peers.svg into --out.
+whose losses differ stops the run. Writes peers.json, peers.md and peers.svg into --out, after each case anew.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.work import Run, Work, works_to_json, write_jsonl
+from bench.work import ONLINE, Run, Work, works_to_json, write_jsonl
 from rlhf_core.config import ArchitectureConfig, ClerkConfig, ModelConfig, load_params
 from rlhf_core.data.clerk import clerk_rows
 from rlhf_core.quiet import be_quiet
@@ -76,24 +76,36 @@ def main() -> None:
         inputs = make_inputs(Path(folder), arguments.models)
         for model in arguments.models:
             for case in arguments.cases:
-                work = inputs.work(case, model, steps=arguments.warmup + arguments.steps, batch_size=arguments.batch_size)
-                speeds = measure(work, arguments.rounds, arguments.warmup, environment)
+                work, warmup = sized(inputs, case, model, arguments)
+                speeds = measure(work, arguments.rounds, warmup, environment)
                 found.append({"model": model, "case": case, **summary(speeds)})
                 print(line(found[-1]), flush=True)
-    write(arguments, found)
+                write(arguments, found)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["small"])
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each side")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps that are timed")
-    parser.add_argument("--warmup", type=int, default=10, help="optimizer steps before them")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
+    parser.add_argument("--steps", type=int, default=25, help="optimizer steps that are timed")
+    parser.add_argument("--warmup", type=int, default=5, help="optimizer steps before them")
     parser.add_argument("--batch-size", type=int, default=64, help="demonstrations or pairs per optimizer step")
+    parser.add_argument("--online-steps", type=int, default=12, help="the same of cases that draw responses")
+    parser.add_argument("--online-warmup", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=256, help="responses per step of theirs")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench")
     return parser.parse_args()
+
+
+def sized(inputs: Inputs, case: str, model: str, arguments: argparse.Namespace) -> tuple[Work, int]:
+    """A case's work, and how many of its steps are warm-up."""
+    if CASES[case][0] in ONLINE:
+        steps, warmup, size = arguments.online_steps, arguments.online_warmup, arguments.samples
+    else:
+        steps, warmup, size = arguments.steps, arguments.warmup, arguments.batch_size
+    return inputs.work(case, model, steps=warmup + steps, batch_size=size), warmup
 
 
 def make_inputs(folder: Path, models: list[str]) -> Inputs:
@@ -195,7 +207,7 @@ def write(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> None:
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "load_at_the_end": os.getloadavg()[0],
-        **{key: value for key, value in vars(arguments).items() if key in ("rounds", "steps", "warmup", "batch_size", "threads")},
+        **{key: value for key, value in vars(arguments).items() if key not in ("cases", "models", "out")},
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "peers.json").write_text(json.dumps({"about": about, "results": found}, indent=2) + "\n")
