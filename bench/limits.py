@@ -3,7 +3,7 @@
 What is compared, in turn, each time in a fresh process:
 
 - rollouts: tokens per second of `generate` within the steps of a GRPO job, by vLLM or PyTorch, beside bare vLLM engines, as many and with
-  prompts of the same data, which have a turn after each step (bench/turns.py), and beside the same one batch after the other;
+  prompts of the same data, which have a turn after each step (bench/driver.py), and beside the same one batch after the other;
 - training: SFT in the stage's own loop, beside nothing but PyTorch on the same batches, a step of each in turn in one process;
 - where a GRPO step's time goes;
 - the start of such a job to its first step, beside that of its parts alone: Ray's head and an empty job, then the engines and, in one more
@@ -27,7 +27,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from bench.peers import MODELS, ROOT, Inputs, make_inputs
+from bench.peers import MODELS, ROOT, Inputs, at_least_one, make_inputs
 from bench.work import RESPONSE_TOKENS, Work
 from rlhf_core.config import RolloutBackend
 from rlhf_core.quiet import be_quiet
@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["small"])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
     parser.add_argument("--steps", type=int, default=15, help="steps that are timed")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--warmup", type=at_least_one, default=5, help="steps before them")
     parser.add_argument("--samples", type=int, default=256, help="responses per step")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--backend", choices=get_args(RolloutBackend), default="vllm", help="of the job, beside bare vLLM")
@@ -112,12 +112,12 @@ def matmul(_: None, arguments: argparse.Namespace) -> float:
 
 def step(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
     """Medians over the timed steps of a job, in seconds: the whole step, each phase, and bare engines' batches."""
-    from bench.ours_online import timings
+    from bench.ours_online import read_clock, timings
 
     with tempfile.TemporaryDirectory() as folder:
-        rows = timings(work, Path(folder), threads=arguments.threads, driver="bench.turns")
-        bare = json.loads((Path(folder) / "bare.json").read_text())
-    of = {name: [row[name] for row in rows] for name in rows[0]} | bare
+        rows = timings(work, Path(folder), "--bare-engines", threads=arguments.threads)
+        clock = read_clock(Path(folder))
+    of = {name: [row[name] for row in rows] for name in rows[0]} | {name: clock[name] for name in ("in_turn", "in_a_row")}
     return {name: statistics.median(values[arguments.warmup :]) for name, values in of.items()}
 
 
@@ -133,14 +133,14 @@ def start(work: Work, arguments: argparse.Namespace) -> float:
 
 def bare_start(work: Work, arguments: argparse.Namespace) -> float:
     """Seconds that Ray's head and an empty job take, then the job's engines to their first answer, beside a trainer's imports."""
+    from bench.driver import BareEngines
     from bench.ours_online import submit
-    from bench.turns import BareEngines
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, submit(work, Path(folder), [sys.executable, "-c", ""], threads=arguments.threads):
         with subprocess.Popen([sys.executable, "-c", TRAINER_IMPORTS], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as trainer:
             if work.params.rl.rollout.backend == "vllm":
-                BareEngines(work).generate(0)
+                BareEngines(work, threads=arguments.threads).generate(0)
         if trainer.returncode:
             raise RuntimeError(f"a trainer's imports: expected exit code 0, got {trainer.returncode}")
         return time.perf_counter() - began

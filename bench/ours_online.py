@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import itertools
 import json
 import shlex
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from bench.driver import CLOCK
 from bench.work import Run, Work
 from rlhf_core.checkpoint import StoreSettings
 from rlhf_core.data.schema import write_rows
@@ -22,20 +22,17 @@ ROOT = Path(__file__).parents[1]
 
 
 def train(work: Work, folder: Path, *, threads: int) -> Run:
-    ends = list(itertools.accumulate(row["seconds"] for row in timings(work, folder, threads=threads)))
-    return Run(losses=[row["score_mean"] for row in read_csv(folder / "curves.csv", "score_mean")], ends=ends)
+    timings(work, folder, threads=threads)
+    return Run(losses=[row["score_mean"] for row in read_csv(folder / "curves.csv", "score_mean")], ends=read_clock(folder)["ends"])
 
 
-def timings(work: Work, folder: Path, *, threads: int, driver: str = "rlhf_core.trainers.rl_driver") -> list[dict[str, float]]:
-    """Of each step: seconds, and seconds_<phase> of each of its phases.
-
-    Args:
-        driver: the module that runs in Ray's job; it gets the paths of job.json and work.json.
-    """
+def timings(work: Work, folder: Path, *options: str, threads: int) -> list[dict[str, float]]:
+    """Of each step: seconds, and seconds_<phase> of each of its phases. options: of bench.driver."""
     job = describe(work, folder, threads=threads)
     job.write(folder / "job.json")
     (folder / "work.json").write_text(json.dumps(asdict(work)))
-    with submit(work, folder, [sys.executable, "-m", driver, str(folder / "job.json"), str(folder / "work.json")], threads=threads):
+    driver = [sys.executable, "-m", "bench.driver", str(folder / "job.json"), str(folder / "work.json"), *options]
+    with submit(work, folder, driver, threads=threads):
         return read_csv(Path(job.timings), "seconds")
 
 
@@ -89,6 +86,11 @@ def describe(work: Work, folder: Path, *, threads: int) -> RlJob:
         output=str(folder / "policy"),
         timings=str(folder / "timings.csv"),
     )
+
+
+def read_clock(folder: Path) -> dict[str, list[float]]:
+    """What bench.driver has written."""
+    return json.loads((folder / CLOCK).read_text())
 
 
 def read_csv(path: Path, *prefixes: str) -> list[dict[str, float]]:

@@ -89,14 +89,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["small"])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
     parser.add_argument("--steps", type=int, default=25, help="optimizer steps that are timed")
-    parser.add_argument("--warmup", type=int, default=5, help="optimizer steps before them")
+    parser.add_argument("--warmup", type=at_least_one, default=5, help="optimizer steps before them")
     parser.add_argument("--batch-size", type=int, default=64, help="demonstrations or pairs per optimizer step")
     parser.add_argument("--online-steps", type=int, default=12, help="the same of cases that draw responses")
-    parser.add_argument("--online-warmup", type=int, default=4)
+    parser.add_argument("--online-warmup", type=at_least_one, default=4)
     parser.add_argument("--samples", type=int, default=256, help="responses per step of theirs")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench")
     return parser.parse_args()
+
+
+def at_least_one(text: str) -> int:
+    """A number of steps before the timed ones: the clock starts at the end of the last of them."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return int(text)
 
 
 def sized(inputs: Inputs, case: str, model: str, arguments: argparse.Namespace) -> tuple[Work, int]:

@@ -30,7 +30,7 @@ PLAIN_ONLINE: dict[str, Any] = {
     "learning_rate": 1e-4,
     "warmup_steps": 0,
     "rollout.max_new_tokens": RESPONSE_TOKENS,
-    "rollout.min_new_tokens": RESPONSE_TOKENS,
+    "rollout.min_new_tokens": RESPONSE_TOKENS - 1,  # the last may be the end token
     "kl.coef": 0.05,
     "reward.scorers": [{"name": "variety", "kind": "function", "path": f"{REWARD}:variety", "weight": 1.0, "normalization": "none"}],
     "reward.no_eos_penalty": 0.0,

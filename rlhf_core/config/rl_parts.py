@@ -139,8 +139,11 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _min_within_max(self):
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(f"min_new_tokens: expected at most max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}; lower it")
+        if self.min_new_tokens >= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens: expected less than max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}; lower it: what comes "
+                "after it is what the engines' weights are checked by, and may be the end token"
+            )
         return self
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,23 @@ class RoleLost(RuntimeError):
     def __init__(self, message: str, ranks: Sequence[int] = ()):
         super().__init__(message)
         self.ranks = list(ranks)
+
+
+@contextmanager
+def held(number: int) -> Iterator[None]:
+    """A signal that comes meanwhile takes effect at the end: its handler may raise. In a thread that handles none, nothing is held."""
+    handler = signal.getsignal(number)
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(number, lambda *_: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(number, handler)
+        if came:
+            signal.raise_signal(number)
 
 
 @dataclass(frozen=True)
@@ -138,8 +156,9 @@ class ActorGroup:
         self.wait([actor.__ray_ready__.remote() for actor in self.actors], deadline=self._start_deadline, what=what)
 
     def submit(self, method: str, per_rank: list[tuple], **kwargs: Any) -> list[Pending]:
-        """Call a method on each rank with that rank's arguments, without waiting."""
-        return [self._submit_one(rank, method, *args, **kwargs) for rank, args in zip(range(len(self)), per_rank, strict=True)]
+        """Call a method on each rank with that rank's arguments, without waiting. All are, or none: they may meet in a collective."""
+        with held(signal.SIGTERM):
+            return [self._submit_one(rank, method, *args, **kwargs) for rank, args in zip(range(len(self)), per_rank, strict=True)]
 
     def _submit_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Pending:
         return self.actors[rank].call.options(name=f"{self.role}.{method}").remote(method, *args, **kwargs)

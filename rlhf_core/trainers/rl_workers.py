@@ -52,7 +52,8 @@ class Workers:
     draws follows from seeds alone, the run ends as if nothing had happened. A trainer rank has state that only a checkpoint can give back.
 
     Raises:
-        RoleLost: a trainer rank dies or is late, an actor doesn't start, or one more would have to be replaced.
+        RoleLost: a trainer rank dies or is late, an actor doesn't start, or one more engine would have to be replaced than
+            rl.max_replacements.
     """
 
     def __init__(self, job: RlJob, actors: Actors):

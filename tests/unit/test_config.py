@@ -191,7 +191,7 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             {"rl.rollout.one_step_off_policy": True, "rl.rollout.top_k": 5},
             "rl.rollout.one_step_off_policy: expected false with top_p, top_k or min_new_tokens and without a correction, got true",
         ),
-        ({"rl.rollout.min_new_tokens": 33}, "rl.rollout.min_new_tokens: expected at most max_new_tokens=32, got 33; lower it"),
+        ({"rl.rollout.min_new_tokens": 32}, "rl.rollout.min_new_tokens: expected less than max_new_tokens=32, got 32; lower it"),
         ({"rl.trainer.ranks": 3}, "rl.minibatch_size: expected a multiple of trainer.ranks=3, got 128"),
         (
             {"rl.trainer.ranks": 2, "rl.ptx.coef": 0.1, "rl.ptx.batch_size": 31},

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from rlhf_core.engines.ray_actors import ActorGroup
 from rlhf_core.trainers.rl_stop import StepAbandoned, Stop
 
 
@@ -33,6 +34,31 @@ def test_a_signal_ends_what_changes_nothing_at_once_and_a_second_one_does_not_di
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("the step went on")
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_between_two_ranks_waits_until_all_are_asked_or_the_first_would_wait_for_them_in_a_collective(stop):
+    asked = []
+
+    class Rank:
+        """An actor as Ray gives it, whose driver is told to stop while it is asked."""
+
+        def __init__(self):
+            self.call = self
+
+        def options(self, **_):
+            return self
+
+        def remote(self, *_, **__):
+            os.kill(os.getpid(), signal.SIGTERM)
+            asked.append(self)
+
+    group = ActorGroup.__new__(ActorGroup)
+    group.role, group.actors = "trainer", [Rank(), Rank()]
+    with pytest.raises(StepAbandoned), stop.interrupts():
+        group.submit("forward", [(), ()])
+        pytest.fail("the step went on")
+    assert asked == group.actors
+    assert signal.getsignal(signal.SIGTERM) == stop.ask
 
 
 @pytest.mark.parametrize(("asked", "becomes"), [(True, StepAbandoned), (False, KeyboardInterrupt)])

@@ -1,12 +1,14 @@
-"""An RL job's driver beside bare vLLM engines, which have a turn after each of its steps: python -m bench.turns JOB.json WORK.json
+"""An RL job's driver with a clock, and where asked for beside bare vLLM engines: python -m bench.driver JOB.json WORK.json [--bare-engines]
 
 The machine's speed changes within minutes, and with what its cores did just before; so the job and engines that do nothing else take turns,
 one at rest while the other works. Before the job starts the bare engines generate one batch after the other, as nobody does who trains.
-Writes the bare engines' seconds into bare.json in the job's folder: {"in_turn": [...], "in_a_row": [...]}, a batch for each step.
+Writes clock.json into the job's folder: the times at which its steps ended, {"ends": [...]}, and of the bare engines the seconds of a batch
+for each step, {"in_turn": [...], "in_a_row": [...]}.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -16,36 +18,51 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bench.work import Work
+from rlhf_core.trainers.rl_job import RlJob, beat
 
-TURN_SECONDS = 300.0  # for an engine's answer; its start is among them
+CLOCK = "clock.json"
+ANSWER_SECONDS = 300.0  # for a bare engine's answer; its start is among them
 
 
 def main() -> int:
-    job, work = Path(sys.argv[1]), Work(**json.loads(Path(sys.argv[2]).read_text()))
-    engines = BareEngines(work)
-    seconds = {"in_a_row": [engines.generate(turn) for turn in range(work.steps)], "in_turn": []}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("job", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--bare-engines", action="store_true")
+    arguments = parser.parse_args()
+    job, work = RlJob.read(arguments.job), Work(**json.loads(arguments.work.read_text()))
+    clock: dict[str, list[float]] = {"ends": [], "in_a_row": [], "in_turn": []}
+    with beat(job.pulse):
+        engines = BareEngines(work, threads=job.threads) if arguments.bare_engines else None
+        if engines is not None:
+            clock["in_a_row"] = [engines.generate(turn) for turn in range(work.steps)]
 
-    from rlhf_core.trainers import rl, rl_driver
+        from rlhf_core.trainers import rl, rl_driver
 
-    def tell_and_give_way(found, settings) -> None:
-        """Instead of the last thing that the loop does in a step, when its clock has stopped."""
-        tell(found, settings)
-        seconds["in_turn"].append(engines.generate(len(seconds["in_turn"])))
-        (job.parent / "bare.json").write_text(json.dumps(seconds))
+        def tell_the_time(found, settings) -> None:
+            """Instead of the last thing that the loop does in a step."""
+            tell(found, settings)
+            clock["ends"].append(time.perf_counter())
+            if engines is not None:
+                clock["in_turn"].append(engines.generate(len(clock["in_turn"])))
 
-    tell, rl.tell = rl.tell, tell_and_give_way
-    return rl_driver.main()
+        tell, rl.tell = rl.tell, tell_the_time
+        sys.argv[1:] = [str(arguments.job)]
+        code = rl_driver.main()
+    (arguments.job.parent / CLOCK).write_text(json.dumps(clock))
+    return code
 
 
 class BareEngines:
-    """As many vLLM engines as a job has, each in a process with a thread, and with its share of the prompts."""
+    """As many vLLM engines as a job has, each in a process of its own, with its share of the threads and prompts."""
 
-    def __init__(self, work: Work):
+    def __init__(self, work: Work, *, threads: int):
         processes, self._connections = multiprocessing.get_context("spawn"), []
         engines = work.params.rl.rollout.engines
         for part in range(engines):
             ours, theirs = processes.Pipe()
-            processes.Process(target=serve, args=(theirs, work, part, engines), daemon=True).start()
+            of_engine = (theirs, work, part, engines, max(1, threads // engines))
+            processes.Process(target=serve, args=of_engine, daemon=True).start()
             self._connections.append(ours)
         for connection in self._connections:
             self._answer(connection)
@@ -61,14 +78,14 @@ class BareEngines:
 
     @staticmethod
     def _answer(connection: Connection) -> None:
-        if not connection.poll(TURN_SECONDS):
-            raise RuntimeError(f"bare engine: expected an answer within {TURN_SECONDS:.0f} s, got none")
+        if not connection.poll(ANSWER_SECONDS):
+            raise RuntimeError(f"bare engine: expected an answer within {ANSWER_SECONDS:.0f} s, got none")
         connection.recv()
 
 
-def serve(connection: Connection, work: Work, part: int, engines: int) -> None:
+def serve(connection: Connection, work: Work, part: int, engines: int, threads: int) -> None:
     """An engine's process: it says that it is there, then generates when it is told to."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     from rlhf_core.engines.vllm_engine import VllmEngine
     from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
     from rlhf_core.quiet import be_quiet, collect_rarely
@@ -85,7 +102,7 @@ def serve(connection: Connection, work: Work, part: int, engines: int) -> None:
         dtype=params.model.dtype,
         kv_cache_gib=rl.rollout.kv_cache_gib,
         max_concurrent_sequences=rl.rollout.max_concurrent_sequences,
-        threads=1,
+        threads=threads,
         seed=params.seed,
         trust_remote_code=False,
         gpu_memory_fraction=rl.rollout.gpu_memory_fraction,
