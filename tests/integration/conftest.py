@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +25,23 @@ class FinishedChain:
     watched: dict[str, list[str]]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def database(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[None]:
+    """Says where `lay_out_database` has its database, one for all workers."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RLHF_TESTS_DATABASE", str(of_all_workers(tmp_path_factory, worker_id) / "database" / "prefect.db"))
+        yield
+
+
+def of_all_workers(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    base = tmp_path_factory.getbasetemp()
+    return base if worker_id == "master" else base.parent
+
+
 @pytest.fixture(scope="session")
 def chain(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> FinishedChain:
     """Run by whichever worker comes first; the others wait for it. A run that failed is not tried again."""
-    shared = tmp_path_factory.getbasetemp() if worker_id == "master" else tmp_path_factory.getbasetemp().parent
+    shared = of_all_workers(tmp_path_factory, worker_id)
     workspace, outcome = shared / "chain" / "flow", shared / "chain" / "exit-code"
     workspace.parent.mkdir(exist_ok=True)
     with (shared / "chain" / "lock").open("w") as lock:

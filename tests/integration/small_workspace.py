@@ -7,6 +7,7 @@ and, for train_sft, slow on request, so that it can be killed in the middle.
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -120,9 +121,31 @@ stages:
 ORDER = ["prepare_data", "train_sft", "gate_reward", "report"]
 
 
-def make_workspace(folder: Path, *, steps: int = 3, retries: int = 1) -> Path:
-    """A committed project in `folder`; training takes `steps` times 50 ms."""
+def lay_out_database(home: Path) -> None:
+    """Put into a home of Prefect's the database that its first server would take seven seconds to lay out; all tests of a run share one.
+
+    Outside of them, and in homes that are not given any, the server does it.
+    """
+    if "RLHF_TESTS_DATABASE" not in os.environ:
+        return
+    database = Path(os.environ["RLHF_TESTS_DATABASE"])
+    database.parent.mkdir(exist_ok=True)
+    with database.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not database.exists():
+            first = database.with_suffix(".home")
+            command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"]
+            subprocess.run(command, env=environment(PREFECT_HOME=str(first)), check=True, capture_output=True, timeout=120)
+            (first / database.name).rename(database)
+    home.mkdir(mode=0o700, exist_ok=True)
+    shutil.copy(database, home)
+
+
+def make_workspace(folder: Path, *, steps: int = 3, retries: int = 1, laid_out: bool = True) -> Path:
+    """A committed project in `folder`; training takes `steps` times 50 ms. laid_out: its database is there before the first server."""
     folder.mkdir(parents=True)
+    if laid_out:
+        lay_out_database(folder / ".prefect")
     shutil.copytree(ROOT / "flows", folder / "flows", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / ".dvc", folder / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache", "config.local"))
     for name in (".gitignore", ".dvcignore", "prefect.yaml", "pyproject.toml"):
@@ -161,15 +184,15 @@ def run_flow(workspace: Path, *arguments: str, timeout: float = 120, **extra: st
 
 
 @contextmanager
-def serving(workspace: Path, log: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+def serving(workspace: Path, log: Path, **extra: str) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Server, worker and deployments of a project, as `make server` starts them.
 
     Gives a function that runs Prefect's command line as a user does, in the project's folder; its `ask` asks the server itself, at
-    `url`. In the end nothing may be left.
+    `url`. In the end nothing may be left. extra: environment variables of the server's.
     """
     command = [sys.executable, "-m", "flows.server", "--port", "0"]
     with log.open("w") as file:
-        server = subprocess.Popen(command, cwd=workspace, env=environment(), stdout=file, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(command, cwd=workspace, env=environment(**extra), stdout=file, stderr=subprocess.STDOUT)
     ready = workspace / ".prefect/server.json"
     try:
         wait_until(lambda: ready.exists() or server.poll() is not None, 120, "server, pool and deployment")
@@ -215,11 +238,11 @@ def flow_runs(prefect: Any, deployment: str) -> list[dict]:
     return prefect.ask("flow_runs/filter", deployments={"name": {"any_": [deployment]}})
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float, what: str, *, every: float = 0.1) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, f"{what}: expected within {seconds} s, got nothing"
-        time.sleep(0.1)
+        time.sleep(every)
 
 
 def steps_done(workspace: Path) -> list[tuple[int, int]]:

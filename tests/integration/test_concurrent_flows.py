@@ -30,7 +30,7 @@ def begin_dvc(workspace: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_two_runs_at_once_end_in_their_own_results_and_what_meets_them_is_refused(tmp_path):
-    workspace = make_workspace(tmp_path / "project", steps=STEPS)
+    workspace = make_workspace(tmp_path / "project", steps=STEPS, laid_out=False)  # of two servers at once one lays it out
     first = begin_flow(workspace)
     second = begin_flow(workspace, "--run", "other", "--set", f"sft.steps={OTHER_STEPS}")
     try:

@@ -25,6 +25,7 @@ from small_workspace import (
     dvc_process,
     environment,
     git,
+    lay_out_database,
     make_workspace,
     outcomes,
     processes_in,
@@ -43,6 +44,7 @@ def server(tmp_path_factory):
     """One Prefect server for all tests of this module; its address."""
     port = free_port()
     home = tmp_path_factory.mktemp("prefect")
+    lay_out_database(home)
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port), "--no-ui"]
     child = start(command, PREFECT_HOME=str(home), PREFECT_SERVER_LOGGING_LEVEL="ERROR", PREFECT_SERVER_ANALYTICS_ENABLED="false")
     url = f"http://{HOST}:{port}/api"
@@ -135,7 +137,7 @@ def test_overrides_run_in_a_worktree_that_shares_the_run_cache_and_is_found_agai
     ],
 )
 def test_wrong_params_are_refused_before_anything_starts(tmp_path, arguments, message):
-    workspace = make_workspace(tmp_path / "project")
+    workspace = make_workspace(tmp_path / "project", laid_out=False)
     refused = run_flow(workspace, *arguments)
     assert refused.returncode == 2
     assert message in refused.stderr and "Traceback" not in refused.stderr

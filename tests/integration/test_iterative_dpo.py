@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ STEPS = 60
 SMALL_ROUNDS = {
     "iterative": {
         "steps": STEPS,
-        "sampling": {"prompts": 24, "samples_per_prompt": 3, "max_new_tokens": 16},
+        "sampling": {"backend": "pytorch", "prompts": 24, "samples_per_prompt": 3, "max_new_tokens": 16},
         "min_margin": 0.0,
         "min_pairs": 4,
         "promotion": {"prompts": 20},
@@ -49,7 +50,8 @@ def recorded(worktree: Path, stage: str) -> dict:
 
 
 def test_a_round_on_demand_others_cancelled_meanwhile_and_one_on_schedule(workspace):
-    with serving(workspace, workspace.with_name("server.log")) as prefect:
+    often = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5"}  # it looks once a minute for what is to be scheduled
+    with serving(workspace, workspace.with_name("server.log"), **often) as prefect:
 
         def runs(*, scheduled: bool) -> list[dict]:
             found = [r for r in flow_runs(prefect, "scheduled") if r["auto_scheduled"] == scheduled]
@@ -59,18 +61,19 @@ def test_a_round_on_demand_others_cancelled_meanwhile_and_one_on_schedule(worksp
             asked = prefect("deployment", "run", "iterative-dpo/scheduled")
             assert asked.returncode == 0, asked.stderr
 
+        def becomes(state: Callable[[], bool], seconds: float, what: str) -> None:
+            wait_until(state, seconds, what, every=1.0)  # the server computes for each answer
+
         ask()
-        wait_until(lambda: runs(scheduled=False)[0]["state_type"] in STARTED, 90, "the start of the run that was asked for")
+        becomes(lambda: runs(scheduled=False)[0]["state_type"] in STARTED, 90, "the start of the run that was asked for")
         ask()
-        wait_until(lambda: runs(scheduled=False)[1]["state_type"] == "CANCELLED", 60, "the end of the second run")
-        wait_until(lambda: runs(scheduled=False)[0]["state_type"] not in AT_WORK, DEADLINE, "the end of the first run")
+        becomes(lambda: runs(scheduled=False)[1]["state_type"] == "CANCELLED", 60, "the end of the second run")
+        becomes(lambda: runs(scheduled=False)[0]["state_type"] not in AT_WORK, DEADLINE, "the end of the first run")
         assert runs(scheduled=False)[0]["state"]["name"] == "Completed", said_by_server(workspace)
 
-        often = prefect("deployment", "schedule", "create", "iterative-dpo/scheduled", "--cron", "* * * * *", "--replace", "-y")
-        assert often.returncode == 0, often.stdout + often.stderr
-        wait_until(
-            lambda: any(r["state_type"] in STARTED for r in runs(scheduled=True)), 240, "a run on schedule"
-        )  # made once a minute, for the next one
+        created = prefect("deployment", "schedule", "create", "iterative-dpo/scheduled", "--interval", "20", "--replace", "-y")
+        assert created.returncode == 0, created.stdout + created.stderr
+        becomes(lambda: any(r["state_type"] in STARTED for r in runs(scheduled=True)), 240, "a run on schedule")
     check_first_round(workspace / "runs/iterative-dpo")
 
 
@@ -125,13 +128,12 @@ def test_a_round_that_is_killed_in_training_goes_on_to_the_same_result(workspace
 
 
 def test_a_round_whose_pairs_are_refused_trains_nothing_and_ends_the_run(workspace):
-    pytorch = ("--set", "iterative.sampling.backend=pytorch")  # nothing here is vLLM's
     few = ("--set", "iterative.min_pairs=1000")
-    code, printed = run(workspace, "flows.iterative_dpo", "--series", "refused", "--rounds", "2", *few, *pytorch)
+    code, printed = run(workspace, "flows.iterative_dpo", "--series", "refused", "--rounds", "2", *few)
     assert code == 4, said(workspace)[-3000:]
     worktree = workspace / "runs/refused"
     assert "RoundRefused: round 1: the round's pairs were refused: preference: min_pairs" in printed
     assert not verdict(worktree)["accepted"] and (worktree / "rounds/1/policy/not_trained.json").is_file()
     assert len(read_rounds(worktree)) == 1
-    code, printed = run(workspace, "flows.iterative_dpo", "--series", "refused", "--set", "iterative.min_pairs=4", *pytorch)
+    code, printed = run(workspace, "flows.iterative_dpo", "--series", "refused", "--set", "iterative.min_pairs=4")
     assert code == 2 and "expected the params that its rounds were made with, got others in iterative" in printed

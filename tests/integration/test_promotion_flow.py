@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from registry_project import candidate, make_project
-from small_workspace import ask_server, flow_runs, serving, wait_until
+from small_workspace import ask_server, flow_runs, lay_out_database, serving, wait_until
 
 from flows import versions
 from flows.registry import read_registry
@@ -34,6 +34,7 @@ def answer(prefect: Any, run: str, **fields: object) -> str:
 
 def test_a_run_waits_for_a_person_and_does_as_told(tmp_path):
     project = make_project(tmp_path / "project")
+    lay_out_database(project / ".prefect")
     candidate(project, "first", seed=1)
     assert versions.register(project, NAME, "first").version == "v1.0.0"
     with serving(project, tmp_path / "server.log") as prefect:

@@ -34,6 +34,7 @@ from small_chain import (
     said,
     stage_process,
 )
+from small_workspace import lay_out_database
 
 from rlhf_core.certificate import differences, read_certificate
 from tasks.stage import STOPPED_BY_SIGNAL
@@ -44,6 +45,7 @@ pytestmark = pytest.mark.timeout(1500)
 @pytest.fixture(scope="module")
 def battered(chain, tmp_path_factory) -> Path:
     workspace = clone_chain(chain.workspace, tmp_path_factory.mktemp("resume") / "battered")
+    lay_out_database(workspace / ".prefect")
     change_params(workspace, PYTORCH_ROLLOUTS)
     code, printed = run(workspace, "dvc", "repro", "validate_data")
     assert code == 0, printed

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from small_chain import PLANTED, alive_processes, temporary
 
-PERIOD = 1.0  # seconds
+PERIOD = 2.0  # seconds
 
 
 class Watch(threading.Thread):
