@@ -14,10 +14,14 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bench.work import Work
+from rlhf_core.trainers import rl_driver
+from rlhf_core.trainers.rl_actors import Actors
 from rlhf_core.trainers.rl_job import RlJob, beat
 
 CLOCK = "clock.json"
@@ -37,20 +41,31 @@ def main() -> int:
         if engines is not None:
             clock["in_a_row"] = [engines.generate(turn) for turn in range(work.steps)]
 
-        from rlhf_core.trainers import rl, rl_driver
-
-        def tell_the_time(found, settings) -> None:
-            """Instead of the last thing that the loop does in a step."""
-            tell(found, settings)
+        def end_step() -> None:
             clock["ends"].append(time.perf_counter())
             if engines is not None:
                 clock["in_turn"].append(engines.generate(len(clock["in_turn"])))
 
-        tell, rl.tell = rl.tell, tell_the_time
+        rl_driver.Actors = partial(start_actors, end_step)
         sys.argv[1:] = [str(arguments.job)]
         code = rl_driver.main()
     (arguments.job.parent / CLOCK).write_text(json.dumps(clock))
     return code
+
+
+def start_actors(end_step: Callable[[], None], job: RlJob) -> Actors:
+    """Instead of the driver's own call: it has `end_step` follow the last thing that the loop does in a step."""
+    actors = Actors(job)
+    from rlhf_core.trainers import rl  # only now, as in the driver: the actors start meanwhile
+
+    tell = rl.tell
+
+    def tell_and_end(found, settings) -> None:
+        tell(found, settings)
+        end_step()
+
+    rl.tell = tell_and_end
+    return actors
 
 
 class BareEngines:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.work import ONLINE, Run, Work, works_to_json, write_jsonl
+from bench.work import ONLINE, RESPONSE_TOKENS, Run, Work, works_to_json, write_jsonl
 from rlhf_core.config import ArchitectureConfig, ClerkConfig, ModelConfig, load_params
 from rlhf_core.data.clerk import clerk_rows
 from rlhf_core.quiet import be_quiet
@@ -78,7 +78,7 @@ def main() -> None:
             for case in arguments.cases:
                 work, warmup = sized(inputs, case, model, arguments)
                 speeds = measure(work, arguments.rounds, warmup, environment)
-                found.append({"model": model, "case": case, **summary(speeds)})
+                found.append({"model": model, "case": case, "tokens_per_sample": tokens_per_sample(work), **summary(speeds)})
                 print(line(found[-1]), flush=True)
                 write(arguments, found)
 
@@ -113,6 +113,21 @@ def sized(inputs: Inputs, case: str, model: str, arguments: argparse.Namespace) 
     else:
         steps, warmup, size = arguments.steps, arguments.warmup, arguments.batch_size
     return inputs.work(case, model, steps=warmup + steps, batch_size=size), warmup
+
+
+def tokens_per_sample(work: Work) -> float:
+    """Mean over the rows, a pair's prompt counted with each of its responses; of an online method with responses of RESPONSE_TOKENS."""
+    from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, load_tokenizer
+
+    tokenizer = load_tokenizer(work.model, trust_remote_code=False)
+
+    def tokens(row: dict[str, Any]) -> int:
+        if work.is_online:
+            return len(encode_prompt(tokenizer, row["messages"])) + RESPONSE_TOKENS
+        responses = [row[side] for side in ("response", "chosen", "rejected") if side in row]
+        return sum(len(encode_conversation(tokenizer, row["messages"], response)[0]) for response in responses)
+
+    return statistics.mean(map(tokens, work.read_rows()))
 
 
 def make_inputs(folder: Path, models: list[str]) -> Inputs:
@@ -200,6 +215,7 @@ def line(row: dict[str, Any]) -> str:
     for side in SIDES:
         runs = clock["samples_per_second"][side]
         cells.append(f"{clock['medians'][side]:.0f} ({min(runs):.0f} to {max(runs):.0f})")
+    cells += [f"{clock['medians'][side] * row['tokens_per_sample']:.0f}" for side in SIDES]
     for found in (clock, row.get("cpu")):
         cells.append(f"{found['ratio']:.2f} ({min(found['ratios']):.2f} to {max(found['ratios']):.2f})" if found else "")
     return f"| {' | '.join(cells)} |"
@@ -218,7 +234,8 @@ def write(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> None:
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "peers.json").write_text(json.dumps({"about": about, "results": found}, indent=2) + "\n")
-    head = "| model | case | ours, samples/s | TRL, samples/s | ratio | ratio by computing time |\n|---|---|---|---|---|---|\n"
+    columns = ("model", "case", "ours, samples/s", "TRL, samples/s", "ours, tokens/s", "TRL, tokens/s", "ratio", "ratio by computing time")
+    head = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
     note = f"Medians of {arguments.rounds} runs (lowest to highest); " + ", ".join(f"{k} {v}" for k, v in about.items()) + ".\n"
     (arguments.out / "peers.md").write_text(head + "\n".join(map(line, found)) + "\n\n" + note)
     draw(found, arguments.out / "peers.svg")

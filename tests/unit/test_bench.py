@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 
 import pytest
+from tiny_models import tiny_tokenizer
 
 from bench.growth import Point, make_workspace
 from bench.growth import table as growth_table
 from bench.limits import table
-from bench.peers import draw, line, summary
-from bench.work import Work
+from bench.peers import draw, line, summary, tokens_per_sample
+from bench.work import Work, write_jsonl
 from rlhf_core.config import load_params
 from rlhf_core.data.sources import load_source
+from rlhf_core.models.tokenizer import encode_prompt
 
 
 def test_online_work_has_equal_lengths_one_optimizer_step_and_the_kl_where_trl_has_it():
@@ -25,8 +27,24 @@ def test_online_work_has_equal_lengths_one_optimizer_step_and_the_kl_where_trl_h
 def test_a_case_without_a_computing_time_has_only_the_clocks_ratio():
     # Rounds: 300 / 100 = 3 and 200 / 200 = 1; medians 250 and 150, 250 / 150 = 1.67.
     found = summary({"clock": {"ours": [300.0, 200.0], "theirs": [100.0, 200.0]}})
-    row = line({"model": "small", "case": "grpo", **found})
-    assert row == "| small | grpo | 250 (200 to 300) | 150 (100 to 200) | 1.67 (1.00 to 3.00) |  |"
+    row = line({"model": "small", "case": "grpo", "tokens_per_sample": 40.0, **found})
+    assert row == "| small | grpo | 250 (200 to 300) | 150 (100 to 200) | 10000 | 6000 | 1.67 (1.00 to 3.00) |  |"
+
+
+def test_tokens_of_a_sample_are_those_of_its_conversations_and_of_a_response_yet_to_come(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    ask = [{"role": "user", "content": "hello there"}]
+    prompt, brief, long = len(encode_prompt(tokenizer, ask)), *(len(tokenizer(text).input_ids) for text in ("yes", "yes indeed, and more"))
+    assert brief < long
+
+    def measured(method: str, row: dict) -> float:
+        rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": ask, **row}] * 2)
+        return tokens_per_sample(Work(method, str(tmp_path), rows, steps=1, batch_size=8))
+
+    assert measured("sft", {"response": "yes"}) == prompt + brief + 1  # the end token
+    assert measured("dpo", {"chosen": "yes", "rejected": "yes indeed, and more"}) == 2 * prompt + brief + long + 2
+    assert measured("grpo", {}) == prompt + 24
 
 
 def test_the_figure_has_a_dot_for_each_round_and_the_same_bytes_again(tmp_path):
