@@ -18,11 +18,13 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bench.work import Work
-from rlhf_core.trainers import rl_driver
-from rlhf_core.trainers.rl_actors import Actors
 from rlhf_core.trainers.rl_job import RlJob, beat
+
+if TYPE_CHECKING:
+    from rlhf_core.trainers.rl_actors import Actors
 
 CLOCK = "clock.json"
 ANSWER_SECONDS = 300.0  # for a bare engine's answer; its start is among them
@@ -34,6 +36,8 @@ def main() -> int:
     parser.add_argument("work", type=Path)
     parser.add_argument("--bare-engines", action="store_true")
     arguments = parser.parse_args()
+    from rlhf_core.trainers import rl_driver  # with Ray, which must not be in a process that is yet to start a head
+
     job, work = RlJob.read(arguments.job), Work(**json.loads(arguments.work.read_text()))
     clock: dict[str, list[float]] = {"ends": [], "in_a_row": [], "in_turn": []}
     with beat(job.pulse):
@@ -55,6 +59,8 @@ def main() -> int:
 
 def start_actors(end_step: Callable[[], None], job: RlJob) -> Actors:
     """Instead of the driver's own call: it has `end_step` follow the last thing that the loop does in a step."""
+    from rlhf_core.trainers.rl_actors import Actors
+
     actors = Actors(job)
     from rlhf_core.trainers import rl  # only now, as in the driver: the actors start meanwhile
 

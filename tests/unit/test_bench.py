@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 
 import pytest
 from tiny_models import tiny_tokenizer
@@ -10,7 +12,7 @@ from tiny_models import tiny_tokenizer
 from bench.growth import Point, make_workspace
 from bench.growth import table as growth_table
 from bench.limits import table
-from bench.peers import draw, line, summary, tokens_per_sample
+from bench.peers import ROOT, draw, line, summary, tokens_per_sample
 from bench.work import Work, write_jsonl
 from rlhf_core.config import load_params
 from rlhf_core.data.sources import load_source
@@ -45,6 +47,12 @@ def test_tokens_of_a_sample_are_those_of_its_conversations_and_of_a_response_yet
     assert measured("sft", {"response": "yes"}) == prompt + brief + 1  # the end token
     assert measured("dpo", {"chosen": "yes", "rejected": "yes indeed, and more"}) == 2 * prompt + brief + long + 2
     assert measured("grpo", {}) == prompt + 24
+
+
+def test_what_starts_a_head_of_ray_has_not_imported_ray():
+    """It reads whether there are tokens when it is imported, which is before the head has made one."""
+    modules = "bench.limits, bench.peers, bench.ours_online, bench.driver"
+    subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'ray' not in sys.modules"], cwd=ROOT, check=True)
 
 
 def test_the_figure_has_a_dot_for_each_round_and_the_same_bytes_again(tmp_path):
