@@ -10,6 +10,7 @@ from rlhf_core.models import packed, packed_layout
 from rlhf_core.models.branches import Branches, collate_branches
 from rlhf_core.models.packed import can_pack, packed_states
 from rlhf_core.models.packed_layout import GroupBlock, _cuts, _whole_sequences, layout_of, visible_branches
+from rlhf_core.models.wrappers import collate_tokens
 
 
 @pytest.fixture(params=[5, 1000], ids="pieces of {}".format, autouse=True)
@@ -145,6 +146,45 @@ def test_a_long_prefix_of_short_branches_is_not_copied(monkeypatch: pytest.Monke
     batch = collate_branches([Branches(list(range(1, 31)), [[n] for n in range(31, 39)])], pad_id=0)
     attention = {"position_ids": batch.position_ids, "segments": batch.segments}
     assert_same(llama(), batch.input_ids, *batch.selected.nonzero(as_tuple=True), **attention)
+
+
+ALIKE = [
+    [5, 6, 7, 8, 9, 10],
+    [5, 6, 7, 20, 21],
+    [5, 6, 7, 8, 9, 10],  # the first once more
+    [5, 6],
+    [7, 8, 9, 10],  # as the first one goes on, but with nothing before it
+    [5, 6, 7, 20, 22, 23, 24],
+]
+
+
+@pytest.mark.parametrize("key_value_heads", [4, 2])
+def test_what_rows_begin_with_alike_is_computed_once(key_value_heads: int):
+    model, batch = llama(key_value_heads=key_value_heads), collate_tokens(ALIKE, [0] * len(ALIKE), pad_id=0)
+    wanted = batch.selected.nonzero(as_tuple=True)
+    beginnings = {tuple(ids[:k]) for ids in ALIKE for k in range(1, len(ids) + 1)}
+    assert len(layout_of(model, batch.input_ids, *wanted, None, None, None).ids) == len(beginnings)
+    assert_same(model, batch.input_ids, *wanted)
+
+
+SAME_PREFIX = [
+    [Branches([1, 2, 3, 4], [[5, 6, 7], [5, 6], [8]]), Branches([1, 2, 3, 9], [[5, 6], [10], [11, 12]])],
+    [Branches([1, 2, 3, 4], [[5, 6, 7], [5, 6]]), Branches([1, 2], [[3, 4, 5], [10]])],
+    [Branches([1, 2, 3, 4], [[5, 6, 7], [5, 6]]), Branches([], [[1, 2, 3, 4, 5, 6, 8], [1, 2, 13]])],
+]
+
+
+@pytest.mark.parametrize("rows", SAME_PREFIX, ids=["groups", "two responses", "a row without a prefix"])
+@pytest.mark.parametrize("copying_pays", [0, 1000])
+def test_what_branches_of_different_rows_begin_with_alike_is_computed_once(
+    rows: list[Branches], copying_pays: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(packed_layout, "COPYING_PAYS", copying_pays)
+    batch, model = collate_branches(rows, pad_id=0), llama()
+    wanted = (batch.segments >= 0).nonzero(as_tuple=True)
+    beginnings = {tuple([*row.prefix, *ids][:k]) for row in rows for ids in row.branches for k in range(1, len(row.prefix + ids) + 1)}
+    assert len(layout_of(model, batch.input_ids, *wanted, batch.position_ids, None, batch.segments).ids) == len(beginnings)
+    assert_same(model, batch.input_ids, *wanted, position_ids=batch.position_ids, segments=batch.segments)
 
 
 def test_where_nothing_is_wanted_every_weight_has_a_gradient_of_zeros():
