@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from rlhf_core.data.batching import microbatches
 from rlhf_core.data.judge import JUDGES, Judgement
+from rlhf_core.models.side_by_side import can_run_side_by_side, side_by_side
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.statistics import mean_interval, win_rate_interval
 from rlhf_core.trainers.labelling import ScoredResponse
@@ -82,9 +84,13 @@ def response_logprobs(
     """Summed log-probability [len(answers)] of each response under a model, after its prompt's ids as they are."""
     sequences = [[*a.prompt.prompt_ids, *a.response_ids] for a in answers]
     sums = torch.zeros(len(answers))
-    for part in microbatches([len(s) for s in sequences], max_tokens=microbatch_tokens):
+
+    def look(part: list[int]) -> None:
         batch = collate_tokens([sequences[i] for i in part], [len(answers[i].prompt.prompt_ids) for i in part], pad_id=pad_id)
         flat = module(batch.to(device), temperature=temperature).logprobs
         for i, logprobs in zip(part, flat.cpu().split([len(answers[i].response_ids) for i in part]), strict=True):
             sums[i] = logprobs.sum()
+
+    parts = microbatches([len(s) for s in sequences], max_tokens=microbatch_tokens)
+    side_by_side(*(partial(look, part) for part in parts), at_once=can_run_side_by_side(module))
     return sums

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+SLACK = 1.05  # over their mean, for parts to be as many as intended although no example is divided
+
 
 def batch_indices(step: int, *, batch_size: int, num_examples: int, seed: int) -> list[int]:
     """The examples of one optimizer step: `stream_indices` cut into batches; one may span two passes."""
@@ -29,6 +31,17 @@ def stream_indices(start: int, count: int, *, num_examples: int, seed: int) -> l
         for epoch in range(start // num_examples, (start + count - 1) // num_examples + 1)
     }
     return [int(permutations[p // num_examples][p % num_examples]) for p in positions]
+
+
+def even_microbatches(lengths: Sequence[int], *, max_tokens: int, multiple: int, rows: Sequence[int] | None = None) -> list[list[int]]:
+    """`microbatches` of about the same size, a multiple in number where that can be, of which so many are worked on at the same time."""
+    parts = microbatches(lengths, max_tokens=max_tokens, rows=rows)
+    if len(parts) == len(lengths) or multiple == 1:
+        return parts
+    counts = [1] * len(lengths) if rows is None else rows
+    padded = sum(lengths[part[0]] * sum(counts[i] for i in part) for part in parts)
+    number = -(-len(parts) // multiple) * multiple
+    return microbatches(lengths, max_tokens=min(max_tokens, int(SLACK * padded / number)), rows=rows)
 
 
 def microbatches(lengths: Sequence[int], *, max_tokens: int, rows: Sequence[int] | None = None) -> list[list[int]]:

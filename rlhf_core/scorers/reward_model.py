@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlhf_core.data.batching import microbatches
+from rlhf_core.data.batching import even_microbatches
 from rlhf_core.models.build import frozen, load_scalar_model
+from rlhf_core.models.side_by_side import AT_A_TIME, can_run_side_by_side, side_by_side
 from rlhf_core.models.wrappers import ScalarModule, collate_tokens
 from rlhf_core.scorers.members import member_folders
 
@@ -24,10 +26,16 @@ def score_sequences(
     """
     known = [i for i, ids in enumerate(sequences) if ids is not None]
     scores = torch.full((len(sequences),), float("nan"))
-    for part in microbatches([len(sequences[i]) for i in known], max_tokens=microbatch_tokens):
+    at_once = can_run_side_by_side(module)
+
+    def score(part: list[int]) -> None:
         rows = [known[i] for i in part]
         batch = collate_tokens([sequences[i] for i in rows], [len(sequences[i]) - 1 for i in rows], pad_id=pad_id)
         scores[rows] = module(batch.to(device)).cpu()
+
+    lengths = [len(sequences[i]) for i in known]
+    parts = even_microbatches(lengths, max_tokens=microbatch_tokens, multiple=AT_A_TIME if at_once else 1)
+    side_by_side(*(partial(score, part) for part in parts), at_once=at_once)
     return scores
 
 

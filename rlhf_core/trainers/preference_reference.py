@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from rlhf_core.engines.deepspeed_engine import device
+from rlhf_core.models.side_by_side import can_run_side_by_side, side_by_side
+from rlhf_core.models.wrappers import PolicyModule
 from rlhf_core.trainers.preference_data import Continuation, PromptGroup, ResponseForward
 
 log = logging.getLogger("rlhf")
@@ -35,7 +38,7 @@ def live_reference(module: nn.Module, forward: ResponseForward) -> Reference:
 
 
 def precomputed_reference(
-    make_module: Callable[[], nn.Module], items: Iterable[Continuation], forward: ResponseForward, *, path: Path
+    make_module: Callable[[], PolicyModule], items: Iterable[Continuation], forward: ResponseForward, *, path: Path
 ) -> Reference:
     """All distinct items through the frozen module once, kept in `path`; a file that holds just these items is read instead.
 
@@ -75,10 +78,13 @@ def _digest(items: list[Continuation]) -> str:
 
 
 @torch.no_grad()
-def _compute(module: nn.Module, items: list[Continuation], forward: ResponseForward) -> torch.Tensor:
+def _compute(module: PolicyModule, items: list[Continuation], forward: ResponseForward) -> torch.Tensor:
     """Summed log-probabilities [items], on the CPU."""
     sums = torch.zeros(len(items))
-    for part in forward.microbatches(items):
+
+    def look(part: list[PromptGroup]) -> None:
         positions = [i for group in part for i in group.positions]
         sums[positions] = forward.logprobs(module, part).float().cpu()
+
+    side_by_side(*(partial(look, part) for part in forward.microbatches(items)), at_once=can_run_side_by_side(module))
     return sums

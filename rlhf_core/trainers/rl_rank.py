@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from rlhf_core.data.batching import microbatches
+from rlhf_core.data.batching import even_microbatches
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device, equal_count, join_world
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.engines.weights import PackedTensor, pack
 from rlhf_core.models.branches import can_share_prefixes, collate_branches, continue_prefix
 from rlhf_core.models.build import checkpoint_names, frozen, load_language_model, load_scalar_model, new_scalar_model, save_model
 from rlhf_core.models.lora import add_adapters, without_adapters
+from rlhf_core.models.side_by_side import AT_A_TIME, can_run_side_by_side, side_by_side
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch
 from rlhf_core.quiet import collect_as_usual
@@ -70,6 +72,7 @@ class TrainerRank:
             if job.rl.starts_rounded:
                 self.refresh_reference()
         self._scorers = self._reward_models(how)
+        self._at_once = self._can_run_at_once()
         seed_generators(job.seed + self._rank)
         collect_as_usual()
 
@@ -104,6 +107,12 @@ class TrainerRank:
         rl = self._job.rl
         wanted = rl.group_size > 1 and rl.algorithm != "ppo" and self._experts_per_token is None
         return wanted and can_share_prefixes(self._language_model)
+
+    def _can_run_at_once(self) -> bool:
+        """Whether the models can be asked and trained at once. With other ranks, and with ZeRO, the order of collectives counts."""
+        alone = self._world_size == 1 and self._job.rl.trainer.zero_stage == 0
+        modules = [engine.module for engine in self._engines.values()] + [self._reference] * (self._reference is not None)
+        return alone and can_run_side_by_side(*modules)
 
     def _settings(self, learning_rate: float) -> EngineSettings:
         rl, model = self._job.rl, self._job.model
@@ -158,13 +167,18 @@ class TrainerRank:
         groups = self._groups(sequences, starts)
         rows = [continue_prefix(sequences[g[0]][: starts[g[0]]], [sequences[i][starts[i] :] for i in g]) for g in groups]
         longest, tokens = [max(map(len, r)) for r in rows], self._job.rl.trainer.microbatch_tokens
-        for part in equal_count(microbatches(longest, max_tokens=tokens, rows=[len(r) for r in rows])):
+
+        def look(part: list[int]) -> None:
             batch = collate_branches([row for g in part for row in rows[g]], pad_id=self._pad_id, every_token=True).to(self._device)
             members = [i for g in part for i in groups[g]]
             sizes = [len(sequences[i]) - starts[i] for i in members]
             for name, flat in self._look(batch, with_policy=with_policy).items():
                 numbers = [first + i for i in members]
                 found.setdefault(name, {}).update(zip(numbers, flat.float().cpu().split(sizes), strict=True))
+
+        counts, multiple = [len(r) for r in rows], AT_A_TIME if self._at_once else 1
+        parts = equal_count(even_microbatches(longest, max_tokens=tokens, multiple=multiple, rows=counts))
+        side_by_side(*(partial(look, part) for part in parts), at_once=self._at_once)
 
     def _groups(self, sequences: list[list[int]], starts: list[int]) -> list[list[int]]:
         """Positions of sequences side by side with the same prompt, where prompts are shared; else each by itself."""
@@ -222,6 +236,7 @@ class TrainerRank:
             on_policy=on_policy,
             experts_per_token=self._experts_per_token,
             shares_prompts=self._shares_prompts,
+            at_once=self._at_once,
         )
         return self._last_update.run(minibatches)
 

@@ -16,6 +16,7 @@ from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
 from rlhf_core.models.branches import Branches, collate_branches, continue_prefix
+from rlhf_core.models.side_by_side import side_by_side
 from rlhf_core.models.wrappers import TokenBatch, collate_tokens
 from rlhf_core.trainers.rl_minibatch import Minibatch, Totals, gather
 from rlhf_core.types import TrainBatch
@@ -39,6 +40,7 @@ class RlUpdate:
         are the old ones, whatever the batch has.
     experts_per_token: of a policy with experts whose load is to be balanced; None: no load balancing.
     shares_prompts: compute the prompt of a group's samples once; not with a critic, and not with experts, whose load counts every sample.
+    at_once: gradients of policy and critic at the same time, each with half of the cores.
     """
 
     rl: RlConfig
@@ -51,6 +53,7 @@ class RlUpdate:
     on_policy: bool
     experts_per_token: int | None
     shares_prompts: bool
+    at_once: bool
     _seen: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # on policy: row of the minibatch -> its log-probabilities [R]
 
     def run(self, minibatches: list[Minibatch]) -> Totals:
@@ -77,20 +80,25 @@ class RlUpdate:
         """Gradients of a whole optimizer step. False: it is too far from the sampling policy, and the gradients are dropped."""
         parts = self._parts(minibatch.batch)
         counts = self._expert_counts(minibatch.batch, parts) if self.train_policy and self.experts_per_token is not None else None
-        approx_kl = 0.0
-        for positions in parts:
-            part = minibatch.batch.select(positions.rows).to(self.device)
-            tokens = self._tokens(positions, part)
-            totals["tokens"] += int(part.response_mask.sum())
-            if self.train_policy:
-                stats, logprobs = self._policy_backward(part, tokens, minibatch, counts, losses)
+        seen: Totals = {}
+        batches = [(positions, minibatch.batch.select(positions.rows).to(self.device)) for positions in parts]
+        totals["tokens"] += sum(int(part.response_mask.sum()) for _, part in batches)
+
+        def policy() -> None:
+            for positions, part in batches:
+                stats, logprobs = self._policy_backward(part, self._tokens(positions, part), minibatch, counts, losses)
+                gather(seen, stats)
                 if self.on_policy:
                     self._seen.update(zip(positions.rows, logprobs.cpu(), strict=True))
-                gather(totals, stats)
-                approx_kl += stats["approx_kl_sum"]
-            if self.critic is not None:
-                self._critic_backward(part, tokens, minibatch, losses)
-        if self.train_policy and self._too_far(approx_kl, minibatch.num_loss_tokens):
+
+        def critic() -> None:
+            for positions, part in batches:
+                self._critic_backward(part, self._tokens(positions, part), minibatch, losses)
+
+        wanted = [policy] * self.train_policy + [critic] * (self.critic is not None)
+        side_by_side(*wanted, at_once=self.at_once)
+        gather(totals, seen)
+        if self.train_policy and self._too_far(seen["approx_kl_sum"], minibatch.num_loss_tokens):
             self.policy.discard()
             if self.critic is not None:
                 self.critic.discard()

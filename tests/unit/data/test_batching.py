@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.data.batching import batch_indices, microbatches
+from rlhf_core.data.batching import batch_indices, even_microbatches, microbatches
 
 
 def stream(steps: range, **kwargs: int) -> list[int]:
@@ -66,3 +66,23 @@ def test_microbatches_by_hand():
 def test_microbatches_of_examples_with_several_rows_by_hand():
     # Longest rows 5, 4, 3: 2 * 5 + 1 * 5 = 15 fits into 20, 3 more rows would be 30; alone 3 * 3 = 9.
     assert microbatches([4, 5, 3], max_tokens=20, rows=[1, 2, 3]) == [[1, 0], [2]]
+
+
+@given(lengths=LENGTHS, max_tokens=st.integers(1, 200), multiple=st.integers(1, 4))
+def test_even_microbatches_are_microbatches_too(lengths: list[int], max_tokens: int, multiple: int):
+    parts = even_microbatches(lengths, max_tokens=max_tokens, multiple=multiple)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    assert all(len(part) * max(lengths[i] for i in part) <= max_tokens or len(part) == 1 for part in parts)
+    if multiple == 1:
+        assert parts == microbatches(lengths, max_tokens=max_tokens)
+
+
+def test_even_microbatches_by_hand():
+    # 30 rows of 10 within 200 would be 20 and 10; for two at a time 15 each.
+    assert [len(part) for part in even_microbatches([10] * 30, max_tokens=200, multiple=2)] == [15, 15]
+    # One part alone is cut too, and three become four. 0.05 more than the mean: 7 of 2 rows each is 14 + 0.7 tokens.
+    assert [len(part) for part in even_microbatches([7] * 4, max_tokens=200, multiple=2)] == [2, 2]
+    assert [len(part) for part in even_microbatches([10] * 40, max_tokens=160, multiple=2)] == [10] * 4
+    assert [len(part) for part in even_microbatches([10] * 8, max_tokens=200, multiple=2, rows=[2, 1, 1, 1, 1, 1, 1, 2])] == [4, 4]
+    assert even_microbatches([5], max_tokens=200, multiple=2) == [[0]]
+    assert even_microbatches([], max_tokens=200, multiple=2) == []
