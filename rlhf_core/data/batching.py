@@ -34,9 +34,11 @@ def stream_indices(start: int, count: int, *, num_examples: int, seed: int) -> l
 
 
 def even_microbatches(lengths: Sequence[int], *, max_tokens: int, multiple: int, rows: Sequence[int] | None = None) -> list[list[int]]:
-    """`microbatches` of about the same size, a multiple in number where that can be, of which so many are worked on at the same time."""
+    """`microbatches`; where one isn't enough, of about the same size, and a multiple in number if that can be: so many are worked on
+    at the same time.
+    """
     parts = microbatches(lengths, max_tokens=max_tokens, rows=rows)
-    if len(parts) == len(lengths) or multiple == 1:
+    if len(parts) in (1, len(lengths)) or multiple == 1:
         return parts
     counts = [1] * len(lengths) if rows is None else rows
     padded = sum(lengths[part[0]] * sum(counts[i] for i in part) for part in parts)

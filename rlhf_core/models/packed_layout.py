@@ -157,14 +157,15 @@ def layout_of(
     starts = torch.empty_like(lengths)
     starts[order] = ordered.cumsum(0) - ordered
     ids, wanted = input_ids[order][real], starts[rows] + positions
-    if position_ids is None:
+    counted = position_ids is None
+    if counted:
         position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
     position_ids = position_ids[order][real]
     if segments is not None:
         sequences = _sequences(segments[order], real)
         placing = _branches(sequences, ordered, order, segments)
     else:
-        sequences = _rows_alone(ordered) if visible is None else None
+        sequences = _rows_alone(ordered) if visible is None and counted else None
         placing = _rows(ordered, order, visible)
     first = None if sequences is None else merged(sequences.tokens(), ids)
     if first is not None:
@@ -173,7 +174,7 @@ def layout_of(
         placing = replace(placing, tokens=numbers[placing.tokens])
         ids, position_ids, wanted = ids[is_first], position_ids[is_first], numbers[wanted]
     copies = None if len(placing.places) == len(ids) else _copies(placing, num_tokens=len(ids))
-    places = placing.places if copies is None else copies.places[copies.starts]
+    places = torch.empty_like(ids).index_copy_(0, placing.tokens, placing.places) if copies is None else copies.places[copies.starts]
     return Layout(placing.blocks, ids, places, copies, wanted, _rotation(trunk, position_ids))
 
 

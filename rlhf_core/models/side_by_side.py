@@ -6,8 +6,10 @@ operation that takes 0.1 ms gains little from a second core. Two models on a cor
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import cache
 from typing import TypeVar
 
@@ -20,13 +22,15 @@ from rlhf_core.models.wrappers import PolicyModule, ScalarModule
 Result = TypeVar("Result")
 
 AT_A_TIME = 2
+THREADS = "side-by-side"
 
 
 def can_run_side_by_side(*modules: PolicyModule | ScalarModule) -> bool:
-    """Whether PyTorch has cores to share out, and these are computed by `packed_states`, which keeps nothing in a model and draws no random
+    """Whether there are cores to share out, and these are computed by `packed_states`, which keeps nothing in a model and draws no random
     numbers. What other models do in their forward, such as to set the frequencies of a rotary embedding, may not be done twice at a time.
     """
-    return torch.get_num_threads() >= AT_A_TIME and all(can_pack(trunk(module.model)) for module in modules)
+    cores = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))  # vLLM binds the thread that it is started in to one
+    return cores >= AT_A_TIME and all(can_pack(trunk(module.model)) for module in modules)
 
 
 def side_by_side(*work: Callable[[], Result], at_once: bool = True) -> list[Result]:
@@ -35,9 +39,10 @@ def side_by_side(*work: Callable[[], Result], at_once: bool = True) -> list[Resu
     Args:
         at_once: False: one after the other, each on all cores.
     Raises:
-        Exception: what the first one in order raises, after all have ended.
+        Exception: what one of them raises, after those that had begun have ended; no further one is begun. Where a signal's handler raises
+            it, it doesn't wait for them.
     """
-    if not at_once or len(work) < AT_A_TIME:
+    if not at_once or len(work) < AT_A_TIME or threading.current_thread().name.startswith(THREADS):
         return [one() for one in work]
     threads, learns = torch.get_num_threads(), torch.is_grad_enabled()
 
@@ -46,12 +51,16 @@ def side_by_side(*work: Callable[[], Result], at_once: bool = True) -> list[Resu
         with torch.set_grad_enabled(learns):
             return one()
 
-    started = [_pool().submit(on_its_cores, one) for one in work]
-    wait(started)
-    torch.set_num_threads(threads)
-    return [one.result() for one in started]
+    futures = [_pool().submit(on_its_cores, one) for one in work]
+    try:
+        wait(futures, return_when=FIRST_EXCEPTION)
+    finally:
+        begun = [future for future in futures if not future.cancel()]
+        torch.set_num_threads(threads)
+    wait(begun)
+    return [future.result() for future in begun]
 
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="side-by-side")
+    return ThreadPoolExecutor(AT_A_TIME, thread_name_prefix=THREADS)

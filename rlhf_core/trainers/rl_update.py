@@ -81,18 +81,19 @@ class RlUpdate:
         parts = self._parts(minibatch.batch)
         counts = self._expert_counts(minibatch.batch, parts) if self.train_policy and self.experts_per_token is not None else None
         seen: Totals = {}
-        batches = [(positions, minibatch.batch.select(positions.rows).to(self.device)) for positions in parts]
-        totals["tokens"] += sum(int(part.response_mask.sum()) for _, part in batches)
+        totals["tokens"] += int(minibatch.batch.response_mask.sum())
 
         def policy() -> None:
-            for positions, part in batches:
+            for positions in parts:
+                part = minibatch.batch.select(positions.rows).to(self.device)
                 stats, logprobs = self._policy_backward(part, self._tokens(positions, part), minibatch, counts, losses)
                 gather(seen, stats)
                 if self.on_policy:
                     self._seen.update(zip(positions.rows, logprobs.cpu(), strict=True))
 
         def critic() -> None:
-            for positions, part in batches:
+            for positions in parts:
+                part = minibatch.batch.select(positions.rows).to(self.device)
                 self._critic_backward(part, self._tokens(positions, part), minibatch, losses)
 
         wanted = [policy] * self.train_policy + [critic] * (self.critic is not None)

@@ -80,9 +80,9 @@ def test_even_microbatches_are_microbatches_too(lengths: list[int], max_tokens: 
 def test_even_microbatches_by_hand():
     # 30 rows of 10 within 200 would be 20 and 10; for two at a time 15 each.
     assert [len(part) for part in even_microbatches([10] * 30, max_tokens=200, multiple=2)] == [15, 15]
-    # One part alone is cut too, and three become four. 0.05 more than the mean: 7 of 2 rows each is 14 + 0.7 tokens.
-    assert [len(part) for part in even_microbatches([7] * 4, max_tokens=200, multiple=2)] == [2, 2]
+    # Three become four; what fits into one stays together.
     assert [len(part) for part in even_microbatches([10] * 40, max_tokens=160, multiple=2)] == [10] * 4
-    assert [len(part) for part in even_microbatches([10] * 8, max_tokens=200, multiple=2, rows=[2, 1, 1, 1, 1, 1, 1, 2])] == [4, 4]
+    assert [len(part) for part in even_microbatches([10] * 8, max_tokens=90, multiple=2, rows=[2, 1, 1, 1, 1, 1, 1, 2])] == [4, 4]
+    assert even_microbatches([7] * 4, max_tokens=200, multiple=2) == [[0, 1, 2, 3]]
     assert even_microbatches([5], max_tokens=200, multiple=2) == [[0]]
     assert even_microbatches([], max_tokens=200, multiple=2) == []

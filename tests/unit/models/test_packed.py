@@ -167,6 +167,22 @@ def test_what_rows_begin_with_alike_is_computed_once(key_value_heads: int):
     assert_same(model, batch.input_ids, *wanted)
 
 
+def test_rows_that_begin_alike_at_other_positions_are_not_the_same():
+    ids, position_ids = torch.tensor([[5, 6, 7], [5, 6, 7]]), torch.tensor([[0, 1, 2], [10, 11, 12]])
+    layout = layout_of(llama(), ids, torch.tensor([0, 1]), torch.tensor([2, 2]), position_ids, None, None)
+    assert len(layout.ids) == 6
+
+
+def test_branches_without_a_prefix_of_which_nothing_is_shared():
+    """As long sequences one by one, not as they come."""
+    branches = [list(range(1, 13)), *([first, *range(20, 30)] for first in range(13, 19)), list(range(30, 50))]
+    batch, model = collate_branches([Branches([], branches)], pad_id=0), llama()
+    wanted = (batch.segments >= 0).nonzero(as_tuple=True)
+    layout = layout_of(model, batch.input_ids, *wanted, batch.position_ids, None, batch.segments)
+    assert layout.copies is None and len(layout.blocks) > 1
+    assert_same(model, batch.input_ids, *wanted, position_ids=batch.position_ids, segments=batch.segments)
+
+
 SAME_PREFIX = [
     [Branches([1, 2, 3, 4], [[5, 6, 7], [5, 6], [8]]), Branches([1, 2, 3, 9], [[5, 6], [10], [11, 12]])],
     [Branches([1, 2, 3, 4], [[5, 6, 7], [5, 6]]), Branches([1, 2], [[3, 4, 5], [10]])],

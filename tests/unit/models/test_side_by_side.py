@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -57,21 +60,46 @@ def test_gradients_are_kept_where_the_caller_keeps_them(learns: bool):
         assert [x.requires_grad for x in side_by_side(lambda: weight * 2, lambda: weight * 3)] == [learns] * 2
 
 
-def test_the_first_error_comes_when_all_have_ended():
-    second_may_end, ended = threading.Event(), []
+def test_after_an_error_what_has_begun_ends_and_nothing_more_begins():
+    second_began, second_may_end, ran = threading.Event(), threading.Event(), []
 
     def first() -> None:
-        second_may_end.set()
+        assert second_began.wait(timeout=30)
+        threading.Timer(0.5, second_may_end.set).start()
         raise ValueError("first")
 
     def second() -> None:
-        second_may_end.wait(timeout=30)
-        ended.append("second")
-        raise ValueError("second")
+        second_began.set()
+        assert second_may_end.wait(timeout=30)
+        ran.append("second")
 
     with pytest.raises(ValueError, match="first"):
-        side_by_side(first, second)
-    assert ended == ["second"] and torch.get_num_threads() == 4
+        side_by_side(first, second, *[lambda: time.sleep(0.1) or ran.append("more")] * 40)
+    assert ran.count("second") == 1 and ran.count("more") < 20 and torch.get_num_threads() == 4
+
+
+def test_a_signal_ends_the_wait_and_what_has_not_begun_never_does():
+    ran = []
+
+    def handler(*_: object) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(InterruptedError):
+            side_by_side(*[lambda: time.sleep(0.1) or ran.append(1)] * 100)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    time.sleep(0.5)
+    assert len(ran) < 20 and torch.get_num_threads() == 4
+
+
+def test_work_within_such_work_has_its_threads_alone():
+    def outer() -> list[int]:
+        return side_by_side(torch.get_num_threads, torch.get_num_threads)
+
+    assert side_by_side(outer, outer) == [[2, 2], [2, 2]]
 
 
 def test_only_a_trunk_that_keeps_nothing_and_cores_to_share_out():
@@ -80,3 +108,12 @@ def test_only_a_trunk_that_keeps_nothing_and_cores_to_share_out():
     assert not can_run_side_by_side(PolicyModule(llama), PolicyModule(qwen))
     torch.set_num_threads(1)
     assert not can_run_side_by_side(PolicyModule(llama))
+
+
+def test_a_thread_that_is_bound_to_a_core_has_none_to_share_out():
+    llama, cores = PolicyModule(LlamaForCausalLM(LlamaConfig(**SHAPE))), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        assert not can_run_side_by_side(llama)
+    finally:
+        os.sched_setaffinity(0, cores)
