@@ -1,4 +1,7 @@
-"""HH-RLHF and GSM8K solutions through their recipes, from the files to the gate: all data, few steps, the verdict as it comes."""
+"""HH-RLHF and GSM8K solutions through their recipes, from the files to the gate: half of the rows, few steps, the verdict as it comes.
+
+test_prepare_data.py prepares all of them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,12 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(not REAL.is_dir(), reason="the real data sets are not here: ../shared/data, beside the checkout"),
 ]
-BRIEF = {"sft": {"steps": 3, "batch_size": 8, "eval_every": 3}, "reward": {"epochs": 0.02, "eval_every": 1000}}
+BRIEF = {
+    "data": {"max_rows": 1200},
+    "gate": {"min_accuracy": 0.9, "min_pairs": 100},
+    "sft": {"steps": 3, "batch_size": 8, "eval_every": 3},
+    "reward": {"epochs": 0.02, "eval_every": 1000},
+}
 UPSTREAM = ["prepare_data", "validate_data", "train_sft", "train_reward", "gate_reward"]
 
 
@@ -23,14 +31,14 @@ UPSTREAM = ["prepare_data", "validate_data", "train_sft", "train_reward", "gate_
 def test_a_recipe_runs_to_the_gate_which_rejects_or_accepts_by_its_bar(tmp_path, recipe):
     (tmp_path / "shared").symlink_to(REAL.resolve().parent)
     laid_over = YAML(typ="safe", pure=True).load((ROOT / f"recipes/{recipe}.yaml").read_text())
-    workspace = make_chain(tmp_path / "project", laid_over, BRIEF, {"gate": {"min_accuracy": 0.9}})
+    workspace = make_chain(tmp_path / "project", laid_over, BRIEF)
 
     code, printed = run(workspace, "dvc", "repro")
     assert code != 0 and ran(printed) == UPSTREAM, printed
     validation, gate = (json.loads((workspace / f"metrics/{name}.json").read_text()) for name in ("validation", "gate"))
-    assert validation["passed"] and validation["rows"]["preference"] > 2000
+    assert validation["passed"] and validation["rows"]["preference"] > 1000
     heldout = pd.read_parquet(workspace / "data/reward_heldout.parquet")
-    assert gate["n"] == (heldout["split"] == "test").sum() >= 200
+    assert gate["n"] == (heldout["split"] == "test").sum() >= 100
     assert not gate["passed"] and gate["low"] < gate["accuracy"] < gate["high"] < 0.9
     assert "gate_reward: rejected: expected the lower end of the interval to reach gate.min_accuracy=0.9" in printed
 
