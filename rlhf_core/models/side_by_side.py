@@ -7,6 +7,7 @@ operation that takes 0.1 ms gains little from a second core. Two models on a cor
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -29,7 +30,9 @@ def can_run_side_by_side(*modules: PolicyModule | ScalarModule) -> bool:
     """Whether there are cores to share out, and these are computed by `packed_states`, which keeps nothing in a model and draws no random
     numbers. What other models do in their forward, such as to set the frequencies of a rotary embedding, may not be done twice at a time.
     """
-    cores = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))  # vLLM binds the thread that it is started in to one
+    cores = torch.get_num_threads()
+    if sys.platform == "linux":
+        cores = min(cores, len(os.sched_getaffinity(0)))  # vLLM binds the thread that it is started in to one
     return cores >= AT_A_TIME and all(can_pack(trunk(module.model)) for module in modules)
 
 
