@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,10 +135,18 @@ def test_forward_computes_the_policys_of_the_first_ones_only(model_folders: tupl
         torch.testing.assert_close(part[name], values[: len(part[name])], rtol=0, atol=3e-6)
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_models_that_run_at_the_same_time_compute_the_same_bits(tmp_path: Path, model_folders: tuple[Path, Path]):
     found = []
     ids = sequences(12, seed=5, shortest=10, longest=10)  # two micro-batches of six, whether two run at a time or not
-    before = torch.get_num_threads()
     for threads in (2, 1):
         torch.set_num_threads(threads)
         rank = connected(model_folders, **{"rl.trainer.microbatch_tokens": 60})
@@ -145,13 +154,14 @@ def test_models_that_run_at_the_same_time_compute_the_same_bits(tmp_path: Path, 
         asked = {"scores": rank.score("reward_model", ids), **rank.forward(ids, [3] * 12)}
         told = update(rank, [whole(train_batch(8, seed=k)) for k in (1, 2)])
         found.append((told, asked | resident(rank, tmp_path / str(threads))))
-        torch.set_num_threads(before)
     (told, tensors), (told_alone, tensors_alone) = found
     assert told == told_alone and tensors.keys() == tensors_alone.keys()
     assert all(torch.equal(tensors[name], tensors_alone[name]) for name in tensors)
 
 
-def test_other_ranks_zero_and_adapters_keep_the_models_in_turn(model_folders: tuple[Path, Path]):
+@pytest.mark.usefixtures("two_threads")
+def test_zero_and_adapters_keep_the_models_in_turn(model_folders: tuple[Path, Path]):
+    assert connected(model_folders)._at_once
     lora = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
     for changes in ({"rl.trainer.zero_stage": 1}, {"rl.lora": lora}):
         assert not connected(model_folders, **changes)._at_once
