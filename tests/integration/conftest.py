@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import standing_head
 from small_chain import log_of, make_chain, run, said
+from small_workspace import environment, wait_until
 from watch import Watch
 
 
@@ -58,3 +62,21 @@ def chain(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> FinishedC
     assert outcome.exists() and outcome.read_text() == "0", said(workspace)
     watched = json.loads(outcome.with_name("watched").read_text())
     return FinishedChain(workspace, outcome.with_name("printed").read_text(), watched)
+
+
+@pytest.fixture(scope="module")
+def cluster(chain: FinishedChain, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
+    """A Ray head that was there before, for all jobs of a module: params with its address; who may talk to it is in the environment."""
+    known = tmp_path_factory.mktemp("head") / "head.json"
+    command = [sys.executable, standing_head.__file__, str(known)]
+    with (
+        known.with_name("log").open("w") as log,
+        subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT) as head,
+        pytest.MonkeyPatch.context() as ours,
+    ):
+        wait_until(lambda: known.exists() or head.poll() is not None, 120, "a Ray head")
+        assert head.poll() is None, known.with_name("log").read_text()
+        found = json.loads(known.read_text())
+        ours.setenv("RAY_AUTH_MODE", "token")
+        ours.setenv("RAY_AUTH_TOKEN_PATH", found["token"])
+        yield {"cluster": {"address": found["address"]}}

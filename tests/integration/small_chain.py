@@ -183,12 +183,18 @@ def stage_process(workspace: Path, stage: str) -> psutil.Process:
     return process
 
 
+def driver_process(workspace: Path) -> psutil.Process:
+    """The one driver of an RL job of this workspace, wherever its head is."""
+    (process,) = [p for p in alive_processes(workspace) if "rlhf_core.trainers.rl_driver" in command_line(p)]
+    return process
+
+
 def actor_process(workspace: Path, role: str) -> psutil.Process:
     """The one process of a Ray actor's role; looked for again while Ray changes its title, which it does around each call."""
     found: list[psutil.Process] = []
 
     def one_is_there() -> bool:
-        found[:] = [p for p in processes_in(workspace) if re.search(ACTOR_TITLES[role], " ".join(command_line(p)))]
+        found[:] = [p for p in alive_processes(workspace) if re.search(ACTOR_TITLES[role], " ".join(command_line(p)))]
         return len(found) == 1
 
     wait_until(one_is_there, 10, f"actor {role}")
@@ -213,11 +219,12 @@ def alive(workspace: Path) -> list[str]:
 
 
 def alive_processes(workspace: Path) -> list[psutil.Process]:
-    """Living processes that work in this folder or name it or its temporary one: stages, heads, jobs, actors."""
+    """Living processes that work in this folder, name it or its temporary one, or import from it: stages, heads, jobs, actors."""
     found = {p.pid: p for p in processes_in(workspace)}
-    for process in psutil.process_iter(["cmdline"]):
+    for process in psutil.process_iter(["cmdline", "environ"]):
         line = " ".join(process.info["cmdline"] or [])
-        if (f"{workspace}/" in line or f"{temporary(workspace)}/" in line) and process.pid != os.getpid():
+        ours = f"{workspace}/" in line or f"{temporary(workspace)}/" in line
+        if (ours or (process.info["environ"] or {}).get("PYTHONPATH") == str(workspace)) and process.pid != os.getpid():
             found[process.pid] = process
     return list(found.values())
 

@@ -1,4 +1,7 @@
-"""Options of the section rl on the real parts, many at once: each run is one stage train_policy in a copy of the finished small chain."""
+"""Options of the section rl on the real parts, many at once: each run is one stage train_policy in a copy of the finished small chain.
+
+Their jobs go to a Ray head that was there before (cluster.address). A stage that starts a head of its own is killed in test_resume.py.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,16 @@ from small_chain import (
     begin,
     change_params,
     copy_chain,
+    driver_process,
     newest_checkpoint,
     results,
     run,
     said,
     stage_process,
 )
+from small_workspace import wait_until
+
+from tasks.stage import CRASHED
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -115,10 +122,10 @@ class Trained:
     metrics: dict
 
 
-def train(chain, folder: Path, rl: dict, **files: str) -> Path:
+def train(chain, cluster: dict, folder: Path, rl: dict, **files: str) -> Path:
     """A workspace whose next stage is train_policy."""
     workspace = copy_chain(chain.workspace, folder)
-    change_params(workspace, {"rl": rl})
+    change_params(workspace, {"rl": rl}, cluster)
     for name, text in files.items():
         (workspace / "rewards" / f"{name}.py").write_text(text)
     return workspace
@@ -140,11 +147,17 @@ def read(workspace: Path, printed: str) -> Trained:
 
 
 def trained_though_killed(workspace: Path, *, steps: int) -> Trained:
-    """The stage is killed after a checkpoint and run again, and then its engine is killed."""
+    """The stage is killed after a checkpoint and another follows its job; then the driver is killed, and in the next job an engine."""
     stage = begin(workspace, "tasks.train_rl")
     await_checkpoint(workspace, "train_policy", stage)
+    driver = driver_process(workspace)
+    driver.suspend()  # or the job might be done before anybody follows it
     stage_process(workspace, "train_policy").kill()
     stage.wait()
+    start, stage = len(said(workspace)), begin(workspace, "tasks.train_rl")
+    wait_until(lambda: "already at work on this; following it" in said(workspace)[start:], 60, "a stage that follows the job")
+    driver.kill()
+    assert stage.wait(timeout=DEADLINE) == CRASHED, said(workspace)[-3000:]
     assert_nothing_left(workspace)
     reached = newest_checkpoint(workspace, "train_policy")
     start, stage = len(said(workspace)), begin(workspace, "tasks.train_rl")
@@ -163,8 +176,8 @@ def assert_same_results(a: Trained, b: Trained) -> None:
 
 
 @pytest.fixture(scope="module")
-def groups(chain, tmp_path_factory) -> Trained:
-    return trained(train(chain, tmp_path_factory.mktemp("groups") / "groups", GROUPS))
+def groups(chain, cluster, tmp_path_factory) -> Trained:
+    return trained(train(chain, cluster, tmp_path_factory.mktemp("groups") / "groups", GROUPS))
 
 
 def test_groups_are_drawn_again_until_they_teach_something(groups):
@@ -202,8 +215,8 @@ def test_the_coefficient_follows_the_divergence_from_a_reference_that_moves(grou
     assert afresh.max() < 1e-5 < rows["kl_mean"].abs().max()
 
 
-def test_killed_run_again_and_without_its_engine_it_ends_with_the_same_bits(chain, groups, tmp_path):
-    again = trained_though_killed(train(chain, tmp_path / "killed", GROUPS), steps=10)
+def test_killed_run_again_and_without_its_engine_it_ends_with_the_same_bits(chain, cluster, groups, tmp_path):
+    again = trained_though_killed(train(chain, cluster, tmp_path / "killed", GROUPS), steps=10)
     assert_same_results(again, groups)
     # A window of three steps is full in step 3, and passed for four in step 6: counted across the kill.
     (warning,) = again.metrics["monitor"]["warnings"]
@@ -211,8 +224,8 @@ def test_killed_run_again_and_without_its_engine_it_ends_with_the_same_bits(chai
 
 
 @pytest.fixture(scope="module")
-def critic(chain, tmp_path_factory) -> Trained:
-    return trained(train(chain, tmp_path_factory.mktemp("critic") / "critic", CRITIC, flaky=FLAKY))
+def critic(chain, cluster, tmp_path_factory) -> Trained:
+    return trained(train(chain, cluster, tmp_path_factory.mktemp("critic") / "critic", CRITIC, flaky=FLAKY))
 
 
 def test_only_the_critic_learns_at_first_and_a_minibatch_that_is_too_far_ends_the_step(critic):
@@ -249,8 +262,8 @@ def test_no_response_ends_before_the_fewest_tokens_and_log_probabilities_still_a
     assert (critic.curves["response_length"] >= 3).all() and (critic.curves["logprob_difference"] < 1e-4).all()
 
 
-def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapters_on_4_bits_reach_vllm(chain, tmp_path):
-    greedy = trained(train(chain, tmp_path / "greedy", GREEDY))
+def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapters_on_4_bits_reach_vllm(chain, cluster, tmp_path):
+    greedy = trained(train(chain, cluster, tmp_path / "greedy", GREEDY))
     rows = greedy.curves
     # 16 tokens fit; a and e are in most words
     assert (rows["response_length"] < 12).all() and (rows["cut_off_fraction"] < 0.5).all()
@@ -269,11 +282,11 @@ def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapte
     assert_nothing_left(greedy.workspace)
 
 
-def test_responses_drawn_ahead_are_of_the_policy_before_and_survive_a_kill(chain, tmp_path):
-    ahead = trained(train(chain, tmp_path / "ahead", AHEAD))
+def test_responses_drawn_ahead_are_of_the_policy_before_and_survive_a_kill(chain, cluster, tmp_path):
+    ahead = trained(train(chain, cluster, tmp_path / "ahead", AHEAD))
     rows = ahead.curves
     assert list(rows["policy_lag"]) == [0, *[1] * 39]
     # The ratio is to the policy that sampled, which in step 1 is the trained one until the first of the two minibatches.
     assert rows["policy_ratio_max"].gt(1).all() and rows["approx_kl"].iloc[1:].gt(rows["approx_kl"].iloc[0]).mean() > 0.5
     assert rows["logprob_difference"].between(0, 1e-4).all() and "mismatch_mean" not in rows
-    assert_same_results(trained_though_killed(train(chain, tmp_path / "killed", AHEAD), steps=40), ahead)
+    assert_same_results(trained_though_killed(train(chain, cluster, tmp_path / "killed", AHEAD), steps=40), ahead)
