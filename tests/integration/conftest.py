@@ -1,4 +1,4 @@
-"""The small chain, run once for all tests that look at it."""
+"""The small chain, run once for all tests that look at it, and a Ray head for jobs that need none of their own."""
 
 from __future__ import annotations
 
