@@ -102,13 +102,17 @@ class RlConfig(Section):
         return "constant_horizon" if self.algorithm == "dr_grpo" else "token_mean"
 
     @property
+    def one_optimizer_step(self) -> bool:
+        """Whether a batch of rollouts is used for one optimizer step only."""
+        return self.epochs == 1 and self.minibatch_size == self.samples_per_step
+
+    @property
     def on_policy(self) -> bool:
         """Whether a batch is used for one optimizer step only, and nothing before it asks for the policy's log-probabilities: then those
         of the step itself are the old ones, and no pass of their own is made.
         """
-        one_step = self.epochs == 1 and self.minibatch_size == self.samples_per_step
         asked_before = (self.kl.placement == "reward" and self.kl.coef > 0) or self.correction.kind != "none"
-        return one_step and not asked_before and self.rollout.samples_any_token and not self.rollout.one_step_off_policy
+        return self.one_optimizer_step and not asked_before and self.rollout.samples_any_token and not self.rollout.one_step_off_policy
 
     @property
     def trusts_engine(self) -> bool:

@@ -20,16 +20,17 @@ from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, devi
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.engines.weights import PackedTensor, pack
 from rlhf_core.models.branches import can_share_prefixes, collate_branches, continue_prefix
-from rlhf_core.models.build import checkpoint_names, frozen, load_language_model, load_scalar_model, new_scalar_model, save_model
+from rlhf_core.models.build import checkpoint_names, frozen, load_language_model, load_scalar_model, new_scalar_model, save_model, trunk
 from rlhf_core.models.lora import add_adapters, without_adapters
+from rlhf_core.models.packed import can_pack
 from rlhf_core.models.side_by_side import AT_A_TIME, can_run_side_by_side, side_by_side
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch
+from rlhf_core.models.wrappers import PolicyModule, PolicyOutput, ScalarModule, TokenBatch
 from rlhf_core.quiet import collect_as_usual
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_minibatch import Minibatch
-from rlhf_core.trainers.rl_update import RlUpdate, before
+from rlhf_core.trainers.rl_update import Kept, RlUpdate, before, policy_arguments
 from rlhf_core.trainers.supervised import load_random_state, save_random_state, seed_generators
 
 REFERENCE = "reference.pt"  # in a checkpoint
@@ -73,6 +74,8 @@ class TrainerRank:
                 self.refresh_reference()
         self._scorers = self._reward_models(how)
         self._at_once = self._can_run_at_once()
+        self._keeps = self._can_keep()
+        self._kept: list[Kept] = []  # for the next update
         seed_generators(job.seed + self._rank)
         collect_as_usual()
 
@@ -109,10 +112,18 @@ class TrainerRank:
         return wanted and can_share_prefixes(self._language_model)
 
     def _can_run_at_once(self) -> bool:
-        """Whether the models can be asked and trained at once. With other ranks, and with ZeRO, the order of collectives counts."""
-        alone = self._world_size == 1 and self._job.rl.trainer.zero_stage == 0
+        """Whether the models can be asked and trained at once."""
         modules = [engine.module for engine in self._engines.values()] + [self._reference] * (self._reference is not None)
-        return alone and can_run_side_by_side(*modules)
+        return self._is_alone and can_run_side_by_side(*modules)
+
+    def _can_keep(self) -> bool:
+        """Whether the update can go on from passes that were made for `forward`, all of them at a time."""
+        return self._is_alone and all(can_pack(trunk(engine.module.model)) for engine in self._engines.values())
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether nothing waits for another rank. With others, and with ZeRO, the order of collectives counts."""
+        return self._world_size == 1 and self._job.rl.trainer.zero_stage == 0
 
     def _settings(self, learning_rate: float) -> EngineSettings:
         rl, model = self._job.rl, self._job.model
@@ -144,41 +155,61 @@ class TrainerRank:
         return score_by_members(self._scorers[name], sequences, pad_id=0, microbatch_tokens=tokens, device=self._device)
 
     @torch.no_grad()
-    def forward(self, sequences: list[list[int]], starts: list[int], *, recomputed: int | None = None) -> dict[str, torch.Tensor]:
+    def forward(
+        self, sequences: list[list[int]], starts: list[int], *, recomputed: int | None = None, learn: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Of each token from `starts[i]` on, sequence after sequence, flat [N]: old_logprobs, sampler_logprobs, ref_logprobs and values.
 
         sampler_logprobs, ref_logprobs and values are absent where there is no top-k or top-p, no reference, or no critic.
 
         Args:
             recomputed: only of the first so many sequences are old_logprobs computed; None: of all.
+            learn: the next update has all of these in one optimizer step: it goes on from these passes, where that is possible.
         """
         recomputed = len(sequences) if recomputed is None else recomputed
         found: dict[str, dict[int, torch.Tensor]] = {}
-        self._see(sequences[:recomputed], starts[:recomputed], found, first=0, with_policy=True)
-        self._see(sequences[recomputed:], starts[recomputed:], found, first=recomputed, with_policy=False)
+        learn = learn and self._keeps and recomputed in (0, len(sequences))
+        kept = self._see(sequences[:recomputed], starts[:recomputed], found, first=0, with_policy=True, learn=learn)
+        kept += self._see(sequences[recomputed:], starts[recomputed:], found, first=recomputed, with_policy=False, learn=learn)
+        self._kept = kept if learn else self._kept
         return {name: torch.cat([values[i] for i in sorted(values)]) for name, values in found.items()}
 
     def _see(
-        self, sequences: list[list[int]], starts: list[int], found: dict[str, dict[int, torch.Tensor]], *, first: int, with_policy: bool
-    ) -> None:
-        """What the models say of some sequences, into `found` by name and number; `first`: the number of the first one."""
-        if not (with_policy or self._job.rl.kl.keeps_reference or self._critic is not None):
-            return
+        self,
+        sequences: list[list[int]],
+        starts: list[int],
+        found: dict[str, dict[int, torch.Tensor]],
+        *,
+        first: int,
+        with_policy: bool,
+        learn: bool,
+    ) -> list[Kept]:
+        """What the models say of some sequences, into `found` by name and number; `first`: the number of the first one.
+
+        Args:
+            learn: return what policy and critic say with its graphs, unless it is more than AT_A_TIME micro-batches.
+        """
+        if not sequences or not (with_policy or self._job.rl.kl.keeps_reference or self._critic is not None):
+            return []
         groups = self._groups(sequences, starts)
         rows = [continue_prefix(sequences[g[0]][: starts[g[0]]], [sequences[i][starts[i] :] for i in g]) for g in groups]
         longest, tokens = [max(map(len, r)) for r in rows], self._job.rl.trainer.microbatch_tokens
 
-        def look(part: list[int]) -> None:
+        def look(part: list[int]) -> Kept:
             batch = collate_branches([row for g in part for row in rows[g]], pad_id=self._pad_id, every_token=True).to(self._device)
             members = [i for g in part for i in groups[g]]
             sizes = [len(sequences[i]) - starts[i] for i in members]
-            for name, flat in self._look(batch, with_policy=with_policy).items():
-                numbers = [first + i for i in members]
-                found.setdefault(name, {}).update(zip(numbers, flat.float().cpu().split(sizes), strict=True))
+            seen, policy, values = self._look(batch, with_policy=with_policy, learn=learn)
+            numbers = [first + i for i in members]
+            for name, flat in seen.items():
+                found.setdefault(name, {}).update(zip(numbers, flat.detach().float().cpu().split(sizes), strict=True))
+            return Kept(numbers, sizes, policy, values)
 
-        counts, multiple = [len(r) for r in rows], AT_A_TIME if self._at_once else 1
+        counts, multiple = [len(r) for r in rows], AT_A_TIME if self._at_once or learn else 1
         parts = equal_count(even_microbatches(longest, max_tokens=tokens, multiple=multiple, rows=counts))
-        side_by_side(*(partial(look, part) for part in parts), at_once=self._at_once)
+        learn = learn and len(parts) <= AT_A_TIME
+        kept = side_by_side(*(partial(look, part) for part in parts), at_once=self._at_once)
+        return kept if learn else []
 
     def _groups(self, sequences: list[list[int]], starts: list[int]) -> list[list[int]]:
         """Positions of sequences side by side with the same prompt, where prompts are shared; else each by itself."""
@@ -191,19 +222,23 @@ class TrainerRank:
                 groups.append([i])
         return groups
 
-    def _look(self, batch: TokenBatch, *, with_policy: bool) -> dict[str, torch.Tensor]:
-        rollout = self._job.rl.rollout
-        seen = {}
-        if with_policy:
-            policy = self._policy(batch, temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p)
-            seen["old_logprobs"] = policy.logprobs
-            if policy.sampler_logprobs is not None:
-                seen["sampler_logprobs"] = policy.sampler_logprobs
-        if self._job.rl.kl.keeps_reference:
+    def _look(
+        self, batch: TokenBatch, *, with_policy: bool, learn: bool
+    ) -> tuple[dict[str, torch.Tensor], PolicyOutput | None, torch.Tensor | None]:
+        """What the models say, by name; then once more the policy's and the critic's, whose graphs are there if they learn from it."""
+        rl, seen, policy, values = self._job.rl, {}, None, None
+        filters = {"top_k": rl.rollout.top_k, "top_p": rl.rollout.top_p}
+        with torch.set_grad_enabled(learn):
+            if with_policy:
+                policy = self._policy(batch, **policy_arguments(rl) if learn else {"temperature": rl.rollout.temperature}, **filters)
+                seen["old_logprobs"] = policy.logprobs
+                if policy.sampler_logprobs is not None:
+                    seen["sampler_logprobs"] = policy.sampler_logprobs
+            if self._critic is not None:
+                seen["values"] = values = self._critic(before(batch))
+        if rl.kl.keeps_reference:
             seen["ref_logprobs"] = self._reference_logprobs(batch)
-        if self._critic is not None:
-            seen["values"] = self._critic(before(batch))
-        return seen
+        return seen, policy, values
 
     def _reference_logprobs(self, batch: TokenBatch) -> torch.Tensor:
         temperature = self._job.rl.rollout.temperature
@@ -225,6 +260,7 @@ class TrainerRank:
 
     def update(self, minibatches: list[Minibatch], *, kl_coef: float, train_policy: bool, on_policy: bool = False) -> dict[str, float]:
         """One optimizer step for each minibatch; see RlUpdate."""
+        kept, self._kept = self._kept, []
         self._last_update = RlUpdate(
             rl=self._job.rl,
             policy=self._policy,
@@ -237,6 +273,7 @@ class TrainerRank:
             experts_per_token=self._experts_per_token,
             shares_prompts=self._shares_prompts,
             at_once=self._at_once,
+            kept=kept,
         )
         return self._last_update.run(minibatches)
 

@@ -50,7 +50,7 @@ def draw(workers: Workers, prompts: PromptStream, rl: RlConfig, *, step: int, pr
 
         def look() -> None:
             if not rl.dynamic_sampling.enabled:
-                ahead.append(workers.ask(rollouts, share=share))
+                ahead.append(workers.ask(rollouts, share=share, learn=rl.one_optimizer_step))
 
         scored = workers.score(rollouts, measured, meanwhile=look)
         clock.lap("score")
@@ -63,7 +63,7 @@ def draw(workers: Workers, prompts: PromptStream, rl: RlConfig, *, step: int, pr
         components = greedy_components(workers, [group[0].rollout.prompt for group in groups])
         baseline = {name: scores.repeat_interleave(rl.group_size) for name, scores in components.items()}
         clock.lap("baseline")
-    asked = ahead[0] if ahead else workers.ask([s.rollout for s in scored], share=share)
+    asked = ahead[0] if ahead else workers.ask([s.rollout for s in scored], share=share, learn=rl.one_optimizer_step)
     further = measured.means()
     return Drawn(scored, baseline, position, metrics | take_disagreements(further, rl), further, asked)
 

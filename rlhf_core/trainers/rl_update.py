@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_core.algorithms.aggregation import aggregate
@@ -17,7 +20,7 @@ from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
 from rlhf_core.models.branches import Branches, collate_branches, continue_prefix
 from rlhf_core.models.side_by_side import side_by_side
-from rlhf_core.models.wrappers import TokenBatch, collate_tokens
+from rlhf_core.models.wrappers import PolicyOutput, TokenBatch, collate_tokens
 from rlhf_core.trainers.rl_minibatch import Minibatch, Totals, gather
 from rlhf_core.types import TrainBatch
 
@@ -31,6 +34,21 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What policy and critic said of a micro-batch before the update, with the graphs that lead to their parameters.
+
+    rows: the rollouts, by their places in the batch of all.
+    sizes: tokens of each one's response.
+    policy, values: of every response token, flat [N]; None: wasn't asked.
+    """
+
+    rows: list[int]
+    sizes: list[int]
+    policy: PolicyOutput | None
+    values: torch.Tensor | None
+
+
+@dataclass(frozen=True)
 class RlUpdate:
     """Optimizer steps of policy and critic.
 
@@ -41,6 +59,7 @@ class RlUpdate:
     experts_per_token: of a policy with experts whose load is to be balanced; None: no load balancing.
     shares_prompts: compute the prompt of a group's samples once; not with a critic, and not with experts, whose load counts every sample.
     at_once: gradients of policy and critic at the same time, each with half of the cores.
+    kept: the passes of the only minibatch, where they have been made; whoever wasn't asked then makes them now.
     """
 
     rl: RlConfig
@@ -54,6 +73,7 @@ class RlUpdate:
     experts_per_token: int | None
     shares_prompts: bool
     at_once: bool
+    kept: list[Kept] = field(default_factory=list)
     _seen: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # on policy: row of the minibatch -> its log-probabilities [R]
 
     def run(self, minibatches: list[Minibatch]) -> Totals:
@@ -84,17 +104,15 @@ class RlUpdate:
         totals["tokens"] += int(minibatch.batch.response_mask.sum())
 
         def policy() -> None:
-            for positions in parts:
-                part = minibatch.batch.select(positions.rows).to(self.device)
-                stats, logprobs = self._policy_backward(part, self._tokens(positions, part), minibatch, counts, losses)
+            for rows, part, output in self._policy_outputs(minibatch, parts, counts):
+                stats, logprobs = self._policy_backward(part, output, minibatch, counts, losses)
                 gather(seen, stats)
                 if self.on_policy:
-                    self._seen.update(zip(positions.rows, logprobs.cpu(), strict=True))
+                    self._seen.update(zip(rows, logprobs.cpu(), strict=True))
 
         def critic() -> None:
-            for positions in parts:
-                part = minibatch.batch.select(positions.rows).to(self.device)
-                self._critic_backward(part, self._tokens(positions, part), minibatch, losses)
+            for part, values in self._values(minibatch, parts):
+                self._critic_backward(part, values, minibatch, losses)
 
         wanted = [policy] * self.train_policy + [critic] * (self.critic is not None)
         side_by_side(*wanted, at_once=self.at_once)
@@ -124,6 +142,39 @@ class RlUpdate:
         chosen = equal_count(microbatches(longest, max_tokens=tokens, rows=[len(r) for r in rows]))
         return [Part([i for g in part for i in groups[g]], [row for g in part for row in rows[g]]) for part in chosen]
 
+    def _kept_parts(self, minibatch: Minibatch) -> Iterator[tuple[Kept, list[int], TrainBatch, torch.Tensor]]:
+        """Of each kept micro-batch also the rows of the minibatch, their batch, and which of its response tokens are trained on."""
+        place = {row: position for position, row in enumerate(minibatch.rows)}
+        for kept in self.kept:
+            rows = [place[row] for row in kept.rows]
+            part = minibatch.batch.select(rows)
+            missing = max(0, max(kept.sizes) - part.response_mask.shape[1])
+            mask = pad(part.response_mask, (0, missing))
+            yield kept, rows, part, mask[torch.arange(mask.shape[1]) < torch.tensor(kept.sizes)[:, None]]
+
+    def _policy_outputs(
+        self, minibatch: Minibatch, parts: list[Part], counts: torch.Tensor | None
+    ) -> Iterator[tuple[list[int], TrainBatch, PolicyOutput]]:
+        """Micro-batch by micro-batch: its rows in the minibatch, their batch, and what the policy says of the tokens trained on."""
+        if self.kept and self.kept[0].policy is not None:
+            for kept, rows, part, trained in self._kept_parts(minibatch):
+                yield rows, part, PolicyOutput(kept.policy.logprobs[trained], kept.policy.entropy[trained], None, None)
+            return
+        for positions in parts:
+            part = minibatch.batch.select(positions.rows).to(self.device)
+            routed = None if counts is None else real_tokens(part)
+            yield positions.rows, part, self.policy(self._tokens(positions, part), **policy_arguments(self.rl), routed=routed)
+
+    def _values(self, minibatch: Minibatch, parts: list[Part]) -> Iterator[tuple[TrainBatch, torch.Tensor]]:
+        """Micro-batch by micro-batch: its batch, and the critic's values [N] before the tokens trained on."""
+        if self.kept:
+            for kept, _, part, trained in self._kept_parts(minibatch):
+                yield part, kept.values[trained]
+            return
+        for positions in parts:
+            part = minibatch.batch.select(positions.rows).to(self.device)
+            yield part, self.critic(before(self._tokens(positions, part)))
+
     def _tokens(self, part: Part, batch: TrainBatch) -> TokenBatch:
         """The sequences of a micro-batch, whose rows `batch` holds, response tokens selected in its order."""
         return contiguous(batch) if part.branches is None else shared(part.branches, batch, pad_id=self.pad_id).to(self.device)
@@ -139,14 +190,10 @@ class RlUpdate:
     # Policy
 
     def _policy_backward(
-        self, part: TrainBatch, tokens: TokenBatch, minibatch: Minibatch, counts: torch.Tensor | None, losses: Totals
+        self, part: TrainBatch, output: PolicyOutput, minibatch: Minibatch, counts: torch.Tensor | None, losses: Totals
     ) -> tuple[Totals, torch.Tensor]:
         """Figures of a micro-batch, and the policy's log-probabilities [B, R] before the step."""
         rl, mask = self.rl, part.response_mask
-        routed = None if counts is None else real_tokens(part)
-        output = self.policy(
-            tokens, temperature=rl.rollout.temperature, with_entropy=True, learn_entropy=bool(rl.entropy_coef), routed=routed
-        )
         logprobs = _unflatten(output.logprobs.float(), mask)
         old_logprobs = logprobs.detach() if self.on_policy else part.old_logprobs
         bounds = {"clip_low": rl.clip_low, "clip_high": rl.clip_high}
@@ -200,9 +247,9 @@ class RlUpdate:
 
     # Critic
 
-    def _critic_backward(self, part: TrainBatch, tokens: TokenBatch, minibatch: Minibatch, losses: Totals) -> None:
+    def _critic_backward(self, part: TrainBatch, values: torch.Tensor, minibatch: Minibatch, losses: Totals) -> None:
         ppo = self.rl.ppo
-        values = _unflatten(self.critic(before(tokens)), part.response_mask)
+        values = _unflatten(values, part.response_mask)
         token_loss = value_loss(values, part.old_values, part.returns, part.response_mask, value_clip=ppo.value_clip)
         loss = ppo.value_coef * self._aggregate(token_loss, part, minibatch)
         self.critic.backward(loss)
@@ -217,6 +264,11 @@ class RlUpdate:
             num_sequences=minibatch.num_sequences,
             horizon=self.rl.rollout.max_new_tokens,
         )
+
+
+def policy_arguments(rl: RlConfig) -> dict[str, Any]:
+    """How the policy is asked for what its update needs."""
+    return {"temperature": rl.rollout.temperature, "with_entropy": True, "learn_entropy": bool(rl.entropy_coef)}
 
 
 def before(batch: TokenBatch) -> TokenBatch:

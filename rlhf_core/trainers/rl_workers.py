@@ -94,18 +94,19 @@ class Workers:
         """See `Scoring.score`."""
         return self._scoring.score(rollouts, metrics, meanwhile=meanwhile)
 
-    def ask(self, rollouts: Sequence[Rollout], *, share: float) -> Asked:
+    def ask(self, rollouts: Sequence[Rollout], *, share: float, learn: bool = False) -> Asked:
         """Have policy, reference and critic look at rollouts, without waiting.
 
         Args:
             share: of each rank's rollouts, from the first on, of which the policy is asked; the others have the engine's log-probabilities.
                 With 0 there are no `old_logprobs`.
+            learn: the next update has all of them in one optimizer step.
         """
         sequences, starts = sequences_of(rollouts)
         shards = _contiguous_shards(len(sequences), len(self._trainers))
         recomputed = math.ceil(share * max(map(len, shards)))
         per_rank = [([sequences[i] for i in s], [starts[i] for i in s]) for s in shards]
-        return Asked(rollouts, shards, recomputed, self._trainers.submit("forward", per_rank, recomputed=recomputed))
+        return Asked(rollouts, shards, recomputed, self._trainers.submit("forward", per_rank, recomputed=recomputed, learn=learn))
 
     def forward(self, asked: Asked) -> dict[str, torch.Tensor]:
         """What policy, reference and critic say of every response token, flat [N] in the order of the rollouts."""

@@ -32,9 +32,9 @@ SMALL = {
     "reward": {"epochs": 0.5, "checkpoint_every": 3, "eval_every": 4},
     "gate": {"min_accuracy": 0.3, "min_pairs": 100},
     "rl": {
-        "steps": 60,  # enough to be interrupted four times
+        "steps": 40,  # enough to be interrupted three times
         "samples_per_step": 16,
-        "minibatch_size": 8,
+        "minibatch_size": 16,
         "checkpoint_every": 5,
         "reward": {"normalization_samples": 32},
         "rollout": {"max_new_tokens": 16, "engines": 1, "max_concurrent_sequences": 32},
@@ -88,8 +88,10 @@ def change_params(workspace: Path, *changes: dict) -> None:
     params = YAML(typ="safe", pure=True).load(path.read_text())
     for change in changes:
         _merge(params, change)
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False  # in flow style DVC can't read an address
     with path.open("w") as file:
-        YAML(typ="safe", pure=True).dump(params, file)
+        yaml.dump(params, file)
 
 
 def _merge(node: dict | list, change: dict) -> None:

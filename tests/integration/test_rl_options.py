@@ -14,6 +14,8 @@ import pandas as pd
 import pytest
 from small_chain import (
     DEADLINE,
+    PYTORCH_ROLLOUTS,
+    SMALL,
     actor_process,
     assert_nothing_left,
     await_checkpoint,
@@ -22,6 +24,7 @@ from small_chain import (
     copy_chain,
     driver_process,
     newest_checkpoint,
+    ran,
     results,
     run,
     said,
@@ -39,6 +42,7 @@ GROUPS = {
     "algorithm": "grpo",
     "policy_loss": "gspo",
     "steps": 10,
+    "minibatch_size": 8,
     "checkpoint_every": 2,
     "grpo": {"group_size": 4},
     "kl": {"target": 0.2, "horizon": 50, "refresh_reference_every": 3},
@@ -60,6 +64,7 @@ GROUPS = {
 CRITIC = {
     "algorithm": "ppo",
     "steps": 6,
+    "minibatch_size": 8,
     "ppo": {"critic_init": "sft", "critic_warmup_steps": 2},
     "max_replacements": 1,
     "max_approx_kl": 1e-9,  # the first minibatch is on the policy, the second isn't any more
@@ -97,8 +102,7 @@ GREEDY = {
     "algorithm": "remax",
     "policy_loss": "cispo",
     "steps": 60,
-    "minibatch_size": 16,  # all samples of a step, which with KL in the loss is on policy
-    "kl": {"placement": "loss", "estimator": "k3"},
+    "kl": {"placement": "loss", "estimator": "k3"},  # nothing asks for log-probabilities before the update
     "evaluation": {"every": 2, "prompts": 16},
     "monitor": {"always": {"metric": "response_length", "above": 0.0, "from_step": 3, "patience": 2, "action": "rollback"}},
     "lora": {"rank": 4, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear", "quantize": "nf4"},
@@ -108,6 +112,7 @@ GREEDY = {
 AHEAD = {
     "algorithm": "grpo",
     "steps": 40,
+    "minibatch_size": 8,
     "checkpoint_every": 2,
     "grpo": {"group_size": 4},
     "rollout": {"backend": "pytorch", "one_step_off_policy": True},
@@ -290,3 +295,30 @@ def test_responses_drawn_ahead_are_of_the_policy_before_and_survive_a_kill(chain
     assert rows["policy_ratio_max"].gt(1).all() and rows["approx_kl"].iloc[1:].gt(rows["approx_kl"].iloc[0]).mean() > 0.5
     assert rows["logprob_difference"].between(0, 1e-4).all() and "mismatch_mean" not in rows
     assert_same_results(trained_though_killed(train(chain, cluster, tmp_path / "killed", AHEAD), steps=40), ahead)
+
+
+def test_another_algorithm_reruns_only_what_follows_and_back_is_restored(chain, cluster, tmp_path):
+    workspace = copy_chain(chain.workspace, tmp_path / "algorithm")
+    lock, before = (workspace / "dvc.lock").read_text(), results(workspace)
+    change_params(workspace, {"rl": {"algorithm": "rloo", "steps": 2}}, PYTORCH_ROLLOUTS, cluster)
+    code, printed = run(workspace, "dvc", "repro")
+    assert code == 0 and ran(printed) == ["train_policy", "evaluate", "report"], printed
+    assert json.loads((workspace / "metrics/train_policy.json").read_text())["algorithm"] == "rloo"
+    assert results(workspace)["models/policy/model.safetensors"] != before["models/policy/model.safetensors"]
+
+    change_params(workspace, {"rl": {"algorithm": "ppo", "steps": SMALL["rl"]["steps"], "rollout": {"backend": "vllm"}}})
+    code, printed = run(workspace, "dvc", "repro")
+    assert code == 0 and ran(printed) == [] and printed.count("is cached - skipping run") == 3, printed
+    assert (workspace / "dvc.lock").read_text() == lock and results(workspace) == before
+
+
+def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, cluster, tmp_path):
+    disagreeing = {"rollout": {"backend": "pytorch", "max_logprob_difference": 1e-12}}
+    workspace = train(chain, cluster, tmp_path / "budget", disagreeing)
+    code, printed = run(workspace, "dvc", "repro", "--single-item", "train_policy")
+    assert code != 0
+    assert "step 0: expected the rollout engine's and the trainer's log-probabilities to differ by at most" in printed
+    assert "rl.rollout.max_logprob_difference=1e-12, got " in printed
+    assert "train_policy: RL job: expected to be able to train, got the refusal above" in printed and "Traceback" not in printed
+    assert not (workspace / "models/policy").exists()
+    assert_nothing_left(workspace)

@@ -52,7 +52,7 @@ def test_the_default_is_accepted_and_typed():
         ("data.sources.0.weight", 0, "params: data.sources.0.weight: expected greater than 0, got 0"),
         ("seed", None, "params: seed: expected a valid integer, got None"),
         ("gate", [], "params: gate: expected a valid dictionary or instance of GateConfig, got []"),
-        ("rl.samples_per_step", 200, "params: rl.samples_per_step: expected a multiple of minibatch_size=128, got 200; change one of them"),
+        ("rl.samples_per_step", 200, "params: rl.samples_per_step: expected a multiple of minibatch_size=256, got 200; change one of them"),
         ("rl.rollout.max_new_tokens", 96, "params: rl.rollout.max_new_tokens: expected less than model.max_length=96, got 96; no token"),
         ("evaluation.max_new_tokens", 200, "params: evaluation.max_new_tokens: expected less than model.max_length=96, got 200"),
         ("model.architecture.hidden_size", 97, "params: model.architecture.hidden_size: expected an even multiple of heads=3, got 97"),
@@ -192,7 +192,7 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             "rl.rollout.one_step_off_policy: expected false with top_p, top_k or min_new_tokens and without a correction, got true",
         ),
         ({"rl.rollout.min_new_tokens": 32}, "rl.rollout.min_new_tokens: expected less than max_new_tokens=32, got 32; lower it"),
-        ({"rl.trainer.ranks": 3}, "rl.minibatch_size: expected a multiple of trainer.ranks=3, got 128"),
+        ({"rl.trainer.ranks": 3}, "rl.minibatch_size: expected a multiple of trainer.ranks=3, got 256"),
         (
             {"rl.trainer.ranks": 2, "rl.ptx.coef": 0.1, "rl.ptx.batch_size": 31},
             "rl.ptx.batch_size: expected a multiple of trainer.ranks=2, got 31",

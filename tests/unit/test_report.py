@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pandas as pd
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 from report_workspace import HOSTILE, REMOVED, edit_metrics, evaluation, gate, make_workspace, run_report, validation
 
 from rlhf_core.config import STAGE_SECTIONS, apply_overrides, load_params, read_yaml
+from rlhf_core.config.alignment import Method
 from rlhf_core.report.canvas import MAX_POINTS, thin
 from rlhf_core.report.inputs import ReportInputError
-from rlhf_core.report.page import answer, expectations, json_for_html, render, samples, side_by_side
+from rlhf_core.report.page import METHOD_TITLES, answer, expectations, json_for_html, render, samples, side_by_side
 from rlhf_core.report.texts import MAX_TEXT, measured, number, signed, visible
 from rlhf_core.report.verdict import data_verdict, gate_verdict, outcome
 from tasks.gate_reward import NOT_NEEDED, unjudged
@@ -35,6 +37,10 @@ def with_results(*, sft: float, policy: float, win: tuple[float, float], judge: 
             result[mode]["sft"]["judge_ok"], result[mode]["policy"]["judge_ok"] = sft, policy
         result["win_rate"][mode] |= {"value": sum(win) / 2, "low": win[0], "high": win[1]}
     return result
+
+
+def test_every_method_has_a_title():
+    assert METHOD_TITLES.keys() == set(get_args(Method))
 
 
 ABOVE, ACROSS, BELOW = (0.6, 0.7), (0.47, 0.53), (0.3, 0.4)

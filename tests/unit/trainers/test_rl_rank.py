@@ -13,6 +13,7 @@ import torch
 from tiny_models import PAD, demonstrations, largest_difference, rl_job, save_tiny_experts, save_tiny_models, sequences, train_batch, whole
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.build import load_language_model, load_scalar_model, read_state_dict, scalar_head, trunk
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_minibatch import Minibatch, gather
@@ -135,6 +136,14 @@ def test_forward_computes_the_policys_of_the_first_ones_only(model_folders: tupl
         torch.testing.assert_close(part[name], values[: len(part[name])], rtol=0, atol=3e-6)
 
 
+def sampled(batch: TrainBatch) -> tuple[list[list[int]], list[int]]:
+    """Prompts with whole responses, whatever of them is trained on, and where the responses start."""
+    rows = zip(batch.prompt_ids, batch.prompt_mask, batch.response_ids, strict=True)
+    return [torch.cat([prompt[mask], response[response != PAD]]).tolist() for prompt, mask, response in rows], batch.prompt_mask.sum(
+        1
+    ).tolist()
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -153,7 +162,10 @@ def test_models_that_run_at_the_same_time_compute_the_same_bits(tmp_path: Path, 
         assert rank._at_once == (threads == 2)
         asked = {"scores": rank.score("reward_model", ids), **rank.forward(ids, [3] * 12)}
         told = update(rank, [whole(train_batch(8, seed=k)) for k in (1, 2)])
-        found.append((told, asked | resident(rank, tmp_path / str(threads))))
+        batch = train_batch(12, seed=3)
+        kept = {f"{name}, kept": values for name, values in rank.forward(*sampled(batch), learn=True).items()}
+        gather(told, update(rank, [whole(batch)]))
+        found.append((told, asked | kept | resident(rank, tmp_path / str(threads))))
     (told, tensors), (told_alone, tensors_alone) = found
     assert told == told_alone and tensors.keys() == tensors_alone.keys()
     assert all(torch.equal(tensors[name], tensors_alone[name]) for name in tensors)
@@ -215,6 +227,52 @@ def test_on_policy_the_updates_own_log_probabilities_are_the_old_ones(model_fold
     off = connected(model_folders, **settings)
     update(off, [whole(unknown)], kl_coef=0.5)
     assert largest_difference(off.weights(), fresh.weights()) > 1e-4  # the comparison can tell
+
+
+KEEPING = [
+    ({"rl.algorithm": "ppo"}, None, 0),
+    ({"rl.algorithm": "ppo", "rl.trainer.microbatch_tokens": 60}, None, 0),  # two micro-batches
+    ({"rl.algorithm": "ppo", "rl.trainer.microbatch_tokens": 30}, None, 6),  # three: too much to keep
+    ({"rl.algorithm": "ppo", "rl.entropy_coef": 0.1}, None, 0),
+    ({"rl.algorithm": "ppo", "rl.rollout.top_k": 20}, None, 0),
+    ({"rl.algorithm": "ppo"}, 0, 1),  # the policy was not asked
+    ({"rl.algorithm": "ppo"}, 3, 2),  # of some only
+    ({"rl.algorithm": "ppo", "rl.trainer.zero_stage": 1}, None, 2),
+    ({"rl.algorithm": "grpo"}, None, 0),  # prompts are shared
+    ({"rl.algorithm": "grpo", "rl.ptx.coef": 0.5}, None, 1),  # that of the demonstrations
+]
+
+
+@pytest.mark.parametrize(("settings", "recomputed", "passes"), KEEPING)
+def test_an_update_goes_on_from_the_passes_before_it(
+    tmp_path: Path, model_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, settings: dict, recomputed: int | None, passes: int
+):
+    """The one optimizer step of a batch, in another order, with a sample unscored and a gap in what is trained on; as if made anew."""
+    batch = siblings_batch()
+    learned = replace(whole(batch.select(APART), demonstrations(3, seed=1)), rows=APART)
+    called: list[object] = []
+    calls = TrainEngine.__call__
+    monkeypatch.setattr(TrainEngine, "__call__", lambda engine, *args, **kwargs: called.append(engine) or calls(engine, *args, **kwargs))
+    found, counts = [], []
+    for learn in (False, True):
+        rank = connected(model_folders, **settings)
+        asked = rank.forward(*sampled(batch), recomputed=recomputed, learn=learn)
+        rank.forward([[5, 6, 7]], [1])  # a look at something else in between
+        called.clear()
+        totals = update(rank, [learned])
+        made = len(called)
+        found.append((asked, totals, rank.weights() if settings["rl.algorithm"] == "grpo" else resident(rank, tmp_path / str(learn))))
+        update(rank, [learned])  # has nothing to go on from
+        counts.append((made, len(called) - made))
+    (asked, anew, weights), (asked_to_learn, totals, others) = found
+    all_passes = counts[0][0]
+    assert counts == [(all_passes, all_passes), (passes, all_passes)]
+    assert asked.keys() == asked_to_learn.keys()
+    for name, values in asked.items():
+        torch.testing.assert_close(asked_to_learn[name], values, rtol=0, atol=3e-6)
+        assert not asked_to_learn[name].requires_grad
+    assert totals == pytest.approx(anew, rel=1e-5, abs=1e-5)
+    assert largest_difference(weights, others) < 3e-6  # of a step of 3e-3
 
 
 def test_no_kl_needs_no_reference_and_no_ppo_needs_no_critic(model_folders: tuple[Path, Path]):

@@ -26,9 +26,10 @@ def group(number: int, *scores: float) -> list[ScoredRollout]:
     return [ScoredRollout(Rollout(prompt, [1], [-1.0], True, number, 0), {"right": s, "watched": float(next(watched))}) for s in scores]
 
 
-def config(*, enabled: bool = True, max_rounds: int = 3) -> RlConfig:
+def config(*, enabled: bool = True, max_rounds: int = 3, minibatch_size: int = 8) -> RlConfig:
     overrides = {
-        "rl.algorithm": "grpo", "rl.grpo.group_size": 2, "rl.samples_per_step": 8, "rl.minibatch_size": 8, "rl.reward.scorers": SCORERS,
+        "rl.algorithm": "grpo", "rl.grpo.group_size": 2, "rl.samples_per_step": 8, "rl.reward.scorers": SCORERS,
+        "rl.minibatch_size": minibatch_size,
         "rl.dynamic_sampling.enabled": enabled, "rl.dynamic_sampling.max_rounds": max_rounds,
     }  # fmt: skip
     return tiny_params(**overrides).rl
@@ -108,8 +109,8 @@ class RecordingWorkers:
         self.calls.append("generate")
         return [Rollout(p, [i], [-1.0], True, number, 0) for number, p in enumerate(prompts) for i in range(2)]
 
-    def ask(self, rollouts: list[Rollout], *, share: float) -> list[Rollout]:
-        self.calls.append(f"ask {share}")
+    def ask(self, rollouts: list[Rollout], *, share: float, learn: bool) -> list[Rollout]:
+        self.calls.append(f"ask {share} {'to learn' if learn else 'only'}")
         return rollouts
 
     def score(self, rollouts: list[Rollout], _, *, meanwhile: Callable[[], None]) -> list[ScoredRollout]:
@@ -124,15 +125,17 @@ class NumberedPrompts:
 
 
 @pytest.mark.parametrize(
-    ("enabled", "calls", "prompts"),
+    ("enabled", "minibatch_size", "calls", "prompts"),
     [
-        (False, ["generate", "ask 0.5", "score"], [0, 1, 2, 3]),
-        (True, ["generate", "score", "generate", "score", "ask 0.5"], [0, 2, 3, 4]),
+        (False, 8, ["generate", "ask 0.5 to learn", "score"], [0, 1, 2, 3]),
+        (False, 4, ["generate", "ask 0.5 only", "score"], [0, 1, 2, 3]),
+        (True, 8, ["generate", "score", "generate", "score", "ask 0.5 to learn"], [0, 2, 3, 4]),
     ],
 )
-def test_the_trainer_looks_at_responses_while_they_are_scored_unless_scores_choose_them(enabled, calls, prompts):
+def test_the_trainer_looks_at_responses_while_they_are_scored_unless_scores_choose_them(enabled, minibatch_size, calls, prompts):
     workers = RecordingWorkers()
-    drawn = draw(workers, NumberedPrompts(), config(enabled=enabled), step=0, prompts_drawn=0, share=0.5, clock=Clock())
+    rl = config(enabled=enabled, minibatch_size=minibatch_size)
+    drawn = draw(workers, NumberedPrompts(), rl, step=0, prompts_drawn=0, share=0.5, clock=Clock())
     assert workers.calls == calls
     assert numbers([drawn.scored[i : i + 2] for i in range(0, 8, 2)]) == prompts
     assert [(r.prompt, r.response_ids) for r in drawn.asked] == [(s.rollout.prompt, s.rollout.response_ids) for s in drawn.scored]
