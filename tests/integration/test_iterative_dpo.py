@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,14 @@ def workspace(chain, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def prefect(workspace) -> Iterator[Callable]:
+    """Prefect's command line, and the server of `make server`, for all that runs in the workspace."""
+    often = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5"}  # it looks once a minute for what is to be scheduled
+    with serving(workspace, workspace.with_name("server.log"), **often) as prefect:
+        yield prefect
+
+
 def verdict(worktree: Path, number: int = 1) -> dict:
     return json.loads((worktree / f"rounds/{number}/metrics/evaluate.json").read_text())
 
@@ -49,32 +57,46 @@ def recorded(worktree: Path, stage: str) -> dict:
     return YAML(typ="safe", pure=True).load((worktree / "rounds/dvc.lock").read_text())["stages"][f"{stage}@1"]
 
 
-def test_a_round_on_demand_others_cancelled_meanwhile_and_one_on_schedule(workspace):
-    often = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5"}  # it looks once a minute for what is to be scheduled
-    with serving(workspace, workspace.with_name("server.log"), **often) as prefect:
+def forget(workspace: Path, module: str) -> None:
+    """Take what a stage has computed out of DVC's run cache, so that it is computed again.
 
-        def runs(*, scheduled: bool) -> list[dict]:
-            found = [r for r in flow_runs(prefect, "scheduled") if r["auto_scheduled"] == scheduled]
-            return sorted(found, key=lambda r: r["created"])
+    With its folder: DVC can't do with one that is empty.
+    """
+    for path in sorted((workspace / ".dvc/cache/runs").rglob("*")):
+        if path.is_file() and module in path.read_text():
+            shutil.rmtree(path.parent)
 
-        def ask() -> None:
-            asked = prefect("deployment", "run", "iterative-dpo/scheduled")
-            assert asked.returncode == 0, asked.stderr
 
-        def becomes(state: Callable[[], bool], seconds: float, what: str) -> None:
-            wait_until(state, seconds, what, every=1.0)  # the server computes for each answer
+@pytest.fixture(scope="module")
+def killed(workspace, prefect) -> Path:
+    """The worktree of a first round that was killed in training, and went on."""
+    worktree = workspace / "runs/killed"
+    child = begin(workspace, "flows.iterative_dpo", "--series", "killed")
+    try:
+        await_checkpoint(worktree, "train_round@1", child)
+    finally:
+        child.kill()
+        child.wait()
+    wait_until(lambda: not processes_in(worktree), 60, "the end of DVC and the stage")
+    assert 0 < newest_checkpoint(worktree, "train_round@1") < STEPS and not (worktree / "rounds/1/policy").exists()
 
-        ask()
-        becomes(lambda: runs(scheduled=False)[0]["state_type"] in STARTED, 90, "the start of the run that was asked for")
-        ask()
-        becomes(lambda: runs(scheduled=False)[1]["state_type"] == "CANCELLED", 60, "the end of the second run")
-        becomes(lambda: runs(scheduled=False)[0]["state_type"] not in AT_WORK, DEADLINE, "the end of the first run")
-        assert runs(scheduled=False)[0]["state"]["name"] == "Completed", said_by_server(workspace)
+    code, printed = run(workspace, "flows.iterative_dpo", "--series", "killed")
+    assert code == 0, said(workspace)[-3000:]
+    assert ran(printed) == round_stages(1)[2:]
+    assert len(read_rounds(worktree)) == 1
+    return worktree
 
-        created = prefect("deployment", "schedule", "create", "iterative-dpo/scheduled", "--interval", "20", "--replace", "-y")
-        assert created.returncode == 0, created.stdout + created.stderr
-        becomes(lambda: any(r["state_type"] in STARTED for r in runs(scheduled=True)), 240, "a run on schedule")
-    check_first_round(workspace / "runs/iterative-dpo")
+
+def test_a_round_whose_pairs_are_refused_trains_nothing_and_ends_the_run(workspace, prefect):
+    few = ("--set", "iterative.min_pairs=1000")
+    code, printed = run(workspace, "flows.iterative_dpo", "--series", "refused", "--rounds", "2", *few)
+    assert code == 4, said(workspace)[-3000:]
+    worktree = workspace / "runs/refused"
+    assert "RoundRefused: round 1: the round's pairs were refused: preference: min_pairs" in printed
+    assert not verdict(worktree)["accepted"] and (worktree / "rounds/1/policy/not_trained.json").is_file()
+    assert len(read_rounds(worktree)) == 1
+    code, printed = run(workspace, "flows.iterative_dpo", "--series", "refused", "--set", "iterative.min_pairs=4")
+    assert code == 2 and "expected the params that its rounds were made with, got others in iterative" in printed
 
 
 def said_by_server(workspace: Path) -> str:
@@ -94,46 +116,35 @@ def check_first_round(worktree: Path) -> None:
     assert not any(path.startswith(("rounds/1/data", "rounds/1/policy")) for path in committed)
 
 
-def forget(workspace: Path, module: str) -> None:
-    """Take what a stage has computed out of DVC's run cache, so that it is computed again.
-
-    With its folder: DVC can't do with one that is empty.
-    """
-    for path in sorted((workspace / ".dvc/cache/runs").rglob("*")):
-        if path.is_file() and module in path.read_text():
-            shutil.rmtree(path.parent)
-
-
-def test_a_round_that_is_killed_in_training_goes_on_to_the_same_result(workspace):
-    """The first round of another series: what was sampled comes from the run cache, training is killed and goes on."""
+def test_a_round_on_demand_ends_as_the_killed_one_others_are_cancelled_and_one_comes_on_schedule(workspace, prefect, killed):
+    """What was sampled comes from the run cache, training is computed anew, and the evaluation of the same policy is known already."""
     forget(workspace, "tasks.train_round")
-    worktree = workspace / "runs/killed"
-    child = begin(workspace, "flows.iterative_dpo", "--series", "killed")
-    try:
-        await_checkpoint(worktree, "train_round@1", child)
-    finally:
-        child.kill()
-        child.wait()
-    wait_until(lambda: not processes_in(worktree), 60, "the end of DVC and the stage")
-    assert 0 < newest_checkpoint(worktree, "train_round@1") < STEPS and not (worktree / "rounds/1/policy").exists()
 
-    code, printed = run(workspace, "flows.iterative_dpo", "--series", "killed")
-    assert code == 0, said(workspace)[-3000:]
-    assert ran(printed) == [round_stages(1)[2]]  # evaluation was restored: of the same policy it is known already
+    def runs(*, scheduled: bool) -> list[dict]:
+        found = [r for r in flow_runs(prefect, "scheduled") if r["auto_scheduled"] == scheduled]
+        return sorted(found, key=lambda r: r["created"])
+
+    def ask() -> None:
+        asked = prefect("deployment", "run", "iterative-dpo/scheduled")
+        assert asked.returncode == 0, asked.stderr
+
+    def becomes(state: Callable[[], bool], seconds: float, what: str) -> None:
+        wait_until(state, seconds, what, every=1.0)  # the server computes for each answer
+
+    ask()
+    becomes(lambda: runs(scheduled=False)[0]["state_type"] in STARTED, 90, "the start of the run that was asked for")
+    ask()
+    becomes(lambda: runs(scheduled=False)[1]["state_type"] == "CANCELLED", 60, "the end of the second run")
+    becomes(lambda: runs(scheduled=False)[0]["state_type"] not in AT_WORK, DEADLINE, "the end of the first run")
+    assert runs(scheduled=False)[0]["state"]["name"] == "Completed", said_by_server(workspace)
+
     whole = workspace / "runs/iterative-dpo"
-    assert read_rounds(worktree)[1] == read_rounds(whole)[1]
-    assert dvc_md5(worktree / "rounds/1/policy") == dvc_md5(whole / "rounds/1/policy")
-    assert recorded(worktree, "train_round") == recorded(whole, "train_round")
-    assert len(read_rounds(worktree)) == 1 and verdict(worktree) == verdict(whole)
+    check_first_round(whole)
+    assert read_rounds(killed)[1] == read_rounds(whole)[1]
+    assert dvc_md5(killed / "rounds/1/policy") == dvc_md5(whole / "rounds/1/policy")
+    assert recorded(killed, "train_round") == recorded(whole, "train_round")
+    assert verdict(killed) == verdict(whole)
 
-
-def test_a_round_whose_pairs_are_refused_trains_nothing_and_ends_the_run(workspace):
-    few = ("--set", "iterative.min_pairs=1000")
-    code, printed = run(workspace, "flows.iterative_dpo", "--series", "refused", "--rounds", "2", *few)
-    assert code == 4, said(workspace)[-3000:]
-    worktree = workspace / "runs/refused"
-    assert "RoundRefused: round 1: the round's pairs were refused: preference: min_pairs" in printed
-    assert not verdict(worktree)["accepted"] and (worktree / "rounds/1/policy/not_trained.json").is_file()
-    assert len(read_rounds(worktree)) == 1
-    code, printed = run(workspace, "flows.iterative_dpo", "--series", "refused", "--set", "iterative.min_pairs=4")
-    assert code == 2 and "expected the params that its rounds were made with, got others in iterative" in printed
+    created = prefect("deployment", "schedule", "create", "iterative-dpo/scheduled", "--interval", "20", "--replace", "-y")
+    assert created.returncode == 0, created.stdout + created.stderr
+    becomes(lambda: any(r["state_type"] in STARTED for r in runs(scheduled=True)), 240, "a run on schedule")
