@@ -43,7 +43,8 @@ def even_microbatches(lengths: Sequence[int], *, max_tokens: int, multiple: int,
     counts = [1] * len(lengths) if rows is None else rows
     padded = sum(lengths[part[0]] * sum(counts[i] for i in part) for part in parts)
     number = -(-len(parts) // multiple) * multiple
-    return microbatches(lengths, max_tokens=min(max_tokens, int(SLACK * padded / number)), rows=rows)
+    even = microbatches(lengths, max_tokens=min(max_tokens, int(SLACK * padded / number)), rows=rows)
+    return parts if len(even) % multiple and not len(parts) % multiple else even
 
 
 def microbatches(lengths: Sequence[int], *, max_tokens: int, rows: Sequence[int] | None = None) -> list[list[int]]:

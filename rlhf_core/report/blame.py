@@ -179,7 +179,7 @@ def _rl(inputs: ReportInputs) -> Iterator[Blame]:
             "train_policy",
             f"mean score {start:.3g} in the first step, {end:.3g} in the last ones; KL {curves['kl_mean'].tail(EDGE).mean():.3g}",
             "RL did not raise its own reward.",
-            ("rl.learning_rate and rl.steps", "rl.kl.coef, if the KL stays near 0", "clip_frac and entropy in plots/train_policy.csv"),
+            ("rl.learning_rate and rl.steps", "rl.kl.coef, if the KL stays near 0", "grad_norm and entropy in plots/train_policy.csv"),
         )
 
 

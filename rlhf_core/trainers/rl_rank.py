@@ -117,8 +117,11 @@ class TrainerRank:
         return self._is_alone and can_run_side_by_side(*modules)
 
     def _can_keep(self) -> bool:
-        """Whether the update can go on from passes that were made for `forward`, all of them at a time."""
-        return self._is_alone and all(can_pack(trunk(engine.module.model)) for engine in self._engines.values())
+        """Whether the update can go on from passes that were made for `forward`. Not where the sampler's distribution is computed too:
+        it takes the logits of all tokens, sorted.
+        """
+        packed = all(can_pack(trunk(engine.module.model)) for engine in self._engines.values())
+        return self._is_alone and packed and self._job.rl.rollout.samples_any_token
 
     @property
     def _is_alone(self) -> bool:
@@ -168,9 +171,9 @@ class TrainerRank:
         """
         recomputed = len(sequences) if recomputed is None else recomputed
         found: dict[str, dict[int, torch.Tensor]] = {}
-        learn = learn and self._keeps and recomputed in (0, len(sequences))
-        kept = self._see(sequences[:recomputed], starts[:recomputed], found, first=0, with_policy=True, learn=learn)
-        kept += self._see(sequences[recomputed:], starts[recomputed:], found, first=recomputed, with_policy=False, learn=learn)
+        keep = learn and self._keeps and recomputed in (0, len(sequences))
+        kept = self._see(sequences[:recomputed], starts[:recomputed], found, first=0, with_policy=True, keep=keep)
+        kept += self._see(sequences[recomputed:], starts[recomputed:], found, first=recomputed, with_policy=False, keep=keep)
         self._kept = kept if learn else self._kept
         return {name: torch.cat([values[i] for i in sorted(values)]) for name, values in found.items()}
 
@@ -182,34 +185,34 @@ class TrainerRank:
         *,
         first: int,
         with_policy: bool,
-        learn: bool,
+        keep: bool,
     ) -> list[Kept]:
         """What the models say of some sequences, into `found` by name and number; `first`: the number of the first one.
 
         Args:
-            learn: return what policy and critic say with its graphs, unless it is more than AT_A_TIME micro-batches.
+            keep: return what policy and critic say with its graphs, unless these are more tokens than of two micro-batches.
         """
         if not sequences or not (with_policy or self._job.rl.kl.keeps_reference or self._critic is not None):
             return []
         groups = self._groups(sequences, starts)
         rows = [continue_prefix(sequences[g[0]][: starts[g[0]]], [sequences[i][starts[i] :] for i in g]) for g in groups]
         longest, tokens = [max(map(len, r)) for r in rows], self._job.rl.trainer.microbatch_tokens
+        keep = keep and sum(len(row) for group in rows for row in group) <= 2 * tokens
 
         def look(part: list[int]) -> Kept:
             batch = collate_branches([row for g in part for row in rows[g]], pad_id=self._pad_id, every_token=True).to(self._device)
             members = [i for g in part for i in groups[g]]
             sizes = [len(sequences[i]) - starts[i] for i in members]
-            seen, policy, values = self._look(batch, with_policy=with_policy, learn=learn)
+            seen, policy, values = self._look(batch, with_policy=with_policy, learn=keep)
             numbers = [first + i for i in members]
             for name, flat in seen.items():
                 found.setdefault(name, {}).update(zip(numbers, flat.detach().float().cpu().split(sizes), strict=True))
             return Kept(numbers, sizes, policy, values)
 
-        counts, multiple = [len(r) for r in rows], AT_A_TIME if self._at_once or learn else 1
+        counts, multiple = [len(r) for r in rows], AT_A_TIME if self._at_once or keep else 1
         parts = equal_count(even_microbatches(longest, max_tokens=tokens, multiple=multiple, rows=counts))
-        learn = learn and len(parts) <= AT_A_TIME
         kept = side_by_side(*(partial(look, part) for part in parts), at_once=self._at_once)
-        return kept if learn else []
+        return kept if keep else []
 
     def _groups(self, sequences: list[list[int]], starts: list[int]) -> list[list[int]]:
         """Positions of sequences side by side with the same prompt, where prompts are shared; else each by itself."""

@@ -59,7 +59,7 @@ class RlUpdate:
     experts_per_token: of a policy with experts whose load is to be balanced; None: no load balancing.
     shares_prompts: compute the prompt of a group's samples once; not with a critic, and not with experts, whose load counts every sample.
     at_once: gradients of policy and critic at the same time, each with half of the cores.
-    kept: the passes of the only minibatch, where they have been made; whoever wasn't asked then makes them now.
+    kept: the passes of the only minibatch, where they have been made; whoever wasn't asked then makes them now. Given back in the end.
     """
 
     rl: RlConfig
@@ -85,7 +85,9 @@ class RlUpdate:
         totals: Totals = defaultdict(float, optimizer_steps=0, stopped_early=0)
         for minibatch in minibatches:
             losses: Totals = defaultdict(float)
-            if not self._backward(minibatch, losses, totals):
+            in_bounds = self._backward(minibatch, losses, totals)
+            self.kept.clear()
+            if not in_bounds:
                 totals["stopped_early"] = 1
                 break
             if self.train_policy:

@@ -62,9 +62,10 @@ def forget(workspace: Path, module: str) -> None:
 
     With its folder: DVC can't do with one that is empty.
     """
-    for path in sorted((workspace / ".dvc/cache/runs").rglob("*")):
-        if path.is_file() and module in path.read_text():
-            shutil.rmtree(path.parent)
+    known = [path.parent for path in sorted((workspace / ".dvc/cache/runs").rglob("*")) if path.is_file() and module in path.read_text()]
+    assert known, f"{module}: expected it in DVC's run cache"
+    for folder in known:
+        shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,7 @@ def test_a_round_on_demand_ends_as_the_killed_one_others_are_cancelled_and_one_c
     becomes(lambda: runs(scheduled=False)[0]["state_type"] not in AT_WORK, DEADLINE, "the end of the first run")
     assert runs(scheduled=False)[0]["state"]["name"] == "Completed", said_by_server(workspace)
 
+    assert ran(workspace.with_name("server.log").read_text()) == [round_stages(1)[2]]
     whole = workspace / "runs/iterative-dpo"
     check_first_round(whole)
     assert read_rounds(killed)[1] == read_rounds(whole)[1]

@@ -7,6 +7,8 @@ import json
 import re
 import subprocess
 import sys
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import get_args
 
@@ -21,7 +23,7 @@ from rlhf_core.config import STAGE_SECTIONS, apply_overrides, load_params, read_
 from rlhf_core.config.alignment import Method
 from rlhf_core.report.canvas import MAX_POINTS, thin
 from rlhf_core.report.inputs import ReportInputError
-from rlhf_core.report.page import METHOD_TITLES, answer, expectations, json_for_html, render, samples, side_by_side
+from rlhf_core.report.page import METHOD_PARAMS, METHOD_TITLES, answer, expectations, json_for_html, render, samples, side_by_side
 from rlhf_core.report.texts import MAX_TEXT, measured, number, signed, visible
 from rlhf_core.report.verdict import data_verdict, gate_verdict, outcome
 from tasks.gate_reward import NOT_NEEDED, unjudged
@@ -39,8 +41,11 @@ def with_results(*, sft: float, policy: float, win: tuple[float, float], judge: 
     return result
 
 
-def test_every_method_has_a_title():
-    assert METHOD_TITLES.keys() == set(get_args(Method))
+def test_every_method_has_a_title_and_params_that_are_there():
+    assert METHOD_TITLES.keys() == METHOD_PARAMS.keys() == set(get_args(Method))
+    params = read_yaml(Path(__file__).parents[2] / "params.yaml")
+    for path in (path for paths in METHOD_PARAMS.values() for path in paths):
+        reduce(getitem, path.split("."), params)
 
 
 ABOVE, ACROSS, BELOW = (0.6, 0.7), (0.47, 0.53), (0.3, 0.4)

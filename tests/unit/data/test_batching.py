@@ -73,8 +73,11 @@ def test_even_microbatches_are_microbatches_too(lengths: list[int], max_tokens: 
     parts = even_microbatches(lengths, max_tokens=max_tokens, multiple=multiple)
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
     assert all(len(part) * max(lengths[i] for i in part) <= max_tokens or len(part) == 1 for part in parts)
+    plain = microbatches(lengths, max_tokens=max_tokens)
     if multiple == 1:
-        assert parts == microbatches(lengths, max_tokens=max_tokens)
+        assert parts == plain
+    if len(plain) > 1 and len(plain) % multiple == 0:
+        assert len(parts) % multiple == 0
 
 
 def test_even_microbatches_by_hand():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -164,6 +165,7 @@ def test_models_that_run_at_the_same_time_compute_the_same_bits(tmp_path: Path, 
         told = update(rank, [whole(train_batch(8, seed=k)) for k in (1, 2)])
         batch = train_batch(12, seed=3)
         kept = {f"{name}, kept": values for name, values in rank.forward(*sampled(batch), learn=True).items()}
+        assert len(rank._kept) > 1
         gather(told, update(rank, [whole(batch)]))
         found.append((told, asked | kept | resident(rank, tmp_path / str(threads))))
     (told, tensors), (told_alone, tensors_alone) = found
@@ -229,23 +231,28 @@ def test_on_policy_the_updates_own_log_probabilities_are_the_old_ones(model_fold
     assert largest_difference(off.weights(), fresh.weights()) > 1e-4  # the comparison can tell
 
 
+KL_IN_THE_LOSS = {"rl.kl.placement": "loss", "rl.kl.estimator": "k3"}
 KEEPING = [
-    ({"rl.algorithm": "ppo"}, None, 0),
-    ({"rl.algorithm": "ppo", "rl.trainer.microbatch_tokens": 60}, None, 0),  # two micro-batches
-    ({"rl.algorithm": "ppo", "rl.trainer.microbatch_tokens": 30}, None, 6),  # three: too much to keep
-    ({"rl.algorithm": "ppo", "rl.entropy_coef": 0.1}, None, 0),
-    ({"rl.algorithm": "ppo", "rl.rollout.top_k": 20}, None, 0),
-    ({"rl.algorithm": "ppo"}, 0, 1),  # the policy was not asked
-    ({"rl.algorithm": "ppo"}, 3, 2),  # of some only
-    ({"rl.algorithm": "ppo", "rl.trainer.zero_stage": 1}, None, 2),
-    ({"rl.algorithm": "grpo"}, None, 0),  # prompts are shared
-    ({"rl.algorithm": "grpo", "rl.ptx.coef": 0.5}, None, 1),  # that of the demonstrations
+    ({}, {}, 0),
+    ({"rl.trainer.microbatch_tokens": 40}, {}, 0),  # several micro-batches
+    ({"rl.trainer.microbatch_tokens": 20}, {}, "all"),  # more than two are too much to keep
+    ({"rl.entropy_coef": 0.1}, {}, 0),
+    ({"rl.max_approx_kl": 1e-9}, {}, 0),
+    ({"rl.ptx.coef": 0.5}, {}, 1),  # that of the demonstrations
+    ({"rl.rollout.top_k": 20}, {}, "all"),
+    ({"rl.trainer.zero_stage": 1}, {}, "all"),
+    ({}, {"recomputed": 3}, "all"),  # the policy was asked of some only
+    ({}, {"recomputed": 0}, 1),  # it was not asked
+    (KL_IN_THE_LOSS, {"recomputed": 0, "on_policy": True}, 1),
+    ({}, {"train_policy": False}, 0),
+    ({"rl.algorithm": "grpo"}, {}, 0),  # prompts are shared
+    ({"rl.algorithm": "grpo"}, {"recomputed": 0}, "all"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "recomputed", "passes"), KEEPING)
+@pytest.mark.parametrize(("settings", "how", "passes"), KEEPING)
 def test_an_update_goes_on_from_the_passes_before_it(
-    tmp_path: Path, model_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, settings: dict, recomputed: int | None, passes: int
+    tmp_path: Path, model_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, settings: dict, how: dict, passes: int | str
 ):
     """The one optimizer step of a batch, in another order, with a sample unscored and a gap in what is trained on; as if made anew."""
     batch = siblings_batch()
@@ -253,20 +260,28 @@ def test_an_update_goes_on_from_the_passes_before_it(
     called: list[object] = []
     calls = TrainEngine.__call__
     monkeypatch.setattr(TrainEngine, "__call__", lambda engine, *args, **kwargs: called.append(engine) or calls(engine, *args, **kwargs))
+    updating = {"kl_coef": 0.15, "train_policy": how.get("train_policy", True), "on_policy": how.get("on_policy", False)}
     found, counts = [], []
     for learn in (False, True):
         rank = connected(model_folders, **settings)
-        asked = rank.forward(*sampled(batch), recomputed=recomputed, learn=learn)
+        asked = rank.forward(*sampled(batch), recomputed=how.get("recomputed"), learn=learn)
+        kept = [
+            weakref.ref(values)
+            for part in rank._kept
+            for values in (part.values, part.policy and part.policy.logprobs)
+            if values is not None
+        ]
         rank.forward([[5, 6, 7]], [1])  # a look at something else in between
         called.clear()
-        totals = update(rank, [learned])
+        totals = rank.update([learned], **updating)
         made = len(called)
-        found.append((asked, totals, rank.weights() if settings["rl.algorithm"] == "grpo" else resident(rank, tmp_path / str(learn))))
-        update(rank, [learned])  # has nothing to go on from
+        assert all(values() is None for values in kept), "expected what was kept to be given back"
+        found.append((asked, totals, rank.weights() if rank._critic is None else resident(rank, tmp_path / str(learn))))
+        rank.update([learned], **updating)  # has nothing to go on from
         counts.append((made, len(called) - made))
     (asked, anew, weights), (asked_to_learn, totals, others) = found
-    all_passes = counts[0][0]
-    assert counts == [(all_passes, all_passes), (passes, all_passes)]
+    every = counts[0][0]
+    assert counts == [(every, every), (every if passes == "all" else passes, every)]
     assert asked.keys() == asked_to_learn.keys()
     for name, values in asked.items():
         torch.testing.assert_close(asked_to_learn[name], values, rtol=0, atol=3e-6)
