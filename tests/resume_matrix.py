@@ -95,13 +95,17 @@ def all_cells() -> list[Cell]:
     rl += [rl_cell("grpo", 1, 0, lora=True), rl_cell("grpo", 2, 2), rl_cell("grpo", 1, 3), rl_cell("ppo", 1, 2)]
     rl += [rl_cell(name, 2, 0) for name in ALGORITHMS[1:]]
     rl += [rl_cell(name, 1, 0, ahead=True) for name in ("grpo", "ppo")]
+    rl += [rl_cell(name, 1, 0, one_step=True) for name in ("grpo", "ppo")]
     return supervised + rl
 
 
-def rl_cell(algorithm: str, ranks: int, zero: int, *, lora: bool = False, ahead: bool = False) -> Cell:
+def rl_cell(algorithm: str, ranks: int, zero: int, *, lora: bool = False, ahead: bool = False, one_step: bool = False) -> Cell:
     changes = RL | {"algorithm": algorithm, "trainer": {"ranks": ranks, "zero_stage": zero}, "lora": LORA if lora else None}
     changes["rollout"] = changes.get("rollout", {}) | {"one_step_off_policy": ahead}
+    if one_step:
+        changes["minibatch_size"] = RL["samples_per_step"]
     name = f"{algorithm}, {ranks} rank{'s' * (ranks > 1)}, ZeRO {zero}{', LoRA' * lora}{', one step off policy' * ahead}"
+    name += ", one optimizer step a batch" * one_step
     return Cell(name, "train_policy", "train_rl", {"rl": changes}, RL["steps"])
 
 

@@ -41,6 +41,7 @@ SMALL = {
     },
     "evaluation": {"prompts": 20, "max_new_tokens": 16, "table_rows": 8},
     "flow": {"retry_delay": 0.0},
+    "cluster": {"threads": 1},  # threads that wait for each other spin, at the cost of what another worker runs beside them
 }
 # Where another engine than the default's does as well: it starts in a fifth of vLLM's time.
 PYTORCH_ROLLOUTS = {"rl": {"rollout": {"backend": "pytorch"}}}

@@ -229,7 +229,8 @@ def test_killed_run_again_and_without_its_engine_it_ends_with_the_same_bits(chai
 
 @pytest.fixture(scope="module")
 def critic(chain, cluster, tmp_path_factory) -> Trained:
-    return trained(train(chain, cluster, tmp_path_factory.mktemp("critic") / "critic", CRITIC, flaky=FLAKY))
+    at_once = {"cluster": cluster["cluster"] | {"threads": 2}}  # policy and critic, each with a core
+    return trained(train(chain, at_once, tmp_path_factory.mktemp("critic") / "critic", CRITIC, flaky=FLAKY))
 
 
 def test_only_the_critic_learns_at_first_and_a_minibatch_that_is_too_far_ends_the_step(critic):
