@@ -6,8 +6,10 @@ Whoever may push tags may write anything into one; a tag that isn't as it was ma
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from flows.worktree import git
 from rlhf_core.config import ConfigError, shown
 
-_FIELDS = ("%(refname:strip=2)", "%(*objectname)", "%(taggername)", "%(taggerdate:iso-strict)", "%(taggerdate:unix)", "%(contents)")
+# The date as it stands in the tag: git itself formats none of the registry's if it can't format one.
+_FIELDS = ("%(refname:strip=2)", "%(*objectname)", "%(tagger)", "%(contents)")
+_TAGGER = re.compile(r"(?P<name>[^<]*)<[^>]*> (?P<second>[0-9]+) (?P<sign>[+-])(?P<hours>[0-9]{2})(?P<minutes>[0-9]{2})")
 
 
 @dataclass(frozen=True)
@@ -121,14 +125,27 @@ def read_tags(root: Path, patterns: Sequence[str]) -> Iterator[Tag]:
     """
     listed = git(root, "for-each-ref", f"--format={'%00'.join(_FIELDS)}%00%01", *patterns)
     for entry in filter(None, (part.strip("\n") for part in listed.split("\0\x01"))):
-        name, commit, by, at, second, message = entry.split("\0")
+        name, commit, tagger, message = entry.split("\0")
         try:
             content = json.loads(message.partition("\n\n")[2])
         except (ValueError, RecursionError) as error:
             raise not_ours(name, "one without its JSON") from error
-        if not isinstance(content, dict) or not second.isdecimal():
-            raise not_ours(name, "one with other JSON" if second.isdecimal() else "one without a date")
-        yield Tag(name, commit, by, at, int(second), content)
+        if not isinstance(content, dict):
+            raise not_ours(name, "one with other JSON")
+        by, made = _tagger(name, tagger)
+        yield Tag(name, commit, by, made.isoformat(timespec="seconds"), int(made.timestamp()), content)
+
+
+def _tagger(tag: str, line: str) -> tuple[str, datetime]:
+    """Who made a tag, and when."""
+    found = _TAGGER.fullmatch(line)
+    if found is None:
+        raise not_ours(tag, "one without a date")
+    zone = timedelta(hours=int(found["hours"]), minutes=int(found["minutes"])) * (-1 if found["sign"] == "-" else 1)
+    try:
+        return found["name"].removesuffix(" "), datetime.fromtimestamp(int(found["second"]), UTC).astimezone(timezone(zone))
+    except (ValueError, OverflowError, OSError) as error:  # a date or a zone that there isn't
+        raise not_ours(tag, "one with a date that there isn't") from error
 
 
 def as_version(artifact: str, tag: Tag) -> Version:

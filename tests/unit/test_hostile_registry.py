@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,30 @@ def test_sound_tags_are_a_registry(root):
     write_tag(root, f"{NAME}#prod#1", event())
     write_tag(root, f"{NAME}#production#1", b"another stage's, which is nobody's business here")
     assert read_registry(root, NAME).current.version == "v1.0.0"
+
+
+def test_a_tags_date_is_the_taggers_own(root):
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root), tagger=b"tagger Ann B. <a@b> 1700000000 -0330")
+    (found,) = read_registry(root, NAME).versions.values()
+    assert (found.by, found.at) == ("Ann B.", "2023-11-14T18:43:20-03:30")
+
+
+# Of the first git's own formatting ends with an error, for all tags at once.
+@pytest.mark.parametrize("date", ["1\t700000000 +0000", "9" * 14 + " +0000", "9" * 5000 + " +0000", "1700000000 +9999", "1700000000", ""])
+def test_a_date_that_there_is_not_is_refused_by_the_tags_name(root, date):
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    write_tag(root, f"{NAME}#prod#1", event(), tagger=f"tagger A <a@b> {date}".encode())
+    assert f"tag {NAME}#prod#1: expected one made by `python -m flows.promote`, got one with" in refusal(root)
+
+
+def test_a_long_line_takes_no_long_time(root):
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root), tagger=b"tagger " + b"<" * 100_000)
+    started = time.monotonic()
+    assert "got one without a date" in refusal(root)
+    assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("name", ["v1.0.0", "v1.2.3", "v01.0.0", "v1", "v", "v1.0.0-rc1", "v\u0661.0.0", "v" + "9" * 180 + ".0.0"])
