@@ -1,4 +1,4 @@
-"""The flow `rlhf`: each stage of dvc.yaml as a Prefect task that runs it through DVC.
+"""The flow `rlhf`: each stage of dvc.yaml as a Prefect task that runs it through DVC, unless DVC has said that it has nothing to do.
 
 Prefect gives order, retries, states and artifacts; what is up to date is DVC's business alone, so no task is cached here.
 """
@@ -26,7 +26,7 @@ from flows.locks import only_flow
 from flows.overrides import Overrides, check
 from flows.pins import prepare_run
 from flows.results import read_side
-from flows.stages import StageFailed, StageResult, read_stages, stage_environment, stage_order
+from flows.stages import StageFailed, StageResult, read_stages, stage_environment, stage_order, unchanged
 from flows.summary import read_metrics, report_line, report_of, stage_table
 from flows.worktree import commit, derive_name, slug
 from rlhf_core.config import ConfigError, FlowConfig, load_params
@@ -68,8 +68,8 @@ def _worth_a_retry(_task: Any, _run: TaskRun, state: State) -> bool:
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=_worth_a_retry)
-def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float) -> StageResult:
-    """One stage, its output in the terminal and, throttled, in Prefect's log."""
+def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *, skip: bool) -> StageResult:
+    """One stage, its output in the terminal and, throttled, in Prefect's log. skip: DVC has said that it has nothing to do."""
     throttle = LogThrottle(get_run_logger())
 
     def on_line(line: str) -> None:
@@ -77,6 +77,9 @@ def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float) ->
         throttle.add(line)
 
     try:
+        if skip:
+            on_line(f"Stage '{stage}' didn't change, skipping")
+            return StageResult(stage, "cached", 0.0)
         return run_checked(stage, Path(workspace), timeout=timeout, grace=grace, on_line=on_line)
     finally:
         throttle.flush()
@@ -113,9 +116,10 @@ def _chain(root: Path, overrides: dict[str, Any], name: str | None, log: logging
     pin_baselines(root, workspace)
     log.info("Workspace: %s", workspace)
     results: list[StageResult] = []
+    skipped = unchanged(workspace, order)
     try:
         for stage in order:
-            results.append(run_with_retries(stage, workspace, params.flow))
+            results.append(run_with_retries(stage, workspace, params.flow, skip=stage in skipped))
             publish_gate(workspace, stage)
     except StageFailed as failure:
         publish_gate(workspace, failure.stage)
@@ -136,9 +140,9 @@ def _name(root: Path, overrides: dict[str, Any], run: str | None) -> str | None:
     return derive_name(root, overrides, []) if run is None and overrides else run
 
 
-def run_with_retries(stage: str, workspace: Path, config: FlowConfig) -> StageResult:
+def run_with_retries(stage: str, workspace: Path, config: FlowConfig, *, skip: bool = False) -> StageResult:
     task = run_through_dvc.with_options(name=stage, task_run_name=stage, retries=config.retries, retry_delay_seconds=config.retry_delay)
-    return task(stage, str(workspace), config.stage_timeout, config.stop_grace)
+    return task(stage, str(workspace), config.stage_timeout, config.stop_grace, skip=skip)
 
 
 def is_gate(stage: str) -> bool:

@@ -24,7 +24,7 @@ from flows.rounds import (
     round_stages,
     verdict,
 )
-from flows.stages import StageFailed
+from flows.stages import StageFailed, unchanged
 from rlhf_core.config import ConfigError, Params, load_params
 
 ROUND_REFUSED = "RoundRefused"
@@ -58,8 +58,10 @@ def iterative_dpo(overrides: Overrides = {}, rounds: int = 1, series: str = "ite
 def _chain(root: Path, workspace: Path, params: Params) -> State | None:
     """Bring up what the rounds start from; a state where that failed."""
     try:
-        for stage in chain_before_rounds(workspace, params):
-            run_with_retries(stage, workspace, params.flow)
+        order = chain_before_rounds(workspace, params)
+        skipped = unchanged(workspace, order)
+        for stage in order:
+            run_with_retries(stage, workspace, params.flow, skip=stage in skipped)
             publish_gate(workspace, stage)
     except StageFailed as failure:
         publish_gate(workspace, failure.stage)

@@ -6,6 +6,7 @@ dvc.yaml is the only list of stages. DVC decides what is up to date; this module
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from rlhf_core.quiet import QUIET_ENVIRONMENT
 Outcome = Literal["ran", "cached", "restored"]
 LineHandler = Callable[[str], None]
 
+STATUS_DEADLINE = 1800.0  # seconds; DVC computes the md5 of what has changed, which may be large
 BUSY_SECONDS = 3.0  # between two tries while somebody else's DVC works in the folder
 REFUSED = 1  # a stage's exit code when it says no (params, data, gate); a crash in it has another one
 _SAID = {
@@ -128,11 +130,28 @@ def stage_environment(workspace: Path) -> dict[str, str]:
 
 def up_to_date(workspace: Path) -> bool:
     """Whether `dvc repro` would do nothing."""
-    command = [sys.executable, "-m", "dvc", "status", "--json"]
-    done = subprocess.run(command, cwd=workspace, env=stage_environment(workspace), capture_output=True, text=True, check=False)
-    with suppress(json.JSONDecodeError):
-        return done.returncode == 0 and json.loads(done.stdout) == {}
-    return False
+    return _changed(workspace) == set()
+
+
+def unchanged(workspace: Path, stages: list[str]) -> list[str]:
+    """The first ones of these stages, which follow each other, up to the one that has something to do: DVC would skip them one by one, and
+    take most of a second for each.
+
+    Args:
+        stages: of dvc.yaml, in their order.
+    """
+    changed = _changed(workspace, *stages) if (workspace / "dvc.lock").exists() else None
+    return [] if changed is None else list(itertools.takewhile(lambda stage: stage not in changed, stages))
+
+
+def _changed(workspace: Path, *stages: str) -> set[str] | None:
+    """Which of these stages, or of all, have something to do; None where DVC can't say, or not in time."""
+    command = [sys.executable, "-m", "dvc", "status", "--json", *stages]
+    how = {"cwd": workspace, "env": stage_environment(workspace), "timeout": STATUS_DEADLINE}
+    with suppress(subprocess.TimeoutExpired, json.JSONDecodeError):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+        return set(json.loads(done.stdout)) if done.returncode == 0 else None
+    return None
 
 
 def run_stage(stage: str, workspace: Path, *, timeout: float, grace: float, on_line: LineHandler) -> StageResult:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flows.cache import run_checked
-from flows.stages import StageFailed, clear_locks, metrics_file, run_stage, stage_order, up_to_date
+from flows.stages import StageFailed, clear_locks, metrics_file, run_stage, stage_order, unchanged, up_to_date
 from rlhf_core.config import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -58,7 +58,7 @@ def test_without_dvc_yaml_the_message_says_where_to_run(tmp_path):
 
 def test_outcomes_of_a_stage(tmp_path):
     workspace = make_workspace(tmp_path / "project")
-    assert stage_order(workspace) == ORDER and not up_to_date(workspace)
+    assert stage_order(workspace) == ORDER and not up_to_date(workspace) and unchanged(workspace, ORDER) == []
     printed: list[str] = []
 
     def run() -> str:
@@ -76,6 +76,19 @@ def test_outcomes_of_a_stage(tmp_path):
     assert run() == "restored"
     assert (workspace / "data/prepared/rows.txt").read_text() == "0"
     assert metrics_file(workspace, "prepare_data") == workspace / "metrics/prepare_data.json"
+
+
+def test_behind_a_stage_with_something_to_do_none_is_left_out(tmp_path):
+    """Those look unchanged only until it has run."""
+    workspace = make_workspace(tmp_path / "project")
+    for stage in ORDER:
+        run_stage(stage, workspace, timeout=60, grace=25, on_line=lambda _: None)
+    assert unchanged(workspace, ORDER) == ORDER and up_to_date(workspace)
+    params = workspace / "params.yaml"
+    params.write_text(params.read_text().replace("min_accuracy: 0.75", "min_accuracy: 0.8"))
+    assert unchanged(workspace, ORDER) == ["prepare_data", "train_sft"]
+    (workspace / "data/prepared/rows.txt").unlink()
+    assert unchanged(workspace, ORDER) == []
 
 
 def test_what_dvcs_cache_has_damaged_is_made_again(tmp_path):
