@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from flows.stages import LineHandler, StageResult, run_stage, stage_environment
+from flows.stages import LineHandler, StageResult, run_stage
 from rlhf_core.config import read_yaml
+from rlhf_core.registry import cache_folder
 from rlhf_core.rounds import dvc_md5
 
 
@@ -37,7 +36,7 @@ def remove_damaged(workspace: Path, stage: str) -> list[str]:
     lock = (workspace / (pipeline or "dvc.yaml")).with_suffix(".lock")
     outs = (lock.exists() and read_yaml(lock).get("stages", {}).get(name, {}).get("outs")) or []
     bad = [out for out in outs if (path := lock.parent / out["path"]).exists() and dvc_md5(path) != out["md5"]]
-    objects = _cache(workspace) / "files/md5" if bad else Path()
+    objects = cache_folder(workspace) if bad else Path()
     for out in bad:
         path = lock.parent / out["path"]
         for md5 in (*_members(objects, out), out["md5"]):
@@ -57,10 +56,3 @@ def _members(objects: Path, out: dict[str, Any]) -> list[str]:
         return [entry["md5"] for entry in json.loads(listing.read_text(encoding="utf-8"))]
     except ValueError:  # the list itself is damaged
         return []
-
-
-def _cache(workspace: Path) -> Path:
-    """The folder of DVC's cache."""
-    command = [sys.executable, "-m", "dvc", "cache", "dir"]
-    found = subprocess.run(command, cwd=workspace, env=stage_environment(workspace), check=True, capture_output=True, text=True)
-    return workspace / found.stdout.strip()

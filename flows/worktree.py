@@ -18,6 +18,7 @@ from typing import Any
 
 from flows.stages import stage_environment
 from rlhf_core.config import ConfigError, apply_overrides
+from rlhf_core.registry import cache_folder
 
 log = logging.getLogger("rlhf.flows")
 
@@ -98,8 +99,8 @@ def share_cache(root: Path, path: Path) -> None:
         return
     if (root / ".dvc" / "config.local").exists():
         shutil.copy2(root / ".dvc" / "config.local", local)
-    cache = _run([sys.executable, "-m", "dvc", "cache", "dir"], root)
-    _run([sys.executable, "-m", "dvc", "cache", "dir", "--local", str((root / cache).resolve())], path)
+    cache = cache_folder(root).parents[1].resolve()
+    _run([sys.executable, "-m", "dvc", "cache", "dir", "--local", str(cache)], path)
 
 
 def _say_what_differs(root: Path, path: Path, name: str) -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -90,12 +91,30 @@ def cache_folder(root: Path) -> Path:
     Raises:
         ConfigError: DVC doesn't say.
     """
+    root = root.resolve()  # a relative one may be another project's by the next call
+    return _cache_folder(root, *(_stamp(root / ".dvc" / name) for name in ("config", "config.local")))
+
+
+@lru_cache(maxsize=64)
+def _cache_folder(root: Path, *_stamps: tuple[int, int] | None) -> Path:
+    """Asked of DVC's command line, a third of a second, and again when a file of settings is another one: who imports DVC gets its log
+    handlers and its terminal.
+    """
     environment = {**QUIET_ENVIRONMENT, **os.environ}
     command = [sys.executable, "-m", "dvc", "cache", "dir"]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"{root}: expected a project of DVC, got: {' '.join(done.stderr.split())}; run from the project's folder")
     return root / done.stdout.strip() / "files" / "md5"
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """What changes when a file is written; None: it isn't there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
 
 
 def _place(md5: str) -> Path:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.registry import checkout, missing, verify
+from rlhf_core.config import ConfigError
+from rlhf_core.registry import cache_folder, checkout, missing, verify
 from rlhf_core.rounds import dvc_md5
 
 FILES = {"config.json": b"{}", "shards/weights.bin": bytes(range(256)) * 5000}  # more than one chunk of a megabyte
@@ -87,3 +88,26 @@ def test_another_content_in_the_folder_is_not_overwritten(root, tmp_path):
     with pytest.raises(ValueError, match=r"or nothing there, got .*move it away"):
         checkout(put_folder(root), tmp_path / "model", root=root)
     assert (tmp_path / "model/mine").read_text() == "precious"
+
+
+def test_the_cache_is_where_dvc_has_it(root: Path):
+    assert cache_folder(root) == root / ".dvc/elsewhere/files/md5"
+    (root / ".dvc/config.local").write_text("[cache]\n    dir = /nearer\n")
+    assert cache_folder(root) == Path("/nearer/files/md5")
+    for name in ("config", "config.local"):
+        (root / ".dvc" / name).unlink()
+    assert cache_folder(root) == root / ".dvc/cache/files/md5"
+
+
+def test_a_relative_folder_is_the_one_that_we_are_in(tmp_path: Path, monkeypatch):
+    for name in ("one", "other"):  # without settings, which could tell them apart
+        (tmp_path / name / ".dvc").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / name)
+        assert cache_folder(Path()) == tmp_path / name / ".dvc/cache/files/md5"
+
+
+@pytest.mark.parametrize("text", ["[cache\n", "cache = /x\n", "[cache]\n    dir = %(x)s\n"])
+def test_settings_that_dvc_can_not_read_are_refused(root: Path, text: str):
+    (root / ".dvc/config.local").write_text(text)
+    with pytest.raises(ConfigError, match="project: expected a project of DVC, got: "):
+        cache_folder(root)
