@@ -13,11 +13,18 @@ be_quiet()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Files that take minutes, the longest first: workers take files in this order, and none is left alone with one at the end.
-LONGEST_FIRST = ("test_chain.py", "test_flow.py", "test_iterative_dpo.py", "test_rl_options.py", "test_real_data.py", "test_resume.py")
+# Workers take files in this order. First those that take minutes, the longest first, so that none is left alone with one at the end. Then
+# those that mostly wait for others' processes, apart from each other, between those that compute for half a minute; then all others.
+ORDER = (
+    *("test_chain.py", "test_flow.py", "test_iterative_dpo.py", "test_rl_options.py", "test_real_data.py", "test_resume.py"),
+    *("test_flow_deployment.py", "test_rollouts.py", "test_compact.py", "test_trl_curves.py"),
+    *("test_concurrent_flows.py", "test_report.py", "test_validation.py"),
+    *("test_ray_head.py", "test_two_ranks.py", "test_rl_rank.py"),
+    *("test_flow_stages.py", "test_gate.py"),
+)
 
 
 def pytest_collection_modifyitems(items):
-    """Others keep their order behind them."""
-    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    """Those of no place keep their order behind the others."""
+    places = {name: place for place, name in enumerate(ORDER)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))

@@ -104,9 +104,8 @@ def add_rounds(worktree: Path) -> None:
 def make_project(folder: Path) -> Path:
     """A committed project in `folder` in which nothing has run."""
     folder.mkdir(parents=True)
-    shutil.copytree(ROOT / "flows", folder / "flows", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / ".dvc", folder / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache", "config.local"))
-    for name in (".gitignore", ".dvcignore", "prefect.yaml", "params.yaml", "pyproject.toml"):
+    for name in (".gitignore", ".dvcignore", "params.yaml", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     (folder / "work.py").write_text(WORK)
     (folder / "dvc.yaml").write_text(DVC)

@@ -84,6 +84,17 @@ def copy_chain(chain: Path, folder: Path) -> Path:
     return folder
 
 
+def forget(workspace: Path, module: str) -> None:
+    """Take what a stage has computed out of DVC's run cache, so that it is computed again.
+
+    With its folder: DVC can't do with one that is empty.
+    """
+    known = [path.parent for path in sorted((workspace / ".dvc/cache/runs").rglob("*")) if path.is_file() and module in path.read_text()]
+    assert known, f"{module}: expected it in DVC's run cache"
+    for folder in known:
+        shutil.rmtree(folder)
+
+
 def change_params(workspace: Path, *changes: dict) -> None:
     path = workspace / "params.yaml"
     params = YAML(typ="safe", pure=True).load(path.read_text())

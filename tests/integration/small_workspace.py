@@ -73,7 +73,7 @@ def gate_reward(stage):
     accuracy, threshold = 0.9, stage.params.gate.min_accuracy
     message = f"accuracy {accuracy} against {threshold}"
     verdict = {"needed": True, "passed": accuracy >= threshold, "message": message}
-    verdict |= {"accuracy": accuracy, "low": accuracy, "threshold": threshold}
+    verdict |= {"accuracy": accuracy, "low": accuracy, "threshold": threshold, "override": stage.params.gate.override}
     write_json(METRICS / "gate.json", verdict)
     if not verdict["passed"]:
         raise StageFailed(message)
@@ -93,6 +93,8 @@ if __name__ == "__main__":
 '''
 
 DVC = """
+artifacts:
+  reward-model: {path: models/sft, type: model}
 stages:
   report:  # first in the file, last in the chain
     cmd: exec python work.py report

@@ -1,4 +1,6 @@
-"""A deployment's run through a real Prefect server and worker, as `make server` starts them."""
+"""Runs of deployments through a real Prefect server and worker, as `make server` starts them: the chain's, and a promotion that a person
+is asked about.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,17 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from registry_project import candidate
 from small_workspace import (
     ORDER,
+    ask_server,
     assert_resumed,
     dvc_process,
     flow_runs,
@@ -28,16 +33,21 @@ from small_workspace import (
     wait_until,
 )
 
+from flows import versions
 from flows.lost_runs import end_lost_runs
+from flows.registry import read_registry
 
+pytestmark = pytest.mark.timeout(420)
 STEPS = 80
+NAME = "reward-model"
 
 
-@pytest.fixture
-def served(tmp_path):
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
     """(workspace, prefect): a project with its server and worker, and Prefect's command line against them."""
-    workspace = make_workspace(tmp_path / "project")
-    with serving(workspace, tmp_path / "server.log") as prefect:
+    folder = tmp_path_factory.mktemp("served")
+    workspace = make_workspace(folder / "project")
+    with serving(workspace, folder / "server.log") as prefect:
         yield workspace, prefect
 
 
@@ -51,7 +61,6 @@ def wait_for_state(prefect: Any, expected: str, seconds: float) -> dict:
         time.sleep(0.3)
 
 
-@pytest.mark.timeout(420)
 def test_a_deployments_run_refused_started_killed_and_retried(served):
     workspace, prefect = served
     for wrong in ({"rl.algoritm": "grpo"}, {"rl.algorithm": "sarsa"}, {"sft.steps": "many"}):
@@ -91,3 +100,52 @@ def assert_only_lost_runs_are_ended(workspace: Path, prefect: Any, completed: di
         process.kill()
     states = {run["id"]: run["state"]["name"] for run in flow_runs(prefect, "full-pipeline")}
     assert states == {lost["id"]: "Crashed", living["id"]: "Running", completed["id"]: "Completed"}
+
+
+def answer(prefect: Any, run: str, **fields: object) -> str:
+    """Resume a run with what a person filled in; the server's verdict on that."""
+    until = time.monotonic() + 60
+    while True:
+        try:
+            return prefect.ask(f"flow_runs/{run}/resume", run_input=fields)["status"]
+        except urllib.error.HTTPError as error:  # 503: its database was busy, and nothing was done
+            if error.code != 503 or time.monotonic() > until:
+                raise
+            time.sleep(1)
+
+
+def test_a_promotion_waits_for_a_person_and_does_as_told(served):
+    project, prefect = served
+    candidate(project, "first", seed=1)
+    assert versions.register(project, NAME, "first").version == "v1.0.0"
+
+    def state(number: int) -> dict:
+        runs = sorted(flow_runs(prefect, NAME), key=lambda r: r["created"])
+        return runs[number]
+
+    def ask(number: int) -> str:
+        """A run, once it is suspended."""
+        asked = prefect("deployment", "run", f"promote/{NAME}")
+        assert asked.returncode == 0, asked.stderr
+        wait_until(lambda: state(number)["state"]["name"] in ("Suspended", "Refused", "Failed", "Crashed"), 120, "the question")
+        assert state(number)["state"]["name"] == "Suspended", state(number)["state"]
+        return state(number)["id"]
+
+    for password in (None, "rlhf:guessed"):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask_server(prefect.url, "flow_runs/filter", password=password)
+    run = ask(0)
+    assert answer(prefect, run) == "REJECT"  # nothing is accepted unasked
+    assert answer(prefect, run, approve=False, by="Ann", reason="too curt") == "ACCEPT"
+    wait_until(lambda: state(0)["state_type"] == "FAILED", 120, "the end of the run that was not approved")
+    assert (state(0)["state"]["name"], state(0)["state"]["message"]) == ("NotApproved", "reward-model v1.0.0: Ann: too curt")
+    assert read_registry(project, NAME).events == []
+
+    run = ask(1)
+    candidate(project, "second", seed=2)
+    versions.register(project, NAME, "second")  # newer than what the person is asked about
+    assert answer(prefect, run, approve=True, by="Ben", reason="read forty samples") == "ACCEPT"
+    wait_until(lambda: state(1)["state_type"] in ("COMPLETED", "FAILED", "CRASHED"), 120, "the end of the approved run")
+    assert state(1)["state"]["name"] == "Completed", state(1)["state"]["message"]
+    (event,) = read_registry(project, NAME).events
+    assert (event.action, event.version, event.by, event.reason) == ("promote", "v1.0.0", "Ben", "read forty samples")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
-from small_chain import DEADLINE, await_checkpoint, begin, change_params, copy_chain, newest_checkpoint, ran, run, said
+from small_chain import DEADLINE, await_checkpoint, begin, change_params, copy_chain, forget, newest_checkpoint, ran, run, said
 from small_workspace import flow_runs, git, processes_in, serving, wait_until
 
 from flows.rounds import round_stages
@@ -55,17 +54,6 @@ def verdict(worktree: Path, number: int = 1) -> dict:
 def recorded(worktree: Path, stage: str) -> dict:
     """What dvc.lock says of a stage of round 1."""
     return YAML(typ="safe", pure=True).load((worktree / "rounds/dvc.lock").read_text())["stages"][f"{stage}@1"]
-
-
-def forget(workspace: Path, module: str) -> None:
-    """Take what a stage has computed out of DVC's run cache, so that it is computed again.
-
-    With its folder: DVC can't do with one that is empty.
-    """
-    known = [path.parent for path in sorted((workspace / ".dvc/cache/runs").rglob("*")) if path.is_file() and module in path.read_text()]
-    assert known, f"{module}: expected it in DVC's run cache"
-    for folder in known:
-        shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")

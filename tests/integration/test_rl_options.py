@@ -1,4 +1,4 @@
-"""Options of the section rl on the real parts, many at once: each run is one stage train_policy in a copy of the finished small chain.
+"""Options of the section rl on the real parts, many at once: each run is the stage train_policy in a copy of the finished small chain.
 
 Their jobs go to a Ray head that was there before (cluster.address). A stage that starts a head of its own is killed in test_resume.py.
 """
@@ -14,8 +14,6 @@ import pandas as pd
 import pytest
 from small_chain import (
     DEADLINE,
-    PYTORCH_ROLLOUTS,
-    SMALL,
     actor_process,
     assert_nothing_left,
     await_checkpoint,
@@ -110,10 +108,10 @@ GREEDY = {
     "reward": {"scorers": [{"name": "brief", "kind": "length", "target_length": 4, "weight": 1.0, "normalization": "none"}]},
 }
 AHEAD = {
-    "algorithm": "grpo",
+    "algorithm": "rloo",
     "steps": 40,
     "checkpoint_every": 2,
-    "grpo": {"group_size": 4},
+    "rloo": {"group_size": 4},
     "rollout": {"backend": "pytorch", "one_step_off_policy": True},
 }
 
@@ -267,8 +265,16 @@ def test_no_response_ends_before_the_fewest_tokens_and_log_probabilities_still_a
     assert (critic.curves["response_length"] >= 3).all() and (critic.curves["logprob_difference"] < 1e-4).all()
 
 
-def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapters_on_4_bits_reach_vllm(chain, cluster, tmp_path):
-    greedy = trained(train(chain, cluster, tmp_path / "greedy", GREEDY))
+@pytest.fixture(scope="module")
+def greedy(chain, cluster, tmp_path_factory) -> Trained:
+    """Through DVC, which goes on to the report."""
+    workspace = train(chain, cluster, tmp_path_factory.mktemp("greedy") / "greedy", GREEDY)
+    code, printed = run(workspace, "dvc", "repro")
+    assert code == 0 and ran(printed) == ["train_policy", "evaluate", "report"], printed
+    return read(workspace, printed)
+
+
+def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapters_on_4_bits_reach_vllm(greedy):
     rows = greedy.curves
     # 16 tokens fit; a and e are in most words
     assert (rows["response_length"] < 12).all() and (rows["cut_off_fraction"] < 0.5).all()
@@ -287,6 +293,17 @@ def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapte
     assert_nothing_left(greedy.workspace)
 
 
+def test_another_algorithm_reruns_only_what_follows_and_back_is_restored(chain, greedy):
+    workspace, before = greedy.workspace, results(chain.workspace)
+    assert greedy.metrics["algorithm"] == "remax"
+    assert results(workspace)["models/policy/model.safetensors"] != before["models/policy/model.safetensors"]
+
+    (workspace / "params.yaml").write_text((chain.workspace / "params.yaml").read_text())
+    code, printed = run(workspace, "dvc", "repro")
+    assert code == 0 and ran(printed) == [] and printed.count("is cached - skipping run") == 3, printed
+    assert (workspace / "dvc.lock").read_text() == (chain.workspace / "dvc.lock").read_text() and results(workspace) == before
+
+
 def test_responses_drawn_ahead_are_of_the_policy_before_and_survive_a_kill(chain, cluster, tmp_path):
     ahead = trained(train(chain, cluster, tmp_path / "ahead", AHEAD))
     rows = ahead.curves
@@ -296,21 +313,6 @@ def test_responses_drawn_ahead_are_of_the_policy_before_and_survive_a_kill(chain
     assert rows["approx_kl"].iloc[1:].gt(rows["approx_kl"].iloc[0]).mean() > 0.5
     assert rows["logprob_difference"].between(0, 1e-4).all() and "mismatch_mean" not in rows
     assert_same_results(trained_though_killed(train(chain, cluster, tmp_path / "killed", AHEAD), steps=40), ahead)
-
-
-def test_another_algorithm_reruns_only_what_follows_and_back_is_restored(chain, cluster, tmp_path):
-    workspace = copy_chain(chain.workspace, tmp_path / "algorithm")
-    lock, before = (workspace / "dvc.lock").read_text(), results(workspace)
-    change_params(workspace, {"rl": {"algorithm": "rloo", "steps": 2}}, PYTORCH_ROLLOUTS, cluster)
-    code, printed = run(workspace, "dvc", "repro")
-    assert code == 0 and ran(printed) == ["train_policy", "evaluate", "report"], printed
-    assert json.loads((workspace / "metrics/train_policy.json").read_text())["algorithm"] == "rloo"
-    assert results(workspace)["models/policy/model.safetensors"] != before["models/policy/model.safetensors"]
-
-    change_params(workspace, {"rl": {"algorithm": "ppo", "steps": SMALL["rl"]["steps"], "rollout": {"backend": "vllm"}}})
-    code, printed = run(workspace, "dvc", "repro")
-    assert code == 0 and ran(printed) == [] and printed.count("is cached - skipping run") == 3, printed
-    assert (workspace / "dvc.lock").read_text() == lock and results(workspace) == before
 
 
 def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, cluster, tmp_path):
