@@ -96,12 +96,12 @@ def store_bytes(weights: int) -> int:
 
 def _head_command(folder: Path, cpus: int, store: int) -> tuple[int, list[str]]:
     """The dashboard's port, and how a head is started that listens on this machine alone, on ports that are free now."""
-    port, dashboard, agent, client, metrics = _free_ports(5)
+    port, dashboard, agent, metrics = _free_ports(4)
     return dashboard, [
-        str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats", "--log-style=record",
+        sys.executable, "-m", "rlhf_core.engines.ray_start", "start", "--head", "--block", "--disable-usage-stats", "--log-style=record",
         f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
-        f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}",
-        f"--metrics-export-port={metrics}", f"--temp-dir={folder / 'r'}", f"--num-cpus={cpus}", f"--object-store-memory={store}",
+        f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}",
+        f"--temp-dir={folder / 'r'}", f"--num-cpus={cpus}", f"--object-store-memory={store}",
         "--no-monitor",  # of the autoscaler: this head never grows
     ]  # fmt: skip
 

@@ -27,10 +27,10 @@ def main() -> None:
             return handed[-1]
 
         ray_cluster._free_ports = ports
-        seen = {"address": None, "error": ""}
+        seen = {"address": None, "error": "", "running": []}
         try:
             with ray_cluster.local_head(cpus=1, start_timeout=120) as seen["address"]:
-                pass
+                seen["running"] = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
         except ray_cluster.ClusterError as error:
             seen["error"] = str(error)
     seen |= {"dashboards": [p[1] for p in handed], "children": len(psutil.Process().children(recursive=True))}

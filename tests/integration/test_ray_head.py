@@ -29,6 +29,9 @@ def test_a_port_that_was_taken_meanwhile_is_replaced():
     taken, other = seen["dashboards"]
     assert seen["address"] == f"http://127.0.0.1:{other}" and taken != other
     assert seen["error"] == "" and seen["children"] == 0
+    running = "\n".join(seen["running"])
+    assert "gcs_server" in running and "dashboard.py" in running
+    assert "ray.util.client" not in running, "expected no server for Ray's client, which nobody connects by"
 
 
 def test_one_that_is_taken_again_and_again_is_an_error():
