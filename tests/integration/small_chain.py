@@ -227,6 +227,12 @@ def ray_folders(workspace: Path) -> list[Path]:
     return list(temporary(workspace).glob("rlhf-ray-*"))
 
 
+def job_log(folder: Path) -> str:
+    """What the one job of a Ray head in this folder has said."""
+    (log,) = folder.glob("r/session_2*/logs/job-driver-*.log")
+    return log.read_text()
+
+
 def alive(workspace: Path) -> list[str]:
     """Command lines of `alive_processes`."""
     return [line for p in alive_processes(workspace) if (line := " ".join(command_line(p)))]
