@@ -1,11 +1,13 @@
-"""One vLLM engine and the trainer's own modules on the same tiny model: python rollout_probe.py <folder> <tied: yes | no>
+"""A vLLM engine and the trainer's own modules on the same tiny model, for each kind of head: python rollout_probe.py <folder>
 
-A process of its own, since an engine can't be taken down in one. Prints what it saw as one line of JSON; test_rollouts.py judges it.
+Prints what it saw as one line of JSON; test_rollouts.py judges it. Each engine has a process of its own, since one can't be taken down in
+it; these are forked, because importing vLLM takes longer than all else here.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 from dataclasses import replace
 from functools import partial
@@ -29,6 +31,7 @@ from rlhf_core.types import Prompt, Rollout, ScoredRollout
 ROOT = Path(__file__).parents[2]
 
 EOS, VOCABULARY, LONGEST, NEW = 1, 101, 48, 12
+HEADS = {"own_head": False, "tied_head": True}
 PROMPTS = [[5, 9, 33, 60], [7] * 11, [90, 3], [12, 13, 14, 15, 16, 17, 18], *([40 + i, 8, 22 + i] for i in range(12))]
 SEEDS = request_seeds(3, 0, len(PROMPTS))
 
@@ -93,7 +96,14 @@ def check(policy: LlamaForCausalLM, groups: list[list[Sample]]) -> str:
 
 def main() -> None:
     be_quiet()
-    folder, tied = Path(sys.argv[1]), sys.argv[2] == "yes"
+    from vllm import LLM  # noqa: F401  # its modules, before there are two of us
+
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        seen = pool.starmap(look, [(Path(sys.argv[1]) / name, tied) for name, tied in HEADS.items()], chunksize=1)
+    print(json.dumps(dict(zip(HEADS, seen, strict=True))))
+
+
+def look(folder: Path, tied: bool) -> dict:
     first, second = model(0, tied=tied), model(1, tied=tied)
     first.save_pretrained(folder)
     engine = VllmEngine(
@@ -140,7 +150,7 @@ def main() -> None:
     engine.load_weights(read_state_dict(folder), 10)  # from a file, where a tied head has no name of its own
     seen["back"] = ids(sample()) == ids(hot)
     seen["compiled_graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    print(json.dumps(seen))
+    return seen
 
 
 def replaces(engine: VllmEngine, state_dict: dict[str, torch.Tensor]) -> bool:

@@ -36,7 +36,7 @@ from small_workspace import (
 )
 
 pytestmark = pytest.mark.timeout(400)
-SLOW_STEPS = 240  # twelve seconds of training: time to kill something in the middle on a busy machine too
+SLOW_STEPS = 140  # seven seconds of training: time to kill something in the middle on a busy machine too
 
 
 @pytest.fixture(scope="module")

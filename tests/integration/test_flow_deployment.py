@@ -22,6 +22,7 @@ from small_workspace import (
     ORDER,
     ask_server,
     assert_resumed,
+    command_line,
     dvc_process,
     flow_runs,
     git,
@@ -124,11 +125,12 @@ def test_a_promotion_waits_for_a_person_and_does_as_told(served):
         return runs[number]
 
     def ask(number: int) -> str:
-        """A run, once it is suspended."""
+        """A run, once it is suspended and its process gone: Prefect loses one that is answered and started again while it still ends."""
         asked = prefect("deployment", "run", f"promote/{NAME}")
         assert asked.returncode == 0, asked.stderr
         wait_until(lambda: state(number)["state"]["name"] in ("Suspended", "Refused", "Failed", "Crashed"), 120, "the question")
         assert state(number)["state"]["name"] == "Suspended", state(number)["state"]
+        wait_until(lambda: not any("prefect.engine" in command_line(p) for p in processes_in(project)), 60, "the end of its process")
         return state(number)["id"]
 
     for password in (None, "rlhf:guessed"):

@@ -18,14 +18,18 @@ pytestmark = pytest.mark.timeout(600)
 BUDGET = 1e-4  # nats, rl.rollout.max_logprob_difference of params.yaml; measured: 1e-5
 
 
-@pytest.fixture(scope="module", params=["no", "yes"], ids=["own_head", "tied_head"])
-def seen(request, tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("model")
-    command = [sys.executable, str(Path(rollout_probe.__file__)), str(folder), request.param]
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory) -> dict[str, dict]:
+    command = [sys.executable, str(Path(rollout_probe.__file__)), str(tmp_path_factory.mktemp("models"))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(params=rollout_probe.HEADS)
+def seen(request, probe) -> dict:
+    return probe[request.param]
 
 
 def test_log_probabilities_are_the_trainers_at_the_sampling_temperature(seen):

@@ -386,7 +386,7 @@ def test_refused_overrides_write_nothing(params_file, overrides, message):
     assert str(checked.value) == str(error.value)
 
 
-@settings(deadline=None, max_examples=20)  # each example writes and reads a file
+@settings(deadline=None, max_examples=8)  # each example writes and reads a file
 @given(st.integers(min_value=1, max_value=10**6), st.floats(min_value=1e-8, max_value=1.0))
 def test_numbers_survive_the_file(tmp_path_factory, steps, rate):
     path = tmp_path_factory.mktemp("params") / "params.yaml"

@@ -27,7 +27,7 @@ from rlhf_core.report.page import METHOD_PARAMS, METHOD_TITLES, answer, expectat
 from rlhf_core.report.texts import MAX_TEXT, measured, number, signed, visible
 from rlhf_core.report.verdict import data_verdict, gate_verdict, outcome
 from tasks.gate_reward import NOT_NEEDED, unjudged
-from tasks.report import read_inputs
+from tasks.report import read_inputs, write_stopped
 from tasks.train_reward import NOT_TRAINED
 
 
@@ -140,8 +140,12 @@ def test_same_inputs_same_bytes_and_everything_inside(tmp_path):
     pages = []
     for name in ("one", "two"):
         workspace = make_workspace(tmp_path / name, hostile=True)
+        (workspace / "reports").mkdir()
+        (workspace / "reports/stopped.html").write_text("of a run before")
         done = run_report(workspace)
         assert done.returncode == 0, done.stdout + done.stderr
+        assert sorted(p.name for p in (workspace / "reports").iterdir()) == ["report.html", "timings"]
+        assert "Nothing was measured here" in (workspace / "reports/timings/time.html").read_text(encoding="utf-8")
         pages.append((workspace / "reports/report.html").read_bytes())
     assert pages[0] == pages[1]
     assert len(pages[0]) < 3_000_000
@@ -267,11 +271,8 @@ def test_the_report_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_another_method_than_rl_shows_its_own_curves_and_params(tmp_path):
-    workspace = make_workspace(tmp_path / "dpo", method="dpo")
-    done = run_report(workspace)
-    assert done.returncode == 0, done.stderr
-    page = (workspace / "reports/report.html").read_text(encoding="utf-8")
+def test_another_method_than_rl_shows_its_own_curves_and_params(tmp_path, monkeypatch):
+    page = render_in(make_workspace(tmp_path / "dpo", method="dpo"), monkeypatch)
     assert "Direct alignment on pairs" in page and "DPO, sigmoid" in page and "Reinforcement learning" not in page
     assert 'data-figure="policy_margin"' in page and 'data-figure="policy_kl"' not in page  # which was not measured
     assert 'data-figure="rl_score"' not in page
@@ -307,23 +308,14 @@ def test_a_stopped_chain_leaves_a_page_that_says_so_and_shows_nothing_of_an_earl
     )
 
 
-def test_a_chain_that_stopped_before_anything_was_made_still_gives_a_page(tmp_path):
+def test_a_chain_that_stopped_before_anything_was_made_still_gives_a_page(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path)
     (workspace / "metrics/prepare_data.json").unlink()
     (workspace / "plots/token_lengths.csv").unlink()
-    done = run_report(workspace, "--stopped-at", "prepare_data")
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(workspace)
+    write_stopped("prepare_data", "")
     page = (workspace / "reports/stopped.html").read_text(encoding="utf-8")
     assert "Stopped at prepare_data: the stage ended with an error." in page and 'id="data"' not in page and 'id="lineage"' in page
-
-
-def test_a_whole_report_takes_the_page_of_the_stopped_one_away(tmp_path):
-    workspace = make_workspace(tmp_path)
-    (workspace / "reports").mkdir()
-    (workspace / "reports/stopped.html").write_text("old")
-    assert run_report(workspace).returncode == 0
-    assert sorted(p.name for p in (workspace / "reports").iterdir()) == ["report.html", "timings"]
-    assert "Nothing was measured here" in (workspace / "reports/timings/time.html").read_text(encoding="utf-8")
 
 
 def test_who_is_to_blame_and_what_was_overridden_or_stopped_stands_at_the_top(tmp_path, monkeypatch):
