@@ -193,9 +193,8 @@ def serving(workspace: Path, log: Path, **extra: str) -> Iterator[Callable[..., 
     `url`. In the end nothing may be left. extra: environment variables of the server's.
     """
     command = [sys.executable, "-m", "flows.server", "--port", "0"]
-    often = {"PREFECT_WORKER_QUERY_SECONDS": "2"}  # it asks every ten for what it is to start
     with log.open("w") as file:
-        server = subprocess.Popen(command, cwd=workspace, env=environment(**often, **extra), stdout=file, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(command, cwd=workspace, env=environment(**extra), stdout=file, stderr=subprocess.STDOUT)
     ready = workspace / ".prefect/server.json"
     try:
         wait_until(lambda: ready.exists() or server.poll() is not None, 120, "server, pool and deployment")

@@ -120,34 +120,32 @@ def test_a_promotion_waits_for_a_person_and_does_as_told(served):
     candidate(project, "first", seed=1)
     assert versions.register(project, NAME, "first").version == "v1.0.0"
 
-    def state(number: int) -> dict:
-        runs = sorted(flow_runs(prefect, NAME), key=lambda r: r["created"])
-        return runs[number]
+    def state(run: str) -> dict:
+        (found,) = [r["state"] for r in flow_runs(prefect, NAME) if r["id"] == run]
+        return found
 
-    def ask(number: int) -> str:
-        """A run, once it is suspended and its process gone: Prefect loses one that is answered and started again while it still ends."""
+    def becomes(run: str, *states: str) -> dict:
+        wait_until(lambda: state(run)["type"] in ("COMPLETED", "FAILED", "CRASHED", *states), 120, f"the end of run {run}")
+        return state(run)
+
+    for _ in range(2):  # at once, since the worker asks every ten seconds
         asked = prefect("deployment", "run", f"promote/{NAME}")
         assert asked.returncode == 0, asked.stderr
-        wait_until(lambda: state(number)["state"]["name"] in ("Suspended", "Refused", "Failed", "Crashed"), 120, "the question")
-        assert state(number)["state"]["name"] == "Suspended", state(number)["state"]
-        wait_until(lambda: not any("prefect.engine" in command_line(p) for p in processes_in(project)), 60, "the end of its process")
-        return state(number)["id"]
+    refused, approved = (r["id"] for r in flow_runs(prefect, NAME))
+    assert becomes(refused, "PAUSED")["name"] == becomes(approved, "PAUSED")["name"] == "Suspended"
+    # Prefect loses a run that is answered and started again while its process still ends.
+    wait_until(lambda: not any("prefect.engine" in command_line(p) for p in processes_in(project)), 60, "the end of their processes")
+    candidate(project, "second", seed=2)
+    versions.register(project, NAME, "second")  # newer than what the person is asked about
 
     for password in (None, "rlhf:guessed"):
         with pytest.raises(urllib.error.HTTPError, match="401"):
             ask_server(prefect.url, "flow_runs/filter", password=password)
-    run = ask(0)
-    assert answer(prefect, run) == "REJECT"  # nothing is accepted unasked
-    assert answer(prefect, run, approve=False, by="Ann", reason="too curt") == "ACCEPT"
-    wait_until(lambda: state(0)["state_type"] == "FAILED", 120, "the end of the run that was not approved")
-    assert (state(0)["state"]["name"], state(0)["state"]["message"]) == ("NotApproved", "reward-model v1.0.0: Ann: too curt")
-    assert read_registry(project, NAME).events == []
-
-    run = ask(1)
-    candidate(project, "second", seed=2)
-    versions.register(project, NAME, "second")  # newer than what the person is asked about
-    assert answer(prefect, run, approve=True, by="Ben", reason="read forty samples") == "ACCEPT"
-    wait_until(lambda: state(1)["state_type"] in ("COMPLETED", "FAILED", "CRASHED"), 120, "the end of the approved run")
-    assert state(1)["state"]["name"] == "Completed", state(1)["state"]["message"]
+    assert answer(prefect, refused) == "REJECT"  # nothing is accepted unasked
+    assert answer(prefect, refused, approve=False, by="Ann", reason="too curt") == "ACCEPT"
+    assert answer(prefect, approved, approve=True, by="Ben", reason="read forty samples") == "ACCEPT"
+    end = becomes(refused)
+    assert (end["name"], end["message"]) == ("NotApproved", "reward-model v1.0.0: Ann: too curt")
+    assert becomes(approved)["name"] == "Completed", state(approved)["message"]
     (event,) = read_registry(project, NAME).events
     assert (event.action, event.version, event.by, event.reason) == ("promote", "v1.0.0", "Ben", "read forty samples")

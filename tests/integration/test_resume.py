@@ -101,12 +101,6 @@ def same_certificates(undisturbed: Path, workspace: Path, *stages: str) -> None:
 
 
 def test_killed_sft_goes_on_from_its_checkpoint_and_ends_with_the_same_bits(chain, battered):
-    # The stage itself, SIGKILL.
-    repro = begin(battered, "dvc", "repro", "train_sft")
-    await_checkpoint(battered, "train_sft", repro)
-    stage_process(battered, "train_sft").kill()
-    assert repro.wait(timeout=DEADLINE) != 0
-    assert_nothing_left(battered)
     # DVC, SIGKILL: the stage hears of it and checkpoints.
     repro = begin(battered, "dvc", "repro", "train_sft")
     await_checkpoint(battered, "train_sft", repro)
