@@ -15,7 +15,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from typing import IO
 from flows.children import end_with, stop_session
 from flows.lost_runs import end_lost_runs
 from rlhf_core.config import ConfigError
+from rlhf_core.engines.ports import free_ports
 from rlhf_core.quiet import be_quiet
 
 HOST = "127.0.0.1"
@@ -91,7 +91,7 @@ def use_server(root: Path) -> Iterator[None]:
         os.environ["PREFECT_API_URL"] = url
         yield
         return
-    port = free_port()
+    (port,) = free_ports(1)
     url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
     # As Prefect starts its own ephemeral server: only the services that record a run, no scheduler that starts others.
     environment = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
@@ -146,12 +146,6 @@ def wait_for(url: str, server: subprocess.Popen) -> None:
                 f"Prefect's server: expected an answer from {url} within {START_DEADLINE:.0f} s, got none; is the machine very busy?"
             )
         time.sleep(0.1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
 
 
 def start(command: list[str], log: IO[str] | None = None, **environment: str) -> subprocess.Popen:
@@ -216,7 +210,8 @@ def serve(root: Path, port: int) -> int:
         )
         subprocess.run([*prefect, "deploy", "--all"], check=True, stdout=subprocess.DEVNULL, cwd=root)
         write_private(profile, _PROFILE.format(url=json.dumps(url), secret=json.dumps(secret)))
-        (home / "server.json").write_text(json.dumps({"url": url}))
+        (home / "server.json.new").write_text(json.dumps({"url": url}))
+        (home / "server.json.new").replace(home / "server.json")  # who finds it can read it
         children.append(start([*prefect, "worker", "start", "--pool", WORK_POOL, "--name", f"local-{os.getpid()}"]))
         print(_WELCOME.format(ui=url.removesuffix("/api")), flush=True)
         while all(child.poll() is None for child in children):
@@ -258,7 +253,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=4200, help="0 takes a free one (default: %(default)s)")
     port = parser.parse_args().port
     try:
-        return serve(Path.cwd(), port or free_port())
+        return serve(Path.cwd(), port or free_ports(1)[0])
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

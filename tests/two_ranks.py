@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 from pathlib import Path
 
 import torch
 from tiny_models import demonstrations, negative_logprob_step, policy_engine, rl_job, sequences, share, train_batch
 
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
+from rlhf_core.engines.ports import free_ports
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.trainers.rl_minibatch import Minibatch
 from rlhf_core.trainers.rl_rank import TrainerRank
@@ -131,14 +131,3 @@ def run_two_ranks(folders: tuple[Path, Path, Path], out: Path) -> list[dict]:
             process.kill()
             process.join()
     return [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()

@@ -8,7 +8,6 @@ import os
 import queue
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from rlhf_core.engines.ports import free_ports
 
 log = logging.getLogger("rlhf")
 
@@ -96,25 +97,14 @@ def store_bytes(weights: int) -> int:
 
 def _head_command(folder: Path, cpus: int, store: int) -> tuple[int, list[str]]:
     """The dashboard's port, and how a head is started that listens on this machine alone, on ports that are free now."""
-    port, dashboard, agent, metrics = _free_ports(4)
+    port, dashboard, agent, client, metrics = free_ports(5)
     return dashboard, [
         sys.executable, "-m", "rlhf_core.engines.ray_start", "start", "--head", "--block", "--disable-usage-stats", "--log-style=record",
         f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
-        f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}",
-        f"--temp-dir={folder / 'r'}", f"--num-cpus={cpus}", f"--object-store-memory={store}",
+        f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}",
+        f"--metrics-export-port={metrics}", f"--temp-dir={folder / 'r'}", f"--num-cpus={cpus}", f"--object-store-memory={store}",
         "--no-monitor",  # of the autoscaler: this head never grows
     ]  # fmt: skip
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
 
 
 def _wait_until_up(address: str, head: subprocess.Popen, output: Path, timeout: float) -> None:

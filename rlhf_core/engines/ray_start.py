@@ -19,14 +19,15 @@ OTHER_COMMANDS = ("ray.serve.scripts", "ray.util.state.state_cli", "ray.dashboar
 def main() -> None:
     for name in OTHER_COMMANDS:
         sys.modules[name] = None  # type: ignore[assignment]
-    os.environ["RAY_START_HOOK"] = f"{__spec__.name}.{without_client.__name__}"
+    os.environ.setdefault("RAY_START_HOOK", f"{__spec__.name}.{without_client.__name__}")  # a user's own counts
     from ray.scripts.scripts import main as ray
 
     ray()
 
 
 def without_client(parameters: Any, _head: bool) -> None:
-    """What Ray calls with a node's parameters before it starts it."""
+    """What Ray calls with a node's parameters before it starts it. Of this one: not of those that its jobs may start."""
+    del os.environ["RAY_START_HOOK"]
     parameters.ray_client_server_port = None
 
 

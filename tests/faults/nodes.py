@@ -13,7 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
-from flows.server import free_port
+from rlhf_core.engines.ports import free_ports
 from rlhf_core.quiet import be_quiet
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     os.environ.update(RAY_enable_worker_prestart="0", RAY_prestart_worker_first_driver="0")
     from ray.cluster_utils import Cluster  # reads the environment when it is imported
 
-    dashboard = free_port()
+    (dashboard,) = free_ports(1)
     store = {"object_store_memory": 100_000_000}
     head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": dashboard, "temp_dir": str(folder)}
     cluster = Cluster(initialize_head=True, head_node_args=head | store)

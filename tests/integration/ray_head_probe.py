@@ -5,6 +5,7 @@ A process of its own: Ray looks at the environment once, and a head leaves its s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
@@ -15,7 +16,7 @@ from rlhf_core.engines import ray_cluster
 
 
 def main() -> None:
-    free, handed, left = ray_cluster._free_ports, [], int(sys.argv[1])
+    free, handed, left = ray_cluster.free_ports, [], int(sys.argv[1])
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -26,11 +27,13 @@ def main() -> None:
                 handed[-1][1] = taken.getsockname()[1]
             return handed[-1]
 
-        ray_cluster._free_ports = ports
+        ray_cluster.free_ports = ports
         seen = {"address": None, "error": "", "running": []}
         try:
             with ray_cluster.local_head(cpus=1, start_timeout=120) as seen["address"]:
-                seen["running"] = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
+                for process in psutil.Process().children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        seen["running"].append(" ".join(process.cmdline()))
         except ray_cluster.ClusterError as error:
             seen["error"] = str(error)
     seen |= {"dashboards": [p[1] for p in handed], "children": len(psutil.Process().children(recursive=True))}

@@ -143,6 +143,6 @@ def dvc(folder: Path, *arguments: str, check: bool = True) -> str:
 
 def without_identity(folder: Path) -> dict[str, str]:
     """The environment of a machine whose git knows nobody."""
-    (folder / "empty").touch()
+    (folder / "empty").write_text("[user]\n\tuseConfigOnly = true\n")  # or git makes one up of user and host
     nobody = {"GIT_CONFIG_GLOBAL": str(folder / "empty"), "GIT_CONFIG_NOSYSTEM": "1", "EMAIL": ""}
     return {"HOME": str(folder), **nobody}

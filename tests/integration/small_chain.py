@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 from ruamel.yaml import YAML
-from small_workspace import ROOT, command_line, git, processes_in, wait_until
+from small_workspace import ROOT, command_line, git, never_on_schedule, processes_in, wait_until
 
 from flows.stages import stage_environment
 
@@ -29,10 +29,10 @@ DEADLINE = 400.0  # seconds for anything that starts a stage; ten times what it 
 SMALL = {
     "model": {"architecture": {"hidden_size": 64, "intermediate_size": 128, "layers": 1, "heads": 2}},
     "sft": {"steps": 24, "batch_size": 16, "checkpoint_every": 6, "eval_every": 12, "pretrain": {"steps": 24, "batch_size": 16}},
-    "reward": {"epochs": 0.5, "checkpoint_every": 3, "eval_every": 4},
+    "reward": {"epochs": 1.0, "checkpoint_every": 3, "eval_every": 4},
     "gate": {"min_accuracy": 0.3, "min_pairs": 100},
     "rl": {
-        "steps": 40,  # enough to be interrupted three times
+        "steps": 60,  # enough to be interrupted three times, of a tenth of a second each
         "samples_per_step": 16,
         "minibatch_size": 16,
         "checkpoint_every": 5,
@@ -65,6 +65,7 @@ def make_chain(folder: Path, *recipes: dict) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     (folder / "baselines.json").write_text('{"previous": null, "promoted": null}')
+    never_on_schedule(folder)
     change_params(folder, *(recipes or (SMALL, {"data": {"sources": {0: {"clerk": SMALL_CLERK}}}})))
     git(folder, "init", "--quiet", "--initial-branch", "main")
     git(folder, "add", "--all")
@@ -192,9 +193,13 @@ def await_checkpoint(workspace: Path, stage: str, child: subprocess.Popen) -> No
 
 def stage_process(workspace: Path, stage: str) -> psutil.Process:
     """The one process that runs a stage here; two would be a second trainer."""
-    module = "tasks.train_rl" if stage == "train_policy" else f"tasks.{stage}"
-    (process,) = [p for p in processes_in(workspace) if command_line(p)[-2:] == ["-m", module] and "python" in p.name()]
+    (process,) = stage_processes(workspace, stage)
     return process
+
+
+def stage_processes(workspace: Path, stage: str) -> list[psutil.Process]:
+    module = "tasks.train_rl" if stage == "train_policy" else f"tasks.{stage}"
+    return [p for p in processes_in(workspace) if command_line(p)[-2:] == ["-m", module] and "python" in p.name()]
 
 
 def driver_process(workspace: Path) -> psutil.Process:

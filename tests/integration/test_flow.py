@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 
-from flows.server import HOST, free_port, start, stop, wait_for
+from flows.server import HOST, start, stop, wait_for
 from flows.stages import stage_environment
+from rlhf_core.engines.ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_workspace import (
     ORDER,
     ROOT,
+    ask_server,
     assert_resumed,
     dvc_process,
     environment,
@@ -42,7 +42,7 @@ SLOW_STEPS = 140  # seven seconds of training: time to kill something in the mid
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """One Prefect server for all tests of this module; its address."""
-    port = free_port()
+    (port,) = free_ports(1)
     home = tmp_path_factory.mktemp("prefect")
     lay_out_database(home)
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port), "--no-ui"]
@@ -53,12 +53,6 @@ def server(tmp_path_factory):
         yield url
     finally:
         stop(child)
-
-
-def ask(url: str, path: str, **body) -> list[dict]:
-    request = urllib.request.Request(f"{url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as response:
-        return json.load(response)
 
 
 def begin_flow(workspace: Path, url: str, **extra: str) -> subprocess.Popen:
@@ -160,11 +154,11 @@ def test_a_rejected_gate_has_a_state_of_its_own_and_no_retry(tmp_path, server):
     assert done.returncode == 3
     assert done.stderr.rstrip().endswith("GateRejected: accuracy 0.9 against 0.95")
     assert outcomes(done.stdout)["gate_reward"] == "failed" and outcomes(done.stdout)["report"] == "not reached"
-    (run,) = ask(server, "flow_runs/filter", flow_runs={"state": {"name": {"any_": ["GateRejected"]}}})
+    (run,) = ask_server(server, "flow_runs/filter", flow_runs={"state": {"name": {"any_": ["GateRejected"]}}})
     assert run["state"]["type"] == "FAILED" and run["state"]["message"] == "accuracy 0.9 against 0.95"
-    tasks = ask(server, "task_runs/filter", task_runs={"flow_run_id": {"any_": [run["id"]]}})
+    tasks = ask_server(server, "task_runs/filter", task_runs={"flow_run_id": {"any_": [run["id"]]}})
     assert {t["name"]: t["run_count"] for t in tasks} == {"prepare_data": 1, "train_sft": 1, "gate_reward": 1}
-    artifacts = ask(server, "artifacts/filter", artifacts={"flow_run_id": {"any_": [run["id"]]}})
+    artifacts = ask_server(server, "artifacts/filter", artifacts={"flow_run_id": {"any_": [run["id"]]}})
     assert {a["key"] for a in artifacts} == {"gate-reward", "stages", "report"}
     assert any("accuracy 0.9 against 0.95" in a["data"] for a in artifacts)
     page = workspace / "runs/strict/reports/stopped.html"

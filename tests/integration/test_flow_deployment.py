@@ -14,12 +14,14 @@ import urllib.error
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from registry_project import candidate
 from small_workspace import (
     ORDER,
+    SERVER_SECONDS,
     ask_server,
     assert_resumed,
     command_line,
@@ -75,12 +77,12 @@ def test_a_deployments_run_refused_started_killed_and_retried(served):
     (worktree,) = (workspace / "runs").glob("[!.]*")
     wait_until(training_has_begun(worktree), 60, "training")
     os.kill(dvc_process(worktree).ppid(), signal.SIGKILL)  # the flow's process
-    crashed = wait_for_state(prefect, "Crashed", 60)
+    crashed = wait_for_state(prefect, "Crashed", 180)
     wait_until(lambda: not processes_in(worktree), 15, "the end of DVC and the stage")
 
     retried = prefect("flow-run", "retry", crashed["id"])
     assert retried.returncode == 0, retried.stdout + retried.stderr
-    completed = wait_for_state(prefect, "Completed", 120)
+    completed = wait_for_state(prefect, "Completed", 240)
     assert (completed["id"], completed["run_count"]) == (crashed["id"], 2)
     assert worktree.name == f"{completed['name']}-{completed['id'][:4]}"
     assert list((workspace / "runs").glob("[!.]*")) == [worktree]
@@ -94,8 +96,9 @@ def test_a_deployments_run_refused_started_killed_and_retried(served):
 def assert_only_lost_runs_are_ended(workspace: Path, prefect: Any, completed: dict) -> None:
     """What `make server` does when it starts, to a run whose process is gone, one whose process is there and one that is done."""
     path = f"deployments/{completed['deployment_id']}/create_flow_run"
-    lost, living = (prefect.ask(path, state={"type": "RUNNING"}) for _ in range(2))
+    lost, living = (prefect.ask(path, state={"type": "RUNNING"}, idempotency_key=name) for name in ("lost", "living"))
     with subprocess.Popen(["sleep", "600"], env={"PREFECT__FLOW_RUN_ID": living["id"], "PATH": os.defpath}) as process:
+        wait_until(lambda: "PREFECT__FLOW_RUN_ID" in psutil.Process(process.pid).environ(), 10, "the child's environment")
         secret = (workspace / ".prefect/auth").read_text().strip()
         assert end_lost_runs(prefect.url, secret) == [lost["name"]] and end_lost_runs(prefect.url, secret) == []
         process.kill()
@@ -105,7 +108,7 @@ def assert_only_lost_runs_are_ended(workspace: Path, prefect: Any, completed: di
 
 def answer(prefect: Any, run: str, **fields: object) -> str:
     """Resume a run with what a person filled in; the server's verdict on that."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + SERVER_SECONDS
     while True:
         try:
             return prefect.ask(f"flow_runs/{run}/resume", run_input=fields)["status"]
@@ -125,7 +128,7 @@ def test_a_promotion_waits_for_a_person_and_does_as_told(served):
         return found
 
     def becomes(run: str, *states: str) -> dict:
-        wait_until(lambda: state(run)["type"] in ("COMPLETED", "FAILED", "CRASHED", *states), 120, f"the end of run {run}")
+        wait_until(lambda: state(run)["type"] in ("COMPLETED", "FAILED", "CRASHED", *states), 240, f"the end of run {run}")
         return state(run)
 
     for _ in range(2):  # at once, since the worker asks every ten seconds
@@ -134,7 +137,7 @@ def test_a_promotion_waits_for_a_person_and_does_as_told(served):
     refused, approved = (r["id"] for r in flow_runs(prefect, NAME))
     assert becomes(refused, "PAUSED")["name"] == becomes(approved, "PAUSED")["name"] == "Suspended"
     # Prefect loses a run that is answered and started again while its process still ends.
-    wait_until(lambda: not any("prefect.engine" in command_line(p) for p in processes_in(project)), 60, "the end of their processes")
+    wait_until(lambda: not any("prefect.engine" in command_line(p) for p in processes_in(project)), 180, "the end of their processes")
     candidate(project, "second", seed=2)
     versions.register(project, NAME, "second")  # newer than what the person is asked about
 

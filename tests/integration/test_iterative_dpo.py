@@ -121,9 +121,9 @@ def test_a_round_on_demand_ends_as_the_killed_one_others_are_cancelled_and_one_c
         wait_until(state, seconds, what, every=1.0)  # the server computes for each answer
 
     ask()
-    becomes(lambda: runs(scheduled=False)[0]["state_type"] in STARTED, 90, "the start of the run that was asked for")
+    becomes(lambda: runs(scheduled=False)[0]["state_type"] in STARTED, 180, "the start of the run that was asked for")
     ask()
-    becomes(lambda: runs(scheduled=False)[1]["state_type"] == "CANCELLED", 60, "the end of the second run")
+    becomes(lambda: runs(scheduled=False)[1]["state_type"] == "CANCELLED", 180, "the end of the second run")
     becomes(lambda: runs(scheduled=False)[0]["state_type"] not in AT_WORK, DEADLINE, "the end of the first run")
     assert runs(scheduled=False)[0]["state"]["name"] == "Completed", said_by_server(workspace)
 

@@ -72,8 +72,7 @@ def choose(page: Browser, name: str, value: str) -> None:
 def test_every_figure_is_drawn(page):
     assert page.evaluate("document.querySelectorAll('[data-drawn]').length") == FIGURES
     assert page.evaluate("Math.min(...[...document.querySelectorAll('[data-figure]')].map(e => e.offsetHeight))") >= 200
-    # The curve's own purple is among the pixels.
-    assert "122,79,208" in page.evaluate(COLOURS)
+    page.wait_for(f"{COLOURS}.includes('122,79,208')")  # the curve's own purple is among the pixels
 
 
 def test_figures_follow_the_colour_scheme(page):

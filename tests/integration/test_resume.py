@@ -37,8 +37,9 @@ from small_chain import (
     run,
     said,
     stage_process,
+    stage_processes,
 )
-from small_workspace import lay_out_database
+from small_workspace import lay_out_database, wait_until
 
 from rlhf_core.certificate import differences, read_certificate
 from tasks.stage import STOPPED_BY_SIGNAL
@@ -126,8 +127,10 @@ def test_a_second_start_waits_for_the_first_and_takes_over_when_it_dies(chain, b
     code, printed = run(battered, "dvc", "repro", "train_sft")
     assert code == 0, printed
     first = begin(battered, "dvc", "repro", "--single-item", "train_reward")
+    found: list[psutil.Process] = []
+    wait_until(lambda: found.extend(stage_processes(battered, "train_reward")) or found, DEADLINE, "the stage")
     await_checkpoint(battered, "train_reward", first)
-    trainer = stage_process(battered, "train_reward")
+    trainer = found[0]
     trainer.suspend()  # alive, its lock held, for as long as this takes
     code, printed = run(battered, "dvc", "repro", "--single-item", "train_reward")
     assert code != 0 and ran(printed) == [], f"expected DVC to refuse a second run beside the first, got:\n{printed}"
