@@ -3,7 +3,7 @@
     python -m rlhf_core.engines.ray_start start --head ...
 
 `ray` itself imports all of its commands before it starts anything, Ray Serve's among them, and a head has a server for Ray's client, which
-nobody here connects by. Without both, a head is some 2 s of computing less.
+nobody here connects by. Without both, two heads took 0.8 and 1.7 s of computing less.
 """
 
 from __future__ import annotations
