@@ -25,6 +25,7 @@ from flows.pins import prepare_run
 from flows.stages import stage_environment
 from flows.worktree import commit, slug
 from rlhf_core.config import Algorithm, ConfigError, Method
+from rlhf_core.quiet import quietly
 from rlhf_core.report.comparison import Run, draw, methods_table, table
 
 RECIPE = Path("recipes/compare.yaml")
@@ -109,9 +110,8 @@ def _repro(workspace: Path, stage: str) -> str | None:
     """Bring a run up to a stage; its output goes to compare.log in its worktree. Returns the run's name if that failed."""
     print(f"{workspace.name}: {stage} ...", flush=True)
     with (workspace / "compare.log").open("a") as log:
-        command = [sys.executable, "-m", "dvc", "repro", stage]
         done = subprocess.run(
-            command,
+            quietly("dvc", "repro", stage),
             cwd=workspace,
             env=stage_environment(workspace),
             stdout=log,

@@ -28,7 +28,7 @@ from flows.children import end_with, stop_session
 from flows.lost_runs import end_lost_runs
 from rlhf_core.config import ConfigError
 from rlhf_core.engines.ports import free_ports
-from rlhf_core.quiet import be_quiet
+from rlhf_core.quiet import be_quiet, quietly
 
 HOST = "127.0.0.1"
 WORK_POOL = "local"
@@ -98,7 +98,7 @@ def use_server(root: Path) -> Iterator[None]:
     environment["PREFECT_SERVER_API_AUTH_STRING"] = os.environ["PREFECT_API_AUTH_STRING"]
     factory = ["--factory", "prefect.server.api.server:create_app", "--host", HOST, "--port", str(port), "--log-level", "error"]
     with first_start(home):
-        server = start([sys.executable, "-m", "uvicorn", *factory, "--lifespan", "on"], **environment)
+        server = start(quietly("uvicorn", *factory, "--lifespan", "on"), **environment)
         atexit.register(stop, server)
         yield
         wait_for(url, server)

@@ -24,7 +24,7 @@ import psutil
 from flows.children import Lines, end_with, stop_session
 from rlhf_core import config
 from rlhf_core.config import ConfigError
-from rlhf_core.quiet import QUIET_ENVIRONMENT
+from rlhf_core.quiet import QUIET_ENVIRONMENT, quietly
 
 Outcome = Literal["ran", "cached", "restored"]
 LineHandler = Callable[[str], None]
@@ -146,7 +146,7 @@ def unchanged(workspace: Path, stages: list[str]) -> list[str]:
 
 def _changed(workspace: Path, *stages: str) -> set[str] | None:
     """Which of these stages, or of all, have something to do; None where DVC can't say, or not in time."""
-    command = [sys.executable, "-m", "dvc", "status", "--json", *stages]
+    command = quietly("dvc", "status", "--json", *stages)
     how = {"cwd": workspace, "env": stage_environment(workspace), "timeout": STATUS_DEADLINE}
     with suppress(subprocess.TimeoutExpired, json.JSONDecodeError):
         done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
@@ -191,7 +191,7 @@ def _repro(
     """
     clear_locks(workspace)
     child = subprocess.Popen(
-        [sys.executable, "-m", "dvc", "repro", "--single-item", stage],
+        quietly("dvc", "repro", "--single-item", stage),
         cwd=workspace,
         env=stage_environment(workspace),
         stdin=subprocess.DEVNULL,

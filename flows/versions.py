@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from flows.stages import stage_environment
 from flows.worktree import git, share_cache, worktree_path
 from rlhf_core.config import ConfigError
 from rlhf_core.lineage import REWARD_MODEL, hashes_of_outs, history, lineage
+from rlhf_core.quiet import quietly
 from rlhf_core.registry import cache_folder, checkout, missing, verify
 from rlhf_core.rounds import PIPELINE, round_folder
 
@@ -221,5 +221,5 @@ def _detached(root: Path, commit: str) -> Iterator[Path]:
 
 
 def _dvc(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dvc", *arguments]
-    return subprocess.run(command, cwd=workspace, env=stage_environment(workspace), capture_output=True, text=True, check=False)
+    how = {"cwd": workspace, "env": stage_environment(workspace), "check": False}
+    return subprocess.run(quietly("dvc", *arguments), capture_output=True, text=True, **how)

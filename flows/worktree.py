@@ -12,12 +12,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from flows.stages import stage_environment
 from rlhf_core.config import ConfigError, apply_overrides
+from rlhf_core.quiet import quietly
 from rlhf_core.registry import cache_folder
 
 log = logging.getLogger("rlhf.flows")
@@ -100,7 +100,7 @@ def share_cache(root: Path, path: Path) -> None:
     if (root / ".dvc" / "config.local").exists():
         shutil.copy2(root / ".dvc" / "config.local", local)
     cache = cache_folder(root).parents[1].resolve()
-    _run([sys.executable, "-m", "dvc", "cache", "dir", "--local", str(cache)], path)
+    _run(quietly("dvc", "cache", "dir", "--local", str(cache)), path)
 
 
 def _say_what_differs(root: Path, path: Path, name: str) -> None:

@@ -11,13 +11,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from rlhf_core.config import ConfigError
-from rlhf_core.quiet import QUIET_ENVIRONMENT
+from rlhf_core.quiet import QUIET_ENVIRONMENT, quietly
 from rlhf_core.rounds import dvc_md5
 
 _CHUNK = 1 << 20  # bytes
@@ -101,8 +100,7 @@ def _cache_folder(root: Path, *_stamps: tuple[int, int] | None) -> Path:
     handlers and its terminal.
     """
     environment = {**QUIET_ENVIRONMENT, **os.environ}
-    command = [sys.executable, "-m", "dvc", "cache", "dir"]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(quietly("dvc", "cache", "dir"), cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"{root}: expected a project of DVC, got: {' '.join(done.stderr.split())}; run from the project's folder")
     return root / done.stdout.strip() / "files" / "md5"

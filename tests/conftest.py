@@ -4,6 +4,7 @@ There it can be interrupted: a shell's background job and much of what runs cont
 inherit that. And it keeps what it has compiled, of which hundreds of processes would otherwise compile all again.
 """
 
+import gc
 import os
 import signal
 
@@ -28,3 +29,8 @@ def pytest_collection_modifyitems(items):
     """Those of no place keep their order behind the others."""
     places = {name: place for place, name in enumerate(ORDER)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+def pytest_collection_finish():
+    """What has been imported stays to the end: looking for garbage among it would only take time."""
+    gc.freeze()

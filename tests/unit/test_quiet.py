@@ -1,0 +1,40 @@
+"""What processes begin and end with, and another project's command line in such a process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rlhf_core.quiet import NEW_OBJECTS, QUIET_ENVIRONMENT, quietly
+
+CYCLE = """
+class Loop:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        print("found")
+
+Loop()
+"""
+
+
+@pytest.mark.parametrize(("first", "said"), [("", "found\n"), ("from rlhf_core.quiet import be_quiet\nbe_quiet()\nbe_quiet()", "")])
+def test_a_quiet_process_ends_without_another_look_for_garbage(first, said):
+    done = subprocess.run([sys.executable, "-c", f"{first}\n{CYCLE}"], capture_output=True, text=True, check=True)
+    assert done.stdout == said and done.stderr == ""
+
+
+def test_another_projects_module_runs_as_by_itself_whatever_lies_in_the_folder(tmp_path):
+    elsewhere, here = tmp_path / "installed", tmp_path / "worktree"
+    (elsewhere / "other").mkdir(parents=True)
+    shown = ("gc.get_threshold()[0]", "os.environ['GOMP_SPINCOUNT']", "__name__", "sys.argv[1:]", "sys.argv[0] == __file__")
+    (elsewhere / "other/__main__.py").write_text(f"import gc, os, sys\nprint({', '.join(shown)}, sep='|')\nsys.exit(7)\n")
+    for name in ("rlhf_core", "other"):  # of a commit in which all of this was different
+        (here / name).mkdir(parents=True)
+        (here / name / "__init__.py").write_text("raise RuntimeError('not this one')\n")
+    environment = {name: value for name, value in os.environ.items() if name not in QUIET_ENVIRONMENT} | {"PYTHONPATH": str(elsewhere)}
+    done = subprocess.run(quietly("other", "-m", "a b"), cwd=here, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout == f"{NEW_OBJECTS}|{QUIET_ENVIRONMENT['GOMP_SPINCOUNT']}|__main__|['-m', 'a b']|True\n"
