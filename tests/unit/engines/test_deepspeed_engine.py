@@ -46,7 +46,7 @@ def test_steps_equal_a_plain_adamw_loop(sft_folder: Path, max_grad_norm: float):
         assert engine_loss == pytest.approx(float(loss), rel=1e-5)
         assert engine_norm == pytest.approx(float(norm), rel=1e-4)
         assert (float(norm) > max_grad_norm) == (max_grad_norm < 1)
-    assert largest_difference(engine.state_dict(), module.model.state_dict()) < 1e-5
+    assert largest_difference(engine.state_dict(), module.model.state_dict()) < 3e-5  # rounding, which differs from processor to processor; a step is 3e-3
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
@@ -55,7 +55,7 @@ def test_every_zero_stage_equals_stage_0_on_one_rank(sft_folder: Path, zero_stag
     for (loss, norm), (sharded_loss, sharded_norm) in zip(train(plain, BATCHES), train(sharded, BATCHES), strict=True):
         assert sharded_loss == pytest.approx(loss, rel=1e-5)
         assert sharded_norm == pytest.approx(norm, rel=1e-4)
-    assert largest_difference(plain.state_dict(), sharded.state_dict()) < 1e-5  # ZeRO 3 takes the model's own forward; a step is 3e-3
+    assert largest_difference(plain.state_dict(), sharded.state_dict()) < 3e-5  # ZeRO 3 takes the model's own forward
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])

@@ -134,13 +134,28 @@ def test_before_the_fewest_tokens_the_end_is_forbidden_and_only_there_log_probab
     assert largest([d[6:] for d in found]) < 1e-4 < 1e-3 < largest([d[:6] for d in found])
 
 
+@torch.no_grad()
+def part_at_a_border(model: PreTrainedModel, prompt: list[int], drawn: Sample, other: Sample) -> bool:
+    """Whether two responses are the same up to a token whose draw fell, within rounding, on the border of two in the cumulative distribution."""
+    pairs = zip(drawn.response_ids, other.response_ids, strict=False)
+    position, (low, high) = next((i, sorted(pair)) for i, pair in enumerate(pairs) if len(set(pair)) > 1)
+    logits = model(torch.tensor([[*prompt, *drawn.response_ids[:position]]])).logits[0, -1]
+    return float(logits.softmax(-1)[low + 1 : high].sum()) < 1e-5
+
+
 def test_the_seed_alone_decides_what_is_drawn(drawing):
-    made, _ = drawing
+    """But for rounding, which depends on what is drawn beside it."""
+    made, model = drawing
     together = sample(made)
     assert sample(made) == together
-    for i in range(len(PROMPTS)):
-        ((alone, sibling),) = sample(made, rows=slice(i, i + 1))
-        assert [alone.response_ids, sibling.response_ids] == [s.response_ids for s in together[i]]
+    apart = 0
+    for i, prompt in enumerate(PROMPTS):
+        (alone,) = sample(made, rows=slice(i, i + 1))
+        for drawn, other in zip(alone, together[i], strict=True):
+            if drawn.response_ids != other.response_ids:
+                assert part_at_a_border(model, prompt, drawn, other)
+                apart += 1
+    assert apart <= 1
     assert sum(a.response_ids != b.response_ids for a, b in together) >= len(PROMPTS) - 1
 
 

@@ -64,7 +64,7 @@ def test_text_that_is_too_long_has_no_score(model):
 
     ids = model.encode(*TEXTS[0])
     assert np.isnan(replace(model, max_length=len(ids) - 1).score_texts(TEXTS[:1]))
-    assert replace(model, max_length=len(ids)).score_texts(TEXTS[:1]) == pytest.approx(model.score_texts(TEXTS[:1]), abs=1e-6)
+    assert replace(model, max_length=len(ids)).score_texts(TEXTS[:1]) == pytest.approx(model.score_texts(TEXTS[:1]), abs=3e-6)
 
 
 def test_shift_of_a_format_is_in_standard_deviations(model):

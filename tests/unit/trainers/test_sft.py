@@ -37,8 +37,8 @@ def test_token_mean_loss_is_the_same_for_any_microbatches(sft_folder: Path):
     losses, weights = three_steps(sft_folder, 10_000)
     for microbatch_tokens in (45, 1):
         cut_losses, cut_weights = three_steps(sft_folder, microbatch_tokens)
-        assert cut_losses == pytest.approx(losses, rel=1e-6)
-        assert largest_difference(cut_weights, weights) < 1e-6
+        assert cut_losses == pytest.approx(losses, rel=1e-5)
+        assert largest_difference(cut_weights, weights) < 1e-5
 
 
 def hugging_face_loss(model, examples: list[Demonstration]) -> float:
@@ -55,9 +55,9 @@ def test_loss_equals_hugging_faces_own(sft_folder: Path):
     engine = policy_engine(sft_folder)
     phase = sft_phase("sft", TRAIN, [], steps=1, batch_size=8, pad_id=PAD, microbatch_tokens=45)
     expected = hugging_face_loss(load_language_model(sft_folder), TRAIN[:8])
-    assert phase.train_batch(engine, list(range(8)))["loss"] == pytest.approx(expected, rel=1e-6)
+    assert phase.train_batch(engine, list(range(8)))["loss"] == pytest.approx(expected, rel=1e-5)
     with torch.no_grad():
-        assert heldout_loss(engine, TRAIN[:8], pad_id=PAD, microbatch_tokens=45) == pytest.approx(expected, rel=1e-6)
+        assert heldout_loss(engine, TRAIN[:8], pad_id=PAD, microbatch_tokens=45) == pytest.approx(expected, rel=1e-5)
 
 
 def test_only_the_assistants_tokens_are_learned(sft_folder: Path, tokenizer, monkeypatch: pytest.MonkeyPatch):

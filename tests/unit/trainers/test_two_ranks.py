@@ -15,6 +15,7 @@ from rlhf_core.trainers.rl_minibatch import EXTREMES
 
 pytestmark = pytest.mark.usefixtures("world")
 at_every_stage = pytest.mark.parametrize("stage", STAGES)
+ROUNDING = 1e-5  # of weights, which differs from processor to processor; the steps are 2.5e-4 and more
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_token_mean_loss_and_weights_of_two_ranks_equal_those_of_one(ranks: list
         assert first[step][0] + second[step][0] == pytest.approx(loss, rel=1e-5)
         assert first[step][1] == pytest.approx(norm, rel=1e-4)
         assert second[step][1] == first[step][1]
-    assert largest_difference(first_weights, weights) < 2e-6
+    assert largest_difference(first_weights, weights) < ROUNDING
     assert largest_difference(first_weights, second_weights) == 0
 
 
@@ -73,7 +74,7 @@ def test_rl_updates_on_two_ranks_equal_those_on_one(ranks: list[dict], alone: di
                 assert EXTREMES[name](mine[name], others[name]) == pytest.approx(value, rel=1e-4)
             else:
                 assert mine[name] + others[name] == pytest.approx(value, rel=1e-4, abs=1e-5)
-    assert largest_difference(first["weights"], expected["weights"]) < 2e-6
+    assert largest_difference(first["weights"], expected["weights"]) < ROUNDING
     assert second["weights"] is None
 
 
@@ -117,7 +118,7 @@ def test_one_rank_goes_on_from_a_checkpoint_of_two_within_rounding(ranks, folder
     expected, weights = alone["sft"]
     for (loss, norm), (expected_loss, expected_norm) in zip(steps, expected[2:], strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-5) and norm == pytest.approx(expected_norm, rel=1e-4)
-    assert largest_difference(engine.state_dict(), weights) < 2e-6
+    assert largest_difference(engine.state_dict(), weights) < ROUNDING
 
 
 @at_every_stage
@@ -126,7 +127,7 @@ def test_two_ranks_go_on_from_a_checkpoint_of_one_within_rounding(ranks: list[di
     (first, first_weights), (second, second_weights) = (rank["grown"][stage] for rank in ranks)
     for mine, others, (loss, norm) in zip(first, second, expected[2:], strict=True):
         assert mine[0] + others[0] == pytest.approx(loss, rel=1e-5) and mine[1] == others[1] == pytest.approx(norm, rel=1e-4)
-    assert largest_difference(first_weights, weights) < 2e-6
+    assert largest_difference(first_weights, weights) < ROUNDING
     assert largest_difference(first_weights, second_weights) == 0
 
 
