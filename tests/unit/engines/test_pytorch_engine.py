@@ -136,7 +136,7 @@ def test_before_the_fewest_tokens_the_end_is_forbidden_and_only_there_log_probab
 
 @torch.no_grad()
 def part_at_a_border(model: PreTrainedModel, prompt: list[int], drawn: Sample, other: Sample) -> bool:
-    """Whether two responses are the same up to a token whose draw fell, within rounding, on the border of two in the cumulative distribution."""
+    """Whether two responses are the same up to a draw that fell, within rounding, on the border of two tokens."""
     pairs = zip(drawn.response_ids, other.response_ids, strict=False)
     position, (low, high) = next((i, sorted(pair)) for i, pair in enumerate(pairs) if len(set(pair)) > 1)
     logits = model(torch.tensor([[*prompt, *drawn.response_ids[:position]]])).logits[0, -1]
