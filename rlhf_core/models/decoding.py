@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from rlhf_core.models.build import trunk
-from rlhf_core.models.packed import can_pack, interleaved, normalize
+from rlhf_core.models.packed import can_pack, interleaved
+from rlhf_core.models.packed_layers import normalize
 
 POSITIONS = 32  # of keys and values that are multiplied at once, so that the products stay in the processor's cache
 

@@ -18,8 +18,9 @@ from transformers import LlamaModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rlhf_core.models.packed_attention import AttentionHeads, attend
+from rlhf_core.models.packed_layers import rotated_qkv, rotated_qkv_backward, swiglu, swiglu_backward
 from rlhf_core.models.packed_layout import Layout, layout_of
-from rlhf_core.models.pieces import pieces
+from rlhf_core.models.pieces import piece_rows
 
 
 def can_pack(trunk: nn.Module) -> bool:
@@ -94,17 +95,6 @@ def interleaved(weight: torch.Tensor, size: int) -> torch.Tensor:
     return weight.view(-1, 2, size // 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
-def normalize(x: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x / rms(x) and 1 / rms(x), by row."""
-    inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return torch.mul(x, inverse, out=out), inverse
-
-
-def _normalized_backward(grad: torch.Tensor, normalized: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    projected = torch.linalg.vecdot(grad, normalized).div_(grad.shape[-1]).unsqueeze(-1)
-    return torch.addcmul(grad, normalized, projected, value=-1).mul_(inverse)
-
-
 class _Pick(Function):
     """Rows of a matrix, each at most once: unlike index_select's, the backward pass copies and doesn't add."""
 
@@ -128,41 +118,22 @@ class _RotatedQkv(Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, eps, layout, learns):
-        kept = len(hidden) if learns else 0
-        normalized, inverse = hidden.new_empty(kept, hidden.shape[-1]), hidden.new_empty(len(hidden), 1)
-        # With copies first the rows in their own order, then their places.
-        placed = hidden.new_zeros(layout.num_places, len(weight)) if layout.copies is None else hidden.new_empty(len(hidden), len(weight))
-        for piece in pieces(len(hidden), weight):
-            of_piece, inverse[piece] = normalize(hidden[piece], eps, out=normalized[piece] if learns else None)
-            projected = of_piece @ weight.t()
-            _rotated_part(projected, layout.rotation).mul_(layout.rotation[piece])
-            if layout.copies is None:
-                placed.index_copy_(0, layout.places[piece], projected)
-            else:
-                placed[piece] = projected
+        sources = None if layout.copies is None else layout.copies.sources
+        where = (layout.rotation, layout.places, layout.num_places, sources)
+        placed, normalized, inverse = rotated_qkv(hidden, weight, eps, *where, learns, piece_rows(len(hidden), weight))
         ctx.save_for_backward(normalized, inverse, weight)
         ctx.layout = layout
-        return placed if layout.copies is None else placed.index_select(0, layout.copies.sources)
+        return placed
 
     @staticmethod
     def backward(ctx, grad):
-        normalized, inverse, weight = ctx.saved_tensors
-        layout, copies = ctx.layout, ctx.layout.copies
+        normalized, _, weight = ctx.saved_tensors
+        rotation, places, copies = ctx.layout.rotation, ctx.layout.places, ctx.layout.copies
+        rows = piece_rows(len(normalized), weight)
         if copies is not None:
             grad = F.embedding_bag(copies.places, grad, copies.starts, mode="sum")
-        hidden_grad, weight_grad = torch.empty_like(normalized), torch.zeros_like(weight)
-        for piece in pieces(len(normalized), weight):
-            part = grad.index_select(0, layout.places[piece]) if copies is None else grad[piece]
-            _rotated_part(part, layout.rotation).mul_(layout.rotation[piece].conj())
-            hidden_grad[piece] = _normalized_backward(part @ weight, normalized[piece], inverse[piece])
-            weight_grad.addmm_(part.t(), normalized[piece])
-        return hidden_grad, weight_grad, None, None, None
-
-
-def _rotated_part(projected: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Queries and keys [N, heads, D / 2] as complex numbers, a view."""
-    _, heads, half = rotation.shape
-    return torch.view_as_complex(projected[:, : heads * half * 2].view(-1, heads, half, 2))
+        found = rotated_qkv_backward(grad, *ctx.saved_tensors, rotation, None if copies is not None else places, rows)
+        return *found, None, None, None
 
 
 class _SwiGlu(Function):
@@ -170,28 +141,11 @@ class _SwiGlu(Function):
 
     @staticmethod
     def forward(ctx, x, gate_up, down, eps, learns):
-        kept = len(x) if learns else 0
-        normalized, inverse, projected = x.new_empty(kept, x.shape[-1]), x.new_empty(len(x), 1), x.new_empty(kept, len(gate_up))
-        result = torch.empty_like(x)
-        for piece in pieces(len(x), gate_up):
-            of_piece, inverse[piece] = normalize(x[piece], eps, out=normalized[piece] if learns else None)
-            gate, up = torch.mm(of_piece, gate_up.t(), out=projected[piece] if learns else None).chunk(2, dim=-1)
-            torch.addmm(x[piece], F.silu(gate).mul_(up), down.t(), out=result[piece])
-        ctx.save_for_backward(normalized, inverse, gate_up, down, projected)
+        result, *kept = swiglu(x, gate_up, down, eps, learns, piece_rows(len(x), gate_up))
+        ctx.save_for_backward(gate_up, down, *kept)
         return result
 
     @staticmethod
     def backward(ctx, grad):
-        normalized, inverse, gate_up, down, projected = ctx.saved_tensors
-        x_grad, gate_up_grad, down_grad = torch.empty_like(normalized), torch.zeros_like(gate_up), torch.zeros_like(down)
-        for piece in pieces(len(grad), gate_up):
-            gate, up = projected[piece].chunk(2, dim=-1)
-            silu, inner = F.silu(gate), grad[piece] @ down
-            down_grad.addmm_(grad[piece].t(), silu * up)
-            halves = torch.empty_like(projected[piece])
-            gate_grad, up_grad = halves.chunk(2, dim=-1)
-            torch.mul(inner, silu, out=up_grad)
-            torch.ops.aten.silu_backward.grad_input(inner.mul_(up), gate, grad_input=gate_grad)
-            x_grad[piece] = _normalized_backward(halves @ gate_up, normalized[piece], inverse[piece]).add_(grad[piece])
-            gate_up_grad.addmm_(halves.t(), normalized[piece])
-        return x_grad, gate_up_grad, down_grad, None, None
+        gate_up, _, *_ = ctx.saved_tensors
+        return *swiglu_backward(grad, *ctx.saved_tensors, piece_rows(len(grad), gate_up)), None, None

@@ -9,13 +9,18 @@ import torch
 CACHED_BYTES = 1_000_000
 
 
-def pieces(num_rows: int, weight: torch.Tensor, *, at_most: int | None = None) -> list[slice]:
-    """Consecutive rows that are multiplied together by a weight [width, inputs].
+def piece_rows(num_rows: int, weight: torch.Tensor, *, at_most: int | None = None) -> int:
+    """How many rows are multiplied together by a weight [width, inputs]; at least one.
 
     Args:
         at_most: so many rows where the cache doesn't matter, as on a GPU; None: all.
     """
-    rows = max(1, at_most or num_rows)
     if weight.device.type == "cpu" and 4 * weight.numel() <= CACHED_BYTES:
-        rows = max(32, CACHED_BYTES // (4 * len(weight)) // 32 * 32) * torch.get_num_threads()
+        return max(32, CACHED_BYTES // (4 * len(weight)) // 32 * 32) * torch.get_num_threads()
+    return max(1, at_most or num_rows)
+
+
+def pieces(num_rows: int, weight: torch.Tensor, *, at_most: int | None = None) -> list[slice]:
+    """Consecutive rows that are multiplied together; the arguments are those of `piece_rows`."""
+    rows = piece_rows(num_rows, weight, at_most=at_most)
     return [slice(first, first + rows) for first in range(0, num_rows, rows)]

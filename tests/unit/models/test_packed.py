@@ -15,8 +15,7 @@ from rlhf_core.models.wrappers import collate_tokens
 
 @pytest.fixture(params=[5, 1000], ids="pieces of {}".format, autouse=True)
 def piece_rows(request, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = request.param
-    monkeypatch.setattr(packed, "pieces", lambda count, weight, at_most=None: [slice(i, i + rows) for i in range(0, count, rows)])
+    monkeypatch.setattr(packed, "piece_rows", lambda count, weight: request.param)
 
 
 def llama(heads: int = 4, key_value_heads: int = 4, **settings) -> LlamaModel:
