@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,16 +49,24 @@ def score_external(config: ExternalPairsConfig, model: LoadedModel, *, confidenc
         }
         for name in sorted(set(subsets.tolist()))
     ]
-    path = locate(config.path)
     return {
         "name": config.name,
         "path": config.path,
-        "sha256": hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None,
+        "sha256": _sha256(locate(config.path)),
         **overall,
         "not_scored": int((~known).sum()),
         "threshold": config.min_accuracy,
         "subsets": by_subset if config.subset is not None else [],
     }
+
+
+def _sha256(path: Path) -> str:
+    """Of a file; of a folder that of a list of its files' names and hashes."""
+    if path.is_dir():
+        listed = [f"{_sha256(file)}  {file.relative_to(path)}\n" for file in sorted(path.rglob("*")) if file.is_file()]
+        return hashlib.sha256("".join(listed).encode()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _accuracy(points: np.ndarray, prompts: np.ndarray, confidence: float) -> dict[str, Any]:

@@ -176,14 +176,14 @@ class LlamaDecoder:
         rotation = self._rotations[positions.flatten()]
         hidden = F.embedding(ids.flatten(), self._embedding)
         for number, layer in enumerate(self._layers):
-            qkv = normalize(hidden, self._eps)[0] @ layer.qkv
+            qkv = normalize(hidden, self._eps) @ layer.qkv
             turned = qkv[:, : (self._heads + self._kv_heads) * self._size]
             torch.view_as_complex(turned.view(len(qkv), self._heads + self._kv_heads, -1, 2)).mul_(rotation)
             attended = attend(qkv.view(*ids.shape, -1, self._size), number)
             hidden = torch.addmm(hidden, attended, layer.output)
-            gate, up = (normalize(hidden, self._eps)[0] @ layer.gate_up).chunk(2, dim=-1)
+            gate, up = (normalize(hidden, self._eps) @ layer.gate_up).chunk(2, dim=-1)
             hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
-        return normalize(hidden.view(*ids.shape, -1)[:, -1], self._eps)[0] @ self._head
+        return normalize(hidden.view(*ids.shape, -1)[:, -1], self._eps) @ self._head
 
     def _attend_prompts(self, mask: torch.Tensor, qkv: torch.Tensor, number: int) -> torch.Tensor:
         """Whole prompts, the first tokens that there are. `mask` [B, 1, T, T] is 0 or -inf."""

@@ -127,12 +127,12 @@ class _RotatedQkv(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        normalized, _, weight = ctx.saved_tensors
+        normalized, inverse, weight = ctx.saved_tensors
         rotation, places, copies = ctx.layout.rotation, ctx.layout.places, ctx.layout.copies
         rows = piece_rows(len(normalized), weight)
         if copies is not None:
             grad = F.embedding_bag(copies.places, grad, copies.starts, mode="sum")
-        found = rotated_qkv_backward(grad, *ctx.saved_tensors, rotation, None if copies is not None else places, rows)
+        found = rotated_qkv_backward(grad, normalized, inverse, weight, rotation, None if copies is not None else places, rows)
         return *found, None, None, None
 
 
@@ -147,5 +147,5 @@ class _SwiGlu(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        gate_up, _, *_ = ctx.saved_tensors
-        return *swiglu_backward(grad, *ctx.saved_tensors, piece_rows(len(grad), gate_up)), None, None
+        gate_up, *others = ctx.saved_tensors
+        return *swiglu_backward(grad, gate_up, *others, piece_rows(len(grad), gate_up)), None, None

@@ -8,10 +8,13 @@ from torch.nn import functional as F
 from rlhf_core.models.outside_python import outside_python
 
 
-def normalize(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """x / rms(x) and 1 / rms(x), by row."""
-    inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return x * inverse, inverse
+def normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x), by row."""
+    return x * _inverse_rms(x, eps)
+
+
+def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 def _normalized_backward(grad: torch.Tensor, normalized: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
@@ -48,9 +51,9 @@ def rotated_qkv(
     placed = hidden.new_zeros([num_places, len(weight)]) if sources is None else hidden.new_empty([count, len(weight)])
     for first in range(0, count, rows):
         last = min(first + rows, count)
-        of_piece, inverse[first:last] = normalize(hidden[first:last], eps)
-        if learns:
-            normalized[first:last] = of_piece
+        of_rows, scale = hidden[first:last], inverse[first:last]
+        scale.copy_(_inverse_rms(of_rows, eps))
+        of_piece = torch.mul(of_rows, scale, out=normalized[first:last]) if learns else of_rows * scale
         projected = of_piece @ weight.t()
         _rotated_part(projected, rotation).mul_(rotation[first:last])
         if sources is None:
@@ -73,7 +76,7 @@ def rotated_qkv_backward(
     """Gradients of hidden states and weight.
 
     Args:
-        grad: of each place; of each row where `places` is None.
+        grad: of each place; of each row where `places` is None, and then it is overwritten.
     """
     hidden_grad, weight_grad = torch.empty_like(normalized), torch.zeros_like(weight)
     for first in range(0, len(normalized), rows):
@@ -96,14 +99,12 @@ def swiglu(
     result = torch.empty_like(x)
     for first in range(0, count, rows):
         last = min(first + rows, count)
-        of_piece, inverse[first:last] = normalize(x[first:last], eps)
-        if learns:
-            normalized[first:last] = of_piece
-            product = torch.mm(of_piece, gate_up.t(), out=projected[first:last])
-        else:
-            product = torch.mm(of_piece, gate_up.t())
+        of_rows, scale = x[first:last], inverse[first:last]
+        scale.copy_(_inverse_rms(of_rows, eps))
+        of_piece = torch.mul(of_rows, scale, out=normalized[first:last]) if learns else of_rows * scale
+        product = torch.mm(of_piece, gate_up.t(), out=projected[first:last]) if learns else torch.mm(of_piece, gate_up.t())
         gate, up = product.chunk(2, -1)
-        torch.addmm(x[first:last], F.silu(gate).mul_(up), down.t(), out=result[first:last])
+        torch.addmm(of_rows, F.silu(gate).mul_(up), down.t(), out=result[first:last])
     return result, normalized, inverse, projected
 
 

@@ -23,7 +23,7 @@ from rlhf_core.engines.pytorch_engine import PROMPT_TOKENS, PytorchEngine
 from rlhf_core.engines.weights import pack
 from rlhf_core.models.build import checkpoint_names, load_language_model, read_state_dict, save_model, with_weights
 from rlhf_core.models.decoding import HuggingFaceDecoder, LlamaDecoder
-from rlhf_core.models.generation import draw
+from rlhf_core.models.generation import _uniforms, draw
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.sampling import Sample, SamplingSettings, request_seeds
 from tests.tiny_models import save_tiny_experts, tiny_tokenizer
@@ -135,12 +135,13 @@ def test_before_the_fewest_tokens_the_end_is_forbidden_and_only_there_log_probab
 
 
 @torch.no_grad()
-def part_at_a_border(model: PreTrainedModel, prompt: list[int], drawn: Sample, other: Sample) -> bool:
-    """Whether two responses are the same up to a draw that fell, within rounding, on the border of two tokens."""
+def part_at_a_border(model: PreTrainedModel, prompt: list[int], numbers: torch.Tensor, drawn: Sample, other: Sample) -> bool:
+    """Whether two responses are the same up to one of the numbers [tokens] that lies, within rounding, on the border of two tokens."""
     pairs = zip(drawn.response_ids, other.response_ids, strict=False)
     position, (low, high) = next((i, sorted(pair)) for i, pair in enumerate(pairs) if len(set(pair)) > 1)
     logits = model(torch.tensor([[*prompt, *drawn.response_ids[:position]]])).logits[0, -1]
-    return float(logits.softmax(-1)[low + 1 : high].sum()) < 1e-5
+    borders = logits.double().softmax(-1).cumsum(-1)[low:high]
+    return float((borders - numbers[position]).abs().max()) < 1e-5
 
 
 def test_the_seed_alone_decides_what_is_drawn(drawing):
@@ -151,11 +152,12 @@ def test_the_seed_alone_decides_what_is_drawn(drawing):
     apart = 0
     for i, prompt in enumerate(PROMPTS):
         (alone,) = sample(made, rows=slice(i, i + 1))
-        for drawn, other in zip(alone, together[i], strict=True):
+        numbers = _uniforms(SEEDS[i : i + 1], len(alone), NEW)
+        for drawn, other, of_response in zip(alone, together[i], numbers, strict=True):
             if drawn.response_ids != other.response_ids:
-                assert part_at_a_border(model, prompt, drawn, other)
+                assert part_at_a_border(model, prompt, of_response, drawn, other)
                 apart += 1
-    assert apart <= 1
+    assert apart <= 3  # of 32
     assert sum(a.response_ids != b.response_ids for a, b in together) >= len(PROMPTS) - 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -98,4 +99,14 @@ def test_external_pairs_by_subset(model, tmp_path):
     assert (found["accuracy"], found["n"], found["prompts"], found["not_scored"], found["threshold"]) == (0.5, 2, 1, 1, 0.9)
     first = float(model.score_texts([TEXTS[0]])[0] > model.score_texts([TEXTS[1]])[0])
     assert [(s["subset"], s["accuracy"], s["n"]) for s in found["subsets"]] == [("x", first, 1), ("y", 1 - first, 1)]
-    assert len(found["sha256"]) == 64
+    assert found["sha256"] == sha256((tmp_path / "bench.jsonl").read_bytes()).hexdigest()
+
+
+def test_external_pairs_in_a_folder_are_told_apart_by_what_is_in_its_files(model, tmp_path):
+    config = ExternalPairsConfig(name="bench", path=str(tmp_path), format="preference", columns={}, subset=None, min_accuracy=None)
+    hashes = []
+    for rejected in ("9", "8", "9"):
+        row = {"prompt": "Sort 12.", "chosen": "12", "rejected": rejected}
+        (tmp_path / "part.jsonl").write_text(json.dumps(row) + "\n")
+        hashes.append(score_external(config, model, confidence=0.95)["sha256"])
+    assert hashes[0] == hashes[2] != hashes[1]
