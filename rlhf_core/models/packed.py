@@ -113,7 +113,7 @@ class _Pick(Function):
 class _RotatedQkv(Function):
     """Normalize, project, rotate queries and keys, and put the rows in their places: [N, H] -> [P, heads * D].
 
-    A piece of rows at a time, as below; `learns`: whether what the backward pass needs is kept.
+    A piece of rows at a time (packed_layers.py); `learns`: whether what the backward pass needs is kept.
     """
 
     @staticmethod
