@@ -24,6 +24,7 @@ from rlhf_core.report.times import read_times
 METRICS = {
     "prepare_data": "metrics/prepare_data.json",
     "validate_data": "metrics/validation.json",
+    "check_model": "metrics/check_model.json",
     "train_sft": "metrics/train_sft.json",
     "train_reward": "metrics/train_reward.json",
     "gate_reward": "metrics/gate.json",

@@ -31,6 +31,11 @@ def _validation(m: dict[str, Any]) -> str:
     return f"{len(checks)} expectations, {failed or 'none'} failed"
 
 
+def _model_check(m: dict[str, Any]) -> str:
+    refused = [name for name, verdict in m["checks"].items() if verdict.startswith("refused")]
+    return f"{m['model']}: {'refused for ' + ', '.join(refused) if refused else ', '.join(m['checks']) + ' agree'}"
+
+
 def _reward(m: dict[str, Any]) -> str:
     return f"held-out accuracy {m['heldout_accuracy']:.3f}" if m["trained"] else "none trained"
 
@@ -63,6 +68,7 @@ def _evaluation(m: dict[str, Any]) -> str:
 KEY_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
     "prepare_data": _rows,
     "validate_data": _validation,
+    "check_model": _model_check,
     "train_sft": lambda m: f"held-out loss {m['heldout_loss']:.3f}",
     "train_reward": _reward,
     "gate_reward": _gate,

@@ -27,6 +27,7 @@ from tasks.stage import EVALUATION_SAMPLES, METRICS, PLOTS, REPORT, REWARD_HELDO
 FILES: dict[str, dict[str, Path]] = {
     "prepare_data": {"data": METRICS / "prepare_data.json", "lengths": PLOTS / "token_lengths.csv"},
     "validate_data": {"validation": METRICS / "validation.json"},
+    "check_model": {"model_check": METRICS / "check_model.json"},
     "train_sft": {"sft": METRICS / "train_sft.json", "sft_curves": PLOTS / "train_sft.csv"},
     "train_reward": {"reward": METRICS / "train_reward.json", "reward_curves": PLOTS / "train_reward.csv", "heldout": REWARD_HELDOUT},
     "gate_reward": {"gate": METRICS / "gate.json"},

@@ -14,6 +14,8 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -231,17 +233,14 @@ def _value(values: dict[str, Any], key: str) -> str:
 
 
 def _tracked(params: list[str | dict[str, list[str]]], tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a stage's `params` name, and its value: a section of params.yaml, or keys of another file."""
+    """What a stage's `params` name, and its value: a section or key of params.yaml, or keys of another file."""
     for entry in params:
         if isinstance(entry, str):
-            yield entry, tree[entry]
+            yield entry, reduce(getitem, entry.split("."), tree)
             continue
         for file, keys in entry.items():
             for key in keys:
-                value: Any = read_yaml(Path(file))
-                for part in key.split("."):
-                    value = value[part]
-                yield f"{file}:{key}", value
+                yield f"{file}:{key}", reduce(getitem, key.split("."), read_yaml(Path(file)))
 
 
 def _files(path: Path, stage: str) -> Iterator[Path]:

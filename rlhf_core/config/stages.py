@@ -9,10 +9,14 @@ from typing import Any
 from rlhf_core.config.base import ConfigError
 from rlhf_core.config.reading import read_yaml_text
 
-# Which sections of params.yaml each stage reads; dvc.yaml says the same (a contract test compares them).
+# Which sections of params.yaml, or single keys, each stage reads; dvc.yaml says the same (a contract test compares them).
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "prepare_data": ("seed", "data", "model"),
     "validate_data": ("validation", "model", "reward"),
+    "check_model": (
+        *("model", "sft.lora", "sft.zero_stage", "reward.enabled", "reward.lora"),
+        *("rl.lora", "rl.rollout.backend", "dpo.lora"),
+    ),
     "train_sft": ("seed", "model", "sft"),
     "train_reward": ("seed", "model", "reward"),
     "gate_reward": ("model", "reward", "gate"),

@@ -73,6 +73,7 @@ class ReportInputs:
     baselines: Mapping[str, Results]
     data: Tree | None
     validation: Tree | None
+    model_check: Tree | None
     sft: Tree | None
     reward: Tree | None
     gate: Tree | None

@@ -77,7 +77,7 @@ LABELS = {
 # Where on the page a stage's work is shown.
 SECTIONS = {
     **dict.fromkeys(("prepare_data", "validate_data"), "data"),
-    **dict.fromkeys(("train_sft", "train_reward", "train_policy"), "training"),
+    **dict.fromkeys(("check_model", "train_sft", "train_reward", "train_policy"), "training"),
     "gate_reward": "gate",
     "evaluate": "evaluation",
 }

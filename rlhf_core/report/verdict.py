@@ -140,6 +140,7 @@ def data_verdict(validation: Mapping[str, Any]) -> Verdict:
 # Stages whose error is a verdict of their own.
 _STOPPED = {
     "validate_data": "the data does not meet its expectations.",
+    "check_model": "the model can't be computed rightly here.",
     "gate_reward": "the reward model did not pass its gate.",
 }
 

@@ -11,7 +11,10 @@ from typing import Literal
 from tests.faults import faults
 from tests.faults.faults import Strike, Undo
 
-STAGES = ["prepare_data", "validate_data", "train_sft", "train_reward", "gate_reward", "train_policy", "evaluate", "report"]
+STAGES = [
+    *("prepare_data", "validate_data", "check_model", "train_sft", "train_reward", "gate_reward"),
+    *("train_policy", "evaluate", "report"),
+]
 RESUMABLE = ("train_sft", "train_reward", "train_policy")
 
 

@@ -24,7 +24,10 @@ from small_workspace import ROOT, command_line, git, never_on_schedule, processe
 
 from flows.stages import stage_environment
 
-ORDER = ["prepare_data", "validate_data", "train_sft", "train_reward", "gate_reward", "train_policy", "evaluate", "report"]
+ORDER = [
+    *("prepare_data", "validate_data", "check_model", "train_sft", "train_reward", "gate_reward"),
+    *("train_policy", "evaluate", "report"),
+]
 DEADLINE = 400.0  # seconds for anything that starts a stage; ten times what it takes on two idle cores
 SMALL = {
     "model": {"architecture": {"hidden_size": 64, "intermediate_size": 128, "layers": 1, "heads": 2}},

@@ -24,7 +24,7 @@ BRIEF = {
     "sft": {"steps": 3, "batch_size": 8, "eval_every": 3},
     "reward": {"epochs": 0.02, "eval_every": 1000},
 }
-UPSTREAM = ["prepare_data", "validate_data", "train_sft", "train_reward", "gate_reward"]
+UPSTREAM = ["prepare_data", "validate_data", "check_model", "train_sft", "train_reward", "gate_reward"]
 
 
 @pytest.mark.parametrize(("recipe", "bar"), [("hh_rlhf", 0.2), ("gsm8k", 0.9)])

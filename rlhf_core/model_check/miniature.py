@@ -1,0 +1,123 @@
+"""A small copy of a model: its architecture with as few layers as have every kind of layer, and random weights.
+
+Heads, hidden size, ties, windows, experts and rotary embeddings are the model's own: they decide which kernels and which code run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_core.config import ModelConfig
+from rlhf_core.models.build import attention_implementation, new_language_model
+from rlhf_core.models.folder import check_model_folder, refusals
+
+VOCABULARY = 1024  # ids, at most; the full one of a large model would be most of the copy
+WIDTH = 128  # of a feed-forward layer or an expert, at most
+LAYERS = 2  # at least, where the model has so many
+# What tells one kind of layer from another where their modules are the same.
+KIND_ATTRIBUTES = ("attention_type", "layer_type", "block_type", "is_sliding", "sliding_window", "use_rope")
+
+
+def cut_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The configuration of the small copy of a language model.
+
+    Raises:
+        ValueError: the model's folder is not whole, or its library can't build it.
+    """
+    if config.path is None:
+        shape = config.architecture.model_copy(update={"layers": min(LAYERS, config.architecture.layers)})
+        return new_language_model(config.model_copy(update={"architecture": shape}), tokenizer, seed=0).config
+    check_model_folder(config.path)
+    with refusals(config.path):
+        full = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    return smaller(full, trust_remote_code=config.trust_remote_code)
+
+
+def smaller(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """A causal language model's configuration with fewer layers, fewer token ids and narrower feed-forward layers.
+
+    Raises:
+        ValueError: its library can't build it.
+    """
+    with refusals(config.name_or_path or config.model_type), torch.device("meta"):
+        kinds = layer_kinds(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+    wanted = max(LAYERS, max(kinds.index(kind) for kind in set(kinds)) + 1)
+    tree = config.to_dict()
+    text = config.get_text_config()
+    part = tree if text is config else next(tree[name] for name in config.sub_configs if getattr(config, name, None) is text)
+    _cut(part, text, min(wanted, len(kinds)), len(kinds))
+    with refusals(config.name_or_path or config.model_type):
+        return type(config).from_dict(tree)
+
+
+def layer_kinds(model: PreTrainedModel) -> list[tuple]:
+    """Of each layer what sets it apart from layers of another kind: its modules and how it attends."""
+    count = model.config.get_text_config().num_hidden_layers
+    stack = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    return [_kind(layer) for layer in stack]
+
+
+def _kind(layer: nn.Module) -> tuple:
+    modules = tuple((name, type(part).__name__) for name, part in layer.named_modules())
+    said = {(name, str(getattr(part, name))) for part in layer.modules() for name in KIND_ATTRIBUTES if hasattr(part, name)}
+    return modules, tuple(sorted(said))
+
+
+def _cut(part: dict[str, Any], text: PretrainedConfig, layers: int, before: int) -> None:
+    """Change a text model's part of a configuration, in place."""
+    own = {name: text.attribute_map.get(name, name) for name in ("num_hidden_layers", "vocab_size")}
+    for name, value in part.items():
+        if isinstance(value, list) and len(value) == before and name != "architectures":
+            part[name] = value[:layers]
+        elif isinstance(value, list) and "layer" in name and all(type(n) is int for n in value):  # numbers of layers
+            part[name] = [n for n in value if n < layers]
+        elif name.endswith(("intermediate_size", "ffn_dim")) and isinstance(value, int):
+            part[name] = min(value, WIDTH)
+        elif name.endswith("_token_id") and value is not None:
+            part[name] = _id_within(value)
+    part[own["num_hidden_layers"]] = layers
+    part[own["vocab_size"]] = min(text.vocab_size, VOCABULARY)
+
+
+def _id_within(value: int | list[int]) -> int | list[int]:
+    return [n % VOCABULARY for n in value] if isinstance(value, list) else value % VOCABULARY
+
+
+def random_model(config: PretrainedConfig, model: ModelConfig, *, seed: int, scalar: bool = False) -> PreTrainedModel:
+    """A causal language model of a configuration, or with `scalar` a sequence classifier of one label; float32, on the CPU.
+
+    Fresh weights give nearly the same probability to every token and have no biases, which hides mistakes: these are larger.
+    """
+    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    how: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "dtype": torch.float32}
+    if scalar:
+        config.num_labels = 1
+    torch.manual_seed(seed)
+    with refusals(model.path or config.model_type):
+        made = kind.from_config(config, attn_implementation=attention_implementation("float32"), **how)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            _enliven(name, parameter, tied=config.get_text_config().tie_word_embeddings)
+    return made
+
+
+def _enliven(name: str, parameter: torch.Tensor, *, tied: bool) -> None:
+    """Matrices with outputs about as large as their inputs, logits with a deviation of some 3, biases and norms off their neutral value."""
+    if parameter.ndim < 2:
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    elif "embed" in name or "wte" in name:
+        parameter.normal_(std=3 / parameter.shape[-1] ** 0.5 if tied else 1.0)
+    else:
+        scale = 3.0 if name.endswith(("lm_head.weight", "embed_out.weight")) else 1.0
+        parameter.normal_(std=scale / parameter.shape[-1] ** 0.5)

@@ -1,0 +1,303 @@
+"""One small model through every way of training and drawing, each held against the plain forward pass of its own library.
+
+    trial = Trial(folder, tokenizer, settings)
+    trial.run("sft")        # Finding: the largest difference of a log-probability, or why it can't be had
+
+What is compared is the model after two updates, as it was saved: transformers loads that folder and looks at each sequence alone, without
+padding, packing, shared prefixes or pieces.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.config import DpoConfig, LoraConfig, RolloutBackend, shown
+from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device
+from rlhf_core.engines.in_process import open_engine
+from rlhf_core.models.branches import can_share_prefixes, collate_branches, shared_row
+from rlhf_core.models.build import (
+    checkpoint_names,
+    load_language_model,
+    load_scalar_model,
+    save_model,
+)
+from rlhf_core.models.lora import add_adapters
+from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch, collate_tokens
+from rlhf_core.trainers.demonstrations import Demonstration
+from rlhf_core.trainers.preference_data import Continuation, Pair, ResponseForward
+from rlhf_core.trainers.preference_phases import PairObjective
+from rlhf_core.trainers.preference_reference import no_reference
+from rlhf_core.trainers.reward import Comparison, reward_phase
+from rlhf_core.trainers.sft import sft_phase
+
+UPDATES = 2
+LIMIT = 1e-4  # nats, of a log-probability, or of a score, in float32
+SHORTEST = 9  # tokens of the shortest sequence
+COLUMNS = ("sft", "reward", "dpo", "lora", "shared_prefix", "vllm", "pytorch")
+ON = "on"
+OFF = "off: the model computes what follows a shared beginning differently"
+
+log = logging.getLogger("rlhf")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of one column.
+
+    difference: the largest, in nats; for rewards, in units of the score. None: there is no number.
+    refusal: why it can't be had, or is not right; None: it is right.
+    note: what a reader should know beside that.
+    """
+
+    column: str
+    difference: float | None = None
+    refusal: str | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class TrialSettings:
+    """How the model would be trained and asked.
+
+    max_length: tokens of the longest sequence that is tried.
+    dpo: whose loss is taken; any does.
+    """
+
+    max_length: int
+    dpo: DpoConfig
+    lora: LoraConfig | None
+    threads: int
+    seed: int = 0
+    trust_remote_code: bool = False
+    zero_stage: int = 0
+    gpu_memory_fraction: float = 0.3
+
+
+class Trial:
+    """Args: language_model, scalar_model: small models in float32 on the CPU (miniature.py), the second one a function that makes it.
+    scratch: a folder for what is saved on the way.
+    """
+
+    def __init__(
+        self,
+        language_model: PreTrainedModel,
+        scalar_model: Callable[[], PreTrainedModel],
+        tokenizer: PreTrainedTokenizerBase,
+        settings: TrialSettings,
+        scratch: Path,
+    ):
+        self._settings, self._tokenizer, self._scratch = settings, tokenizer, scratch
+        self._start, self._scalar_model = scratch / "start", scalar_model
+        save_model(language_model, language_model.state_dict(), tokenizer, self._start)
+        self.sequences = _sequences(language_model.config.get_text_config().vocab_size, settings.max_length, seed=settings.seed)
+
+    def run(self, column: str) -> Finding:
+        """One of COLUMNS. What a library raises about a model that it can't compute is a refusal, whatever it is."""
+        shutil.rmtree(self._scratch / column, ignore_errors=True)
+        try:
+            return getattr(self, f"_{column}")()
+        except Exception as error:
+            log.debug("%s", column, exc_info=error)
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            return Finding(column, refusal=shown(kind + said, 600))
+
+    # Columns
+
+    def _sft(self) -> Finding:
+        return self._trained("sft", self._sft_step, lora=None)
+
+    def _lora(self) -> Finding:
+        return self._trained("lora", self._sft_step, lora=self._settings.lora)
+
+    def _dpo(self) -> Finding:
+        return self._trained("dpo", self._dpo_step, lora=None)
+
+    def _trained(self, column: str, step: Callable[[TrainEngine], None], *, lora: LoraConfig | None) -> Finding:
+        model = self._load()
+        add_adapters(model, lora, seed=self._settings.seed)
+        engine = self._engine(PolicyModule(model))
+        for _ in range(UPDATES):
+            step(engine)
+        engine.eval()
+        with torch.no_grad():
+            ours = engine(self._batch()).logprobs.float().cpu()
+        return self._compared(column, ours, self._plain(self._saved(column, model, engine)))
+
+    def _reward(self) -> Finding:
+        start = self._scratch / "scalar"
+        made = self._scalar_model()
+        save_model(made, made.state_dict(), self._tokenizer, start)
+        model = load_scalar_model(start, trust_remote_code=self._settings.trust_remote_code)
+        module = ScalarModule(model)
+        engine = self._engine(module)
+        comparison = Comparison(can_share_prefixes(model), self.sequences, [(0, 1), (2, 3)], ["a", "b"])
+        tokens = 4 * self._settings.max_length
+        sizes = {"steps": UPDATES, "batch_size": 1, "pad_id": 0, "microbatch_tokens": tokens}
+        phase = reward_phase([comparison], [], **sizes, margin=0.0, centering_coef=0.01)
+        for _ in range(UPDATES):
+            phase.train_batch(engine, [0])
+            engine.step()
+        engine.eval()
+        last = [len(ids) - 1 for ids in self.sequences]
+        with torch.no_grad():
+            ours = engine(collate_tokens(self.sequences, last, pad_id=0).to(device())).float().cpu()
+        plain = _scores(self._saved("reward", model, engine), self.sequences, trust_remote_code=self._settings.trust_remote_code)
+        return self._compared("reward", ours, plain)
+
+    def _shared_prefix(self) -> Finding:
+        """On, with the difference that it makes, or off: then prompts are computed anew for each response, which is only slower."""
+        if not self._shares_prefix:
+            return Finding("shared_prefix", note=OFF)
+        beginning = self.sequences[0][: self._settings.max_length // 2]
+        responses = [ids[: self._settings.max_length - len(beginning)] for ids in self.sequences]
+        together = collate_branches([shared_row([[*beginning, *r] for r in responses])], pad_id=0, every_token=True).to(device())
+        module = PolicyModule(self._load()).to(device()).eval()
+        with torch.no_grad():
+            shared = module(together).logprobs.float().cpu()
+            alone = [module(collate_tokens([[*beginning, *r]], [len(beginning)], pad_id=0).to(device())) for r in responses]
+        return self._compared("shared_prefix", shared, torch.cat([output.logprobs.float().cpu() for output in alone]), note=ON)
+
+    def _vllm(self) -> Finding:
+        return self._drawn("vllm")
+
+    def _pytorch(self) -> Finding:
+        return self._drawn("pytorch")
+
+    def _drawn(self, backend: RolloutBackend) -> Finding:
+        """A rollout engine's own log-probabilities: of the model that it starts from, and after each update."""
+        settings = self._settings
+        rollouts = open_engine(
+            backend,
+            str(self._start),
+            max_length=settings.max_length,
+            dtype="float32",
+            max_concurrent_sequences=8,
+            threads=settings.threads,
+            seed=settings.seed,
+            trust_remote_code=settings.trust_remote_code,
+            gpu_memory_fraction=settings.gpu_memory_fraction,
+        )
+        try:
+            model = self._load()
+            engine, differences = self._engine(PolicyModule(model)), [self._apart(rollouts, self._start)]
+            for version in range(1, UPDATES + 1):
+                self._sft_step(engine)
+                rollouts.load_weights(checkpoint_names(model, engine.state_dict()), version)
+                differences.append(self._apart(rollouts, self._saved(backend, model, engine)))
+        finally:
+            rollouts.close()
+        return self._judged(backend, max(differences))
+
+    # Steps
+
+    def _sft_step(self, engine: TrainEngine) -> None:
+        examples = [Demonstration(ids, len(ids) // 3) for ids in self.sequences]
+        tokens = 4 * self._settings.max_length
+        phase = sft_phase("sft", examples, [], steps=UPDATES, batch_size=len(examples), pad_id=0, microbatch_tokens=tokens)
+        phase.train_batch(engine, list(range(len(examples))))
+        engine.step()
+
+    def _dpo_step(self, engine: TrainEngine) -> None:
+        beginning = tuple(self.sequences[0][: self._settings.max_length // 2])
+        room = self._settings.max_length - len(beginning)
+        sides = [Continuation(beginning, tuple(ids[-room:])) for ids in self.sequences]
+        forward = ResponseForward(0, self._shares_prefix, 4 * self._settings.max_length)
+        objective = PairObjective(self._settings.dpo, forward, no_reference)
+        objective.train_batch(engine, [Pair(sides[0], sides[1]), Pair(sides[2], sides[3])])
+        engine.step()
+
+    @cached_property
+    def _shares_prefix(self) -> bool:
+        """Asked of the model before training: an engine leaves hooks on it."""
+        return can_share_prefixes(self._load())
+
+    # Hands
+
+    def _load(self) -> PreTrainedModel:
+        return load_language_model(self._start, trust_remote_code=self._settings.trust_remote_code)
+
+    def _engine(self, module: nn.Module) -> TrainEngine:
+        width = module.model.config.get_text_config().hidden_size
+        return TrainEngine(
+            module,
+            EngineSettings(
+                learning_rate=0.1 / width**0.5 / 3,
+                schedule=_constant,
+                weight_decay=0.0,
+                max_grad_norm=1.0,
+                zero_stage=self._settings.zero_stage,
+                offload_optimizer=False,
+                dtype="float32",
+                seed=self._settings.seed,
+            ),
+        )
+
+    def _batch(self) -> TokenBatch:
+        return collate_tokens(self.sequences, [1] * len(self.sequences), pad_id=0).to(device())
+
+    def _saved(self, column: str, model: PreTrainedModel, engine: TrainEngine) -> Path:
+        folder = self._scratch / column
+        save_model(model, engine.state_dict(), self._tokenizer, folder)
+        return folder
+
+    def _plain(self, folder: Path) -> torch.Tensor:
+        return torch.cat(plain_logprobs(folder, self.sequences, trust_remote_code=self._settings.trust_remote_code))
+
+    def _apart(self, rollouts: Any, folder: Path) -> float:
+        said = torch.tensor([x for ids in self.sequences for x in rollouts.probe(ids)])
+        return largest(said, self._plain(folder))
+
+    def _compared(self, column: str, ours: torch.Tensor, plain: torch.Tensor, *, note: str | None = None) -> Finding:
+        return self._judged(column, largest(ours, plain), note=note)
+
+    def _judged(self, column: str, difference: float, *, note: str | None = None) -> Finding:
+        wrong = None if difference <= LIMIT else f"differs by {difference:.2g} from transformers' own, where at most {LIMIT:g} is right"
+        return Finding(column, difference, wrong, note)
+
+
+def largest(ours: torch.Tensor, plain: torch.Tensor) -> float:
+    """The largest difference; infinite where a number is missing."""
+    difference = (ours - plain).abs().max()
+    return float(difference) if bool(difference.isfinite()) else float("inf")
+
+
+@torch.no_grad()
+def plain_logprobs(folder: Path, sequences: list[list[int]], *, trust_remote_code: bool = False) -> list[torch.Tensor]:
+    """Of each token but the first of each sequence, as transformers alone computes them: whole logits, one sequence at a time."""
+    how = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(folder, **how).to(device()).eval()
+    found = []
+    for ids in sequences:
+        row = torch.tensor([ids], device=device())
+        logprobs = model(input_ids=row, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        found.append(logprobs.gather(-1, row[0, 1:, None]).squeeze(-1).cpu())
+    return found
+
+
+@torch.no_grad()
+def _scores(folder: Path, sequences: list[list[int]], *, trust_remote_code: bool) -> torch.Tensor:
+    how = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    model = AutoModelForSequenceClassification.from_pretrained(folder, **how).to(device()).eval()
+    return torch.cat([model(input_ids=torch.tensor([ids], device=device())).logits[0].float().cpu() for ids in sequences])
+
+
+def _sequences(vocabulary: int, longest: int, *, seed: int) -> list[list[int]]:
+    """Four of random ids, from the longest that is allowed to a short one; special ids of small numbers are left out."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [longest, max(2, 2 * longest // 3), max(2, longest // 2), min(SHORTEST, longest)]
+    return [torch.randint(min(8, vocabulary - 1), vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+def _constant(_: int) -> float:
+    return 1.0

@@ -1,0 +1,107 @@
+"""Stage check_model: a small copy of the configured model goes through training and rollouts before anything is trained.
+
+What would be computed wrongly is refused here, in seconds, and not after SFT, reward model and gate were paid for. The copy has every kind of
+layer of the model and the model's own heads, ties and windows (rlhf_core/model_check). Figures differ from machine to machine, so
+they are in reports/check_model.json, which DVC doesn't track; verdicts are in metrics/check_model.json. metrics/model_accepted.json,
+which train_sft waits for, says the same whatever the engine is: another engine takes no new SFT.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.stage import METRICS, TOKENIZER, Stage, StageFailed, write_json
+
+if TYPE_CHECKING:
+    from rlhf_core.config import LoraConfig, Params
+    from rlhf_core.model_check.trial import Finding
+
+FIGURES = Path("reports/check_model.json")
+SEED = 0  # of the copy's weights: the check is of the model's kind, not of a run
+NAMES = {
+    "sft": "fine-tuning",
+    "reward": "the reward model",
+    "dpo": "preference training",
+    "lora": "adapters",
+    "shared_prefix": "shared prefixes",
+    "vllm": "rollouts by vLLM",
+    "pytorch": "rollouts by PyTorch",
+}
+REMEDIES = {
+    "reward": "use another model, or set reward.enabled to false",
+    "lora": "set lora to null, or name other target_modules",
+    "vllm": "set rl.rollout.backend to pytorch",
+    "pytorch": "set rl.rollout.backend to vllm",
+}
+
+log = logging.getLogger("rlhf")
+
+
+def main() -> None:
+    with Stage("check_model", resumable=False) as stage:
+        stage.use_threads()
+        name, findings = try_all(stage.params, stage.scratch / "trial")
+        shutil.rmtree(stage.scratch / "trial", ignore_errors=True)
+        write_json(FIGURES, {"model": name, "findings": [asdict(finding) for finding in findings]})
+        write_json(METRICS / "check_model.json", {"model": name, "checks": {f.column: verdict(f) for f in findings}})
+        for finding in findings:
+            difference = "" if finding.difference is None else f", {finding.difference:.1g} apart at most"
+            log.info("%s: %s%s", NAMES[finding.column], verdict(finding), difference)
+        if refused := [message(name, finding) for finding in findings if finding.refusal is not None]:
+            raise StageFailed("\n".join(refused))
+        write_json(METRICS / "model_accepted.json", {"model": name, "accepted": True})
+
+
+def try_all(params: Params, scratch: Path) -> tuple[str, list[Finding]]:
+    """Name of the model's class, and what came of each column that this configuration uses."""
+    from rlhf_core.engines.deepspeed_engine import join_world
+    from rlhf_core.model_check.miniature import cut_config, random_model
+    from rlhf_core.model_check.trial import Finding, Trial, TrialSettings
+    from rlhf_core.models.tokenizer import load_tokenizer
+
+    join_world()
+    model, lora = params.model, adapters(params)
+    tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=model.trust_remote_code)
+    config = cut_config(model, tokenizer)
+    language_model = random_model(config, model, seed=SEED)
+    settings = TrialSettings(
+        max_length=model.max_length,
+        dpo=params.dpo,
+        lora=lora,
+        threads=params.cluster.threads,
+        trust_remote_code=model.trust_remote_code,
+        zero_stage=params.sft.zero_stage,
+    )
+    trial = Trial(language_model, lambda: random_model(config, model, seed=SEED, scalar=True), tokenizer, settings, scratch)
+    columns = ["sft", *["reward"] * params.reward.enabled, "dpo", *["lora"] * (lora is not None), "shared_prefix"]
+    findings = [trial.run(column) for column in columns]
+    backend = params.rl.rollout.backend
+    if backend == "vllm" and params.cluster.address is not None and find_spec("vllm") is None:
+        findings.append(Finding(backend, note="not tried: vLLM is on the cluster, not here"))
+    else:
+        findings.append(trial.run(backend))
+    return type(language_model).__name__, findings
+
+
+def adapters(params: Params) -> LoraConfig | None:
+    """Of the first stage that has some."""
+    sections = (params.sft, params.reward, params.rl, params.dpo)
+    return next((section.lora for section in sections if section.lora is not None), None)
+
+
+def verdict(finding: Finding) -> str:
+    return finding.note or "right" if finding.refusal is None else f"refused: {finding.refusal}"
+
+
+def message(model: str, finding: Finding) -> str:
+    remedy = REMEDIES.get(finding.column, "use another model")
+    return f"{NAMES[finding.column]}: expected numbers as transformers computes them for {model}, got: {finding.refusal}; {remedy}"
+
+
+if __name__ == "__main__":
+    main()
