@@ -1,9 +1,9 @@
 """Stage check_model: a small copy of the configured model goes through training and rollouts before anything is trained.
 
-What would be computed wrongly is refused here, in seconds, and not after SFT, reward model and gate were paid for. The copy has every kind of
-layer of the model and the model's own heads, ties and windows (rlhf_core/model_check). Figures differ from machine to machine, so
-they are in reports/check_model.json, which DVC doesn't track; verdicts are in metrics/check_model.json. metrics/model_accepted.json,
-which train_sft waits for, says the same whatever the engine is: another engine takes no new SFT.
+What would be computed wrongly is refused here, in seconds, and not after SFT, reward model and gate were paid for. The copy has every kind
+of layer of the model and the model's own heads, ties and windows (rlhf_core/model_check). Figures differ from machine to machine, so they
+are in reports/check_model.json, which DVC doesn't track; verdicts are in metrics/check_model.json. metrics/model_accepted.json, which
+train_sft waits for, says the same whatever the engine is: another engine takes no new SFT.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from rlhf_core.trainers.sft import sft_phase
 UPDATES = 2
 LIMIT = 1e-4  # nats, of a log-probability, or of a score, in float32
 SHORTEST = 9  # tokens of the shortest sequence
-COLUMNS = ("sft", "reward", "dpo", "lora", "shared_prefix", "vllm", "pytorch")
+COLUMNS = ("sft", "reward", "dpo", "lora", "shared_prefix", "pytorch", "vllm")  # vLLM last: it ends the process group when it goes
 ON = "on"
 OFF = "off: the model computes what follows a shared beginning differently"
 

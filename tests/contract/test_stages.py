@@ -52,7 +52,17 @@ FRAME = {
 def test_the_flow_runs_the_stages_of_dvc_yaml_in_the_order_of_the_design():
     order = stage_order(ROOT)
     assert sorted(order) == sorted(STAGES)
-    assert order == ["prepare_data", "validate_data", "check_model", "train_sft", "train_reward", "gate_reward", "train_policy", "evaluate", "report"]
+    assert order == [
+        "prepare_data",
+        "validate_data",
+        "check_model",
+        "train_sft",
+        "train_reward",
+        "gate_reward",
+        "train_policy",
+        "evaluate",
+        "report",
+    ]
     assert [s for s in order if is_gate(s)] == ["gate_reward"]
 
 
