@@ -26,7 +26,10 @@ MARKS = ("<!-- table of models -->\n", "<!-- end of the table of models -->\n")
 DEADLINE = 600.0  # seconds for a family
 LENGTH = 60  # tokens of the longest sequence; windows in model_families.py are of 16
 PRETRAINED = {"stories260k": ROOT.parent / "shared/data/stories260k", "stories260k-hd32": ROOT.parent / "shared/data/stories260k-hd32"}
-TITLES = {"sft": "SFT", "reward": "reward", "dpo": "DPO", "lora": "LoRA", "shared_prefix": "shared prefix", "pytorch": "RL, PyTorch", "vllm": "RL, vLLM"}  # fmt: skip
+TITLES = {
+    "sft": "SFT", "reward": "reward", "dpo": "DPO", "lora": "LoRA", "shared_prefix": "shared prefix", "pytorch": "RL, PyTorch",
+    "vllm": "RL, vLLM",
+}  # fmt: skip
 
 Cells = dict[str, dict[str, object]]  # column -> the fields of a Finding
 

@@ -105,6 +105,7 @@ def metrics(*, judge: bool) -> dict[str, Any]:
             },
         },
         "validation": validation(),
+        "check_model": {"model": "LlamaForCausalLM", "checks": {"sft": "right", "dpo": "right", "shared_prefix": "on", "vllm": "right"}},
         "train_sft": {"demonstrations": 2_439, "dropped_too_long": 0, "heldout_loss": 0.460661, "parameters": 296_544},
         "train_reward": {
             "trained": True,

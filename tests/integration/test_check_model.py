@@ -1,0 +1,63 @@
+"""The stage itself, as DVC runs it: a model that the engine can't run is refused before anything is trained, with what to set."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_chain import SMALL, change_params
+
+from rlhf_core.models.tokenizer import build_tokenizer
+
+ROOT = Path(__file__).parents[2]
+NARROW = {"model": {"architecture": {"heads": 4}}}  # of width 16, which vLLM's attention on the CPU doesn't have
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    for name in ("dvc.yaml", "params.yaml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for package in ("tasks", "rlhf_core"):  # dependencies of the stage, which its fingerprint covers
+        (tmp_path / package).symlink_to(ROOT / package)
+    change_params(tmp_path, SMALL)
+    build_tokenizer([f"Double {i}. It is {i}. No." for i in range(20)], vocab_size=300).save_pretrained(tmp_path / "models" / "tokenizer")
+    return tmp_path
+
+
+def run(workspace: Path) -> tuple[int, str]:
+    command = [sys.executable, "-m", "tasks.check_model"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=240)
+    return done.returncode, done.stdout + done.stderr
+
+
+def verdicts(workspace: Path) -> dict[str, str]:
+    return json.loads((workspace / "metrics/check_model.json").read_text())["checks"]
+
+
+def test_the_default_model_agrees_with_vllm_and_the_figures_say_how_far(workspace):
+    code, printed = run(workspace)
+    assert code == 0, printed
+    assert verdicts(workspace) == {"sft": "right", "reward": "right", "dpo": "right", "shared_prefix": "on", "vllm": "right"}
+    assert json.loads((workspace / "metrics/model_accepted.json").read_text()) == {"accepted": True, "model": "LlamaForCausalLM"}
+    figures = json.loads((workspace / "reports/check_model.json").read_text())["findings"]
+    assert all(0 < finding["difference"] < 1e-4 for finding in figures)
+    assert not list((workspace / "scratch/check_model").glob("*/*"))
+
+
+def test_a_shape_that_vllm_lacks_is_refused_with_what_to_set_which_then_passes(workspace):
+    change_params(workspace, NARROW)
+    code, printed = run(workspace)
+    assert code == 1 and "Traceback" not in printed, printed
+    assert "check_model: rollouts by vLLM: expected numbers as transformers computes them for LlamaForCausalLM" in printed
+    assert "set rl.rollout.backend to pytorch" in printed
+    assert verdicts(workspace)["vllm"].startswith("refused: ") and not (workspace / "metrics/model_accepted.json").exists()
+    change_params(workspace, {"rl": {"rollout": {"backend": "pytorch"}}})
+    code, printed = run(workspace)
+    assert code == 0, printed
+    assert verdicts(workspace)["pytorch"] == "right" and (workspace / "metrics/model_accepted.json").exists()
