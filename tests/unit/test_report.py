@@ -300,9 +300,10 @@ def test_a_stopped_chain_leaves_a_page_that_says_so_and_shows_nothing_of_an_earl
     assert "<title>Stopped: RLHF run</title>" in page and "Not a finished run." in page
     assert "Stopped at gate_reward: the reward model did not pass its gate." in page and "rejected: &lt;b&gt;too few&lt;/b&gt;" in page
     assert 'data-figure="reward_accuracy"' in page and 'data-figure="gate_scores"' in page
+    assert "sft right; dpo right; shared prefix on; vllm right." in " ".join(page.split())
     assert not any(f'id="{section}"' in page for section in ("evaluation", "samples")) and 'data-figure="rl_score"' not in page
     assert (
-        page.count('<li class="done">') == 4
+        page.count('<li class="done">') == 5
         and page.count('<li class="stopped-here">') == 1
         and page.count('<li class="not-reached">') == 2
     )
