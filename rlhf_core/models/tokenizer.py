@@ -13,10 +13,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_core.config import shown
 from rlhf_core.data.schema import Message
+from rlhf_core.models.template import DEFAULT_DATE, with_date, with_options
 from rlhf_core.models.turns import (
     CLOSE,
     OPEN,
@@ -122,9 +123,14 @@ def in_parts(items: Sequence[T]) -> Iterator[list[T]]:
         yield list(items[start : start + TEXTS_AT_ONCE])
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, *, trust_remote_code: bool, template_date: str = DEFAULT_DATE, template_options: dict[str, Any] | None = None
+) -> PreTrainedTokenizerBase:
     """A tokenizer from a Hugging Face name or folder, with a pad token and a chat template where it has none.
 
+    Args:
+        template_date: the day that its template writes, if it writes any; one that was saved with a day keeps that.
+        template_options: variables of its template, which are saved with it.
     Raises:
         ValueError: there is no tokenizer at `path`, or it has no eos token.
     """
@@ -144,12 +150,21 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizer
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_TEMPLATE
         log.warning("tokenizer %s has no chat template: a plain one with 'User:' and 'Assistant:' is set and saved with the model", path)
+    if isinstance(tokenizer.chat_template, dict):  # several, by name
+        tokenizer.chat_template = _default_template(path, tokenizer.chat_template)
+    tokenizer.chat_template = with_options(with_date(tokenizer.chat_template, template_date), template_options or {})
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
     except Exception as error:  # of a template, which is a program
         got = f"{type(error).__name__}: {shown(str(error))}"
         raise ValueError(f"tokenizer {path}: expected a chat template for a user's message, got {got}; correct it") from error
     return tokenizer
+
+
+def _default_template(path: str, templates: dict[str, str]) -> str:
+    if "default" not in templates:
+        raise ValueError(f"tokenizer {path}: expected a chat template named default, got {', '.join(templates)}; set chat_template")
+    return templates["default"]
 
 
 def _read_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -192,7 +207,8 @@ def encode_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     prompt, turn = encode_prompt(tokenizer, messages), written_turn(tokenizer, messages, answer)
     ids = _turn_ids(tokenizer, turn)
     thoughts = _tokens_of(tokenizer, ids, turn.thoughts) if turn.thoughts else 0
-    return [*prompt, *ids, *turn_end(tokenizer).trained], len(prompt), len(prompt) + thoughts
+    end = () if turn.ended else turn_end(tokenizer).trained
+    return [*prompt, *ids, *end], len(prompt), len(prompt) + thoughts
 
 
 def encode_scored(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str) -> list[int]:

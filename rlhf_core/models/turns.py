@@ -42,11 +42,13 @@ class Turn(NamedTuple):
     before: the template's own words, in which special tokens are special.
     text: the response as the template writes it: trimmed, or with its thoughts in the template's layout. Special tokens in it are text.
     thoughts: characters, of before and text together, up to where the answer begins; 0: there are no thoughts.
+    ended: the turn's end is in it: a call of tools that ends otherwise than an answer.
     """
 
     before: str
     text: str
     thoughts: int = 0
+    ended: bool = False
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, waits: bool) -> str:
@@ -92,7 +94,10 @@ def written_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
         return _with_thoughts(Turn("", response))
     prompt, whole = render(tokenizer, messages, waits=True), render(tokenizer, [*messages, answer], waits=False)
     if whole.startswith(prompt):
-        body = whole.removeprefix(prompt).removesuffix(_end(tokenizer, tokenizer.chat_template)[0])
+        written, end = whole.removeprefix(prompt), _end(tokenizer, tokenizer.chat_template)[0]
+        body = written.removesuffix(end)
+        if "tool_calls" in answer:
+            return _with_thoughts(Turn(body, "", ended=not written.endswith(end)))
         return _with_thoughts(_split(body, response))
     return _with_thoughts(Turn("", _behind(prompt, response if _keeps_edges(tokenizer, tokenizer.chat_template) else response.strip())))
 

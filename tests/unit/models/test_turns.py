@@ -10,7 +10,15 @@ from chat_templates import ENDS, TEMPLATES, templated
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.models.build import save_model
-from rlhf_core.models.tokenizer import Unrenderable, encode_conversation, encode_prompt, encode_scored, stop_ids, turn_end
+from rlhf_core.models.tokenizer import (
+    Unrenderable,
+    encode_conversation,
+    encode_prompt,
+    encode_scored,
+    encode_turn,
+    stop_ids,
+    turn_end,
+)
 
 QUESTION = [{"role": "user", "content": "Please sort 4172."}]
 HISTORY = [*QUESTION, {"role": "assistant", "content": "Certainly: 1247."}, {"role": "user", "content": "Quick, sort 21."}]
@@ -129,3 +137,31 @@ def test_a_saved_policy_stops_by_itself_at_the_templates_end(tmp_path):
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [im_end, tokenizer.eos_token_id]
     answer = AutoModelForCausalLM.from_pretrained(tmp_path).generate(prompt, max_new_tokens=5, do_sample=False)
     assert answer[0, prompt.shape[1] :].tolist() == [im_end]
+
+
+CALL = {"type": "function", "function": {"name": "sort", "arguments": {"digits": "4172"}}}
+TOOLS = [
+    *QUESTION,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "1247"},
+]
+
+
+@pytest.mark.parametrize("name", ["thinks", "dated"])
+def test_calls_of_tools_and_their_results_arrive_in_the_prompt_and_a_call_can_be_a_turn(name):
+    tokenizer = templated(name)
+    ids, start = encode_conversation(tokenizer, TOOLS, RESPONSE)
+    assert ids[:start] == rendered(tokenizer, TOOLS)
+    assert '"digits": "4172"' in tokenizer.decode(ids[:start]) and "1247" in tokenizer.decode(ids[:start])
+    call, start, _ = encode_turn(tokenizer, TOOLS[:1], TOOLS[1])
+    assert [*call, *turn_end(tokenizer).after] == tokenizer.apply_chat_template(TOOLS[:2], return_dict=False)
+    assert call[:start] == rendered(tokenizer, QUESTION)
+
+
+def test_parts_are_joined_for_a_template_that_wants_text_and_kept_for_one_that_knows_them():
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Please sort"}, {"type": "text", "text": "4172."}]}]
+    joined = [{"role": "user", "content": "Please sort\n4172."}]
+    assert encode_prompt(templated("chatml"), parts) == encode_prompt(templated("chatml"), joined)
+    apart = templated("parts")
+    assert encode_prompt(apart, parts) == apart.apply_chat_template(parts, add_generation_prompt=True, return_dict=False)
+    assert encode_prompt(apart, parts) != encode_prompt(apart, joined)
