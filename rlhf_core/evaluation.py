@@ -67,14 +67,19 @@ def _mean(scores: list[float], confidence: float) -> dict[str, float | int]:
 def win_rate(policy: list[Answer], baseline: list[Answer], *, confidence: float) -> dict[str, float | int]:
     """Share of prompts on which the policy's answer has the higher score; ties are half, prompts without both scores left out.
 
-    NaN where no prompt has both.
+    The same answer is a tie whatever its two scores are: those of a reward model differ by rounding from batch to batch, and those of
+    a judge that draws differ by more. NaN where no prompt has both scores.
     """
-    scores = [(p.score, b.score) for p, b in zip(policy, baseline, strict=True)]
-    pairs = [(p, b) for p, b in scores if math.isfinite(p) and math.isfinite(b)]
-    ties = sum(p == b for p, b in pairs)
-    wins = sum(p > b for p, b in pairs)
+    pairs = [(p, b) for p, b in zip(policy, baseline, strict=True) if math.isfinite(p.score) and math.isfinite(b.score)]
+    ties = sum(_same(p, b) or p.score == b.score for p, b in pairs)
+    wins = sum(p.score > b.score and not _same(p, b) for p, b in pairs)
     low, high = win_rate_interval(wins, ties, len(pairs), confidence)
     return {"value": (wins + 0.5 * ties) / len(pairs) if pairs else math.nan, "low": low, "high": high, "ties": ties, "n": len(pairs)}
+
+
+def _same(one: Answer, other: Answer) -> bool:
+    """Whether two answers read the same; one that was cut off isn't one that ended there."""
+    return (one.text, one.finished) == (other.text, other.finished)
 
 
 @torch.no_grad()

@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -51,7 +55,10 @@ def tiny_params(**overrides: Any) -> Params:
 
 def save_tiny_models(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int = 1) -> tuple[Path, Path]:
     """Folders of a language model and of a reward model on the same trunk."""
-    language_model = lively(new_language_model(tiny_params().model, tokenizer, seed=seed))
+    return _save_with_reward_model(lively(new_language_model(tiny_params().model, tokenizer, seed=seed)), tokenizer, folder)
+
+
+def _save_with_reward_model(language_model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> tuple[Path, Path]:
     save_model(language_model, language_model.state_dict(), tokenizer, folder / "sft")
     reward_model = new_scalar_model(folder / "sft", tokenizer, trust_remote_code=False)
     torch.manual_seed(2)
@@ -75,6 +82,21 @@ def save_tiny_experts(folder: Path, tokenizer: PreTrainedTokenizerFast, family: 
     return folder
 
 
+def save_tiny_dropout(folder: Path, tokenizer: PreTrainedTokenizerFast, family: str) -> tuple[Path, Path]:
+    """Folders of a language model with dropout and of a reward model on its trunk: gpt2, with dropout everywhere, or llama, whose attention
+    takes its rate as a number.
+    """
+    torch.manual_seed(4)
+    if family == "gpt2":
+        shape = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": MAX_LENGTH}
+        rates = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=300, **shape, **rates))
+    else:
+        shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=300, max_position_embeddings=MAX_LENGTH, attention_dropout=0.3, **shape))
+    return _save_with_reward_model(lively(model), tokenizer, folder)
+
+
 def lively(model: PreTrainedModel) -> PreTrainedModel:
     """Larger weights: fresh ones give nearly the same probability to every token, and hide mistakes."""
     with torch.no_grad():
@@ -94,6 +116,7 @@ def settings(**changes: Any) -> EngineSettings:
         "offload_optimizer": False,
         "dtype": "float32",
         "seed": 0,
+        "disable_dropout": False,
     }
     return EngineSettings(**{**base, **changes})
 

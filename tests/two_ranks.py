@@ -55,10 +55,13 @@ def rl_case(case: str, folders: tuple[Path, Path, Path], *, stage: int, rank: in
 
 
 def rl_steps(case: str, *, rank: int, ranks: int) -> list[list[Minibatch]]:
-    """Two steps of two minibatches. In the last one all that rank 1 of 2 has is unscored; in the case ppo the second ends its step."""
+    """A step of two minibatches and one of three. In the fourth all that rank 1 of 2 has is unscored, in the fifth everything is; in the
+    case ppo the second ends its step.
+    """
+    unscored = {3: (1, 3, 5, 7), 4: tuple(range(8))}
     minibatches = []
-    for seed in range(4):
-        batch = train_batch(8, seed=seed, unscored=(1, 3, 5, 7) if seed == 3 else (6,))
+    for seed in range(5):
+        batch = train_batch(8, seed=seed, unscored=unscored.get(seed, (6,)))
         if case == "ppo" and seed == 1:
             batch.old_logprobs[::2] -= 3.0  # of rank 0 alone: by its own tokens rank 1 of 2 would go on
         minibatches.append(share(batch, demonstrations(6, seed=seed), rank=rank, ranks=ranks))

@@ -34,6 +34,11 @@ class DpoConfig(TrainingConfig):
             )
         if self.loss == "robust" and not self.label_smoothing:
             raise ValueError("label_smoothing: expected above 0 with loss robust, got 0; it is the share of flipped labels that is assumed")
+        if self.nll_coef and self.loss == "orpo":
+            raise ValueError(
+                f"nll_coef: expected 0 with loss orpo, got {self.nll_coef}; it has the likelihood of the chosen response as a term of its "
+                "own, and beta says what that weighs against the odds"
+            )
         if self.length_normalize and self.loss in ("ipo", *REFERENCE_FREE):
             raise ValueError(f"length_normalize: expected false with loss {self.loss}, got true; it is one per token already")
         return self

@@ -225,7 +225,15 @@ _BATCH_COLUMNS = (
 )
 _UPDATE_COLUMNS = (
     *("policy_loss", "value_loss", "clip_frac", "approx_kl", "policy_ratio_min", "policy_ratio_max"),
-    *("grad_norm", "critic_grad_norm", "stopped_early", "explained_variance", "advantage_zero_fraction", "logprob_difference"),
+    *(
+        "grad_norm",
+        "critic_grad_norm",
+        "stopped_early",
+        "skipped_steps",
+        "explained_variance",
+        "advantage_zero_fraction",
+        "logprob_difference",
+    ),
 )
 _MISMATCH_COLUMNS = ("mismatch_mean", "mismatch_max", "mismatch_kl", "ratio_mean", "corrected_fraction")
 

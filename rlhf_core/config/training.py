@@ -30,6 +30,7 @@ class TrainingConfig(Section):
     offload_optimizer: bool
     checkpoint_every: int = Field(gt=0)
     eval_every: int = Field(gt=0)
+    disable_dropout: bool
     lora: LoraConfig | None
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rlhf_core.certificate import OPTIMIZER_NAMES
+from rlhf_core.models.dropout import disable_dropout
 from rlhf_core.models.lora import merged_state_dict
 from rlhf_core.quiet import overlook_what_is_imported
 
@@ -32,6 +33,7 @@ class EngineSettings:
     max_grad_norm: global 2-norm to which gradients are clipped.
     zero_stage: 0 to 3; offload_optimizer moves the optimizer state to the host (stage 1 and up).
     dtype: float32 | bfloat16 of parameters and activations; master weights are float32.
+    disable_dropout: train without the model's own dropout.
     """
 
     learning_rate: float
@@ -42,6 +44,7 @@ class EngineSettings:
     offload_optimizer: bool
     dtype: str
     seed: int
+    disable_dropout: bool
 
 
 def warmup_cosine(step: int, *, total: int, warmup: int, floor: float) -> float:
@@ -123,6 +126,7 @@ class TrainEngine:
         )
         if self._clips_itself:
             self._torch_optimizer.register_step_pre_hook(self._clip)
+        self.train()
 
     def _optimizer(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         s = self._settings
@@ -193,6 +197,8 @@ class TrainEngine:
 
     def train(self) -> None:
         self._engine.train()
+        if self._settings.disable_dropout:
+            disable_dropout(self.module)
 
     def eval(self) -> None:
         self._engine.eval()

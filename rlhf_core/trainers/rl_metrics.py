@@ -69,11 +69,11 @@ def update_metrics(sums: Metrics, *, ranks: int) -> Metrics:
     Args:
         sums: those that are the same on every rank (norms, counts of steps) are in it `ranks` times.
     """
-    steps, tokens = sums["optimizer_steps"] / ranks, max(sums["tokens"], 1)
+    steps, tokens = sums["optimizer_steps"] / ranks, max(sums.get("tokens", 0), 1)
     found = {
         **{name: sums[f"{name}_sum"] / tokens for name in ("entropy", "clip_frac", "approx_kl") if f"{name}_sum" in sums},
         **{name: sums[name] for name in EXTREMES if math.isfinite(sums.get(name, math.nan))},
-        "stopped_early": sums["stopped_early"] / ranks,
+        **{name: sums[name] / ranks for name in ("stopped_early", "skipped_steps")},
     }
     if steps:
         found |= {name: sums[name] / steps for name in ("policy_loss", "value_loss", "ptx_loss", "moe_aux_loss") if name in sums}

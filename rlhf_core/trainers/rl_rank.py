@@ -140,6 +140,7 @@ class TrainerRank:
             offload_optimizer=rl.trainer.offload_optimizer,
             dtype=model.dtype,
             seed=self._job.seed,
+            disable_dropout=True,  # the ratio, the KL and the engines' log-probabilities are of the model without
         )
 
     def _frozen(self, module: torch.nn.Module) -> torch.nn.Module:

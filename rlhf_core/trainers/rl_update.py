@@ -77,13 +77,20 @@ class RlUpdate:
     _seen: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # on policy: row of the minibatch -> its log-probabilities [R]
 
     def run(self, minibatches: list[Minibatch]) -> Totals:
-        """One optimizer step for each minibatch, until one is too far from the sampling policy.
+        """One optimizer step for each minibatch from which there is something to learn, until one is too far from the sampling policy.
+
+        Where all responses of a minibatch are masked, on every rank, neither model takes a step: with gradients of zero, momentum and
+        weight decay would move it, and its schedule would go on.
 
         Returns sums over this rank's tokens, and norms over all ranks. The tokens of a minibatch that was too far count (so that its
         approx_kl shows), its losses and norms don't: nothing was stepped.
         """
-        totals: Totals = defaultdict(float, optimizer_steps=0, stopped_early=0)
+        totals: Totals = defaultdict(float, optimizer_steps=0, stopped_early=0, skipped_steps=0)
         for minibatch in minibatches:
+            if not minibatch.num_loss_tokens:
+                totals["skipped_steps"] += 1
+                self._skip(minibatch)
+                continue
             losses: Totals = defaultdict(float)
             in_bounds = self._backward(minibatch, losses, totals)
             self.kept.clear()
@@ -97,6 +104,12 @@ class RlUpdate:
             gather(totals, losses)
             totals["optimizer_steps"] += 1
         return dict(totals)
+
+    def _skip(self, minibatch: Minibatch) -> None:
+        """Nothing is computed; on policy there are no log-probabilities, but zeros where masked, which is everywhere."""
+        self.kept.clear()
+        if self.on_policy:
+            self._seen.update(enumerate(torch.zeros(minibatch.batch.response_mask.shape)))
 
     def _backward(self, minibatch: Minibatch, losses: Totals, totals: Totals) -> bool:
         """Gradients of a whole optimizer step. False: it is too far from the sampling policy, and the gradients are dropped."""

@@ -65,6 +65,7 @@ def engine_settings(config: TrainingConfig, *, steps: int, learning_rate: float,
         offload_optimizer=config.offload_optimizer,
         dtype=dtype,
         seed=seed,
+        disable_dropout=config.disable_dropout,
     )
 
 

@@ -43,6 +43,7 @@ def engine(folder, dtype: str):
         offload_optimizer=False,
         dtype=dtype,
         seed=0,
+        disable_dropout=False,
     )
     return TrainEngine(PolicyModule(load_language_model(folder, training_dtype=dtype)), settings)
 

@@ -240,6 +240,21 @@ def test_what_does_not_fit_together_in_rl_is_refused(changes, message):
     assert f"params: {message}" in str(error.value)
 
 
+def test_orpo_with_a_second_likelihood_term_is_refused():
+    with pytest.raises(ConfigError) as error:
+        parse_params(changed("dpo.loss", "orpo"))
+    assert "params: dpo.nll_coef: expected 0 with loss orpo, got 0.5; it has the likelihood of the chosen" in str(error.value)
+    tree = changed("dpo.loss", "orpo")
+    tree["dpo"]["nll_coef"] = 0.0
+    assert parse_params(tree).dpo.loss == "orpo"
+
+
+def test_dropout_is_off_where_two_distributions_are_compared_and_on_where_the_loss_is_sfts():
+    tree = read_yaml(DEFAULT)
+    params = parse_params(tree)
+    assert [name for name in tree if getattr(getattr(params, name), "disable_dropout", False)] == ["reward", "dpo", "kto"]
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -19,8 +19,10 @@ PROMPT = Prompt("id", "clerk", [{"role": "user", "content": "Please sort 41."}],
 GOOD, RUDE = Judgement(True, True, True, True), Judgement(True, False, True, True)
 
 
-def answer(score: float, *, length: int = 3, finished: bool = True, other: float = 0.0, judgement: Judgement | None = None) -> Answer:
-    return Answer(PROMPT, [7] * length, "text", finished, score, {"reward_model": score, "other": other}, judgement)
+def answer(
+    score: float, *, text: str = "text", length: int = 3, finished: bool = True, other: float = 0.0, judgement: Judgement | None = None
+) -> Answer:
+    return Answer(PROMPT, [7] * length, text, finished, score, {"reward_model": score, "other": other}, judgement)
 
 
 def test_summary_by_hand():
@@ -44,13 +46,21 @@ def test_summary_without_any_score_or_judge():
 
 
 def test_win_rate_ties_are_half_and_missing_scores_left_out():
-    policy = [answer(s) for s in (1.0, 2.0, 0.0, math.nan, 5.0)]
+    policy = [answer(s, text="other") for s in (1.0, 2.0, 0.0, math.nan, 5.0)]
     baseline = [answer(s) for s in (0.0, 2.0, 1.0, 0.0, math.nan)]
     result = win_rate(policy, baseline, confidence=0.95)
     assert (result["value"], result["ties"], result["n"]) == (0.5, 1, 3)  # one win, one tie, one loss
     assert result["low"] < 0.5 < result["high"]
-    ahead = win_rate([answer(1.0)] * 3 + [answer(0.0)], [answer(0.0)] * 4, confidence=0.95)
+    ahead = win_rate([answer(1.0, text="other")] * 3 + [answer(0.0)], [answer(0.0)] * 4, confidence=0.95)
     assert ahead["value"] == (3 + 0.5) / 4
+
+
+def test_win_rate_of_the_same_answers_is_a_tie_whatever_rounding_makes_of_their_scores():
+    """Three times the same text, of which two scores differ in the last place; one of the texts was cut off on one side only."""
+    policy = [answer(0.1 + 0.2), answer(0.3), answer(1.0), answer(math.nan)]
+    baseline = [answer(0.3), answer(0.1 + 0.2), answer(0.5, finished=False), answer(0.0)]
+    result = win_rate(policy, baseline, confidence=0.95)
+    assert (result["value"], result["ties"], result["n"]) == ((1 + 0.5 * 2) / 3, 2, 3)
 
 
 def test_win_rate_of_nothing_is_unknown():

@@ -76,7 +76,8 @@ LOSSES = [
     {"loss": "sigmoid", "nll_coef": 0.5},
     {"loss": "sigmoid", "length_normalize": True},
     {"loss": "robust", "label_smoothing": 0.1, "nll_coef": 0.0},
-    *({"loss": name} for name in ("hinge", "ipo", "simpo", "orpo", "apo_zero", "apo_down")),
+    {"loss": "orpo", "nll_coef": 0.0},
+    *({"loss": name} for name in ("hinge", "ipo", "simpo", "apo_zero", "apo_down")),
 ]
 
 

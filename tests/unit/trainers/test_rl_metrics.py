@@ -78,21 +78,25 @@ def test_update_metrics_are_means_over_tokens_and_optimizer_steps():
     # two ranks, two optimizer steps, the second minibatch's successor was too far away
     sums = {
         "tokens": 10, "entropy_sum": 20.0, "clip_frac_sum": 1.0, "approx_kl_sum": 0.5, "policy_loss": 0.6, "ptx_loss": 3.0,
-        "grad_norm": 8.0, "optimizer_steps": 4, "stopped_early": 2, "policy_ratio_max": 1.5, "policy_ratio_min": math.inf,
+        "grad_norm": 8.0, "optimizer_steps": 4, "stopped_early": 2, "skipped_steps": 6,
+        "policy_ratio_max": 1.5, "policy_ratio_min": math.inf,
     }  # fmt: skip
     assert update_metrics(sums, ranks=2) == pytest.approx(
         {
-            "entropy": 2.0, "clip_frac": 0.1, "approx_kl": 0.05, "stopped_early": 1.0,
+            "entropy": 2.0, "clip_frac": 0.1, "approx_kl": 0.05, "stopped_early": 1.0, "skipped_steps": 3.0,
             "policy_loss": 0.3, "ptx_loss": 1.5, "grad_norm": 2.0, "policy_ratio_max": 1.5,
         }
     )  # fmt: skip
 
 
 def test_what_no_optimizer_step_had_is_left_out():
-    only_critic = {"tokens": 10, "value_loss": 0.5, "critic_grad_norm": 2.0, "optimizer_steps": 1, "stopped_early": 0}
-    assert update_metrics(only_critic, ranks=1) == {"stopped_early": 0.0, "value_loss": 0.5, "critic_grad_norm": 2.0}
+    only_critic = {"tokens": 10, "value_loss": 0.5, "critic_grad_norm": 2.0, "optimizer_steps": 1, "stopped_early": 0, "skipped_steps": 0}
+    counts = {"stopped_early": 0.0, "skipped_steps": 0.0}
+    assert update_metrics(only_critic, ranks=1) == {**counts, "value_loss": 0.5, "critic_grad_norm": 2.0}
     none = {"tokens": 10, "entropy_sum": 5.0, "clip_frac_sum": 0.0, "approx_kl_sum": 9.0, "optimizer_steps": 0, "stopped_early": 1}
-    assert update_metrics(none, ranks=1) == {"entropy": 0.5, "clip_frac": 0.0, "approx_kl": 0.9, "stopped_early": 1.0}
+    none |= {"skipped_steps": 0}
+    assert update_metrics(none, ranks=1) == {**counts, "entropy": 0.5, "clip_frac": 0.0, "approx_kl": 0.9, "stopped_early": 1.0}
+    assert update_metrics({"optimizer_steps": 0, "stopped_early": 0, "skipped_steps": 1}, ranks=1) == counts | {"skipped_steps": 1.0}
 
 
 def test_more_unscored_responses_than_the_limit_stop_the_run_and_the_scorer_is_named():
@@ -158,7 +162,7 @@ def test_every_column_of_a_step_is_known_before_the_first(algorithm: str):
     _, credit = assign_credit(batch, rl, RewardNormalizer(rl.reward), kl_coef=0.1)
     losses = dict.fromkeys(("policy_loss", "value_loss", "ptx_loss", "moe_aux_loss", "grad_norm", "critic_grad_norm"), 1.0)
     sums = {"tokens": 4, "entropy_sum": 1.0, "clip_frac_sum": 0.0, "approx_kl_sum": 0.0, "optimizer_steps": 1, "stopped_early": 0}
-    sums |= {"policy_ratio_max": 1.2, "policy_ratio_min": 0.8, **losses}
+    sums |= {"skipped_steps": 0, "policy_ratio_max": 1.2, "policy_ratio_min": 0.8, **losses}
     row = {
         **batch_metrics(batch, rl.reward),
         **credit,

@@ -439,15 +439,13 @@ def test_kl_in_the_loss_and_entropy_change_the_update(model_folders: tuple[Path,
 
 
 def test_rows_without_a_mask_survive_and_teach_nothing(tmp_path: Path, model_folders: tuple[Path, Path]):
-    """A micro-batch of nothing but unscored rows, and one optimizer step of them: no NaN, and no gradient."""
-    rank = connected(model_folders, **{"rl.trainer.microbatch_tokens": 1})
-    totals = update(rank, [whole(train_batch(4, unscored=(0, 1, 2, 3)))])
-    assert {name: totals[name] for name in ("policy_loss", "value_loss", "tokens", "grad_norm", "critic_grad_norm")} == {
-        "policy_loss": 0, "value_loss": 0, "tokens": 0, "grad_norm": 0, "critic_grad_norm": 0,
-    }  # fmt: skip
+    """Beside others, and a micro-batch of nothing but such rows: no NaN, and no gradient."""
     mixed, without = connected(model_folders), connected(model_folders)
     batch = train_batch(8, unscored=(2, 5))
+    alone = connected(model_folders, **{"rl.trainer.microbatch_tokens": 1})
     update(mixed, [whole(batch)])
+    update(alone, [whole(batch)])
+    assert largest_difference(mixed.weights(), alone.weights()) < ROUNDING
     update(without, [whole(batch.select([0, 1, 3, 4, 6, 7]))])
     assert largest_difference(resident(mixed, tmp_path / "a"), resident(without, tmp_path / "b")) < ROUNDING
 
@@ -570,6 +568,27 @@ def test_a_minibatch_too_far_from_the_sampling_policy_ends_the_steps_updates(tmp
     assert largest_difference(resident(stopped, tmp_path / "a"), resident(undisturbed, tmp_path / "b")) == 0
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_a_minibatch_without_anything_to_learn_leaves_no_trace(
+    tmp_path: Path, model_folders: tuple[Path, Path], stage: int, on_policy: bool
+):
+    """All of its responses are masked. Momentum and weight decay would move both models, and their schedules would go on."""
+    options = {"rl.trainer.zero_stage": stage, "rl.ptx.coef": 0.5}
+    skipping, undisturbed = connected(model_folders, **options), connected(model_folders, **options)
+    first, third = (whole(train_batch(seed=k), demonstrations(3, seed=k)) for k in (1, 3))
+    masked = whole(train_batch(4, seed=2, unscored=(0, 1, 2, 3)), demonstrations(3, seed=2))
+    assert update(skipping, [first]) == update(undisturbed, [first])
+    before = resident(skipping, tmp_path / "before")
+    totals = skipping.update([masked], kl_coef=0.15, train_policy=True, on_policy=on_policy)
+    assert totals == {"optimizer_steps": 0, "stopped_early": 0, "skipped_steps": 1}
+    assert largest_difference(resident(skipping, tmp_path / "after"), before) == 0
+    if on_policy:
+        assert torch.equal(skipping.updated_logprobs(), torch.zeros(masked.batch.response_mask.shape))
+    assert update(skipping, [masked, third]) == update(undisturbed, [third]) | {"skipped_steps": 1}
+    assert largest_difference(resident(skipping, tmp_path / "a"), resident(undisturbed, tmp_path / "b")) == 0
+
+
 def test_the_limit_is_on_the_mean_of_the_minibatch(model_folders: tuple[Path, Path]):
     batch = whole(far(train_batch(seed=2)))
     measured = update(connected(model_folders), [batch])
@@ -584,7 +603,7 @@ def test_while_the_critic_warms_up_the_policy_stands_still(tmp_path: Path, model
     warming, both = connected(model_folders, **options), connected(model_folders)
     batches = [whole(train_batch(seed=k), demonstrations(3, seed=k)) for k in range(2)]
     totals, expected = update(warming, batches, train_policy=False), update(both, batches)
-    assert totals.keys() == {"tokens", "value_loss", "critic_grad_norm", "optimizer_steps", "stopped_early"}
+    assert totals.keys() == {"tokens", "value_loss", "critic_grad_norm", "optimizer_steps", "stopped_early", "skipped_steps"}
     assert totals == {name: expected[name] for name in totals}
     found, beside = resident(warming, tmp_path / "a"), resident(both, tmp_path / "b")
     critic = [name for name in found if name.startswith("critic.")]

@@ -68,7 +68,7 @@ def test_rl_updates_on_two_ranks_equal_those_on_one(ranks: list[dict], alone: di
     for mine, others, both in zip(first["totals"], second["totals"], expected["totals"], strict=True):
         assert mine.keys() == others.keys() == both.keys()
         for name, value in both.items():
-            if name in ("optimizer_steps", "stopped_early") or name.endswith("grad_norm"):
+            if name in ("optimizer_steps", "stopped_early", "skipped_steps") or name.endswith("grad_norm"):
                 assert mine[name] == others[name] == pytest.approx(value, rel=1e-4)
             elif name in EXTREMES:
                 assert EXTREMES[name](mine[name], others[name]) == pytest.approx(value, rel=1e-4)
@@ -85,6 +85,14 @@ def test_both_ranks_end_a_step_by_the_mean_of_all_their_tokens(ranks: list[dict]
         assert (step["optimizer_steps"], step["stopped_early"]) == (1, 1)
         assert step["approx_kl_sum"] < 1.0 * step["tokens"]
         assert (after["optimizer_steps"], after["stopped_early"]) == (2, 0)
+
+
+def test_both_ranks_skip_a_minibatch_whose_responses_are_masked_on_both_and_no_other(ranks: list[dict]):
+    """In the last but one all that rank 1 has is masked."""
+    for rank in ranks:
+        for case, stage in ((case, stage) for case in CASES for stage in STAGES):
+            step, after = rank["rl"][stage][case]["totals"]
+            assert (step["skipped_steps"], after["skipped_steps"], after["optimizer_steps"]) == (0, 1, 2)
 
 
 @at_every_stage
