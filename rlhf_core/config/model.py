@@ -28,10 +28,17 @@ class ArchitectureConfig(Section):
 
 class ModelConfig(Section):
     path: str | None
+    chat_template: str | None = None
     trust_remote_code: bool
     dtype: Literal["float32", "bfloat16"]
     max_length: int = Field(ge=8)
     architecture: ArchitectureConfig
+
+    @model_validator(mode="after")
+    def _template_has_a_tokenizer(self):
+        if self.chat_template is not None and self.path is None:
+            raise ValueError(f"chat_template: expected null while path is null, whose tokenizer has its own, got {self.chat_template!r}")
+        return self
 
 
 class LoraConfig(Section):

@@ -89,9 +89,11 @@ def in_parts(items: Sequence[T]) -> Iterator[list[T]]:
         yield list(items[start : start + TEXTS_AT_ONCE])
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, *, trust_remote_code: bool, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """A tokenizer from a Hugging Face name or folder, with a pad token and a chat template where it has none.
 
+    Args:
+        chat_template: takes the place of its own, and is saved with it.
     Raises:
         ValueError: there is no tokenizer at `path`, or it has no eos token.
     """
@@ -108,6 +110,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizer
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
         log.warning("tokenizer %s has no pad token: %r pads (masks, not ids, say what is padding)", path, tokenizer.pad_token)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_TEMPLATE
         log.warning("tokenizer %s has no chat template: a plain one with 'User:' and 'Assistant:' is set and saved with the model", path)
