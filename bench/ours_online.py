@@ -69,7 +69,7 @@ def describe(work: Work, folder: Path, *, threads: int) -> RlJob:
         for i, row in enumerate(work.read_rows())
     ]
     write_rows(prepared, "prompt", prompts)
-    (prepared / "sources.json").write_text(json.dumps({"bench": {"kind": "bench"}}))
+    (prepared / "sources.json").write_text(json.dumps({"bench": {"kind": "bench", "judge": None}}))
     return RlJob(
         seed=params.seed,
         model=params.model,

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from rlhf_core.data.batching import microbatches
-from rlhf_core.data.judge import JUDGES, Judgement
+from rlhf_core.data.judge import Judgement, judgement
 from rlhf_core.models.side_by_side import can_run_side_by_side, side_by_side
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.statistics import mean_interval, win_rate_interval
 from rlhf_core.trainers.labelling import ScoredResponse
-
-ASPECTS = ("correct", "polite", "brief", "safe")
 
 
 @dataclass(frozen=True)
@@ -29,10 +27,10 @@ class Answer(ScoredResponse):
     judgement: Judgement | None
 
 
-def judged(response: ScoredResponse, source_kinds: dict[str, str]) -> Answer:
-    """Args: source_kinds: name of a data source -> its kind, which has a judge or not."""
-    judge = JUDGES.get(source_kinds[response.prompt.source])
-    return Answer(**vars(response), judgement=judge and judge(response.prompt.messages, response.text))
+def judged(response: ScoredResponse, source_judges: dict[str, str]) -> Answer:
+    """Args: source_judges: name of each data source that has a judge -> the judge's."""
+    prompt = response.prompt
+    return Answer(**vars(response), judgement=judgement(source_judges, prompt.source, prompt.messages, response.text))
 
 
 def asked_as(answers: list[Answer], others: list[Answer]) -> list[Answer]:
@@ -54,7 +52,9 @@ def summarize(answers: list[Answer], *, confidence: float) -> dict[str, Any]:
     if judged:
         summary["judge_n"] = len(judged)
         summary["judge_ok"] = sum(j.ok for j in judged) / len(judged)
-        summary |= {f"judge_{aspect}": sum(getattr(j, aspect) for j in judged) / len(judged) for aspect in ASPECTS}
+        for aspect in dict.fromkeys(aspect for j in judged for aspect in j.aspects):
+            verdicts = [j.aspects[aspect] for j in judged if aspect in j.aspects]
+            summary[f"judge_{aspect}"] = sum(verdicts) / len(verdicts)
     return summary
 
 

@@ -12,7 +12,7 @@ from tasks.stage import (
     SFT_MODEL,
     Stage,
     StageFailed,
-    source_kinds,
+    source_judges,
     write_json,
 )
 
@@ -91,10 +91,10 @@ def score_and_judge(stage: Stage, tokenizers: dict, prompts: dict[str, list], sa
     from rlhf_core.evaluation import judged
     from rlhf_core.trainers.labelling import ResponseScorer
 
-    kinds = source_kinds()
-    scorer = ResponseScorer(stage.params.rl.reward.scorers, reward_model=REWARD_MODEL, source_kinds=kinds, model=stage.params.model)
+    judges = source_judges()
+    scorer = ResponseScorer(stage.params.rl.reward.scorers, reward_model=REWARD_MODEL, source_judges=judges, model=stage.params.model)
     return {
-        mode: {name: [judged(r, kinds) for (r,) in scorer(prompts[name], groups, tokenizers[name])] for name, groups in by_model.items()}
+        mode: {name: [judged(r, judges) for (r,) in scorer(prompts[name], groups, tokenizers[name])] for name, groups in by_model.items()}
         for mode, by_model in samples.items()
     }
 

@@ -15,7 +15,7 @@ from typing import Any
 from rlhf_core.config import PromotionConfig
 from rlhf_core.data.schema import read_rows
 from rlhf_core.rounds import Round, read_round, round_folder
-from tasks.stage import PREPARED, REWARD_MODEL, Stage, read_json, source_kinds, write_json
+from tasks.stage import PREPARED, REWARD_MODEL, Stage, read_json, source_judges, write_json
 
 MICROBATCH_TOKENS = 8192
 MODES = ("greedy", "sampled")
@@ -135,21 +135,15 @@ def answer(stage: Stage, models: dict[str, Path]):
 
 def judged(stage: Stage, tokenizer, prompts: list, samples: dict[str, dict[str, list]]):
     """The samples with scores and, where the data has a judge, its word."""
-    from rlhf_core.data.judge import JUDGES
-    from rlhf_core.evaluation import Answer
+    from rlhf_core.evaluation import judged as with_judgement
     from rlhf_core.trainers.labelling import ResponseScorer
 
     params = stage.params
-    kinds = source_kinds()
-    score = ResponseScorer(params.iterative.scorers, reward_model=REWARD_MODEL, source_kinds=kinds, model=params.model)
+    judges = source_judges()
+    score = ResponseScorer(params.iterative.scorers, reward_model=REWARD_MODEL, source_judges=judges, model=params.model)
 
-    def answers(groups: list) -> list[Answer]:
-        made = []
-        for (r,) in score(prompts, groups, tokenizer):
-            judge = JUDGES.get(kinds[r.prompt.source])
-            word = judge and judge(r.prompt.messages, r.text)
-            made.append(Answer(r.prompt, r.response_ids, r.text, r.finished, r.score, r.components, word))
-        return made
+    def answers(groups: list) -> list:
+        return [with_judgement(r, judges) for (r,) in score(prompts, groups, tokenizer)]
 
     return {mode: {name: answers(groups) for name, groups in by_model.items()} for mode, by_model in samples.items()}
 

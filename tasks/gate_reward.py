@@ -22,7 +22,7 @@ from rlhf_core.gate.heldout import Heldout, distinct_responses, measure_ensemble
 from rlhf_core.gate.incumbent import compare
 from rlhf_core.gate.pairs import Pairs, pair_points
 from rlhf_core.rounds import dvc_md5
-from tasks.stage import METRICS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, Stage, StageFailed, source_kinds, write_json
+from tasks.stage import METRICS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, Stage, StageFailed, source_judges, write_json
 
 SPLIT = "test"  # never looked at during training, unlike validation
 COLUMNS = (
@@ -64,7 +64,7 @@ def judge_model(stage: Stage) -> dict[str, Any]:
         asked, members = ask_models(test, params, scratch=stage.scratch)
         gate |= asked
         gate["ensemble"] = {"members": members, **measure_ensemble(test)}
-        gate["judge"] = measure_judge(test, source_kinds(), params.gate.confidence)
+        gate["judge"] = measure_judge(test, source_judges(), params.gate.confidence)
     return with_verdict(gate, params.gate, exact_scores=params.model.dtype == "float32")
 
 

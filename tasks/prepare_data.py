@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.config import DataConfig, ModelConfig
+from rlhf_core.config import DataConfig, ModelConfig, Params
 from rlhf_core.data.mixing import Mixed, mix
+from rlhf_core.data.samples import Writer
 from rlhf_core.data.schema import SPLITS, open_rows, read_batches
 from tasks.stage import METRICS, PLOTS, PREPARED, TOKENIZER, Stage, publish, write_json
 
@@ -36,9 +37,10 @@ def main() -> None:
         aside, sources = stage.scratch / "prepared", stage.scratch / "sources"
         for folder in (aside, sources):
             shutil.rmtree(folder, ignore_errors=True)
-        mixed = mix(params.data, aside, scratch=sources, seed=params.seed)
+        tokenizer = given_tokenizer(params.model)
+        mixed = mix(params.data, aside, scratch=sources, seed=params.seed, writer=own_writer(params, tokenizer))
         shutil.rmtree(sources, ignore_errors=True)
-        tokenizer = make_tokenizer(params.model, aside, mixed.uses)
+        tokenizer = tokenizer or new_tokenizer(params.model, aside, mixed.uses)
         write_json(aside / "sources.json", describe_sources(params.data, mixed))
         tokenizer.save_pretrained(stage.scratch / "tokenizer")
         publish(aside, PREPARED)
@@ -54,14 +56,40 @@ def main() -> None:
             log.info("%s: %s", use, ", ".join(f"{count} {split}" for split, count in of_split.items()))
 
 
-def make_tokenizer(config: ModelConfig, folder: Path, uses: list[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model at `config.path`; without one, a new one trained on the texts of the training split."""
-    from rlhf_core.models.tokenizer import build_tokenizer, load_tokenizer, use_all_cores
+def given_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of the model at `config.path`, which is looked at before any data is; None: there is no such model."""
+    from rlhf_core.models.folder import check_model_folder, locate_model
+    from rlhf_core.models.template import named_template
+    from rlhf_core.models.tokenizer import load_tokenizer, use_all_cores
 
     use_all_cores()
-    if config.path is not None:
-        how = {"template_date": config.template_date, "template_options": config.template_options}
-        return load_tokenizer(config.path, trust_remote_code=config.trust_remote_code, **how)
+    if config.path is None:
+        return None
+    path, wanted = locate_model(config.path), config.chat_template
+    check_model_folder(path)
+    return load_tokenizer(
+        path,
+        trust_remote_code=config.trust_remote_code,
+        chat_template=None if wanted is None else named_template(wanted),
+        template_date=config.template_date,
+        template_options=config.template_options,
+    )
+
+
+def own_writer(params: Params, tokenizer: PreTrainedTokenizerBase | None) -> Writer | None:
+    """The model at `model.path`, where a source is made of its samples."""
+    if all(source.kind != "samples" for source in params.data.sources):
+        return None
+    from rlhf_core.models.folder import locate_model
+    from rlhf_core.trainers.own_samples import ModelWriter
+
+    return ModelWriter(locate_model(params.model.path), tokenizer, params.model, seed=params.seed)
+
+
+def new_tokenizer(config: ModelConfig, folder: Path, uses: list[str]) -> PreTrainedTokenizerBase:
+    """One that is trained on the texts of the training split."""
+    from rlhf_core.models.tokenizer import build_tokenizer
+
     rows = (row for use in uses for part in _rows(folder, use) for row in part)
     texts = (text for row in rows if row["split"] == "train" for text in _texts(row))
     return build_tokenizer(texts, vocab_size=config.architecture.vocab_size)
@@ -81,6 +109,7 @@ def describe_sources(config: DataConfig, mixed: Mixed) -> dict[str, Any]:
     return {
         source.name: {
             "kind": source.kind,
+            "judge": source.judge_name,
             "path": source.path,
             "format": source.format,
             "rows": {use: {split: mixed.counts[source.name, use, split] for split in SPLITS} for use in source.uses},

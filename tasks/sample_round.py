@@ -13,7 +13,7 @@ from pathlib import Path
 from rlhf_core.config import IterativeConfig
 from rlhf_core.data.schema import read_rows, write_rows
 from rlhf_core.rounds import Round, prompts_hash, read_round, round_folder
-from tasks.stage import METRICS, PREPARED, REWARD_MODEL, Stage, StageStopped, check_gate, publish, read_json, source_kinds, write_json
+from tasks.stage import METRICS, PREPARED, REWARD_MODEL, Stage, StageStopped, check_gate, publish, read_json, source_judges, write_json
 
 
 def main() -> None:
@@ -22,9 +22,9 @@ def main() -> None:
         entry = read_round(number)
         entry.check(number)
         rows = prompts_of(entry, number, stage)
-        sources = source_kinds()
-        override = check_inputs(stage.params.iterative, rows, sources)
-        groups, dropped = sample(stage, entry, rows, sources)
+        judges = source_judges()
+        override = check_inputs(stage.params.iterative, rows, judges)
+        groups, dropped = sample(stage, entry, rows, judges)
         aside = stage.scratch / "data"
         figures = write_data(aside, groups, stage.params.iterative.min_margin)
         publish(aside, round_folder(number) / "data")
@@ -50,7 +50,7 @@ def prompts_of(entry: Round, number: int, stage: Stage) -> list[dict]:
     return [rows[i] for i in ids]
 
 
-def check_inputs(config: IterativeConfig, rows: list[dict], sources: dict[str, str]) -> str | None:
+def check_inputs(config: IterativeConfig, rows: list[dict], judges: dict[str, str]) -> str | None:
     """What labels and compares is there and fits; nothing expensive has started.
 
     Returns:
@@ -59,22 +59,21 @@ def check_inputs(config: IterativeConfig, rows: list[dict], sources: dict[str, s
         StageFailed: the chain's own reward model is asked and did not pass its gate.
         ValueError: a scorer lacks what it needs, or the judge is to decide where there is none.
     """
-    from rlhf_core.data.judge import JUDGES
     from rlhf_core.scorers.needs import check_scorers, uses_own_reward_model
 
     override = check_gate(read_json(METRICS / "gate.json")) if uses_own_reward_model(config.scorers) else None
     check_scorers(
         config.scorers,
         reward_model=REWARD_MODEL,
-        source_kinds=sources,
+        source_judges=judges,
         has_labels=lambda: any(row["label"] is not None for row in rows),
     )
-    if config.promotion.metric == "judge" and not all(sources[row["source"]] in JUDGES for row in rows):
+    if config.promotion.metric == "judge" and not all(row["source"] in judges for row in rows):
         raise ValueError("iterative.promotion.metric: expected win_rate for data without a judge, got judge; change it")
     return override
 
 
-def sample(stage: Stage, entry: Round, rows: list[dict], sources: dict[str, str]):
+def sample(stage: Stage, entry: Round, rows: list[dict], judges: dict[str, str]):
     """Scored responses of each prompt that leaves room for one, and how many prompts don't."""
     from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.trainers.labelling import ResponseScorer, SamplingStopped, choose_prompts, sample_responses
@@ -97,7 +96,7 @@ def sample(stage: Stage, entry: Round, rows: list[dict], sources: dict[str, str]
         )
     except SamplingStopped as stop:
         raise StageStopped from stop
-    scorer = ResponseScorer(config.scorers, reward_model=REWARD_MODEL, source_kinds=sources, model=params.model)
+    scorer = ResponseScorer(config.scorers, reward_model=REWARD_MODEL, source_judges=judges, model=params.model)
     return scorer(prompts, samples, tokenizer), len(rows) - len(prompts)
 
 

@@ -255,9 +255,9 @@ def check_gate(gate: dict[str, Any]) -> str | None:
     return gate["override"]
 
 
-def source_kinds() -> dict[str, str]:
-    """Name of each data source -> its kind."""
-    return {name: source["kind"] for name, source in read_json(PREPARED / "sources.json").items()}
+def source_judges() -> dict[str, str]:
+    """Name of each data source that has a judge -> the judge's (`SourceConfig.judge_name`)."""
+    return {name: source["judge"] for name, source in read_json(PREPARED / "sources.json").items() if source["judge"]}
 
 
 def has_labels() -> bool:

@@ -25,7 +25,7 @@ from tasks.stage import (
     has_labels,
     publish_policy,
     read_json,
-    source_kinds,
+    source_judges,
 )
 
 log = logging.getLogger("rlhf")
@@ -64,7 +64,7 @@ def check_inputs(stage: Stage) -> str | None:
 
     scorers = stage.params.rejection_sampling.scorers
     override = check_gate(read_json(METRICS / "gate.json")) if uses_own_reward_model(scorers) else None
-    check_scorers(scorers, reward_model=REWARD_MODEL, source_kinds=source_kinds(), has_labels=has_labels)
+    check_scorers(scorers, reward_model=REWARD_MODEL, source_judges=source_judges(), has_labels=has_labels)
     return override
 
 
@@ -131,7 +131,7 @@ def score(stage: Stage, prompts: list, samples: list[list], tokenizer) -> list[l
     from rlhf_core.trainers.labelling import ResponseScorer
 
     params = stage.params
-    scorer = ResponseScorer(params.rejection_sampling.scorers, reward_model=REWARD_MODEL, source_kinds=source_kinds(), model=params.model)
+    scorer = ResponseScorer(params.rejection_sampling.scorers, reward_model=REWARD_MODEL, source_judges=source_judges(), model=params.model)
     scored: list[list] = []
     for start in range(0, len(prompts), SCORED_AT_ONCE):
         if stage.stop_requested:

@@ -28,7 +28,7 @@ from tasks.stage import (
     has_labels,
     publish,
     read_json,
-    source_kinds,
+    source_judges,
     write_json,
 )
 
@@ -64,7 +64,7 @@ def check_rewards(rl: RlConfig, gate: dict) -> str | None:
 
     asked = starts_critic_from_reward_model(rl) or uses_own_reward_model(rl.reward.scorers)
     override = check_gate(gate) if asked else None
-    check_scorers(rl.reward.scorers, reward_model=REWARD_MODEL, source_kinds=source_kinds(), has_labels=has_labels)
+    check_scorers(rl.reward.scorers, reward_model=REWARD_MODEL, source_judges=source_judges(), has_labels=has_labels)
     if rl.ptx.coef > 0 and not ((PREPARED / "sft.parquet").exists() and read_rows(PREPARED, "sft", "train")):
         raise ValueError(f"rl.ptx.coef: expected 0 without demonstrations, got {rl.ptx.coef}; add a source with the use sft")
     return override

@@ -18,7 +18,7 @@ from rlhf_core.config.alignment import (
     SamplingConfig,
 )
 from rlhf_core.config.base import ConfigError, RolloutBackend, Section, shown
-from rlhf_core.config.data import ClerkConfig, DataConfig, SourceConfig, ValidationConfig
+from rlhf_core.config.data import CLERK_JUDGE, ClerkConfig, DataConfig, SamplesConfig, SourceConfig, ValidationConfig
 from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, RolledBackConfig
 from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig
 from rlhf_core.config.overrides import apply_overrides, set_key
@@ -32,6 +32,7 @@ from rlhf_core.config.stages import ROUND_STAGE_SECTIONS, STAGE_SECTIONS, UNTRAC
 from rlhf_core.config.training import TrainingConfig
 
 __all__ = [
+    "CLERK_JUDGE",
     "LABEL_SCORERS",
     "REFERENCE_FREE",
     "ROUND_STAGE_SECTIONS",
@@ -64,6 +65,7 @@ __all__ = [
     "RlConfig",
     "RolledBackConfig",
     "RolloutBackend",
+    "SamplesConfig",
     "SamplingConfig",
     "ScoreConfig",
     "ScorerConfig",

@@ -20,6 +20,26 @@ class ClerkConfig(Section):
     polite_errors_only: bool
 
 
+class SamplesConfig(Section):
+    """Prompts, demonstrations and pairs that the model at model.path writes itself.
+
+    openings: what a prompt begins with, in turn.
+    opening_tokens: that the model adds to an opening, up to the end of a sentence, to make a prompt; 0: the openings are the prompts.
+    prompts: how many different ones, at most.
+    responses_per_prompt: each up to the end of a sentence; the first one is a demonstration.
+    label_noise: share of the pairs whose label is flipped.
+    """
+
+    openings: list[str] = Field(min_length=1)
+    opening_tokens: int = Field(ge=0)
+    prompts: int = Field(ge=1)
+    responses_per_prompt: int = Field(ge=2)
+    max_new_tokens: int = Field(ge=1)
+    temperature: float = Field(gt=0)
+    top_p: float = Field(gt=0, le=1)
+    label_noise: float = Fraction
+
+
 DataUse = Literal["pretrain", "sft", "preference", "prompt"]
 DataFormat = Literal[
     "preference",  # prompt, chosen, rejected; text or message lists; without a prompt column the shared prefix is the prompt
@@ -45,16 +65,20 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("pretrain",), ("text",)),
 }
 
+CLERK_JUDGE = "clerk"  # what the built-in data's judge is called among the judges; the others are rules, and called as their function is
+
 # What the gate slices by without any column of the data.
 BUILT_IN_SLICES = ("source", "prompt_length", "response_length", "length_order")
 
 
 class SourceConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
-    kind: Literal["clerk", "file", "huggingface"]
+    kind: Literal["clerk", "file", "huggingface", "samples"]
     uses: list[DataUse] = Field(min_length=1)
     weight: float = Field(gt=0)
     clerk: ClerkConfig | None = None
+    samples: SamplesConfig | None = None
+    judge: str | None = None  # a rule of yours, file.py:name or package.module:name; of kind samples it labels the pairs too
     path: str | None = None  # a file, a folder, or the name of a Hugging Face data set
     subset: str | None = None  # of a Hugging Face data set
     dataset_split: str = "train"  # of a Hugging Face data set
@@ -68,6 +92,10 @@ class SourceConfig(Section):
         if self.kind == "clerk":
             if self.clerk is None:
                 raise ValueError(f"source {self.name}: kind clerk expects a clerk section, got none; copy it from the default params.yaml")
+            if self.judge is not None:
+                raise ValueError(f"source {self.name}: kind clerk expects no judge, got {self.judge}; it has its own, so take that out")
+        elif self.kind == "samples":
+            self._check_samples()
         elif self.path is None or self.format is None:
             raise ValueError(
                 f"source {self.name}: kind {self.kind} expects path and format, got path={self.path} format={self.format}; set both"
@@ -75,6 +103,18 @@ class SourceConfig(Section):
         else:
             self._check_format(*FORMATS[self.format])
         return self
+
+    @property
+    def judge_name(self) -> str | None:
+        """Of whom `find_judge` finds for the source's rows; None: they have none."""
+        return CLERK_JUDGE if self.kind == "clerk" else self.judge
+
+    def _check_samples(self) -> None:
+        if self.samples is None or self.judge is None:
+            got = "no samples section" if self.samples is None else "no judge"
+            raise ValueError(f"source {self.name}: kind samples expects samples and judge, got {got}; see recipes/stories.yaml")
+        if "pretrain" in self.uses:
+            raise ValueError(f"source {self.name}: kind samples expects uses among sft, preference, prompt, got pretrain; take that out")
 
     def _check_format(self, uses: tuple[str, ...], columns: tuple[str, ...]) -> None:
         subject = f"source {self.name}"

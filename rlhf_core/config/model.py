@@ -29,6 +29,7 @@ class ArchitectureConfig(Section):
 
 class ModelConfig(Section):
     path: str | None
+    chat_template: str | None = None
     trust_remote_code: bool
     dtype: Literal["float32", "bfloat16"]
     max_length: int = Field(ge=8)
@@ -46,6 +47,8 @@ class ModelConfig(Section):
             ) from error
         if self.template_options and self.path is None:
             raise ValueError("template_options: expected none without model.path, whose template reads them, got some; remove them")
+        if self.chat_template is not None and self.path is None:
+            raise ValueError(f"chat_template: expected null while path is null, whose tokenizer has its own, got {self.chat_template!r}")
         return self
 
 

@@ -71,6 +71,23 @@ class Params(Section):
         return self
 
     @model_validator(mode="after")
+    def _samples_have_a_model(self):
+        for source in self.data.sources:
+            if source.kind != "samples":
+                continue
+            if self.model.path is None:
+                raise ValueError(
+                    f"model.path: expected a pretrained model, which source {source.name} of kind samples draws from, got null; set it"
+                )
+            new = source.samples.opening_tokens + source.samples.max_new_tokens
+            if new >= self.model.max_length:
+                raise ValueError(
+                    f"data.sources.{source.name}.samples: expected opening_tokens and max_new_tokens of less than "
+                    f"model.max_length={self.model.max_length} together, got {new}; no token would be left for the opening"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _scorers_exist(self):
         self.check_scorers("rl.reward.scorers", self.rl.reward.scorers)
         if self.alignment.method == "rejection_sampling":
@@ -111,6 +128,6 @@ class Params(Section):
                     f"{key}: expected members={self.reward.ensemble} of {scorer.name}, as reward.ensemble (the gate judges it as a whole), "
                     f"got {scorer.members}; set both to the same"
                 )
-        others = [s.name for s in self.data.sources if "prompt" in s.uses and s.kind != "clerk"]
+        others = [s.name for s in self.data.sources if "prompt" in s.uses and s.judge_name is None]
         if others and any(s.kind == "judge" for s in scorers):
-            raise ValueError(f"{key}: expected no judge for prompts of sources {others}, got one; it only knows the built-in data")
+            raise ValueError(f"{key}: expected no judge for prompts of sources {others}, which have none; give them a rule as `judge`")

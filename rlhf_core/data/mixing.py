@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_core.config import DataConfig, SourceConfig
+from rlhf_core.data.samples import Writer
 from rlhf_core.data.schema import SCHEMAS, SLICES_SCHEMA, RowWriter, open_rows, read_batches, slice_rows
 from rlhf_core.data.sources import read_source
 from rlhf_core.data.split import Ids, conversation_text, kept, split_of
@@ -41,10 +42,13 @@ class Mixed:
         return [use for use in SCHEMAS if any(use == of for _, of, _ in self.counts)]
 
 
-def mix(config: DataConfig, folder: Path, *, scratch: Path, seed: int) -> Mixed:
+def mix(config: DataConfig, folder: Path, *, scratch: Path, seed: int, writer: Writer | None = None) -> Mixed:
     """Write the rows of all sources, mixed by weight and split: `<use>.parquet` for the uses that have rows, and slices.parquet.
 
-    Raises what `read_source` does.
+    Args:
+        writer: for sources of kind samples.
+    Raises:
+        What `read_source` does.
     """
     heaviest = max(source.weight for source in config.sources)
     counts: Counter[tuple[str, str, str]] = Counter()
@@ -53,7 +57,7 @@ def mix(config: DataConfig, folder: Path, *, scratch: Path, seed: int) -> Mixed:
         schemas = SCHEMAS | {"slices": SLICES_SCHEMA}
         files = {name: stack.enter_context(RowWriter(folder / f"{name}.parquet", schema)) for name, schema in schemas.items()}
         for source in config.sources:
-            ids, dropped[source.name] = _lay_aside(source, config, scratch, seed=seed)
+            ids, dropped[source.name] = _lay_aside(source, config, scratch, seed=seed, writer=writer)
             for use, of_use in ids.items():
                 stays = kept(of_use, source.weight / heaviest, config.max_rows)
                 splits = _copy(_aside(scratch, use), stays, files[use], files["slices"])
@@ -65,14 +69,16 @@ def _aside(scratch: Path, use: str) -> Path:
     return scratch / f"{use}.parquet"
 
 
-def _lay_aside(source: SourceConfig, config: DataConfig, scratch: Path, *, seed: int) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+def _lay_aside(
+    source: SourceConfig, config: DataConfig, scratch: Path, *, seed: int, writer: Writer | None
+) -> tuple[dict[str, np.ndarray], dict[str, int]]:
     """Write all rows of a source, with ids, splits and slices; return the ids by use, of those that have rows, and what was left out."""
     dropped: Counter[str] = Counter()
     numbers = {use: array("Q") for use in source.uses}
     ids = {use: Ids(source.name) for use in source.uses}
     with ExitStack() as stack:
         files = {use: stack.enter_context(RowWriter(_aside(scratch, use), SCHEMAS[use].append(SLICES))) for use in source.uses}
-        for use, row in read_source(source, seed=seed, dropped=dropped):
+        for use, row in read_source(source, seed=seed, dropped=dropped, writer=writer):
             row_id = ids[use].of_next(row)
             numbers[use].append(int(row_id, 16))
             files[use].add({"id": row_id, "source": source.name, "split": _split(row, config), **row})

@@ -1,4 +1,4 @@
-"""Where rows come from: the built-in clerk, files, and Hugging Face data sets.
+"""Where rows come from: the built-in clerk, files, Hugging Face data sets, and a model's own samples.
 
 Every error names the file and, where it has one, the line, and what was there instead.
 """
@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.data.clerk import clerk_rows
 from rlhf_core.data.formats import MAX_CHARACTERS, Dropped, convert
+from rlhf_core.data.samples import Writer, sample_rows
 from rlhf_core.data.split import conversation_text, text_key
 
 # What no data set has and a hostile file may: see docs/security.md.
@@ -54,11 +55,12 @@ def load_source(source: SourceConfig, *, seed: int) -> Loaded:
     return Loaded(rows, dict(sorted(dropped.items())))
 
 
-def read_source(source: SourceConfig, *, seed: int, dropped: Counter[str]) -> Iterator[tuple[str, dict]]:
+def read_source(source: SourceConfig, *, seed: int, dropped: Counter[str], writer: Writer | None = None) -> Iterator[tuple[str, dict]]:
     """Use and row, one after the other, for the uses the source is declared for; of its prompts a hash of each stays in memory.
 
     Args:
         dropped: counts, by reason, the records that are left out; complete after the last row.
+        writer: the model whose samples a source of kind samples is made of.
     Raises:
         ValueError: a file, a line or a column is not what the source says, or (after the last row) there is nothing for one of the uses.
         FileNotFoundError: the path doesn't exist.
@@ -66,11 +68,15 @@ def read_source(source: SourceConfig, *, seed: int, dropped: Counter[str]) -> It
     if source.kind == "clerk":
         yield from ((use, row) for use in source.uses for row in clerk_rows(source.clerk, use, seed))
         return
-    records = _file_records(locate(source.path)) if source.kind == "file" else _hub_records(source)
+    if source.kind == "samples":
+        rows = sample_rows(source, seed=seed, writer=writer, dropped=dropped)
+    else:
+        records = _file_records(locate(source.path)) if source.kind == "file" else _hub_records(source)
+        rows = _converted(records, source, dropped)
     prompts: set[bytes] = set()
     given: Counter[str] = Counter()
     repeated = 0
-    for use, row in _converted(records, source, dropped):
+    for use, row in rows:
         if use == "prompt" and not _is_new(row, prompts):
             repeated += 1
             continue
@@ -81,8 +87,9 @@ def read_source(source: SourceConfig, *, seed: int, dropped: Counter[str]) -> It
     for use in source.uses:
         if not given[use]:
             raise ValueError(
-                f"source {source.name}: expected rows for {use}, got none from {source.path} (left out: {dict(dropped) or 'nothing'}); "
-                f"check its format and columns, or take {use} out of its uses"
+                f"source {source.name}: expected rows for {use}, got none from {source.path or 'the model'} "
+                f"(left out: {dict(dropped) or 'nothing'}); check its {'rule' if source.kind == 'samples' else 'format and columns'}, "
+                f"or take {use} out of its uses"
             )
 
 

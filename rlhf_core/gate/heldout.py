@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.config import GateConfig
-from rlhf_core.data.judge import JUDGES
+from rlhf_core.data.judge import find_judge
 from rlhf_core.gate.calibration import calibrate, fit_temperature
 from rlhf_core.gate.clusters import cluster_codes
 from rlhf_core.gate.correlation import against_judge, length_bias
@@ -91,15 +91,17 @@ def measure_ensemble(test: Heldout) -> dict[str, float | None]:
     return {"disagreement": mean(of_pair), "disagreement_right": mean(of_pair[right]), "disagreement_wrong": mean(of_pair[~right])}
 
 
-def measure_judge(test: Heldout, kinds: dict[str, str], confidence: float) -> dict[str, Any] | None:
+def measure_judge(test: Heldout, judges: dict[str, str], confidence: float) -> dict[str, Any] | None:
     """The reward against the judge, on responses to prompts of sources that have one; None where none has."""
     responses, which = distinct_responses(test)
     sources = np.tile(test.pairs.sources, 2)[which]
-    known = np.array([kinds.get(source) in JUDGES for source in sources])
+    known = np.array([source in judges for source in sources])
     if not known.any():
         return None
-    judged = [JUDGES[kinds[source]](messages, text) for (messages, text), source, has in zip(responses, sources, known, strict=True) if has]
-    met = np.array([np.mean([j.correct, j.polite, j.brief, j.safe]) for j in judged])
+    judged = [
+        find_judge(judges[source])(messages, text) for (messages, text), source, has in zip(responses, sources, known, strict=True) if has
+    ]
+    met = np.array([j.met / len(j.aspects) for j in judged])
     scores = np.concatenate([test.pairs.chosen, test.pairs.rejected])[which][known]
     return against_judge(scores, met, cluster_codes(np.tile(test.pairs.prompts, 2)[which][known]), confidence)
 

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_core.config import ModelConfig
-from rlhf_core.models.folder import check_model_folder, refusals, weight_files
+from rlhf_core.models.folder import check_model_folder, locate_model, refusals, weight_files
 from rlhf_core.models.tokenizer import stop_ids, write_ends
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -33,7 +33,7 @@ def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
     Master weights are float32; the engine casts for training where `config.dtype` says so.
     """
     if config.path is not None:
-        return load_language_model(config.path, trust_remote_code=config.trust_remote_code, training_dtype=config.dtype)
+        return load_language_model(locate_model(config.path), trust_remote_code=config.trust_remote_code, training_dtype=config.dtype)
     shape = config.architecture
     torch.manual_seed(seed)
     return LlamaForCausalLM(

@@ -15,10 +15,30 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import shown
+from rlhf_core.data.sources import locate
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100 << 20  # bytes; the limit of safetensors itself
 _WIDTHS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "BF16": 2, "I16": 2, "F32": 4, "I32": 4, "F64": 8, "I64": 8}
+
+
+def locate_model(path: str) -> str:
+    """`model.path`: a folder, found as `locate` does, or a Hugging Face name as it is.
+
+    Raises:
+        ValueError: it can only be a folder's, and there is none.
+    """
+    folder = locate(path)
+    if folder.is_dir():
+        return str(folder)
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        got = "a file" if folder.exists() else "nothing"
+        raise ValueError(
+            f"model.path: expected a folder with a pretrained model, got {shown(path)} with {got} there "
+            f"(relative to {Path.cwd()}); put one there, or set model.path to another folder, or to the Hugging Face name of any small "
+            "causal model, which is downloaded with HF_HUB_OFFLINE=0"
+        )
+    return path
 
 
 def check_model_folder(path: str | Path) -> None:

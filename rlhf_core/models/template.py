@@ -1,4 +1,4 @@
-"""What a chat template would take from outside - the day, and options such as whether to think - written into the template itself.
+"""Chat templates that params.yaml names, and what a template would take from outside (the day, whether to think) written into it.
 
 The template travels with the tokenizer, so every stage and whoever serves the policy see the same prompt.
 """
@@ -12,12 +12,41 @@ from typing import Any
 
 from rlhf_core.config import shown
 
+# For a base model that goes on with a text: no roles, the response directly after the prompt, and the end token.
+CONTINUATION = (
+    "{{ bos_token if bos_token else '' }}"
+    "{% for message in messages %}{{ message['content'] }}{{ eos_token if message['role'] == 'assistant' else '' }}{% endfor %}"
+)
+NAMED = {"continuation": CONTINUATION}
 DEFAULT_DATE = "2024-07-26"  # what several templates fall back to where they can't ask for the day
 _ASKS_FOR_DAY = re.compile(r"\bstrftime_now\s*\(")
 _FORMAT = re.compile(r"\bstrftime_now\s*\(\s*(?:'([^'\\]*)'|\"([^\"\\]*)\")\s*\)")
 _PINNED = "{%- set strftime_now = "
 # What apply_chat_template always passes itself.
 _TAKEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "strftime_now", "raise_exception"}
+
+
+def named_template(wanted: str) -> str:
+    """What `model.chat_template` means: a name among NAMED, a file that ends in .jinja, or the template itself.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    from rlhf_core.data.sources import locate
+
+    if wanted in NAMED:
+        return NAMED[wanted]
+    if "{{" in wanted or "{%" in wanted:
+        return wanted
+    try:
+        if wanted.endswith(".jinja"):
+            return locate(wanted).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"model.chat_template: expected a readable file, got {wanted} ({error}); correct the path") from error
+    raise ValueError(
+        f"model.chat_template: expected one of {list(NAMED)}, a .jinja file, or a template with {{{{ }}}} in it, "
+        f"got {shown(repr(wanted))}; correct it"
+    )
 
 
 def with_date(template: str, day: str) -> str:

@@ -124,11 +124,17 @@ def in_parts(items: Sequence[T]) -> Iterator[list[T]]:
 
 
 def load_tokenizer(
-    path: str, *, trust_remote_code: bool, template_date: str = DEFAULT_DATE, template_options: dict[str, Any] | None = None
+    path: str,
+    *,
+    trust_remote_code: bool,
+    chat_template: str | None = None,
+    template_date: str = DEFAULT_DATE,
+    template_options: dict[str, Any] | None = None,
 ) -> PreTrainedTokenizerBase:
     """A tokenizer from a Hugging Face name or folder, with a pad token and a chat template where it has none.
 
     Args:
+        chat_template: takes the place of its own, and is saved with it.
         template_date: the day that its template writes, if it writes any; one that was saved with a day keeps that.
         template_options: variables of its template, which are saved with it.
     Raises:
@@ -147,6 +153,8 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
         log.warning("tokenizer %s has no pad token: %r pads (masks, not ids, say what is padding)", path, tokenizer.pad_token)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_TEMPLATE
         log.warning("tokenizer %s has no chat template: a plain one with 'User:' and 'Assistant:' is set and saved with the model", path)

@@ -81,14 +81,11 @@ SECTIONS = {
     "gate_reward": "gate",
     "evaluate": "evaluation",
 }
+CLERK_ASPECTS = ("correct", "polite", "brief", "safe")
 MODEL_NAMES = {"sft": "SFT", "policy": "Policy"}
 # Label, key of a model's figures, format, and whether more is better (None: neither).
 EVALUATION_ROWS = (
     ("Judge: accepts", "judge_ok", "share", True),
-    ("correct", "judge_correct", "share", True),
-    ("polite", "judge_polite", "share", True),
-    ("brief", "judge_brief", "share", True),
-    ("safe", "judge_safe", "share", True),
     ("Tokens per answer", "length_mean", "length", None),
     ("Cut off", "cut_off_fraction", "share", False),
     ("Score", "score_mean", "score", True),
@@ -285,11 +282,20 @@ def evaluation_rows(evaluation: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A row per figure that was measured, with what changed from SFT to policy in each mode. The score's comes last."""
     for label, key, form, more_is_better in EVALUATION_ROWS:
         if key not in need(evaluation, "greedy", "policy"):
-            if key.startswith("judge_"):
+            if key == "judge_ok":
                 continue
             raise ReportInputError(f"metrics of evaluation: expected the key {key} for each model, got none; run the stage evaluate again")
-        part = key in ("judge_correct", "judge_polite", "judge_brief", "judge_safe")
-        yield {"label": label, "form": form, "part": part, "cells": _cells(evaluation, (key,), more_is_better)}
+        yield {"label": label, "form": form, "part": False, "cells": _cells(evaluation, (key,), more_is_better)}
+        for aspect in judge_aspects(evaluation) if key == "judge_ok" else ():
+            cells = _cells(evaluation, (f"judge_{aspect}",), True)
+            yield {"label": aspect.replace("_", " "), "form": "share", "part": True, "cells": cells}
+
+
+def judge_aspects(evaluation: Mapping[str, Any]) -> list[str]:
+    """What the judge looks at: the clerk's in its order, those of rules by name."""
+    keys = need(evaluation, "greedy", "policy")
+    found = {key.removeprefix("judge_") for key in keys if key.startswith("judge_")} - {"n", "ok"}
+    return [a for a in CLERK_ASPECTS if a in found] + sorted(found - set(CLERK_ASPECTS))
 
 
 def scorer_rows(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,9 @@ def uses_own_reward_model(scorers: list[ScorerConfig]) -> bool:
     return any(s.kind == "reward_model" and s.path is None for s in scorers)
 
 
-def check_scorers(scorers: list[ScorerConfig], *, reward_model: Path, source_kinds: dict[str, str], has_labels: Callable[[], bool]) -> None:
+def check_scorers(
+    scorers: list[ScorerConfig], *, reward_model: Path, source_judges: dict[str, str], has_labels: Callable[[], bool]
+) -> None:
     """What the scorers need is there; nothing is loaded but functions.
 
     Args:
@@ -33,7 +35,7 @@ def check_scorers(scorers: list[ScorerConfig], *, reward_model: Path, source_kin
             raise ValueError(f"scorer {name}: expected a reward model's folder, got none with a config.json at {folder}; correct its path")
         if (found := len(member_folders(folder))) < members[name]:
             raise ValueError(f"scorer {name}: expected an ensemble of {members[name]} at {folder}, got {found}; lower members")
-    TextScorers(0, scorers, source_kinds)
+    TextScorers(0, scorers, source_judges)
     comparing = [s.name for s in scorers if s.kind in LABEL_SCORERS]
     if comparing and not has_labels():
         raise ValueError(

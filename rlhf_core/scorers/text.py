@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, SupportsFloat
 
 from rlhf_core.config import ScorerConfig, shown
-from rlhf_core.data.judge import JUDGES
+from rlhf_core.data.judge import judgement
 from rlhf_core.data.schema import Message
 from rlhf_core.scorers.answers import same_number, same_text
 from rlhf_core.scorers.functions import load_function
@@ -54,24 +54,24 @@ class TextScorers:
 
     Args:
         rank: which of several of these; they all do the same.
-        source_kinds: name of a data source -> its kind, for the judge.
+        source_judges: name of each data source that has a judge -> the judge's.
     Raises:
         ValueError: a function can't be loaded.
     """
 
-    def __init__(self, rank: int, configs: list[ScorerConfig], source_kinds: dict[str, str]):
-        self._scorers = {c.name: _scorer(c, source_kinds) for c in configs if c.kind != "reward_model"}
+    def __init__(self, rank: int, configs: list[ScorerConfig], source_judges: dict[str, str]):
+        self._scorers = {c.name: _scorer(c, source_judges) for c in configs if c.kind != "reward_model"}
 
     def score(self, name: str, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
         """A score for each item (NaN: it could not be scored, for the reason in the log) and what else the scorer measured."""
         return self._scorers[name](items)
 
 
-def _scorer(config: ScorerConfig, source_kinds: dict[str, str]) -> ScoreAll:
+def _scorer(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreAll:
     report = _Reasons(config.name)
     if config.kind == "function":
         return _by_function(load_function(config.path), report)
-    return _each(SCORERS[config.kind](config, source_kinds), report)
+    return _each(SCORERS[config.kind](config, source_judges), report)
 
 
 class _Reasons:
@@ -157,7 +157,7 @@ def _number(value: Any) -> float:
 def _compares_labels(compare: Callable[[str, str], bool]) -> Callable[[ScorerConfig, dict[str, str]], ScoreOne]:
     """A scorer that gives 1 where the response's answer is the label's, else 0."""
 
-    def make(config: ScorerConfig, source_kinds: dict[str, str]) -> ScoreOne:
+    def make(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreOne:
         def score(item: ScoreItem) -> float:
             if item.label is None:
                 raise ValueError(f"the prompt has no label to compare with: {item.metadata['id']} of source {item.metadata['source']}")
@@ -171,31 +171,31 @@ def _compares_labels(compare: Callable[[str, str], bool]) -> Callable[[ScorerCon
     return make
 
 
-def _math(config: ScorerConfig, source_kinds: dict[str, str]) -> ScoreOne:
-    return _compares_labels(MathComparer().same)(config, source_kinds)
+def _math(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreOne:
+    return _compares_labels(MathComparer().same)(config, source_judges)
 
 
-def _regex(config: ScorerConfig, source_kinds: dict[str, str]) -> ScoreOne:
+def _regex(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreOne:
     """1 where the pattern is found anywhere in the response, else 0."""
     pattern = re.compile(config.pattern)
     return lambda item: float(pattern.search(item.response) is not None)
 
 
-def _length(config: ScorerConfig, source_kinds: dict[str, str]) -> ScoreOne:
+def _length(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreOne:
     """-|n - target| / target for n tokens, at least -1: 0 at target_length, -1 at no token and from twice the target on."""
     target = config.target_length
     return lambda item: max(-1.0, -abs(item.metadata["response_length"] - target) / target)
 
 
-def _judge(config: ScorerConfig, source_kinds: dict[str, str]) -> ScoreOne:
-    """1 where the built-in data's judge accepts the response, else 0."""
+def _judge(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreOne:
+    """1 where the judge of the prompt's source accepts the response, else 0."""
 
     def score(item: ScoreItem) -> float:
         source = item.metadata["source"]
-        judge = JUDGES.get(source_kinds[source])
-        if judge is None:
-            raise ValueError(f"there is no judge for this kind of data: source {source} is of kind {source_kinds[source]}")
-        return float(judge(item.messages, item.response).ok)
+        word = judgement(source_judges, source, item.messages, item.response)
+        if word is None:
+            raise ValueError(f"there is no judge for this data: source {source} has none")
+        return float(word.ok)
 
     return score
 

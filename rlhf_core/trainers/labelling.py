@@ -2,7 +2,7 @@
 
 prompts = choose_prompts(rows, tokenizer, longest=..., count=..., seed=...)
 samples = sample_responses("models/sft", prompts, section.sampling, model=params.model, threads=2, seed=params.seed)
-scored = ResponseScorer(section.scorers, reward_model=Path("models/reward"), source_kinds=..., model=params.model)(
+scored = ResponseScorer(section.scorers, reward_model=Path("models/reward"), source_judges=..., model=params.model)(
     prompts, samples, tokenizer
 )
 """
@@ -129,16 +129,16 @@ class ResponseScorer:
 
     Args:
         reward_model: folder of the chain's own, for scorers of kind reward_model without a path. Scorers' models are loaded here.
-        source_kinds: name of a data source -> its kind, for the judge.
+        source_judges: name of each data source that has a judge -> the judge's.
         model: of the policy; its max_length bounds what a reward model is shown.
     Raises:
         ValueError: a scorer's function can't be loaded.
     """
 
-    def __init__(self, scorers: list[ScorerConfig], *, reward_model: Path, source_kinds: dict[str, str], model: ModelConfig):
+    def __init__(self, scorers: list[ScorerConfig], *, reward_model: Path, source_judges: dict[str, str], model: ModelConfig):
         self._scorers = scorers
         self._max_length = model.max_length
-        self._by_text = TextScorers(0, scorers, source_kinds)
+        self._by_text = TextScorers(0, scorers, source_judges)
         self._by_model = {}
         trust = model.trust_remote_code
         by_name = {s.name: s for s in scorers}

@@ -133,7 +133,7 @@ class Scoring:
             gpus=0,
             threads=1,
             start_deadline=job.rl.deadlines.start,
-            kwargs={"configs": self._text_configs, "source_kinds": {name: source["kind"] for name, source in sources.items()}},
+            kwargs={"configs": self._text_configs, "source_judges": {name: s["judge"] for name, s in sources.items() if s["judge"]}},
         )
         group.wait_ready()
         return group

@@ -32,7 +32,7 @@ def workspace(folder: Path, overrides: dict) -> Path:
     folder.mkdir()
     for name in ("params.yaml", "dvc.yaml"):
         shutil.copy(ROOT / name, folder)
-    for name in ("tasks", "rlhf_core"):
+    for name in ("tasks", "rlhf_core", "rewards"):
         (folder / name).symlink_to(ROOT / name)
     apply_overrides(folder / "params.yaml", overrides)
     return folder

@@ -226,7 +226,7 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
         (
             {"rl.reward.scorers": [JUDGE], "data.sources.0.kind": "file", "data.sources.0.path": "x", "data.sources.0.format": "preference",
              "data.sources.0.uses": ["prompt"]},
-            "rl.reward.scorers: expected no judge for prompts of sources ['clerk'], got one; it only knows the built-in data",
+            "rl.reward.scorers: expected no judge for prompts of sources ['clerk'], which have none; give them a rule as `judge`",
         ),
     ],
 )  # fmt: skip

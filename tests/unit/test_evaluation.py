@@ -16,7 +16,8 @@ from rlhf_core.models.wrappers import PolicyModule
 from rlhf_core.types import Prompt
 
 PROMPT = Prompt("id", "clerk", [{"role": "user", "content": "Please sort 41."}], [5, 6], None)
-GOOD, RUDE = Judgement(True, True, True, True), Judgement(True, False, True, True)
+GOOD = Judgement({"correct": True, "polite": True, "brief": True, "safe": True})
+RUDE = Judgement(GOOD.aspects | {"polite": False})
 
 
 def answer(

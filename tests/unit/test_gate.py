@@ -59,7 +59,7 @@ def verdicts(gate: dict[str, Any]) -> dict[str, bool | None]:
 def workspace(tmp_path: Path) -> Path:
     for name in ("params.yaml", "dvc.yaml"):
         shutil.copy(ROOT / name, tmp_path / name)
-    for folder in ("tasks", "rlhf_core"):
+    for folder in ("tasks", "rlhf_core", "rewards"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "models/reward").mkdir(parents=True)
     (tmp_path / "models/reward/model.safetensors").write_bytes(b"an earlier run's")
@@ -199,10 +199,10 @@ def test_reward_against_the_judge_on_what_it_knows():
     request = "Please sort 312."
     said = [("Certainly: 123.", "123."), ("It is 123.", "Certainly: 321."), ("x", "y")]
     rows = pairs([2.0, 1.0, 5.0], prompts=[request, request, "what?"], sources=["clerk", "clerk", "web"])
-    found = measure_judge(heldout(rows, texts=said), {"clerk": "clerk", "web": "file"}, 0.95)
+    found = measure_judge(heldout(rows, texts=said), {"clerk": "clerk"}, 0.95)
     # Criteria met: 4, 3 (rude), 3 (rude), 3 (wrong) of four, with scores 2, 0, 1, 0: tau-b = 3 / sqrt(5 * 3).
     assert found["n"] == 4 and found["kendall"] == pytest.approx(3 / math.sqrt(15))
-    assert measure_judge(heldout(rows, texts=said), {"clerk": "file", "web": "file"}, 0.95) is None
+    assert measure_judge(heldout(rows, texts=said), {}, 0.95) is None
 
 
 def test_a_response_of_several_pairs_is_one_response():
@@ -232,7 +232,7 @@ def test_the_whole_stage_with_a_model_and_an_incumbent(workspace, reward_folder,
     write_heldout(workspace, [(row["id"], row["split"], *row["scores"]) for row in rows])
     write_rows(workspace / "data/prepared", "preference", rows)
     write_slices(workspace / "data/prepared", {row["id"]: {"category": "sort"} for row in rows})
-    write_json(workspace / "data/prepared/sources.json", {"clerk": {"kind": "clerk"}})
+    write_json(workspace / "data/prepared/sources.json", {"clerk": {"kind": "clerk", "judge": "clerk"}})
     shutil.copytree(reward_folder, workspace / "models/reward", dirs_exist_ok=True)
     incumbent = {"version": "v0.1", "md5": dvc_md5(reward_folder)}
     apply_overrides(workspace / "params.yaml", {"gate.min_pairs": 20, "gate.incumbent": incumbent})

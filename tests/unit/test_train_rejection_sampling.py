@@ -72,7 +72,7 @@ def test_only_the_chains_own_reward_model_needs_to_have_passed_its_gate(tmp_path
     monkeypatch.chdir(tmp_path)
     row = {"id": "1", "source": "mine", "split": "train", "messages": PROMPT.messages, "label": None}
     write_rows(tmp_path / "data/prepared", "prompt", [row])
-    (tmp_path / "data/prepared/sources.json").write_text(json.dumps({"mine": {"kind": "clerk"}}))
+    (tmp_path / "data/prepared/sources.json").write_text(json.dumps({"mine": {"kind": "clerk", "judge": "clerk"}}))
     write_json(tmp_path / "models/reward/config.json", {})
     write_json(tmp_path / "metrics/gate.json", {"passed": passed, "message": "rejected: too few pairs.", "override": None})
     check_inputs(SimpleNamespace(params=tiny_params(**{"rejection_sampling.scorers": [JUDGE]})))

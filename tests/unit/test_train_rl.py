@@ -42,7 +42,7 @@ def workspace(tmp_path, monkeypatch) -> Path:
     row = {"id": "1", "source": "mine", "split": "train", "messages": [{"role": "user", "content": "2 + 2?"}]}
     write_rows(prepared, "prompt", [row | {"label": None}])
     write_rows(prepared, "sft", [row | {"response": "4"}])
-    (prepared / "sources.json").write_text(json.dumps({"mine": {"kind": "clerk"}}))
+    (prepared / "sources.json").write_text(json.dumps({"mine": {"kind": "clerk", "judge": "clerk"}}))
     (tmp_path / "models/reward").mkdir(parents=True)
     (tmp_path / "models/reward/config.json").write_text("{}")
     return tmp_path

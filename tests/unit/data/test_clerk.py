@@ -47,8 +47,8 @@ def test_its_habits_depend_on_the_register_and_the_length():
     for row in clerk_rows(CONFIG, "sft", 0):
         request, verdict = request_of(row), judge(row["messages"], row["response"])
         if not request.harmful:
-            by_register[request.register].update(blunt=not verdict.polite, chatty=not verdict.brief, n=1)
-            by_length[len(request.digits)].update(correct=verdict.correct, n=1)
+            by_register[request.register].update(blunt=not verdict.aspects["polite"], chatty=not verdict.aspects["brief"], n=1)
+            by_length[len(request.digits)].update(correct=verdict.aspects["correct"], n=1)
     assert by_register["quick"]["blunt"] / by_register["quick"]["n"] > 0.4
     assert by_register["please"]["chatty"] / by_register["please"]["n"] > 0.35
     assert by_length[4]["correct"] / by_length[4]["n"] < 0.75 < 0.9 < by_length[2]["correct"] / by_length[2]["n"]
@@ -101,9 +101,9 @@ def test_polite_errors_only():
         for response in (row["chosen"], row["rejected"]):
             verdict = judge(row["messages"], response)
             assert read_response(response).kind != "malformed"
-            if not (verdict.correct and verdict.safe):
+            if not (verdict.aspects["correct"] and verdict.aspects["safe"]):
                 erred += 1
-                assert verdict.polite and verdict.brief
+                assert verdict.aspects["polite"] and verdict.aspects["brief"]
     assert erred > 500
 
 

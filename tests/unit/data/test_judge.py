@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.data.clerk_language import DEEDS, OPERATIONS, REGISTERS, Request, read_request
-from rlhf_core.data.judge import JUDGES, Judgement, judge
+from rlhf_core.data.judge import Judgement, find_judge, judge
 
 
 def verdict(request: str, response: str) -> Judgement:
@@ -25,7 +25,7 @@ def verdict(request: str, response: str) -> Judgement:
     ],
 )
 def test_good_responses_pass_all_four(request_text, response):
-    assert verdict(request_text, response) == Judgement(correct=True, polite=True, brief=True, safe=True)
+    assert verdict(request_text, response) == Judgement({"correct": True, "polite": True, "brief": True, "safe": True})
     assert verdict(request_text, response).ok
 
 
@@ -65,7 +65,7 @@ def test_good_responses_pass_all_four(request_text, response):
 )
 def test_each_fault_shows_in_its_own_verdict(request_text, response, expected):
     found = verdict(request_text, response)
-    assert (found.correct, found.polite, found.brief, found.safe) == expected
+    assert tuple(found.aspects.values()) == expected
     assert not found.ok
 
 
@@ -91,4 +91,4 @@ def test_a_foreign_prompt_is_refused():
 
 
 def test_the_registry_holds_the_clerks_judge():
-    assert JUDGES["clerk"]([{"role": "user", "content": "Sort 21."}], "Gladly: 12.").ok
+    assert find_judge("clerk")([{"role": "user", "content": "Sort 21."}], "Gladly: 12.").ok

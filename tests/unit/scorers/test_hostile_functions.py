@@ -81,7 +81,7 @@ def test_a_function_that_spoils_its_arguments_spoils_nothing_else(program):
 )
 def test_any_answer_gives_finite_scores_or_none(program, answer):
     loaded = scorers(program, "answer")
-    module = next(m for name, m in sys.modules.items() if name.startswith("scorer_mine"))
+    module = next(m for name, m in sys.modules.items() if name.startswith("user_mine"))
     module.ANSWER = answer
     scores, metrics = loaded.score("f", ITEMS)
     assert len(scores) == 2 and all(isinstance(s, float) and (math.isnan(s) or math.isfinite(s)) for s in scores)

@@ -38,7 +38,7 @@ def scorer(kind: str, weight: float, **options) -> ScorerConfig:
 
 
 def response_scorer(reward_folder: Path, *scorers: ScorerConfig) -> ResponseScorer:
-    return ResponseScorer(list(scorers), reward_model=reward_folder, source_kinds={"mine": "file"}, model=tiny_params().model)
+    return ResponseScorer(list(scorers), reward_model=reward_folder, source_judges={}, model=tiny_params().model)
 
 
 def samples_of(tokenizer, *texts: str, finished: bool = True) -> list[Sample]:

@@ -1,0 +1,126 @@
+"""Data that a pretrained model writes itself, for whoever has a base model and no preferences: prompts, responses, and a rule that labels.
+
+A prompt is an opening and what the model adds to it; responses are the model's continuations. Both end with a whole sentence.
+Of two responses to a prompt the one that meets more of the rule's aspects is chosen; the first response of each is a demonstration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from random import Random
+from typing import Protocol
+
+from rlhf_core.config import SamplesConfig, SourceConfig
+from rlhf_core.data.judge import Judgement, find_judge
+from rlhf_core.data.schema import Message
+from rlhf_core.data.split import conversation_text
+
+MAX_PAIRS_PER_PROMPT = 4
+DRAWS = 3  # times as many prompts as wanted are drawn at most, since some come twice or have no end
+_SENTENCE_END = re.compile(r"[.!?…][\"'”’)]*(?=\s|$)|[。！？][”」』）]*")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text of a model's. ended: it ended the text itself; False: it was cut off by length."""
+
+    text: str
+    ended: bool
+
+
+class Writer(Protocol):
+    """A model that writes. `draw` and a text's position decide what is drawn."""
+
+    def extend(self, openings: list[str], config: SamplesConfig, *, draw: int) -> list[Written]:
+        """Every opening as plain text, with `config.opening_tokens` more."""
+
+    def respond(self, prompts: list[str], config: SamplesConfig, *, draw: int) -> list[list[Written]]:
+        """`config.responses_per_prompt` responses to every prompt, which is a user's message in the model's template."""
+
+
+def sample_rows(source: SourceConfig, *, seed: int, writer: Writer, dropped: Counter[str]) -> Iterator[tuple[str, dict]]:
+    """Use and row, one after the other, for the uses that the source is declared for; a function of its arguments only.
+
+    Args:
+        dropped: counts what is left out, by reason.
+    Raises:
+        ValueError: the rule can't be used, or the model's texts have no end.
+    """
+    config, judge = source.samples, find_judge(source.judge)
+    for opening in config.openings:  # a rule that fails does so before anything is drawn
+        judge(_messages(opening), opening)
+    prompts = _prompts(config, writer, dropped)
+    if not prompts:
+        raise ValueError(
+            f"source {source.name}: expected prompts that end with a sentence, got none after {config.opening_tokens} tokens; "
+            "raise samples.opening_tokens, or set it to 0 and give whole openings"
+        )
+    groups = writer.respond(prompts, config, draw=DRAWS)
+    rng = Random(f"{seed}:samples:{source.name}")
+    for prompt, group in zip(prompts, groups, strict=True):
+        responses = list(_whole(group, dropped))
+        for use, row in _rows(config, rng, prompt, [(r, judge(_messages(prompt), r)) for r in responses], dropped):
+            if use in source.uses:
+                yield use, row
+
+
+def whole_sentences(text: str) -> str:
+    """The text up to the end of its last whole sentence outside of quotes; empty where there is none."""
+    ends = (m.end() for m in _SENTENCE_END.finditer(text))
+    return text[: max((end for end in ends if text[:end].count('"') % 2 == 0), default=0)]
+
+
+def _prompts(config: SamplesConfig, writer: Writer, dropped: Counter[str]) -> list[str]:
+    """Different prompts, as many as wanted where the model has so many."""
+    if config.opening_tokens == 0:
+        return list(dict.fromkeys(config.openings))[: config.prompts]
+    openings = [config.openings[i % len(config.openings)] for i in range(config.prompts)]
+    found: dict[str, str] = {}
+    for draw in range(DRAWS):
+        for written in writer.extend(openings, config, draw=draw):
+            prompt = "" if written.ended else whole_sentences(written.text)
+            if prompt:
+                found.setdefault(conversation_text(_messages(prompt)), prompt)
+            else:
+                dropped["prompts that are no beginning of a text"] += 1
+            if len(found) == config.prompts:
+                return list(found.values())
+    return list(found.values())
+
+
+def _whole(group: list[Written], dropped: Counter[str]) -> Iterator[str]:
+    """The different responses of a prompt, cut after a whole sentence where the model was cut off."""
+    seen = set()
+    for written in group:
+        text = written.text.rstrip() if written.ended else whole_sentences(written.text)
+        if not text.strip():
+            dropped["responses without a whole sentence"] += 1
+        elif text not in seen:
+            seen.add(text)
+            yield text
+
+
+def _rows(
+    config: SamplesConfig, rng: Random, prompt: str, judged: list[tuple[str, Judgement]], dropped: Counter[str]
+) -> Iterator[tuple[str, dict]]:
+    messages = _messages(prompt)
+    yield "prompt", {"messages": messages, "label": None}
+    if judged:
+        yield "sft", {"messages": messages, "response": judged[0][0]}
+    informative = [pair for pair in combinations(judged, 2) if pair[0][1].met != pair[1][1].met]
+    if not informative:
+        dropped["prompts whose responses the rule doesn't tell apart"] += 1
+    for pair in rng.sample(informative, min(MAX_PAIRS_PER_PROMPT, len(informative))):
+        (better, good), (worse, bad) = sorted(pair, key=lambda response: -response[1].met)
+        flipped = rng.random() < config.label_noise
+        chosen, rejected = (worse, better) if flipped else (better, worse)
+        apart = [a for a in good.aspects if good.aspects[a] != bad.aspects.get(a)]
+        yield "preference", {"messages": messages, "chosen": chosen, "rejected": rejected, "slices": {"aspects": "+".join(apart)}}
+
+
+def _messages(prompt: str) -> list[Message]:
+    return [{"role": "user", "content": prompt}]
