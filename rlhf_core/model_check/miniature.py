@@ -20,7 +20,7 @@ from transformers import (
 
 from rlhf_core.config import ModelConfig
 from rlhf_core.models.build import attention_implementation, new_language_model
-from rlhf_core.models.folder import check_model_folder, refusals
+from rlhf_core.models.folder import check_model_folder, locate_model, refusals
 
 VOCABULARY = 1024  # ids, at most; the full one of a large model would be most of the copy
 WIDTH = 128  # of a feed-forward layer or an expert, at most
@@ -38,9 +38,10 @@ def cut_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Pretr
     if config.path is None:
         shape = config.architecture.model_copy(update={"layers": min(LAYERS, config.architecture.layers)})
         return new_language_model(config.model_copy(update={"architecture": shape}), tokenizer, seed=0).config
-    check_model_folder(config.path)
-    with refusals(config.path):
-        full = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    path = locate_model(config.path)
+    check_model_folder(path)
+    with refusals(path):
+        full = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     return smaller(full, trust_remote_code=config.trust_remote_code)
 
 
