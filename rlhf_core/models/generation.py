@@ -41,7 +41,7 @@ def generate(
     drawn_ids, drawn_logprobs = torch.zeros(count, room, dtype=torch.long), torch.zeros(count, room)
     lengths, finished = limits.clone(), torch.zeros(count, dtype=torch.bool)
     rows, growing = torch.arange(count), torch.ones(count, dtype=torch.bool)  # of the batch as it is now
-    logits = decoder.begin(list(prompts), copies=group_size, room=room)
+    logits = decoder.begin(list(prompts), copies=group_size, room=room, max_length=max_length)
     for position in range(room):
         forbidden = eos_id if position < settings.min_new_tokens else None
         ids, logprobs = draw(logits, uniforms[rows.to(device), position], settings, forbidden=forbidden)
