@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
@@ -22,6 +21,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_core.config import ModelConfig
+from rlhf_core.models.classifier import classifier
 from rlhf_core.models.folder import check_model_folder, refusals, weight_files
 from rlhf_core.models.rotary import fix_frequencies
 
@@ -69,13 +69,11 @@ def load_language_model(
     Raises:
         ValueError: it isn't one, or not whole.
     """
-    how: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype}
     if max_length is not None:
-        check_model_folder(path)
-        with refusals(path):
-            how["config"] = AutoConfig.from_pretrained(path, **how)
+        how["config"] = _config(path, trust_remote_code=trust_remote_code)
         fix_frequencies(how["config"], max_length)
-    return _load(AutoModelForCausalLM, path, training_dtype=training_dtype, **how)
+    return _load(AutoModelForCausalLM, path, **how)
 
 
 def _load(kind: type, path: str | Path, *, trust_remote_code: bool, training_dtype: str, new: tuple[str, ...] = (), **how: Any):
@@ -118,8 +116,15 @@ def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, trai
     return _load_scalar(path, trust_remote_code=trust_remote_code, training_dtype=training_dtype)
 
 
-def _load_scalar(path: str | Path, **how: Any) -> PreTrainedModel:
-    return _load(AutoModelForSequenceClassification, path, num_labels=1, **how)
+def _load_scalar(path: str | Path, *, trust_remote_code: bool, **how: Any) -> PreTrainedModel:
+    kind = classifier(type(_config(path, trust_remote_code=trust_remote_code)))
+    return _load(kind, path, num_labels=1, trust_remote_code=trust_remote_code, **how)
+
+
+def _config(path: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
+    check_model_folder(path)
+    with refusals(path):
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def flash_attention_wanted(training_dtype: str) -> bool:
