@@ -96,7 +96,7 @@ def comparison_encoder(stage: Stage, model, tokenizer):
     from rlhf_core.models.branches import can_share_prefixes
     from rlhf_core.trainers.reward import encode_comparisons
 
-    shares_prefix = can_share_prefixes(model)
+    shares_prefix = can_share_prefixes(model, max_length=stage.params.model.max_length)
     if not shares_prefix:
         log.info("train_reward: this model's attention takes no mask of ours, so that prompts are computed again for each response")
     return functools.partial(encode_comparisons, tokenizer=tokenizer, max_length=stage.params.model.max_length, shares_prefix=shares_prefix)

@@ -9,17 +9,23 @@ What a model says of each branch is what it would say of the whole sequence, up 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_core.models.build import trunk
+from rlhf_core.models.masks import longest_reach
+from rlhf_core.models.trial import TAKES_MASKS, TRIAL_ERRORS, on_trial
 from rlhf_core.models.wrappers import TokenBatch
 
 SHARING_PAYS = 0.75  # a shared row that is longer than this part of its sequences' sum costs more attention than it saves
 # Where every row is of two responses to a prompt, one that isn't shared is padded to the length of those that are: sharing pays earlier.
 CONTINUING_PAYS = 0.9
+SHORT_TRIAL = 9  # tokens of a sequence on which sharing is tried where there are no windows
+TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2  # of a hidden state's length, in float32 and in less
 
 
 @dataclass(frozen=True)
@@ -103,20 +109,54 @@ def collate_branches(rows: list[Branches], *, pad_id: int, every_token: bool = F
 
 
 @torch.no_grad()
-def can_share_prefixes(model: PreTrainedModel) -> bool:
+def can_share_prefixes(model: PreTrainedModel, *, max_length: int | None = None) -> bool:
     """Whether the model computes the same for a shared row as for whole sequences: tried on one, not assumed from its architecture.
 
-    Some attention implementations take no mask, and some positional encodings no position ids.
+    Some attention implementations take no mask, some positional encodings no position ids, and a layer with a state sees all before it.
+    Where layers have windows or chunks, the sequences are longer than all of these, if `max_length` allows it, and go through as many
+    layers as it takes to have one of each type.
+
+    Args:
+        max_length: tokens of the longest sequence that the model will see; None: more than any window has.
     """
-    ids = torch.arange(12) % model.config.get_text_config().vocab_size
-    sequences = [ids[:9].tolist(), [*ids[:5].tolist(), *ids[9:].tolist()]]
+    if model.config._attn_implementation not in TAKES_MASKS:
+        return False
+    prefix, branches = _trial(model.config.get_text_config(), max_length)
     hidden = []
-    for rows in ([shared_row(sequences)], separate(sequences)):
-        batch = collate_branches(rows, pad_id=0).to(model.device)
+    for rows in ([Branches(prefix, branches)], [Branches(prefix, [ids]) for ids in branches]):
+        batch = collate_branches(rows, pad_id=0, every_token=True).to(model.device)
         try:
-            states = trunk(model)(input_ids=batch.input_ids, use_cache=False, **batch.attention()).last_hidden_state
-        except (ValueError, TypeError, RuntimeError):
+            with on_trial(model), _each_kind_of_layer(model.config.get_text_config()):
+                states = trunk(model)(input_ids=batch.input_ids, use_cache=False, **batch.attention(model)).last_hidden_state
+        except TRIAL_ERRORS:
             return False
         hidden.append(states[batch.selected].float())
     shared, alone = hidden
-    return bool((shared - alone).abs().max() <= 1e-3 * alone.abs().max())
+    tolerance = TOLERANCE if model.dtype == torch.float32 else HALF_TOLERANCE
+    return bool(((shared - alone).norm(dim=-1) <= tolerance * alone.norm(dim=-1)).all())
+
+
+def _trial(config: PretrainedConfig, max_length: int | None) -> tuple[list[int], list[list[int]]]:
+    """A prefix and two branches. With windows each sequence passes the largest by a quarter, and the first branch, which lies between
+    the second and the prefix, is about half as long as that.
+    """
+    length = max(SHORT_TRIAL, longest_reach(config) * 5 // 4 + 1)
+    limits = [limit for limit in (max_length, getattr(config, "max_position_embeddings", None)) if limit]
+    length = max(3, min([length, *limits]))
+    prefix = length * 5 // 9
+    ids = torch.randint(config.vocab_size, (2 * length - prefix,), generator=torch.Generator().manual_seed(0)).tolist()
+    return ids[:prefix], [ids[prefix:length], ids[length:-1] or ids[length:]]
+
+
+@contextmanager
+def _each_kind_of_layer(config: PretrainedConfig) -> Iterator[None]:
+    """Within it a model with windows has as many layers as it takes to have one of each type: what its trunk goes through is
+    `layers[: num_hidden_layers]`, in those that look at it.
+    """
+    layers, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or ["alike"]
+    if longest_reach(config):
+        config.num_hidden_layers = min(layers, 1 + max(kinds.index(kind) for kind in set(kinds)))
+    try:
+        yield
+    finally:
+        config.num_hidden_layers = layers

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
@@ -20,10 +21,14 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_core.config import ModelConfig
+from rlhf_core.models.classifier import classifier
 from rlhf_core.models.folder import check_model_folder, locate_model, refusals, weight_files
+from rlhf_core.models.rotary import fix_frequencies
 from rlhf_core.models.tokenizer import stop_ids, write_ends
 
+log = logging.getLogger(__name__)
 Module = TypeVar("Module", bound=torch.nn.Module)
+FLASH = "flash_attention_2"
 _HEADS = ("score.weight", "classifier.weight")  # of the heads that a sequence classifier may have
 
 
@@ -33,7 +38,8 @@ def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
     Master weights are float32; the engine casts for training where `config.dtype` says so.
     """
     if config.path is not None:
-        return load_language_model(locate_model(config.path), trust_remote_code=config.trust_remote_code, training_dtype=config.dtype)
+        how = {"trust_remote_code": config.trust_remote_code, "training_dtype": config.dtype}
+        return load_language_model(locate_model(config.path), max_length=config.max_length, **how)
     shape = config.architecture
     torch.manual_seed(seed)
     return LlamaForCausalLM(
@@ -54,13 +60,21 @@ def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
     )
 
 
-def load_language_model(path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32") -> PreTrainedModel:
+def load_language_model(
+    path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32", max_length: int | None = None
+) -> PreTrainedModel:
     """A causal language model from a Hugging Face name or folder (safetensors only); float32, whatever it will be trained in.
 
+    Args:
+        max_length: tokens of the longest sequence that the chain will see, where the chain starts from this model: see rotary.py.
     Raises:
         ValueError: it isn't one, or not whole.
     """
-    return _refuse_scaled_logits(_load(AutoModelForCausalLM, path, trust_remote_code=trust_remote_code, training_dtype=training_dtype))
+    how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype}
+    if max_length is not None:
+        how["config"] = _config(path, trust_remote_code=trust_remote_code)
+        fix_frequencies(how["config"], max_length)
+    return _load(AutoModelForCausalLM, path, **how)
 
 
 def _load(kind: type, path: str | Path, *, trust_remote_code: bool, training_dtype: str, new: tuple[str, ...] = (), **how: Any):
@@ -72,7 +86,6 @@ def _load(kind: type, path: str | Path, *, trust_remote_code: bool, training_dty
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             dtype=torch.float32,
-            attn_implementation=attention_implementation(training_dtype),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
             **how,
@@ -82,7 +95,7 @@ def _load(kind: type, path: str | Path, *, trust_remote_code: bool, training_dty
         raise ValueError(f"model {path}: expected {name} of shape {tuple(expected)}, as config.json says, got {tuple(found)}; restore it")
     if missing := sorted(set(told["missing_keys"]) - set(new)):
         raise ValueError(f"model {path}: expected all of its weights, got none for {', '.join(missing[:3])}; restore it, or choose another")
-    return model
+    return _with_flash_attention(model) if flash_attention_wanted(training_dtype) else model
 
 
 def new_scalar_model(
@@ -104,34 +117,39 @@ def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, trai
     return _load_scalar(path, trust_remote_code=trust_remote_code, training_dtype=training_dtype)
 
 
-def _load_scalar(path: str | Path, **how: Any) -> PreTrainedModel:
-    return _load(AutoModelForSequenceClassification, path, num_labels=1, **how)
+def _load_scalar(path: str | Path, *, trust_remote_code: bool, **how: Any) -> PreTrainedModel:
+    kind = classifier(type(_config(path, trust_remote_code=trust_remote_code)))
+    return _load(kind, path, num_labels=1, trust_remote_code=trust_remote_code, **how)
 
 
-def attention_implementation(training_dtype: str) -> str:
-    """flash_attention_2 where there is a GPU, flash-attn is installed and training runs in bfloat16; else torch's own."""
-    flash = training_dtype == "bfloat16" and torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
-    return "flash_attention_2" if flash else "sdpa"
+def _config(path: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
+    check_model_folder(path)
+    with refusals(path):
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
-def _refuse_scaled_logits(model: PreTrainedModel) -> PreTrainedModel:
-    """The wrappers project hidden states themselves, so what an architecture does to its logits afterwards would be lost.
+def flash_attention_wanted(training_dtype: str) -> bool:
+    """Where there is a GPU, flash-attn is installed and training runs in bfloat16."""
+    return training_dtype == "bfloat16" and torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
 
-    Raises:
-        ValueError: the model caps or scales its logits.
-    """
-    config = model.config.get_text_config()
-    for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
-        if getattr(config, name, neutral) not in (neutral, None):
-            raise ValueError(
-                f"model: expected one whose logits are its head's output, got {name}={getattr(config, name)}; use another model"
-            )
+
+def _with_flash_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Without it where the architecture can't (GPT-OSS has sinks, which it lacks): with what was chosen at load then."""
+    kinds = model._compatible_flash_implementations
+    try:
+        if not model._supports_flash_attn or (kinds and FLASH not in kinds):
+            raise ValueError("the architecture doesn't work with it")
+        model.set_attn_implementation(FLASH)
+    except (ValueError, ImportError) as error:
+        how = model.config._attn_implementation
+        log.info("model: %s computes attention by %s, not by FlashAttention: %s", type(model).__name__, how, error)
     return model
 
 
 def trunk(model: PreTrainedModel) -> torch.nn.Module:
     """The model without its head: token ids in, hidden states out."""
-    return model.base_model
+    inner = model.base_model
+    return getattr(model, "model", model) if inner is model else inner  # Llama 4's prefix names what its text model isn't part of
 
 
 def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:

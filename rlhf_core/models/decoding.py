@@ -11,8 +11,11 @@ from torch.nn import functional as F
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from rlhf_core.models.build import trunk
+from rlhf_core.models.logits import agree
 from rlhf_core.models.packed import can_pack, interleaved
 from rlhf_core.models.packed_layers import normalize
+from rlhf_core.models.rotary import check_length
+from rlhf_core.models.trial import TRIAL_ERRORS, on_trial
 
 POSITIONS = 32  # of keys and values that are multiplied at once, so that the products stay in the processor's cache
 
@@ -20,11 +23,12 @@ POSITIONS = 32  # of keys and values that are multiplied at once, so that the pr
 class Decoder(Protocol):
     """B sequences that grow by a token at a time."""
 
-    def begin(self, prompts: list[list[int]], *, copies: int, room: int) -> torch.Tensor:
+    def begin(self, prompts: list[list[int]], *, copies: int, room: int, max_length: int) -> torch.Tensor:
         """Logits [B, V] of the first new token; B = prompts x copies, a prompt's copies next to each other.
 
         Args:
             room: new tokens, at most.
+            max_length: tokens of a sequence; what is said of one that has more isn't used.
         """
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
@@ -43,35 +47,38 @@ def decoder(model: PreTrainedModel) -> Decoder:
 
 
 class HuggingFaceDecoder:
-    """By the model's own forward and cache: any architecture with attention alone, any device.
+    """By the model's own forward and cache: any architecture whose cache can be reordered, any device.
 
     Raises:
-        ValueError: it has other layers, as LFM2 has.
+        ValueError: what it says of a few tokens isn't what the model says of whole sequences, as with positions that count padding.
     """
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
-        if not all(hasattr(layer, "batch_repeat_interleave") for layer in DynamicCache(config=model.config).layers):
-            raise ValueError(
-                f"rollout.backend: expected vllm with {type(model).__name__}, got pytorch, which keeps keys and values alone; change it"
-            )
+        _try_out(self)
 
-    def begin(self, prompts: list[list[int]], *, copies: int, room: int) -> torch.Tensor:
+    @property
+    def model(self) -> PreTrainedModel:
+        return self._model
+
+    def begin(self, prompts: list[list[int]], *, copies: int, room: int, max_length: int) -> torch.Tensor:
         ids, real = _left_padded(prompts, self._model.device)
-        self._cache = DynamicCache(config=self._model.config)
+        check_length(self._model.config, min(max_length, ids.shape[1] + room))
+        self._cache, self._last = DynamicCache(config=self._model.config), max_length - 1
         logits = self._see(ids, real, (real.cumsum(1) - 1).clamp(min=0))
-        self._cache.batch_repeat_interleave(copies)
-        self._real, self._next = (x.repeat_interleave(copies, 0) for x in (real, real.sum(1)))
-        return logits.repeat_interleave(copies, 0)
+        rows = torch.arange(len(prompts), device=ids.device).repeat_interleave(copies)
+        self._cache.reorder_cache(rows)
+        self._real, self._next = real[rows], real.sum(1)[rows]
+        return logits[rows]
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         self._real = torch.cat([self._real, self._real.new_ones(len(ids), 1)], dim=1)
-        logits = self._see(ids[:, None], self._real, self._next[:, None])
+        logits = self._see(ids[:, None], self._real, self._next[:, None].clamp(max=self._last))
         self._next = self._next + 1
         return logits
 
     def keep(self, rows: torch.Tensor) -> None:
-        self._cache.batch_select_indices(rows)
+        self._cache.reorder_cache(rows)
         self._real, self._next = self._real[rows], self._next[rows]
 
     def end(self) -> None:
@@ -80,6 +87,35 @@ class HuggingFaceDecoder:
     def _see(self, ids: torch.Tensor, real: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         how = {"attention_mask": real.long(), "position_ids": positions, "past_key_values": self._cache, "use_cache": True}
         return self._model(input_ids=ids, logits_to_keep=1, **how).logits[:, -1]
+
+
+@torch.inference_mode()
+def _try_out(decoder: HuggingFaceDecoder) -> None:
+    """Two prompts of different lengths, with two copies each of which three are kept, against the model's forward on whole sequences.
+
+    Raises:
+        ValueError: they differ.
+    """
+    model = decoder.model
+    ids = torch.randint(model.config.get_text_config().vocab_size, (2, 9), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts, grown = [ids[0][:6], ids[1][:3]], ids[0][6:8]
+    expected, ours = [], []
+    with on_trial(model):
+        try:
+            decoder.begin(prompts, copies=2, room=2, max_length=8)
+            ours.append(decoder.step(torch.tensor(grown[:1] * 4, device=model.device)))
+            decoder.keep(torch.tensor([0, 2, 3], device=model.device))
+            ours.append(decoder.step(torch.tensor(grown[1:] * 3, device=model.device)))
+            decoder.end()
+            for count, rows in ((1, (0, 0, 1, 1)), (2, (0, 1, 1))):
+                whole = [torch.tensor([p + grown[:count]], device=model.device) for p in prompts]
+                expected.append(torch.cat([model(input_ids=whole[row], use_cache=False).logits[:, -1] for row in rows]))
+            differ = any(not agree(mine, theirs) for mine, theirs in zip(ours, expected, strict=True))
+            why = "whose logits with a cache and prompts of different lengths aren't those of whole sequences" if differ else None
+        except TRIAL_ERRORS as error:
+            why = f"whose forward with a cache ends in {type(error).__name__}: {error}"
+    if why is not None:
+        raise ValueError(f"rollout.backend: expected vllm with {type(model).__name__}, got pytorch, {why}; change it")
 
 
 class _Layer(NamedTuple):
@@ -119,7 +155,7 @@ class LlamaDecoder:
         return _Layer(*(w.t().contiguous() for w in (qkv, attention.o_proj.weight, gate_up, mlp.down_proj.weight)))
 
     @torch.inference_mode()
-    def begin(self, prompts: list[list[int]], *, copies: int, room: int) -> torch.Tensor:
+    def begin(self, prompts: list[list[int]], *, copies: int, room: int, max_length: int) -> torch.Tensor:
         ids, real = _left_padded(prompts, self._embedding.device)
         count, width = ids.shape
         angles = torch.arange(width + room)[:, None] * self._frequencies

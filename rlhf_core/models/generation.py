@@ -43,7 +43,7 @@ def generate(
     lengths, finished = limits.clone(), torch.zeros(count, dtype=torch.bool)
     ends = torch.tensor(stop_ids)
     rows, growing = torch.arange(count), torch.ones(count, dtype=torch.bool)  # of the batch as it is now
-    logits = decoder.begin(list(prompts), copies=group_size, room=room)
+    logits = decoder.begin(list(prompts), copies=group_size, room=room, max_length=max_length)
     for position in range(room):
         forbidden = stop_ids if position < settings.min_new_tokens else ()
         ids, logprobs = draw(logits, uniforms[rows.to(device), position], settings, forbidden=forbidden)

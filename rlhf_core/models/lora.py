@@ -16,13 +16,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from rlhf_core.config import LoraConfig
 from rlhf_core.models.build import scalar_head
-from rlhf_core.models.quantized import dequantized_state, quantize_linears
+from rlhf_core.models.quantized import QuantizedLinear, dequantized_state, quantize_linears
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
+
+_INSIDE = "adapted"
+_LINEAR = (nn.Linear, Conv1D, QuantizedLinear)  # not what is derived from them: Llama 4's routers return something else
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig | None, *, seed: int) -> None:
@@ -39,12 +43,12 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig | None, *, seed: int
     from peft import LoraConfig as PeftLoraConfig
     from peft import inject_adapter_in_model
 
-    settings = PeftLoraConfig(
-        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=_targets(model, config.target_modules)
-    )
+    # Within another module, or PEFT would see from the model's type which names mean experts, and take plain layers for them.
+    targets = [f"{_INSIDE}.{name}" for name in _targets(model, config.target_modules)]
+    settings = PeftLoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=targets)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        inject_adapter_in_model(settings, model)
+        inject_adapter_in_model(settings, nn.ModuleDict({_INSIDE: model}))
     for layer in _adapted(model).values():  # new modules are in training mode, whatever the model is in
         layer.train(model.training)
     if model.get_output_embeddings() is None:
@@ -71,7 +75,8 @@ def merged_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     for name, layer in _adapted(module).items():
         base = state[f"{name}.base_layer.weight"]
         a, b = (state[f"{name}.{matrix}.default.weight"].float() for matrix in ("lora_A", "lora_B"))
-        state[f"{name}.base_layer.weight"] = (base.float() + layer.scaling["default"] * (b @ a)).to(base.dtype)
+        product = (b @ a).t() if layer.fan_in_fan_out else b @ a
+        state[f"{name}.base_layer.weight"] = (base.float() + layer.scaling["default"] * product).to(base.dtype)
     corrections = tuple(f"{name}.lora_" for name in _adapted(module))
     return {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if not name.startswith(corrections)}
 
@@ -101,7 +106,9 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:
     """Full names of the layers that get adapters."""
     language_head = model.get_output_embeddings()
     head = scalar_head(model) if language_head is None else language_head
-    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
+    linear = [
+        name for name, part in model.named_modules() if type(part) in _LINEAR and part is not head and not _read_by_parent(model, name)
+    ]
     if wanted == "all-linear":
         return linear
     targets = {name: [full for full in linear if f".{full}".endswith(f".{name}")] for name in wanted}
@@ -109,3 +116,9 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:
         known = sorted({full.rpartition(".")[2] for full in linear})
         raise ValueError(f"lora.target_modules: expected linear layers of the model, among {known}, got {unknown}; correct the names")
     return sorted({full for found in targets.values() for full in found})
+
+
+def _read_by_parent(model: PreTrainedModel, name: str) -> bool:
+    """Whether the state-space mixer that a layer is in may read the layer's weight, so that a correction of its output would be lost."""
+    parent, _, own = name.rpartition(".")
+    return own in ("dt_proj", "out_proj") and hasattr(model.get_submodule(parent), "A_log")

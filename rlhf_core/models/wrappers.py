@@ -7,7 +7,8 @@ attention mask is needed. The vocabulary projection runs on the selected positio
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,8 +17,11 @@ from transformers import PreTrainedModel
 from rlhf_core.algorithms.logprobs import sampler_logprobs, token_entropy, token_logprobs, token_logprobs_and_entropy
 from rlhf_core.models.build import scalar_head, trunk
 from rlhf_core.models.head import can_project_in_pieces, head_logprobs
+from rlhf_core.models.logits import logit_rule
+from rlhf_core.models.masks import attention_arguments
 from rlhf_core.models.packed import can_pack, packed_states
 from rlhf_core.models.packed_layout import visible_branches
+from rlhf_core.models.rotary import changes_with_length, check_length
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,19 @@ class TokenBatch:
         moved = (getattr(self, f.name) for f in fields(self))
         return TokenBatch(*(x if x is None else x.to(device) for x in moved))
 
-    def attention(self) -> dict[str, torch.Tensor]:
-        """Arguments for a Hugging Face model; none where attention is plainly causal."""
-        visible = self.visible if self.segments is None else visible_branches(self.segments)
-        return {} if visible is None else {"position_ids": self.position_ids, "attention_mask": visible}
+    @property
+    def length(self) -> int:
+        """Of the longest sequence, with padding; of a row with branches a sequence is the prefix and one of them."""
+        return self.input_ids.shape[1] if self.position_ids is None else int(self.position_ids.max()) + 1
+
+    def mask(self) -> torch.Tensor | None:
+        """Which tokens (last) each token sees, [B, 1, T, T] bool; None where attention is plainly causal."""
+        return self.visible if self.segments is None else visible_branches(self.segments)
+
+    def attention(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Arguments for a Hugging Face model; none where attention is plainly causal, within the windows that the model has."""
+        visible = self.mask()
+        return {} if visible is None else attention_arguments(model, self.position_ids, visible)
 
     def predictions(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of the N selected tokens, but for a row's first, which nothing predicts: rows, positions of the predicting tokens, ids."""
@@ -81,11 +94,16 @@ class PolicyOutput(NamedTuple):
 
 
 class PolicyModule(nn.Module):
-    """Log-probabilities of selected tokens under a causal language model."""
+    """Log-probabilities of selected tokens under a causal language model.
+
+    Raises:
+        ValueError: the model gives no logits.
+    """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
+        self._rule = logit_rule(model, partial(_all_states, model))
 
     def forward(
         self,
@@ -108,12 +126,17 @@ class PolicyModule(nn.Module):
             routed: [B, T] bool, the tokens whose router logits are wanted; only of a model with experts.
         """
         rows, predicted_by, ids = batch.predictions()
-        hidden, router_logits = _hidden_states(self.model, batch, rows, predicted_by, routed)
-        head, filtered = self.model.get_output_embeddings(), top_k is not None or top_p < 1.0
-        if can_project_in_pieces(head) and not filtered and not learn_entropy:
-            logprobs, entropy = head_logprobs(head, hidden, ids, temperature=temperature, with_entropy=with_entropy)
-            return PolicyOutput(logprobs, entropy, None, router_logits)
-        logits, entropy = head(hidden), None
+        filtered, entropy = top_k is not None or top_p < 1.0, None
+        if self._rule is None:
+            logits, router_logits = _own_logits(self.model, batch, rows, predicted_by, routed)
+        else:
+            hidden, router_logits = _hidden_states(self.model, batch, rows, predicted_by, routed)
+            head = self.model.get_output_embeddings()
+            if can_project_in_pieces(head) and not filtered and not learn_entropy:
+                how = {"temperature": temperature, "with_entropy": with_entropy, "rule": self._rule}
+                logprobs, entropy = head_logprobs(head, hidden, ids, **how)
+                return PolicyOutput(logprobs, entropy, None, router_logits)
+            logits = self._rule(head(hidden))
         if with_entropy and not learn_entropy:
             logprobs, entropy = token_logprobs_and_entropy(logits, ids, temperature=temperature)
         else:
@@ -140,6 +163,12 @@ class ScalarModule(nn.Module):
         return scalar_head(self.model)(hidden).squeeze(-1).float()
 
 
+def _all_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """The trunk's output [T, H] at each of the tokens [1, T]."""
+    everywhere = torch.ones_like(ids, dtype=torch.bool)
+    return _hidden_states(model, TokenBatch(ids, everywhere), *everywhere.nonzero(as_tuple=True))[0]
+
+
 def _hidden_states(
     model: PreTrainedModel, batch: TokenBatch, rows: torch.Tensor, positions: torch.Tensor, routed: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -148,7 +177,22 @@ def _hidden_states(
     if routed is None and can_pack(inner):
         how = {"position_ids": batch.position_ids, "visible": batch.visible, "segments": batch.segments}
         return packed_states(inner, batch.input_ids, rows, positions, **how), None
-    routing = {} if routed is None else {"output_router_logits": True}
-    outputs = inner(input_ids=batch.input_ids, use_cache=False, **batch.attention(), **routing)
-    router_logits = None if routed is None else torch.cat([layer[routed.flatten()] for layer in outputs.router_logits])
+    outputs, router_logits = _asked(inner, batch, routed)
     return outputs.last_hidden_state[rows, positions], router_logits
+
+
+def _own_logits(
+    model: PreTrainedModel, batch: TokenBatch, rows: torch.Tensor, positions: torch.Tensor, routed: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Likewise, the logits [N, V] of the model's own forward."""
+    outputs, router_logits = _asked(model, batch, routed)
+    return outputs.logits[rows, positions], router_logits
+
+
+def _asked(model: PreTrainedModel, batch: TokenBatch, routed: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
+    """The output of a whole forward, of a model or its trunk, and the routed tokens' router logits where some are asked for."""
+    if changes_with_length(model.config):
+        check_length(model.config, batch.length)
+    routing = {} if routed is None else {"output_router_logits": True}
+    outputs = model(input_ids=batch.input_ids, use_cache=False, **batch.attention(model), **routing)
+    return outputs, None if routed is None else torch.cat([layer[routed.flatten()] for layer in outputs.router_logits])

@@ -128,7 +128,8 @@ def _models(
         items: all that training and evaluation will ask of the reference.
     """
     model = _load(run)
-    forward = ResponseForward(tokenizer.pad_token_id, can_share_prefixes(model), config.microbatch_tokens)
+    shares = can_share_prefixes(model, max_length=run.model.max_length)
+    forward = ResponseForward(tokenizer.pad_token_id, shares, config.microbatch_tokens)
 
     def reference() -> PolicyModule:
         start = _load(run)

@@ -109,7 +109,7 @@ class TrainerRank:
         """Whether a group's prompt is computed once: there are groups, the model can do it, and nothing else counts whole sequences."""
         rl = self._job.rl
         wanted = rl.group_size > 1 and rl.algorithm != "ppo" and self._experts_per_token is None
-        return wanted and can_share_prefixes(self._language_model)
+        return wanted and can_share_prefixes(self._language_model, max_length=self._job.model.max_length)
 
     def _can_run_at_once(self) -> bool:
         """Whether the models can be asked and trained at once."""

@@ -26,6 +26,7 @@ from rlhf_core.models.decoding import HuggingFaceDecoder, LlamaDecoder
 from rlhf_core.models.generation import _uniforms, draw
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.sampling import Sample, SamplingSettings, request_seeds
+from tests.model_families import OTHERS
 from tests.tiny_models import save_tiny_experts, tiny_tokenizer
 
 EOS, NEW, LONGEST = 1, 12, 48
@@ -70,7 +71,20 @@ def sliding_windows(folder: Path) -> Path:
     return folder
 
 
+def convolutions(folder: Path) -> Path:
+    """A cache of other states than keys and values."""
+    torch.manual_seed(6)
+    config = Lfm2Config(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        layer_types=["conv", "full_attention"], eos_token_id=EOS, pad_token_id=0, initializer_range=0.3, dtype="float32",
+    )  # fmt: skip
+    model = Lfm2ForCausalLM(config)
+    save_model(model, model.state_dict(), tiny_tokenizer(), folder)
+    return folder
+
+
 MODELS = {
+    "convolutions": convolutions,
     "sliding_windows": sliding_windows,
     "own_head": llama,
     "tied_head": lambda folder: llama(folder, tied=True),
@@ -190,14 +204,10 @@ def test_of_logits_that_are_not_finite_the_log_probability_is_not_a_number(value
     assert logprobs[0].isnan() and logprobs[1].isfinite() and (ids < 7).all()
 
 
-def test_a_model_with_other_states_than_keys_and_values_is_refused(tmp_path):
-    config = Lfm2Config(
-        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        layer_types=["conv", "full_attention"], eos_token_id=EOS, pad_token_id=0,
-    )  # fmt: skip
-    model = Lfm2ForCausalLM(config)
+def test_a_model_whose_states_are_not_in_its_cache_is_refused(tmp_path):
+    model = OTHERS["recurrent_gemma"]()
     save_model(model, model.state_dict(), tiny_tokenizer(), tmp_path)
-    with pytest.raises(ValueError, match=r"rollout\.backend: expected vllm with Lfm2ForCausalLM, got pytorch"):
+    with pytest.raises(ValueError, match=r"rollout\.backend: expected vllm with RecurrentGemmaForCausalLM, got pytorch"):
         engine(tmp_path)
 
 

@@ -31,7 +31,7 @@ def test_a_shared_row_by_hand():
     assert batch.input_ids.tolist() == [[7, 8, 5, 6, 9], [4, 3, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 2, 3], [0, 1, 0, 0, 0]]
     assert batch.selected.tolist() == [[False, False, True, False, True], [False, True, False, False, False]]
-    visible = batch.attention()["attention_mask"]
+    visible = batch.mask()
     assert visible[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
@@ -83,7 +83,7 @@ def test_rows_are_shared_only_where_that_saves_a_quarter():
 
 
 def test_plain_rows_need_no_mask():
-    assert collate_branches(separate(WHOLE), pad_id=PAD).attention() == {}
+    assert collate_branches(separate(WHOLE), pad_id=PAD).mask() is None
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -1,0 +1,33 @@
+"""Trying out what a model computes, before anything is trained: what architectures do isn't assumed from their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+# What a forward of some architecture raises on inputs that it can't take.
+TRIAL_ERRORS = (ValueError, TypeError, RuntimeError, AttributeError, LookupError, AssertionError)
+TAKES_MASKS = ("sdpa", "eager")  # implementations of attention that compute with any mask, on any device
+
+
+@contextmanager
+def on_trial(model: PreTrainedModel) -> Iterator[None]:
+    """Within it the model is in evaluation mode, and computes attention in a way that works for it where and as it is now: loaded in
+    float32 and on a CPU it can't use FlashAttention, which it will be trained with.
+    """
+    training = [part for part in model.modules() if part.training]
+    own = model.config._attn_implementation
+    changes = own not in TAKES_MASKS and (model.device.type == "cpu" or model.dtype == torch.float32)
+    model.eval()
+    if changes:
+        model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        if changes:
+            model.set_attn_implementation(own)
+        for part in training:
+            part.training = True
