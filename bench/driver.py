@@ -108,7 +108,7 @@ def serve(connection: Connection, work: Work, part: int, engines: int, threads: 
     """An engine's process: it says that it is there, then generates when it is told to."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from rlhf_core.engines.vllm_engine import VllmEngine
-    from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+    from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
     from rlhf_core.quiet import be_quiet, collect_rarely
     from rlhf_core.sampling import SamplingSettings, request_seeds
 
@@ -129,13 +129,13 @@ def serve(connection: Connection, work: Work, part: int, engines: int, threads: 
         gpu_memory_fraction=rl.rollout.gpu_memory_fraction,
     )
     sampling = SamplingSettings(rl.rollout.max_new_tokens, rl.rollout.temperature, min_new_tokens=rl.rollout.min_new_tokens)
-    count = work.batch_size // rl.group_size
+    count, ends = work.batch_size // rl.group_size, stop_ids(tokenizer, work.model)
     connection.send("ready")
     while True:
         turn = connection.recv()
         first = turn * count % (len(prompts) - count)
         own = prompts[first : first + count][part::engines]
-        engine.generate(own, request_seeds(0, turn, len(own)), sampling, eos_id=tokenizer.eos_token_id, group_size=rl.group_size)
+        engine.generate(own, request_seeds(0, turn, len(own)), sampling, stop_ids=ends, group_size=rl.group_size)
         connection.send(turn)
 
 

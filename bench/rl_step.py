@@ -18,7 +18,7 @@ STEPS, WARMUP = 6, 2
 def rl_step(prompts: int) -> tuple[float, float, int]:
     """Median computing time of a step of RLOO on the benchmark's small model, in seconds; the largest resident set in GB; responses."""
     from rlhf_core.engines.pytorch_engine import PytorchEngine
-    from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
     from rlhf_core.trainers.credit import RewardNormalizer, assign_credit
     from rlhf_core.trainers.rl_data import DemonstrationStream, PromptStream, collate, read_prompts, sequences_of
     from rlhf_core.trainers.rl_minibatch import plan_update
@@ -42,7 +42,7 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
         for step in range(STEPS):
             began = time.process_time()
             asked = stream.take(step * prompts, prompts)
-            how = {"eos_id": tokenizer.eos_token_id, "group_size": rl.group_size}
+            how = {"stop_ids": stop_ids(tokenizer, job.sft_model), "group_size": rl.group_size}
             groups = engine.generate([p.prompt_ids for p in asked], list(range(prompts)), sampling_settings(rl), **how)
             rollouts = [
                 Rollout(prompt, s.response_ids, s.logprobs, s.finished, group_id=i, policy_version=step)

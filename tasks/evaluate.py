@@ -52,11 +52,11 @@ def heldout_prompts(stage: Stage, tokenizers: dict) -> dict[str, list]:
 def generate_all(stage: Stage):
     """Every model's answers in every mode, scored and judged: {mode: {"sft": [...], "policy": [...]}}.
 
-    They end where the policy's rollouts end: at the end token or a string of rl.rollout.stop.
+    They end where the policy's rollouts end: at an end token or a string of rl.rollout.stop.
     """
     from rlhf_core.engines.in_process import open_engine
     from rlhf_core.models.build import read_state_dict
-    from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
     from rlhf_core.sampling import SamplingSettings, request_seeds
 
     params, config, stop = stage.params, stage.params.evaluation, tuple(stage.params.rl.rollout.stop)
@@ -74,15 +74,16 @@ def generate_all(stage: Stage):
         gpu_memory_fraction=config.gpu_memory_fraction,
         reads_text=bool(stop),
     )
+    ends = {name: stop_ids(tokenizer, MODELS[name]) for name, tokenizer in tokenizers.items()}
     seeds = request_seeds(params.seed, 0, len(prompts["sft"]))
     samples: dict[str, dict[str, list]] = {mode: {} for mode in MODES}
-    for name, tokenizer in tokenizers.items():
+    for name in tokenizers:
         if name == "policy":
             engine.load_weights(read_state_dict(POLICY_MODEL), version=1)
         ids = [p.prompt_ids for p in prompts[name]]
         for mode in MODES:
             settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature, stop=stop)
-            samples[mode][name] = engine.generate(ids, seeds, settings, eos_id=tokenizer.eos_token_id, group_size=1)
+            samples[mode][name] = engine.generate(ids, seeds, settings, stop_ids=ends[name], group_size=1)
     return tokenizers["sft"].pad_token_id, score_and_judge(stage, tokenizers, prompts, samples)
 
 

@@ -98,7 +98,7 @@ def answer(stage: Stage, models: dict[str, Path]):
     """
     from rlhf_core.engines.in_process import open_engine
     from rlhf_core.models.build import read_state_dict
-    from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
     from rlhf_core.sampling import SamplingSettings, request_seeds
     from rlhf_core.trainers.labelling import choose_prompts
 
@@ -128,7 +128,7 @@ def answer(stage: Stage, models: dict[str, Path]):
         for mode in MODES:
             settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature)
             ids = [p.prompt_ids for p in prompts]
-            samples[mode][name] = engine.generate(ids, seeds, settings, eos_id=tokenizer.eos_token_id, group_size=1)
+            samples[mode][name] = engine.generate(ids, seeds, settings, stop_ids=stop_ids(tokenizer, folder), group_size=1)
     engine.close()
     return tokenizer, judged(stage, tokenizer, prompts, samples)
 

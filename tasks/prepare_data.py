@@ -60,7 +60,8 @@ def make_tokenizer(config: ModelConfig, folder: Path, uses: list[str]) -> PreTra
 
     use_all_cores()
     if config.path is not None:
-        return load_tokenizer(config.path, trust_remote_code=config.trust_remote_code)
+        how = {"template_date": config.template_date, "template_options": config.template_options}
+        return load_tokenizer(config.path, trust_remote_code=config.trust_remote_code, **how)
     rows = (row for use in uses for part in _rows(folder, use) for row in part)
     texts = (text for row in rows if row["split"] == "train" for text in _texts(row))
     return build_tokenizer(texts, vocab_size=config.architecture.vocab_size)

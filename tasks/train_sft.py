@@ -79,8 +79,9 @@ def finetune(stage: Stage, model, tokenizer, *, first_step: int):
     from rlhf_core.trainers.supervised import engine_settings, evaluate, train_phase
 
     params, config = stage.params, stage.params.sft
-    train, dropped = encode_demonstrations(read_rows(PREPARED, "sft", "train"), tokenizer, max_length=params.model.max_length)
-    heldout, _ = encode_demonstrations(read_rows(PREPARED, "sft", "validation"), tokenizer, max_length=params.model.max_length)
+    how = {"max_length": params.model.max_length, "train_on": config.train_on, "train_on_thoughts": config.train_on_thoughts}
+    train, dropped = encode_demonstrations(read_rows(PREPARED, "sft", "train"), tokenizer, **how)
+    heldout, _ = encode_demonstrations(read_rows(PREPARED, "sft", "validation"), tokenizer, **how)
     phase = sft_phase(
         "sft",
         train,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from datetime import date
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.base import Section
+from rlhf_core.config.base import Section, shown
 
 
 class ArchitectureConfig(Section):
@@ -31,7 +32,21 @@ class ModelConfig(Section):
     trust_remote_code: bool
     dtype: Literal["float32", "bfloat16"]
     max_length: int = Field(ge=8)
+    template_date: str
+    template_options: dict[str, Any]
     architecture: ArchitectureConfig
+
+    @model_validator(mode="after")
+    def _template_is_sound(self) -> ModelConfig:
+        try:
+            date.fromisoformat(self.template_date)
+        except ValueError as error:
+            raise ValueError(
+                f"template_date: expected a day such as 2024-07-26, got {shown(repr(self.template_date))}; correct it"
+            ) from error
+        if self.template_options and self.path is None:
+            raise ValueError("template_options: expected none without model.path, whose template reads them, got some; remove them")
+        return self
 
 
 class LoraConfig(Section):

@@ -36,6 +36,8 @@ class TrainingConfig(Section):
 class SftConfig(TrainingConfig):
     pretrain: PretrainConfig
     steps: int = Field(gt=0)
+    train_on: Literal["last_turn", "all_turns"]
+    train_on_thoughts: bool
 
 
 class RewardConfig(TrainingConfig):

@@ -57,10 +57,12 @@ class PytorchEngine:
         self.version = 0
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, eos_id: int, group_size: int
+        self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, stop_ids: tuple[int, ...], group_size: int
     ) -> list[list[Sample]]:
         """`group_size` responses for each prompt, in order. `seeds[i]` decides what is drawn for prompt i.
 
+        Args:
+            stop_ids: tokens of which each ends a response.
         Raises:
             ValueError: a prompt leaves no room for a response.
         """
@@ -77,7 +79,7 @@ class PytorchEngine:
                 [prompts[i] for i in chosen],
                 [seeds[i] for i in chosen],
                 settings,
-                eos_id=eos_id,
+                stop_ids=stop_ids,
                 group_size=group_size,
                 max_length=self._max_length,
                 stops=self._stops(settings.stop),

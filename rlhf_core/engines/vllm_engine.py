@@ -81,9 +81,13 @@ class VllmEngine:
         self._packs_tied_head = on_cpu and self._llm.model_config.hf_config.tie_word_embeddings
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, eos_id: int, group_size: int
+        self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, stop_ids: tuple[int, ...], group_size: int
     ) -> list[list[Sample]]:
-        """`group_size` responses for each prompt, in order. `seeds[i]` decides what is drawn for prompt i."""
+        """`group_size` responses for each prompt, in order. `seeds[i]` decides what is drawn for prompt i.
+
+        Args:
+            stop_ids: tokens of which each ends a response.
+        """
         from vllm import SamplingParams
 
         parameters = [
@@ -94,7 +98,7 @@ class VllmEngine:
                 top_k=settings.top_k or 0,
                 max_tokens=settings.max_new_tokens,
                 min_tokens=settings.min_new_tokens,
-                stop_token_ids=[eos_id],
+                stop_token_ids=list(stop_ids),
                 stop=list(settings.stop) or None,
                 include_stop_str_in_output=True,
                 seed=seed,

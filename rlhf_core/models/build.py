@@ -21,6 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_core.config import ModelConfig
 from rlhf_core.models.folder import check_model_folder, refusals, weight_files
+from rlhf_core.models.tokenizer import stop_ids, write_ends
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 _HEADS = ("score.weight", "classifier.weight")  # of the heads that a sequence classifier may have
@@ -161,9 +162,11 @@ def find_scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:
 
 
 def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """A Hugging Face folder: config, safetensors, tokenizer with its chat template."""
+    """A Hugging Face folder: config, safetensors, tokenizer with its chat template; of a language model also what ends a response."""
     model.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
     tokenizer.save_pretrained(folder)
+    if model.can_generate():
+        write_ends(folder, stop_ids(tokenizer, folder))
 
 
 def checkpoint_names(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ def generate(
     seeds: Sequence[int],
     settings: SamplingSettings,
     *,
-    eos_id: int,
+    stop_ids: Sequence[int],
     group_size: int,
     max_length: int,
     stops: Callable[[list[int], int], bool] | None,
@@ -31,6 +31,7 @@ def generate(
 
     Args:
         seeds: of each prompt: they alone decide what is drawn, up to rounding, which depends on what is drawn beside it.
+        stop_ids: tokens of which each ends a response. None of them is drawn before `settings.min_new_tokens`, as with vLLM.
         max_length: tokens of prompt and response together.
         stops: of a response's ids, whether a stop string ends in those after the first so many; None: there are no such strings.
     """
@@ -40,13 +41,14 @@ def generate(
     count = len(limits)
     drawn_ids, drawn_logprobs = torch.zeros(count, room, dtype=torch.long), torch.zeros(count, room)
     lengths, finished = limits.clone(), torch.zeros(count, dtype=torch.bool)
+    ends = torch.tensor(stop_ids)
     rows, growing = torch.arange(count), torch.ones(count, dtype=torch.bool)  # of the batch as it is now
     logits = decoder.begin(list(prompts), copies=group_size, room=room)
     for position in range(room):
-        forbidden = eos_id if position < settings.min_new_tokens else None
+        forbidden = stop_ids if position < settings.min_new_tokens else ()
         ids, logprobs = draw(logits, uniforms[rows.to(device), position], settings, forbidden=forbidden)
         drawn_ids[rows, position], drawn_logprobs[rows, position] = ids.cpu(), logprobs.cpu()
-        ended = ids.cpu() == eos_id
+        ended = torch.isin(ids.cpu(), ends)
         if stops is not None and position >= settings.min_new_tokens:
             so_far, first = drawn_ids[rows, : position + 1].tolist(), settings.min_new_tokens
             ended |= torch.tensor([g and stops(ids_, first) for g, ids_ in zip(growing.tolist(), so_far, strict=True)])
@@ -65,19 +67,19 @@ def generate(
 
 
 def draw(
-    logits: torch.Tensor, uniforms: torch.Tensor, settings: SamplingSettings, *, forbidden: int | None
+    logits: torch.Tensor, uniforms: torch.Tensor, settings: SamplingSettings, *, forbidden: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A token of each row, by the inverse of the cumulative distribution, and its log-probability in what it was drawn from.
 
     Args:
         logits: [B, V].
         uniforms: [B] float64, in [0, 1).
-        forbidden: an id that has no probability.
+        forbidden: ids that have no probability.
     Returns:
         [B] int64; [B] float32.
     """
-    if forbidden is not None:
-        logits = logits.index_fill(-1, torch.tensor(forbidden, device=logits.device), -torch.inf)
+    if forbidden:
+        logits = logits.index_fill(-1, torch.tensor(tuple(forbidden), device=logits.device), -torch.inf)
     left = left_logits(logits, temperature=settings.temperature or 1.0, top_k=settings.top_k, top_p=settings.top_p)
     logprobs = left.log_softmax(-1)
     if settings.temperature == 0:

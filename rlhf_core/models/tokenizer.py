@@ -5,25 +5,59 @@ Templated text is tokenized without adding special tokens again: what the templa
 
 from __future__ import annotations
 
+import bisect
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_core.config import shown
 from rlhf_core.data.schema import Message
+from rlhf_core.models.template import DEFAULT_DATE, with_date, with_options
+from rlhf_core.models.turns import (
+    CLOSE,
+    OPEN,
+    Turn,
+    TurnEnd,
+    Unrenderable,
+    conversation_key,
+    copies_response,
+    render,
+    turn_end,
+    written_conversation,
+    written_turn,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+__all__ = [
+    "TurnEnd",
+    "Unrenderable",
+    "build_tokenizer",
+    "copies_response",
+    "encode_conversation",
+    "encode_prompt",
+    "encode_scored",
+    "encode_texts",
+    "encode_turn",
+    "load_tokenizer",
+    "stop_ids",
+    "turn_end",
+    "use_all_cores",
+    "write_ends",
+]
 
 log = logging.getLogger("rlhf")
 
 T = TypeVar("T")
 TEXTS_AT_ONCE = 8192
 PLAIN_CLASS = "TokenizersBackend"  # what a tokenizer without a class of its own is saved as
+GENERATION_CONFIG = "generation_config.json"
 PAD, END = "<pad>", "<|end|>"
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
@@ -89,9 +123,14 @@ def in_parts(items: Sequence[T]) -> Iterator[list[T]]:
         yield list(items[start : start + TEXTS_AT_ONCE])
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, *, trust_remote_code: bool, template_date: str = DEFAULT_DATE, template_options: dict[str, Any] | None = None
+) -> PreTrainedTokenizerBase:
     """A tokenizer from a Hugging Face name or folder, with a pad token and a chat template where it has none.
 
+    Args:
+        template_date: the day that its template writes, if it writes any; one that was saved with a day keeps that.
+        template_options: variables of its template, which are saved with it.
     Raises:
         ValueError: there is no tokenizer at `path`, or it has no eos token.
     """
@@ -111,12 +150,21 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizer
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_TEMPLATE
         log.warning("tokenizer %s has no chat template: a plain one with 'User:' and 'Assistant:' is set and saved with the model", path)
+    if isinstance(tokenizer.chat_template, dict):  # several, by name
+        tokenizer.chat_template = _default_template(path, tokenizer.chat_template)
+    tokenizer.chat_template = with_options(with_date(tokenizer.chat_template, template_date), template_options or {})
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
     except Exception as error:  # of a template, which is a program
         got = f"{type(error).__name__}: {shown(str(error))}"
         raise ValueError(f"tokenizer {path}: expected a chat template for a user's message, got {got}; correct it") from error
     return tokenizer
+
+
+def _default_template(path: str, templates: dict[str, str]) -> str:
+    if "default" not in templates:
+        raise ValueError(f"tokenizer {path}: expected a chat template named default, got {', '.join(templates)}; set chat_template")
+    return templates["default"]
 
 
 def _read_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -133,67 +181,115 @@ def _read_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenize
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """The ids of a conversation that waits for the assistant: the template with its generation prompt."""
-    return list(_encoded_prompt(tokenizer, _frozen(messages))[1])
+    """The ids of a conversation that waits for the assistant: the template with its generation prompt.
+
+    Raises:
+        Unrenderable: the template doesn't take the conversation. So do the functions below.
+    """
+    return list(_prompt_ids(tokenizer, tokenizer.chat_template, conversation_key(messages)))
 
 
 def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str) -> tuple[list[int], int]:
-    """The ids of prompt, response and one eos, and how many of them are the prompt.
+    """The ids of prompt, response and turn end, and how many of them are the prompt.
 
     Prompt and response are tokenized apart, so that the prompt's ids are exactly those of `encode_prompt`, which is what
-    the policy sees when it samples. Text in the response that looks like a special token stays text.
+    the policy sees when it samples. The response is what the template makes of it (`written_turn`); what it has that looks like a special
+    token stays text. The end is the template's (`TurnEnd.trained`).
+    """
+    ids, start, _ = encode_turn(tokenizer, messages, {"role": "assistant", "content": response})
+    return ids, start
+
+
+def encode_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: Message) -> tuple[list[int], int, int]:
+    """`encode_conversation` of an assistant's message, which may call tools; and where the answer starts behind its thoughts (without any:
+    where the response does).
+    """
+    prompt, turn = encode_prompt(tokenizer, messages), written_turn(tokenizer, messages, answer)
+    ids = _turn_ids(tokenizer, turn)
+    thoughts = _tokens_of(tokenizer, ids, turn.thoughts) if turn.thoughts else 0
+    end = () if turn.ended else turn_end(tokenizer).trained
+    return [*prompt, *ids, *end], len(prompt), len(prompt) + thoughts
+
+
+def encode_scored(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str) -> list[int]:
+    """The ids of a whole conversation as the template writes it, which is what a reward model is shown.
+
+    They are those of `encode_conversation` and what the template writes after the turn's end. A template that drops thoughts drops them
+    here: such a model scores the answer alone.
+    """
+    end = turn_end(tokenizer)
+    if not copies_response(tokenizer):
+        before, answer = written_conversation(tokenizer, messages, response)
+        if not before.startswith(render(tokenizer, messages, waits=True)):
+            ids = tokenizer(before, add_special_tokens=False)["input_ids"]
+            return [*ids, *_response_ids(tokenizer, answer), *end.trained, *end.after]
+    return [*encode_conversation(tokenizer, messages, response)[0], *end.after]
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> tuple[int, ...]:
+    """The tokens that end a response: the last of the template's turn end, eos, and those of the folder's generation_config.json.
 
     Raises:
-        ValueError: the template writes the response differently, so that training and sampling would disagree.
+        ValueError: the file is damaged, or names tokens that are none.
     """
-    text, prompt_ids = _encoded_prompt(tokenizer, _frozen(messages))
-    if not _copies(tokenizer, tokenizer.chat_template):
-        _check_copied(tokenizer, messages, text, response)
-    return [*prompt_ids, *_response_ids(tokenizer, response), tokenizer.eos_token_id], len(prompt_ids)
+    return tuple(dict.fromkeys([turn_end(tokenizer).trained[-1], tokenizer.eos_token_id, *_generation_ends(Path(folder), len(tokenizer))]))
 
 
-def _frozen(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
-    return tuple((m["role"], m["content"]) for m in messages)
+def write_ends(folder: Path, ends: Sequence[int]) -> None:
+    """Name the tokens in the folder's generation_config.json, if it doesn't: whoever samples from the model then stops at them."""
+    if {*_generation_ends(folder, max(ends) + 1)} == {*ends}:
+        return
+    path = folder / GENERATION_CONFIG
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    config |= {"eos_token_id": list(ends) if len(ends) > 1 else ends[0]}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _generation_ends(folder: Path, vocabulary: int) -> list[int]:
+    path = folder / GENERATION_CONFIG
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: expected a JSON object, got: {shown(str(error))}; restore or remove it") from error
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ValueError(f"{path}: expected token ids as eos_token_id, got {shown(repr(found))}; correct it")
+    return [token for token in ids if token < vocabulary]  # one that the tokenizer doesn't have is never sampled
 
 
 @lru_cache(maxsize=1024)
-def _encoded_prompt(tokenizer: PreTrainedTokenizerBase, messages: tuple[tuple[str, str], ...]) -> tuple[str, tuple[int, ...]]:
-    """Text and ids of the prompt; the pairs of one prompt follow each other, so most calls find it here."""
-    conversation = [{"role": role, "content": content} for role, content in messages]
-    text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    return text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, template: str, conversation: str) -> tuple[int, ...]:
+    """Of a conversation's key; the pairs of one prompt follow each other, so most calls find it here. `template` is the cache's key."""
+    text = render(tokenizer, json.loads(conversation), waits=True)
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _turn_ids(tokenizer: PreTrainedTokenizerBase, turn: Turn) -> list[int]:
+    """The template's own words and the response are tokenized together where nothing in the response looks like a special token."""
+    ids = _response_ids(tokenizer, turn.text)
+    if not turn.before:
+        return list(ids)
+    if ids == tuple(tokenizer(turn.text, add_special_tokens=False)["input_ids"]):
+        return tokenizer(turn.before + turn.text, add_special_tokens=False)["input_ids"]
+    return [*tokenizer(turn.before, add_special_tokens=False)["input_ids"], *ids]
 
 
 @lru_cache(maxsize=1 << 14)
 def _response_ids(tokenizer: PreTrainedTokenizerBase, response: str) -> tuple[int, ...]:
-    """Ids of a response; one that is compared with several others is tokenized once."""
-    return tuple(tokenizer(response, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+    """Ids of a response; one that is compared with several others is tokenized once. Tokens around thoughts are no text."""
+    parts = [response]
+    if CLOSE in response and tokenizer.convert_tokens_to_ids(CLOSE) in tokenizer.added_tokens_decoder:
+        parts = [part for part in re.split(f"({OPEN}|{CLOSE})", response) if part]
+    encoded = (tokenizer(p, add_special_tokens=False, split_special_tokens=p not in (OPEN, CLOSE)) for p in parts)
+    return tuple(token for part in encoded for token in part["input_ids"])
 
 
-@lru_cache(maxsize=8)
-def _copies(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Whether the template copies any response as it is, tried on what templates are known to touch: edges, thoughts, lines.
+def _tokens_of(tokenizer: PreTrainedTokenizerBase, ids: list[int], characters: int) -> int:
+    """How many of the ids, from the first on, make up so many characters."""
 
-    Asked once, so that only a template that doesn't is rendered again for every response. `template` is the cache's key.
-    """
-    question, answer = {"role": "user", "content": " a\n"}, {"role": "assistant", "content": "<think>\nb\n</think>\n\nc"}
-    for messages in ([question], [question, answer, question]):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        for response in ("d", " \nd \n", "<think>d</think>e", "d</think>\n\ne", "{{ d }}"):
-            if not _with_response(tokenizer, messages, response).startswith(text + response):
-                return False
-    return True
+    def length(count: int) -> int:
+        return len(tokenizer.decode(ids[:count], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-
-def _with_response(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str) -> str:
-    return tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": response}], tokenize=False)
-
-
-def _check_copied(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], prompt_text: str, response: str) -> None:
-    expected, got = prompt_text + response, _with_response(tokenizer, messages, response)
-    if not got.startswith(expected):
-        at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), len(got))
-        raise ValueError(
-            f"chat template: expected the response after the generation prompt as it is, {expected[at : at + 40]!r}, "
-            f"got {got[at : at + 40]!r} at character {at} of the conversation; strip the response or set a template that copies it"
-        )
+    return bisect.bisect_left(range(len(ids)), characters, key=length)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message
 from rlhf_core.engines.deepspeed_engine import device
-from rlhf_core.models.tokenizer import encode_conversation, load_tokenizer
+from rlhf_core.models.tokenizer import encode_scored, load_tokenizer
 from rlhf_core.scorers.members import combine_members
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.trainers.labelling import MICROBATCH_TOKENS
@@ -107,7 +107,7 @@ def reward_scores(
     for start in range(0, len(responses), SCORED_AT_ONCE):
         if stop_requested():
             raise Interrupted
-        sequences = [encode_conversation(tokenizer, r.messages, r.text)[0] for r in responses[start : start + SCORED_AT_ONCE]]
+        sequences = [encode_scored(tokenizer, r.messages, r.text) for r in responses[start : start + SCORED_AT_ONCE]]
         fitting = [ids if len(ids) <= max_length else None for ids in sequences]
         pad_id = tokenizer.pad_token_id
         by_members = score_by_members(members, fitting, pad_id=pad_id, microbatch_tokens=MICROBATCH_TOKENS, device=device())

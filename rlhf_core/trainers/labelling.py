@@ -21,7 +21,7 @@ from rlhf_core.config import ModelConfig, SamplingConfig, ScorerConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.engines.in_process import open_engine
-from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
 from rlhf_core.sampling import Sample, SamplingSettings, request_seeds
 from rlhf_core.scorers.members import combine_members
 from rlhf_core.scorers.needs import model_folders
@@ -90,13 +90,13 @@ def sample_responses(
     Which prompts there are is the caller's business (`choose_prompts`); `config.prompts` isn't read.
 
     Args:
-        model_path: Hugging Face folder with its tokenizer, whose end token ends a response.
+        model_path: Hugging Face folder with its tokenizer; `stop_ids` end a response.
         threads: cores for the engine on the CPU.
         seed, draw: decide, with a prompt's position, what is drawn for it. Rounds of one run differ in `draw`.
     Raises:
         SamplingStopped: `stop_requested` said so.
     """
-    eos_id = load_tokenizer(model_path, trust_remote_code=model.trust_remote_code).eos_token_id
+    ends = stop_ids(load_tokenizer(model_path, trust_remote_code=model.trust_remote_code), model_path)
     settings = SamplingSettings(config.max_new_tokens, config.temperature, top_p=config.top_p)
     seeds = request_seeds(seed, draw, len(prompts))
     per_request = max(1, REQUEST_RESPONSES // config.samples_per_prompt)
@@ -118,7 +118,7 @@ def sample_responses(
                 raise SamplingStopped
             part = slice(start, start + per_request)
             ids = [p.prompt_ids for p in prompts[part]]
-            samples += engine.generate(ids, seeds[part], settings, eos_id=eos_id, group_size=config.samples_per_prompt)
+            samples += engine.generate(ids, seeds[part], settings, stop_ids=ends, group_size=config.samples_per_prompt)
     finally:
         engine.close()
     return samples

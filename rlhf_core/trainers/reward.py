@@ -17,7 +17,7 @@ from rlhf_core.algorithms.preference_losses import bradley_terry
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.models.branches import Branches, collate_branches, separate, share_prefix
-from rlhf_core.models.tokenizer import encode_conversation
+from rlhf_core.models.tokenizer import encode_scored
 from rlhf_core.trainers.supervised import Metrics, Phase
 
 
@@ -25,7 +25,7 @@ from rlhf_core.trainers.supervised import Metrics, Phase
 class Comparison:
     """A conversation's distinct responses and the pairs among them.
 
-    sequences: token ids of conversation and response, the end token included.
+    sequences: token ids of conversation and response as the template writes them, the turn's end included.
     pairs: (chosen, rejected) as positions in `sequences`.
     row_ids: of the pairs.
     shares_prefix: compute what the sequences have in common once, where that pays.
@@ -67,7 +67,7 @@ def encode_comparisons(
         sides = []
         for text in (row["chosen"], row["rejected"]):
             if (key, text) not in positions:
-                ids, _ = encode_conversation(tokenizer, row["messages"], text)
+                ids = encode_scored(tokenizer, row["messages"], text)
                 positions[key, text] = None if len(ids) > max_length else len(comparison.sequences)
                 if len(ids) <= max_length:
                     comparison.sequences.append(ids)

@@ -54,6 +54,7 @@ class RolloutEngines:
     """Engines that hold the same policy. One that dies or is late is replaced and asked again.
 
     Args:
+        stop_ids: tokens of which each ends a response.
         packed_weights: of the trainer's policy of now.
         trainer_logprobs: of rollouts by the trainer's policy of now, flat [N], of the distribution that was sampled from.
     Raises:
@@ -65,12 +66,12 @@ class RolloutEngines:
         job: RlJob,
         engines: ActorGroup,
         *,
-        eos_id: int,
+        stop_ids: tuple[int, ...],
         replacements: Replacements,
         packed_weights: Callable[[], Pending],
         trainer_logprobs: Callable[[list[Rollout]], torch.Tensor],
     ):
-        self._job, self._engines, self._eos_id, self._replacements = job, engines, eos_id, replacements
+        self._job, self._engines, self._stop_ids, self._replacements = job, engines, stop_ids, replacements
         self._packed_weights, self._trainer_logprobs = packed_weights, trainer_logprobs
         self._sampling = sampling_settings(job.rl)
         self._version = 0
@@ -113,7 +114,7 @@ class RolloutEngines:
     def _ask(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings, *, group_size: int) -> Request:
         shards = _shards(len(prompts), len(self._engines))
         per_rank = [([prompts[i].prompt_ids for i in shard], [seeds[i] for i in shard], sampling) for shard in shards]
-        how = {"eos_id": self._eos_id, "group_size": group_size}
+        how = {"stop_ids": self._stop_ids, "group_size": group_size}
         return Request(prompts, shards, per_rank, how, self._engines.submit("generate", per_rank, **how))
 
     def _answer(self, request: Request, replace: Callable[[RoleLost], None]) -> list[Rollout]:
@@ -264,7 +265,7 @@ class RolloutEngines:
 
     def _begin(self, rank: int, prompt: Prompt) -> Rollout:
         """The beginning of a response by one engine."""
-        how = {"eos_id": self._eos_id, "group_size": 1, "deadline": self._job.rl.deadlines.step}
+        how = {"stop_ids": self._stop_ids, "group_size": 1, "deadline": self._job.rl.deadlines.step}
         ((sample,),) = self._engines.call_one(rank, "generate", [prompt.prompt_ids], [self._job.seed], self._first_tokens, **how)
         return Rollout(prompt, sample.response_ids, sample.logprobs, sample.finished, group_id=0, policy_version=self._version)
 

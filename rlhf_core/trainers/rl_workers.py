@@ -14,7 +14,7 @@ import torch
 
 from rlhf_core.checkpoint import Found
 from rlhf_core.engines.ray_actors import Pending
-from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.trainers.credit import RewardNormalizer
 from rlhf_core.trainers.rl_actors import Actors
 from rlhf_core.trainers.rl_data import sequences_of
@@ -68,7 +68,7 @@ class Workers:
         self.rollouts = RolloutEngines(
             job,
             actors.rollouts,
-            eos_id=tokenizer.eos_token_id,
+            stop_ids=stop_ids(tokenizer, job.sft_model),
             replacements=self.replacements,
             packed_weights=self._weights,
             trainer_logprobs=self._sampler_logprobs,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
-from rlhf_core.models.wrappers import collate_tokens
-from rlhf_core.trainers.demonstrations import Demonstration
+from rlhf_core.trainers.demonstrations import Demonstration, collate_demonstrations
 from rlhf_core.trainers.supervised import Metrics, Phase
 
 
@@ -44,11 +43,11 @@ def _parts(examples: list[Demonstration], microbatch_tokens: int) -> list[list[D
 
 
 def _loss_tokens(examples: list[Demonstration]) -> int:
-    return sum(len(e.ids) - e.start for e in examples)
+    return sum(e.num_trained for e in examples)
 
 
 def _negative_logprob(engine: TrainEngine, examples: list[Demonstration], pad_id: int):
-    batch = collate_tokens([e.ids for e in examples], [e.start for e in examples], pad_id=pad_id).to(device())
+    batch = collate_demonstrations(examples, pad_id=pad_id).to(device())
     return -engine(batch).logprobs.sum()
 
 

@@ -105,7 +105,7 @@ def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend
                 for parameter in model.parameters():
                     parameter.add_(0.02 * torch.randn_like(parameter))
             engine.load_weights(model.state_dict(), version)
-        groups = engine.generate(prompts, request_seeds(0, version, len(prompts)), SamplingSettings(16, 1.0), eos_id=1, group_size=1)
+        groups = engine.generate(prompts, request_seeds(0, version, len(prompts)), SamplingSettings(16, 1.0), stop_ids=(1,), group_size=1)
         samples = [group[0] for group in groups]
         sequences = [[*p, *s.response_ids] for p, s in zip(prompts, samples, strict=True)]
         tokens = collate_tokens(sequences, [len(p) for p in prompts], pad_id=0)

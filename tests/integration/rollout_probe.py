@@ -113,7 +113,7 @@ def look(folder: Path, tied: bool) -> dict:
 
     def sample(temperature: float = 1.0, group_size: int = 2, rows: slice = slice(None)) -> list[list[Sample]]:
         settings = SamplingSettings(NEW, temperature)
-        return engine.generate(PROMPTS[rows], SEEDS[rows], settings, eos_id=EOS, group_size=group_size)
+        return engine.generate(PROMPTS[rows], SEEDS[rows], settings, stop_ids=(EOS,), group_size=group_size)
 
     plain = SamplingSettings(NEW, 1.0)
     hot, cool, greedy = sample(), sample(0.7), sample(0.0, 1)
@@ -123,7 +123,7 @@ def look(folder: Path, tied: bool) -> dict:
         "at_1_taken_for_0.7": difference(first, hot, temperature=0.7),
         "again": ids(sample()) == ids(hot),
         "alone": [ids(sample(rows=slice(i, i + 1))) == ids(hot[i : i + 1]) for i in range(len(PROMPTS))],
-        "of_nothing": engine.generate([], [], plain, eos_id=EOS, group_size=2),
+        "of_nothing": engine.generate([], [], plain, stop_ids=(EOS,), group_size=2),
         "siblings_differ": sum(a.response_ids != b.response_ids for a, b in hot),
         "greedy_is_argmax": all(is_argmax(first, p, group[0]) for p, group in zip(PROMPTS, greedy, strict=True)),
         "samples": [[s.response_ids, s.finished, len(s.logprobs)] for group in hot for s in group],
@@ -133,11 +133,17 @@ def look(folder: Path, tied: bool) -> dict:
     filters = {"top_p": {"top_p": 0.7}, "top_k": {"top_k": 5}, "both_cool": {"top_p": 0.8, "top_k": 9, "temperature": 0.7}}
     for name, changes in filters.items():
         filtered = replace(plain, **changes)
-        drawn = engine.generate(PROMPTS, SEEDS, filtered, eos_id=EOS, group_size=2)
+        drawn = engine.generate(PROMPTS, SEEDS, filtered, stop_ids=(EOS,), group_size=2)
         seen[name] = [filtered_difference(first, drawn, filtered), difference(first, drawn, temperature=filtered.temperature)]
-    late = engine.generate(PROMPTS, SEEDS, replace(plain, min_new_tokens=6), eos_id=EOS, group_size=2)
+    late = engine.generate(PROMPTS, SEEDS, replace(plain, min_new_tokens=6), stop_ids=(EOS,), group_size=2)
     seen["min_lengths"] = [len(s.response_ids) for group in late for s in group]
     seen["before_and_after_min"] = early_and_late(first, late, first=6)
+    seen["other_end"] = other = hot[0][0].response_ids[2]
+    seen["two_ends"], late = (
+        [(s.response_ids, s.finished) for group in engine.generate(PROMPTS, SEEDS, how, stop_ids=(EOS, other), group_size=2) for s in group]
+        for how in (plain, replace(plain, min_new_tokens=6))
+    )
+    seen["late_ends"] = [response_ids[:6] for response_ids, _ in late]
     seen["version"] = [engine.version, engine.load_weights(second.state_dict(), 7), engine.version]
     changed = sample()
     seen |= {"synced": difference(second, changed, temperature=1.0), "old_after_sync": difference(first, changed, temperature=1.0)}

@@ -50,6 +50,13 @@ def test_before_the_fewest_tokens_the_end_is_forbidden_and_only_there_log_probab
     assert after < BUDGET < 1e-3 < before
 
 
+def test_each_of_the_stop_tokens_ends_a_response_and_none_comes_before_the_fewest_tokens(seen):
+    ends = {rollout_probe.EOS, seen["other_end"]}
+    assert any(ids[-1] == seen["other_end"] for ids, _ in seen["two_ends"])
+    assert all(finished == (ids[-1] in ends) and not {*ids[:-1]} & ends for ids, finished in seen["two_ends"])
+    assert not any({*first} & ends for first in seen["late_ends"])
+
+
 def test_new_weights_replace_the_old_ones(seen):
     assert seen["version"] == [0, 7, 7]
     assert seen["synced"] < BUDGET

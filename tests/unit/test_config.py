@@ -55,6 +55,8 @@ def test_the_default_is_accepted_and_typed():
         ("rl.samples_per_step", 200, "params: rl.samples_per_step: expected a multiple of minibatch_size=256, got 200; change one of them"),
         ("rl.rollout.max_new_tokens", 96, "params: rl.rollout.max_new_tokens: expected less than model.max_length=96, got 96; no token"),
         ("evaluation.max_new_tokens", 200, "params: evaluation.max_new_tokens: expected less than model.max_length=96, got 200"),
+        ("model.template_date", "today", "params: model.template_date: expected a day such as 2024-07-26, got 'today'"),
+        ("model.template_options", {"enable_thinking": False}, "params: model.template_options: expected none without model.path"),
         ("model.architecture.hidden_size", 97, "params: model.architecture.hidden_size: expected an even multiple of heads=3, got 97"),
     ],
 )

@@ -93,7 +93,7 @@ def drawing(request, tmp_path_factory) -> tuple[PytorchEngine, PreTrainedModel]:
 
 
 def sample(made: PytorchEngine, settings: SamplingSettings = PLAIN, *, group_size: int = 2, rows: slice = slice(None)):
-    return made.generate(PROMPTS[rows], SEEDS[rows], settings, eos_id=EOS, group_size=group_size)
+    return made.generate(PROMPTS[rows], SEEDS[rows], settings, stop_ids=(EOS,), group_size=group_size)
 
 
 def flat(groups: list[list[Sample]]) -> list[tuple[list[int], Sample]]:
@@ -132,6 +132,17 @@ def test_before_the_fewest_tokens_the_end_is_forbidden_and_only_there_log_probab
     assert min(len(s.response_ids) for _, s in flat(groups)) >= 6
     found = differences(model, groups, PLAIN)
     assert largest([d[6:] for d in found]) < 1e-4 < 1e-3 < largest([d[:6] for d in found])
+
+
+def test_each_of_the_stop_tokens_ends_a_response_and_none_comes_before_the_fewest_tokens(drawing):
+    made, _ = drawing
+    ((other, _),) = Counter(s.response_ids[2] for _, s in flat(sample(made)) if len(s.response_ids) > 3).most_common(1)
+    ends = (EOS, other)
+    drawn = [s for group in made.generate(PROMPTS, SEEDS, PLAIN, stop_ids=ends, group_size=2) for s in group]
+    assert all(s.finished == (s.response_ids[-1] in ends) and not {*s.response_ids[:-1]} & {*ends} for s in drawn)
+    assert any(s.response_ids[-1] == other for s in drawn)
+    late = made.generate(PROMPTS, SEEDS, replace(PLAIN, min_new_tokens=6), stop_ids=ends, group_size=2)
+    assert not any({*s.response_ids[:6]} & {*ends} for group in late for s in group)
 
 
 @torch.no_grad()
@@ -175,7 +186,7 @@ def test_temperature_zero_takes_the_most_likely_token(drawing):
 def test_of_logits_that_are_not_finite_the_log_probability_is_not_a_number(value, changes):
     logits = torch.zeros(2, 7)
     logits[0, 3] = value
-    ids, logprobs = draw(logits, torch.tensor([0.5, 0.5]).double(), replace(PLAIN, **changes), forbidden=None)
+    ids, logprobs = draw(logits, torch.tensor([0.5, 0.5]).double(), replace(PLAIN, **changes), forbidden=())
     assert logprobs[0].isnan() and logprobs[1].isfinite() and (ids < 7).all()
 
 
@@ -222,7 +233,7 @@ def test_the_cache_bounds_a_batch(tmp_path):
 
 def test_prompts_of_one_token(drawing):
     made, model = drawing
-    groups = made.generate([[9], [23]], SEEDS[:2], PLAIN, eos_id=EOS, group_size=2)
+    groups = made.generate([[9], [23]], SEEDS[:2], PLAIN, stop_ids=(EOS,), group_size=2)
     with torch.no_grad():
         first = [model(torch.tensor([[prompt]])).logits[0, -1].log_softmax(-1) for prompt in (9, 23)]
     for logprobs, group in zip(first, groups, strict=True):
@@ -232,7 +243,7 @@ def test_prompts_of_one_token(drawing):
 @pytest.mark.parametrize("prompts", [[[5, 6], [7] * LONGEST], [[7] * (LONGEST + 3)]])
 def test_a_prompt_without_room_for_a_response_is_refused(tmp_path, prompts):
     with pytest.raises(ValueError, match=r"prompts: expected fewer tokens than model.max_length=48, got (48|51)"):
-        engine(llama(tmp_path)).generate(prompts, [1] * len(prompts), PLAIN, eos_id=EOS, group_size=2)
+        engine(llama(tmp_path)).generate(prompts, [1] * len(prompts), PLAIN, stop_ids=(EOS,), group_size=2)
 
 
 def test_nothing_is_kept_between_calls(tmp_path):
@@ -265,7 +276,7 @@ def test_a_renewed_model_shares_no_memory_with_what_it_was_given(tmp_path):
 
 
 def test_no_prompt_no_sample(tmp_path):
-    assert engine(llama(tmp_path)).generate([], [], PLAIN, eos_id=EOS, group_size=2) == []
+    assert engine(llama(tmp_path)).generate([], [], PLAIN, stop_ids=(EOS,), group_size=2) == []
 
 
 def test_a_stop_string_ends_a_response_and_stays_in_it(tmp_path):
@@ -338,7 +349,7 @@ def test_frequencies_are_the_probabilities(tmp_path):
     """400 responses' first tokens against the model's distribution: within five standard deviations for each of the likeliest."""
     folder = llama(tmp_path)
     made, model = engine(folder), load_language_model(folder)
-    (group,) = made.generate([PROMPTS[0]], [11], replace(PLAIN, max_new_tokens=1), eos_id=EOS, group_size=400)
+    (group,) = made.generate([PROMPTS[0]], [11], replace(PLAIN, max_new_tokens=1), stop_ids=(EOS,), group_size=400)
     with torch.no_grad():
         probabilities = model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(-1)
     counts = torch.bincount(torch.tensor([s.response_ids[0] for s in group]), minlength=300)

@@ -123,12 +123,18 @@ THINKING = TOKENIZER.chat_template.replace(
 )
 
 
-@pytest.mark.parametrize(("template", "response"), [(STRIPPING, " padded"), (STRIPPING, "padded\n"), (THINKING, "anything")])
-def test_a_template_that_alters_the_response_is_an_error(template, response):
+@pytest.mark.parametrize("response", [" padded", "padded\n"])
+def test_a_response_is_trained_on_as_the_template_trims_it(response):
     tokenizer = build_tokenizer(TEXTS, vocab_size=330)
-    tokenizer.chat_template = template
-    with pytest.raises(ValueError, match="chat template: expected the response after the generation prompt as it is"):
-        encode_conversation(tokenizer, QUESTION, response)
+    tokenizer.chat_template = STRIPPING
+    assert encode_conversation(tokenizer, QUESTION, response) == encode_conversation(TOKENIZER, QUESTION, "padded")
+
+
+def test_what_a_template_puts_before_a_response_is_trained_on():
+    tokenizer = build_tokenizer(TEXTS, vocab_size=330)
+    tokenizer.chat_template = THINKING
+    ids, start = encode_conversation(tokenizer, QUESTION, "anything")
+    assert tokenizer.decode(ids[start:]) == "<think></think>anything<|end|>"
 
 
 def test_a_template_that_strips_is_fine_with_stripped_responses():

@@ -62,7 +62,7 @@ def test_the_same_vocabulary_with_another_template_or_end_is_another_tokenizer(t
     prompt_ids, response_ids = sampled(tokenizer, "Certainly: 1247.", finished=True)
     templated, ended = tiny_tokenizer(), tiny_tokenizer()
     templated.chat_template = PLAIN_TEMPLATE
-    ended.eos_token = "<|user|>"
+    ended.eos_token, ended.chat_template = "<|user|>", ended.chat_template.replace("'<|end|>'", "eos_token")
     for other in (templated, ended):
         shown = RewardModelInput(tokenizer, other, max_length=64).sequence(QUESTION, prompt_ids, response_ids, finished=True)
         assert shown == encode_conversation(other, QUESTION, "Certainly: 1247.")[0] != prompt_ids + response_ids

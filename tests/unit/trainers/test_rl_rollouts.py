@@ -26,7 +26,7 @@ def engines(folders: tuple[Path, Path], **changes) -> RolloutEngines:
     changes = {"rl.algorithm": "rloo", "rl.rollout.one_step_off_policy": True, **changes}
     job = rl_job(*folders, **changes)
     unused = {"packed_weights": None, "trainer_logprobs": None}
-    return RolloutEngines(job, None, eos_id=1, replacements=Replacements(0), **unused)
+    return RolloutEngines(job, None, stop_ids=(1,), replacements=Replacements(0), **unused)
 
 
 def kept(folders: tuple[Path, Path], folder: Path) -> None:

@@ -1,0 +1,90 @@
+"""The day and the options that are written into a chat template."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+from chat_templates import templated
+from transformers.utils import chat_template_utils
+
+from rlhf_core.models.template import with_date, with_options
+from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+
+QUESTION = [{"role": "user", "content": "Please sort 4172."}]
+
+
+def clock(monkeypatch, year: int) -> None:
+    class Then(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(year, 5, 17, tzinfo=tz)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Then)
+
+
+def test_the_day_in_a_prompt_is_the_configured_one_whatever_the_clock_says(tmp_path, monkeypatch):
+    original = templated("dated")
+    original.save_pretrained(tmp_path / "original")
+    load_tokenizer(str(tmp_path / "original"), trust_remote_code=False, template_date="2023-12-03").save_pretrained(tmp_path / "saved")
+    prompts, unpinned = [], []
+    for year in (2025, 2031):
+        clock(monkeypatch, year)
+        prompts.append(encode_prompt(load_tokenizer(str(tmp_path / "saved"), trust_remote_code=False), QUESTION))
+        unpinned.append(original.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True))
+    assert "Today: 17 May 2025" in unpinned[0] and "Today: 17 May 2031" in unpinned[1]
+    assert prompts[0] == prompts[1]
+    assert original.decode(prompts[0]) == unpinned[0].replace("17 May 2025", "03 Dec 2023")
+
+
+def test_a_tokenizer_from_elsewhere_has_a_fixed_day_by_default(tmp_path, monkeypatch):
+    templated("dated").save_pretrained(tmp_path)
+    clock(monkeypatch, 2031)
+    loaded = load_tokenizer(str(tmp_path), trust_remote_code=False)
+    assert "Today: 26 Jul 2024" in loaded.decode(encode_prompt(loaded, QUESTION))
+
+
+def test_every_format_of_the_day_has_its_text():
+    template = (
+        """{{ strftime_now('%Y-%m-%d') }} {{ strftime_now( "%d {%% x" ) }}|{% for m in messages %}{{ strftime_now("%B") }}{% endfor %}"""
+    )
+    tokenizer = templated("chatml")
+    tokenizer.chat_template = with_date(template, "2024-02-29")
+    assert tokenizer.apply_chat_template(QUESTION, tokenize=False) == "2024-02-29 29 {% x|February"
+    assert with_date(tokenizer.chat_template, "2020-01-01") == tokenizer.chat_template
+
+
+def test_a_template_without_a_day_stays_as_it_is():
+    assert with_date("{{ messages }}", "2024-02-29") == "{{ messages }}"
+
+
+def test_a_computed_format_is_refused():
+    with pytest.raises(ValueError, match="expected dates written as strftime_now"):
+        with_date("{{ strftime_now(form) }}", "2024-02-29")
+
+
+def test_options_are_saved_with_the_tokenizer_and_a_caller_may_say_otherwise(tmp_path):
+    original = templated("thinks")
+    original.save_pretrained(tmp_path / "original")
+    options = {"enable_thinking": False}
+    load_tokenizer(str(tmp_path / "original"), trust_remote_code=False, template_options=options).save_pretrained(tmp_path / "saved")
+    saved = load_tokenizer(str(tmp_path / "saved"), trust_remote_code=False)
+    how = {"tokenize": False, "add_generation_prompt": True}
+    assert saved.apply_chat_template(QUESTION, **how) == original.apply_chat_template(QUESTION, **how, enable_thinking=False)
+    assert saved.apply_chat_template(QUESTION, **how, enable_thinking=True) == original.apply_chat_template(QUESTION, **how)
+    assert original.apply_chat_template(QUESTION, **how) != saved.apply_chat_template(QUESTION, **how)
+
+
+@pytest.mark.parametrize("value", [None, True, 3, 0.5, 'it\'s {{ "quoted" }} %} \\ \n 語😀', ["a", {"b": {"c": None}}]])
+def test_an_options_value_arrives_as_it_is(value):
+    tokenizer = templated("chatml")
+    tokenizer.chat_template = with_options("{{ wanted | tojson }}", {"wanted": value})
+    plain = templated("chatml")
+    plain.chat_template = "{{ wanted | tojson }}"
+    assert tokenizer.apply_chat_template(QUESTION, tokenize=False) == plain.apply_chat_template(QUESTION, tokenize=False, wanted=value)
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "messages", "tools", "a b"])
+def test_an_option_that_the_template_doesnt_read_is_refused(name):
+    with pytest.raises(ValueError, match="template_options: expected variables that the chat template reads, got"):
+        with_options("{{ messages }} {{ tools }} {{ enable_thinking }}", {name: 1})
