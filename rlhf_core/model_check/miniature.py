@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from rlhf_core.config import ModelConfig
-from rlhf_core.models.build import attention_implementation, new_language_model
+from rlhf_core.models.build import new_language_model
 from rlhf_core.models.folder import check_model_folder, locate_model, refusals
 
 VOCABULARY = 1024  # ids, at most; the full one of a large model would be most of the copy
@@ -106,7 +106,7 @@ def random_model(config: PretrainedConfig, model: ModelConfig, *, seed: int, sca
         config.num_labels = 1
     torch.manual_seed(seed)
     with refusals(model.path or config.model_type):
-        made = kind.from_config(config, attn_implementation=attention_implementation("float32"), **how)
+        made = kind.from_config(config, **how)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             _enliven(name, parameter, tied=config.get_text_config().tie_word_embeddings)

@@ -102,24 +102,28 @@ def new_scalar_model(
     language_model_path: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool, training_dtype: str = "float32"
 ) -> PreTrainedModel:
     """A language model's trunk with a fresh scalar head; the head starts at zero, so every score starts at 0."""
-    model = _load_scalar(language_model_path, trust_remote_code=trust_remote_code, training_dtype=training_dtype, new=_HEADS)
+    model = _load_scalar(language_model_path, trust_remote_code=trust_remote_code, training_dtype=training_dtype, num_labels=1, new=_HEADS)
     model.config.pad_token_id = tokenizer.pad_token_id
     torch.nn.init.zeros_(scalar_head(model).weight)
     return model
 
 
 def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32") -> PreTrainedModel:
-    """A reward model or critic: a Hugging Face sequence classifier with one label (safetensors only), float32.
+    """A reward model or critic: a Hugging Face sequence classifier (safetensors only), float32; one label where none are named.
 
     Raises:
         ValueError: it isn't one, or not whole.
     """
-    return _load_scalar(path, trust_remote_code=trust_remote_code, training_dtype=training_dtype)
+    check_model_folder(path)
+    with refusals(path):
+        told, _ = PretrainedConfig.get_config_dict(path)
+    labels = {} if {"num_labels", "id2label"} & told.keys() else {"num_labels": 1}
+    return _load_scalar(path, trust_remote_code=trust_remote_code, training_dtype=training_dtype, **labels)
 
 
 def _load_scalar(path: str | Path, *, trust_remote_code: bool, **how: Any) -> PreTrainedModel:
     kind = classifier(type(_config(path, trust_remote_code=trust_remote_code)))
-    return _load(kind, path, num_labels=1, trust_remote_code=trust_remote_code, **how)
+    return _load(kind, path, trust_remote_code=trust_remote_code, **how)
 
 
 def _config(path: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
@@ -158,13 +162,19 @@ def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
     Raises:
         ValueError: the architecture's classifier has no plain `score` layer.
     """
-    for name in (head.partition(".")[0] for head in _HEADS):
-        head = dict(model.named_children()).get(name)
-        if isinstance(head, torch.nn.Linear):
-            return head
-    raise ValueError(
-        f"reward model: expected an architecture with a linear score layer, got {type(model).__name__}; use a decoder-only model"
-    )
+    head = find_scalar_head(model)
+    if head is None:
+        raise ValueError(
+            f"reward model: expected an architecture with a linear score layer, got {type(model).__name__}; use a decoder-only model"
+        )
+    return head
+
+
+def find_scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:
+    """The last layer of a sequence classifier, where it is a linear one of its own; None: it is something else."""
+    parts = dict(model.named_children())
+    heads = (parts.get(name.partition(".")[0]) for name in _HEADS)
+    return next((head for head in heads if isinstance(head, torch.nn.Linear)), None)
 
 
 def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

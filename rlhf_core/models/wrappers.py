@@ -21,6 +21,7 @@ from rlhf_core.models.logits import logit_rule
 from rlhf_core.models.masks import attention_arguments
 from rlhf_core.models.packed import can_pack, packed_states
 from rlhf_core.models.packed_layout import visible_branches
+from rlhf_core.models.reading import find_reading, label_index, own_scores
 from rlhf_core.models.rotary import changes_with_length, check_length
 
 
@@ -150,17 +151,52 @@ class PolicyModule(nn.Module):
 
 
 class ScalarModule(nn.Module):
-    """Scores or values at selected positions: a reward model or a critic."""
+    """Scores or values at selected positions: a reward model or a critic.
 
-    def __init__(self, model: PreTrainedModel):
+    Args:
+        label: of a model that gives several scores, the name or number of the one that counts.
+    Raises:
+        ValueError: the model gives no score, or several and none is chosen.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, label: str | int | None = None):
         super().__init__()
         self.model = model
-        scalar_head(model)
+        self.reading = find_reading(model)
+        self._label = label_index(model.config, self.reading.labels, label)
 
     def forward(self, batch: TokenBatch) -> torch.Tensor:
-        """The head's output [N] at each selected position, which has seen that token and all before it."""
+        """The score [N] at each selected position, which has seen that token and all before it.
+
+        Of a model whose tokens have no scores (`reading.of_tokens`): of each row, which ends with the one token that is selected.
+        """
+        if not self.reading.of_tokens:
+            sequences = _whole_sequences(self.model, batch)
+            return own_scores(self.model, sequences, together=self.reading.together)[:, self._label].float()
         hidden, _ = _hidden_states(self.model, batch, *batch.selected.nonzero(as_tuple=True))
-        return scalar_head(self.model)(hidden).squeeze(-1).float()
+        return scalar_head(self.model)(hidden)[:, self._label].float()
+
+    def check_scores_tokens(self, subject: str, remedy: str) -> None:
+        """
+        Raises:
+            ValueError: the model scores whole sequences only.
+        """
+        if not self.reading.of_tokens:
+            raise ValueError(
+                f"{subject}: expected a model whose score is a linear layer's output at a token, got {type(self.model).__name__}, "
+                f"which scores whole sequences only; {remedy}"
+            )
+
+
+def _whole_sequences(model: PreTrainedModel, batch: TokenBatch) -> list[list[int]]:
+    """The rows without their padding."""
+    if batch.visible is not None or batch.segments is not None or not bool((batch.selected.sum(1) == 1).all()):
+        raise ValueError(
+            f"reward model: expected whole sequences for {type(model).__name__}, which has no scores of tokens, got parts; "
+            "score each sequence in a row of its own"
+        )
+    ends = (batch.selected.int().argmax(1) + 1).tolist()
+    return [ids[:end] for ids, end in zip(batch.input_ids.tolist(), ends, strict=True)]
 
 
 def _all_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

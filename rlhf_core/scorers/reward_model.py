@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +16,44 @@ from rlhf_core.models.side_by_side import AT_A_TIME, can_run_side_by_side, side_
 from rlhf_core.models.wrappers import ScalarModule, collate_tokens
 from rlhf_core.scorers.members import member_folders
 
+log = logging.getLogger("rlhf")
+
 
 @torch.no_grad()
 def score_sequences(
     module: ScalarModule, sequences: list[list[int] | None], *, pad_id: int, microbatch_tokens: int, device: torch.device
 ) -> torch.Tensor:
-    """Raw scores [len(sequences)] on the CPU, read at the last token of each; NaN where the sequence is None.
+    """Raw scores [len(sequences)] on the CPU; NaN where the sequence is None, or longer than the model has positions for.
 
-    The same sequence gets the same score in any batch, up to rounding: attention is causal and padding comes after.
+    The same sequence gets the same score in any batch, up to rounding: `models.reading` says where it is read.
     """
-    known = [i for i, ids in enumerate(sequences) if ids is not None]
+    known = [i for i, ids in enumerate(sequences) if ids is not None and not _is_too_long(module, ids)]
     scores = torch.full((len(sequences),), float("nan"))
-    at_once = can_run_side_by_side(module)
+    at_once = module.reading.of_tokens and can_run_side_by_side(module)
 
     def score(part: list[int]) -> None:
         rows = [known[i] for i in part]
-        batch = collate_tokens([sequences[i] for i in rows], [len(sequences[i]) - 1 for i in rows], pad_id=pad_id)
+        last = [module.reading.last(sequences[i]) for i in rows]
+        batch = collate_tokens([sequences[i] for i in rows], last, pad_id=pad_id, ends=[i + 1 for i in last])
         scores[rows] = module(batch.to(device)).cpu()
 
     lengths = [len(sequences[i]) for i in known]
     parts = even_microbatches(lengths, max_tokens=microbatch_tokens, multiple=AT_A_TIME if at_once else 1)
     side_by_side(*(partial(score, part) for part in parts), at_once=at_once)
     return scores
+
+
+def _is_too_long(module: ScalarModule, ids: list[int]) -> bool:
+    longest = module.reading.longest
+    if longest is None or len(ids) <= longest:
+        return False
+    _say_too_long(type(module.model).__name__, longest)
+    return True
+
+
+@cache
+def _say_too_long(architecture: str, longest: int) -> None:
+    log.warning("reward model: a sequence of more than %d tokens has no score: this %s has no more positions", longest, architecture)
 
 
 def load_members(
@@ -47,11 +64,27 @@ def load_members(
     count: int | None = None,
     training_dtype: str = "float32",
     dtype: torch.dtype = torch.float32,
+    label: str | int | None = None,
 ) -> list[ScalarModule]:
-    """The first `count` members of a reward model (None: all), for scoring alone; one where it is no ensemble."""
-    how = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype}
-    modules = (ScalarModule(load_scalar_model(member, **how)) for member in member_folders(folder)[:count])
-    return [frozen(module, device=device, dtype=dtype) for module in modules]
+    """The first `count` members of a reward model (None: all), for scoring alone; one where it is no ensemble.
+
+    Args:
+        label: as of ScalarModule.
+    Raises:
+        ValueError: naming the folder that holds no model that scores.
+    """
+    return [
+        frozen(_load_module(member, label, trust_remote_code=trust_remote_code, training_dtype=training_dtype), device=device, dtype=dtype)
+        for member in member_folders(folder)[:count]
+    ]
+
+
+def _load_module(folder: Path, label: str | int | None, **how: Any) -> ScalarModule:
+    model = load_scalar_model(folder, **how)
+    try:
+        return ScalarModule(model, label=label)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
 
 
 def score_by_members(members: Sequence[ScalarModule], sequences: list[list[int] | None], **how: Any) -> torch.Tensor:

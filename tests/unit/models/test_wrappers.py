@@ -198,11 +198,6 @@ def test_a_saved_model_comes_back_with_its_tokenizer_and_template(tmp_path: Path
     assert load_tokenizer(str(tmp_path), trust_remote_code=False).chat_template == tokenizer.chat_template
 
 
-def test_an_architecture_without_a_linear_score_is_refused(language_model):
-    with pytest.raises(ValueError, match="expected an architecture with a linear score layer, got LlamaForCausalLM"):
-        ScalarModule(language_model)
-
-
 def test_initial_weights_follow_from_the_seed(tokenizer):
     from tiny_models import tiny_params
 
