@@ -45,7 +45,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig | None, *, seed: int
 
     # Within another module, or PEFT would see from the model's type which names mean experts, and take plain layers for them.
     targets = [f"{_INSIDE}.{name}" for name in _targets(model, config.target_modules)]
-    settings = PeftLoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=targets)
+    how = {"lora_alpha": config.alpha, "lora_dropout": config.dropout, "fan_in_fan_out": any(type(m) is Conv1D for m in model.modules())}
+    settings = PeftLoraConfig(r=config.rank, target_modules=targets, **how)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, nn.ModuleDict({_INSIDE: model}))

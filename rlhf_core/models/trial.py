@@ -20,14 +20,12 @@ def on_trial(model: PreTrainedModel) -> Iterator[None]:
     """
     training = [part for part in model.modules() if part.training]
     own = model.config._attn_implementation
-    changes = own not in TAKES_MASKS and (model.device.type == "cpu" or model.dtype == torch.float32)
+    if own not in TAKES_MASKS and (model.device.type == "cpu" or model.dtype == torch.float32):
+        model.config._attn_implementation = "eager"  # the setter, which model.set_attn_implementation would check first
     model.eval()
-    if changes:
-        model.set_attn_implementation("eager")
     try:
         yield
     finally:
-        if changes:
-            model.set_attn_implementation(own)
+        model.config._attn_implementation = own
         for part in training:
             part.training = True

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhf_core.algorithms.logprobs import token_entropy, token_logprobs
 from rlhf_core.models import head as heads
 from rlhf_core.models.head import can_project_in_pieces, head_logprobs
+from rlhf_core.models.logits import PLAIN, LogitRule
 
 ROWS, WIDTH, VOCABULARY = 11, 6, 9
 
@@ -39,25 +40,31 @@ def made(
     return head, hidden, torch.randint(vocabulary, (rows,), generator=generator)
 
 
+RULES = pytest.mark.parametrize("rule", [PLAIN, LogitRule(0.7), LogitRule(cap=2.0), LogitRule(1.5, 2.0)], ids=str)
+
+
+@RULES
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_they_and_the_entropy_are_those_of_all_logits(piece_rows, kept, temperature: float):
+def test_they_and_the_entropy_are_those_of_all_logits(piece_rows, kept, temperature: float, rule: LogitRule):
     head, hidden, ids = made()
-    logprobs, entropy = head_logprobs(head, hidden, ids, temperature=temperature, with_entropy=True)
-    logits = head(hidden)
+    logprobs, entropy = head_logprobs(head, hidden, ids, temperature=temperature, with_entropy=True, rule=rule)
+    logits = head(hidden) * rule.scale
+    logits = logits if rule.cap is None else rule.cap * torch.tanh(logits / rule.cap)
     torch.testing.assert_close(logprobs, token_logprobs(logits, ids, temperature=temperature))
     torch.testing.assert_close(entropy, token_entropy(logits, temperature=temperature).detach())
     assert logprobs.requires_grad and not entropy.requires_grad
     with torch.no_grad():
-        alone, nothing = head_logprobs(head, hidden, ids, temperature=temperature, with_entropy=False)
+        alone, nothing = head_logprobs(head, hidden, ids, temperature=temperature, with_entropy=False, rule=rule)
     assert torch.equal(alone, logprobs) and nothing is None
 
 
+@RULES
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_gradient_is_the_functions(piece_rows, kept, temperature: float):
+def test_the_gradient_is_the_functions(piece_rows, kept, temperature: float, rule: LogitRule):
     head, hidden, ids = made()
 
     def logprobs(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return head_logprobs(head, hidden, ids, temperature=temperature, with_entropy=True)[0]
+        return head_logprobs(head, hidden, ids, temperature=temperature, with_entropy=True, rule=rule)[0]
 
     assert torch.autograd.gradcheck(logprobs, (hidden, head.weight))
 
