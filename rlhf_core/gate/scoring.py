@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message
-from rlhf_core.models.tokenizer import encode_scored, load_tokenizer
+from rlhf_core.models.tokenizer import Unrenderable, encode_scored, load_tokenizer
 from rlhf_core.models.wrappers import ScalarModule
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 
@@ -36,8 +36,11 @@ class LoadedModel:
         return cls(members, load_tokenizer(str(folder), trust_remote_code=trust_remote_code), max_length, device)
 
     def encode(self, messages: Sequence[Message], response: str, *, max_length: int | None = None) -> list[int] | None:
-        """Token ids; None: longer than the limit."""
-        ids = encode_scored(self.tokenizer, messages, response)
+        """Token ids; None: longer than the limit, or of a conversation that the model's template doesn't take."""
+        try:
+            ids = encode_scored(self.tokenizer, messages, response)
+        except Unrenderable:
+            return None
         return ids if len(ids) <= (self.max_length if max_length is None else max_length) else None
 
     def score(self, sequences: Sequence[list[int] | None], *, microbatch_tokens: int = MICROBATCH_TOKENS) -> np.ndarray:
