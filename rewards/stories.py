@@ -6,13 +6,14 @@ A rule takes a prompt and one response to it, and says of each of its aspects wh
 import re
 
 KIND = r"help(s|ed|ing)?|shar(e|es|ed|ing)|hug(s|ged|ging)?|thank(s|ed)?|g[ai]ve|kind|nice|friends?|friendly|together"
-HAPPY = r"happy|happily|smil(e|es|ed|ing)|laugh(s|ed|ing)?|fun|joy|glad|proud|loved?"
-SAD = r"sad|sadly|cr(y|ied|ying)|scared|afraid|angry|mad|mean|hurt|broken?|lost|bad|upset|worried|cold|dark"
+HAPPY = r"happy|happily|smil(e|es|ed|ing)|laugh(s|ed|ing)?|fun|joy|glad|proud|excited|loved?"
+SENTENCES = 3
 
 
 def kind(prompt: str, response: str) -> dict[str, bool]:
-    """Somebody is kind, somebody is happy, and nothing sad happens."""
-    return {"kind": _says(KIND, response), "happy": _says(HAPPY, response), "gentle": not _says(SAD, response)}
+    """Somebody is kind, somebody is happy, and it takes at least three different sentences to say so."""
+    sentences = {s for s in re.split(r"(?<=[.!?])[\"\s]+", response.strip()) if s}
+    return {"kind": _says(KIND, response), "happy": _says(HAPPY, response), "told": len(sentences) >= SENTENCES}
 
 
 def _says(words: str, text: str) -> bool:
