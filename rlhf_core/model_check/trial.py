@@ -98,7 +98,11 @@ class Trial:
     ):
         self._settings, self._tokenizer, self._scratch = settings, tokenizer, scratch
         self._start, self._scalar_model = scratch / "start", scalar_model
-        save_model(language_model, language_model.state_dict(), tokenizer, self._start)
+        given = scratch / "given"
+        save_model(language_model, language_model.state_dict(), tokenizer, given)
+        # As SFT loads what it is given, and saves what all others load.
+        loaded = load_language_model(given, trust_remote_code=settings.trust_remote_code, max_length=settings.max_length)
+        save_model(loaded, loaded.state_dict(), tokenizer, self._start)
         self.sequences = _sequences(language_model.config.get_text_config().vocab_size, settings.max_length, seed=settings.seed)
 
     def run(self, column: str) -> Finding:
