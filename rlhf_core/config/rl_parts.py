@@ -115,6 +115,8 @@ class RolloutConfig(Section):
     kv_cache_gib: int = Field(gt=0)
     max_concurrent_sequences: int = Field(gt=0)
     max_logprob_difference: float = Field(gt=0)
+    bfloat16_mean_difference: float = Field(gt=0)
+    bfloat16_p999_difference: float = Field(gt=0)
     recomputed_fraction: float = Field(gt=0, le=1)
     one_step_off_policy: bool
 

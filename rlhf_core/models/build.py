@@ -179,6 +179,8 @@ def find_scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:
 
 def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """A Hugging Face folder: config, safetensors, tokenizer with its chat template; of a language model also what ends a response."""
+    if model.config.model_type == "deepseek_v3":  # by these vLLM tells its router from DeepSeek-V2's; transformers' own config lacks them
+        model.config.update({"topk_method": "noaux_tc", "scoring_func": "sigmoid"})
     model.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
     tokenizer.save_pretrained(folder)
     if model.can_generate():
@@ -186,8 +188,10 @@ def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], toke
 
 
 def checkpoint_names(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights as in the model's Hugging Face folder, which other libraries load: experts, in memory one tensor, are apart there."""
-    return revert_weight_conversion(model, dict(state_dict))
+    """Weights as in the model's Hugging Face folder, which other libraries load: experts, in memory one tensor, are apart there, and a
+    tied head, which is the embedding, isn't there.
+    """
+    return revert_weight_conversion(model, {n: t for n, t in state_dict.items() if n not in model.all_tied_weights_keys})
 
 
 def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:

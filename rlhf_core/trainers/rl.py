@@ -31,7 +31,6 @@ from rlhf_core.trainers.rl_metrics import (
     Metrics,
     TooManyUnscored,
     batch_metrics,
-    check_difference,
     check_finite,
     check_logprobs,
     check_scored,
@@ -101,16 +100,16 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
             break
         if rl.rollout.one_step_off_policy:
             following = prompts.take(drawn.prompts_drawn, rl.rollout_batch_size) if step + 1 < rl.steps else []
-            workers.rollouts.generate_ahead(following, step=step + 1, checked=drawn.scored[0].rollout.prompt)
+            workers.rollouts.generate_ahead(following, step=step + 1)
         outputs = workers.forward(drawn.asked)
         clock.lap("forward")
         batch = collate(drawn.scored, outputs, workers.pad_id, drawn.baseline_components)
         check_scored(batch, rl, step=step)
         if rl.rollout.one_step_off_policy:
             check_finite(batch, step=step)
-            difference = check_difference(workers.rollouts.difference(), rl, step=step)
+            difference = workers.rollouts.arrival.difference
         else:
-            difference = check_logprobs(batch, rl, step=step)
+            difference = check_logprobs(batch, rl, step=step, dtype=job.model.dtype)
         clock.lap("collate")
         train_batch, credit_metrics = assign_credit(batch, rl, normalizer, kl_coef=kl_coef)
         clock.lap("credit")
@@ -120,7 +119,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         clock.lap("update")
         if on_policy:  # only now are the policy's own log-probabilities known; what was sampled stays the same
             batch = with_old_logprobs(batch, workers.updated_logprobs(plans, batch), has_reference="ref_logprobs" in outputs)
-            difference = check_logprobs(batch, rl, step=step)
+            difference = check_logprobs(batch, rl, step=step, dtype=job.model.dtype)
             credit_metrics |= correct(batch, train_batch.response_mask, rl)[1]
             clock.lap("collate")
         workers.rollouts.collect_ahead()

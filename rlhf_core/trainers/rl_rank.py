@@ -25,7 +25,7 @@ from rlhf_core.models.lora import add_adapters, without_adapters
 from rlhf_core.models.packed import can_pack
 from rlhf_core.models.side_by_side import AT_A_TIME, can_run_side_by_side, side_by_side
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.models.wrappers import PolicyModule, PolicyOutput, ScalarModule, TokenBatch
+from rlhf_core.models.wrappers import PolicyModule, PolicyOutput, ScalarModule, TokenBatch, collate_tokens
 from rlhf_core.quiet import collect_as_usual
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.trainers.rl_job import RlJob
@@ -290,6 +290,12 @@ class TrainerRank:
         self._reference.model.load_state_dict(self._policy.state_dict())
 
     # Weights and state
+
+    @torch.no_grad()
+    def probe(self, ids: list[int]) -> list[float]:
+        """The policy's log-probability of each token but the first, at temperature 1. Every rank calls it: it is a collective."""
+        batch = collate_tokens([ids], [1], pad_id=self._pad_id).to(self._device)
+        return self._policy(batch).logprobs.float().cpu().tolist()
 
     def weights(self) -> dict[str, torch.Tensor] | None:
         """The policy's full weights on rank 0, under the names that its Hugging Face folder has; None on the others."""
