@@ -111,7 +111,7 @@ class RlConfig(Section):
         """Whether a batch is used for one optimizer step only, and nothing before it asks for the policy's log-probabilities: then those
         of the step itself are the old ones, and no pass of their own is made.
         """
-        asked_before = (self.kl.placement == "reward" and self.kl.coef > 0) or self.correction.kind != "none"
+        asked_before = self.kl.in_reward or self.correction.kind != "none"
         return self.one_optimizer_step and not asked_before and self.rollout.samples_any_token and not self.rollout.one_step_off_policy
 
     @property
@@ -162,6 +162,11 @@ class RlConfig(Section):
             raise ValueError(
                 f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; a group of one is always "
                 "all right or all wrong"
+            )
+        if self.algorithm == "remax" and self.kl.in_reward and self.rollout_batch_size < self.trainer.ranks:
+            raise ValueError(
+                f"remax.group_size: expected at least trainer.ranks={self.trainer.ranks} prompts a step, got {self.rollout_batch_size}; "
+                "each rank looks at greedy responses for their KL: lower it"
             )
         if self.reward.overlong is not None and self.reward.overlong.buffer > self.rollout.max_new_tokens:
             raise ValueError(

@@ -52,6 +52,11 @@ class KlConfig(Section):
         """Whether the divergence is known: it is penalised, or at least measured."""
         return self.coef > 0 or self.measure
 
+    @property
+    def in_reward(self) -> bool:
+        """Whether the divergence is subtracted from the rewards."""
+        return self.coef > 0 and self.placement == "reward"
+
     @model_validator(mode="after")
     def _k1_has_no_useful_gradient(self):
         if self.placement == "loss" and self.estimator == "k1":

@@ -93,7 +93,8 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         share = 0.0 if on_policy or rl.trusts_engine else rl.rollout.recomputed_fraction
         try:
             with stop.interrupts():
-                drawn = draw(workers, prompts, rl, step=step, prompts_drawn=progress.prompts_drawn, share=share, clock=clock)
+                position = progress.prompts_drawn
+                drawn = draw(workers, prompts, rl, normalizer, step=step, prompts_drawn=position, share=share, clock=clock)
         except StepAbandoned:
             log.info("rl: told to stop; step %d is given up before it has changed anything", step + 1)
             workers.snapshot(progress, normalizer, score=None)
@@ -104,7 +105,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
             workers.rollouts.generate_ahead(following, step=step + 1, checked=drawn.scored[0].rollout.prompt)
         outputs = workers.forward(drawn.asked)
         clock.lap("forward")
-        batch = collate(drawn.scored, outputs, workers.pad_id, drawn.baseline_components)
+        batch = collate(drawn.scored, outputs, workers.pad_id, drawn.baseline)
         check_scored(batch, rl, step=step)
         if rl.rollout.one_step_off_policy:
             check_finite(batch, step=step)

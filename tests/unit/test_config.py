@@ -203,6 +203,10 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
         ),
         ({"rl.policy_loss": "cispo", "rl.dual_clip": 3.0}, "rl.dual_clip: expected null with policy_loss cispo, got 3.0"),
         ({"rl.lora": LORA | {"dropout": 0.1}}, "rl.lora.dropout: expected 0 in rl, got 0.1"),
+        (
+            {"rl.algorithm": "remax", "rl.remax.group_size": 256, "rl.trainer.ranks": 2},
+            "rl.remax.group_size: expected at least trainer.ranks=2 prompts a step, got 1; each rank looks at greedy responses",
+        ),
         ({"rl.dynamic_sampling.enabled": True}, "rl.dynamic_sampling: expected ppo.group_size of at least 2, got 1"),
         (
             {"rl.reward.overlong": {"buffer": 33, "penalty": 1.0}},
