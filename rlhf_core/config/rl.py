@@ -189,6 +189,22 @@ class RlConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _critic_starts_in_the_rewards_units(self):
+        if self.algorithm != "ppo" or self.ppo.critic_init != "reward_model":
+            return self
+        key, own = "ppo.critic_init: expected reward_model_trunk or sft", self.reward.own_reward_models
+        if not own:
+            raise ValueError(
+                f"{key} where no rewarded scorer is the chain's reward model, got reward_model; its scores are in no units of the reward"
+            )
+        if running := [s.name for s in own if s.normalization == "running"]:
+            raise ValueError(
+                f"{key} with normalization running of {running}, got reward_model; how its scores relate to the rewards isn't known "
+                "before the first step, and moves"
+            )
+        return self
+
     def _can_draw_ahead(self) -> None:
         key = "rollout.one_step_off_policy: expected false"
         if self.dynamic_sampling.enabled:

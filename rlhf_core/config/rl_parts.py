@@ -17,8 +17,13 @@ class PpoConfig(Section):
     value_clip: float | None = Field(gt=0)
     value_coef: float = Field(gt=0)
     critic_learning_rate: float = Field(gt=0)
-    critic_init: Literal["reward_model", "sft"]
+    critic_init: Literal["reward_model", "reward_model_trunk", "sft"]
     critic_warmup_steps: int = Field(ge=0)
+
+    @property
+    def starts_from_reward_model(self) -> bool:
+        """Whether the critic is, at least in its trunk, the chain's reward model."""
+        return self.critic_init != "sft"
 
 
 class GrpoConfig(Section):

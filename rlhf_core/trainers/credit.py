@@ -91,6 +91,13 @@ class RewardNormalizer:
                     "is finite; see what that scorer says, and whether model.max_length is long enough for a reward model"
                 )
 
+    def location_and_spread(self, scorer: ScorerConfig) -> tuple[float, float]:
+        """What a scorer's scores are shifted by, and then divided by."""
+        if scorer.normalization == "none":
+            return 0.0, 1.0
+        moments = self.moments[scorer.name]
+        return moments.mean, max(moments.std, 1e-6)
+
     def __call__(self, components: dict[str, torch.Tensor], *, learn: bool = True) -> torch.Tensor:
         """Rewards [B], clipped as a whole; NaN where one of the scores that count isn't finite.
 
@@ -104,8 +111,8 @@ class RewardNormalizer:
             if scorer.normalization == "running" and learn:
                 self.moments[scorer.name] = self.moments[scorer.name].merge(scores)
             if scorer.normalization != "none":
-                moments = self.moments[scorer.name]
-                scores = (scores - moments.mean) / max(moments.std, 1e-6)
+                mean, std = self.location_and_spread(scorer)
+                scores = (scores - mean) / std
             total = total + scorer.weight * scores
         limit = self._config.clip
         return total if limit is None else total.clamp(-limit, limit)

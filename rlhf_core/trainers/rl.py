@@ -14,6 +14,7 @@ from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.quiet import collect_as_usual, overlook_what_is_imported
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.credit import RewardNormalizer, assign_credit, correct
+from rlhf_core.trainers.critic import value_units
 from rlhf_core.trainers.rl_actors import Actors
 from rlhf_core.trainers.rl_data import (
     DemonstrationStream,
@@ -85,6 +86,8 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         log.info("rl: going on from the checkpoint of step %d", progress.step)
     else:
         progress = begin(workers, prompts, validation, normalizer, rl)
+    if rl.algorithm == "ppo":
+        workers.set_value_units(value_units(rl, normalizer))
     curves = open_curves(job, first_step=progress.step + 1)
     stopping = False
     while not progress.finished(rl) and not stopping:
