@@ -82,11 +82,9 @@ class RlUpdate:
     def run(self, minibatches: list[Minibatch]) -> Totals:
         """One optimizer step for each minibatch from which there is something to learn, until one is too far from the sampling policy.
 
-        Where all responses of a minibatch are masked, on every rank, neither model takes a step: with gradients of zero, momentum and
-        weight decay would move it, and its schedule would go on.
-
-        Returns sums over this rank's tokens, and norms over all ranks. The tokens of a minibatch that was too far count (so that its
-        approx_kl shows), its losses and norms don't: nothing was stepped.
+        Where all responses of a minibatch are masked, on every rank, neither model takes a step: momentum, weight decay and schedule
+        would move on. Returns sums over this rank's tokens, and norms over all ranks. The tokens of a minibatch that was too far count
+        (so that its approx_kl shows), its losses and norms don't: nothing was stepped.
         """
         totals: Totals = defaultdict(float, optimizer_steps=0, stopped_early=0, skipped_steps=0)
         for minibatch in minibatches:
