@@ -82,6 +82,11 @@ class ScoreConfig(Section):
     overlong: OverlongConfig | None
     max_unscored_fraction: float = Fraction
 
+    @property
+    def own_reward_models(self) -> list[ScorerConfig]:
+        """Rewarded scorers that are the chain's own reward model."""
+        return [s for s in self.scorers if s.weight and s.kind == "reward_model" and s.path is None]
+
     @model_validator(mode="after")
     def _names_and_weights(self):
         _check_names_and_weights(self.scorers)

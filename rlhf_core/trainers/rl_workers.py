@@ -16,6 +16,7 @@ from rlhf_core.checkpoint import Found
 from rlhf_core.engines.ray_actors import Pending
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.trainers.credit import RewardNormalizer
+from rlhf_core.trainers.critic import ValueUnits
 from rlhf_core.trainers.rl_actors import Actors
 from rlhf_core.trainers.rl_data import sequences_of
 from rlhf_core.trainers.rl_job import RlJob
@@ -142,6 +143,10 @@ class Workers:
             width = mask.shape[1]
             found[minibatch.rows, :width] = torch.where(mask, seen, found[minibatch.rows, :width])
         return found
+
+    def set_value_units(self, units: ValueUnits) -> None:
+        """What the critic's output means; see `TrainerRank.set_value_units`."""
+        self._trainers.call("set_value_units", [(units,)] * len(self._trainers), deadline=self._job.rl.deadlines.step)
 
     def refresh_reference(self) -> None:
         """The reference becomes the current policy."""

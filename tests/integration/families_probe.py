@@ -91,9 +91,9 @@ def draw_long_prompts(folder: Path, config: PreTrainedConfig) -> dict[str, bool]
     engine = engine_for(folder, max_concurrent_sequences=64)
     prompts = torch.randint(3, VOCABULARY, (512, 300), generator=torch.Generator().manual_seed(7)).tolist()
     settings, seeds = SamplingSettings(2, 1.0), list(range(512))
-    drawn = engine.generate(prompts, seeds, settings, eos_id=1, group_size=1)
-    engine.generate(prompts[:3], seeds[:3], settings, eos_id=1, group_size=2)
-    again = engine.generate(prompts[500:], seeds[500:], settings, eos_id=1, group_size=1)
+    drawn = engine.generate(prompts, seeds, settings, stop_ids=(1,), group_size=1)
+    engine.generate(prompts[:3], seeds[:3], settings, stop_ids=(1,), group_size=2)
+    again = engine.generate(prompts[500:], seeds[500:], settings, stop_ids=(1,), group_size=1)
     ids = [[s.response_ids for s in group] for group in drawn]
     return {"same": ids[500:] == [[s.response_ids for s in group] for group in again], "several": len({str(i) for i in ids}) > 100}
 

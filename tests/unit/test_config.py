@@ -194,6 +194,14 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             "rl.rollout.one_step_off_policy: expected false with top_p, top_k or min_new_tokens and without a correction, got true",
         ),
         ({"rl.rollout.min_new_tokens": 32}, "rl.rollout.min_new_tokens: expected less than max_new_tokens=32, got 32; lower it"),
+        (
+            {"rl.ppo.critic_init": "reward_model", "rl.reward.scorers": [JUDGE]},
+            "rl.ppo.critic_init: expected reward_model_trunk or sft where no rewarded scorer is the chain's reward model, got reward_model",
+        ),
+        (
+            {"rl.ppo.critic_init": "reward_model", "rl.reward.scorers.0.normalization": "running"},
+            "rl.ppo.critic_init: expected reward_model_trunk or sft with normalization running of ['reward_model'], got reward_model",
+        ),
         ({"rl.trainer.ranks": 3}, "rl.minibatch_size: expected a multiple of trainer.ranks=3, got 256"),
         (
             {"rl.trainer.ranks": 2, "rl.ptx.coef": 0.1, "rl.ptx.batch_size": 31},
@@ -205,6 +213,10 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
         ),
         ({"rl.policy_loss": "cispo", "rl.dual_clip": 3.0}, "rl.dual_clip: expected null with policy_loss cispo, got 3.0"),
         ({"rl.lora": LORA | {"dropout": 0.1}}, "rl.lora.dropout: expected 0 in rl, got 0.1"),
+        (
+            {"rl.algorithm": "remax", "rl.remax.group_size": 256, "rl.trainer.ranks": 2},
+            "rl.remax.group_size: expected at least trainer.ranks=2 prompts a step, got 1; each rank looks at greedy responses",
+        ),
         ({"rl.dynamic_sampling.enabled": True}, "rl.dynamic_sampling: expected ppo.group_size of at least 2, got 1"),
         (
             {"rl.reward.overlong": {"buffer": 33, "penalty": 1.0}},
@@ -221,7 +233,7 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
         ),
         (
             {"reward.enabled": False, "rl.reward.scorers": [JUDGE]},
-            "rl.ppo.critic_init: expected sft while reward.enabled is false, got reward_model",
+            "rl.ppo.critic_init: expected sft while reward.enabled is false, got reward_model_trunk",
         ),
         (
             {"rl.reward.scorers": [JUDGE], "data.sources.0.kind": "file", "data.sources.0.path": "x", "data.sources.0.format": "preference",

@@ -40,7 +40,7 @@ def batch_of(components: dict[str, list[float]], *, width: int = 2, finished: li
     return RolloutBatch(
         prompt_ids=ids, prompt_mask=ids.bool(), response_ids=ids, response_mask=ids.bool(), rollout_logprobs=zeros, old_logprobs=zeros,
         sampler_logprobs=zeros, ref_logprobs=zeros, values=zeros, components={n: torch.tensor(s) for n, s in components.items()},
-        baseline_components={}, group_ids=torch.arange(rows), finished=torch.tensor(finished or [True] * rows),
+        baseline=None, group_ids=torch.arange(rows), finished=torch.tensor(finished or [True] * rows),
         policy_versions=torch.zeros(rows, dtype=torch.long),
     )  # fmt: skip
 
