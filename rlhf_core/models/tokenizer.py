@@ -124,15 +124,21 @@ def in_parts(items: Sequence[T]) -> Iterator[list[T]]:
 
 
 def load_tokenizer(
-    path: str, *, trust_remote_code: bool, template_date: str = DEFAULT_DATE, template_options: dict[str, Any] | None = None
+    path: str,
+    *,
+    trust_remote_code: bool,
+    template_date: str = DEFAULT_DATE,
+    template_options: dict[str, Any] | None = None,
+    scores: bool = False,
 ) -> PreTrainedTokenizerBase:
     """A tokenizer from a Hugging Face name or folder, with a pad token and a chat template where it has none.
 
     Args:
         template_date: the day that its template writes, if it writes any; one that was saved with a day keeps that.
         template_options: variables of its template, which are saved with it.
+        scores: it is a reward model's: it needs no eos token, and a template of its own, since that is how the model was trained.
     Raises:
-        ValueError: there is no tokenizer at `path`, or it has no eos token.
+        ValueError: there is no tokenizer at `path`, or it has no eos token, or a reward model's has no template.
     """
     try:
         tokenizer = _read_tokenizer(path, trust_remote_code=trust_remote_code)
@@ -142,11 +148,16 @@ def load_tokenizer(
             f"tokenizer {path}: expected a Hugging Face folder or a cached name, got: {reason} "
             "Correct model.path, or set HF_HUB_OFFLINE=0 to download"
         ) from error
-    if tokenizer.eos_token_id is None:
+    if tokenizer.eos_token_id is None and not scores:
         raise ValueError(f"tokenizer {path}: expected an eos token, got none; set eos_token in its tokenizer_config.json")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
         log.warning("tokenizer %s has no pad token: %r pads (masks, not ids, say what is padding)", path, tokenizer.pad_token)
+    if tokenizer.chat_template is None and scores:
+        raise ValueError(
+            f"tokenizer {path}: expected a reward model's own chat template, which says how its conversations are written, got none; "
+            "add a chat_template.jinja that writes what the model was trained on (docs/scorers.md)"
+        )
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_TEMPLATE
         log.warning("tokenizer %s has no chat template: a plain one with 'User:' and 'Assistant:' is set and saved with the model", path)

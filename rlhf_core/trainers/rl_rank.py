@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
 from rlhf_core.data.batching import even_microbatches
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device, equal_count, join_world
@@ -66,7 +65,7 @@ class TrainerRank:
         self._policy = TrainEngine(PolicyModule(self._language_model), self._settings(job.rl.learning_rate))
         self._critic = None
         if job.rl.algorithm == "ppo":
-            self._critic = TrainEngine(ScalarModule(self._initial_critic(how)), self._settings(job.rl.ppo.critic_learning_rate))
+            self._critic = TrainEngine(self._initial_critic(how), self._settings(job.rl.ppo.critic_learning_rate))
         self._reference = None
         if job.rl.kl.keeps_reference and not self._adapters_off_is_the_reference:
             self._reference = self._frozen(PolicyModule(load_language_model(job.sft_model, **how)))
@@ -81,13 +80,24 @@ class TrainerRank:
 
     def _reward_models(self, how: dict[str, Any]) -> dict[str, list[ScalarModule]]:
         """Name of a scorer -> the members of its reward model."""
-        counts, place = {s.name: s.members for s in self._job.rl.reward.scorers}, {"device": self._device, "dtype": self._dtype}
-        return {name: load_members(Path(path), count=counts[name], **place, **how) for name, path in self._job.scorer_models.items()}
+        configs, place = {s.name: s for s in self._job.rl.reward.scorers}, {"device": self._device, "dtype": self._dtype}
+        return {
+            name: load_members(Path(path), count=configs[name].members, label=configs[name].label, **place, **how)
+            for name, path in self._job.scorer_models.items()
+        }
 
-    def _initial_critic(self, how: dict[str, Any]) -> PreTrainedModel:
+    def _initial_critic(self, how: dict[str, Any]) -> ScalarModule:
+        """
+        Raises:
+            ValueError: the model has no values of tokens.
+        """
         if self._job.rl.ppo.critic_init == "sft":
-            return new_scalar_model(Path(self._job.sft_model), self._tokenizer, **how)
-        return load_scalar_model(self._job.reward_model, **how)
+            critic = ScalarModule(new_scalar_model(Path(self._job.sft_model), self._tokenizer, **how))
+            critic.check_scores_tokens("rl.algorithm ppo: critic", "set rl.algorithm to one without a critic, such as rloo or grpo")
+            return critic
+        critic = ScalarModule(load_scalar_model(self._job.reward_model, **how))
+        critic.check_scores_tokens("rl.ppo.critic_init reward", "set it to sft, or rl.algorithm to one without a critic")
+        return critic
 
     def _balanced_experts(self) -> int | None:
         """Experts per token, where their load is to be balanced.
