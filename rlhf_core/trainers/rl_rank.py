@@ -96,7 +96,7 @@ class TrainerRank:
             critic.check_scores_tokens("rl.algorithm ppo: critic", "set rl.algorithm to one without a critic, such as rloo or grpo")
             return critic
         critic = ScalarModule(load_scalar_model(self._job.reward_model, **how))
-        critic.check_scores_tokens("rl.ppo.critic_init reward", "set it to sft, or rl.algorithm to one without a critic")
+        critic.check_scores_tokens("rl.ppo.critic_init reward_model", "set it to sft, or rl.algorithm to one without a critic")
         return critic
 
     def _balanced_experts(self) -> int | None:
