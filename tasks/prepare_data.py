@@ -39,6 +39,8 @@ def main() -> None:
         mixed = mix(params.data, aside, scratch=sources, seed=params.seed)
         shutil.rmtree(sources, ignore_errors=True)
         tokenizer = make_tokenizer(params.model, aside, mixed.uses)
+        if params.model.path is not None:  # the built-in template takes any conversation
+            mixed = leave_out_unrenderable(aside, mixed, tokenizer, limit=params.data.max_unrenderable_fraction)
         write_json(aside / "sources.json", describe_sources(params.data, mixed))
         tokenizer.save_pretrained(stage.scratch / "tokenizer")
         publish(aside, PREPARED)
@@ -65,6 +67,19 @@ def make_tokenizer(config: ModelConfig, folder: Path, uses: list[str]) -> PreTra
     rows = (row for use in uses for part in _rows(folder, use) for row in part)
     texts = (text for row in rows if row["split"] == "train" for text in _texts(row))
     return build_tokenizer(texts, vocab_size=config.architecture.vocab_size)
+
+
+def leave_out_unrenderable(folder: Path, mixed: Mixed, tokenizer: PreTrainedTokenizerBase, *, limit: float) -> Mixed:
+    """What is left where the chat template refuses some conversations; each of its reasons is one for which rows were dropped."""
+    from rlhf_core.data.unrenderable import drop_unrenderable
+
+    counts, dropped = Counter(mixed.counts), {source: dict(reasons) for source, reasons in mixed.dropped.items()}
+    for (source, use, split, words), rows in sorted(drop_unrenderable(folder, mixed.uses, tokenizer, limit=limit).items()):
+        counts[source, use, split] -= rows
+        reason = f"{use} rows that the chat template refuses ({words})"
+        dropped[source][reason] = dropped[source].get(reason, 0) + rows
+        log.warning("%s: %d %s", source, dropped[source][reason], reason)
+    return Mixed(+counts, dropped)
 
 
 def _rows(folder: Path, use: str) -> Iterator[list[dict]]:

@@ -98,6 +98,7 @@ class DataConfig(Section):
     validation_fraction: float = Field(gt=0, lt=0.5)
     test_fraction: float = Field(gt=0, lt=0.5)
     max_rows: int | None = Field(default=None, gt=0)
+    max_unrenderable_fraction: float = Field(default=0.05, ge=0, le=1)
     sources: list[SourceConfig] = Field(min_length=1)
 
     @model_validator(mode="after")

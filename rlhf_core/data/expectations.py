@@ -173,7 +173,7 @@ def _conversations(use: str) -> list[Check]:
         )
         for text in TEXT_COLUMNS[use]
     ]
-    order = "system at most once and first, then user and assistant in turn, user last"
+    order = "system at most once and first, then user and assistant in turn, tools behind an assistant's call; user or tool last"
     return [
         Check("role_order", roles, f"roles are in order: {order}", 0.0, "correct the conversation"),
         Check("template_renders", renders, "the chat template accepts the conversation", 0.0, "change the conversation or the template"),

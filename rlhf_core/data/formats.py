@@ -3,7 +3,8 @@
 A converter takes one record and returns its rows per use, or raises `Dropped` with the reason why the record can't be
 used, which is counted. A record that doesn't have the format at all raises ValueError: the mapping is wrong, not the record.
 
-Texts are stripped: chat templates bring their own white space, and many strip what they are given.
+Texts are stripped: chat templates bring their own white space, and many strip what they are given. Content in several parts and what else
+a chat template may know of a message goes to its field `extra` (rlhf_core.data.schema).
 """
 
 from __future__ import annotations
@@ -16,25 +17,12 @@ from decimal import Decimal
 from typing import Any
 
 from rlhf_core.config import SourceConfig, shown
-from rlhf_core.data.schema import Message
+from rlhf_core.data.messages import ROLES, Dropped, read_messages, read_text
+from rlhf_core.data.schema import Message, extras
 
 Rows = dict[str, list[dict]]  # use -> rows without id, source and split
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "bot": "assistant",
-}
-MAX_CHARACTERS = 2**24  # of a text or a record, four million tokens or so: whatever is longer is no text, and would fill the memory
 _HH_TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _MISSING = object()
-
-
-class Dropped(Exception):
-    """This record is left out; the message is the reason under which it is counted."""
 
 
 class Record:
@@ -57,7 +45,7 @@ class Record:
         return self.get(name) if name in self.source.columns else self.values.get(name)
 
     def text(self, name: str) -> str:
-        return _text(self.get(name), self.source.columns.get(name, name))
+        return read_text(self.get(name), self.source.columns.get(name, name))
 
     def label(self) -> str | None:
         """The expected answer, found by `label_pattern` where there is one; stripped.
@@ -114,8 +102,8 @@ def _preference(record: Record) -> Rows:
     if prompt is not None:
         return _pair(_conversation(prompt, "prompt"), _answer(chosen, "chosen"), _answer(rejected, "rejected"))
     if isinstance(chosen, list):
-        return _pair_of_conversations(_messages(chosen, "chosen"), _messages(rejected, "rejected"))
-    return _pair_with_shared_prefix(_text(chosen, "chosen"), _text(rejected, "rejected"))
+        return _pair_of_conversations(read_messages(chosen, "chosen"), read_messages(rejected, "rejected"))
+    return _pair_with_shared_prefix(read_text(chosen, "chosen"), read_text(rejected, "rejected"))
 
 
 def _hh(record: Record) -> Rows:
@@ -128,16 +116,15 @@ def _hh(record: Record) -> Rows:
 
 def _instruction(record: Record) -> Rows:
     instruction, context = record.text("instruction"), record.optional("input")
-    content = instruction if context is None or not str(context).strip() else f"{instruction}\n\n{_text(context, 'input')}"
+    content = instruction if context is None or not str(context).strip() else f"{instruction}\n\n{read_text(context, 'input')}"
     messages = _conversation(content, "instruction")
     return _with_prompt(messages, record.label(), sft=[{"messages": messages, "response": record.text("output")}])
 
 
 def _one_conversation(record: Record) -> Rows:
-    *messages, last = _messages(record.get("messages"), "messages")
-    if last["role"] != "assistant":
-        raise Dropped("the last message is not the assistant's")
-    return _with_prompt(_prompt(messages), record.label(), sft=[{"messages": messages, "response": last["content"]}])
+    *messages, last = read_messages(record.get("messages"), "messages")
+    response = _final_text(last)
+    return _with_prompt(_prompt(messages), record.label(), sft=[{"messages": messages, "response": response}])
 
 
 def _unpaired(record: Record) -> Rows:
@@ -204,11 +191,10 @@ def _pair(messages: list[Message], chosen: str, rejected: str) -> Rows:
 
 def _pair_of_conversations(chosen: list[Message], rejected: list[Message]) -> Rows:
     """Two conversations that differ in their last message only, which is the assistant's."""
-    if chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
-        raise Dropped("the last message is not the assistant's")
+    texts = [_final_text(side[-1]) for side in (chosen, rejected)]
     if chosen[:-1] != rejected[:-1]:
         raise Dropped("the prompts of chosen and rejected differ")
-    return _pair(_prompt(chosen[:-1]), chosen[-1]["content"], rejected[-1]["content"])
+    return _pair(_prompt(chosen[:-1]), *texts)
 
 
 def _pair_with_shared_prefix(chosen: str, rejected: str) -> Rows:
@@ -247,61 +233,29 @@ def _joined(turns: list[Message]) -> list[Message]:
 
 def _conversation(value: Any, column: str) -> list[Message]:
     """A prompt, given as text or as messages."""
-    return _prompt(_messages(value, column) if isinstance(value, list) else [{"role": "user", "content": _text(value, column)}])
+    return _prompt(read_messages(value, column) if isinstance(value, list) else [{"role": "user", "content": read_text(value, column)}])
 
 
 def _prompt(messages: list[Message]) -> list[Message]:
-    if not messages or messages[-1]["role"] != "user":
-        raise Dropped("the prompt doesn't end with a message of the user")
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        raise Dropped("the prompt doesn't end with a message of the user or of a tool")
     return messages
 
 
 def _answer(value: Any, column: str) -> str:
     """A completion, given as text or as a list whose last message is the assistant's."""
     if not isinstance(value, list):
-        return _text(value, column)
-    last = _messages(value, column)[-1]
+        return read_text(value, column)
+    return _final_text(read_messages(value, column)[-1])
+
+
+def _final_text(last: Message) -> str:
+    """Of the message that is learned or judged: a text."""
     if last["role"] != "assistant":
         raise Dropped("the last message is not the assistant's")
+    if "tool_calls" in extras(last):
+        raise Dropped("the last message calls a tool: it is no text")
     return last["content"]
-
-
-def _messages(value: Any, column: str) -> list[Message]:
-    """A list of {role, content}, or {from, value} as ShareGPT has it.
-
-    Raises:
-        Dropped: the list is empty.
-        ValueError: it is no such list.
-    """
-    if not isinstance(value, list) or not all(isinstance(m, Mapping) for m in value):
-        raise ValueError(f"column {column!r}: expected a list of messages, got {type(value).__name__}; use another format or column")
-    if not value:
-        raise Dropped("a conversation without messages")
-    return [_message(m, column) for m in value]
-
-
-def _message(message: Mapping[str, Any], column: str) -> Message:
-    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-    if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
-        given = shown(repr(role), 60) if isinstance(role, str) else f"of type {type(role).__name__}"
-        got = f"a role {given} and content of type {type(content).__name__}"
-        raise ValueError(f"column {column!r}: expected messages with role ({', '.join(ROLES)}) and content, got {got}; convert them first")
-    return {"role": ROLES[role], "content": _text(content, column)}
-
-
-def _text(value: Any, column: str) -> str:
-    """Text; null counts as empty, which validate_data reports."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise ValueError(f"column {column!r}: expected text, got {type(value).__name__}; map another column")
-    if len(value) > MAX_CHARACTERS:
-        raise ValueError(f"column {column!r}: expected at most {MAX_CHARACTERS} characters, got {len(value)}; split or remove it")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"column {column!r}: expected text, got half a character ({error.reason}); write it again as UTF-8") from error
-    return value.strip()
 
 
 def _scalar(value: Any, column: str) -> str:
@@ -310,7 +264,7 @@ def _scalar(value: Any, column: str) -> str:
         raise ValueError(f"column {column!r}: expected a finite number or text, got {value}; correct it, or leave it out as null")
     if value is not None and not isinstance(value, str | int | float | Decimal | date | time):
         raise ValueError(f"column {column!r}: expected text or a number, got {type(value).__name__}; map another column")
-    return _text(value if isinstance(value, str) else _digits(value, column), column)
+    return read_text(value if isinstance(value, str) else _digits(value, column), column)
 
 
 def _digits(value: Any, column: str) -> str:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from jinja2.exceptions import TemplateError
 
 from rlhf_core.data.schema import SCHEMAS, Message
 from rlhf_core.data.split import conversation_text
-from rlhf_core.models.tokenizer import encode_texts, in_parts
+from rlhf_core.models.tokenizer import encode_conversation, encode_texts, in_parts
+from rlhf_core.models.turns import TurnEnd, Unrenderable, answer_of, copies_response, for_template, render, turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,7 @@ TEXT_COLUMNS: dict[str, tuple[str, ...]] = {
     "preference": ("chosen", "rejected"),
     "prompt": (),
 }
-ROLE_ORDER = r"^(?:system,)?user(?:,assistant,user)*$"
+ROLE_ORDER = r"^(?:system,)?user(?:,assistant,(?:user|tool(?:,tool)*(?:,user)?))*$"
 
 
 def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
@@ -95,8 +95,10 @@ def _conversation_columns(conversations: list[list[Message] | None]) -> dict[str
 
 def _views(messages: list[Message | None]) -> tuple[str, str | None, str]:
     """Roles, the shortest message and the canonical text; nulls inside count as empty texts."""
-    filled: list[Message] = [{"role": (m or {}).get("role") or "", "content": (m or {}).get("content") or ""} for m in messages]
-    shortest = min((m["content"].strip() for m in filled), key=len, default=None)
+    filled: list[Message] = [
+        {"role": (m or {}).get("role") or "", "content": (m or {}).get("content") or "", "extra": (m or {}).get("extra")} for m in messages
+    ]
+    shortest = min(((m["content"].strip() or m["extra"] or "") for m in filled), key=len, default=None)
     return ",".join(m["role"] for m in filled), shortest, conversation_text(filled)
 
 
@@ -129,16 +131,18 @@ def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTr
         columns[f"{name}_decoded"] = _strings(decoded for _, decoded in found)
         longest = np.fmax(longest, columns[f"{name}_tokens"])
     prompt_tokens = pd.Series([lengths[prompts[key]] if key in prompts else np.nan for key in keys], dtype=float)
-    return columns | {"tokens": prompt_tokens + longest + 1}
+    end = turn_end(tokenizer) if prompts else TurnEnd((0,), ())
+    behind = len(end.trained) * bool(texts) + len(end.after) * (len(texts) > 1)
+    return columns | {"tokens": prompt_tokens + longest + (behind or 1)}
 
 
 def _answers(
     rows: list[tuple[str, str]], conversations: dict[str, list[Message]], prompts: dict[str, str], tokenizer: PreTrainedTokenizerBase
 ) -> dict[tuple[str, str], tuple[int, str]]:
-    """Of each (conversation's key, response): the response's tokens and what comes back of it.
+    """Of each (conversation's key, response): the tokens of what the template makes of the response, and what comes back of it.
 
-    A template may strip or rewrite a response; then training would see another text than the policy writes, and that text
-    is what comes back.
+    The template may trim a response and write its thoughts in its own layout, or empty ones. If it rewrites the answer, training would see
+    another text than the policy writes, and that text is what comes back.
     """
     texts = list(dict.fromkeys(text for _, text in rows))
     counts: dict[str, int] = {}
@@ -151,9 +155,24 @@ def _answers(
     for part in in_parts(rows):
         complete = _render(tokenizer, [[*conversations[key], {"role": "assistant", "content": text}] for key, text in part])
         for (key, text), full in zip(part, map(str, complete), strict=True):
-            copied = full.startswith(prompts[key] + text)
-            found[key, text] = (counts[text], decoded[text] if copied else full.removeprefix(prompts[key]))
+            if copies_response(tokenizer):
+                copied = full.startswith(prompts[key] + text)  # one that copies may still have an exception
+                found[key, text] = counts[text], decoded[text] if copied else full.removeprefix(prompts[key])
+            else:
+                found[key, text] = _rewritten(tokenizer, conversations[key], text)
     return found
+
+
+def _rewritten(tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str) -> tuple[int, str]:
+    """The same of one response that the template doesn't copy."""
+    try:
+        ids, start = encode_conversation(tokenizer, messages, text)
+    except Unrenderable as error:
+        return 0, str(error)
+    end = len(turn_end(tokenizer).trained)
+    written = tokenizer.decode(ids[start:-end], skip_special_tokens=False)
+    answer = answer_of(text).strip()
+    return len(ids) - start - end, text if written.rstrip().endswith(answer) else written
 
 
 def _kinds(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
@@ -172,18 +191,19 @@ def _preference_columns(frame: pd.DataFrame) -> dict[str, pd.Series]:
     }
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]], **options: bool) -> list[str | TemplateError]:
+def _render(tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]], **options: bool) -> list[str | Unrenderable]:
     """Each conversation through the chat template, or why the template refuses it."""
     if not conversations:
         return []
     try:
-        return tokenizer.apply_chat_template(conversations, tokenize=False, **options)
-    except TemplateError:  # then find out which ones
+        prepared = [for_template(tokenizer, conversation) for conversation in conversations]
+        return tokenizer.apply_chat_template(prepared, tokenize=False, **options)
+    except Exception:  # of a template, which is a program; then find out of which conversation
         return [_render_one(tokenizer, conversation, **options) for conversation in conversations]
 
 
-def _render_one(tokenizer: PreTrainedTokenizerBase, conversation: list[Message], **options: bool) -> str | TemplateError:
+def _render_one(tokenizer: PreTrainedTokenizerBase, conversation: list[Message], **options: bool) -> str | Unrenderable:
     try:
-        return tokenizer.apply_chat_template(conversation, tokenize=False, **options)
-    except TemplateError as error:
+        return render(tokenizer, conversation, waits=options.get("add_generation_prompt", False))
+    except Unrenderable as error:
         return error

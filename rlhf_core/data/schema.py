@@ -7,8 +7,10 @@
     preference.parquet   id, source, split, messages, chosen, rejected
     prompt.parquet       id, source, split, messages, label
 
-messages: the conversation up to and including the last user message, a list of {"role", "content"}; roles system, user,
-    assistant, alternating after an optional system message.
+messages: the conversation up to and including the last message of the user or of a tool, a list of {"role", "content"}; roles system,
+    user, assistant, tool, in turn after an optional system message; tools answer an assistant that calls them. `content` is text. What a
+    message has beside it is `extra`, a JSON object: tool_calls, tool_call_id, name, and content in parts as it was. The column has that
+    field only where some message needs it.
 response, chosen, rejected: text of the assistant's next message. Unpaired feedback is a preference row in which one of
     chosen and rejected is null.
 label: for verifiable tasks, the expected answer as text; null otherwise.
@@ -22,9 +24,10 @@ split: train, validation or test, by a hash of the conversation, the same in eve
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -36,9 +39,11 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 class Message(TypedDict):
     role: str
     content: str
+    extra: NotRequired[str | None]
 
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+WIDE_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("extra", pa.string())]))
 _COMMON = [("id", pa.string()), ("source", pa.string()), ("split", pa.string())]
 SCHEMAS: dict[str, pa.Schema] = {
     "pretrain": pa.schema([*_COMMON, ("text", pa.string())]),
@@ -53,10 +58,35 @@ ROWS_AT_ONCE = 8192  # that a stage holds whose rows need not fit in memory
 ROW_GROUP_BYTES = 2**25  # of a file written piece by piece, uncompressed; below that the bytes are those of `write_rows`
 
 
+def extras(message: Message) -> dict[str, Any]:
+    """What a message has beside role and text."""
+    return json.loads(message.get("extra") or "{}")
+
+
+def whole_message(message: Message) -> dict[str, Any]:
+    """As a chat template takes it: role, content (text, or parts where it was in parts), and whatever else it has."""
+    return {"role": message["role"], "content": message["content"], **extras(message)}
+
+
+def joined_parts(parts: list[dict[str, str]]) -> str:
+    """The text of a message in parts, as servers join them for a template that takes no parts."""
+    return "\n".join(part["text"] for part in parts)
+
+
+def with_text_behind(message: Message, text: str) -> Message:
+    """The message with text at its end; of one in parts a part of its own."""
+    longer: Message = {**message, "content": message["content"] + text}
+    more = extras(message)
+    if "content" in more:
+        longer["extra"] = json.dumps({**more, "content": [*more["content"], {"type": "text", "text": text}]}, ensure_ascii=False)
+    return longer
+
+
 class RowWriter:
     """A Parquet file that is written piece by piece, in row groups; without rows there is no file.
 
-    The schema is enforced, so a wrong type raises a pyarrow.ArrowException.
+    The schema is enforced, so a wrong type raises a pyarrow.ArrowException. Its messages get the field `extra` with the first row that
+    needs it; what is written by then is written again.
     """
 
     def __init__(self, path: Path, schema: pa.Schema):
@@ -82,13 +112,32 @@ class RowWriter:
             self._convert()
 
     def write(self, batch: pa.RecordBatch) -> None:
+        if _is_wide(batch.schema) and not _is_wide(self._schema):
+            self._widen()
+        if _is_wide(self._schema) and not _is_wide(batch.schema):
+            batch = pa.RecordBatch.from_pylist(batch.to_pylist(), schema=self._schema)
         if batch.num_rows:
             self._batches.append(batch)
             self._waiting += batch.nbytes
         if self._waiting >= ROW_GROUP_BYTES:
             self._flush()
 
+    def _widen(self) -> None:
+        waiting, self._batches, self._waiting = self._batches, [], 0
+        self._schema = _widened(self._schema)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            narrow = self._path.rename(self._path.with_suffix(".narrow"))
+            for batch in read_batches(open_rows(narrow)):
+                self.write(batch)
+            narrow.unlink()
+        for batch in waiting:
+            self.write(batch)
+
     def _convert(self) -> None:
+        if not _is_wide(self._schema) and _need_extra(self._rows):
+            self._widen()
         for batch in pa.Table.from_pylist(self._rows, schema=self._schema).to_batches():  # several where a column has over 2 GB
             self.write(batch)
         self._rows = []
@@ -102,10 +151,23 @@ class RowWriter:
             self._file.write_table(table)
 
 
+def _is_wide(schema: pa.Schema) -> bool:
+    return "messages" in schema.names and "extra" in [field.name for field in schema.field("messages").type.value_type]
+
+
+def _widened(schema: pa.Schema) -> pa.Schema:
+    return schema.set(schema.get_field_index("messages"), pa.field("messages", WIDE_MESSAGES))
+
+
+def _need_extra(rows: list[dict]) -> bool:
+    return any(isinstance(m, dict) and m.get("extra") for row in rows for m in row.get("messages") or ())
+
+
 def write_rows(folder: Path, use: str, rows: list[dict]) -> None:
     """Write the rows of one use; the schema is enforced, so a wrong type raises pyarrow.ArrowInvalid."""
     folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMAS[use]), folder / f"{use}.parquet", compression="zstd")
+    schema = _widened(SCHEMAS[use]) if _need_extra(rows) else SCHEMAS[use]
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), folder / f"{use}.parquet", compression="zstd")
 
 
 def read_rows(folder: Path, use: str, split: Split | None = None) -> list[dict]:

@@ -22,7 +22,8 @@ import pyarrow.parquet as pq
 
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.data.clerk import clerk_rows
-from rlhf_core.data.formats import MAX_CHARACTERS, Dropped, convert
+from rlhf_core.data.formats import convert
+from rlhf_core.data.messages import MAX_CHARACTERS, Dropped
 from rlhf_core.data.split import conversation_text, text_key
 
 # What no data set has and a hostile file may: see docs/security.md.

@@ -16,7 +16,7 @@ KEY_BYTES = 16  # two of 10**9 texts share a key with a chance of 10**-21
 
 def conversation_text(messages: Sequence[Message]) -> str:
     """Canonical text of a conversation: case and white space don't make another one."""
-    return "\n".join(f"{m['role']}\t{' '.join(m['content'].split()).casefold()}" for m in messages)
+    return "\n".join(f"{m['role']}\t{' '.join([*m['content'].split(), *(m.get('extra') or '').split()]).casefold()}" for m in messages)
 
 
 def split_of(text: str, *, validation_fraction: float, test_fraction: float) -> Split:

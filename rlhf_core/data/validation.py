@@ -27,7 +27,7 @@ from rlhf_core.config import ValidationConfig
 from rlhf_core.data.compact import across_uses, measure_table
 from rlhf_core.data.expectations import Check, checks_for, leakage_checks, presence_checks, schema_checks
 from rlhf_core.data.measures import schema_frame
-from rlhf_core.data.schema import SCHEMAS, read_batches
+from rlhf_core.data.schema import MESSAGES, SCHEMAS, WIDE_MESSAGES, read_batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -208,9 +208,10 @@ def _exceptions(info: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _types(use: str, schema: pa.Schema) -> dict[str, str]:
-    """Column types as text; equal types read like those of SCHEMAS, which Parquet files name a little differently."""
+    """Column types as text; equal types read like those of SCHEMAS, which Parquet files name a little differently. Messages may be wide."""
     expected = {field.name: field.type for field in SCHEMAS[use]}
-    return {f.name: str(expected[f.name] if f.name in expected and f.type.equals(expected[f.name]) else f.type) for f in schema}
+    accepted = {name: [kind, WIDE_MESSAGES] if kind.equals(MESSAGES) else [kind] for name, kind in expected.items()}
+    return {f.name: str(expected[f.name] if any(f.type.equals(k) for k in accepted.get(f.name, ())) else f.type) for f in schema}
 
 
 def _row_counts(tables: dict[str, pq.ParquetFile], needed: Sequence[tuple[str, str]], *, reward_model: bool) -> pd.DataFrame:

@@ -163,13 +163,24 @@ def load_tokenizer(
         log.warning("tokenizer %s has no chat template: a plain one with 'User:' and 'Assistant:' is set and saved with the model", path)
     if isinstance(tokenizer.chat_template, dict):  # several, by name
         tokenizer.chat_template = _default_template(path, tokenizer.chat_template)
-    tokenizer.chat_template = with_options(with_date(tokenizer.chat_template, template_date), template_options or {})
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = with_options(with_date(tokenizer.chat_template, template_date), template_options or {})
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+        _mark_end(path, tokenizer)
     except Exception as error:  # of a template, which is a program
         got = f"{type(error).__name__}: {shown(str(error))}"
-        raise ValueError(f"tokenizer {path}: expected a chat template for a user's message, got {got}; correct it") from error
+        raise ValueError(f"tokenizer {path}: expected a chat template for a user's message and an answer, got {got}; correct it") from error
     return tokenizer
+
+
+def _mark_end(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make the token that ends a turn a special one, so that decoding leaves it out of a response's text; as a rule it is."""
+    last = turn_end(tokenizer).trained[-1:]  # of a reward model there may be none
+    if last and last[0] != tokenizer.eos_token_id and not tokenizer.added_tokens_decoder[last[0]].special:
+        token = tokenizer.convert_ids_to_tokens(last[0])
+        log.warning("tokenizer %s: its template ends turns with %r, which is now a special token", path, token)
+        tokenizer.add_special_tokens({"additional_special_tokens": [token]}, replace_extra_special_tokens=False)
 
 
 def _default_template(path: str, templates: dict[str, str]) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config import shown
-from rlhf_core.data.schema import Message
+from rlhf_core.data.schema import Message, extras, joined_parts, whole_message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,7 +21,14 @@ _QUESTION, _ANSWER = "Which one?", "That one."  # what is rendered to see what t
 
 
 class Unrenderable(ValueError):
-    """The chat template refuses this conversation; the message has the template's own words."""
+    """The chat template refuses a conversation, in its own words."""
+
+    def __init__(self, words: str):
+        super().__init__(f"chat template: expected a conversation that it renders, got {words}; leave it out or change it")
+        self.words = words
+
+    def __reduce__(self):
+        return Unrenderable, (self.words,)
 
 
 class TurnEnd(NamedTuple):
@@ -57,15 +64,16 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, w
     Raises:
         Unrenderable: the template doesn't take the conversation.
     """
-    form = _content_form(tokenizer, tokenizer.chat_template)
-    conversation = [_in_form(message, form) for message in messages]
     try:
-        return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=waits)
+        return tokenizer.apply_chat_template(for_template(tokenizer, messages), tokenize=False, add_generation_prompt=waits)
     except Exception as error:  # of a template, which is a program
-        words = shown(str(error).strip() or type(error).__name__)
-        raise Unrenderable(
-            f"chat template: expected a conversation that it renders, got {type(error).__name__}: {words}; leave it out or change it"
-        ) from error
+        raise Unrenderable(f"{type(error).__name__}: {shown(str(error).strip())}") from error
+
+
+def for_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The conversation as the template takes it: parts of text are joined for one that wants text."""
+    form = _content_form(tokenizer, tokenizer.chat_template)
+    return [_in_form(whole_message(message), form) for message in messages]
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
@@ -89,14 +97,14 @@ def written_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
     Raises:
         Unrenderable: the template doesn't take the conversation.
     """
-    response = _text(answer)
-    if copies_response(tokenizer) and "tool_calls" not in answer:
+    response, calls = answer["content"], "tool_calls" in extras(answer)
+    if copies_response(tokenizer) and not calls:
         return _with_thoughts(Turn("", response))
     prompt, whole = render(tokenizer, messages, waits=True), render(tokenizer, [*messages, answer], waits=False)
     if whole.startswith(prompt):
         written, end = whole.removeprefix(prompt), _end(tokenizer, tokenizer.chat_template)[0]
         body = written.removesuffix(end)
-        if "tool_calls" in answer:
+        if calls:
             return _with_thoughts(Turn(body, "", ended=not written.endswith(end)))
         return _with_thoughts(_split(body, response))
     return _with_thoughts(Turn("", _behind(prompt, response if _keeps_edges(tokenizer, tokenizer.chat_template) else response.strip())))
@@ -115,12 +123,6 @@ def written_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[
 def answer_of(response: str) -> str:
     """The response without its thoughts."""
     return response.rpartition(CLOSE)[2].lstrip("\n") if CLOSE in response else response
-
-
-def _text(message: Message) -> str:
-    """The text of a message whose content is text or text parts."""
-    content = message["content"]
-    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content or ())
 
 
 def _split(body: str, response: str) -> Turn:
@@ -208,13 +210,13 @@ def _content_form(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     return "both" if takes(_QUESTION + _ANSWER) else "parts"
 
 
-def _in_form(message: Message, form: str) -> Message:
+def _in_form(message: dict[str, Any], form: str) -> dict[str, Any]:
     content = message["content"]
     if form == "text" and not isinstance(content, str):
-        return {**message, "content": _text(message)}
+        return {**message, "content": joined_parts(content)}
     if form == "parts" and isinstance(content, str):
         return {**message, "content": [{"type": "text", "text": content}]}
-    return dict(message)
+    return message
 
 
 def conversation_key(messages: Sequence[Message]) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.schema import Message
+from rlhf_core.data.schema import Message, with_text_behind
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.scorers.members import combine_members
@@ -126,7 +126,7 @@ def quality_text(level: int) -> str:
 def with_quality(messages: list[Message], level: int) -> list[Message]:
     """The conversation with a quality asked for at the end of its last user message."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "user")
-    asked = {**messages[last], "content": messages[last]["content"] + quality_text(level)}
+    asked = with_text_behind(messages[last], quality_text(level))
     return [*messages[:last], asked, *messages[last + 1 :]]
 
 

@@ -60,9 +60,9 @@ def messy(use: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Its template strips."""
+    """Its template strips, and rewrites."""
     made = build_tokenizer([f"Double {i}. It is {i}." for i in range(20)], vocab_size=300)
-    made.chat_template = made.chat_template.replace("message['content']", "message['content'] | trim")
+    made.chat_template = made.chat_template.replace("message['content']", "message['content'] | trim | replace('<b>', '<i>')")
     return made
 
 

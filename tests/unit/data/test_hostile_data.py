@@ -20,7 +20,7 @@ from gate_pairs import write_slices
 from hostile import NASTY_VALUES, is_clear, mangled
 
 from rlhf_core.config import SourceConfig
-from rlhf_core.data.formats import MAX_CHARACTERS
+from rlhf_core.data.messages import MAX_CHARACTERS
 from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.sources import Loaded, load_source
 

@@ -9,12 +9,13 @@ from copy import deepcopy
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from chat_templates import TEMPLATES, templated
 
 from rlhf_core.config import ValidationConfig
 from rlhf_core.data.measures import measure
 from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.validation import NO_ID, Finding, summary, validate
-from rlhf_core.models.tokenizer import build_tokenizer, encode_conversation
+from rlhf_core.models.tokenizer import build_tokenizer, encode_conversation, turn_end
 
 CONFIG = ValidationConfig(
     max_empty_fraction=0.0,
@@ -227,17 +228,18 @@ def test_a_share_equal_to_its_limit_passes_and_one_above_fails(rows, tokenizer, 
     assert [f[2] for f in failures(check(rows, tokenizer, only="preference", **{limit: 0.0999}))] == [2]
 
 
-def _stripping(tokenizer):
-    stripping = deepcopy(tokenizer)
-    stripping.chat_template = tokenizer.chat_template.replace("message['content']", "message['content'] | trim")
-    return stripping
+def _filtering(tokenizer, how: str):
+    filtering = deepcopy(tokenizer)
+    filtering.chat_template = tokenizer.chat_template.replace("message['content']", f"message['content'] | {how}")
+    return filtering
 
 
-def test_a_template_that_strips_responses_fails_the_round_trip(rows, tokenizer):
-    rows["sft"][3]["response"] = "It is 6. "
-    rows["preference"][5]["rejected"] += "\n"
-    assert failures(check(rows, tokenizer)) == []
-    assert failures(check(rows, _stripping(tokenizer))) == [
+def test_a_template_that_rewrites_responses_fails_the_round_trip_and_one_that_trims_them_does_not(rows, tokenizer):
+    rows["sft"][3]["response"] = "It is 6!\n"
+    rows["preference"][5]["rejected"] += "! "
+    for passes in (tokenizer, _filtering(tokenizer, "trim")):
+        assert failures(check(rows, passes)) == []
+    assert failures(check(rows, _filtering(tokenizer, "replace('!', '.')"))) == [
         ("sft", "template_round_trip.response", 1, ("sft03",)),
         ("preference", "template_round_trip.rejected", 1, ("preference05",)),
     ]
@@ -304,7 +306,9 @@ def test_data_docs_show_what_was_expected_and_escape_the_data(rows, tokenizer, t
     rows["sft"][3] |= {"id": "<i>&3", "response": "<script>alert('hi')</script>\n"}
     rows["sft"][4] |= {"id": "<i>&3"}
     rows["preference"][3] |= {"chosen": "<b>so</b>", "rejected": "<b>so</b>"}
-    findings = validate(tables(rows), _stripping(tokenizer), CONFIG, max_length=MAX_LENGTH, docs=tmp_path / "docs")
+    findings = validate(
+        tables(rows), _filtering(tokenizer, "replace('alert', 'warn')"), CONFIG, max_length=MAX_LENGTH, docs=tmp_path / "docs"
+    )
     assert [f for f in failures(findings) if f[1] != "identical_pairs"] == [
         ("sft", "ids_unique", 2, ("<i>&3", "<i>&3")),
         ("sft", "template_round_trip.response", 1, ("<i>&3",)),
@@ -322,3 +326,17 @@ def test_data_docs_that_cannot_be_written_are_logged_and_change_nothing(rows, to
         findings = validate(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, docs=tmp_path / "file" / "docs")
     assert failures(findings) == []
     assert any("Data Docs: expected to write" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("use", ["sft", "preference"])
+def test_tokens_of_any_template_are_those_that_the_trainers_count(name, use):
+    tokenizer, text = templated(name), "<think>One.</think>It is 6. " if name == "thinks" else " It is 6. "
+    texts = {"response": text} if use == "sft" else {"chosen": text, "rejected": "No."}
+    made = [row(use, 0, messages=user("Double 3."), **texts)]
+    frame = measure(use, made, tokenizer)
+    asked = made[0]["messages"]
+    ids = encode_conversation(tokenizer, asked, text)[0]
+    assert frame["tokens"].tolist() == [len(ids) + (len(turn_end(tokenizer).after) if use == "preference" else 0)]
+    column = "response" if use == "sft" else "chosen"
+    assert frame[f"{column}_decoded"].tolist() == [text] and frame["template_error"].isna().all()

@@ -16,6 +16,7 @@ from rlhf_core.models.tokenizer import (
     encode_prompt,
     encode_scored,
     encode_turn,
+    load_tokenizer,
     stop_ids,
     turn_end,
 )
@@ -140,20 +141,17 @@ def test_a_saved_policy_stops_by_itself_at_the_templates_end(tmp_path):
 
 
 CALL = {"type": "function", "function": {"name": "sort", "arguments": {"digits": "4172"}}}
-TOOLS = [
-    *QUESTION,
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "content": "1247"},
-]
+TOOLS = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "1247"}]
+STORED = [*QUESTION, {"role": "assistant", "content": "", "extra": json.dumps({"tool_calls": [CALL]})}, TOOLS[2]]
 
 
 @pytest.mark.parametrize("name", ["thinks", "dated"])
 def test_calls_of_tools_and_their_results_arrive_in_the_prompt_and_a_call_can_be_a_turn(name):
     tokenizer = templated(name)
-    ids, start = encode_conversation(tokenizer, TOOLS, RESPONSE)
+    ids, start = encode_conversation(tokenizer, STORED, RESPONSE)
     assert ids[:start] == rendered(tokenizer, TOOLS)
     assert '"digits": "4172"' in tokenizer.decode(ids[:start]) and "1247" in tokenizer.decode(ids[:start])
-    call, start, _ = encode_turn(tokenizer, TOOLS[:1], TOOLS[1])
+    call, start, _ = encode_turn(tokenizer, STORED[:1], STORED[1])
     assert [*call, *turn_end(tokenizer).after] == tokenizer.apply_chat_template(TOOLS[:2], return_dict=False)
     assert call[:start] == rendered(tokenizer, QUESTION)
 
@@ -161,7 +159,21 @@ def test_calls_of_tools_and_their_results_arrive_in_the_prompt_and_a_call_can_be
 def test_parts_are_joined_for_a_template_that_wants_text_and_kept_for_one_that_knows_them():
     parts = [{"role": "user", "content": [{"type": "text", "text": "Please sort"}, {"type": "text", "text": "4172."}]}]
     joined = [{"role": "user", "content": "Please sort\n4172."}]
-    assert encode_prompt(templated("chatml"), parts) == encode_prompt(templated("chatml"), joined)
+    stored = [{**joined[0], "extra": json.dumps({"content": parts[0]["content"]})}]
+    assert encode_prompt(templated("chatml"), stored) == encode_prompt(templated("chatml"), joined)
     apart = templated("parts")
-    assert encode_prompt(apart, parts) == apart.apply_chat_template(parts, add_generation_prompt=True, return_dict=False)
-    assert encode_prompt(apart, parts) != encode_prompt(apart, joined)
+    assert encode_prompt(apart, stored) == apart.apply_chat_template(parts, add_generation_prompt=True, return_dict=False)
+    assert encode_prompt(apart, stored) != encode_prompt(apart, joined)
+
+
+def test_an_end_that_is_not_a_special_token_becomes_one_and_is_no_text(tmp_path):
+    tokenizer = templated("chatml")
+    tokenizer.add_tokens(["[over]"])
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "[over]")
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path), trust_remote_code=False)
+    ids, start = encode_conversation(loaded, QUESTION, RESPONSE)
+    assert tokenizer.decode(ids[start:], skip_special_tokens=True) == RESPONSE + "[over]"
+    assert loaded.decode(ids[start:], skip_special_tokens=True) == RESPONSE
+    assert (ids, start) == encode_conversation(tokenizer, QUESTION, RESPONSE) and len(loaded) == len(tokenizer)
+    assert loaded.bos_token == "<bos>" and loaded.convert_tokens_to_ids("<|im_end|>") in loaded.all_special_ids

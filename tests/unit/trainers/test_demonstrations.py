@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from chat_templates import TEMPLATES, templated
 
@@ -74,7 +76,7 @@ def test_calls_of_tools_are_turns_and_masks_stay_apart(thoughts):
     thinking = "<think>\nThe digits are 4, 1, 7 and 2.\n</think>\n\n"
     messages = [
         CONVERSATION[0],
-        {"role": "assistant", "content": thinking, "tool_calls": [call]},
+        {"role": "assistant", "content": thinking, "extra": json.dumps({"tool_calls": [call]})},
         {"role": "tool", "content": "1247"},
     ]
     (example,) = encode(
@@ -88,6 +90,7 @@ def test_calls_of_tools_are_turns_and_masks_stay_apart(thoughts):
         called = called.removeprefix("\n")
     before = thinking if thoughts else ""
     assert trained(tokenizer, example) == [before + called, f"{before}Sorted: 1247.<|im_end|>"]
+    messages[1] = {"role": "assistant", "content": thinking, "tool_calls": [call]}
     whole = [*messages, {"role": "assistant", "content": f"{thinking}Sorted: 1247."}]
     assert [*example.ids, *turn_end(tokenizer).after] == tokenizer.apply_chat_template(whole, return_dict=False)
 

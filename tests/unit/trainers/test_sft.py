@@ -16,7 +16,10 @@ from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstratio
 from rlhf_core.trainers.sft import heldout_loss, sft_phase
 
 pytestmark = pytest.mark.usefixtures("world")
-TRAIN = [Demonstration(ids, 1 + k % 4) for k, ids in enumerate(sequences(12, seed=4, longest=20))]
+TRAIN = [
+    Demonstration(ids, 1 + k % 4, ((len(ids) - 3, len(ids) - 1),) if len(ids) - 3 > 1 + k % 4 and k % 2 else ())
+    for k, ids in enumerate(sequences(12, seed=4, longest=20))
+]
 
 
 def conversation(question: str, response: str) -> dict:
@@ -46,6 +49,8 @@ def hugging_face_loss(model, examples: list[Demonstration]) -> float:
     width = max(len(e.ids) for e in examples)
     input_ids = torch.tensor([e.ids + [PAD] * (width - len(e.ids)) for e in examples])
     labels = torch.tensor([[-100] * e.start + e.ids[e.start :] + [-100] * (width - len(e.ids)) for e in examples])
+    for row, (first, end) in ((row, span) for row, e in enumerate(examples) for span in e.skipped):
+        labels[row, first:end] = -100
     mask = torch.tensor([[1] * len(e.ids) + [0] * (width - len(e.ids)) for e in examples])
     with torch.no_grad():
         return float(model(input_ids=input_ids, attention_mask=mask, labels=labels).loss)
@@ -54,6 +59,7 @@ def hugging_face_loss(model, examples: list[Demonstration]) -> float:
 def test_loss_equals_hugging_faces_own(sft_folder: Path):
     engine = policy_engine(sft_folder)
     phase = sft_phase("sft", TRAIN, [], steps=1, batch_size=8, pad_id=PAD, microbatch_tokens=45)
+    assert any(e.skipped for e in TRAIN[:8])
     expected = hugging_face_loss(load_language_model(sft_folder), TRAIN[:8])
     assert phase.train_batch(engine, list(range(8)))["loss"] == pytest.approx(expected, rel=1e-5)
     with torch.no_grad():

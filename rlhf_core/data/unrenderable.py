@@ -1,0 +1,82 @@
+"""Rows whose conversation the model's chat template refuses: left out of the prepared data and counted, up to a limit."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from rlhf_core.data.schema import Message, RowWriter, open_rows, read_batches
+from rlhf_core.models.turns import Unrenderable, conversation_key, render
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Refused = Counter[tuple[str, str, str, str]]
+
+
+def drop_unrenderable(folder: Path, uses: list[str], tokenizer: PreTrainedTokenizerBase, *, limit: float) -> Refused:
+    """Write the files of these uses anew without such rows, where there are any.
+
+    Args:
+        limit: the largest share of a use's rows that may be left out.
+    Returns:
+        (source, use, split, the template's words) -> rows left out.
+    Raises:
+        ValueError: there are more.
+    """
+    refused: Refused = Counter()
+    known: dict[str, str | None] = {}
+    for use in (use for use in uses if use != "pretrain"):
+        path = folder / f"{use}.parquet"
+        of_use = _copy_renderable(path, tokenizer, known)
+        rows, total = sum(of_use.values()), open_rows(path).metadata.num_rows
+        if rows > limit * total:
+            words = "; ".join(reason for reason, _ in Counter(r for _, _, r in of_use.elements()).most_common(3))
+            raise ValueError(
+                f"{use}: expected a chat template that renders all conversations but {limit:.2%}, got {rows} of {total} refused: {words}; "
+                "correct the data, use another template, or raise data.max_unrenderable_fraction"
+            )
+        aside = _aside(path)
+        if aside.exists():
+            aside.replace(path)
+        elif of_use:  # nothing is left
+            path.unlink()
+        refused.update({(source, use, split, reason): count for (source, split, reason), count in of_use.items()})
+    return refused
+
+
+def _aside(path: Path) -> Path:
+    return path.with_suffix(".renderable")
+
+
+def _copy_renderable(path: Path, tokenizer: PreTrainedTokenizerBase, known: dict[str, str | None]) -> Counter[tuple[str, str, str]]:
+    """Copy the other rows aside, if there are such; return (source, split, the template's words) -> rows. `known`: found before."""
+    refused: Counter[tuple[str, str, str]] = Counter()
+    kept: list[list[bool]] = []
+    for batch in read_batches(open_rows(path), ["source", "split", "messages"]):
+        reasons = [_reason(tokenizer, messages, known) for messages in batch["messages"].to_pylist()]
+        kept.append([reason is None for reason in reasons])
+        places = zip(batch["source"].to_pylist(), batch["split"].to_pylist(), reasons, strict=True)
+        refused.update(place for place in places if place[-1] is not None)
+    if refused:
+        with RowWriter(_aside(path), open_rows(path).schema_arrow) as rows:
+            for batch, stays in zip(read_batches(open_rows(path)), kept, strict=True):
+                rows.write(batch.filter(pa.array(stays)))
+    return refused
+
+
+def _reason(tokenizer: PreTrainedTokenizerBase, messages: list[Message], known: dict[str, str | None]) -> str | None:
+    """The template's words, if it takes the conversation neither waiting for an answer nor with one."""
+    key = conversation_key(messages)
+    if key not in known:
+        try:
+            render(tokenizer, messages, waits=True)
+            render(tokenizer, [*messages, {"role": "assistant", "content": "Yes."}], waits=False)
+            known[key] = None
+        except Unrenderable as error:
+            known[key] = re.sub(r"\d+", "N", error.words)
+    return known[key]
