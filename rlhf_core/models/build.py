@@ -24,7 +24,7 @@ from rlhf_core.config import ModelConfig
 from rlhf_core.models.classifier import classifier
 from rlhf_core.models.folder import check_model_folder, locate_model, refusals, weight_files
 from rlhf_core.models.rotary import fix_frequencies
-from rlhf_core.models.tokenizer import stop_ids, write_ends
+from rlhf_core.models.tokenizer import stop_ids, turn_end, write_ends
 
 log = logging.getLogger(__name__)
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -101,9 +101,15 @@ def _load(kind: type, path: str | Path, *, trust_remote_code: bool, training_dty
 def new_scalar_model(
     language_model_path: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool, training_dtype: str = "float32"
 ) -> PreTrainedModel:
-    """A language model's trunk with a fresh scalar head; the head starts at zero, so every score starts at 0."""
+    """A language model's trunk with a fresh scalar head; the head starts at zero, so every score starts at 0.
+
+    Transformers reads a classifier's score before padding at the end. Where the same token pads and ends a conversation, the model is saved
+    without an id for padding: its score is read at the end, which is what tells a finished response from one that was cut off.
+    """
     model = _load_scalar(language_model_path, trust_remote_code=trust_remote_code, training_dtype=training_dtype, num_labels=1, new=_HEADS)
-    model.config.pad_token_id = tokenizer.pad_token_id
+    end = turn_end(tokenizer)
+    pads_otherwise = tokenizer.pad_token_id not in (*end.trained, *end.after)[-1:]
+    model.config.pad_token_id = tokenizer.pad_token_id if pads_otherwise else None
     torch.nn.init.zeros_(scalar_head(model).weight)
     return model
 

@@ -35,7 +35,7 @@ class TurnEnd(NamedTuple):
     """What a template writes after an assistant's response, as token ids.
 
     trained: up to and including the first special token: learned, and its last token stops sampling. The eos token alone where the
-        template writes no special token there.
+        template writes no special token there; nothing where there is no eos token either, which only a reward model's tokenizer may lack.
     after: what follows, such as ChatML's line break: never sampled, and part of a conversation that is scored.
     """
 
@@ -164,7 +164,9 @@ def _end(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, TurnEn
         raise ValueError(f"chat template: expected the assistant's message in what it writes, got {shown(repr(whole))}; correct it")
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     first = next((i for i, token in enumerate(ids) if token in special_ids(tokenizer)), None)
-    return text, TurnEnd((tokenizer.eos_token_id,), ()) if first is None else TurnEnd(ids[: first + 1], ids[first + 1 :])
+    if first is None:
+        return text, TurnEnd((), ids) if tokenizer.eos_token_id is None else TurnEnd((tokenizer.eos_token_id,), ())
+    return text, TurnEnd(ids[: first + 1], ids[first + 1 :])
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:

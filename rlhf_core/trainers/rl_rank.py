@@ -73,6 +73,8 @@ class TrainerRank:
         self._critic = None
         if job.rl.algorithm == "ppo":
             critic = ScalarModule(initial_critic(job, self._tokenizer, how))
+            remedy = "set it to sft, or rl.algorithm to one without a critic, such as rloo"
+            critic.check_scores_tokens(f"rl.ppo.critic_init {job.rl.ppo.critic_init}", remedy)
             self._critic = TrainEngine(critic, self._settings(job.rl.ppo.critic_learning_rate))
         self._reference = None
         if job.rl.kl.keeps_reference and not self._adapters_off_is_the_reference:
@@ -89,8 +91,11 @@ class TrainerRank:
 
     def _reward_models(self, how: dict[str, Any]) -> dict[str, list[ScalarModule]]:
         """Name of a scorer -> the members of its reward model."""
-        counts, place = {s.name: s.members for s in self._job.rl.reward.scorers}, {"device": self._device, "dtype": self._dtype}
-        return {name: load_members(Path(path), count=counts[name], **place, **how) for name, path in self._job.scorer_models.items()}
+        configs, place = {s.name: s for s in self._job.rl.reward.scorers}, {"device": self._device, "dtype": self._dtype}
+        return {
+            name: load_members(Path(path), count=configs[name].members, label=configs[name].label, **place, **how)
+            for name, path in self._job.scorer_models.items()
+        }
 
     def _balanced_experts(self) -> int | None:
         """Experts per token, where their load is to be balanced.

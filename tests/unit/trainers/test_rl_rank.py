@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from classifiers import own_scores_alone, save_classifier
 from tiny_models import PAD, demonstrations, largest_difference, rl_job, save_tiny_experts, save_tiny_models, sequences, train_batch, whole
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -729,3 +730,16 @@ def test_an_exported_policy_is_a_hugging_face_folder_with_the_updated_weights(tm
     ids = torch.tensor([sequences(1, seed=3)[0]])
     logprobs = (load_language_model(tmp_path / "policy")(input_ids=ids).logits[0, :-1] / 0.8).log_softmax(-1).gather(1, ids[0, 1:, None])
     torch.testing.assert_close(rank.forward(ids.tolist(), [1])["old_logprobs"], logprobs[:, 0].detach(), rtol=0, atol=3e-6)
+
+
+def test_a_critic_from_a_model_that_scores_whole_sequences_is_refused(sft_folder: Path, tmp_path: Path):
+    folder = save_classifier(tmp_path, "bert")
+    with pytest.raises(ValueError, match=r"critic_init reward_model: expected .* got BertForSequenceClassification, .*; set it to sft"):
+        connected((sft_folder, folder), **{"rl.algorithm": "ppo", "rl.ppo.critic_init": "reward_model"})
+
+
+def test_a_rank_scores_with_a_ready_made_encoder_beside_a_new_critic(sft_folder: Path, tmp_path: Path):
+    folder, ids = save_classifier(tmp_path, "roberta"), sequences(5, seed=6)
+    rank = connected((sft_folder, folder), **{"rl.algorithm": "ppo", "rl.ppo.critic_init": "sft"})
+    expected = own_scores_alone(load_scalar_model(folder), ids)
+    torch.testing.assert_close(rank.score("reward_model", [*ids, None])[:5], expected, rtol=0, atol=1e-5)
