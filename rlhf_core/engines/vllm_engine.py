@@ -216,13 +216,19 @@ def _inspect_here(model_path: str, trust_remote_code: bool) -> None:
 
 
 def _cpu_cache(model_path: str, max_length: int, sequences: int, kv_cache_gib: int, trust_remote_code: bool) -> dict[str, int]:
-    """Settings for a cache no larger than all sequences can fill: it is zeroed at the start, which takes 3.6 s for 1 GiB."""
+    """Settings for a cache no larger than all sequences can fill: it is zeroed at the start, which takes 3.6 s for 1 GiB.
+
+    None for a model with several kinds of layers, among which vLLM deals the blocks out in its own way.
+    """
     from transformers import AutoConfig
 
     from rlhf_core.models.build import kv_cache_bytes
+    from rlhf_core.models.masks import layer_kinds
 
     block = 128
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    if len(layer_kinds(config.get_text_config())) > 1:
+        return {}
     needed = sequences * -(-max_length // block) + 1
     affordable = (kv_cache_gib << 30) // (kv_cache_bytes(config, element_bytes=4) * block)
     return {"block_size": block, "num_gpu_blocks_override": needed} if needed < affordable else {}

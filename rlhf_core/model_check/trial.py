@@ -33,6 +33,7 @@ from rlhf_core.models.build import (
 )
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch, collate_tokens
+from rlhf_core.sampling import SamplingSettings
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.preference_data import Continuation, Pair, ResponseForward
 from rlhf_core.trainers.preference_phases import PairObjective
@@ -43,6 +44,7 @@ from rlhf_core.trainers.sft import sft_phase
 UPDATES = 2
 LIMIT = 1e-4  # nats, of a log-probability, or of a score, in float32
 SHORTEST = 9  # tokens of the shortest sequence
+DRAWN = 6  # tokens that an engine draws, twice, after each sequence
 COLUMNS = ("sft", "reward", "dpo", "lora", "shared_prefix", "pytorch", "vllm")  # vLLM last: it ends the process group when it goes
 ON = "on"
 OFF = "off: the model computes what follows a shared beginning differently"
@@ -260,10 +262,18 @@ class Trial:
         return torch.cat(plain_logprobs(folder, self.sequences, trust_remote_code=self._settings.trust_remote_code))
 
     def _apart(self, rollouts: Any, folder: Path) -> float:
-        """An engine leaves room for one more token than it is given."""
-        asked = [ids[: self._settings.max_length - 1] for ids in self.sequences]
-        said = torch.tensor([x for ids in asked for x in rollouts.probe(ids)])
-        return largest(said, torch.cat(plain_logprobs(folder, asked, trust_remote_code=self._settings.trust_remote_code)))
+        """Of tokens that it is given, and of tokens that it draws. An engine leaves room for one more token than it is given."""
+        given = [ids[: self._settings.max_length - 1] for ids in self.sequences]
+        said = torch.tensor([x for ids in given for x in rollouts.probe(ids)])
+        prompts = [ids[: max(1, len(ids) - DRAWN)] for ids in given]
+        sampling = SamplingSettings(DRAWN, temperature=1.0)
+        drawn = rollouts.generate(prompts, list(range(len(prompts))), sampling, stop_ids=(), group_size=2)
+        pairs = [(prompt, sample) for prompt, samples in zip(prompts, drawn, strict=True) for sample in samples]
+        whole = [[*prompt, *sample.response_ids] for prompt, sample in pairs]
+        plain = plain_logprobs(folder, [*given, *whole], trust_remote_code=self._settings.trust_remote_code)
+        of_drawn = torch.cat([found[len(prompt) - 1 :] for (prompt, _), found in zip(pairs, plain[len(given) :], strict=True)])
+        own = torch.tensor([x for _, sample in pairs for x in sample.logprobs])
+        return max(largest(said, torch.cat(plain[: len(given)])), largest(own, of_drawn))
 
     def _compared(self, column: str, ours: torch.Tensor, plain: torch.Tensor, *, note: str | None = None) -> Finding:
         return self._judged(column, largest(ours, plain), note=note)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from rlhf_core.models.templates import CONTINUATION, chat_template
 from tiny_models import save_tiny_models, tiny_params, tiny_tokenizer
 
 from rlhf_core.config import ConfigError
 from rlhf_core.models.folder import locate_model
-from rlhf_core.models.templates import CONTINUATION, chat_template
 from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, load_tokenizer
 
 
