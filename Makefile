@@ -1,4 +1,5 @@
 # make run     the whole chain on the embedded default; sets up by itself
+# make stories the second thing to try: a pretrained model, aligned to a rule on its own samples (recipes/stories.yaml), in runs/stories
 # make test    all tests; sets up by itself
 # make server  Prefect's server, work pool, deployments and worker, until Ctrl-C
 # make bench   our trainers' speed beside TRL's (docs/benchmark.md); on a machine with nothing else to do
@@ -16,7 +17,7 @@ TEST_WORKERS ?= 2
 PORT ?= 4200
 STAMP := $(VENV)/.set-up
 
-.PHONY: setup run test server bench lint clean
+.PHONY: setup run stories test server bench lint clean
 .DEFAULT_GOAL := run
 
 # The stamp holds what was installed from which files, so that a touched file alone installs nothing again.
@@ -37,6 +38,9 @@ install:
 
 run: setup
 	$(VENV)/bin/python -m flows.full_pipeline $(RUN_ARGS)
+
+stories: setup
+	$(VENV)/bin/python -m flows.full_pipeline --params recipes/stories.yaml --run stories $(RUN_ARGS)
 
 test: setup
 	$(VENV)/bin/python -m pytest tests -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)

@@ -51,7 +51,7 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
             ]
             scores = of_texts(tokenizer.batch_decode([r.response_ids for r in rollouts]))
             scored = [ScoredRollout(r, {"variety": score}) for r, score in zip(rollouts, scores, strict=True)]
-            batch = collate(scored, rank.forward(*sequences_of(rollouts)), tokenizer.pad_token_id, {})
+            batch = collate(scored, rank.forward(*sequences_of(rollouts)), tokenizer.pad_token_id, None)
             credited, _ = assign_credit(batch, rl, RewardNormalizer(rl.reward), kl_coef=rl.kl.coef)
             (plan,) = plan_update(credited, demonstrations, rl, seed=job.seed, step=step)
             rank.update(plan, kl_coef=rl.kl.coef, train_policy=True)

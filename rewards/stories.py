@@ -5,8 +5,8 @@ A rule takes a prompt and one response to it, and says of each of its aspects wh
 
 import re
 
-KIND = r"help(s|ed|ing)?|shar(e|es|ed|ing)|hug(s|ged|ging)?|thank(s|ed)?|g[ai]ve|kind|nice|friends?|friendly|together"
-HAPPY = r"happy|happily|smil(e|es|ed|ing)|laugh(s|ed|ing)?|fun|joy|glad|proud|excited|loved?"
+KIND = r"help(s|ed|ing)?|shar(e|es|ed|ing)|hug(s|ged|ging)?|thank(s|ed)?|g[ai]ve|kind|nice|friends?|friendly|together|love[sd]?"
+HAPPY = r"happy|happily|smil(e|es|ed|ing)|laugh(s|ed|ing)?|fun|joy|glad|proud|excited"
 SENTENCES = 3
 
 

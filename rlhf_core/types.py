@@ -58,6 +58,22 @@ class ScoredRollout:
 
 
 @dataclass(frozen=True)
+class Baseline:
+    """Greedy responses to each row's prompt, whose rewards are what the row's own is compared with (ReMax).
+
+    components: scorer's name -> [B] raw scores, NaN = not scored.    finished: [B] bool.
+    response_mask: [B, G] bool, G = the longest of them.
+    old_logprobs, ref_logprobs: [B, G], from trainer and reference; zeros where no KL is in the reward.
+    """
+
+    components: dict[str, torch.Tensor]
+    finished: torch.Tensor
+    response_mask: torch.Tensor
+    old_logprobs: torch.Tensor
+    ref_logprobs: torch.Tensor
+
+
+@dataclass(frozen=True)
 class RolloutBatch:
     """Scored rollouts as tensors, with what the frozen and the current models say of them.
 
@@ -70,7 +86,7 @@ class RolloutBatch:
     ref_logprobs: [B, R], from the reference; equal to old_logprobs where no reference is used.
     values: [B, R], the critic's before each token; zeros where there is no critic.
     components: scorer's name -> [B] raw scores, NaN = not scored.
-    baseline_components: the same of the greedy response to each row's prompt; empty where the algorithm asks for none.
+    baseline: of the greedy response to each row's prompt; None where the algorithm asks for none.
     group_ids: [B] int64.    finished: [B] bool.    policy_versions: [B] int64.
     """
 
@@ -84,7 +100,7 @@ class RolloutBatch:
     ref_logprobs: torch.Tensor
     values: torch.Tensor
     components: dict[str, torch.Tensor]
-    baseline_components: dict[str, torch.Tensor]
+    baseline: Baseline | None
     group_ids: torch.Tensor
     finished: torch.Tensor
     policy_versions: torch.Tensor

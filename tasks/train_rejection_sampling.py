@@ -142,9 +142,8 @@ def score(stage: Stage, prompts: list, samples: list[list], tokenizer) -> list[l
 
 
 def train(stage: Stage, groups: list[list], tokenizer):
-    """SFT on each prompt's best response, token by token as it was sampled. Returns what was trained and the stage's metrics."""
+    """SFT on each prompt's best response. Returns what was trained and the stage's metrics."""
     from rlhf_core.engines.deepspeed_engine import join_world
-    from rlhf_core.trainers.demonstrations import Demonstration
     from rlhf_core.trainers.finetune import COLUMNS, finetune
     from rlhf_core.trainers.labelling import best_responses
 
@@ -156,7 +155,7 @@ def train(stage: Stage, groups: list[list], tokenizer):
     join_world()
     trained = finetune(
         SFT_MODEL,
-        [Demonstration([*r.prompt.prompt_ids, *r.response_ids], len(r.prompt.prompt_ids)) for r in best],
+        [as_demonstration(r, tokenizer) for r in best],
         heldout_demonstrations(stage, tokenizer),
         config,
         pad_id=tokenizer.pad_token_id,
@@ -165,6 +164,17 @@ def train(stage: Stage, groups: list[list], tokenizer):
     )
     counts = {"method": "rejection_sampling", "prompts": len(groups), "kept": len(best), "dropped": dropped}
     return trained, {**counts, **score_means(groups, best), "loss": stage.recent_mean("loss"), **trained.metrics}
+
+
+def as_demonstration(response, tokenizer):
+    """A finished response token by token as it was sampled, but for its last: whichever of the tokens that may end a response came, the one
+    with which the template ends a turn is learned.
+    """
+    from rlhf_core.models.tokenizer import turn_end
+    from rlhf_core.trainers.demonstrations import Demonstration
+
+    prompt_ids = response.prompt.prompt_ids
+    return Demonstration([*prompt_ids, *response.response_ids[:-1], turn_end(tokenizer).trained[-1]], len(prompt_ids))
 
 
 def heldout_demonstrations(stage: Stage, tokenizer) -> list:

@@ -94,11 +94,12 @@ def comparison_encoder(stage: Stage, model, tokenizer):
     model can.
     """
     from rlhf_core.models.branches import can_share_prefixes
+    from rlhf_core.models.reading import find_reading
     from rlhf_core.trainers.reward import encode_comparisons
 
-    shares_prefix = can_share_prefixes(model, max_length=stage.params.model.max_length)
+    shares_prefix = find_reading(model).of_tokens and can_share_prefixes(model, max_length=stage.params.model.max_length)
     if not shares_prefix:
-        log.info("train_reward: this model's attention takes no mask of ours, so that prompts are computed again for each response")
+        log.info("train_reward: this model scores whole sequences only or takes no mask of ours: prompts are computed for each response")
     return functools.partial(encode_comparisons, tokenizer=tokenizer, max_length=stage.params.model.max_length, shares_prefix=shares_prefix)
 
 
@@ -124,6 +125,7 @@ def train(stage: Stage, model, encoder, member: int):
     """Returns the engine and the member's metrics. Its steps in the curves follow those of the members before it."""
     from rlhf_core.engines.deepspeed_engine import TrainEngine
     from rlhf_core.models.lora import add_adapters
+    from rlhf_core.models.reading import filler_id
     from rlhf_core.models.wrappers import ScalarModule
     from rlhf_core.trainers.reward import reward_phase
     from rlhf_core.trainers.supervised import engine_settings, evaluate, train_phase
@@ -138,7 +140,7 @@ def train(stage: Stage, model, encoder, member: int):
         name=name,
         steps=math.ceil(config.epochs * len(comparisons) / config.batch_size),
         batch_size=config.batch_size,
-        pad_id=model.config.pad_token_id,
+        pad_id=filler_id(model),
         microbatch_tokens=config.microbatch_tokens,
         margin=config.margin,
         centering_coef=config.centering_coef,
@@ -166,10 +168,11 @@ def heldout_comparisons(encoder) -> Iterator[tuple[str, list[dict], list]]:
 
 def score_splits(stage: Stage, engine, encoder) -> dict[str, tuple]:
     """Split -> one member's scores of its pairs, chosen and rejected."""
+    from rlhf_core.models.reading import filler_id
     from rlhf_core.trainers.reward import score_heldout
 
     engine.eval()
-    how = {"pad_id": engine.module.model.config.pad_token_id, "microbatch_tokens": stage.params.reward.microbatch_tokens}
+    how = {"pad_id": filler_id(engine.module.model), "microbatch_tokens": stage.params.reward.microbatch_tokens}
     return {split: score_heldout(engine, comparisons, **how) for split, _, comparisons in heldout_comparisons(encoder)}
 
 

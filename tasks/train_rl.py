@@ -71,7 +71,7 @@ def check_rewards(rl: RlConfig, gate: dict) -> str | None:
 
 
 def starts_critic_from_reward_model(rl: RlConfig) -> bool:
-    return rl.algorithm == "ppo" and rl.ppo.critic_init == "reward_model"
+    return rl.algorithm == "ppo" and rl.ppo.starts_from_reward_model
 
 
 def run(stage: Stage, output: Path) -> None:

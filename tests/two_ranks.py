@@ -19,7 +19,7 @@ DEADLINE = 240  # seconds; two processes import torch and deepspeed on a machine
 BATCHES = [sequences(8, seed=k) for k in range(4)]
 # Every policy loss, aggregation, and part of an optimizer step; "experts" has a model of its own, and "ppo" ends its first step early.
 CASES = {
-    "ppo": {"rl.max_approx_kl": 1.0, "rl.ptx.coef": 0.5},
+    "ppo": {"rl.max_approx_kl": 1.0, "rl.ptx.coef": 0.5, "rl.ppo.critic_init": "reward_model"},
     "gspo": {"rl.algorithm": "rloo", "rl.policy_loss": "gspo", "rl.clip_low": 0.9, "rl.clip_high": 3.0},
     "experts": {
         "rl.algorithm": "rloo",

@@ -101,9 +101,10 @@ class Params(Section):
     def _own_reward_model_exists(self):
         if self.reward.enabled:
             return self
-        if self.alignment.method == "rl" and self.rl.algorithm == "ppo" and self.rl.ppo.critic_init == "reward_model":
+        if self.alignment.method == "rl" and self.rl.algorithm == "ppo" and self.rl.ppo.starts_from_reward_model:
             raise ValueError(
-                "rl.ppo.critic_init: expected sft while reward.enabled is false, got reward_model; there is none to start from"
+                f"rl.ppo.critic_init: expected sft while reward.enabled is false, got {self.rl.ppo.critic_init}; there is no reward model "
+                "to start from"
             )
         if self.alignment.method == "conditional_sft" and self.conditional_sft.label_by == "scores":
             raise ValueError(

@@ -111,7 +111,7 @@ class RlConfig(Section):
         """Whether a batch is used for one optimizer step only, and nothing before it asks for the policy's log-probabilities: then those
         of the step itself are the old ones, and no pass of their own is made.
         """
-        asked_before = (self.kl.placement == "reward" and self.kl.coef > 0) or self.correction.kind != "none"
+        asked_before = self.kl.in_reward or self.correction.kind != "none"
         return self.one_optimizer_step and not asked_before and self.rollout.samples_any_token and not self.rollout.one_step_off_policy
 
     @property
@@ -163,6 +163,11 @@ class RlConfig(Section):
                 f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; a group of one is always "
                 "all right or all wrong"
             )
+        if self.algorithm == "remax" and self.kl.in_reward and self.rollout_batch_size < self.trainer.ranks:
+            raise ValueError(
+                f"remax.group_size: expected at least trainer.ranks={self.trainer.ranks} prompts a step, got {self.rollout_batch_size}; "
+                "each rank looks at greedy responses for their KL: lower it"
+            )
         if self.reward.overlong is not None and self.reward.overlong.buffer > self.rollout.max_new_tokens:
             raise ValueError(
                 f"reward.overlong.buffer: expected at most rollout.max_new_tokens={self.rollout.max_new_tokens}, got "
@@ -181,6 +186,22 @@ class RlConfig(Section):
         if any(weight <= 0 for weight in self.prompt_weights.values()):
             raise ValueError(
                 f"prompt_weights: expected weights above 0, got {self.prompt_weights}; leave a source out of data.sources instead"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critic_starts_in_the_rewards_units(self):
+        if self.algorithm != "ppo" or self.ppo.critic_init != "reward_model":
+            return self
+        key, own = "ppo.critic_init: expected reward_model_trunk or sft", self.reward.own_reward_models
+        if not own:
+            raise ValueError(
+                f"{key} where no rewarded scorer is the chain's reward model, got reward_model; its scores are in no units of the reward"
+            )
+        if running := [s.name for s in own if s.normalization == "running"]:
+            raise ValueError(
+                f"{key} with normalization running of {running}, got reward_model; how its scores relate to the rewards isn't known "
+                "before the first step, and moves"
             )
         return self
 

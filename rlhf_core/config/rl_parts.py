@@ -17,8 +17,13 @@ class PpoConfig(Section):
     value_clip: float | None = Field(gt=0)
     value_coef: float = Field(gt=0)
     critic_learning_rate: float = Field(gt=0)
-    critic_init: Literal["reward_model", "sft"]
+    critic_init: Literal["reward_model", "reward_model_trunk", "sft"]
     critic_warmup_steps: int = Field(ge=0)
+
+    @property
+    def starts_from_reward_model(self) -> bool:
+        """Whether the critic is, at least in its trunk, the chain's reward model."""
+        return self.critic_init != "sft"
 
 
 class GrpoConfig(Section):
@@ -51,6 +56,11 @@ class KlConfig(Section):
     def keeps_reference(self) -> bool:
         """Whether the divergence is known: it is penalised, or at least measured."""
         return self.coef > 0 or self.measure
+
+    @property
+    def in_reward(self) -> bool:
+        """Whether the divergence is subtracted from the rewards."""
+        return self.coef > 0 and self.placement == "reward"
 
     @model_validator(mode="after")
     def _k1_has_no_useful_gradient(self):
@@ -115,6 +125,8 @@ class RolloutConfig(Section):
     kv_cache_gib: int = Field(gt=0)
     max_concurrent_sequences: int = Field(gt=0)
     max_logprob_difference: float = Field(gt=0)
+    bfloat16_mean_difference: float = Field(gt=0)
+    bfloat16_p999_difference: float = Field(gt=0)
     recomputed_fraction: float = Field(gt=0, le=1)
     one_step_off_policy: bool
 

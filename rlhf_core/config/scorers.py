@@ -23,6 +23,7 @@ class ScorerConfig(Section):
     path: str | None = None  # reward_model: a folder, null takes the chain's own; function: file.py:name or package.module:name
     members: int = Field(default=1, ge=1)  # reward_model: how many of an ensemble are asked; the score is their mean
     std_coef: float = Field(default=0.0, ge=0)  # reward_model: times the members' standard deviation, subtracted from their mean
+    label: int | str | None = None  # reward_model: of a classifier with several labels the one whose score counts, by number or name
     pattern: str | None = None  # regex: 1 where it is found in the response, else 0
     target_length: int | None = Field(default=None, gt=0)  # length: tokens
     timeout: float = Field(default=60.0, gt=0)  # seconds for a step's responses
@@ -30,8 +31,8 @@ class ScorerConfig(Section):
     @model_validator(mode="after")
     def _has_what_its_kind_needs(self):
         needed = {"function": "path", "regex": "pattern", "length": "target_length"}.get(self.kind)
-        allowed = {"reward_model": {"path"}}.get(self.kind, {needed})
-        for field in ("path", "pattern", "target_length"):
+        allowed = {"reward_model": {"path", "label"}}.get(self.kind, {needed})
+        for field in ("path", "label", "pattern", "target_length"):
             given = getattr(self, field) is not None
             if given and field not in allowed:
                 raise ValueError(f"{field}: expected none for a scorer of kind {self.kind}, got {getattr(self, field)!r}; remove it")
@@ -81,6 +82,11 @@ class ScoreConfig(Section):
     mask_cut_off: bool
     overlong: OverlongConfig | None
     max_unscored_fraction: float = Fraction
+
+    @property
+    def own_reward_models(self) -> list[ScorerConfig]:
+        """Rewarded scorers that are the chain's own reward model."""
+        return [s for s in self.scorers if s.weight and s.kind == "reward_model" and s.path is None]
 
     @model_validator(mode="after")
     def _names_and_weights(self):

@@ -19,7 +19,7 @@ from rlhf_core.data.judge import Judgement, find_judge
 from rlhf_core.data.schema import Message
 from rlhf_core.data.split import conversation_text
 
-MAX_PAIRS_PER_PROMPT = 4
+MAX_PAIRS_PER_PROMPT = 6
 DRAWS = 3  # times as many prompts as wanted are drawn at most, since some come twice or have no end
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)]*(?=\s|$)|[。！？][”」』）]*")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.engines.weights import PackedTensor, unpack
@@ -58,6 +59,10 @@ class RolloutActor:
         """As the engine does."""
         return self._engine.generate(*args, **kwargs)
 
-    def load_weights(self, weights: dict[str, PackedTensor], version: int) -> int:
-        """As the engine does, with weights as another process ships them."""
-        return self._engine.load_weights(unpack(weights), version)
+    def probe(self, ids: Sequence[int]) -> list[float]:
+        """As the engine does."""
+        return self._engine.probe(ids)
+
+    def load_weights(self, weights: dict[str, PackedTensor], version: int, ids: Sequence[int]) -> tuple[int, list[float]]:
+        """As the engine does, with weights as another process ships them; and what it then says of the ids."""
+        return self._engine.load_weights(unpack(weights), version), self._engine.probe(ids)

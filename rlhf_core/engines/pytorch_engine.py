@@ -88,6 +88,13 @@ class PytorchEngine:
             found.update(zip(chosen, groups, strict=True))
         return [found[i] for i in range(len(prompts))]
 
+    @torch.inference_mode()
+    def probe(self, ids: Sequence[int]) -> list[float]:
+        """The log-probability of each token but the first given those before it, at temperature 1. [len(ids) - 1]"""
+        given = torch.tensor([list(ids)], device=self._model.device)
+        logprobs = self._model(input_ids=given, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        return logprobs.gather(-1, given[0, 1:, None]).squeeze(-1).tolist()
+
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
         """Replace the weights. Returns `version`."""
         self._model = with_weights(self._model, state_dict)

@@ -73,16 +73,28 @@ class Place:
 
 
 class Hosted:
-    """What an actor is: an object that is imported and made in the actor's process, so that nobody else has to import it."""
+    """What an actor is: an object that is imported and made in the actor's process, so that nobody else has to import it.
+
+    What can't be made because of what a user has set is said, as that ValueError, to whoever waits for it or calls it.
+    """
 
     def __init__(self, factory: str, **kwargs: Any):
         collect_rarely()
         module, _, name = factory.partition(":")
         made_by = getattr(importlib.import_module(module), name)
         overlook_what_is_imported()
-        self._object = made_by(**kwargs)
+        self._refusal: ValueError | None = None
+        try:
+            self._object = made_by(**kwargs)
+        except ValueError as error:
+            self._refusal = error
+
+    def ready(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.ready()
         return getattr(self._object, method)(*args, **kwargs)
 
 
@@ -152,8 +164,18 @@ class ActorGroup:
         return len(self.actors)
 
     def wait_ready(self, what: str = "start") -> None:
-        """Every rank has done what it was asked to do so far, its start first of all."""
-        self.wait([actor.__ray_ready__.remote() for actor in self.actors], deadline=self._start_deadline, what=what)
+        """Every rank has done what it was asked to do so far, its start first of all.
+
+        Raises:
+            ValueError: what is hosted refuses the model or the settings.
+        """
+        self._wait_ready(range(len(self)), what)
+
+    def _wait_ready(self, ranks: Sequence[int], what: str) -> None:
+        try:
+            self.wait([self.actors[rank].ready.remote() for rank in ranks], deadline=self._start_deadline, what=what, ranks=ranks)
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, ValueError) else error from error
 
     def submit(self, method: str, per_rank: list[tuple], **kwargs: Any) -> list[Pending]:
         """Call a method on each rank with that rank's arguments, without waiting. All are, or none: they may meet in a collective."""
@@ -269,8 +291,7 @@ class ActorGroup:
                 remove_placement_group(bundle[0])
                 self._bundles[rank] = (self._place(1), 0)
             self._start(rank)
-        ready = [self.actors[rank].__ray_ready__.remote() for rank in ranks]
-        self.wait(ready, deadline=self._start_deadline, what="start", ranks=ranks)
+        self._wait_ready(ranks, "start")
 
     def _end(self, rank: int) -> None:
         """The end of an actor's process. Ray asks a process to end, which one that is late may never hear: it is killed by its number."""

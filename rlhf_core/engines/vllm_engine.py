@@ -5,15 +5,19 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rlhf_core.engines.weights import process_weights, replace_weights
+from rlhf_core.engines.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
 from rlhf_core.quiet import overlook_what_is_imported
 from rlhf_core.sampling import Sample, SamplingSettings
 
 if TYPE_CHECKING:
     import torch
+
+TRIAL_IDS = (0, 1, 0)  # which every vocabulary has
 
 
 class VllmEngine:
@@ -25,6 +29,8 @@ class VllmEngine:
         threads: cores for the CPU build; ignored on a GPU.
         gpu_memory_fraction: of the GPU's memory that weights and cache may take; ignored on the CPU.
         reads_text: whether responses may end with a stop string. It takes the model's tokenizer, and every token is decoded.
+    Raises:
+        ValueError: vLLM's CPU build can't run the model.
     """
 
     def __init__(
@@ -56,9 +62,11 @@ class VllmEngine:
             # Compiling took 3 s at the first generate, 13 on a machine that had never done so. PyTorch has read the variable by now.
             torch._dynamo.config.disable = os.environ.setdefault("TORCH_COMPILE_DISABLE", "1") == "1"
             _inspect_here(model_path, trust_remote_code)
+            _spare_transformers_classes()
 
         self.version = 0
-        self._llm = LLM(
+        self._on_cpu = on_cpu
+        settings = dict(
             model=model_path,
             skip_tokenizer_init=not reads_text,
             enforce_eager=on_cpu,
@@ -75,10 +83,15 @@ class VllmEngine:
             trust_remote_code=trust_remote_code,
             load_format="safetensors",  # or it would unpickle what lies there instead
             gpu_memory_utilization=gpu_memory_fraction,
-            **(_cpu_cache(model_path, max_length, max_concurrent_sequences, kv_cache_gib, trust_remote_code) if on_cpu else {}),
         )
-        self._on_cpu = on_cpu
-        self._packs_tied_head = on_cpu and self._llm.model_config.hf_config.tie_word_embeddings
+        if not on_cpu:
+            self._llm = LLM(**settings)
+            return
+        with _told_as_a_refusal(model_path, trust_remote_code):
+            cache = _cpu_cache(model_path, max_length, max_concurrent_sequences, kv_cache_gib, trust_remote_code)
+            # A seeded request whose prompt is cut in two steps its generator back, which PyTorch's on the CPU can't.
+            self._llm = LLM(**settings, **cache, enable_chunked_prefill=False)
+            self.probe(TRIAL_IDS)  # some shapes are refused by the first forward pass alone
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, stop_ids: tuple[int, ...], group_size: int
@@ -114,15 +127,31 @@ class VllmEngine:
         outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
         return [[_sample(o) for o in sorted(request.outputs, key=lambda o: o.index)] for request in outputs]
 
+    def probe(self, ids: Sequence[int]) -> list[float]:
+        """The log-probability of each token but the first given those before it, at temperature 1. [len(ids) - 1]"""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        (output,) = self._llm.generate([{"prompt_token_ids": list(ids)}], parameters, use_tqdm=False)
+        return [seen[token].logprob for token, seen in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
-        """Replace the weights in place and forget what was cached under the old ones. Returns `version`."""
-        if not (self._on_cpu and all(self._llm.apply_model(partial(replace_weights, state_dict=state_dict)))):
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(state_dict.items())})
-            if self._packs_tied_head:
-                self._llm.apply_model(_pack_head)
+        """Replace the weights, named as in the model's Hugging Face folder, in place and forget what was cached under the old ones.
+
+        Returns `version`.
+        """
+        if not self._on_cpu:
+            self._reload(state_dict)
+        elif not all(self._llm.apply_model(partial(replace_weights, state_dict=state_dict))):
+            self._llm.apply_model(pack_experts_at_next_load)
+            self._reload(state_dict)
+            self._llm.apply_model(pack_tied_weights)
         self._llm.reset_prefix_cache()
         self.version = version
         return version
+
+    def _reload(self, state_dict: dict[str, torch.Tensor]) -> None:
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(state_dict.items())})
 
     def close(self) -> None:
         """Give back weights, cache, process group and torch's threads, as far as a process can; the engine is of no use afterwards."""
@@ -138,9 +167,39 @@ def _sample(output) -> Sample:
     return Sample(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "stop")
 
 
-def _pack_head(model: torch.nn.Module) -> None:
-    """Some CPUs multiply by a packed copy of a layer's weight. vLLM renews it where a layer is loaded, which a tied head never is."""
-    process_weights(model.lm_head)
+@contextmanager
+def _told_as_a_refusal(model_path: str, trust_remote_code: bool) -> Iterator[None]:
+    """vLLM's CPU build says what it can't run by whatever its parts raise. Too little memory isn't the model's fault, nor are its files.
+
+    Raises:
+        ValueError: something else was raised; its last line is the reason.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[-1].strip()
+        if isinstance(error, OSError | MemoryError) or "memory" in reason.lower():
+            raise
+        raise ValueError(
+            f"rollout.backend: expected a model that vLLM's CPU build can run, got {_architecture(model_path, trust_remote_code)} with "
+            f"{type(error).__name__}: {reason}; set rollout.backend to pytorch"
+        ) from error
+
+
+def _architecture(model_path: str, trust_remote_code: bool) -> str:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    return ", ".join(config.architectures or [type(config).__name__])
+
+
+def _spare_transformers_classes() -> None:
+    """Models that vLLM has no code of its own for run as transformers' classes, which vLLM marks for compiling: other instances of these
+    in this process then fail. Nothing is compiled on the CPU, so the marks are left out.
+    """
+    from vllm.model_executor.models.transformers.base import Base
+
+    Base._decorate_cls_for_torch_compile = lambda *_, **__: None
 
 
 def _inspect_here(model_path: str, trust_remote_code: bool) -> None:

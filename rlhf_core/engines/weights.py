@@ -57,9 +57,32 @@ def replace_weights(model: torch.nn.Module, state_dict: dict[str, torch.Tensor])
         _set(module, name, tensors)
     for module in dict.fromkeys(module for module, _, _ in sources):
         process_weights(module)
-    if model.config.tie_word_embeddings:
-        process_weights(model.lm_head)
+    pack_tied_weights(model)
     return True
+
+
+def pack_experts_at_next_load(model: torch.nn.Module) -> None:
+    """Have vLLM's next reload pack a mixture's experts for the CPU's products, as at the first load. Else it takes their kernel, once there
+    is one, for the sign that they are packed, and leaves the new ones as they are.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def pack_tied_weights(model: torch.nn.Module) -> None:
+    """Some CPUs multiply by a packed copy of a layer's weight. vLLM renews it where a layer is loaded; a head that shares its weight with
+    the embedding never is. A layer that needs its weight for nothing else has an empty one beside the packed.
+    """
+    by_storage: dict[int, list[torch.nn.Module]] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if hasattr(module, "cpu_linear") and weight is not None and weight.numel():
+            by_storage.setdefault(weight.data_ptr(), []).append(module)
+    for sharing in by_storage.values():
+        for module in sharing if len(sharing) > 1 else ():
+            process_weights(module)
 
 
 def process_weights(module: torch.nn.Module) -> None:

@@ -72,7 +72,7 @@ def _padded_to_the_limit(model: LoadedModel, texts: Sequence[Text], sequences: S
 
 @torch.no_grad()
 def _left_padded(model: LoadedModel, sequences: Sequence[list[int]]) -> np.ndarray | None:
-    if not all(can_share_prefixes(member.model, max_length=model.max_length) for member in model.members):
+    if not all(m.reading.of_tokens and can_share_prefixes(m.model, max_length=model.max_length) for m in model.members):
         return None
     width = max(map(len, sequences))
     batch = left_padded(sequences, pad_id=model.tokenizer.pad_token_id, width=width).to(model.device)

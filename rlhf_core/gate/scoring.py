@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message
-from rlhf_core.models.tokenizer import Unrenderable, encode_scored, load_tokenizer
+from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import ScalarModule
+from rlhf_core.scorers.reasons import Reasons
+from rlhf_core.scorers.reward_input import fitting_ids
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 
 MICROBATCH_TOKENS = 8192
@@ -28,20 +30,19 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     device: torch.device
+    report: Reasons = field(default_factory=lambda: Reasons("gate"))
 
     @classmethod
     def load(cls, folder: Path, *, max_length: int, trust_remote_code: bool) -> LoadedModel:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         members = load_members(folder, device=device, trust_remote_code=trust_remote_code)
-        return cls(members, load_tokenizer(str(folder), trust_remote_code=trust_remote_code), max_length, device)
+        tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code, scores=True)
+        return cls(members, tokenizer, max_length, device)
 
     def encode(self, messages: Sequence[Message], response: str, *, max_length: int | None = None) -> list[int] | None:
-        """Token ids; None: longer than the limit, or of a conversation that the model's template doesn't take."""
-        try:
-            ids = encode_scored(self.tokenizer, messages, response)
-        except Unrenderable:
-            return None
-        return ids if len(ids) <= (self.max_length if max_length is None else max_length) else None
+        """Token ids; None: longer than the limit, or the template doesn't take the conversation."""
+        limit = self.max_length if max_length is None else max_length
+        return fitting_ids(self.tokenizer, [(messages, response)], max_length=limit, report=self.report)[0]
 
     def score(self, sequences: Sequence[list[int] | None], *, microbatch_tokens: int = MICROBATCH_TOKENS) -> np.ndarray:
         """[len(sequences)] the members' mean; NaN where a sequence is None."""

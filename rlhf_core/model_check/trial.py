@@ -265,8 +265,10 @@ class Trial:
         return torch.cat(plain_logprobs(folder, self.sequences, trust_remote_code=self._settings.trust_remote_code))
 
     def _apart(self, rollouts: Any, folder: Path) -> float:
-        said = torch.tensor([x for ids in self.sequences for x in rollouts.probe(ids)])
-        return largest(said, self._plain(folder))
+        """An engine leaves room for one more token than it is given."""
+        asked = [ids[: self._settings.max_length - 1] for ids in self.sequences]
+        said = torch.tensor([x for ids in asked for x in rollouts.probe(ids)])
+        return largest(said, torch.cat(plain_logprobs(folder, asked, trust_remote_code=self._settings.trust_remote_code)))
 
     def _compared(self, column: str, ours: torch.Tensor, plain: torch.Tensor, *, note: str | None = None) -> Finding:
         return self._judged(column, largest(ours, plain), note=note)

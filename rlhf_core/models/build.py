@@ -24,7 +24,7 @@ from rlhf_core.config import ModelConfig
 from rlhf_core.models.classifier import classifier
 from rlhf_core.models.folder import check_model_folder, locate_model, refusals, weight_files
 from rlhf_core.models.rotary import fix_frequencies
-from rlhf_core.models.tokenizer import stop_ids, write_ends
+from rlhf_core.models.tokenizer import stop_ids, turn_end, write_ends
 
 log = logging.getLogger(__name__)
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -101,9 +101,15 @@ def _load(kind: type, path: str | Path, *, trust_remote_code: bool, training_dty
 def new_scalar_model(
     language_model_path: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool, training_dtype: str = "float32"
 ) -> PreTrainedModel:
-    """A language model's trunk with a fresh scalar head; the head starts at zero, so every score starts at 0."""
+    """A language model's trunk with a fresh scalar head; the head starts at zero, so every score starts at 0.
+
+    Transformers reads a classifier's score before padding at the end. Where the same token pads and ends a conversation, the model is saved
+    without an id for padding: its score is read at the end, which is what tells a finished response from one that was cut off.
+    """
     model = _load_scalar(language_model_path, trust_remote_code=trust_remote_code, training_dtype=training_dtype, num_labels=1, new=_HEADS)
-    model.config.pad_token_id = tokenizer.pad_token_id
+    end = turn_end(tokenizer)
+    pads_otherwise = tokenizer.pad_token_id not in (*end.trained, *end.after)[-1:]
+    model.config.pad_token_id = tokenizer.pad_token_id if pads_otherwise else None
     torch.nn.init.zeros_(scalar_head(model).weight)
     return model
 
@@ -179,6 +185,8 @@ def find_scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:
 
 def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """A Hugging Face folder: config, safetensors, tokenizer with its chat template; of a language model also what ends a response."""
+    if model.config.model_type == "deepseek_v3":  # by these vLLM tells its router from DeepSeek-V2's; transformers' own config lacks them
+        model.config.update({"topk_method": "noaux_tc", "scoring_func": "sigmoid"})
     model.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
     tokenizer.save_pretrained(folder)
     if model.can_generate():
@@ -186,8 +194,10 @@ def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], toke
 
 
 def checkpoint_names(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights as in the model's Hugging Face folder, which other libraries load: experts, in memory one tensor, are apart there."""
-    return revert_weight_conversion(model, dict(state_dict))
+    """Weights as in the model's Hugging Face folder, which other libraries load: experts, in memory one tensor, are apart there, and a
+    tied head, which is the embedding, isn't there.
+    """
+    return revert_weight_conversion(model, {n: t for n, t in state_dict.items() if n not in model.all_tied_weights_keys})
 
 
 def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:

@@ -85,6 +85,12 @@ def label_index(config: PretrainedConfig, labels: int, chosen: str | int | None)
     )
 
 
+def filler_id(model: PreTrainedModel) -> int:
+    """An id to pad batches with: the model's own, or, as nothing looks at it, any."""
+    padding = _padding(model)
+    return 0 if padding is None else padding
+
+
 def own_scores(model: PreTrainedModel, sequences: list[list[int]], *, together: bool) -> torch.Tensor:
     """[len(sequences), labels], by the model's own forward."""
     parts = [sequences] if together else [[ids] for ids in sequences]
@@ -95,10 +101,9 @@ def _inputs(model: PreTrainedModel, sequences: list[list[int]]) -> dict[str, tor
     """Right-padded sequences and their mask. It is left out for a model that takes none; padded together, that one's scores differ."""
     lengths = torch.tensor([len(ids) for ids in sequences])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    filler = _padding(model)
-    if filler is None and not bool(mask.all()):
+    if _padding(model) is None and not bool(mask.all()):
         raise ValueError("this model has no id for padding")
-    ids = torch.full(mask.shape, 0 if filler is None else filler).masked_scatter(mask, torch.tensor([i for s in sequences for i in s]))
+    ids = torch.full(mask.shape, filler_id(model)).masked_scatter(mask, torch.tensor([i for s in sequences for i in s]))
     found = {"input_ids": ids.to(model.device)}
     known = inspect.signature(model.forward).parameters
     found |= {"attention_mask": mask.long().to(model.device)} if "attention_mask" in known else {}

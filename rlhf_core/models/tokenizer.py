@@ -130,6 +130,7 @@ def load_tokenizer(
     chat_template: str | None = None,
     template_date: str = DEFAULT_DATE,
     template_options: dict[str, Any] | None = None,
+    scores: bool = False,
 ) -> PreTrainedTokenizerBase:
     """A tokenizer from a Hugging Face name or folder, with a pad token and a chat template where it has none.
 
@@ -137,8 +138,9 @@ def load_tokenizer(
         chat_template: takes the place of its own, and is saved with it.
         template_date: the day that its template writes, if it writes any; one that was saved with a day keeps that.
         template_options: variables of its template, which are saved with it.
+        scores: it is a reward model's: it needs no eos token, and a template of its own, since that is how the model was trained.
     Raises:
-        ValueError: there is no tokenizer at `path`, or it has no eos token.
+        ValueError: there is no tokenizer at `path`, or it has no eos token, or a reward model's has no template.
     """
     try:
         tokenizer = _read_tokenizer(path, trust_remote_code=trust_remote_code)
@@ -148,25 +150,41 @@ def load_tokenizer(
             f"tokenizer {path}: expected a Hugging Face folder or a cached name, got: {reason} "
             "Correct model.path, or set HF_HUB_OFFLINE=0 to download"
         ) from error
-    if tokenizer.eos_token_id is None:
+    if tokenizer.eos_token_id is None and not scores:
         raise ValueError(f"tokenizer {path}: expected an eos token, got none; set eos_token in its tokenizer_config.json")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
         log.warning("tokenizer %s has no pad token: %r pads (masks, not ids, say what is padding)", path, tokenizer.pad_token)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
+    if tokenizer.chat_template is None and scores:
+        raise ValueError(
+            f"tokenizer {path}: expected a reward model's own chat template, which says how its conversations are written, got none; "
+            "add a chat_template.jinja that writes what the model was trained on (docs/scorers.md)"
+        )
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_TEMPLATE
         log.warning("tokenizer %s has no chat template: a plain one with 'User:' and 'Assistant:' is set and saved with the model", path)
     if isinstance(tokenizer.chat_template, dict):  # several, by name
         tokenizer.chat_template = _default_template(path, tokenizer.chat_template)
-    tokenizer.chat_template = with_options(with_date(tokenizer.chat_template, template_date), template_options or {})
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = with_options(with_date(tokenizer.chat_template, template_date), template_options or {})
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+        _mark_end(path, tokenizer)
     except Exception as error:  # of a template, which is a program
         got = f"{type(error).__name__}: {shown(str(error))}"
-        raise ValueError(f"tokenizer {path}: expected a chat template for a user's message, got {got}; correct it") from error
+        raise ValueError(f"tokenizer {path}: expected a chat template for a user's message and an answer, got {got}; correct it") from error
     return tokenizer
+
+
+def _mark_end(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make the token that ends a turn a special one, so that decoding leaves it out of a response's text; as a rule it is."""
+    last = turn_end(tokenizer).trained[-1:]  # of a reward model there may be none
+    if last and last[0] != tokenizer.eos_token_id and not tokenizer.added_tokens_decoder[last[0]].special:
+        token = tokenizer.convert_ids_to_tokens(last[0])
+        log.warning("tokenizer %s: its template ends turns with %r, which is now a special token", path, token)
+        tokenizer.add_special_tokens({"additional_special_tokens": [token]}, replace_extra_special_tokens=False)
 
 
 def _default_template(path: str, templates: dict[str, str]) -> str:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config import shown
-from rlhf_core.data.schema import Message, extras, joined_parts, whole_message
+from rlhf_core.data.schema import Message, extras, whole_message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ class TurnEnd(NamedTuple):
     """What a template writes after an assistant's response, as token ids.
 
     trained: up to and including the first special token: learned, and its last token stops sampling. The eos token alone where the
-        template writes no special token there.
+        template writes no special token there; nothing where there is no eos token either, which only a reward model's tokenizer may lack.
     after: what follows, such as ChatML's line break: never sampled, and part of a conversation that is scored.
     """
 
@@ -73,7 +73,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, w
 def for_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The conversation as the template takes it: parts of text are joined for one that wants text."""
     form = _content_form(tokenizer, tokenizer.chat_template)
-    return [_in_form(whole_message(message), form) for message in messages]
+    return [_in_form(message, form) for message in messages]
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
@@ -164,7 +164,9 @@ def _end(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, TurnEn
         raise ValueError(f"chat template: expected the assistant's message in what it writes, got {shown(repr(whole))}; correct it")
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     first = next((i for i, token in enumerate(ids) if token in special_ids(tokenizer)), None)
-    return text, TurnEnd((tokenizer.eos_token_id,), ()) if first is None else TurnEnd(ids[: first + 1], ids[first + 1 :])
+    if first is None:
+        return text, TurnEnd((), ids) if tokenizer.eos_token_id is None else TurnEnd((tokenizer.eos_token_id,), ())
+    return text, TurnEnd(ids[: first + 1], ids[first + 1 :])
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -208,13 +210,13 @@ def _content_form(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     return "both" if takes(_QUESTION + _ANSWER) else "parts"
 
 
-def _in_form(message: dict[str, Any], form: str) -> dict[str, Any]:
-    content = message["content"]
-    if form == "text" and not isinstance(content, str):
-        return {**message, "content": joined_parts(content)}
-    if form == "parts" and isinstance(content, str):
-        return {**message, "content": [{"type": "text", "text": content}]}
-    return message
+def _in_form(message: Message, form: str) -> dict[str, Any]:
+    whole = whole_message(message)
+    if form == "text":
+        return {**whole, "content": message["content"]}
+    if form == "parts" and isinstance(whole["content"], str):
+        return {**whole, "content": [{"type": "text", "text": whole["content"]}]}
+    return whole
 
 
 def conversation_key(messages: Sequence[Message]) -> str:

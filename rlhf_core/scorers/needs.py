@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhf_core.config import LABEL_SCORERS, ScorerConfig
+from rlhf_core.models.folder import read_settings
 from rlhf_core.scorers.members import member_folders
 from rlhf_core.scorers.text import TextScorers
 
@@ -22,12 +23,12 @@ def uses_own_reward_model(scorers: list[ScorerConfig]) -> bool:
 def check_scorers(
     scorers: list[ScorerConfig], *, reward_model: Path, source_judges: dict[str, str], has_labels: Callable[[], bool]
 ) -> None:
-    """What the scorers need is there; nothing is loaded but functions.
+    """What the scorers need is there; nothing is loaded but functions, and of reward models from elsewhere their settings are read.
 
     Args:
         has_labels: whether any prompt has a label; asked only where a scorer compares with it.
     Raises:
-        ValueError: a reward model's folder, a function or every label is missing.
+        ValueError: a reward model's folder, a function or every label is missing, or a reward model from elsewhere can't be read.
     """
     members = {s.name: s.members for s in scorers}
     for name, folder in model_folders(scorers, reward_model).items():
@@ -35,9 +36,30 @@ def check_scorers(
             raise ValueError(f"scorer {name}: expected a reward model's folder, got none with a config.json at {folder}; correct its path")
         if (found := len(member_folders(folder))) < members[name]:
             raise ValueError(f"scorer {name}: expected an ensemble of {members[name]} at {folder}, got {found}; lower members")
+    for scorer in scorers:
+        if scorer.kind == "reward_model" and scorer.path is not None:
+            _check_ready_made(scorer, Path(scorer.path))
     TextScorers(0, scorers, source_judges)
     comparing = [s.name for s in scorers if s.kind in LABEL_SCORERS]
     if comparing and not has_labels():
         raise ValueError(
             f"scorers {comparing}: expected prompts with labels to compare with, got not a single one; map the column `label` of a source"
+        )
+
+
+def _check_ready_made(scorer: ScorerConfig, folder: Path) -> None:
+    """What files tell of a reward model from elsewhere; the rest is found out when it is loaded (`models.reading`)."""
+    config = read_settings(folder, "config.json")
+    names = [str(name) for name in (config.get("id2label") or {}).values()]
+    if scorer.label is None and len(names) > 1:
+        raise ValueError(
+            f"scorer {scorer.name}: expected a label of {folder}, which has {', '.join(names)}, got none; set label to the one to reward"
+        )
+    if config.get("is_encoder_decoder"):
+        raise ValueError(f"scorer {scorer.name}: expected an encoder or a decoder at {folder}, got an encoder-decoder; use another model")
+    has_template = (folder / "chat_template.jinja").is_file() or (folder / "additional_chat_templates").is_dir()
+    if not has_template and not read_settings(folder, "tokenizer_config.json").get("chat_template"):
+        raise ValueError(
+            f"scorer {scorer.name}: expected a chat template at {folder}, got none; add a chat_template.jinja that writes what "
+            "the model was trained on (docs/scorers.md)"
         )

@@ -1,43 +1,127 @@
-"""What a reward model is shown of a response."""
+"""What a reward model is shown of a response: its own template's rendering of the conversation, which is what it was trained on."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rlhf_core.models.tokenizer import encode_conversation
+from rlhf_core.data.schema import Message
+from rlhf_core.models.tokenizer import Unrenderable, copies_response, encode_scored, turn_end
+from rlhf_core.scorers.reasons import Reasons
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlhf_core.types import Prompt
+
+
+def scored_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str, *, finished: bool = True) -> list[int]:
+    """Token ids of a conversation and a response to it, for a reward model with this tokenizer.
+
+    One that was cut off gets no end of its turn, and nothing of what comes behind that: it must not look finished.
+
+    Raises:
+        Unrenderable: the template doesn't take the conversation.
+    """
+    ids, end = encode_scored(tokenizer, messages, response), turn_end(tokenizer)
+    return ids if finished else ids[: len(ids) - len(end.trained) - len(end.after)]
+
+
+def fitting_ids(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[tuple[Sequence[Message], str]], *, max_length: int, report: Reasons
+) -> list[list[int] | None]:
+    """Token ids of finished responses, None for one without a score, for a reason that is reported: too long or not rendered.
+
+    Args:
+        texts: conversations and responses to them.
+    """
+    reasons: Counter[str] = Counter()
+    found = [_or_reason(lambda m=m, t=t: scored_ids(tokenizer, m, t), max_length, reasons) for m, t in texts]
+    _tell(reasons, report)
+    return found
 
 
 class RewardModelInput:
     """Turns a conversation and a sampled response into what the reward model was trained on.
 
-    The ids are used as they are where both models share a tokenizer and template; otherwise the response is decoded and
-    encoded again with the reward model's own. A response that was cut off gets no end token: it must not look finished.
+    Where both models share a tokenizer and a template that copies responses, the ids are used as they are; otherwise the response is
+    decoded and encoded again as the reward model's template writes it. A finished response ends as that template ends a turn, whatever
+    ended it when it was sampled: a stop string stays a part of the response, another end token doesn't.
+
+    Args:
+        report: is told why responses have no score.
+    Raises:
+        ValueError: the reward model's template doesn't write a question and its answer.
     """
 
-    def __init__(self, policy_tokenizer: PreTrainedTokenizerBase, reward_tokenizer: PreTrainedTokenizerBase, *, max_length: int):
+    def __init__(
+        self,
+        policy_tokenizer: PreTrainedTokenizerBase,
+        reward_tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        report: Reasons | None = None,
+    ):
         self._policy_tokenizer = policy_tokenizer
         self._reward_tokenizer = reward_tokenizer
         self._max_length = max_length
-        self._same = _fingerprint(policy_tokenizer) == _fingerprint(reward_tokenizer)
+        self._report = Reasons("reward model") if report is None else report
+        self._end = turn_end(reward_tokenizer)
+        self._copies = _fingerprint(policy_tokenizer) == _fingerprint(reward_tokenizer) and copies_response(reward_tokenizer)
+        self._stops = _stopping(policy_tokenizer)
 
-    def sequence(
-        self, messages: list[dict[str, str]], prompt_ids: list[int], response_ids: list[int], *, finished: bool
-    ) -> list[int] | None:
-        """Token ids for the reward model; None: too long for it, so it can't say."""
-        if self._same:
-            ids = [*prompt_ids, *response_ids]
-        else:
+    def sequences(self, responses: Iterable[tuple[Prompt, list[int], bool]]) -> list[list[int] | None]:
+        """Token ids for the reward model, of each prompt, sampled response and whether that is finished; None: it can't be scored."""
+        reasons: Counter[str] = Counter()
+        found = [
+            _or_reason(lambda r=r: self._sequence(r[0].messages, r[0].prompt_ids, r[1], finished=r[2]), self._max_length, reasons)
+            for r in responses
+        ]
+        _tell(reasons, self._report)
+        return found
+
+    def _sequence(self, messages: Sequence[Message], prompt_ids: list[int], response_ids: list[int], *, finished: bool) -> list[int]:
+        if not self._copies:
             text = self._policy_tokenizer.decode(response_ids, skip_special_tokens=True)
-            ids, _ = encode_conversation(self._reward_tokenizer, messages, text)
-            if not finished and ids[-1] == self._reward_tokenizer.eos_token_id:
-                ids = ids[:-1]
-        return ids if len(ids) <= self._max_length else None
+            return scored_ids(self._reward_tokenizer, messages, text, finished=finished)
+        if not finished:
+            return [*prompt_ids, *response_ids]
+        return [*prompt_ids, *self._without_end(response_ids), *self._end.trained, *self._end.after]
+
+    def _without_end(self, response_ids: list[int]) -> list[int]:
+        trained = len(self._end.trained)
+        if trained and tuple(response_ids[-trained:]) == self._end.trained:
+            return response_ids[:-trained]
+        return response_ids[:-1] if self._stops.intersection(response_ids[-1:]) else response_ids
 
 
-def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int, str | None]:
+def _or_reason(encode, max_length: int, reasons: Counter[str]) -> list[int] | None:
+    try:
+        ids = encode()
+    except Unrenderable as error:
+        reasons[str(error)] += 1
+        return None
+    if len(ids) > max_length:
+        reasons[f"more than {max_length} tokens: model.max_length allows no more"] += 1
+        return None
+    return ids
+
+
+def _tell(reasons: Counter[str], report: Reasons) -> None:
+    for reason, count in reasons.items():
+        report(reason, count=count)
+
+
+def _stopping(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Tokens that may end a response without being a part of it: special ones. Others that were added, such as one that closes a call of
+    a tool, are what is said, also where a stop string ends with them.
+    """
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {*tokenizer.all_special_ids, *added}
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int | None, str | None]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else str(sorted(tokenizer.get_vocab().items()))
     return vocabulary, tokenizer.eos_token_id, tokenizer.chat_template

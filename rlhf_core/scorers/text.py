@@ -19,6 +19,7 @@ from rlhf_core.data.schema import Message
 from rlhf_core.scorers.answers import same_number, same_text
 from rlhf_core.scorers.functions import load_function
 from rlhf_core.scorers.math_answers import MathComparer
+from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.types import Prompt
 
 log = logging.getLogger("rlhf")
@@ -68,26 +69,13 @@ class TextScorers:
 
 
 def _scorer(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreAll:
-    report = _Reasons(config.name)
+    report = Reasons(config.name)
     if config.kind == "function":
         return _by_function(load_function(config.path), report)
     return _each(SCORERS[config.kind](config, source_judges), report)
 
 
-class _Reasons:
-    """Says once per reason why a scorer could not score."""
-
-    def __init__(self, name: str):
-        self._name, self._said = name, set()
-
-    def __call__(self, reason: str, *, count: int) -> None:
-        kind = reason.partition(":")[0]
-        if kind not in self._said:
-            self._said.add(kind)
-            log.warning("scorer %s: expected a score for every response, got none for %d; %s", self._name, count, shown(reason, 1000))
-
-
-def _each(score: ScoreOne, report: _Reasons) -> ScoreAll:
+def _each(score: ScoreOne, report: Reasons) -> ScoreAll:
     """A scorer of one response, for many; it raises ValueError, with the reason, for one that it can't score."""
 
     def score_all(items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
@@ -106,7 +94,7 @@ def _each(score: ScoreOne, report: _Reasons) -> ScoreAll:
     return score_all
 
 
-def _by_function(function: Callable[..., Any], report: _Reasons) -> ScoreAll:
+def _by_function(function: Callable[..., Any], report: Reasons) -> ScoreAll:
     """A user's function: called with all responses at once, believed in nothing."""
 
     def score_all(items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:

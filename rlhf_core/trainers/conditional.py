@@ -19,8 +19,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message, with_text_behind
 from rlhf_core.engines.deepspeed_engine import device
-from rlhf_core.models.tokenizer import encode_scored, load_tokenizer
+from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.scorers.members import combine_members
+from rlhf_core.scorers.reasons import Reasons
+from rlhf_core.scorers.reward_input import fitting_ids
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.trainers.labelling import MICROBATCH_TOKENS
 from rlhf_core.trainers.supervised import Interrupted
@@ -96,19 +98,20 @@ def score_level(score: float, borders: list[float]) -> int | None:
 def reward_scores(
     reward_model: Path, responses: list[RatedResponse], *, max_length: int, trust_remote_code: bool, stop_requested: Callable[[], bool]
 ) -> list[float]:
-    """A reward model's raw scores, of an ensemble the mean; NaN: too long for it.
+    """A reward model's raw scores, of an ensemble the mean; NaN: too long for it, or its template doesn't take the conversation.
 
     Raises:
         Interrupted: a stop was asked for.
     """
-    tokenizer = load_tokenizer(str(reward_model), trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(str(reward_model), trust_remote_code=trust_remote_code, scores=True)
     members = load_members(reward_model, device=device(), trust_remote_code=trust_remote_code)
     scores: list[float] = []
+    report = Reasons("reward model")
     for start in range(0, len(responses), SCORED_AT_ONCE):
         if stop_requested():
             raise Interrupted
-        sequences = [encode_scored(tokenizer, r.messages, r.text) for r in responses[start : start + SCORED_AT_ONCE]]
-        fitting = [ids if len(ids) <= max_length else None for ids in sequences]
+        texts = ((r.messages, r.text) for r in responses[start : start + SCORED_AT_ONCE])
+        fitting = fitting_ids(tokenizer, texts, max_length=max_length, report=report)
         pad_id = tokenizer.pad_token_id
         by_members = score_by_members(members, fitting, pad_id=pad_id, microbatch_tokens=MICROBATCH_TOKENS, device=device())
         scores += combine_members(by_members, std_coef=0.0)[0].tolist()

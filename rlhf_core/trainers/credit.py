@@ -22,7 +22,7 @@ from rlhf_core.algorithms.corrections import importance_weights
 from rlhf_core.algorithms.kl import KL_ESTIMATORS
 from rlhf_core.algorithms.shaping import overlong_penalty
 from rlhf_core.config import RlConfig, ScoreConfig, ScorerConfig
-from rlhf_core.types import RolloutBatch, TrainBatch
+from rlhf_core.types import Baseline, RolloutBatch, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,12 @@ class RewardNormalizer:
         self._rewarded = [s for s in config.scorers if s.weight]
         self.moments = {s.name: Moments() for s in self._rewarded if s.normalization != "none"}
 
+    def trial(self) -> RewardNormalizer:
+        """Another one with the same moments, which may move on by themselves."""
+        other = RewardNormalizer(self._config)
+        other.moments = dict(self.moments)
+        return other
+
     @property
     def needs_calibration(self) -> bool:
         return any(s.normalization == "initial" for s in self._rewarded)
@@ -85,6 +91,13 @@ class RewardNormalizer:
                     "is finite; see what that scorer says, and whether model.max_length is long enough for a reward model"
                 )
 
+    def location_and_spread(self, scorer: ScorerConfig) -> tuple[float, float]:
+        """What a scorer's scores are shifted by, and then divided by."""
+        if scorer.normalization == "none":
+            return 0.0, 1.0
+        moments = self.moments[scorer.name]
+        return moments.mean, max(moments.std, 1e-6)
+
     def __call__(self, components: dict[str, torch.Tensor], *, learn: bool = True) -> torch.Tensor:
         """Rewards [B], clipped as a whole; NaN where one of the scores that count isn't finite.
 
@@ -98,8 +111,8 @@ class RewardNormalizer:
             if scorer.normalization == "running" and learn:
                 self.moments[scorer.name] = self.moments[scorer.name].merge(scores)
             if scorer.normalization != "none":
-                moments = self.moments[scorer.name]
-                scores = (scores - moments.mean) / max(moments.std, 1e-6)
+                mean, std = self.location_and_spread(scorer)
+                scores = (scores - mean) / std
             total = total + scorer.weight * scores
         limit = self._config.clip
         return total if limit is None else total.clamp(-limit, limit)
@@ -125,11 +138,11 @@ def assign_credit(
     Args:
         kl_coef: of the KL in the reward; unused where it is a term of the loss.
     """
-    rewards = shaped_rewards(batch, rl, normalizer)
+    rewards = shaped_rewards(batch.components, batch.finished, batch.response_mask.sum(1), rl, normalizer)
     mask = batch.response_mask & rewards.isfinite()[:, None]
     if rl.kl.placement == "loss":
         kl_coef = 0.0
-    kl = torch.where(mask, KL_ESTIMATORS[rl.kl.estimator](batch.old_logprobs, batch.ref_logprobs), 0.0)
+    kl = _kl(batch, mask, rl)
     with_kl = rewards - kl_coef * kl.sum(1)
     advantages, returns, metrics = _advantages(batch, rl, normalizer, rewards=rewards, kl=kl, kl_coef=kl_coef, mask=mask)
     weights, correction_metrics = correct(batch, mask, rl)
@@ -163,20 +176,44 @@ def correct(batch: RolloutBatch, mask: torch.Tensor, rl: RlConfig) -> tuple[torc
     return importance_weights(batch.sampler_logprobs, batch.rollout_logprobs, mask, kind=how.kind, low=how.low, high=how.high)
 
 
-def shaped_rewards(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNormalizer) -> torch.Tensor:
-    """Normalised rewards less the penalties for length [B], before any KL; NaN: nothing is to be learned from the response."""
-    config, components = rl.reward, batch.components
-    if config.mask_cut_off:
-        components = {name: scores.where(batch.finished, torch.nan) for name, scores in components.items()}
-    rewards = normalizer(components) - config.no_eos_penalty * (~batch.finished).float()
-    if config.overlong is not None:
-        rewards = rewards - overlong_penalty(
-            batch.response_mask.sum(1),
-            max_new_tokens=rl.rollout.max_new_tokens,
-            buffer=config.overlong.buffer,
-            penalty=config.overlong.penalty,
-        )
-    return rewards
+def shaped_rewards(
+    components: dict[str, torch.Tensor], finished: torch.Tensor, lengths: torch.Tensor, rl: RlConfig, normalizer: RewardNormalizer
+) -> torch.Tensor:
+    """Normalised and clipped rewards less the penalties for length [B], before any KL; NaN: nothing is to be learned from the response.
+
+    Args:
+        components: scorer's name -> [B] raw scores.
+        finished: [B] bool.    lengths: [B], tokens of each response.
+    """
+    if rl.reward.mask_cut_off:
+        components = {name: scores.where(finished, torch.nan) for name, scores in components.items()}
+    return normalizer(components) - _penalties(finished, lengths, rl)
+
+
+def _penalties(finished: torch.Tensor, lengths: torch.Tensor, rl: RlConfig) -> torch.Tensor:
+    """For the length of a response and a missing end [B], in normalised units."""
+    config = rl.reward
+    penalties = config.no_eos_penalty * (~finished).float()
+    if config.overlong is None:
+        return penalties
+    how = {"buffer": config.overlong.buffer, "penalty": config.overlong.penalty}
+    return penalties + overlong_penalty(lengths, max_new_tokens=rl.rollout.max_new_tokens, **how)
+
+
+def _kl(responses: RolloutBatch | Baseline, mask: torch.Tensor, rl: RlConfig) -> torch.Tensor:
+    """Of each response token [B, R], 0 where masked."""
+    return torch.where(mask, KL_ESTIMATORS[rl.kl.estimator](responses.old_logprobs, responses.ref_logprobs), 0.0)
+
+
+def baseline_rewards(baseline: Baseline, rl: RlConfig, normalizer: RewardNormalizer, *, kl_coef: float) -> torch.Tensor:
+    """What the greedy responses get [B], by the same measure as the sampled ones: a sample that is its prompt's greedy response has
+    exactly its baseline. The normaliser doesn't move. A greedy response that was cut off is a baseline too, whatever mask_cut_off says.
+
+    Args:
+        kl_coef: of the KL in the reward.
+    """
+    rewards = normalizer(baseline.components, learn=False) - _penalties(baseline.finished, baseline.response_mask.sum(1), rl)
+    return rewards - kl_coef * _kl(baseline, baseline.response_mask, rl).sum(1)
 
 
 def _advantages(
@@ -213,7 +250,7 @@ def _advantages(
         case "reinforce_pp_baseline":
             return reinforce_pp_baseline(per_response, batch.group_ids, mask), zeros, {}
         case "remax":
-            return remax(per_response, normalizer(batch.baseline_components, learn=False), mask), zeros, {}
+            return remax(per_response, baseline_rewards(batch.baseline, rl, normalizer, kl_coef=kl_coef), mask), zeros, {}
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:

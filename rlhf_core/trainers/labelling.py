@@ -25,6 +25,7 @@ from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
 from rlhf_core.sampling import Sample, SamplingSettings, request_seeds
 from rlhf_core.scorers.members import combine_members
 from rlhf_core.scorers.needs import model_folders
+from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.reward_input import RewardModelInput
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.scorers.text import TextScorers, score_item
@@ -132,7 +133,7 @@ class ResponseScorer:
         source_judges: name of each data source that has a judge -> the judge's.
         model: of the policy; its max_length bounds what a reward model is shown.
     Raises:
-        ValueError: a scorer's function can't be loaded.
+        ValueError: a scorer's function or reward model can't be loaded.
     """
 
     def __init__(self, scorers: list[ScorerConfig], *, reward_model: Path, source_judges: dict[str, str], model: ModelConfig):
@@ -143,8 +144,10 @@ class ResponseScorer:
         trust = model.trust_remote_code
         by_name = {s.name: s for s in scorers}
         for name, folder in model_folders(scorers, reward_model).items():
-            members = load_members(folder, device=device(), trust_remote_code=trust, count=by_name[name].members)
-            self._by_model[name] = by_name[name], members, load_tokenizer(str(folder), trust_remote_code=trust)
+            config = by_name[name]
+            members = load_members(folder, device=device(), trust_remote_code=trust, count=config.members, label=config.label)
+            self._by_model[name] = config, members, load_tokenizer(str(folder), trust_remote_code=trust, scores=True)
+        self._reports = {name: Reasons(name) for name in self._by_model}
 
     def __call__(
         self, prompts: list[Prompt], samples: list[list[Sample]], tokenizer: PreTrainedTokenizerBase
@@ -180,10 +183,8 @@ class ResponseScorer:
 
     def _score_by_model(self, name: str, prompts: list[Prompt], samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> list[float]:
         config, members, own_tokenizer = self._by_model[name]
-        shown = RewardModelInput(tokenizer, own_tokenizer, max_length=self._max_length)
-        sequences = [
-            shown.sequence(p.messages, p.prompt_ids, s.response_ids, finished=s.finished) for p, s in zip(prompts, samples, strict=True)
-        ]
+        shown = RewardModelInput(tokenizer, own_tokenizer, max_length=self._max_length, report=self._reports[name])
+        sequences = shown.sequences((p, s.response_ids, s.finished) for p, s in zip(prompts, samples, strict=True))
         scores = score_by_members(
             members, sequences, pad_id=own_tokenizer.pad_token_id, microbatch_tokens=MICROBATCH_TOKENS, device=device()
         )

@@ -55,7 +55,7 @@ class ModelWriter:
     def _sample(self, ids: list[list[int]], tokens: int, config: SamplesConfig, *, each: int, draw: int) -> list[list[Sample]]:
         settings = SamplingSettings(tokens, config.temperature, top_p=config.top_p)
         seeds = request_seeds(self._seed, draw, len(ids))
-        return self._engine.generate(ids, seeds, settings, eos_id=self._tokenizer.eos_token_id, group_size=each)
+        return self._engine.generate(ids, seeds, settings, stop_ids=(self._tokenizer.eos_token_id,), group_size=each)
 
     def _written(self, sample: Sample, before: Sequence[int] = ()) -> Written:
         end = next((i for i, token in enumerate(sample.response_ids) if token in self._ends), None)

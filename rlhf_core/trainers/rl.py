@@ -14,6 +14,7 @@ from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.quiet import collect_as_usual, overlook_what_is_imported
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.credit import RewardNormalizer, assign_credit, correct
+from rlhf_core.trainers.critic import value_units
 from rlhf_core.trainers.rl_actors import Actors
 from rlhf_core.trainers.rl_data import (
     DemonstrationStream,
@@ -31,7 +32,6 @@ from rlhf_core.trainers.rl_metrics import (
     Metrics,
     TooManyUnscored,
     batch_metrics,
-    check_difference,
     check_finite,
     check_logprobs,
     check_scored,
@@ -85,6 +85,8 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         log.info("rl: going on from the checkpoint of step %d", progress.step)
     else:
         progress = begin(workers, prompts, validation, normalizer, rl)
+    if rl.algorithm == "ppo":
+        workers.set_value_units(value_units(rl, normalizer))
     curves = open_curves(job, first_step=progress.step + 1)
     stopping = False
     while not progress.finished(rl) and not stopping:
@@ -93,7 +95,8 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         share = 0.0 if on_policy or rl.trusts_engine else rl.rollout.recomputed_fraction
         try:
             with stop.interrupts():
-                drawn = draw(workers, prompts, rl, step=step, prompts_drawn=progress.prompts_drawn, share=share, clock=clock)
+                position = progress.prompts_drawn
+                drawn = draw(workers, prompts, rl, normalizer, step=step, prompts_drawn=position, share=share, clock=clock)
         except StepAbandoned:
             log.info("rl: told to stop; step %d is given up before it has changed anything", step + 1)
             workers.snapshot(progress, normalizer, score=None)
@@ -101,16 +104,16 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
             break
         if rl.rollout.one_step_off_policy:
             following = prompts.take(drawn.prompts_drawn, rl.rollout_batch_size) if step + 1 < rl.steps else []
-            workers.rollouts.generate_ahead(following, step=step + 1, checked=drawn.scored[0].rollout.prompt)
+            workers.rollouts.generate_ahead(following, step=step + 1)
         outputs = workers.forward(drawn.asked)
         clock.lap("forward")
-        batch = collate(drawn.scored, outputs, workers.pad_id, drawn.baseline_components)
+        batch = collate(drawn.scored, outputs, workers.pad_id, drawn.baseline)
         check_scored(batch, rl, step=step)
         if rl.rollout.one_step_off_policy:
             check_finite(batch, step=step)
-            difference = check_difference(workers.rollouts.difference(), rl, step=step)
+            difference = workers.rollouts.arrival.difference
         else:
-            difference = check_logprobs(batch, rl, step=step)
+            difference = check_logprobs(batch, rl, step=step, dtype=job.model.dtype)
         clock.lap("collate")
         train_batch, credit_metrics = assign_credit(batch, rl, normalizer, kl_coef=kl_coef)
         clock.lap("credit")
@@ -120,7 +123,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         clock.lap("update")
         if on_policy:  # only now are the policy's own log-probabilities known; what was sampled stays the same
             batch = with_old_logprobs(batch, workers.updated_logprobs(plans, batch), has_reference="ref_logprobs" in outputs)
-            difference = check_logprobs(batch, rl, step=step)
+            difference = check_logprobs(batch, rl, step=step, dtype=job.model.dtype)
             credit_metrics |= correct(batch, train_batch.response_mask, rl)[1]
             clock.lap("collate")
         workers.rollouts.collect_ahead()

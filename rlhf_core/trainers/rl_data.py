@@ -14,7 +14,7 @@ from rlhf_core.data.schema import Split, read_rows
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
 from rlhf_core.trainers.demonstrations import encode_demonstrations
 from rlhf_core.trainers.rl_job import RlJob
-from rlhf_core.types import Prompt, Rollout, RolloutBatch, ScoredRollout
+from rlhf_core.types import Baseline, Prompt, Rollout, RolloutBatch, ScoredRollout
 
 
 def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
@@ -136,24 +136,21 @@ def components_of(scored: Sequence[ScoredRollout]) -> Components:
     return {name: torch.tensor([s.components[name] for s in scored]) for name in scored[0].components} if scored else {}
 
 
-def collate(
-    scored: Sequence[ScoredRollout], outputs: dict[str, torch.Tensor], pad_id: int, baseline_components: Components
-) -> RolloutBatch:
+def collate(scored: Sequence[ScoredRollout], outputs: dict[str, torch.Tensor], pad_id: int, baseline: Baseline | None) -> RolloutBatch:
     """Rollouts, their scores and what the models said of them, as tensors.
 
     Args:
         outputs: flat [N] over the response tokens in order. Absent: `old_logprobs` before an update that computes them itself, where the
             engine's stand in for them, `ref_logprobs` without a reference, `values` without a critic, `sampler_logprobs` where any token
             could be sampled.
-        baseline_components: of the greedy response to each row's prompt; empty where there is none.
+        baseline: of the greedy response to each row's prompt; None where the algorithm asks for none.
     """
     rollouts = [s.rollout for s in scored]
-    lengths = torch.tensor([len(r.response_ids) for r in rollouts])
-    response_mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    response_mask = _response_mask(rollouts)
     prompt_ids, prompt_mask = _left_padded([r.prompt.prompt_ids for r in rollouts], pad_id)
 
     def padded(flat: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(response_mask.shape).masked_scatter(response_mask, flat)
+        return _padded(flat, response_mask)
 
     response_ids = torch.tensor([token for r in rollouts for token in r.response_ids])
     rollout_logprobs = padded(torch.tensor([x for r in rollouts for x in r.rollout_logprobs]))
@@ -169,17 +166,41 @@ def collate(
         ref_logprobs=padded(outputs["ref_logprobs"]) if "ref_logprobs" in outputs else old_logprobs,
         values=padded(outputs["values"]) if "values" in outputs else torch.zeros(response_mask.shape),
         components=components_of(scored),
-        baseline_components=baseline_components,
+        baseline=baseline,
         group_ids=torch.tensor([r.group_id for r in rollouts]),
         finished=torch.tensor([r.finished for r in rollouts]),
         policy_versions=torch.tensor([r.policy_version for r in rollouts]),
     )
 
 
+def baseline_of(scored: Sequence[ScoredRollout], outputs: dict[str, torch.Tensor], *, copies: int) -> Baseline:
+    """Greedy responses, one for each prompt, as the baseline of `copies` rows each.
+
+    Args:
+        outputs: as of `collate`; empty where no KL is in the reward.
+    """
+    rollouts = [s.rollout for s in scored]
+    mask = _response_mask(rollouts)
+    logprobs = (_padded(outputs[name], mask) if outputs else torch.zeros(mask.shape) for name in ("old_logprobs", "ref_logprobs"))
+    finished = torch.tensor([r.finished for r in rollouts])
+    tensors = (tensor.repeat_interleave(copies, dim=0) for tensor in (finished, mask, *logprobs))
+    return Baseline({name: scores.repeat_interleave(copies) for name, scores in components_of(scored).items()}, *tensors)
+
+
 def with_old_logprobs(batch: RolloutBatch, old_logprobs: torch.Tensor, *, has_reference: bool) -> RolloutBatch:
     """A batch that was collated without, now that its update has computed them: [B, R]. Any token could be sampled."""
     ref_logprobs = batch.ref_logprobs if has_reference else old_logprobs
     return replace(batch, old_logprobs=old_logprobs, sampler_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+
+
+def _response_mask(rollouts: Sequence[Rollout]) -> torch.Tensor:
+    lengths = torch.tensor([len(r.response_ids) for r in rollouts])
+    return torch.arange(int(lengths.max())) < lengths[:, None]
+
+
+def _padded(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Flat values [N] at the True positions of a mask [B, R], zeros elsewhere."""
+    return torch.zeros(mask.shape).masked_scatter(mask, flat)
 
 
 def _left_padded(sequences: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:

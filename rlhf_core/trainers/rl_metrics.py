@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -101,33 +102,66 @@ def check_scored(batch: RolloutBatch, rl: RlConfig, *, step: int) -> None:
         raise TooManyUnscored(f"step {step}: expected a response that every scorer could score, got none; each failed for other ones")
 
 
-def check_logprobs(batch: RolloutBatch, rl: RlConfig, *, step: int) -> float:
-    """Largest difference, in nats, between the sampling engine's and the trainer's log-probability of a sampled token.
+@dataclass(frozen=True)
+class Difference:
+    """Sizes of the differences between two log-probabilities of the same tokens, in nats; 0 without any token, NaN with one that is NaN."""
+
+    largest: float
+    mean: float
+    p999: float
+
+    def of(self, dtype: str) -> float:
+        """The figure by which engine and trainer are watched: of float32 the largest; of bfloat16 the quantile 0.999."""
+        return self.largest if dtype == "float32" else self.p999
+
+
+def compare(differences: torch.Tensor, rl: RlConfig) -> Difference:
+    """Of the differences [N] between two log-probabilities."""
+    sizes = differences.abs().float().sort().values
+    if not len(sizes):
+        return Difference(0.0, 0.0, 0.0)
+    if sizes.isnan().any():
+        return Difference(math.nan, math.nan, math.nan)
+    return Difference(largest_difference(differences, rl), float(sizes.mean()), float(sizes[math.ceil(0.999 * len(sizes)) - 1]))
+
+
+def exceeded(difference: Difference, rl: RlConfig, dtype: str) -> str | None:
+    """Which figure is above its limit, in words; None: none is.
+
+    Args:
+        dtype: model.dtype. In float32 the largest difference counts. In bfloat16, where the largest of a million tokens is above any limit
+            that can tell, the mean and the quantile 0.999 do.
+    """
+    rollout = rl.rollout
+    figures = [("a largest difference", difference.largest, "max_logprob_difference", rollout.max_logprob_difference)]
+    if dtype == "bfloat16":
+        figures = [
+            ("a mean difference", difference.mean, "bfloat16_mean_difference", rollout.bfloat16_mean_difference),
+            ("a quantile 0.999 of the differences", difference.p999, "bfloat16_p999_difference", rollout.bfloat16_p999_difference),
+        ]
+    for name, value, key, limit in figures:
+        if not value <= limit:
+            return f"{name} of {value:.3g}, above rl.rollout.{key}={limit}"
+    return None
+
+
+def check_logprobs(batch: RolloutBatch, rl: RlConfig, *, step: int, dtype: str) -> float:
+    """Difference, in nats, between the sampling engine's and the trainer's log-probabilities of the sampled tokens: see `Difference.of`.
 
     Before rollout.min_new_tokens the engine forbids the end token, and the others share its probability: nothing to compare.
 
     Raises:
-        LogprobMismatch: it is above rl.rollout.max_logprob_difference.
+        LogprobMismatch: it is above its limit: see `exceeded`. That the weights arrived was seen at their sync.
     """
     mask = batch.response_mask.clone()
     mask[:, : rl.rollout.min_new_tokens] = False
-    return check_difference(largest_difference((batch.rollout_logprobs - batch.sampler_logprobs)[mask], rl), rl, step=step)
-
-
-def check_difference(difference: float, rl: RlConfig, *, step: int) -> float:
-    """The difference between the sampling engine's and the trainer's log-probabilities, in nats, if it is small enough.
-
-    Raises:
-        LogprobMismatch: it is above rl.rollout.max_logprob_difference.
-    """
-    limit = rl.rollout.max_logprob_difference
-    if not difference <= limit:
+    difference = compare((batch.rollout_logprobs - batch.sampler_logprobs)[mask], rl)
+    if reason := exceeded(difference, rl, dtype):
         raise LogprobMismatch(
-            f"step {step}: expected the rollout engine's and the trainer's log-probabilities to differ by at most "
-            f"rl.rollout.max_logprob_difference={limit}, got {difference:.3g}; if the weights are in sync, the arithmetic "
-            "differs (bfloat16?): raise the limit"
+            f"step {step}: expected the rollout engine's and the trainer's log-probabilities of the same tokens to agree, got {reason}; "
+            "the probe has shown that the weights arrived, so the arithmetic differs: raise the limit, or set rl.rollout.backend to pytorch"
         )
-    return difference
+    return difference.of(dtype)
 
 
 def check_finite(batch: RolloutBatch, *, step: int) -> None:

@@ -13,21 +13,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
 from rlhf_core.data.batching import even_microbatches
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device, equal_count, join_world
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.engines.weights import PackedTensor, pack
 from rlhf_core.models.branches import can_share_prefixes, collate_branches, continue_prefix
-from rlhf_core.models.build import checkpoint_names, frozen, load_language_model, load_scalar_model, new_scalar_model, save_model, trunk
+from rlhf_core.models.build import (
+    checkpoint_names,
+    frozen,
+    load_language_model,
+    save_model,
+    trunk,
+)
 from rlhf_core.models.lora import add_adapters, without_adapters
 from rlhf_core.models.packed import can_pack
 from rlhf_core.models.side_by_side import AT_A_TIME, can_run_side_by_side, side_by_side
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.models.wrappers import PolicyModule, PolicyOutput, ScalarModule, TokenBatch
+from rlhf_core.models.wrappers import PolicyModule, PolicyOutput, ScalarModule, TokenBatch, collate_tokens
 from rlhf_core.quiet import collect_as_usual
 from rlhf_core.scorers.reward_model import load_members, score_by_members
+from rlhf_core.trainers.critic import ValueUnits, initial_critic
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_minibatch import Minibatch
 from rlhf_core.trainers.rl_update import Kept, RlUpdate, before, policy_arguments
@@ -66,7 +72,10 @@ class TrainerRank:
         self._policy = TrainEngine(PolicyModule(self._language_model), self._settings(job.rl.learning_rate))
         self._critic = None
         if job.rl.algorithm == "ppo":
-            self._critic = TrainEngine(ScalarModule(self._initial_critic(how)), self._settings(job.rl.ppo.critic_learning_rate))
+            critic = ScalarModule(initial_critic(job, self._tokenizer, how))
+            remedy = "set it to sft, or rl.algorithm to one without a critic, such as rloo"
+            critic.check_scores_tokens(f"rl.ppo.critic_init {job.rl.ppo.critic_init}", remedy)
+            self._critic = TrainEngine(critic, self._settings(job.rl.ppo.critic_learning_rate))
         self._reference = None
         if job.rl.kl.keeps_reference and not self._adapters_off_is_the_reference:
             self._reference = self._frozen(PolicyModule(load_language_model(job.sft_model, **how)))
@@ -76,18 +85,17 @@ class TrainerRank:
         self._at_once = self._can_run_at_once()
         self._keeps = self._can_keep()
         self._kept: list[Kept] = []  # for the next update
+        self._value_units = ValueUnits()
         seed_generators(job.seed + self._rank)
         collect_as_usual()
 
     def _reward_models(self, how: dict[str, Any]) -> dict[str, list[ScalarModule]]:
         """Name of a scorer -> the members of its reward model."""
-        counts, place = {s.name: s.members for s in self._job.rl.reward.scorers}, {"device": self._device, "dtype": self._dtype}
-        return {name: load_members(Path(path), count=counts[name], **place, **how) for name, path in self._job.scorer_models.items()}
-
-    def _initial_critic(self, how: dict[str, Any]) -> PreTrainedModel:
-        if self._job.rl.ppo.critic_init == "sft":
-            return new_scalar_model(Path(self._job.sft_model), self._tokenizer, **how)
-        return load_scalar_model(self._job.reward_model, **how)
+        configs, place = {s.name: s for s in self._job.rl.reward.scorers}, {"device": self._device, "dtype": self._dtype}
+        return {
+            name: load_members(Path(path), count=configs[name].members, label=configs[name].label, **place, **how)
+            for name, path in self._job.scorer_models.items()
+        }
 
     def _balanced_experts(self) -> int | None:
         """Experts per token, where their load is to be balanced.
@@ -149,6 +157,10 @@ class TrainerRank:
     @property
     def _dtype(self) -> torch.dtype:
         return getattr(torch, self._job.model.dtype)
+
+    def set_value_units(self, units: ValueUnits) -> None:
+        """What the critic's output means from now on. It isn't part of the saved state: it follows from the reward normaliser's."""
+        self._value_units = units
 
     # Before the update
 
@@ -239,7 +251,7 @@ class TrainerRank:
                 if policy.sampler_logprobs is not None:
                     seen["sampler_logprobs"] = policy.sampler_logprobs
             if self._critic is not None:
-                seen["values"] = values = self._critic(before(batch))
+                seen["values"] = values = self._value_units(self._critic(before(batch)))
         if rl.kl.keeps_reference:
             seen["ref_logprobs"] = self._reference_logprobs(batch)
         return seen, policy, values
@@ -269,6 +281,7 @@ class TrainerRank:
             rl=self._job.rl,
             policy=self._policy,
             critic=self._critic,
+            value_units=self._value_units,
             pad_id=self._pad_id,
             device=self._device,
             kl_coef=kl_coef,
@@ -290,6 +303,12 @@ class TrainerRank:
         self._reference.model.load_state_dict(self._policy.state_dict())
 
     # Weights and state
+
+    @torch.no_grad()
+    def probe(self, ids: list[int]) -> list[float]:
+        """The policy's log-probability of each token but the first, at temperature 1. Every rank calls it: it is a collective."""
+        batch = collate_tokens([ids], [1], pad_id=self._pad_id).to(self._device)
+        return self._policy(batch).logprobs.float().cpu().tolist()
 
     def weights(self) -> dict[str, torch.Tensor] | None:
         """The policy's full weights on rank 0, under the names that its Hugging Face folder has; None on the others."""

@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from rlhf_core.config import RlConfig
 from rlhf_core.engines.ray_actors import ActorGroup, Pending, RoleLost
 from rlhf_core.sampling import SamplingSettings, request_seeds
+from rlhf_core.trainers.rl_arrival import Arrival
 from rlhf_core.trainers.rl_job import RlJob
-from rlhf_core.trainers.rl_metrics import largest_difference
 from rlhf_core.trainers.rl_replacements import Replacements
 from rlhf_core.types import Prompt, Rollout
 
 log = logging.getLogger("rlhf")
 
 CALIBRATION_STEP = 2**31 - 1  # a step number of its own for the seeds of the calibration samples
-CHECKED_TOKENS = 4  # of a response by which a new engine, or one that draws ahead, is compared with the trainer
 AHEAD = "ahead.json"  # in a checkpoint
 
 
@@ -56,7 +52,7 @@ class RolloutEngines:
     Args:
         stop_ids: tokens of which each ends a response.
         packed_weights: of the trainer's policy of now.
-        trainer_logprobs: of rollouts by the trainer's policy of now, flat [N], of the distribution that was sampled from.
+        vocabulary: tokens that there are.
     Raises:
         RoleLost: an engine doesn't start, or one more would have to be replaced than rl.max_replacements.
     """
@@ -69,20 +65,25 @@ class RolloutEngines:
         stop_ids: tuple[int, ...],
         replacements: Replacements,
         packed_weights: Callable[[], Pending],
-        trainer_logprobs: Callable[[list[Rollout]], torch.Tensor],
+        vocabulary: int,
     ):
         self._job, self._engines, self._stop_ids, self._replacements = job, engines, stop_ids, replacements
-        self._packed_weights, self._trainer_logprobs = packed_weights, trainer_logprobs
+        self._packed_weights = packed_weights
+        self.arrival = Arrival(job, vocabulary=vocabulary)
         self._sampling = sampling_settings(job.rl)
         self._version = 0
         self._loaded: Pending | None = None  # kept where the trainer's own move on while engines draw
-        self._beginning: Request | None = None
-        self._checked: list[Rollout] = []  # what it gave and the trainer has agreed with, of every engine
         self._drawing: tuple[int, Request] | None = None
         self._ahead: Ahead | None = None
 
     def wait_ready(self) -> None:
         self._engines.wait_ready()
+
+    def begin(self, trainer: list[float]) -> None:
+        """See `Arrival.begin`. Args: trainer: what its policy says of the probe, before the first sync."""
+        deadline, count = self._job.rl.deadlines.step, len(self._engines)
+        engines = self._engines.call("probe", [(self.arrival.ids,)] * count, deadline=deadline)
+        self.arrival.begin(engines, trainer)
 
     # Responses
 
@@ -109,7 +110,7 @@ class RolloutEngines:
 
     def _generate(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings, *, group_size: int) -> list[Rollout]:
         request = self._ask(prompts, seeds, sampling, group_size=group_size)
-        return self._answer(request, lambda lost: self._replace(lost, prompts[0]))
+        return self._answer(request)
 
     def _ask(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings, *, group_size: int) -> Request:
         shards = _shards(len(prompts), len(self._engines))
@@ -117,9 +118,9 @@ class RolloutEngines:
         how = {"stop_ids": self._stop_ids, "group_size": group_size}
         return Request(prompts, shards, per_rank, how, self._engines.submit("generate", per_rank, **how))
 
-    def _answer(self, request: Request, replace: Callable[[RoleLost], None]) -> list[Rollout]:
+    def _answer(self, request: Request) -> list[Rollout]:
         answers = self._engines.wait_and_replace(
-            request.answers, "generate", request.per_rank, deadline=self._job.rl.deadlines.step, replace=replace, **request.how
+            request.answers, "generate", request.per_rank, deadline=self._job.rl.deadlines.step, replace=self._replace, **request.how
         )
         pairs = zip(request.shards, answers, strict=True)
         by_prompt = {i: samples for shard, answer in pairs for i, samples in zip(shard, answer, strict=True)}
@@ -131,30 +132,21 @@ class RolloutEngines:
 
     # Ahead
 
-    def generate_ahead(self, prompts: Sequence[Prompt], *, step: int, checked: Prompt) -> None:
+    def generate_ahead(self, prompts: Sequence[Prompt], *, step: int) -> None:
         """Have the rollouts of a later step drawn by the policy of now, while the trainer's moves on.
 
         Args:
             prompts: none where no step follows.
-            checked: by the first tokens of a response to it, drawn before, `difference` compares engines and trainer.
         """
-        count, size = len(self._engines), self._job.rl.group_size
-        self._beginning, self._checked = self._ask([checked] * count, [self._job.seed] * count, self._first_tokens, group_size=1), []
         if prompts:
-            self._drawing = step, self._ask(prompts, request_seeds(self._job.seed, step, len(prompts)), self._sampling, group_size=size)
-
-    def difference(self) -> float:
-        """Between every engine's and the trainer's log-probabilities of what was drawn to be checked: the largest, in nats. To be called
-        before the trainer's policy moves on.
-        """
-        self._checked = self._answer(self._beginning, self._replace_and_ask_again)
-        return self._difference(self._checked)
+            seeds, size = request_seeds(self._job.seed, step, len(prompts)), self._job.rl.group_size
+            self._drawing = step, self._ask(prompts, seeds, self._sampling, group_size=size)
 
     def collect_ahead(self) -> None:
         """Wait for what is drawn ahead, if anything is; then weights may be loaded again."""
         if self._drawing is not None:
             step, request = self._drawing
-            self._ahead, self._drawing = Ahead(step, self._answer(request, self._replace_behind)), None
+            self._ahead, self._drawing = Ahead(step, self._answer(request)), None
 
     def save_ahead(self, folder: Path, *, step: int) -> None:
         """What was drawn ahead for a step, into a checkpoint."""
@@ -172,11 +164,11 @@ class RolloutEngines:
 
     # Weights
 
-    def load_weights(self, weights: Pending, *, version: int, given_by: ActorGroup) -> None:
-        """Into every engine. That they arrived shows in the log-probabilities of what is drawn next."""
-        per_rank = [(weights, version)] * len(self._engines)
+    def load_weights(self, weights: Pending, *, version: int, given_by: ActorGroup) -> list[list[float]]:
+        """Into every engine. Returns what each then says of the probe."""
+        per_rank = [(weights, version, self.arrival.ids)] * len(self._engines)
         references = self._engines.submit("load_weights", per_rank)
-        versions = self._engines.wait_and_replace(
+        answers = self._engines.wait_and_replace(
             references,
             "load_weights",
             per_rank,
@@ -184,23 +176,13 @@ class RolloutEngines:
             replace=self._start,
             given_by=given_by,
         )
+        versions = [loaded for loaded, _ in answers]
         if versions != [version] * len(versions):
             raise RuntimeError(f"rollout engines: expected policy version {version} everywhere, got {versions}")
         self._version = version
         if self._job.rl.rollout.one_step_off_policy:
             self._loaded = weights
-
-    @property
-    def _first_tokens(self) -> SamplingSettings:
-        """Of a response, as far as they can be compared."""
-        tokens = self._sampling.min_new_tokens + CHECKED_TOKENS
-        return replace(self._sampling, max_new_tokens=min(self._sampling.max_new_tokens, tokens))
-
-    def _difference(self, rollouts: list[Rollout]) -> float:
-        seen = self._trainer_logprobs(rollouts).split([len(r.response_ids) for r in rollouts])
-        first = self._job.rl.rollout.min_new_tokens  # before, the engine forbids the end token
-        differences = torch.cat([(torch.tensor(r.rollout_logprobs) - s)[first:] for r, s in zip(rollouts, seen, strict=True)])
-        return largest_difference(differences, self._job.rl)
+        return [said for _, said in answers]
 
     def _start(self, lost: RoleLost) -> None:
         """New engines for lost ones, with the weights that every engine begins with.
@@ -212,65 +194,41 @@ class RolloutEngines:
             raise lost
         self._engines.replace(lost.ranks)
 
-    def _replace(self, lost: RoleLost, prompt: Prompt) -> None:
-        """New engines for lost ones, with the trainer's policy of now, which the beginning of a response to `prompt` shows."""
-        self._start(lost)
-        weights, limit = self._packed_weights(), self._job.rl.rollout.max_logprob_difference
-        for rank in lost.ranks:
-            version, drawn = self._equip(rank, weights, prompt)
-            difference = self._difference([drawn])
-            if version != self._version or not difference <= limit:
-                raise RoleLost(
-                    f"{lost}; rollout rank {rank}: expected a new engine with policy version {self._version} and log-probabilities within "
-                    f"{limit} of the trainer's, got version {version} and {difference:.3g}"
-                )
-            log.warning("rollout rank %d: new, with policy version %d; log-probabilities within %.2g", rank, version, difference)
+    def _replace(self, lost: RoleLost) -> None:
+        """New engines for lost ones, with the weights that the others have, which the probe shows.
 
-    def _replace_behind(self, lost: RoleLost) -> None:
-        """New engines for lost ones, with the weights that the others have: the trainer may have moved on. What they draw of the response
-        that the trainer has agreed with has to be the same; where it hasn't been asked yet, `difference` looks at them.
+        Raises:
+            RoleLost: the limit of replacements is reached, or a new engine doesn't say what the trainer said of these weights.
         """
         self._start(lost)
+        off_policy = self._job.rl.rollout.one_step_off_policy  # then the trainer may have moved on
+        weights = self._loaded if off_policy else self._packed_weights()
         for rank in lost.ranks:
-            before = self._checked[rank] if self._checked else None
-            _, drawn = self._equip(rank, self._loaded, before and before.prompt)
-            if before is not None:
-                limit = self._job.rl.rollout.max_logprob_difference
-                same = drawn.response_ids == before.response_ids
-                if not (same and np.allclose(drawn.rollout_logprobs, before.rollout_logprobs, rtol=0, atol=limit)):
-                    raise RoleLost(f"{lost}; rollout rank {rank}: expected of a new engine what the old one drew, got something else")
-        log.warning("rollout rank %s: new, with policy version %d", ", ".join(map(str, lost.ranks)), self._version)
+            version, said = self._equip(rank, weights)
+            reason = self.arrival.agrees(said)
+            if version != self._version or reason:
+                raise RoleLost(
+                    f"{lost}; rollout rank {rank}: expected a new engine with policy version {self._version} and the trainer's "
+                    f"log-probabilities, got version {version}{' and ' + reason if reason else ''}"
+                )
+            log.warning("rollout rank %d: new, with policy version %d, which it gives the trainer's log-probabilities", rank, version)
 
-    def _equip(self, rank: int, weights: Pending | None, prompt: Prompt | None) -> tuple[int, Rollout | None]:
-        """Give a new engine weights and let it begin a response, where there are any; one that is lost meanwhile is replaced in its turn.
+    def _equip(self, rank: int, weights: Pending | None) -> tuple[int, list[float]]:
+        """Give a new engine weights, where there are any; one that is lost meanwhile is replaced in its turn.
 
         Returns:
-            The version of its weights, and what it drew.
+            The version of its weights, and what it says of the probe.
         Raises:
             RoleLost: the limit of replacements is reached.
         """
+        deadline, ids = self._job.rl.deadlines.step, self.arrival.ids
         while True:
             try:
-                version = self._version if weights is None else self._load_one(rank, weights)
-                return version, None if prompt is None else self._begin(rank, prompt)
+                if weights is None:
+                    return self._version, self._engines.call_one(rank, "probe", ids, deadline=deadline)
+                return self._engines.call_one(rank, "load_weights", weights, self._version, ids, deadline=deadline)
             except RoleLost as again:
                 self._start(again)
-
-    def _replace_and_ask_again(self, lost: RoleLost) -> None:
-        """The same, and what was to be drawn ahead is asked of the new ones."""
-        self._replace_behind(lost)
-        if self._drawing is not None:
-            _, request = self._drawing
-            self._engines.submit_again(lost.ranks, request.answers, "generate", request.per_rank, **request.how)
-
-    def _begin(self, rank: int, prompt: Prompt) -> Rollout:
-        """The beginning of a response by one engine."""
-        how = {"stop_ids": self._stop_ids, "group_size": 1, "deadline": self._job.rl.deadlines.step}
-        ((sample,),) = self._engines.call_one(rank, "generate", [prompt.prompt_ids], [self._job.seed], self._first_tokens, **how)
-        return Rollout(prompt, sample.response_ids, sample.logprobs, sample.finished, group_id=0, policy_version=self._version)
-
-    def _load_one(self, rank: int, weights: Pending) -> int:
-        return self._engines.call_one(rank, "load_weights", weights, self._version, deadline=self._job.rl.deadlines.step)
 
 
 def sampling_settings(rl: RlConfig) -> SamplingSettings:

@@ -15,6 +15,7 @@ from rlhf_core.config import ScorerConfig
 from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.scorers.members import combine_members
+from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.reward_input import RewardModelInput
 from rlhf_core.scorers.text import ScoreItem, score_item
 from rlhf_core.trainers.rl_job import RlJob
@@ -55,7 +56,12 @@ class Scoring:
         trust = job.model.trust_remote_code
         self._tokenizer = load_tokenizer(job.sft_model, trust_remote_code=trust)
         self._inputs = {
-            name: RewardModelInput(self._tokenizer, load_tokenizer(folder, trust_remote_code=trust), max_length=job.model.max_length)
+            name: RewardModelInput(
+                self._tokenizer,
+                load_tokenizer(folder, trust_remote_code=trust, scores=True),
+                max_length=job.model.max_length,
+                report=Reasons(name),
+            )
             for name, folder in job.scorer_models.items()
         }
         self._text_configs = [s for s in job.rl.reward.scorers if s.kind != "reward_model"]
@@ -96,8 +102,7 @@ class Scoring:
 
     def _submit(self, name: str, rollouts: Sequence[Rollout], shards: list[list[int]]) -> list:
         """Dealt out in turn, so that each rank gets its share of long and short ones."""
-        sequence = self._inputs[name].sequence
-        inputs = [sequence(r.prompt.messages, r.prompt.prompt_ids, r.response_ids, finished=r.finished) for r in rollouts]
+        inputs = self._inputs[name].sequences((r.prompt, r.response_ids, r.finished) for r in rollouts)
         return self._trainers.submit("score", [(name, [inputs[i] for i in shard]) for shard in shards])
 
     def _items(self, rollouts: Sequence[Rollout]) -> list[ScoreItem]:

@@ -21,6 +21,7 @@ from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_ove
 from rlhf_core.models.branches import Branches, collate_branches, continue_prefix
 from rlhf_core.models.side_by_side import side_by_side
 from rlhf_core.models.wrappers import PolicyOutput, TokenBatch, collate_tokens
+from rlhf_core.trainers.critic import ValueUnits
 from rlhf_core.trainers.rl_minibatch import Minibatch, Totals, gather
 from rlhf_core.types import TrainBatch
 
@@ -52,6 +53,7 @@ class Kept:
 class RlUpdate:
     """Optimizer steps of policy and critic.
 
+    value_units: of the critic's output.
     kl_coef: of the KL in the loss; unused where it is part of the reward.
     train_policy: False: only the critic learns.
     on_policy: the minibatch is the only one of its rollouts, so that the policy of now is the one that sampled them: its log-probabilities
@@ -65,6 +67,7 @@ class RlUpdate:
     rl: RlConfig
     policy: TrainEngine
     critic: TrainEngine | None
+    value_units: ValueUnits
     pad_id: int
     device: torch.device
     kl_coef: float
@@ -79,11 +82,9 @@ class RlUpdate:
     def run(self, minibatches: list[Minibatch]) -> Totals:
         """One optimizer step for each minibatch from which there is something to learn, until one is too far from the sampling policy.
 
-        Where all responses of a minibatch are masked, on every rank, neither model takes a step: with gradients of zero, momentum and
-        weight decay would move it, and its schedule would go on.
-
-        Returns sums over this rank's tokens, and norms over all ranks. The tokens of a minibatch that was too far count (so that its
-        approx_kl shows), its losses and norms don't: nothing was stepped.
+        Where all responses of a minibatch are masked, on every rank, neither model takes a step: momentum, weight decay and schedule
+        would move on. Returns sums over this rank's tokens, and norms over all ranks. The tokens of a minibatch that was too far count
+        (so that its approx_kl shows), its losses and norms don't: nothing was stepped.
         """
         totals: Totals = defaultdict(float, optimizer_steps=0, stopped_early=0, skipped_steps=0)
         for minibatch in minibatches:
@@ -188,7 +189,7 @@ class RlUpdate:
             return
         for positions in parts:
             part = minibatch.batch.select(positions.rows).to(self.device)
-            yield part, self.critic(before(self._tokens(positions, part)))
+            yield part, self.value_units(self.critic(before(self._tokens(positions, part))))
 
     def _tokens(self, part: Part, batch: TrainBatch) -> TokenBatch:
         """The sequences of a micro-batch, whose rows `batch` holds, response tokens selected in its order."""

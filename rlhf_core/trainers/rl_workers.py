@@ -16,6 +16,7 @@ from rlhf_core.checkpoint import Found
 from rlhf_core.engines.ray_actors import Pending
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.trainers.credit import RewardNormalizer
+from rlhf_core.trainers.critic import ValueUnits
 from rlhf_core.trainers.rl_actors import Actors
 from rlhf_core.trainers.rl_data import sequences_of
 from rlhf_core.trainers.rl_job import RlJob
@@ -71,7 +72,7 @@ class Workers:
             stop_ids=stop_ids(tokenizer, job.sft_model),
             replacements=self.replacements,
             packed_weights=self._weights,
-            trainer_logprobs=self._sampler_logprobs,
+            vocabulary=len(tokenizer),
         )
 
     def __enter__(self) -> Workers:
@@ -79,7 +80,9 @@ class Workers:
         self._scoring = Scoring(self._job, self._trainers, self.replacements)
         (address, *_) = self._trainers.call("address", deadline=start)
         self._trainers.call("connect", [address] * len(self._trainers), deadline=start)
+        probed = self._probe()
         self.rollouts.wait_ready()
+        self.rollouts.begin(self._trainers.wait(probed, deadline=start, what="probe")[0])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -141,24 +144,33 @@ class Workers:
             found[minibatch.rows, :width] = torch.where(mask, seen, found[minibatch.rows, :width])
         return found
 
+    def set_value_units(self, units: ValueUnits) -> None:
+        """What the critic's output means; see `TrainerRank.set_value_units`."""
+        self._trainers.call("set_value_units", [(units,)] * len(self._trainers), deadline=self._job.rl.deadlines.step)
+
     def refresh_reference(self) -> None:
         """The reference becomes the current policy."""
         self._trainers.call("refresh_reference", deadline=self._job.rl.deadlines.step)
 
     def sync_weights(self, *, version: int) -> None:
-        """Give the policy's weights to every rollout engine. That they arrived shows in the next step's log-probabilities."""
+        """Give the policy's weights to every rollout engine.
+
+        Raises:
+            LogprobMismatch: they didn't arrive, or engine and trainer compute different things with them.
+        """
         weights, self._updated = self._updated or self._weights(), None
-        self.rollouts.load_weights(weights, version=version, given_by=self._trainers)
+        probed = self._probe()  # computed while engines load
+        engines = self.rollouts.load_weights(weights, version=version, given_by=self._trainers)
+        trainer, *_ = self._trainers.wait(probed, deadline=self._job.rl.deadlines.step, what="probe")
+        self.rollouts.arrival.check(engines, trainer, version=version)
+
+    def _probe(self) -> list[Pending]:
+        return self._trainers.submit("probe", [(self.rollouts.arrival.ids,)] * len(self._trainers))
 
     def _weights(self) -> Pending:
         """The policy's weights of now, to be handed on to engines."""
         weights, *_ = self._trainers.submit("packed_weights", [()] * len(self._trainers))
         return weights
-
-    def _sampler_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
-        """Of the policy of now, flat [N]. Every rank is asked for all of them: it is a collective."""
-        seen = self.forward(self.ask(rollouts * len(self._trainers), share=1.0))
-        return seen.get("sampler_logprobs", seen["old_logprobs"])[: sum(len(r.response_ids) for r in rollouts)]
 
     def export(self, folder: Path) -> None:
         """The policy as a Hugging Face folder."""

@@ -88,7 +88,7 @@ def check(policy: LlamaForCausalLM, groups: list[list[Sample]]) -> str:
     outputs = {"old_logprobs": trainer_logprobs(policy, groups, temperature=1.0)}
     batch = collate([ScoredRollout(r, {"reward_model": 0.0}) for r in rollouts], outputs, 0, {})
     try:
-        check_logprobs(batch, load_params(ROOT / "params.yaml").rl, step=3)
+        check_logprobs(batch, load_params(ROOT / "params.yaml").rl, step=3, dtype="float32")
     except LogprobMismatch as error:
         return str(error)
     return "passed"

@@ -320,8 +320,10 @@ def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, cluster, 
     workspace = train(chain, cluster, tmp_path / "budget", disagreeing)
     code, printed = run(workspace, "dvc", "repro", "--single-item", "train_policy")
     assert code != 0
-    assert "step 0: expected the rollout engine's and the trainer's log-probabilities to differ by at most" in printed
-    assert "rl.rollout.max_logprob_difference=1e-12, got " in printed
+    assert (
+        "policy version 0: expected rollout engine 0 to give the probe the trainer's log-probabilities, got a largest difference" in printed
+    )
+    assert "above rl.rollout.max_logprob_difference=1e-12; both have read the same model, so the arithmetic differs" in printed
     assert "train_policy: RL job: expected to be able to train, got the refusal above" in printed and "Traceback" not in printed
     assert not (workspace / "models/policy").exists()
     assert_nothing_left(workspace)

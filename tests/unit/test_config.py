@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,14 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             "rl.rollout.one_step_off_policy: expected false with top_p, top_k or min_new_tokens and without a correction, got true",
         ),
         ({"rl.rollout.min_new_tokens": 32}, "rl.rollout.min_new_tokens: expected less than max_new_tokens=32, got 32; lower it"),
+        (
+            {"rl.ppo.critic_init": "reward_model", "rl.reward.scorers": [JUDGE]},
+            "rl.ppo.critic_init: expected reward_model_trunk or sft where no rewarded scorer is the chain's reward model, got reward_model",
+        ),
+        (
+            {"rl.ppo.critic_init": "reward_model", "rl.reward.scorers.0.normalization": "running"},
+            "rl.ppo.critic_init: expected reward_model_trunk or sft with normalization running of ['reward_model'], got reward_model",
+        ),
         ({"rl.trainer.ranks": 3}, "rl.minibatch_size: expected a multiple of trainer.ranks=3, got 256"),
         (
             {"rl.trainer.ranks": 2, "rl.ptx.coef": 0.1, "rl.ptx.batch_size": 31},
@@ -205,6 +214,10 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
         ),
         ({"rl.policy_loss": "cispo", "rl.dual_clip": 3.0}, "rl.dual_clip: expected null with policy_loss cispo, got 3.0"),
         ({"rl.lora": LORA | {"dropout": 0.1}}, "rl.lora.dropout: expected 0 in rl, got 0.1"),
+        (
+            {"rl.algorithm": "remax", "rl.remax.group_size": 256, "rl.trainer.ranks": 2},
+            "rl.remax.group_size: expected at least trainer.ranks=2 prompts a step, got 1; each rank looks at greedy responses",
+        ),
         ({"rl.dynamic_sampling.enabled": True}, "rl.dynamic_sampling: expected ppo.group_size of at least 2, got 1"),
         (
             {"rl.reward.overlong": {"buffer": 33, "penalty": 1.0}},
@@ -221,7 +234,7 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
         ),
         (
             {"reward.enabled": False, "rl.reward.scorers": [JUDGE]},
-            "rl.ppo.critic_init: expected sft while reward.enabled is false, got reward_model",
+            "rl.ppo.critic_init: expected sft while reward.enabled is false, got reward_model_trunk",
         ),
         (
             {"rl.reward.scorers": [JUDGE], "data.sources.0.kind": "file", "data.sources.0.path": "x", "data.sources.0.format": "preference",
@@ -473,3 +486,46 @@ def _leaves(node: dict[str, Any], prefix: str):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+OWN_SAMPLES = {
+    "openings": ["Once"], "opening_tokens": 16, "prompts": 9, "responses_per_prompt": 2, "max_new_tokens": 32, "temperature": 1.0,
+    "top_p": 1.0, "label_noise": 0.0,
+}  # fmt: skip
+OWN = {"name": "own", "kind": "samples", "judge": "rules.py:good", "uses": ["sft", "prompt"], "weight": 1.0, "samples": OWN_SAMPLES}
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "message"),
+    [
+        ({"samples": None}, {}, "source own: kind samples expects samples and judge, got no samples section; see recipes/stories.yaml"),
+        ({"judge": None}, {}, "source own: kind samples expects samples and judge, got no judge"),
+        ({"uses": ["pretrain"]}, {}, "source own: kind samples expects uses among sft, preference, prompt, got pretrain"),
+        (
+            {},
+            {"model.path": None},
+            "model.path: expected a pretrained model, which source own of kind samples draws from, got null; set it",
+        ),
+        ({}, {"model.max_length": 48}, "expected opening_tokens and max_new_tokens of less than model.max_length=48 together, got 48"),
+        ({"samples": OWN_SAMPLES | {"openings": []}}, {}, "samples.openings: expected"),
+        ({"samples": OWN_SAMPLES | {"responses_per_prompt": 1}}, {}, "samples.responses_per_prompt: expected"),
+    ],
+)
+def test_a_source_of_own_samples_that_lacks_something_is_refused(source, changes, message):
+    tree = read_yaml(DEFAULT)
+    for key, value in {"model.path": "a/model", "data.sources": [OWN | source], **changes}.items():
+        set_key(tree, key, value)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_params(tree)
+
+
+def test_sources_name_their_judge():
+    tree = read_yaml(DEFAULT)
+    assert parse_params(tree).data.sources[0].judge_name == "clerk"
+    file = {"name": "web", "kind": "file", "path": "x", "format": "preference", "uses": ["preference"], "weight": 1.0}
+    set_key(tree, "model.path", "a/model")
+    set_key(tree, "data.sources", [OWN, file, file | {"name": "judged", "judge": "rules.py:good"}])
+    assert [s.judge_name for s in parse_params(tree).data.sources] == ["rules.py:good", None, "rules.py:good"]
+    set_key(tree, "data.sources", [read_yaml(DEFAULT)["data"]["sources"][0] | {"judge": "rules.py:good"}])
+    with pytest.raises(ConfigError, match=r"source clerk: kind clerk expects no judge, got rules.py:good; it has its own"):
+        parse_params(tree)

@@ -10,9 +10,10 @@ import torch
 from tiny_models import sequences
 
 from rlhf_core.data.judge import Judgement
-from rlhf_core.evaluation import Answer, response_logprobs, summarize, win_rate
+from rlhf_core.evaluation import Answer, judged, response_logprobs, summarize, win_rate
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.wrappers import PolicyModule
+from rlhf_core.trainers.labelling import ScoredResponse
 from rlhf_core.types import Prompt
 
 PROMPT = Prompt("id", "clerk", [{"role": "user", "content": "Please sort 41."}], [5, 6], None)
@@ -38,6 +39,23 @@ def test_summary_by_hand():
         "n": 3, "score_mean": 1.5, "length_mean": 4.0, "cut_off_fraction": pytest.approx(1 / 3),
         "judge_n": 2, "judge_ok": 0.5, "judge_correct": 1.0, "judge_polite": 0.5, "judge_brief": 1.0, "judge_safe": 1.0,
     }  # fmt: skip
+
+
+def test_aspects_are_counted_over_the_answers_whose_judge_has_them():
+    """Sources with judges of their own: 1 of 2 answers is polite, 1 of 1 is calm; of the three one meets all of its aspects."""
+    first, second = Judgement({"polite": True, "brief": False}), Judgement({"polite": False, "brief": True})
+    summary = summarize([answer(0.0, judgement=j) for j in (first, second, Judgement({"calm": True}))], confidence=0.95)
+    assert {k: v for k, v in summary.items() if k.startswith("judge_")} == {
+        "judge_n": 3, "judge_ok": pytest.approx(1 / 3), "judge_polite": 0.5, "judge_brief": 0.5, "judge_calm": 1.0,
+    }  # fmt: skip
+
+
+def test_an_answer_is_judged_by_the_judge_of_its_source(tmp_path):
+    (tmp_path / "mine.py").write_text("def calm(prompt, response):\n    return {'calm': '!' not in response, 'asked': 'sort' in prompt}\n")
+    response = ScoredResponse(PROMPT, [7], "Stop!", True, 0.0, {})
+    assert judged(response, {"clerk": f"{tmp_path}/mine.py:calm"}).judgement == Judgement({"calm": False, "asked": True})
+    assert judged(response, {"clerk": "clerk"}).judgement == Judgement({"correct": False, "polite": False, "brief": True, "safe": True})
+    assert judged(response, {"other": "clerk"}).judgement is None
 
 
 def test_summary_without_any_score_or_judge():

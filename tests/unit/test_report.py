@@ -23,7 +23,17 @@ from rlhf_core.config import STAGE_SECTIONS, apply_overrides, load_params, read_
 from rlhf_core.config.alignment import Method
 from rlhf_core.report.canvas import MAX_POINTS, thin
 from rlhf_core.report.inputs import ReportInputError
-from rlhf_core.report.page import METHOD_PARAMS, METHOD_TITLES, answer, expectations, json_for_html, render, samples, side_by_side
+from rlhf_core.report.page import (
+    METHOD_PARAMS,
+    METHOD_TITLES,
+    answer,
+    evaluation_rows,
+    expectations,
+    json_for_html,
+    render,
+    samples,
+    side_by_side,
+)
 from rlhf_core.report.texts import MAX_TEXT, measured, number, signed, visible
 from rlhf_core.report.verdict import data_verdict, gate_verdict, outcome
 from tasks.gate_reward import NOT_NEEDED, unjudged
@@ -369,3 +379,19 @@ def test_what_changed_against_the_run_before(tmp_path, monkeypatch):
     # 2,453 of 2,812 is 87.2%, so 7.2 points more, clearly.
     assert '<td class="n change good">+7.2</td>' in part
     assert "One of the runs has no evaluation" in part
+
+
+def test_the_aspects_of_any_judge_have_rows_below_it():
+    """The clerk's in its order, a rule's by name; no row of the judge where there is none."""
+
+    def labels(result: dict) -> list[str]:
+        return [row["label"] for row in evaluation_rows(result)][:5]
+
+    result = evaluation(judge=True)
+    assert labels(result) == ["Judge: accepts", "correct", "polite", "brief", "safe"]
+    for mode in ("greedy", "sampled"):
+        for figures in result[mode].values():
+            for aspect, other in (("correct", "told_well"), ("polite", "kind")):
+                figures[f"judge_{other}"] = figures.pop(f"judge_{aspect}")
+    assert labels(result) == ["Judge: accepts", "brief", "safe", "kind", "told well"]
+    assert labels(evaluation(judge=False)) == ["Tokens per answer", "Cut off", "Score"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from chat_templates import templated
 from tiny_models import tiny_params
 
 from rlhf_core.data.schema import write_rows
@@ -15,7 +16,7 @@ from rlhf_core.sampling import Sample
 from rlhf_core.trainers.labelling import ScoredResponse
 from rlhf_core.types import Prompt
 from tasks.stage import StageFailed, write_json
-from tasks.train_rejection_sampling import as_samples, as_scored, check_inputs, kept, score_means, without_prompts
+from tasks.train_rejection_sampling import as_demonstration, as_samples, as_scored, check_inputs, kept, score_means, without_prompts
 
 PROMPT = Prompt("id", "mine", [{"role": "user", "content": "2 + 2?"}], [5, 6], None)
 JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}
@@ -52,6 +53,14 @@ def test_what_is_kept_comes_back_to_the_last_bit(tmp_path: Path):
     (first, second), empty = as_scored(kept(tmp_path / "scored.json", lambda: without_prompts(groups)), [PROMPT, PROMPT])
     assert first == groups[0][0] and empty == []
     assert second.score != second.score and second.components["judge"] == 1.0  # NaN is nothing's equal
+
+
+def test_a_response_is_trained_on_as_it_was_sampled_but_ends_as_the_template_ends_a_turn():
+    tokenizer = templated("chatml")
+    im_end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
+    for last in (im_end, eos):
+        example = as_demonstration(replace(scored(1.0, 1.0), response_ids=[7, 8, last]), tokenizer)
+        assert (example.ids, example.start) == ([5, 6, 7, 8, im_end], 2)
 
 
 def test_means_are_over_what_could_be_scored():

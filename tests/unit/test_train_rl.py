@@ -45,6 +45,7 @@ def workspace(tmp_path, monkeypatch) -> Path:
     (prepared / "sources.json").write_text(json.dumps({"mine": {"kind": "clerk", "judge": "clerk"}}))
     (tmp_path / "models/reward").mkdir(parents=True)
     (tmp_path / "models/reward/config.json").write_text("{}")
+    (tmp_path / "models/reward/chat_template.jinja").write_text("{{ messages[0].content }}")
     return tmp_path
 
 

@@ -351,7 +351,12 @@ def test_an_actor_takes_packed_weights(tmp_path):
     settings["gpu_memory_fraction"] = 0.5
     actor = RolloutActor(0, backend="pytorch", seed=0, model_path=str(llama(tmp_path / "a")), trust_remote_code=False, **settings)
     other = llama(tmp_path / "b", seed=5)
-    assert actor.load_weights(pack(read_state_dict(other)), 3) == 3
+    ids = [5, 6, 7, 8]
+    version, said = actor.load_weights(pack(read_state_dict(other)), 3, ids)
+    with torch.no_grad():
+        logprobs = load_language_model(other)(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert version == 3 and said == actor.probe(ids)
+    assert said == pytest.approx([float(logprobs[t, i]) for t, i in enumerate(ids[1:])], abs=1e-5)
     assert sample(actor) == sample(engine(other))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from classifiers import save_classifier
 
 from rlhf_core.config import ExternalPairsConfig
 from rlhf_core.gate.external import score_external
@@ -37,6 +38,15 @@ def test_the_same_text_gets_the_same_score_however_it_is_asked(model):
     assert scores.std() > 0.01
     found = invariance(model, TEXTS, scores)
     assert set(found) == {"padding_side", "batch_size", "truncation", "stored_scores", "identical_responses"}
+    assert all(0 <= probe["value"] <= 1e-5 and probe["n"] == len(TEXTS) for probe in found.values())
+
+
+def test_an_encoder_is_asked_in_every_way_but_with_padding_on_the_left(tmp_path: Path, tokenizer):
+    folder = save_classifier(tmp_path, "bert", tokenizer, max_position_embeddings=64)
+    encoder = LoadedModel.load(folder, max_length=64, trust_remote_code=False)
+    scores = encoder.score_texts(TEXTS)
+    found = invariance(encoder, TEXTS, scores)
+    assert scores.std() > 0.01 and found.pop("padding_side")["value"] is None
     assert all(0 <= probe["value"] <= 1e-5 and probe["n"] == len(TEXTS) for probe in found.values())
 
 

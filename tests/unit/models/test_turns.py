@@ -16,6 +16,7 @@ from rlhf_core.models.tokenizer import (
     encode_prompt,
     encode_scored,
     encode_turn,
+    load_tokenizer,
     stop_ids,
     turn_end,
 )
@@ -163,3 +164,16 @@ def test_parts_are_joined_for_a_template_that_wants_text_and_kept_for_one_that_k
     apart = templated("parts")
     assert encode_prompt(apart, stored) == apart.apply_chat_template(parts, add_generation_prompt=True, return_dict=False)
     assert encode_prompt(apart, stored) != encode_prompt(apart, joined)
+
+
+def test_an_end_that_is_not_a_special_token_becomes_one_and_is_no_text(tmp_path):
+    tokenizer = templated("chatml")
+    tokenizer.add_tokens(["[over]"])
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "[over]")
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path), trust_remote_code=False)
+    ids, start = encode_conversation(loaded, QUESTION, RESPONSE)
+    assert tokenizer.decode(ids[start:], skip_special_tokens=True) == RESPONSE + "[over]"
+    assert loaded.decode(ids[start:], skip_special_tokens=True) == RESPONSE
+    assert (ids, start) == encode_conversation(tokenizer, QUESTION, RESPONSE) and len(loaded) == len(tokenizer)
+    assert loaded.bos_token == "<bos>" and loaded.convert_tokens_to_ids("<|im_end|>") in loaded.all_special_ids

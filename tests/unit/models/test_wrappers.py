@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import save_tiny_experts, sequences
+from tiny_models import save_tiny_experts, sequences, tiny_tokenizer
 
 from rlhf_core.models.build import (
     checkpoint_names,
@@ -19,6 +19,7 @@ from rlhf_core.models.build import (
     trunk,
 )
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch, collate_tokens
+from rlhf_core.scorers.reward_model import score_sequences
 
 IDS = sequences(7, seed=3)
 STARTS = [1, 3, 2, 1, 2, 3, 1]
@@ -184,6 +185,22 @@ def test_a_fresh_scalar_model_scores_nothing_yet_and_shares_the_trunk(sft_folder
     model = new_scalar_model(sft_folder, tokenizer, trust_remote_code=False)
     assert not scalar_head(model).weight.any()
     assert torch.equal(trunk(model).layers[1].mlp.up_proj.weight, trunk(language_model).layers[1].mlp.up_proj.weight)
+
+
+@torch.no_grad()
+def test_a_reward_model_of_ours_is_read_at_an_end_token_that_also_pads_by_transformers_too(sft_folder: Path, tmp_path: Path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    model = new_scalar_model(sft_folder, tokenizer, trust_remote_code=False)
+    torch.nn.init.normal_(scalar_head(model).weight, generator=torch.Generator().manual_seed(3))
+    save_model(model, model.state_dict(), tokenizer, tmp_path)
+    loaded = load_scalar_model(tmp_path)
+    finished, cut_off = [*IDS[0], tokenizer.eos_token_id], IDS[0]
+    scores = score_sequences(ScalarModule(loaded), [finished, cut_off], pad_id=0, microbatch_tokens=99, device=torch.device("cpu"))
+    expected = torch.cat([loaded(input_ids=torch.tensor([s])).logits[0] for s in (finished, cut_off)])
+    torch.testing.assert_close(scores, expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(scores, torch.stack([naive_score(loaded, s) for s in (finished, cut_off)]), rtol=0, atol=2e-6)
+    assert (scores[0] - scores[1]).abs() > 0.01
 
 
 def test_a_saved_model_comes_back_with_its_tokenizer_and_template(tmp_path: Path, reward_model, tokenizer):

@@ -16,9 +16,16 @@ from rlhf_core.models.wrappers import ScalarModule, collate_tokens
 from rlhf_core.scorers.members import combine_members, member_folders
 from rlhf_core.scorers.reward_input import RewardModelInput
 from rlhf_core.scorers.reward_model import load_members, score_by_members, score_sequences
+from rlhf_core.types import Prompt
 
 QUESTION = [{"role": "user", "content": "Please sort 4172."}]
 CPU = torch.device("cpu")
+
+
+def shown_ids(policy, reward, prompt_ids: list[int], response_ids: list[int], *, finished: bool, max_length: int = 64) -> list[int] | None:
+    prompt = Prompt("p", "s", QUESTION, prompt_ids, None)
+    (ids,) = RewardModelInput(policy, reward, max_length=max_length).sequences([(prompt, response_ids, finished)])
+    return ids
 
 
 def sampled(tokenizer: PreTrainedTokenizerFast, text: str, *, finished: bool) -> tuple[list[int], list[int]]:
@@ -33,7 +40,7 @@ def test_rm_tokenizer_the_same_one_gets_the_very_ids(tokenizer, tmp_path: Path, 
     prompt_ids, response_ids = sampled(tokenizer, "Certainly: 1247.", finished=finished)
     # Ids that no tokenizer would produce: decoding and encoding again would give others.
     response_ids = [tokenizer.convert_tokens_to_ids(c) for c in "Cer"] + response_ids
-    shown = RewardModelInput(tokenizer, twin, max_length=64).sequence(QUESTION, prompt_ids, response_ids, finished=finished)
+    shown = shown_ids(tokenizer, twin, prompt_ids, response_ids, finished=finished)
     assert shown == prompt_ids + response_ids
 
 
@@ -46,7 +53,7 @@ def other_tokenizer(template: str = PLAIN_TEMPLATE) -> PreTrainedTokenizerFast:
 def test_rm_tokenizer_another_one_encodes_again_with_its_own_template(tokenizer):
     other = other_tokenizer()
     prompt_ids, response_ids = sampled(tokenizer, "Certainly: 1247.", finished=True)
-    shown = RewardModelInput(tokenizer, other, max_length=64).sequence(QUESTION, prompt_ids, response_ids, finished=True)
+    shown = shown_ids(tokenizer, other, prompt_ids, response_ids, finished=True)
     assert shown == encode_conversation(other, QUESTION, "Certainly: 1247.")[0]
     assert other.decode(shown) == "User:\nPlease sort 4172.\n\nAssistant:\nCertainly: 1247.<|end|>"
 
@@ -54,7 +61,7 @@ def test_rm_tokenizer_another_one_encodes_again_with_its_own_template(tokenizer)
 def test_rm_truncation_a_cut_off_response_gets_no_end_token(tokenizer):
     other = other_tokenizer()
     prompt_ids, response_ids = sampled(tokenizer, "Certainly: 12", finished=False)
-    shown = RewardModelInput(tokenizer, other, max_length=64).sequence(QUESTION, prompt_ids, response_ids, finished=False)
+    shown = shown_ids(tokenizer, other, prompt_ids, response_ids, finished=False)
     assert other.decode(shown) == "User:\nPlease sort 4172.\n\nAssistant:\nCertainly: 12"
 
 
@@ -64,7 +71,7 @@ def test_the_same_vocabulary_with_another_template_or_end_is_another_tokenizer(t
     templated.chat_template = PLAIN_TEMPLATE
     ended.eos_token, ended.chat_template = "<|user|>", ended.chat_template.replace("'<|end|>'", "eos_token")
     for other in (templated, ended):
-        shown = RewardModelInput(tokenizer, other, max_length=64).sequence(QUESTION, prompt_ids, response_ids, finished=True)
+        shown = shown_ids(tokenizer, other, prompt_ids, response_ids, finished=True)
         assert shown == encode_conversation(other, QUESTION, "Certainly: 1247.")[0] != prompt_ids + response_ids
 
 
@@ -72,10 +79,10 @@ def test_the_same_vocabulary_with_another_template_or_end_is_another_tokenizer(t
 def test_rm_truncation_too_long_is_no_sequence_rather_than_a_cut_one(tokenizer, other: int | None):
     reward_tokenizer = tokenizer if other is None else other_tokenizer()
     prompt_ids, response_ids = sampled(tokenizer, "Certainly: 1247.", finished=True)
-    needed = len(RewardModelInput(tokenizer, reward_tokenizer, max_length=999).sequence(QUESTION, prompt_ids, response_ids, finished=True))
+    needed = len(shown_ids(tokenizer, reward_tokenizer, prompt_ids, response_ids, finished=True, max_length=999))
     for max_length, fits in ((needed, True), (needed - 1, False)):
-        shown = RewardModelInput(tokenizer, reward_tokenizer, max_length=max_length)
-        assert (shown.sequence(QUESTION, prompt_ids, response_ids, finished=True) is not None) == fits
+        shown = shown_ids(tokenizer, reward_tokenizer, prompt_ids, response_ids, finished=True, max_length=max_length)
+        assert (shown is not None) == fits
 
 
 def test_rm_score_the_same_for_any_microbatches_in_order_and_nan_where_there_is_nothing(reward_folder: Path):

@@ -14,7 +14,7 @@ from tiny_models import tiny_params
 from rlhf_core.algorithms.advantages import whiten
 from rlhf_core.config import Algorithm, ScoreConfig
 from rlhf_core.trainers.credit import Moments, RewardNormalizer, assign_credit, explained_variance, weighted_score
-from rlhf_core.types import RolloutBatch
+from rlhf_core.types import Baseline, RolloutBatch
 
 NAN, INF = math.nan, math.inf
 
@@ -25,7 +25,7 @@ def rollouts(
     *,
     finished: list[bool] | None = None,
     groups: list[int] | None = None,
-    baseline: list[float] | None = None,
+    baseline: list[float] | Baseline | None = None,
     **tensors,
 ):
     """A batch with R = 3, of one scorer unless named; log-probabilities, reference and values are zeros unless given."""
@@ -39,11 +39,19 @@ def rollouts(
         "response_ids": torch.full((count, 3), 6), "response_mask": mask,
         "rollout_logprobs": zeros, "old_logprobs": zeros, "sampler_logprobs": zeros, "ref_logprobs": zeros, "values": zeros,
         "components": {name: torch.tensor(values) for name, values in named.items()},
-        "baseline_components": {} if baseline is None else {"reward_model": torch.tensor(baseline)},
+        "baseline": greedy(baseline) if isinstance(baseline, list) else baseline,
         "group_ids": torch.tensor(groups or list(range(count))),
         "finished": torch.tensor(finished or [True] * count), "policy_versions": torch.zeros(count, dtype=torch.long),
     }  # fmt: skip
     return RolloutBatch(**{**base, **tensors})
+
+
+def greedy(scores: list[float], lengths: list[int] | None = None, *, finished: list[bool] | None = None, **tensors) -> Baseline:
+    """Greedy responses of one scorer, of one token and finished unless said; log-probabilities and reference are zeros unless given."""
+    mask = torch.arange(3) < torch.tensor(lengths or [1] * len(scores))[:, None]
+    base = {"old_logprobs": torch.zeros(mask.shape), "ref_logprobs": torch.zeros(mask.shape)}
+    ended = torch.tensor(finished or [True] * len(scores))
+    return Baseline(components={"reward_model": torch.tensor(scores)}, finished=ended, response_mask=mask, **{**base, **tensors})
 
 
 def scorer(name: str = "reward_model", *, weight: float = 1.0, normalization: str = "none") -> dict:
@@ -318,6 +326,50 @@ def test_remax_by_hand_with_a_baseline_in_the_same_units_that_moves_no_statistic
     d = (8 / 3) ** 0.5
     assert train.advantages[:, 0].tolist() == pytest.approx([-4 / d - 0.5, 4 / d, 0.0])
     assert normalizer.moments["reward_model"].count == 3
+
+
+REMAX_OPTIONS = {
+    "cut off": {"rl.reward.no_eos_penalty": 0.75},
+    "overlong": {"rl.rollout.max_new_tokens": 3, "rl.reward.overlong": {"buffer": 2, "penalty": 0.8}},
+    "kl": {"rl.kl.coef": 0.5},
+    "kl, k3": {"rl.kl.coef": 0.5, "rl.kl.estimator": "k3"},
+    "clipped": {"rl.reward.clip": 1.0},
+}
+
+
+@pytest.mark.parametrize("options", REMAX_OPTIONS)
+def test_remax_gives_the_greedy_response_itself_an_advantage_of_0(options: str):
+    """CORRECTNESS, baselines: they carry the same penalties as the sample. The second row is finished, the third another response."""
+    tensors = {
+        "old_logprobs": torch.tensor([[-1.0, -2.0, -0.5], [-1.0, NAN, NAN], [-1.0, -1.0, NAN]]),
+        "ref_logprobs": torch.tensor([[-2.0, -1.0, -2.5], [-0.5, NAN, NAN], [-3.0, -3.0, NAN]]),
+    }
+    scores, lengths, finished = [1.5, -0.5, 2.0], [3, 1, 2], [False, True, True]
+    baseline = greedy([1.5, -0.5, 0.25], [3, 1, 1], finished=finished, **tensors)
+    train, _ = credit(rollouts(scores, lengths, finished=finished, baseline=baseline, **tensors), rl("remax", **REMAX_OPTIONS[options]))
+    assert not train.advantages[:2].any() and train.advantages[2, 0] != 0
+
+
+def test_remax_baseline_by_hand_with_every_penalty():
+    options = {"rl.rollout.max_new_tokens": 3, "rl.reward.overlong": {"buffer": 2, "penalty": 0.8}, "rl.kl.coef": 0.5}
+    config = rl("remax", **options, **{"rl.reward.no_eos_penalty": 0.75})
+    baseline = greedy([2.0], [3], finished=[False], old_logprobs=torch.tensor([[-1.0, -1.0, -1.0]]), ref_logprobs=torch.full((1, 3), -2.0))
+    train, _ = credit(rollouts([1.0], [2], baseline=baseline), config)
+    # The sample: 1 - 0.4 for its length. The greedy response: 2 - 0.75 for the end, 0.8 for its length, 0.5 * 3 for the KL: -1.05
+    assert train.advantages[0].tolist() == pytest.approx([0.6 + 1.05, 0.6 + 1.05, 0.0])
+
+
+def test_remax_in_the_loss_leaves_the_kl_out_of_the_baseline():
+    placed = {"rl.kl.coef": 0.5, "rl.kl.placement": "loss", "rl.kl.estimator": "k3"}
+    train, _ = credit(rollouts([1.0], [2], baseline=greedy([0.25], old_logprobs=torch.ones(1, 3))), rl("remax", **placed))
+    assert train.advantages[0].tolist() == [0.75, 0.75, 0.0]
+
+
+def test_remax_takes_a_cut_off_baseline_for_a_finished_sample_and_learns_nothing_from_a_cut_off_one():
+    config = rl("remax", **{"rl.reward.mask_cut_off": True, "rl.reward.no_eos_penalty": 0.75})
+    batch = rollouts([2.0, 2.0], [2, 2], finished=[True, False], baseline=greedy([1.0, 1.0], finished=[False, True]))
+    train, _ = credit(batch, config)
+    assert train.advantages.tolist() == [[1.75, 1.75, 0.0], [0.0, 0.0, 0.0]] and not train.response_mask[1].any()
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp"])

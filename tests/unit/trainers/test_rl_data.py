@@ -16,6 +16,7 @@ from rlhf_core.models.tokenizer import encode_prompt
 from rlhf_core.trainers.rl_data import (
     DemonstrationStream,
     PromptStream,
+    baseline_of,
     collate,
     components_of,
     evaluation_prompts,
@@ -38,7 +39,7 @@ OLD = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
 
 def test_collate_by_hand():
     outputs = {"old_logprobs": OLD, "sampler_logprobs": OLD + 0.25, "ref_logprobs": OLD - 0.5, "values": OLD * 10}
-    baseline = {"reward_model": torch.tensor([1.0, 2.0, 3.0])}
+    baseline = baseline_of(ROLLOUTS, {}, copies=1)
     batch = collate(ROLLOUTS, outputs, 0, baseline)
     assert batch.prompt_ids.tolist() == [[11, 12, 13], [0, 0, 14], [0, 15, 16]]
     assert batch.prompt_mask.tolist() == [[True, True, True], [False, False, True], [False, True, True]]
@@ -52,17 +53,27 @@ def test_collate_by_hand():
     assert list(batch.components) == ["reward_model", "length"]
     assert batch.components["reward_model"].nan_to_num(-9.0).tolist() == [0.5, -9.0, 2.5]
     assert batch.components["length"].tolist() == [-1.0, -1.0, -1.0]
-    assert batch.baseline_components is baseline
+    assert batch.baseline is baseline
     assert batch.finished.tolist() == [True, False, True]
     assert batch.group_ids.tolist() == [0, 1, 0]
     assert batch.policy_versions.tolist() == [4, 4, 4]
 
 
 def test_without_reference_critic_and_filter_there_is_no_divergence_no_value_and_one_distribution():
-    batch = collate(ROLLOUTS, {"old_logprobs": OLD}, 0, {})
+    batch = collate(ROLLOUTS, {"old_logprobs": OLD}, 0, None)
     assert torch.equal(batch.ref_logprobs, batch.old_logprobs)
     assert torch.equal(batch.sampler_logprobs, batch.old_logprobs)
     assert not batch.values.any()
+
+
+def test_a_baseline_is_that_of_every_sample_of_its_prompt():
+    baseline = baseline_of(ROLLOUTS[:2], {"old_logprobs": OLD[:4], "ref_logprobs": OLD[:4] - 0.5}, copies=2)
+    assert baseline.components["reward_model"].nan_to_num(-9.0).tolist() == [0.5, 0.5, -9.0, -9.0]
+    assert baseline.finished.tolist() == [True, True, False, False]
+    assert baseline.response_mask.tolist() == [[True, False, False]] * 2 + [[True, True, True]] * 2
+    assert baseline.old_logprobs.tolist() == [[-1.0, 0.0, 0.0]] * 2 + [[-2.0, -3.0, -4.0]] * 2
+    assert baseline.ref_logprobs.tolist() == [[-1.5, 0.0, 0.0]] * 2 + [[-2.5, -3.5, -4.5]] * 2
+    assert not baseline_of(ROLLOUTS, {}, copies=1).old_logprobs.any()
 
 
 def test_no_rollouts_have_no_components():

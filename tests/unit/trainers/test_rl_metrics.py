@@ -40,7 +40,7 @@ def batch_of(components: dict[str, list[float]], *, width: int = 2, finished: li
     return RolloutBatch(
         prompt_ids=ids, prompt_mask=ids.bool(), response_ids=ids, response_mask=ids.bool(), rollout_logprobs=zeros, old_logprobs=zeros,
         sampler_logprobs=zeros, ref_logprobs=zeros, values=zeros, components={n: torch.tensor(s) for n, s in components.items()},
-        baseline_components={}, group_ids=torch.arange(rows), finished=torch.tensor(finished or [True] * rows),
+        baseline=None, group_ids=torch.arange(rows), finished=torch.tensor(finished or [True] * rows),
         policy_versions=torch.zeros(rows, dtype=torch.long),
     )  # fmt: skip
 
@@ -115,10 +115,12 @@ def test_at_least_one_response_needs_all_its_scores():
         check_scored(batch_of({"model": [NAN, 1.0], "short": [0.0, NAN], "seen": [0.0, 0.0]}), lenient, step=0)
 
 
-def compared(difference: torch.Tensor, rl: RlConfig) -> float:
+def compared(difference: torch.Tensor, rl: RlConfig, dtype: str = "float32") -> float:
     rows, width = difference.shape
     batch = batch_of({"model": [0.0] * rows, "short": [0.0] * rows, "seen": [0.0] * rows}, width=width)
-    return check_logprobs(replace(batch, sampler_logprobs=difference, old_logprobs=torch.full_like(difference, 99.0)), rl, step=4)
+    return check_logprobs(
+        replace(batch, sampler_logprobs=difference, old_logprobs=torch.full_like(difference, 99.0)), rl, step=4, dtype=dtype
+    )
 
 
 def test_the_sampling_engine_is_compared_with_the_distribution_that_was_sampled_from():
@@ -127,7 +129,8 @@ def test_the_sampling_engine_is_compared_with_the_distribution_that_was_sampled_
     for bad in (1.0, math.inf, NAN):
         difference[1, 1] = bad
         with pytest.raises(
-            LogprobMismatch, match=r"step 4: expected the rollout engine's and the trainer's log-probabilities to differ by at most"
+            LogprobMismatch,
+            match=r"step 4: expected the rollout .*got a largest difference of .*rl\.rollout\.max_logprob_difference=0\.0001;",
         ):
             compared(difference, config())
 
@@ -148,10 +151,10 @@ def test_with_a_filter_the_thousandth_part_at_its_edge_is_left_out_and_no_more(f
     with pytest.raises(LogprobMismatch):
         compared(difference, config())
     difference[0, 3] = 1.0
-    with pytest.raises(LogprobMismatch, match="got 1;"):
+    with pytest.raises(LogprobMismatch, match="largest difference of 1,"):
         compared(difference, config(**filtered))
     difference[0, :4] = NAN
-    with pytest.raises(LogprobMismatch, match="got nan"):
+    with pytest.raises(LogprobMismatch, match="largest difference of nan,"):
         compared(difference, config(**filtered))
 
 
@@ -188,3 +191,22 @@ def test_columns_of_options_are_there_only_with_the_option():
     assert "mismatch_kl" in curve_columns(config(**{"rl.rollout.one_step_off_policy": True, "rl.correction.kind": "tis"}))
     dynamic = config(**{"rl.algorithm": "grpo", "rl.dynamic_sampling.enabled": True})
     assert set(curve_columns(dynamic)) - plain == {"dynamic_rounds", "dropped_groups"}
+
+
+def test_in_bfloat16_the_mean_and_the_quantile_count_and_a_single_token_does_not():
+    difference = torch.full((1, 3000), 0.02)
+    difference[0, :3] = 5.0
+    assert compared(difference, config(), "bfloat16") == pytest.approx(0.02)
+    with pytest.raises(LogprobMismatch, match=r"a largest difference of 5, above rl\.rollout\.max_logprob_difference=0\.0001"):
+        compared(difference, config(), "float32")
+    difference[0, 3] = 5.0
+    with pytest.raises(
+        LogprobMismatch, match=r"a quantile 0\.999 of the differences of 5, above rl\.rollout\.bfloat16_p999_difference=0\.8"
+    ):
+        compared(difference, config(), "bfloat16")
+    with pytest.raises(LogprobMismatch, match=r"a mean difference of 0\.1, above rl\.rollout\.bfloat16_mean_difference=0\.08"):
+        compared(torch.full((1, 30), -0.1), config(), "bfloat16")
+    difference[0, 0] = NAN
+    with pytest.raises(LogprobMismatch, match="nan"):
+        compared(difference, config(), "bfloat16")
+    assert compared(torch.zeros(1, 0), config(), "bfloat16") == 0.0

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from classifiers import own_scores_alone, save_classifier
 from tiny_models import PAD, demonstrations, largest_difference, rl_job, save_tiny_experts, save_tiny_models, sequences, train_batch, whole
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.build import load_language_model, load_scalar_model, read_state_dict, scalar_head, trunk
+from rlhf_core.trainers.critic import ValueUnits
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_minibatch import Minibatch, gather
 from rlhf_core.trainers.rl_rank import TrainerRank
@@ -23,14 +25,15 @@ from rlhf_core.trainers.rl_update import contiguous, prompt_rows, real_tokens, s
 from rlhf_core.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("world")
-SETTINGS = {"rl.max_grad_norm": 0.5, "rl.rollout.temperature": 0.8}
+# A critic whose values differ from the first step on.
+SETTINGS = {"rl.max_grad_norm": 0.5, "rl.rollout.temperature": 0.8, "rl.ppo.critic_init": "reward_model"}
 # What rounding may come to, which differs from processor to processor: of weights after a step of 1.7e-4 or more, and of a loss, which is a
 # small difference of large sums.
 ROUNDING, SUMS = 5e-6, 2e-6
 
 
 def connected(folders: tuple[Path, Path], **overrides) -> TrainerRank:
-    rank = TrainerRank(0, 1, rl_job(*folders, **SETTINGS, **overrides))
+    rank = TrainerRank(0, 1, rl_job(*folders, **SETTINGS | overrides))
     rank.connect(*rank.address())
     return rank
 
@@ -618,12 +621,27 @@ def test_while_the_critic_warms_up_the_policy_stands_still(tmp_path: Path, model
 # Where models come from
 
 
-def test_a_critic_from_the_sft_model_starts_at_0_and_learns(model_folders: tuple[Path, Path]):
-    rank = connected(model_folders, **{"rl.ppo.critic_init": "sft"})
+@pytest.mark.parametrize("init", ["sft", "reward_model_trunk"])
+def test_a_critic_with_a_new_head_starts_at_0_and_learns(model_folders: tuple[Path, Path], init: str):
+    rank = connected(model_folders, **{"rl.ppo.critic_init": init})
     ids = sequences(3, seed=5)
     assert not rank.forward(ids, [1] * 3)["values"].any()
+    start = load_scalar_model(model_folders[1]) if init == "reward_model_trunk" else load_language_model(model_folders[0])
+    assert largest_difference(trunk(rank._critic.module.model).state_dict(), trunk(start).state_dict()) == 0
     update(rank, [whole(train_batch())] * 2)
     assert rank.forward(ids, [1] * 3)["values"].abs().min() > 0
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_values_are_in_the_units_of_the_rewards_before_the_update_and_in_it(model_folders: tuple[Path, Path], learn: bool):
+    """Whether the update goes on from the passes before it or not: returns that are the values leave nothing to learn."""
+    raw, scaled, batch = connected(model_folders), connected(model_folders), train_batch()
+    scaled.set_value_units(ValueUnits(scale=0.25, offset=-3.0))
+    spoken, values = (rank.forward(*sampled(batch), learn=learn)["values"] for rank in (raw, scaled))
+    torch.testing.assert_close(values, 0.25 * spoken - 3.0, rtol=0, atol=1e-6)
+    known = torch.zeros(batch.response_mask.shape).masked_scatter(batch.response_mask, values)
+    totals = update(scaled, [whole(replace(batch, old_values=known, returns=known))])
+    assert totals["value_loss"] == pytest.approx(0, abs=1e-9)
 
 
 def test_each_scorer_has_its_own_model(tmp_path: Path, model_folders: tuple[Path, Path], tokenizer):
@@ -644,7 +662,7 @@ def test_an_ensemble_answers_with_each_members_scores(tmp_path: Path, model_fold
     shutil.copytree(other, tmp_path / "both/member_1")
     scorer = {"kind": "reward_model", "weight": 1.0, "normalization": "none"}
     scorers = [{"name": "both", "path": str(tmp_path / "both"), "members": 2, **scorer}, {"name": "second", "path": str(other), **scorer}]
-    rank = connected(model_folders, **{"rl.reward.scorers": scorers})
+    rank = connected(model_folders, **{"rl.reward.scorers": scorers, "rl.ppo.critic_init": "sft"})
     ids = sequences(3, seed=5)
     both = rank.score("both", ids)
     assert torch.equal(both[:, 0], connected(model_folders).score("reward_model", ids)[:, 0])
@@ -712,3 +730,16 @@ def test_an_exported_policy_is_a_hugging_face_folder_with_the_updated_weights(tm
     ids = torch.tensor([sequences(1, seed=3)[0]])
     logprobs = (load_language_model(tmp_path / "policy")(input_ids=ids).logits[0, :-1] / 0.8).log_softmax(-1).gather(1, ids[0, 1:, None])
     torch.testing.assert_close(rank.forward(ids.tolist(), [1])["old_logprobs"], logprobs[:, 0].detach(), rtol=0, atol=3e-6)
+
+
+def test_a_critic_from_a_model_that_scores_whole_sequences_is_refused(sft_folder: Path, tmp_path: Path):
+    folder = save_classifier(tmp_path, "bert")
+    with pytest.raises(ValueError, match=r"critic_init reward_model: expected .* got BertForSequenceClassification, .*; set it to sft"):
+        connected((sft_folder, folder), **{"rl.algorithm": "ppo", "rl.ppo.critic_init": "reward_model"})
+
+
+def test_a_rank_scores_with_a_ready_made_encoder_beside_a_new_critic(sft_folder: Path, tmp_path: Path):
+    folder, ids = save_classifier(tmp_path, "roberta"), sequences(5, seed=6)
+    rank = connected((sft_folder, folder), **{"rl.algorithm": "ppo", "rl.ppo.critic_init": "sft"})
+    expected = own_scores_alone(load_scalar_model(folder), ids)
+    torch.testing.assert_close(rank.score("reward_model", [*ids, None])[:5], expected, rtol=0, atol=1e-5)

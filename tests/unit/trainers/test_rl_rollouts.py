@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_models import rl_job
 
 from rlhf_core.engines.ray_actors import RoleLost
@@ -14,6 +14,7 @@ from rlhf_core.trainers.rl_rollouts import AHEAD, Ahead, RolloutEngines
 from rlhf_core.types import Prompt, Rollout
 
 PROMPTS = [Prompt(f"p{i}", "made", [{"role": "user", "content": "Sort 21."}], [5, 6, 7 + i], None) for i in range(2)]
+TRAINER = [-1.0, -2.5, -0.25]  # of the probe
 ROLLOUTS = [
     Rollout(prompt, [8, 9, 1], [-0.1 - 1e-17 * i, -2.0 / 3, -1e-30], finished=i == 0, group_id=i, policy_version=3)
     for i, prompt in enumerate(PROMPTS)
@@ -25,8 +26,9 @@ def engines(folders: tuple[Path, Path], **changes) -> RolloutEngines:
     """Without an actor: none is asked here."""
     changes = {"rl.algorithm": "rloo", "rl.rollout.one_step_off_policy": True, **changes}
     job = rl_job(*folders, **changes)
-    unused = {"packed_weights": None, "trainer_logprobs": None}
-    return RolloutEngines(job, None, stop_ids=(1,), replacements=Replacements(0), **unused)
+    made = RolloutEngines(job, None, stop_ids=(1,), replacements=Replacements(0), packed_weights=None, vocabulary=300)
+    made.arrival.begin([TRAINER], TRAINER)
+    return made
 
 
 def kept(folders: tuple[Path, Path], folder: Path) -> None:
@@ -59,39 +61,37 @@ def test_a_run_that_samples_in_another_way_or_not_ahead_does_not_take_them(model
     assert other._ahead is None
 
 
-@pytest.mark.parametrize(("top_p", "expected"), [(1.0, 5.0), (0.9, 0.0)])
-def test_at_the_edge_of_top_p_one_token_may_differ_when_engines_are_compared(
-    model_folders: tuple[Path, Path], top_p: float, expected: float
-):
-    made = engines(model_folders, **{"rl.rollout.top_p": top_p, "rl.correction.kind": "tis"})
-    drawn = ROLLOUTS[:1]
-    made._trainer_logprobs = lambda rollouts: torch.tensor(rollouts[0].rollout_logprobs) + torch.tensor([0.0, 5.0, 0.0])
-    assert made._difference(drawn) == pytest.approx(expected)
-
-
 class DyingActors:
     """Stands in for a group on Ray, whose new actors die so many times before one lives."""
 
-    def __init__(self, deaths: int):
-        self.deaths, self.started = deaths, 0
+    def __init__(self, deaths: int, says: list[float]):
+        self.deaths, self.started, self.says = deaths, 0, says
 
     def replace(self, ranks: list[int]) -> None:
         self.started += len(ranks)
 
-    def call_one(self, rank: int, method: str, *_, **__) -> int:
+    def call_one(self, rank: int, method: str, *_, **__) -> tuple[int, list[float]]:
         if self.deaths:
             self.deaths -= 1
             raise RoleLost(f"rollout rank {rank}: dead", [rank])
-        return 0
+        return 0, self.says
 
 
 @pytest.mark.parametrize(("deaths", "limit", "lives"), [(0, 1, True), (2, 3, True), (2, 2, False)])
 def test_a_new_engine_that_dies_too_is_replaced_in_its_turn_up_to_the_limit(model_folders: tuple[Path, Path], deaths, limit, lives):
     made = engines(model_folders)
-    made._engines, made._replacements, made._loaded = DyingActors(deaths), Replacements(limit), object()
+    made._engines, made._replacements, made._loaded = DyingActors(deaths, TRAINER), Replacements(limit), object()
     if lives:
-        made._replace_behind(RoleLost("rollout rank 1: dead", [1]))
+        made._replace(RoleLost("rollout rank 1: dead", [1]))
     else:
         with pytest.raises(RoleLost, match="rollout rank 1: dead"):
-            made._replace_behind(RoleLost("rollout rank 1: dead", [1]))
+            made._replace(RoleLost("rollout rank 1: dead", [1]))
     assert made._engines.started == made._replacements.count == min(deaths + 1, limit)
+
+
+@pytest.mark.parametrize("says", [[-1.0, -2.5, -0.2], [-1.0, math.nan, -0.25]])
+def test_a_new_engine_with_other_weights_ends_the_run(model_folders: tuple[Path, Path], says: list[float]):
+    made = engines(model_folders)
+    made._engines, made._replacements, made._loaded = DyingActors(0, says), Replacements(1), object()
+    with pytest.raises(RoleLost, match=r"rollout rank 1: expected a new engine .*largest difference of .*max_logprob_difference"):
+        made._replace(RoleLost("rollout rank 1: dead", [1]))

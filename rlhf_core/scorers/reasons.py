@@ -1,0 +1,22 @@
+"""Why responses have no score, said in the log once for each reason."""
+
+from __future__ import annotations
+
+import logging
+
+from rlhf_core.config import shown
+
+log = logging.getLogger("rlhf")
+
+
+class Reasons:
+    """Says once per reason why a scorer could not score."""
+
+    def __init__(self, name: str):
+        self._name, self._said = name, set()
+
+    def __call__(self, reason: str, *, count: int) -> None:
+        kind = reason.partition(":")[0]
+        if kind not in self._said:
+            self._said.add(kind)
+            log.warning("scorer %s: expected a score for every response, got none for %d; %s", self._name, count, shown(reason, 1000))

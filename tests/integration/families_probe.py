@@ -1,0 +1,123 @@
+"""vLLM engines for models of several families: python families_probe.py <folder>
+
+Prints what it saw as one line of JSON; test_families.py judges it. Each engine has a process of its own, forked after the imports.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
+
+from rlhf_core.engines.vllm_engine import VllmEngine
+from rlhf_core.models.build import checkpoint_names
+from rlhf_core.quiet import be_quiet
+from rlhf_core.sampling import SamplingSettings
+
+VOCABULARY, LONGEST, WINDOW = 128, 384, 16
+SHAPE = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": LONGEST, "initializer_range": 0.2, "pad_token_id": 0, "eos_token_id": 1,
+    "bos_token_id": 2, "dtype": "float32",
+}  # fmt: skip
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama_tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen2_tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE, head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=32, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "phi3": Phi3Config(**SHAPE, tie_word_embeddings=False),
+}
+NARROW = LlamaConfig(**{**SHAPE, "num_attention_heads": 8, "num_key_value_heads": 8})  # heads of width 8
+IDS = torch.randint(3, VOCABULARY, (3 * WINDOW,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """Random; weights that are 0 or 1 in a new model, such as biases, are others too."""
+    torch.manual_seed(seed)
+    made = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape) / 10)
+    return made
+
+
+@torch.no_grad()
+def plain_logprobs(policy: PreTrainedModel) -> torch.Tensor:
+    """Of the ids, by transformers alone. [T - 1]"""
+    logprobs = policy(torch.tensor([IDS])).logits[0].log_softmax(-1)
+    return logprobs[:-1].gather(-1, torch.tensor(IDS[1:])[:, None]).squeeze(-1)
+
+
+def engine_for(folder: Path, **changes) -> VllmEngine:
+    settings = {
+        "max_length": LONGEST, "dtype": "float32", "kv_cache_gib": 1, "max_concurrent_sequences": 256, "threads": 1, "seed": 0,
+        "trust_remote_code": False, "gpu_memory_fraction": 0.3,
+    }  # fmt: skip
+    return VllmEngine(str(folder), **settings | changes)
+
+
+def look(folder: Path, config: PreTrainedConfig) -> dict[str, list[float]]:
+    """Largest differences between engine and transformers: as loaded, after each of two updates, and between the models."""
+    first, *updates = (model(config, seed) for seed in range(3))
+    first.save_pretrained(folder)
+    engine = engine_for(folder)
+    found = [float((torch.tensor(engine.probe(IDS)) - plain_logprobs(first)).abs().max())]
+    for version, update in enumerate(updates, start=1):
+        engine.load_weights(checkpoint_names(update, update.state_dict()), version)
+        found.append(float((torch.tensor(engine.probe(IDS)) - plain_logprobs(update)).abs().max()))
+    apart = [float((plain_logprobs(a) - plain_logprobs(b)).abs().max()) for a, b in ((first, updates[0]), tuple(updates))]
+    return {"differences": found, "apart": apart}
+
+
+def draw_long_prompts(folder: Path, config: PreTrainedConfig) -> dict[str, bool]:
+    """512 seeded prompts of 300 tokens in one call: far more than go through the model at once."""
+    model(config, 0).save_pretrained(folder)
+    engine = engine_for(folder, max_concurrent_sequences=64)
+    prompts = torch.randint(3, VOCABULARY, (512, 300), generator=torch.Generator().manual_seed(7)).tolist()
+    settings, seeds = SamplingSettings(2, 1.0), list(range(512))
+    drawn = engine.generate(prompts, seeds, settings, stop_ids=(1,), group_size=1)
+    engine.generate(prompts[:3], seeds[:3], settings, stop_ids=(1,), group_size=2)
+    again = engine.generate(prompts[500:], seeds[500:], settings, stop_ids=(1,), group_size=1)
+    ids = [[s.response_ids for s in group] for group in drawn]
+    return {"same": ids[500:] == [[s.response_ids for s in group] for group in again], "several": len({str(i) for i in ids}) > 100}
+
+
+def refusal(folder: Path, config: PreTrainedConfig) -> str:
+    model(config, 0).save_pretrained(folder)
+    try:
+        engine_for(folder)
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+def main() -> None:
+    be_quiet()
+    from vllm import LLM  # noqa: F401  # its modules, before there are two of us
+
+    folder = Path(sys.argv[1])
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        seen = {name: pool.apply(look, (folder / name, config)) for name, config in FAMILIES.items()}
+        seen["long_prompts"] = pool.apply(draw_long_prompts, (folder / "long", FAMILIES["llama_tied"]))
+        seen["refusal"] = pool.apply(refusal, (folder / "narrow", NARROW))
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

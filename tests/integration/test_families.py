@@ -1,0 +1,44 @@
+"""vLLM on the CPU with models of several families: log-probabilities after weight updates, long prompts, what it can't run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import families_probe
+from small_workspace import ROOT
+
+pytestmark = pytest.mark.timeout(600)
+BUDGET = 1e-4  # nats; measured: 1.2e-5
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> dict:
+    command = [sys.executable, str(Path(families_probe.__file__)), str(tmp_path_factory.mktemp("models"))]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("family", families_probe.FAMILIES)
+def test_after_each_update_the_engine_computes_what_transformers_does(seen: dict, family: str):
+    assert max(seen[family]["differences"]) < BUDGET
+    assert min(seen[family]["apart"]) > 1.0  # weights that stay would show
+
+
+def test_seeded_prompts_beyond_one_forward_pass_are_drawn_by_their_seeds(seen: dict):
+    assert seen["long_prompts"] == {"same": True, "several": True}
+
+
+def test_heads_that_the_cpu_build_lacks_are_refused_with_its_reason(seen: dict):
+    assert seen["refusal"].startswith(
+        "rollout.backend: expected a model that vLLM's CPU build can run, got LlamaForCausalLM with RuntimeError: Unsupported CPU attention"
+    )
+    assert "head_dim=8" in seen["refusal"] and seen["refusal"].endswith("; set rollout.backend to pytorch")

@@ -1,0 +1,91 @@
+"""The probe: what tells weights that didn't arrive from another arithmetic."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import rl_job
+
+from rlhf_core.trainers.rl_arrival import PROBE_TOKENS, Arrival, probe_ids
+from rlhf_core.trainers.rl_metrics import LogprobMismatch
+from rlhf_core.trainers.rl_rank import TrainerRank
+
+BEFORE, AFTER = [-1.0, -2.0, -3.0], [-1.5, -1.0, -3.25]
+
+
+def arrival(folders: tuple[Path, Path], **changes) -> Arrival:
+    made = Arrival(rl_job(*folders, **changes), vocabulary=300)
+    made.begin([BEFORE, [x + 1e-5 for x in BEFORE]], BEFORE)
+    return made
+
+
+def test_ids_follow_from_the_vocabulary_and_fit():
+    ids = probe_ids(300, longest=64)
+    assert len(ids) == PROBE_TOKENS and ids == probe_ids(300, longest=64) != probe_ids(301, longest=64)
+    assert min(ids) >= 0 and max(ids) < 300 and len(probe_ids(300, longest=10)) == 9
+
+
+def test_weights_that_arrived_pass_and_the_largest_difference_is_kept(model_folders: tuple[Path, Path]):
+    made = arrival(model_folders)
+    made.check([AFTER, [x - 2e-5 for x in AFTER]], AFTER, version=1)
+    assert made.difference == pytest.approx(2e-5, rel=0.1)
+    made.check([BEFORE, BEFORE], BEFORE, version=2)
+    assert made.difference == 0.0
+
+
+STALE = r"policy version 1: expected rollout engine 1 .*largest difference of 1, above rl\.rollout\.max_logprob_difference=0\.0001; "
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ([x + 1e-5 for x in BEFORE], "it says what it said before: the weights of version 1 didn't arrive"),
+        ([x - 1e-5 for x in BEFORE], "the weights of version 0 are still in it: those of version 1 didn't arrive"),
+        ([-1.5, -2.0, -4.0], "other weights than before arrived, so the arithmetic differs"),
+    ],
+)
+def test_the_message_tells_stale_weights_from_arithmetic(model_folders: tuple[Path, Path], said: list[float], cause: str):
+    with pytest.raises(LogprobMismatch, match=STALE + cause):
+        arrival(model_folders).check([AFTER, said], AFTER, version=1)
+
+
+def test_an_engine_that_keeps_older_weights_than_the_last_is_told_too(model_folders: tuple[Path, Path]):
+    made = arrival(model_folders)
+    nearly = [x + 5e-5 for x in BEFORE]  # one small update, within the budget
+    made.check([nearly, BEFORE], nearly, version=1)
+    with pytest.raises(LogprobMismatch, match=r"engine 1 .*it says what it said before: the weights of version 2 didn't arrive"):
+        made.check([AFTER, BEFORE], AFTER, version=2)
+
+
+def test_engines_that_start_with_other_numbers_are_refused_unless_the_trainer_has_rounded(model_folders: tuple[Path, Path]):
+    with pytest.raises(LogprobMismatch, match=r"policy version 0: .*both have read the same model, so the arithmetic differs"):
+        Arrival(rl_job(*model_folders), vocabulary=300).begin([AFTER], BEFORE)
+    rounded = rl_job(
+        *model_folders, **{"rl.lora": {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear", "quantize": "nf4"}}
+    )
+    Arrival(rounded, vocabulary=300).begin([AFTER], BEFORE)
+
+
+@pytest.mark.parametrize(("dtype", "passes"), [("float32", False), ("bfloat16", True)])
+def test_the_budget_is_the_precisions(model_folders: tuple[Path, Path], dtype: str, passes: bool):
+    made = Arrival(rl_job(*model_folders, **{"model.dtype": dtype}), vocabulary=300)
+    said = [x + 0.03 for x in BEFORE]
+    if passes:
+        made.begin([said], BEFORE)
+        assert made.agrees(said) is None and made.difference == pytest.approx(0.03)
+        said = [math.nan, *said[1:]]
+    with pytest.raises(LogprobMismatch):
+        made.check([said], BEFORE, version=0)
+
+
+def test_the_trainer_says_what_its_model_computes(model_folders: tuple[Path, Path]):
+    rank = TrainerRank(0, 1, rl_job(*model_folders))
+    rank.connect("127.0.0.1", 0)
+    ids = probe_ids(250, longest=64)
+    with torch.no_grad():
+        logprobs = rank._language_model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)
+    assert rank.probe(ids) == pytest.approx(expected.tolist(), abs=1e-5)
