@@ -55,7 +55,7 @@ class ModelConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters in the place of full training; merged into the weights when the model is saved.
 
-    target_modules: names of linear layers, or all-linear: every one but the head.
+    target_modules: names of linear layers, or all-linear: every one but the head, routers and what a state-space mixer reads itself.
     quantize: nf4 rounds the frozen linear layers to 4 bits (QLoRA); None keeps them.
     """
 

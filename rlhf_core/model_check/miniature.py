@@ -12,7 +12,6 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -20,6 +19,7 @@ from transformers import (
 
 from rlhf_core.config import ModelConfig
 from rlhf_core.models.build import new_language_model
+from rlhf_core.models.classifier import classifier
 from rlhf_core.models.folder import check_model_folder, locate_model, refusals
 
 VOCABULARY = 1024  # ids, at most; the full one of a large model would be most of the copy
@@ -100,7 +100,7 @@ def random_model(config: PretrainedConfig, model: ModelConfig, *, seed: int, sca
 
     Fresh weights give nearly the same probability to every token and have no biases, which hides mistakes: these are larger.
     """
-    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    kind = classifier(type(config)) if scalar else AutoModelForCausalLM
     how: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "dtype": torch.float32}
     if scalar:
         config.num_labels = 1

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config import DpoConfig, LoraConfig, RolloutBackend, shown
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device
@@ -31,7 +31,9 @@ from rlhf_core.models.build import (
     load_scalar_model,
     save_model,
 )
+from rlhf_core.models.classifier import classifier
 from rlhf_core.models.lora import add_adapters
+from rlhf_core.models.rotary import fix_frequencies
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch, collate_tokens
 from rlhf_core.sampling import SamplingSettings
 from rlhf_core.trainers.demonstrations import Demonstration
@@ -100,6 +102,7 @@ class Trial:
     ):
         self._settings, self._tokenizer, self._scratch = settings, tokenizer, scratch
         self._start, self._scalar_model = scratch / "start", scalar_model
+        fix_frequencies(language_model.config, settings.max_length)
         given = scratch / "given"
         save_model(language_model, language_model.state_dict(), tokenizer, given)
         # As SFT loads what it is given, and saves what all others load.
@@ -143,11 +146,13 @@ class Trial:
     def _reward(self) -> Finding:
         start = self._scratch / "scalar"
         made = self._scalar_model()
+        fix_frequencies(made.config, self._settings.max_length)
         save_model(made, made.state_dict(), self._tokenizer, start)
         model = load_scalar_model(start, trust_remote_code=self._settings.trust_remote_code)
         module = ScalarModule(model)
         engine = self._engine(module)
-        comparison = Comparison(can_share_prefixes(model), self.sequences, [(0, 1), (2, 3)], ["a", "b"])
+        shares = can_share_prefixes(model, max_length=self._settings.max_length)
+        comparison = Comparison(shares, self.sequences, [(0, 1), (2, 3)], ["a", "b"])
         tokens = 4 * self._settings.max_length
         sizes = {"steps": UPDATES, "batch_size": 1, "pad_id": 0, "microbatch_tokens": tokens}
         phase = reward_phase([comparison], [], **sizes, margin=0.0, centering_coef=0.01)
@@ -226,7 +231,7 @@ class Trial:
     @cached_property
     def _shares_prefix(self) -> bool:
         """Asked of the model before training: an engine leaves hooks on it."""
-        return can_share_prefixes(self._load())
+        return can_share_prefixes(self._load(), max_length=self._settings.max_length)
 
     # Hands
 
@@ -305,7 +310,8 @@ def plain_logprobs(folder: Path, sequences: list[list[int]], *, trust_remote_cod
 @torch.no_grad()
 def _scores(folder: Path, sequences: list[list[int]], *, trust_remote_code: bool) -> torch.Tensor:
     how = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
-    model = AutoModelForSequenceClassification.from_pretrained(folder, **how).to(device()).eval()
+    kind = classifier(type(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)))
+    model = kind.from_pretrained(folder, **how).to(device()).eval()
     return torch.cat([model(input_ids=torch.tensor([ids], device=device())).logits[0].float().cpu() for ids in sequences])
 
 

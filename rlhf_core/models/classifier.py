@@ -7,9 +7,17 @@ What is saved of one is a folder as any other, which this library loads again. t
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
+
+
+class _Classifier(GenericForSequenceClassification):
+    @classmethod
+    def from_config(cls, config: PretrainedConfig, *, trust_remote_code: bool = False, **how: Any) -> PreTrainedModel:
+        """With random weights, as `AutoModelForSequenceClassification.from_config` makes it; none of its code is remote."""
+        return cls._from_config(config, **how)
 
 
 @cache
@@ -23,4 +31,4 @@ def classifier(config: type[PretrainedConfig]) -> type:
     name = language_model.__name__.removesuffix("ForCausalLM") + "ForSequenceClassification"
     # Of the family's module: in code of others transformers leaves a part uninitialized whose own weights are all loaded, such as none,
     # and with it the buffers of its layers (Falcon-H1's multipliers).
-    return type(name, (GenericForSequenceClassification, family), {"__module__": family.__module__, "config_class": config})
+    return type(name, (_Classifier, family), {"__module__": family.__module__, "config_class": config})

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from rlhf_core.config import LoraConfig
 from rlhf_core.model_check.miniature import random_model
 from rlhf_core.model_check.trial import LIMIT, ON, Trial, TrialSettings, largest
-from tests.model_families import FAMILIES
+from tests.model_families import FAMILIES, OTHERS
 
 LORA = LoraConfig(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("world")
 
 
 def trial(folder: Path, family: str) -> Trial:
-    return _trial(FAMILIES[family](), folder)
+    return _trial({**FAMILIES, **OTHERS}[family](), folder)
 
 
 def _trial(model, folder: Path) -> Trial:
@@ -52,6 +52,14 @@ def test_a_family_agrees_with_transformers_after_two_updates(family, tmp_path):
         found = tried.run(column)
         assert found.refusal is None, found
         assert found.difference < LIMIT, found
+
+
+@pytest.mark.parametrize("family", ["phi3_longrope", "granite"])
+def test_a_limit_beyond_the_original_length_and_a_family_without_classifiers_are_right_too(family, tmp_path):
+    tried = trial(tmp_path, family)
+    for column in ("sft", "reward", "shared_prefix"):
+        found = tried.run(column)
+        assert found.refusal is None and found.difference < LIMIT, found
 
 
 def test_windows_are_met_by_sequences_that_share_their_beginning(tmp_path):

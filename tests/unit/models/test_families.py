@@ -13,12 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.config import LoraConfig
+from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.branches import Branches, can_share_prefixes, collate_branches
 from rlhf_core.models.build import load_language_model, load_scalar_model, new_scalar_model, save_model, scalar_head
 from rlhf_core.models.decoding import HuggingFaceDecoder
 from rlhf_core.models.lora import add_adapters, merged_state_dict
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch, collate_tokens
 from tests.model_families import FAMILIES, OTHERS
+from tests.tiny_models import settings
 
 LENGTHS = (60, 37, 52, 20)
 LIMITED = {"phi3_longrope": 32, "llama_dynamic": 32}  # tokens, with one set of frequencies
@@ -107,6 +109,17 @@ def test_gradients_are_those_of_each_sequence_alone(name: str):
         if key in expected:
             limit = 1e-4 * float(expected[key].abs().max())
             torch.testing.assert_close(parameter.grad, expected[key], rtol=0, atol=limit, msg=lambda said, key=key: f"{key}: {said}")
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "falcon_h1", "modernbert_decoder"])
+def test_sharded_weights_give_the_same_numbers(world, name: str):
+    model, sequences = made(name)
+    with torch.no_grad():
+        expected = logprobs_of(model, sequences)
+    engine = TrainEngine(PolicyModule(made(name)[0]), settings(zero_stage=3))
+    engine.eval()
+    found = engine(collate_tokens(sequences, [1] * len(sequences), pad_id=0)).logprobs
+    assert_close(found.detach(), expected)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "jamba"])
