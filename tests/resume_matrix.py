@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,9 @@ def all_cells() -> list[Cell]:
     rl += [rl_cell(name, 2, 0) for name in ALGORITHMS[1:]]
     rl += [rl_cell(name, 1, 0, ahead=True) for name in ("grpo", "ppo")]
     rl += [rl_cell(name, 1, 0, one_step=True) for name in ("grpo", "ppo")]
+    scores = {"ppo": {"critic_init": "reward_model"}, "reward": {"scorers": {0: {"normalization": "initial"}}}}
+    alone = rl_cell("ppo", 1, 0)
+    rl += [replace(alone, name=f"{alone.name}, the critic from scores", changes={"rl": alone.changes["rl"] | scores})]
     return supervised + rl
 
 
