@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config import shown
-from rlhf_core.data.schema import Message, extras, joined_parts, whole_message
+from rlhf_core.data.schema import Message, extras, whole_message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +73,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, w
 def for_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The conversation as the template takes it: parts of text are joined for one that wants text."""
     form = _content_form(tokenizer, tokenizer.chat_template)
-    return [_in_form(whole_message(message), form) for message in messages]
+    return [_in_form(message, form) for message in messages]
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
@@ -210,13 +210,13 @@ def _content_form(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     return "both" if takes(_QUESTION + _ANSWER) else "parts"
 
 
-def _in_form(message: dict[str, Any], form: str) -> dict[str, Any]:
-    content = message["content"]
-    if form == "text" and not isinstance(content, str):
-        return {**message, "content": joined_parts(content)}
-    if form == "parts" and isinstance(content, str):
-        return {**message, "content": [{"type": "text", "text": content}]}
-    return message
+def _in_form(message: Message, form: str) -> dict[str, Any]:
+    whole = whole_message(message)
+    if form == "text":
+        return {**whole, "content": message["content"]}
+    if form == "parts" and isinstance(whole["content"], str):
+        return {**whole, "content": [{"type": "text", "text": whole["content"]}]}
+    return whole
 
 
 def conversation_key(messages: Sequence[Message]) -> str:

@@ -6,10 +6,12 @@ from datetime import datetime
 
 import pytest
 from chat_templates import templated
+from tiny_models import tiny_params
 from transformers.utils import chat_template_utils
 
 from rlhf_core.models.template import with_date, with_options
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+from tasks.prepare_data import make_tokenizer
 
 QUESTION = [{"role": "user", "content": "Please sort 4172."}]
 
@@ -88,3 +90,13 @@ def test_an_options_value_arrives_as_it_is(value):
 def test_an_option_that_the_template_doesnt_read_is_refused(name):
     with pytest.raises(ValueError, match="template_options: expected variables that the chat template reads, got"):
         with_options("{{ messages }} {{ tools }} {{ enable_thinking }}", {name: 1})
+
+
+def test_prepare_data_writes_day_and_options_into_the_tokenizer_that_all_stages_read(tmp_path):
+    original = templated("thinks")
+    original.chat_template = "{{ strftime_now('%Y') }}" + original.chat_template
+    original.save_pretrained(tmp_path)
+    how = {"model__path": str(tmp_path), "model__template_date": "2019-01-02", "model__template_options": {"enable_thinking": False}}
+    made = make_tokenizer(tiny_params(**how).model, tmp_path, [])
+    prompt = made.decode(encode_prompt(made, QUESTION))
+    assert prompt.startswith("2019<|im_start|>") and prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from chat_templates import templated
 from tiny_models import MAX_LENGTH
 
 from rlhf_core.models.build import load_scalar_model
@@ -142,3 +144,12 @@ def test_scores_are_the_reward_models_of_each_conversation_without_a_quality(rew
     assert math.isnan(scores[2])
     with pytest.raises(Interrupted):
         reward_scores(reward_folder, responses, **how, stop_requested=lambda: True)
+
+
+def test_a_question_in_parts_is_trained_on_as_the_policys_template_asks_it():
+    parts = [{"type": "text", "text": "Please sort"}, {"type": "text", "text": "41."}]
+    stored = [{"role": "user", "content": "Please sort\n41.", "extra": json.dumps({"content": parts})}]
+    for name in ("parts", "chatml"):
+        tokenizer = templated(name)
+        asking = asking_tokenizer(tokenizer, levels=4, wanted=2)
+        assert encode_prompt(asking, stored) == encode_prompt(tokenizer, with_quality(stored, 2)) != encode_prompt(tokenizer, stored)
