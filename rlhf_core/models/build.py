@@ -105,13 +105,30 @@ def new_scalar_model(
 
     Transformers reads a classifier's score before padding at the end. Where the same token pads and ends a conversation, the model is saved
     without an id for padding: its score is read at the end, which is what tells a finished response from one that was cut off.
+
+    Raises:
+        ValueError: the architecture's score needs more layers than one linear one, which a language model hasn't.
     """
+    _check_linear_score(language_model_path, trust_remote_code=trust_remote_code)
     model = _load_scalar(language_model_path, trust_remote_code=trust_remote_code, training_dtype=training_dtype, num_labels=1, new=_HEADS)
     end = turn_end(tokenizer)
     pads_otherwise = tokenizer.pad_token_id not in (*end.trained, *end.after)[-1:]
     model.config.pad_token_id = tokenizer.pad_token_id if pads_otherwise else None
     torch.nn.init.zeros_(scalar_head(model).weight)
     return model
+
+
+def _check_linear_score(path: Path, *, trust_remote_code: bool) -> None:
+    check_model_folder(path)
+    with refusals(path), torch.device("meta"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, num_labels=1)
+        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
+    new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
+    if more := sorted(new - {*_HEADS}):
+        raise ValueError(
+            f"reward model: expected an architecture with a linear score layer, got {type(model).__name__} with {', '.join(more)}; set "
+            "reward.enabled to false and take a reward model from elsewhere (docs/scorers.md)"
+        )
 
 
 def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32") -> PreTrainedModel:

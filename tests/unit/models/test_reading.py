@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from classifiers import END, OF_SEQUENCES, OF_TOKENS, PAD, POSITIONS, own_scores_alone, save_classifier, tiny_classifier
+from classifiers import END, OF_SEQUENCES, OF_TOKENS, PAD, POSITIONS, SHAPE, own_scores_alone, save_classifier, tiny_classifier
 from tiny_models import sequences
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_core.models.branches import collate_branches, shared_row
-from rlhf_core.models.build import load_language_model, load_scalar_model
+from rlhf_core.models.build import load_language_model, load_scalar_model, new_scalar_model
 from rlhf_core.models.wrappers import ScalarModule, collate_tokens
 from rlhf_core.scorers.reward_model import load_members, score_sequences
 
@@ -138,3 +139,10 @@ def test_gradients_reach_a_model_that_is_read_as_a_whole():
     ids = sequences(2, seed=8)
     module(collate_tokens(ids, [len(s) - 1 for s in ids], pad_id=0)).sum().backward()
     assert float(module.model.classifier.dense.weight.grad.abs().sum()) > 0
+
+
+def test_an_architecture_whose_score_takes_more_than_a_linear_layer_cannot_become_a_reward_model(tmp_path: Path, tokenizer):
+    config = AutoConfig.for_model("modernbert-decoder", **{**SHAPE, "pad_token_id": PAD})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"got ModernBertDecoderForSequenceClassification with .*head.dense.weight.*; set reward.enabled"):
+        new_scalar_model(tmp_path, tokenizer, trust_remote_code=False)
