@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 TRIAL_IDS = (0, 1, 0)  # which every vocabulary has
+# Whose loading of experts writes past what `reload_weights` wraps, on every device: the old ones stay, and on the CPU the kernel is gone.
+NOT_RELOADED = ("GptOssForCausalLM",)
 
 
 class VllmEngine:
@@ -30,7 +32,7 @@ class VllmEngine:
         gpu_memory_fraction: of the GPU's memory that weights and cache may take; ignored on the CPU.
         reads_text: whether responses may end with a stop string. It takes the model's tokenizer, and every token is decoded.
     Raises:
-        ValueError: vLLM's CPU build can't run the model.
+        ValueError: vLLM's CPU build can't run the model, or vLLM can't renew its weights.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class VllmEngine:
         gpu_memory_fraction: float,
         reads_text: bool = False,
     ):
+        _refuse_what_is_not_reloaded(model_path, trust_remote_code)
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -184,6 +187,16 @@ def _told_as_a_refusal(model_path: str, trust_remote_code: bool) -> Iterator[Non
             f"rollout.backend: expected a model that vLLM's CPU build can run, got {_architecture(model_path, trust_remote_code)} with "
             f"{type(error).__name__}: {reason}; set rollout.backend to pytorch"
         ) from error
+
+
+def _refuse_what_is_not_reloaded(model_path: str, trust_remote_code: bool) -> None:
+    """Raises: ValueError: the model is of NOT_RELOADED."""
+    name = _architecture(model_path, trust_remote_code)
+    if name in NOT_RELOADED:
+        raise ValueError(
+            f"rollout.backend: expected a model whose weights vLLM can renew, got {name}, whose experts its reload leaves as they were; "
+            "set rollout.backend to pytorch"
+        )
 
 
 def _architecture(model_path: str, trust_remote_code: bool) -> str:

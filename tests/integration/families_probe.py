@@ -14,6 +14,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     Phi3Config,
@@ -43,6 +44,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "phi3": Phi3Config(**SHAPE, tie_word_embeddings=False),
 }
 NARROW = LlamaConfig(**{**SHAPE, "num_attention_heads": 8, "num_key_value_heads": 8})  # heads of width 8
+GPT_OSS = GptOssConfig(**SHAPE, head_dim=32, num_local_experts=2, num_experts_per_tok=1)
 IDS = torch.randint(3, VOCABULARY, (3 * WINDOW,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
@@ -116,6 +118,7 @@ def main() -> None:
         seen = {name: pool.apply(look, (folder / name, config)) for name, config in FAMILIES.items()}
         seen["long_prompts"] = pool.apply(draw_long_prompts, (folder / "long", FAMILIES["llama_tied"]))
         seen["refusal"] = pool.apply(refusal, (folder / "narrow", NARROW))
+        seen["not_reloaded"] = pool.apply(refusal, (folder / "gpt_oss", GPT_OSS))
     print(json.dumps(seen))
 
 

@@ -42,3 +42,7 @@ def test_heads_that_the_cpu_build_lacks_are_refused_with_its_reason(seen: dict):
         "rollout.backend: expected a model that vLLM's CPU build can run, got LlamaForCausalLM with RuntimeError: Unsupported CPU attention"
     )
     assert "head_dim=8" in seen["refusal"] and seen["refusal"].endswith("; set rollout.backend to pytorch")
+
+
+def test_experts_that_a_reload_passes_over_are_refused_at_the_start(seen: dict):
+    assert seen["not_reloaded"].startswith("rollout.backend: expected a model whose weights vLLM can renew, got GptOssForCausalLM, whose")
