@@ -122,7 +122,7 @@ def _check_linear_score(path: Path, *, trust_remote_code: bool) -> None:
     check_model_folder(path)
     with refusals(path), torch.device("meta"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, num_labels=1)
-        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
+        model = classifier(type(config)).from_config(config, trust_remote_code=trust_remote_code)
     new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
     if more := sorted(new - {*_HEADS}):
         raise ValueError(

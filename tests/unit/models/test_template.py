@@ -11,7 +11,7 @@ from transformers.utils import chat_template_utils
 
 from rlhf_core.models.template import with_date, with_options
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
-from tasks.prepare_data import make_tokenizer
+from tasks.prepare_data import given_tokenizer
 
 QUESTION = [{"role": "user", "content": "Please sort 4172."}]
 
@@ -97,6 +97,6 @@ def test_prepare_data_writes_day_and_options_into_the_tokenizer_that_all_stages_
     original.chat_template = "{{ strftime_now('%Y') }}" + original.chat_template
     original.save_pretrained(tmp_path)
     how = {"model__path": str(tmp_path), "model__template_date": "2019-01-02", "model__template_options": {"enable_thinking": False}}
-    made = make_tokenizer(tiny_params(**how).model, tmp_path, [])
+    made = given_tokenizer(tiny_params(**how).model)
     prompt = made.decode(encode_prompt(made, QUESTION))
     assert prompt.startswith("2019<|im_start|>") and prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")

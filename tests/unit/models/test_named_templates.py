@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from rlhf_core.models.templates import CONTINUATION, chat_template
 from tiny_models import save_tiny_models, tiny_params, tiny_tokenizer
 
 from rlhf_core.config import ConfigError
 from rlhf_core.models.folder import locate_model
+from rlhf_core.models.template import CONTINUATION, named_template
 from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, load_tokenizer
 
 
@@ -17,7 +17,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_continuation_template_is_the_prompt_the_response_and_the_end(folder):
-    tokenizer = load_tokenizer(str(folder), trust_remote_code=False, chat_template=chat_template("continuation"))
+    tokenizer = load_tokenizer(str(folder), trust_remote_code=False, chat_template=named_template("continuation"))
     messages = [{"role": "user", "content": "Please sort 41."}]
     ids, start = encode_conversation(tokenizer, messages, " Certainly: 14.")
     plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("Please sort 41.", " Certainly: 14.")]
@@ -25,7 +25,7 @@ def test_the_continuation_template_is_the_prompt_the_response_and_the_end(folder
 
 
 def test_the_continuation_template_begins_with_a_token_where_there_is_one(folder):
-    tokenizer = load_tokenizer(str(folder), trust_remote_code=False, chat_template=chat_template("continuation"))
+    tokenizer = load_tokenizer(str(folder), trust_remote_code=False, chat_template=named_template("continuation"))
     tokenizer.bos_token = "<|user|>"
     ids = encode_prompt(tokenizer, [{"role": "user", "content": "Sort 41."}])
     assert ids == [tokenizer.bos_token_id, *tokenizer("Sort 41.", add_special_tokens=False)["input_ids"]]
@@ -38,12 +38,12 @@ def test_a_given_template_is_saved_with_the_model(folder, tmp_path):
 
 def test_a_template_by_name_file_and_text(tmp_path):
     (tmp_path / "mine.jinja").write_text("{{ messages[0]['content'] }}")
-    assert chat_template("continuation") == CONTINUATION
-    assert chat_template(str(tmp_path / "mine.jinja")) == chat_template("{{ messages[0]['content'] }}")
+    assert named_template("continuation") == CONTINUATION
+    assert named_template(str(tmp_path / "mine.jinja")) == named_template("{{ messages[0]['content'] }}")
     with pytest.raises(ValueError, match=r"model.chat_template: expected one of \['continuation'\], a .jinja file, .*got 'continue'"):
-        chat_template("continue")
+        named_template("continue")
     with pytest.raises(ValueError, match=r"model.chat_template: expected a readable file, got .*none.jinja"):
-        chat_template(str(tmp_path / "none.jinja"))
+        named_template(str(tmp_path / "none.jinja"))
 
 
 def test_a_template_that_fails_is_refused_with_the_tokenizer(folder):
