@@ -12,6 +12,7 @@ Each call makes a new model, with the same weights. It is in evaluation mode, it
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 OTHERS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2_window": lambda: _built("Qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "phi3_window": lambda: _built("Phi3", num_key_value_heads=2, sliding_window=WINDOW),
-    "phi3_longrope": lambda: _built("Phi3", num_key_value_heads=2, original_max_position_embeddings=32, rope_parameters=LONGROPE),
+    "phi3_longrope": lambda: _built("Phi3", num_key_value_heads=2, original_max_position_embeddings=32, rope_parameters=deepcopy(LONGROPE)),
     "llama_dynamic": lambda: _built(
         "Llama", max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     ),

@@ -47,7 +47,7 @@ def test_a_template_by_name_file_and_text(tmp_path):
 
 
 def test_a_template_that_fails_is_refused_with_the_tokenizer(folder):
-    with pytest.raises(ValueError, match="expected a chat template for a user's message, got"):
+    with pytest.raises(ValueError, match="expected a chat template for a user's message and an answer, got"):
         load_tokenizer(str(folder), trust_remote_code=False, chat_template="{{ nobody.knows }}")
 
 

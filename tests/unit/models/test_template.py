@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 from chat_templates import templated
-from tiny_models import tiny_params
+from tiny_models import save_tiny_models, tiny_params
 from transformers.utils import chat_template_utils
 
 from rlhf_core.models.template import with_date, with_options
@@ -95,8 +95,8 @@ def test_an_option_that_the_template_doesnt_read_is_refused(name):
 def test_prepare_data_writes_day_and_options_into_the_tokenizer_that_all_stages_read(tmp_path):
     original = templated("thinks")
     original.chat_template = "{{ strftime_now('%Y') }}" + original.chat_template
-    original.save_pretrained(tmp_path)
-    how = {"model__path": str(tmp_path), "model__template_date": "2019-01-02", "model__template_options": {"enable_thinking": False}}
+    sft, _ = save_tiny_models(tmp_path, original)
+    how = {"model__path": str(sft), "model__template_date": "2019-01-02", "model__template_options": {"enable_thinking": False}}
     made = given_tokenizer(tiny_params(**how).model)
     prompt = made.decode(encode_prompt(made, QUESTION))
     assert prompt.startswith("2019<|im_start|>") and prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")

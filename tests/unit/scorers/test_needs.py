@@ -15,7 +15,7 @@ from rlhf_core.scorers.needs import check_scorers
 
 def check(folder: Path, **options) -> None:
     scorer = ScorerConfig(name="ready", kind="reward_model", weight=1.0, normalization="none", path=str(folder), **options)
-    check_scorers([scorer], reward_model=folder, source_kinds={}, has_labels=lambda: True)
+    check_scorers([scorer], reward_model=folder, source_judges={}, has_labels=lambda: True)
 
 
 def test_a_ready_made_reward_model_is_refused_for_what_its_files_say(tmp_path: Path):

@@ -152,7 +152,7 @@ def own_score(folder: Path, response: str) -> float:
 def by_response_scorer(folder: Path, response: str) -> float:
     tokenizer = tiny_tokenizer()
     config = ScorerConfig(name="ready", kind="reward_model", weight=1.0, normalization="none", path=str(folder))
-    scorer = ResponseScorer([config], reward_model=folder, source_kinds={"mine": "file"}, model=tiny_params().model)
+    scorer = ResponseScorer([config], reward_model=folder, source_judges={}, model=tiny_params().model)
     prompt = Prompt("p", "mine", QUESTION, encode_prompt(tokenizer, QUESTION), None)
     sample = Sample([*ids_of(tokenizer, response), tokenizer.eos_token_id], [], True)
     return scorer([prompt], [[sample]], tokenizer)[0][0].components["ready"]
@@ -240,7 +240,7 @@ def test_scores_of_a_classifier_with_labels_are_those_of_the_chosen_one(tmp_path
     prompt = Prompt("p", "mine", QUESTION, encode_prompt(tokenizer, QUESTION), None)
     sample = Sample([*ids_of(tokenizer, "no"), *turn_end(tokenizer).trained], [], True)
     model = tiny_params().model
-    ((scored,),) = ResponseScorer([config], reward_model=folder, source_kinds={}, model=model)([prompt], [[sample]], tokenizer)
+    ((scored,),) = ResponseScorer([config], reward_model=folder, source_judges={}, model=model)([prompt], [[sample]], tokenizer)
     expected = own_scores_alone(tiny_classifier("llama", vocab_size=400, num_labels=2), [encode_scored(tokenizer, QUESTION, "no")])
     assert scored.components["mood"] == pytest.approx(float(expected[0, 1]), abs=1e-5)
     with pytest.raises(ValueError, match="label: expected none for a scorer of kind length"):
