@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import shutil
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,7 +52,7 @@ def main() -> None:
         write_json(METRICS / "check_model.json", {"model": name, "checks": {f.column: verdict(f) for f in findings}})
         for finding in findings:
             difference = "" if finding.difference is None else f", {finding.difference:.1g} apart at most"
-            log.info("%s: %s%s", NAMES[finding.column], verdict(finding), difference)
+            log.info("%s: %s%s", named(finding), verdict(finding), difference)
         if refused := [message(name, finding) for finding in findings if finding.refusal is not None]:
             raise StageFailed("\n".join(refused))
         write_json(METRICS / "model_accepted.json", {"model": name, "accepted": True})
@@ -61,6 +62,7 @@ def try_all(params: Params, scratch: Path) -> tuple[str, list[Finding]]:
     """Name of the model's class, and what came of each column that this configuration uses."""
     from rlhf_core.engines.deepspeed_engine import join_world
     from rlhf_core.model_check.miniature import cut_config, random_model
+    from rlhf_core.model_check.ready_made import try_ready_made
     from rlhf_core.model_check.trial import Finding, Trial, TrialSettings
     from rlhf_core.models.tokenizer import load_tokenizer
 
@@ -68,7 +70,7 @@ def try_all(params: Params, scratch: Path) -> tuple[str, list[Finding]]:
     model, lora = params.model, adapters(params)
     tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=model.trust_remote_code)
     config = cut_config(model, tokenizer)
-    language_model = random_model(config, model, seed=SEED)
+    language_model = random_model(config, seed=SEED, trust_remote_code=model.trust_remote_code)
     settings = TrialSettings(
         max_length=model.max_length,
         dpo=params.dpo,
@@ -77,9 +79,11 @@ def try_all(params: Params, scratch: Path) -> tuple[str, list[Finding]]:
         trust_remote_code=model.trust_remote_code,
         zero_stage=params.sft.zero_stage,
     )
-    trial = Trial(language_model, lambda: random_model(config, model, seed=SEED, scalar=True), tokenizer, settings, scratch)
+    scalar_model = partial(random_model, config, seed=SEED, labels=1, trust_remote_code=model.trust_remote_code)
+    trial = Trial(language_model, scalar_model, tokenizer, settings, scratch)
     columns = ["sft", *["reward"] * params.reward.enabled, "dpo", *["lora"] * (lora is not None), "shared_prefix"]
     findings = [trial.run(column) for column in columns]
+    findings += [try_ready_made(scorer, model) for scorer in params.rl.reward.scorers if scorer.kind == "reward_model" and scorer.path]
     backend = params.rl.rollout.backend
     if backend == "vllm" and params.cluster.address is not None and find_spec("vllm") is None:
         findings.append(Finding(backend, note="not tried: vLLM is on the cluster, not here"))
@@ -94,13 +98,17 @@ def adapters(params: Params) -> LoraConfig | None:
     return next((section.lora for section in sections if section.lora is not None), None)
 
 
+def named(finding: Finding) -> str:
+    return NAMES.get(finding.column, finding.column)
+
+
 def verdict(finding: Finding) -> str:
     return finding.note or "right" if finding.refusal is None else f"refused: {finding.refusal}"
 
 
 def message(model: str, finding: Finding) -> str:
     remedy = REMEDIES.get(finding.column, "use another model")
-    return f"{NAMES[finding.column]}: expected numbers as transformers computes them for {model}, got: {finding.refusal}; {remedy}"
+    return f"{named(finding)}: expected numbers as transformers computes them for {model}, got: {finding.refusal}; {remedy}"
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def one_family(family: str, columns: list[str]) -> Cells:
     settings = TrialSettings(max_length=LENGTH, dpo=params.dpo, lora=lora, threads=1)
     with tempfile.TemporaryDirectory() as scratch:
         config = deepcopy(model.config)
-        trial = Trial(model, lambda: random_model(config, params.model, seed=1, scalar=True), tiny_tokenizer(), settings, Path(scratch))
+        trial = Trial(model, lambda: random_model(config, seed=1, labels=1), tiny_tokenizer(), settings, Path(scratch))
         return {column: asdict(trial.run(column)) for column in COLUMNS if column in columns}
 
 

@@ -15,7 +15,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "validate_data": ("validation", "model", "reward"),
     "check_model": (
         *("model", "sft.lora", "sft.zero_stage", "reward.enabled", "reward.lora"),
-        *("rl.lora", "rl.rollout.backend", "dpo.lora"),
+        *("rl.lora", "rl.reward.scorers", "rl.rollout.backend", "dpo.lora"),
     ),
     "train_sft": ("seed", "model", "sft"),
     "train_reward": ("seed", "model", "reward"),

@@ -45,14 +45,16 @@ def cut_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Pretr
     return smaller(full, trust_remote_code=config.trust_remote_code)
 
 
-def smaller(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """A causal language model's configuration with fewer layers, fewer token ids and narrower feed-forward layers.
+def smaller(config: PretrainedConfig, *, kind: type = AutoModelForCausalLM, trust_remote_code: bool = False) -> PretrainedConfig:
+    """A model's configuration with fewer layers, fewer token ids and narrower feed-forward layers.
 
+    Args:
+        kind: what the model is built with.
     Raises:
         ValueError: its library can't build it.
     """
     with refusals(config.name_or_path or config.model_type), torch.device("meta"):
-        kinds = layer_kinds(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+        kinds = layer_kinds(kind.from_config(config, trust_remote_code=trust_remote_code))
     wanted = max(LAYERS, max(kinds.index(kind) for kind in set(kinds)) + 1)
     tree = config.to_dict()
     text = config.get_text_config()
@@ -95,18 +97,17 @@ def _id_within(value: int | list[int]) -> int | list[int]:
     return [n % VOCABULARY for n in value] if isinstance(value, list) else value % VOCABULARY
 
 
-def random_model(config: PretrainedConfig, model: ModelConfig, *, seed: int, scalar: bool = False) -> PreTrainedModel:
-    """A causal language model of a configuration, or with `scalar` a sequence classifier of one label; float32, on the CPU.
+def random_model(config: PretrainedConfig, *, seed: int, labels: int | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A causal language model of a configuration, or with `labels` a sequence classifier of so many; float32, on the CPU.
 
     Fresh weights give nearly the same probability to every token and have no biases, which hides mistakes: these are larger.
     """
-    kind = classifier(type(config)) if scalar else AutoModelForCausalLM
-    how: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "dtype": torch.float32}
-    if scalar:
-        config.num_labels = 1
+    kind = AutoModelForCausalLM if labels is None else classifier(type(config))
+    if labels not in (None, config.num_labels):
+        config.num_labels = labels
     torch.manual_seed(seed)
-    with refusals(model.path or config.model_type):
-        made = kind.from_config(config, **how)
+    with refusals(config.name_or_path or config.model_type):
+        made = kind.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             _enliven(name, parameter, tied=config.get_text_config().tie_word_embeddings)

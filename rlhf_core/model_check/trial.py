@@ -108,7 +108,7 @@ class Trial:
         # As SFT loads what it is given, and saves what all others load.
         loaded = load_language_model(given, trust_remote_code=settings.trust_remote_code, max_length=settings.max_length)
         save_model(loaded, loaded.state_dict(), tokenizer, self._start)
-        self.sequences = _sequences(language_model.config.get_text_config().vocab_size, settings.max_length, seed=settings.seed)
+        self.sequences = random_sequences(language_model.config.get_text_config().vocab_size, settings.max_length, seed=settings.seed)
 
     def run(self, column: str) -> Finding:
         """One of COLUMNS. What a library raises about a model that it can't compute is a refusal, whatever it is."""
@@ -116,10 +116,7 @@ class Trial:
         try:
             return getattr(self, f"_{column}")()
         except Exception as error:
-            log.debug("%s", column, exc_info=error)
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            return Finding(column, refusal=shown(kind + said, 600))
+            return refused(column, error)
 
     # Columns
 
@@ -208,7 +205,7 @@ class Trial:
                 differences.append(self._apart(rollouts, self._saved(backend, model, engine)))
         finally:
             rollouts.close()
-        return self._judged(backend, max(differences))
+        return judged(backend, max(differences))
 
     # Steps
 
@@ -281,11 +278,19 @@ class Trial:
         return max(largest(said, torch.cat(plain[: len(given)])), largest(own, of_drawn))
 
     def _compared(self, column: str, ours: torch.Tensor, plain: torch.Tensor, *, note: str | None = None) -> Finding:
-        return self._judged(column, largest(ours, plain), note=note)
+        return judged(column, largest(ours, plain), note=note)
 
-    def _judged(self, column: str, difference: float, *, note: str | None = None) -> Finding:
-        wrong = None if difference <= LIMIT else f"differs by {difference:.2g} from transformers' own, where at most {LIMIT:g} is right"
-        return Finding(column, difference, wrong, note)
+
+def judged(column: str, difference: float, *, note: str | None = None) -> Finding:
+    wrong = None if difference <= LIMIT else f"differs by {difference:.2g} from transformers' own, where at most {LIMIT:g} is right"
+    return Finding(column, difference, wrong, note)
+
+
+def refused(column: str, error: Exception) -> Finding:
+    """What was raised, in a line."""
+    log.debug("%s", column, exc_info=error)
+    said = (str(error).strip() or "no reason given").splitlines()[0]
+    return Finding(column, refusal=shown(said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}", 600))
 
 
 def largest(ours: torch.Tensor, plain: torch.Tensor) -> float:
@@ -315,7 +320,7 @@ def _scores(folder: Path, sequences: list[list[int]], *, trust_remote_code: bool
     return torch.cat([model(input_ids=torch.tensor([ids], device=device())).logits[0].float().cpu() for ids in sequences])
 
 
-def _sequences(vocabulary: int, longest: int, *, seed: int) -> list[list[int]]:
+def random_sequences(vocabulary: int, longest: int, *, seed: int) -> list[list[int]]:
     """Four of random ids, from the longest that is allowed to a short one; special ids of small numbers are left out."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [longest, max(2, 2 * longest // 3), max(2, longest // 2), min(SHORTEST, longest)]

@@ -35,7 +35,7 @@ def all_figures(inputs: ReportInputs) -> Figures:
     if inputs.reward_curves is not None:
         drawn |= _reward(inputs.reward_curves)
     if inputs.policy_curves is not None:
-        drawn |= _rl(inputs.policy_curves, need(inputs.params, "rl")) if inputs.method == "rl" else _offline(inputs.policy_curves)
+        drawn |= _of_policy(inputs)
     if inputs.gate is not None:
         drawn |= {"gate_accuracy": accuracies(inputs.gate), "gate_reliability": reliability(need(inputs.gate, "calibration"))}
         drawn["gate_external"] = external(inputs.gate)
@@ -98,8 +98,14 @@ def _offline(rows: pd.DataFrame) -> dict[str, figure]:
     return figures
 
 
-def _rl(rows: pd.DataFrame, rl: Mapping[str, Any]) -> dict[str, figure]:
-    """Args: rl: the section of params.yaml."""
+def _of_policy(inputs: ReportInputs) -> dict[str, figure]:
+    if inputs.method == "rl":
+        return _rl(inputs.policy_curves, need(inputs.params, "rl"), limit=logprob_limit(inputs.params))
+    return _offline(inputs.policy_curves)
+
+
+def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None) -> dict[str, figure]:
+    """Args: rl: the section of params.yaml. limit: see `logprob_limit`."""
     figures = {
         "rl_score": curves(rows, _with_evaluation(rows, "score_mean", "eval_score"), y_title="score", band="score_std"),
         "rl_length": curves(rows, [Line("response_length", "length", TEAL)], y_title="tokens per response"),
@@ -107,7 +113,7 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any]) -> dict[str, figure]:
         "rl_entropy": curves(rows, [Line("entropy", "entropy", GREEN)], y_title="nats per token"),
         "rl_clip": curves(rows, [Line("clip_frac", "clipped", RED)], y_title="share of tokens", percent=True),
         "rl_approx_kl": curves(rows, [Line("approx_kl", "change", PURPLE)], y_title="nats per token"),
-        "rl_logprobs": _logprobs(rows, need(rl, "rollout", "max_logprob_difference")),
+        "rl_logprobs": _logprobs(rows, limit),
         **_scorers(rows, [s["name"] for s in need(rl, "reward", "scorers")]),
     }
     if need(rl, "kl", "coef") > 0:  # without one nothing was measured
@@ -147,12 +153,19 @@ def _with_evaluation(rows: pd.DataFrame, column: str, evaluated: str) -> list[Li
     return lines
 
 
-def _logprobs(rows: pd.DataFrame, limit: float) -> figure:
+def logprob_limit(params: Mapping[str, Any]) -> float | None:
+    """Of the largest difference between the log-probabilities of engine and trainer; None in bfloat16, where it has none."""
+    return None if need(params, "model", "dtype") == "bfloat16" else need(params, "rl", "rollout", "max_logprob_difference")
+
+
+def _logprobs(rows: pd.DataFrame, limit: float | None) -> figure:
     """On a logarithmic axis, which has no place for an exact 0: those steps are left out of the curve."""
     positive = rows[["step", "logprob_difference"]].where(rows["logprob_difference"] > 0).dropna()
     plot = curves(positive, [Line("logprob_difference", "largest difference", BLUE)], y_title="nats", y_axis_type="log")
-    plot.add_layout(Span(location=limit, dimension="width", line_color=RED, line_dash="dashed", line_width=1.5))
-    values = [*positive["logprob_difference"], limit]
+    limits = [] if limit is None else [limit]
+    for place in limits:
+        plot.add_layout(Span(location=place, dimension="width", line_color=RED, line_dash="dashed", line_width=1.5))
+    values = [*positive["logprob_difference"], *limits] or [1e-6]
     first, last = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     plot.y_range = Range1d(10.0**first, 10.0 ** (last + 0.2))
     plot.yaxis.ticker = [10.0**e for e in range(first, last + 1)]

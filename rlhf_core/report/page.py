@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rlhf_core.report.blame import blame
 from rlhf_core.report.canvas import DARK
 from rlhf_core.report.differences import Results, figures_that_count, headline, outs_that_differ, params_that_differ
-from rlhf_core.report.figures import Figures, all_figures
+from rlhf_core.report.figures import Figures, all_figures, logprob_limit
 from rlhf_core.report.inputs import ReportInputError, ReportInputs, need
 from rlhf_core.report.texts import count, measured, number, share, signed, visible
 from rlhf_core.report.times import StageTime
@@ -118,7 +118,7 @@ def render(inputs: ReportInputs) -> str:
         "monitor": None if inputs.policy is None else inputs.policy.get("monitor"),
         "modes": MODES,
         "samples": [] if inputs.samples is None else list(samples(inputs.samples)),
-        "logprob_limit": need(inputs.params, "rl", "rollout", "max_logprob_difference"),
+        "logprob_limit": logprob_limit(inputs.params),
         **(
             _evaluated(inputs, scorers)
             if inputs.stopped is None

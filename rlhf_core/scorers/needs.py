@@ -38,7 +38,7 @@ def check_scorers(
             raise ValueError(f"scorer {name}: expected an ensemble of {members[name]} at {folder}, got {found}; lower members")
     for scorer in scorers:
         if scorer.kind == "reward_model" and scorer.path is not None:
-            _check_ready_made(scorer, Path(scorer.path))
+            check_ready_made(scorer, Path(scorer.path))
     TextScorers(0, scorers, source_judges)
     comparing = [s.name for s in scorers if s.kind in LABEL_SCORERS]
     if comparing and not has_labels():
@@ -47,8 +47,12 @@ def check_scorers(
         )
 
 
-def _check_ready_made(scorer: ScorerConfig, folder: Path) -> None:
-    """What files tell of a reward model from elsewhere; the rest is found out when it is loaded (`models.reading`)."""
+def check_ready_made(scorer: ScorerConfig, folder: Path) -> None:
+    """What files tell of a reward model from elsewhere; the rest is found out when it is loaded (`models.reading`).
+
+    Raises:
+        ValueError: no score can be had from it as it was trained, or not without a label.
+    """
     config = read_settings(folder, "config.json")
     names = [str(name) for name in (config.get("id2label") or {}).values()]
     if scorer.label is None and len(names) > 1:

@@ -38,7 +38,7 @@ def test_of_a_folder_is_of_its_class(tmp_path):
     tokenizer = tiny_tokenizer()
     sft, _ = save_tiny_models(tmp_path, tokenizer)
     model = tiny_params(model__path=str(sft)).model
-    made = random_model(cut_config(model, tokenizer), model, seed=0)
+    made = random_model(cut_config(model, tokenizer), seed=0)
     assert type(made).__name__ == "LlamaForCausalLM" and made.config.hidden_size == 16 and made.config.vocab_size == 300
 
 
@@ -52,10 +52,10 @@ def test_a_torn_folder_is_refused_by_name(tmp_path):
 
 def test_weights_tell_tokens_apart_and_nothing_is_neutral():
     model = tiny_params().model
-    made = random_model(cut_config(model, tiny_tokenizer()), model, seed=0)
+    made = random_model(cut_config(model, tiny_tokenizer()), seed=0)
     with torch.no_grad():
         logits = made(input_ids=torch.arange(8, 40)[None]).logits[0]
     assert 1.0 < float(logits.std()) < 10.0
     assert all(float((p - 1).detach().abs().max()) > 0.01 for name, p in made.named_parameters() if "norm" in name)
-    again = random_model(cut_config(model, tiny_tokenizer()), model, seed=0)
+    again = random_model(cut_config(model, tiny_tokenizer()), seed=0)
     assert all(torch.equal(a, b) for a, b in zip(made.parameters(), again.parameters(), strict=True))

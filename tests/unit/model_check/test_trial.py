@@ -42,7 +42,7 @@ def trial(folder: Path, family: str) -> Trial:
 def _trial(model, folder: Path) -> Trial:
     params = tiny_params()
     settings = TrialSettings(max_length=MAX_LENGTH, dpo=params.dpo, lora=LORA, threads=1)
-    return Trial(model, lambda: random_model(model.config, params.model, seed=1, scalar=True), tiny_tokenizer(), settings, folder)
+    return Trial(model, lambda: random_model(model.config, seed=1, labels=1), tiny_tokenizer(), settings, folder)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3", "gemma3", "mixtral"])

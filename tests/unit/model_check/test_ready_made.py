@@ -1,0 +1,38 @@
+"""A reward model from elsewhere is tried before anything is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from chat_templates import templated
+from classifiers import save_classifier
+from tiny_models import tiny_params
+
+from rlhf_core.config import ScorerConfig
+from rlhf_core.model_check.ready_made import try_ready_made
+from rlhf_core.model_check.trial import LIMIT
+
+
+def tried(folder: Path, **changes):
+    scorer = ScorerConfig(name="ready", kind="reward_model", weight=1.0, normalization="none", path=str(folder), **changes)
+    return try_ready_made(scorer, tiny_params().model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "bert", "roberta", "modernbert"])
+def test_an_encoder_and_a_decoder_are_read_as_their_own_forward_reads_them(kind, tmp_path):
+    found = tried(save_classifier(tmp_path, kind, templated("chatml"), vocab_size=400))
+    assert found.refusal is None and found.difference < LIMIT, found
+
+
+def test_the_chosen_label_is_the_one_that_is_compared(tmp_path):
+    folder = save_classifier(tmp_path, "llama", templated("chatml"), vocab_size=400, num_labels=2, id2label={0: "BAD", 1: "GOOD"})
+    assert tried(folder, label="GOOD").difference < LIMIT
+    assert "which has BAD, GOOD, got none; set label" in tried(folder).refusal
+
+
+def test_one_without_a_template_is_refused_with_what_to_add(tmp_path):
+    tokenizer = templated("chatml")
+    tokenizer.chat_template = None
+    found = tried(save_classifier(tmp_path, "llama", tokenizer, vocab_size=400))
+    assert found.difference is None and "add a chat_template.jinja" in found.refusal, found
