@@ -32,8 +32,8 @@ def _validation(m: dict[str, Any]) -> str:
 
 
 def _model_check(m: dict[str, Any]) -> str:
-    refused = [name for name, verdict in m["checks"].items() if verdict.startswith("refused")]
-    return f"{m['model']}: {'refused for ' + ', '.join(refused) if refused else ', '.join(m['checks']) + ' agree'}"
+    said = (f"{name} {verdict.partition(':')[0]}" for name, verdict in m["checks"].items())
+    return f"{m['model']}: {', '.join(said)}"
 
 
 def _reward(m: dict[str, Any]) -> str:

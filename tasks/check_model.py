@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from tasks.stage import METRICS, TOKENIZER, Stage, StageFailed, write_json
 
 if TYPE_CHECKING:
-    from rlhf_core.config import LoraConfig, Params
+    from rlhf_core.config import LoraConfig, Params, RolloutBackend, ScorerConfig
     from rlhf_core.model_check.trial import Finding
 
 FIGURES = Path("reports/check_model.json")
@@ -36,8 +36,6 @@ NAMES = {
 REMEDIES = {
     "reward": "use another model, or set reward.enabled to false",
     "lora": "set lora to null, or name other target_modules",
-    "vllm": "set rl.rollout.backend to pytorch",
-    "pytorch": "set rl.rollout.backend to vllm",
 }
 
 log = logging.getLogger("rlhf")
@@ -53,7 +51,7 @@ def main() -> None:
         for finding in findings:
             difference = "" if finding.difference is None else f", {finding.difference:.1g} apart at most"
             log.info("%s: %s%s", named(finding), verdict(finding), difference)
-        if refused := [message(name, finding) for finding in findings if finding.refusal is not None]:
+        if refused := [message(name, finding, stage.params) for finding in findings if finding.refusal is not None]:
             raise StageFailed("\n".join(refused))
         write_json(METRICS / "model_accepted.json", {"model": name, "accepted": True})
 
@@ -67,35 +65,50 @@ def try_all(params: Params, scratch: Path) -> tuple[str, list[Finding]]:
     from rlhf_core.models.tokenizer import load_tokenizer
 
     join_world()
-    model, lora = params.model, adapters(params)
+    model, loras = params.model, adapters(params)
     tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=model.trust_remote_code)
     config = cut_config(model, tokenizer)
     language_model = random_model(config, seed=SEED, trust_remote_code=model.trust_remote_code)
     settings = TrialSettings(
         max_length=model.max_length,
         dpo=params.dpo,
-        lora=lora,
+        loras=loras,
         threads=params.cluster.threads,
         trust_remote_code=model.trust_remote_code,
         zero_stage=params.sft.zero_stage,
     )
     scalar_model = partial(random_model, config, seed=SEED, labels=1, trust_remote_code=model.trust_remote_code)
     trial = Trial(language_model, scalar_model, tokenizer, settings, scratch)
-    columns = ["sft", *["reward"] * params.reward.enabled, "dpo", *["lora"] * (lora is not None), "shared_prefix"]
+    on_pairs = params.alignment.method in ("dpo", "kto")
+    columns = ["sft", *["reward"] * params.reward.enabled, *["dpo"] * on_pairs, *["lora"] * bool(loras), "shared_prefix"]
     findings = [trial.run(column) for column in columns]
-    findings += [try_ready_made(scorer, model) for scorer in params.rl.reward.scorers if scorer.kind == "reward_model" and scorer.path]
-    backend = params.rl.rollout.backend
-    if backend == "vllm" and params.cluster.address is not None and find_spec("vllm") is None:
-        findings.append(Finding(backend, note="not tried: vLLM is on the cluster, not here"))
-    else:
-        findings.append(trial.run(backend))
+    findings += [try_ready_made(scorer, model) for scorer in scorers(params) if scorer.kind == "reward_model" and scorer.path]
+    for backend in sorted(set(backends(params).values())):  # PyTorch's first: vLLM ends the process group when it goes
+        if backend == "vllm" and params.cluster.address is not None and find_spec("vllm") is None:
+            findings.append(Finding(backend, note="not tried: vLLM is on the cluster, not here"))
+        else:
+            findings.append(trial.run(backend))
     return type(language_model).__name__, findings
 
 
-def adapters(params: Params) -> LoraConfig | None:
-    """Of the first stage that has some."""
-    sections = (params.sft, params.reward, params.rl, params.dpo)
-    return next((section.lora for section in sections if section.lora is not None), None)
+def adapters(params: Params) -> tuple[LoraConfig, ...]:
+    """Of all stages, each once."""
+    sections = (params.sft, params.reward, getattr(params, params.alignment.method))
+    return tuple({repr(section.lora): section.lora for section in sections if section.lora is not None}.values())
+
+
+def backends(params: Params) -> dict[str, RolloutBackend]:
+    """What draws responses, by the key that says so: RL and the evaluation, and rejection sampling, where it is the way to the policy."""
+    found = {"rl.rollout.backend": params.rl.rollout.backend}
+    if params.alignment.method == "rejection_sampling":
+        found["rejection_sampling.sampling.backend"] = params.rejection_sampling.sampling.backend
+    return found
+
+
+def scorers(params: Params) -> list[ScorerConfig]:
+    """Those of RL and the evaluation, and of rejection sampling, where it is the way to the policy; of two with one name the first."""
+    further = params.rejection_sampling.scorers if params.alignment.method == "rejection_sampling" else []
+    return list({scorer.name: scorer for scorer in [*further, *params.rl.reward.scorers]}.values())
 
 
 def named(finding: Finding) -> str:
@@ -106,9 +119,13 @@ def verdict(finding: Finding) -> str:
     return finding.note or "right" if finding.refusal is None else f"refused: {finding.refusal}"
 
 
-def message(model: str, finding: Finding) -> str:
-    remedy = REMEDIES.get(finding.column, "use another model")
-    return f"{named(finding)}: expected numbers as transformers computes them for {model}, got: {finding.refusal}; {remedy}"
+def message(model: str, finding: Finding, params: Params) -> str:
+    """What was expected, what came, and what to set."""
+    keys = " and ".join(key for key, backend in backends(params).items() if backend == finding.column)
+    remedies = REMEDIES | {"vllm": f"set {keys} to pytorch", "pytorch": f"set {keys} to vllm"}
+    own = finding.column in NAMES
+    expected = f"numbers as transformers computes them for {model}" if own else "scores as its own forward gives them"
+    return f"{named(finding)}: expected {expected}, got: {finding.refusal}; {remedies.get(finding.column, 'use another model')}"
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def one_family(family: str, columns: list[str]) -> Cells:
     params = load_params(ROOT / "params.yaml")
     model = load_language_model(PRETRAINED[family]) if family in PRETRAINED else {**FAMILIES, **OTHERS}[family]()
     lora = LoraConfig(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
-    settings = TrialSettings(max_length=LENGTH, dpo=params.dpo, lora=lora, threads=1)
+    settings = TrialSettings(max_length=LENGTH, dpo=params.dpo, loras=(lora,), threads=1)
     with tempfile.TemporaryDirectory() as scratch:
         config = deepcopy(model.config)
         trial = Trial(model, lambda: random_model(config, seed=1, labels=1), tiny_tokenizer(), settings, Path(scratch))

@@ -14,8 +14,8 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "prepare_data": ("seed", "data", "model"),
     "validate_data": ("validation", "model", "reward"),
     "check_model": (
-        *("model", "sft.lora", "sft.zero_stage", "reward.enabled", "reward.lora"),
-        *("rl.lora", "rl.reward.scorers", "rl.rollout.backend", "dpo.lora"),
+        *("model", "alignment", "sft.lora", "sft.zero_stage", "reward.enabled", "reward.lora", "rl.reward.scorers"),
+        *("rl.rollout.backend", "rejection_sampling.scorers", "rejection_sampling.sampling.backend", "${alignment.method}.lora"),
     ),
     "train_sft": ("seed", "model", "sft"),
     "train_reward": ("seed", "model", "reward"),

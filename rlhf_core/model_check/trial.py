@@ -79,7 +79,7 @@ class TrialSettings:
 
     max_length: int
     dpo: DpoConfig
-    lora: LoraConfig | None
+    loras: tuple[LoraConfig, ...]
     threads: int
     seed: int = 0
     trust_remote_code: bool = False
@@ -124,7 +124,9 @@ class Trial:
         return self._trained("sft", self._sft_step, lora=None)
 
     def _lora(self) -> Finding:
-        return self._trained("lora", self._sft_step, lora=self._settings.lora)
+        """The worst of all adapters."""
+        found = [self._trained("lora", self._sft_step, lora=lora) for lora in self._settings.loras]
+        return max(found, key=lambda finding: finding.difference)
 
     def _dpo(self) -> Finding:
         return self._trained("dpo", self._dpo_step, lora=None)

@@ -81,7 +81,7 @@ def module(method: str, stage: str) -> str:
 
 def test_sections_of_params_are_those_of_the_stages():
     for method, stage in ALL:
-        assert CHAINS[method][stage]["params"] == [method if s == "${alignment.method}" else s for s in STAGE_SECTIONS[stage]]
+        assert CHAINS[method][stage]["params"] == [s.replace("${alignment.method}", method) for s in STAGE_SECTIONS[stage]]
     tracked = {entry.partition(".")[0] for method, stage in ALL for entry in CHAINS[method][stage]["params"]}
     for stage, definition in ROUND_STAGES.items():
         sections = [entry for entry in definition["params"] if isinstance(entry, str)]

@@ -41,7 +41,7 @@ def trial(folder: Path, family: str) -> Trial:
 
 def _trial(model, folder: Path) -> Trial:
     params = tiny_params()
-    settings = TrialSettings(max_length=MAX_LENGTH, dpo=params.dpo, lora=LORA, threads=1)
+    settings = TrialSettings(max_length=MAX_LENGTH, dpo=params.dpo, loras=(LORA,), threads=1)
     return Trial(model, lambda: random_model(model.config, seed=1, labels=1), tiny_tokenizer(), settings, folder)
 
 
@@ -75,14 +75,14 @@ def test_a_model_that_depends_on_its_neighbours_is_found_out(tmp_path):
     shape = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     tried = _trial(CrowdedLlama(CrowdedConfig(**shape, initializer_range=0.5)).eval(), tmp_path)
     found = tried.run("sft")
-    assert found.refusal is not None, found
+    assert found.difference > LIMIT and found.refusal.startswith("differs by"), found
 
 
 def test_what_a_library_raises_is_a_refusal_in_words(tmp_path):
     settings = LoraConfig(rank=4, alpha=8.0, dropout=0.0, target_modules=["q_prog"])
     params = tiny_params()
     model = FAMILIES["llama"]()
-    how = TrialSettings(max_length=MAX_LENGTH, dpo=params.dpo, lora=settings, threads=1)
+    how = TrialSettings(max_length=MAX_LENGTH, dpo=params.dpo, loras=(settings,), threads=1)
     found = Trial(model, lambda: model, tiny_tokenizer(), how, tmp_path).run("lora")
     assert found.refusal.startswith("lora.target_modules: expected linear layers") and found.difference is None
 
