@@ -118,6 +118,6 @@ def test_a_rejected_reward_model_stops_the_chain_before_any_policy_is_trained(ch
     assert code == 3
     assert "GateRejected: rejected: expected the lower end of the interval to reach gate.min_accuracy=0.999" in printed
     assert ran(printed) == ["gate_reward"]
-    assert outcomes(printed) == {**dict.fromkeys(ORDER[:4], "cached"), "gate_reward": "failed", **dict.fromkeys(ORDER[5:], "not reached")}
+    assert outcomes(printed) == {**dict.fromkeys(ORDER[:5], "cached"), "gate_reward": "failed", **dict.fromkeys(ORDER[6:], "not reached")}
     gate = json.loads((workspace / "metrics/gate.json").read_text())
     assert not gate["passed"] and gate["threshold"] == 0.999 and 0 < gate["low"] < gate["accuracy"] < 0.999

@@ -67,7 +67,7 @@ def undisturbed(chain, tmp_path_factory) -> Path:
     workspace = copy_chain(chain.workspace, tmp_path_factory.mktemp("resume") / "undisturbed")
     change_params(workspace, PYTORCH_ROLLOUTS)
     code, printed = run(workspace, "dvc", "repro")
-    assert code == 0 and ran(printed) == ["train_policy", "evaluate", "report"], printed
+    assert code == 0 and ran(printed) == ["check_model", "train_policy", "evaluate", "report"], printed
     return workspace
 
 
