@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 FIGURES = Path("reports/check_model.json")
 SEED = 0  # of the copy's weights: the check is of the model's kind, not of a run
+ENGINES = "rollout.backend: "  # what an engine's own refusal begins with, which says what to set
 NAMES = {
     "sft": "fine-tuning",
     "reward": "the reward model",
@@ -123,6 +124,8 @@ def message(model: str, finding: Finding, params: Params) -> str:
     """What was expected, what came, and what to set."""
     keys = " and ".join(key for key, backend in backends(params).items() if backend == finding.column)
     remedies = REMEDIES | {"vllm": f"set {keys} to pytorch", "pytorch": f"set {keys} to vllm"}
+    if finding.refusal.startswith(ENGINES):
+        return f"{named(finding)}: {finding.refusal.removeprefix(ENGINES)}".replace("rollout.backend", keys)
     own = finding.column in NAMES
     expected = f"numbers as transformers computes them for {model}" if own else "scores as its own forward gives them"
     return f"{named(finding)}: expected {expected}, got: {finding.refusal}; {remedies.get(finding.column, 'use another model')}"

@@ -142,7 +142,7 @@ def _exists(path: Path) -> bool:
 def _file_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where each record stands and the record, of a file or of all files of a folder in the order of their names."""
     if not _exists(path):
-        got = f"nothing there; correct the path, relative to {Path.cwd()}"
+        got = "nothing there; correct the path, relative to the project's folder"
         raise FileNotFoundError(f"{shown(str(path))}: expected a data file or folder, got {got}")
     files = sorted(p for p in path.rglob("*") if _reader(p) and not p.is_dir()) if path.is_dir() else [path]
     if not files:

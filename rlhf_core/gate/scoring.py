@@ -22,6 +22,10 @@ MICROBATCH_TOKENS = 8192
 Text = tuple[Sequence[Message], str]  # a conversation and a response to it
 
 
+def _untold(reason: str, *, count: int) -> None:
+    """For refusals that are asked for."""
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """Every member of a reward model, ready to be asked."""
@@ -41,8 +45,9 @@ class LoadedModel:
 
     def encode(self, messages: Sequence[Message], response: str, *, max_length: int | None = None) -> list[int] | None:
         """Token ids; None: longer than the limit, or the template doesn't take the conversation."""
-        limit = self.max_length if max_length is None else max_length
-        return fitting_ids(self.tokenizer, [(messages, response)], max_length=limit, report=self.report)[0]
+        own = max_length is None  # another limit is a probe's, whose refusals are what it looks for
+        limit = self.max_length if own else max_length
+        return fitting_ids(self.tokenizer, [(messages, response)], max_length=limit, report=self.report if own else _untold)[0]
 
     def score(self, sequences: Sequence[list[int] | None], *, microbatch_tokens: int = MICROBATCH_TOKENS) -> np.ndarray:
         """[len(sequences)] the members' mean; NaN where a sequence is None."""

@@ -33,7 +33,7 @@ def cut_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Pretr
     """The configuration of the small copy of a language model.
 
     Raises:
-        ValueError: the model's folder is not whole, or its library can't build it.
+        ValueError: the model's folder is not whole, its library can't build it, or it has fewer positions than model.max_length.
     """
     if config.path is None:
         shape = config.architecture.model_copy(update={"layers": min(LAYERS, config.architecture.layers)})
@@ -42,6 +42,12 @@ def cut_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Pretr
     check_model_folder(path)
     with refusals(path):
         full = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    positions = getattr(full.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and positions > 0 and config.max_length > positions:
+        raise ValueError(
+            f"model.max_length: expected at most the {positions} positions of {path} (max_position_embeddings), got {config.max_length}; "
+            "lower it, or choose a model with more"
+        )
     return smaller(full, trust_remote_code=config.trust_remote_code)
 
 

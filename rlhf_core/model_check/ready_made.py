@@ -15,7 +15,7 @@ from rlhf_core.models.classifier import classifier
 from rlhf_core.models.folder import check_model_folder, refusals
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import ScalarModule
-from rlhf_core.scorers.needs import check_ready_made
+from rlhf_core.scorers.needs import check_ready_made, ready_made_folder
 from rlhf_core.scorers.reward_model import score_sequences
 
 
@@ -23,7 +23,7 @@ def try_ready_made(scorer: ScorerConfig, model: ModelConfig) -> Finding:
     """The largest difference of a score from that of the model's own forward of each sequence alone, or why there is no score."""
     column = f"scorer {scorer.name}"
     try:
-        return judged(column, _difference(scorer, Path(scorer.path), model))
+        return judged(column, _difference(scorer, ready_made_folder(scorer), model))
     except Exception as error:  # whatever a library makes of a model that it can't compute
         return refused(column, error)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhf_core.config import LABEL_SCORERS, ScorerConfig
+from rlhf_core.data.sources import locate
 from rlhf_core.models.folder import read_settings
 from rlhf_core.scorers.members import member_folders
 from rlhf_core.scorers.text import TextScorers
@@ -13,7 +14,12 @@ from rlhf_core.scorers.text import TextScorers
 
 def model_folders(scorers: list[ScorerConfig], reward_model: Path) -> dict[str, Path]:
     """The reward model of each scorer of that kind, by the scorer's name; the chain's own where it names no folder."""
-    return {s.name: reward_model if s.path is None else Path(s.path) for s in scorers if s.kind == "reward_model"}
+    return {s.name: reward_model if s.path is None else ready_made_folder(s) for s in scorers if s.kind == "reward_model"}
+
+
+def ready_made_folder(scorer: ScorerConfig) -> Path:
+    """Of a reward model from elsewhere: found as data are, from a run's worktree too."""
+    return locate(scorer.path)
 
 
 def uses_own_reward_model(scorers: list[ScorerConfig]) -> bool:
@@ -33,12 +39,15 @@ def check_scorers(
     members = {s.name: s.members for s in scorers}
     for name, folder in model_folders(scorers, reward_model).items():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"scorer {name}: expected a reward model's folder, got none with a config.json at {folder}; correct its path")
+            raise ValueError(
+                f"scorer {name}: expected a reward model's folder, got none with a config.json at {folder}; correct "
+                "its path, relative to the project's folder"
+            )
         if (found := len(member_folders(folder))) < members[name]:
             raise ValueError(f"scorer {name}: expected an ensemble of {members[name]} at {folder}, got {found}; lower members")
     for scorer in scorers:
         if scorer.kind == "reward_model" and scorer.path is not None:
-            check_ready_made(scorer, Path(scorer.path))
+            check_ready_made(scorer, ready_made_folder(scorer))
     TextScorers(0, scorers, source_judges)
     comparing = [s.name for s in scorers if s.kind in LABEL_SCORERS]
     if comparing and not has_labels():

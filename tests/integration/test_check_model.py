@@ -54,8 +54,8 @@ def test_a_shape_that_vllm_lacks_is_refused_with_what_to_set_which_then_passes(w
     change_params(workspace, NARROW)
     code, printed = run(workspace)
     assert code == 1 and "Traceback" not in printed, printed
-    assert "check_model: rollouts by vLLM: expected numbers as transformers computes them for LlamaForCausalLM" in printed
-    assert "set rl.rollout.backend to pytorch" in printed
+    assert "check_model: rollouts by vLLM: expected a model that vLLM's CPU build can run, got LlamaForCausalLM with" in printed
+    assert printed.count("set rl.rollout.backend to pytorch") == 1 and "; set rollout.backend" not in printed.split("check_model:")[-1]
     assert verdicts(workspace)["vllm"].startswith("refused: ") and not (workspace / "metrics/model_accepted.json").exists()
     change_params(workspace, {"rl": {"rollout": {"backend": "pytorch"}}})
     code, printed = run(workspace)

@@ -59,3 +59,10 @@ def test_weights_tell_tokens_apart_and_nothing_is_neutral():
     assert all(float((p - 1).detach().abs().max()) > 0.01 for name, p in made.named_parameters() if "norm" in name)
     again = random_model(cut_config(model, tiny_tokenizer()), seed=0)
     assert all(torch.equal(a, b) for a, b in zip(made.parameters(), again.parameters(), strict=True))
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused_with_their_number(tmp_path):
+    tokenizer = tiny_tokenizer()
+    sft, _ = save_tiny_models(tmp_path, tokenizer)
+    with pytest.raises(ValueError, match=r"model.max_length: expected at most the 64 positions of .*, got 65; lower it"):
+        cut_config(tiny_params(model__path=str(sft), model__max_length=65).model, tokenizer)
