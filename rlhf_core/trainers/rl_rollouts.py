@@ -81,8 +81,9 @@ class RolloutEngines:
 
     def begin(self, trainer: list[float]) -> None:
         """See `Arrival.begin`. Args: trainer: what its policy says of the probe, before the first sync."""
-        deadline, count = self._job.rl.deadlines.step, len(self._engines)
-        engines = self._engines.call("probe", [(self.arrival.ids,)] * count, deadline=deadline)
+        per_rank = [(self.arrival.ids,)] * len(self._engines)
+        references, deadline = self._engines.submit("probe", per_rank), self._job.rl.deadlines.step
+        engines = self._engines.wait_and_replace(references, "probe", per_rank, deadline=deadline, replace=self._start)
         self.arrival.begin(engines, trainer)
 
     # Responses
