@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from tiny_models import rl_job
 from rlhf_core.trainers.rl_arrival import PROBE_TOKENS, Arrival, probe_ids
 from rlhf_core.trainers.rl_metrics import LogprobMismatch
 from rlhf_core.trainers.rl_rank import TrainerRank
+from rlhf_core.trainers.rl_workers import Workers
 
 BEFORE, AFTER = [-1.0, -2.0, -3.0], [-1.5, -1.0, -3.25]
 
@@ -26,6 +30,16 @@ def test_ids_follow_from_the_vocabulary_and_fit():
     ids = probe_ids(300, longest=64)
     assert len(ids) == PROBE_TOKENS and ids == probe_ids(300, longest=64) != probe_ids(301, longest=64)
     assert min(ids) >= 0 and max(ids) < 300 and len(probe_ids(300, longest=10)) == 9
+
+
+def test_ids_are_known_to_the_model_where_its_tokenizer_knows_more(model_folders: tuple[Path, Path], tmp_path: Path):
+    shutil.copytree(model_folders[0], tmp_path / "small")
+    config = json.loads((tmp_path / "small/config.json").read_text())
+    (tmp_path / "small/config.json").write_text(json.dumps(config | {"vocab_size": 40}))
+    nobody = SimpleNamespace(trainers=None, rollouts=None)
+    job = rl_job(tmp_path / "small", model_folders[1])
+    made = Workers(job.model_copy(update={"work": str(tmp_path / "work")}), nobody)
+    assert made.rollouts.arrival.ids == probe_ids(40, longest=job.model.max_length)
 
 
 def test_weights_that_arrived_pass_and_the_largest_difference_is_kept(model_folders: tuple[Path, Path]):
