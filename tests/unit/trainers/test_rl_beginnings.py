@@ -10,11 +10,12 @@ import torch
 from tiny_models import rl_job
 
 from rlhf_core.engines.in_process import RolloutActor
-from rlhf_core.engines.ray_actors import ActorGroup
+from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
 from rlhf_core.engines.weights import pack
 from rlhf_core.trainers.rl import check_beginnings
 from rlhf_core.trainers.rl_metrics import LogprobMismatch
 from rlhf_core.trainers.rl_rank import TrainerRank
+from rlhf_core.trainers.rl_replacements import Replacements
 from rlhf_core.trainers.rl_workers import Workers
 from rlhf_core.types import Prompt
 
@@ -35,6 +36,30 @@ class Here(ActorGroup):
 
 
 FILTERED = {"rl.rollout.top_p": 0.8, "rl.rollout.min_new_tokens": 2, "rl.correction.kind": "tis"}
+
+
+class LosesOne(Here):
+    """Its actor is lost when it is first waited for, with all that it was asked."""
+
+    def __init__(self, actor: object):
+        super().__init__(actor)
+        self.lost, self.replaced = False, []
+
+    def submit(self, method: str, per_rank: list[tuple], **kwargs) -> list:
+        return super().submit(method, per_rank, **kwargs) if self.lost else [None]
+
+    def _submit_one(self, rank: int, method: str, *args, **kwargs):
+        return getattr(self.actors[rank], method)(*args, **kwargs)
+
+    def wait(self, references: list, **_) -> list:
+        if not self.lost:
+            self.lost = True
+            raise RoleLost("rollout rank 0: dead", [0])
+        assert None not in references, "lost with the actor before"
+        return references
+
+    def replace(self, ranks: list[int]) -> None:
+        self.replaced += ranks
 
 
 @pytest.fixture(params=[{}, FILTERED], ids=["plain", "filtered"])
@@ -61,6 +86,19 @@ def test_the_same_policy_passes_and_another_one_ends_the_run(workers: Workers):
     workers.rollouts.generate_ahead(PROMPTS, step=2)
     with pytest.raises(LogprobMismatch, match=r"step 1: expected the rollout engine's .* a largest difference of"):
         check_beginnings(workers, rl, step=1, dtype="float32")
+
+
+def test_an_engine_that_is_lost_while_it_begins_is_asked_for_the_rest_too(workers: Workers):
+    workers.rollouts.generate_ahead(PROMPTS, step=1)
+    undisturbed = workers.rollouts.beginnings(), workers.rollouts.collect_ahead(), workers.rollouts._ahead
+    (engine,), (rank,) = workers.rollouts._engines.actors, workers._trainers.actors
+    group = workers.rollouts._engines = LosesOne(engine)
+    workers.rollouts._replacements = Replacements(1)
+    ids = workers.rollouts.arrival.ids
+    workers.rollouts.arrival.begin([engine.probe(ids)], rank.probe(ids))
+    workers.rollouts.generate_ahead(PROMPTS, step=1)
+    assert (workers.rollouts.beginnings(), workers.rollouts.collect_ahead(), workers.rollouts._ahead) == undisturbed
+    assert group.replaced == [0] and workers.rollouts._replacements.count == 1
 
 
 def test_they_are_few_tokens_of_as_many_responses_as_trainers_need(workers: Workers):
