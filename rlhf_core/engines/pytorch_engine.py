@@ -98,7 +98,7 @@ class PytorchEngine:
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
         """Replace the weights. Returns `version`."""
         self._model = with_weights(self._model, state_dict)
-        self._decoder = decoder(self._model)
+        self._decoder = decoder(self._model, tried=True)
         self.version = version
         return version
 

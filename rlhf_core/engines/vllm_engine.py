@@ -21,6 +21,10 @@ TRIAL_IDS = (0, 1, 0)  # which every vocabulary has
 # Whose loading of experts writes past what `reload_weights` wraps, on every device: the old ones stay, and on the CPU the kernel is gone.
 NOT_RELOADED = ("GptOssForCausalLM",)
 
+# What the CPU build raises for shapes and architectures that it lacks; a RuntimeError if it says one of these words.
+LACKS = (ValueError, NotImplementedError, AssertionError, KeyError, AttributeError)
+LACKS_WORDS = ("unsupported", "head_dim", "not supported", "not implemented", "dispatch")
+
 
 class VllmEngine:
     """A vLLM engine in this process.
@@ -172,20 +176,24 @@ def _sample(output) -> Sample:
 
 @contextmanager
 def _told_as_a_refusal(model_path: str, trust_remote_code: bool) -> Iterator[None]:
-    """vLLM's CPU build says what it can't run by whatever its parts raise. Too little memory isn't the model's fault, nor are its files.
+    """vLLM's CPU build says what it can't run by what its parts raise. Too little memory isn't the model's fault, nor are its files, nor a
+    failure that another start may not meet: these go through.
 
     Raises:
-        ValueError: something else was raised; its last line is the reason.
+        ValueError: the build lacks something; the last line of what was raised is the reason.
     """
     try:
         yield
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[-1].strip()
-        if isinstance(error, OSError | MemoryError) or "memory" in reason.lower():
+        lacks = isinstance(error, LACKS) or (isinstance(error, RuntimeError) and any(w in str(error).lower() for w in LACKS_WORDS))
+        if not lacks or "memory" in reason.lower():
             raise
+        raised = type(error).__name__
+        why = f"{raised}: {reason}" if reason else f"{raised}, for which vLLM gave no reason"
         raise ValueError(
             f"rollout.backend: expected a model that vLLM's CPU build can run, got {_architecture(model_path, trust_remote_code)} with "
-            f"{type(error).__name__}: {reason}; set rollout.backend to pytorch"
+            f"{why}; set rollout.backend to pytorch"
         ) from error
 
 

@@ -155,6 +155,11 @@ def _config(path: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
+def vocabulary_size(path: str | Path, *, trust_remote_code: bool) -> int:
+    """Rows of a model's embedding, of which a tokenizer may need fewer or know more."""
+    return _config(path, trust_remote_code=trust_remote_code).get_text_config().vocab_size
+
+
 def flash_attention_wanted(training_dtype: str) -> bool:
     """Where there is a GPU, flash-attn is installed and training runs in bfloat16."""
     return training_dtype == "bfloat16" and torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None

@@ -41,21 +41,25 @@ class Decoder(Protocol):
         """Give back what was kept."""
 
 
-def decoder(model: PreTrainedModel) -> Decoder:
-    """The fastest that there is for a model."""
-    return LlamaDecoder(model) if type(model) is LlamaForCausalLM and can_pack(trunk(model)) else HuggingFaceDecoder(model)
+def decoder(model: PreTrainedModel, *, tried: bool = False) -> Decoder:
+    """The fastest that there is for a model. Args: tried: one has been made before, for the same model with other weights."""
+    fast = type(model) is LlamaForCausalLM and can_pack(trunk(model))
+    return LlamaDecoder(model) if fast else HuggingFaceDecoder(model, tried=tried)
 
 
 class HuggingFaceDecoder:
     """By the model's own forward and cache: any architecture whose cache can be reordered, any device.
 
+    Args:
+        tried: it agrees with the model's architecture, which needn't be tried out again.
     Raises:
         ValueError: what it says of a few tokens isn't what the model says of whole sequences, as with positions that count padding.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, *, tried: bool = False):
         self._model = model
-        _try_out(self)
+        if not tried:
+            _try_out(self)
 
     @property
     def model(self) -> PreTrainedModel:

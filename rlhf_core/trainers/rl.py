@@ -44,7 +44,7 @@ from rlhf_core.trainers.rl_sampling import draw, greedy_components
 from rlhf_core.trainers.rl_state import Best, Progress
 from rlhf_core.trainers.rl_stop import StepAbandoned, Stop
 from rlhf_core.trainers.rl_workers import Workers
-from rlhf_core.types import Prompt
+from rlhf_core.types import Prompt, ScoredRollout
 
 log = logging.getLogger("rlhf")
 
@@ -111,7 +111,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         check_scored(batch, rl, step=step)
         if rl.rollout.one_step_off_policy:
             check_finite(batch, step=step)
-            difference = workers.rollouts.arrival.difference
+            difference = check_beginnings(workers, rl, step=step, dtype=job.model.dtype)
         else:
             difference = check_logprobs(batch, rl, step=step, dtype=job.model.dtype)
         clock.lap("collate")
@@ -164,6 +164,18 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
     workers.store.wait()
     curves.close()
     return progress
+
+
+def check_beginnings(workers: Workers, rl: RlConfig, *, step: int, dtype: str) -> float:
+    """See `check_logprobs`, of the beginnings of responses that engines drew with the weights that the trainer still has; where no step
+    follows nothing is drawn, and the difference is the probe's.
+    """
+    rollouts = workers.rollouts.beginnings()
+    if not rollouts:
+        return workers.rollouts.arrival.difference
+    outputs = workers.forward(workers.ask(rollouts, share=1.0))
+    batch = collate([ScoredRollout(r, {}) for r in rollouts], outputs, workers.pad_id, None)
+    return check_logprobs(batch, rl, step=step, dtype=dtype, few=True)
 
 
 def warn(rl: RlConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -115,14 +115,19 @@ class Difference:
         return self.largest if dtype == "float32" else self.p999
 
 
-def compare(differences: torch.Tensor, rl: RlConfig) -> Difference:
-    """Of the differences [N] between two log-probabilities."""
+def compare(differences: torch.Tensor, rl: RlConfig | None = None) -> Difference:
+    """Of the differences [N] between two log-probabilities.
+
+    Args:
+        rl: how the tokens were drawn, see `largest_difference`; None: these are log-probabilities within the whole distribution.
+    """
     sizes = differences.abs().float().sort().values
     if not len(sizes):
         return Difference(0.0, 0.0, 0.0)
     if sizes.isnan().any():
         return Difference(math.nan, math.nan, math.nan)
-    return Difference(largest_difference(differences, rl), float(sizes.mean()), float(sizes[math.ceil(0.999 * len(sizes)) - 1]))
+    largest = float(sizes[-1]) if rl is None else largest_difference(differences, rl)
+    return Difference(largest, float(sizes.mean()), float(sizes[math.ceil(0.999 * len(sizes)) - 1]))
 
 
 def exceeded(difference: Difference, rl: RlConfig, dtype: str) -> str | None:
@@ -145,21 +150,23 @@ def exceeded(difference: Difference, rl: RlConfig, dtype: str) -> str | None:
     return None
 
 
-def check_logprobs(batch: RolloutBatch, rl: RlConfig, *, step: int, dtype: str) -> float:
+def check_logprobs(batch: RolloutBatch, rl: RlConfig, *, step: int, dtype: str, few: bool = False) -> float:
     """Difference, in nats, between the sampling engine's and the trainer's log-probabilities of the sampled tokens: see `Difference.of`.
 
     Before rollout.min_new_tokens the engine forbids the end token, and the others share its probability: nothing to compare.
 
+    Args:
+        few: a quantile 0.999 of so few tokens would be their largest, and isn't limited.
     Raises:
-        LogprobMismatch: it is above its limit: see `exceeded`. That the weights arrived was seen at their sync.
+        LogprobMismatch: it is above its limit: see `exceeded`. Stale weights were looked for at their sync, see `Arrival.check`.
     """
     mask = batch.response_mask.clone()
     mask[:, : rl.rollout.min_new_tokens] = False
     difference = compare((batch.rollout_logprobs - batch.sampler_logprobs)[mask], rl)
-    if reason := exceeded(difference, rl, dtype):
+    if reason := exceeded(replace(difference, p999=0.0) if few else difference, rl, dtype):
         raise LogprobMismatch(
             f"step {step}: expected the rollout engine's and the trainer's log-probabilities of the same tokens to agree, got {reason}; "
-            "the probe has shown that the weights arrived, so the arithmetic differs: raise the limit, or set rl.rollout.backend to pytorch"
+            "the probe has shown no stale weights, so the arithmetic differs: raise the limit, or set rl.rollout.backend to pytorch"
         )
     return difference.of(dtype)
 

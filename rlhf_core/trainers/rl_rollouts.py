@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ log = logging.getLogger("rlhf")
 
 CALIBRATION_STEP = 2**31 - 1  # a step number of its own for the seeds of the calibration samples
 AHEAD = "ahead.json"  # in a checkpoint
+BEGINNING_STEP = CALIBRATION_STEP - 1  # the same for beginnings
+BEGINNING_TOKENS, BEGINNINGS = 4, 8  # of a response that can be compared; responses of each engine
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,16 @@ class RolloutEngines:
         self._loaded: Pending | None = None  # kept where the trainer's own move on while engines draw
         self._drawing: tuple[int, Request] | None = None
         self._ahead: Ahead | None = None
+        self._beginning: Request | None = None
 
     def wait_ready(self) -> None:
         self._engines.wait_ready()
 
     def begin(self, trainer: list[float]) -> None:
         """See `Arrival.begin`. Args: trainer: what its policy says of the probe, before the first sync."""
-        deadline, count = self._job.rl.deadlines.step, len(self._engines)
-        engines = self._engines.call("probe", [(self.arrival.ids,)] * count, deadline=deadline)
+        per_rank = [(self.arrival.ids,)] * len(self._engines)
+        references, deadline = self._engines.submit("probe", per_rank), self._job.rl.deadlines.step
+        engines = self._engines.wait_and_replace(references, "probe", per_rank, deadline=deadline, replace=self._start)
         self.arrival.begin(engines, trainer)
 
     # Responses
@@ -133,20 +137,36 @@ class RolloutEngines:
     # Ahead
 
     def generate_ahead(self, prompts: Sequence[Prompt], *, step: int) -> None:
-        """Have the rollouts of a later step drawn by the policy of now, while the trainer's moves on.
+        """Have the rollouts of a later step drawn by the policy of now, while the trainer's moves on; before them each engine draws the
+        beginnings of some responses, to be compared with the trainer while it has the same.
 
         Args:
             prompts: none where no step follows.
         """
         if prompts:
+            count = len(self._engines)
+            asked, drawn = [prompts[i % len(prompts)] for i in range(count)], max(BEGINNINGS, self._job.rl.trainer.ranks)
+            beginning = request_seeds(self._job.seed, BEGINNING_STEP, count)
+            self._beginning = self._ask(asked, beginning, self._few_tokens, group_size=drawn)
             seeds, size = request_seeds(self._job.seed, step, len(prompts)), self._job.rl.group_size
             self._drawing = step, self._ask(prompts, seeds, self._sampling, group_size=size)
+
+    def beginnings(self) -> list[Rollout]:
+        """The beginnings that `generate_ahead` has asked for, if it has: at least one for each trainer rank."""
+        request, self._beginning = self._beginning, None
+        return [] if request is None else self._answer(request)
+
+    @property
+    def _few_tokens(self) -> SamplingSettings:
+        """Of a response: those in which the engine forbids the end token, and a few that can be compared."""
+        tokens = self._sampling.min_new_tokens + BEGINNING_TOKENS
+        return replace(self._sampling, max_new_tokens=min(self._sampling.max_new_tokens, tokens))
 
     def collect_ahead(self) -> None:
         """Wait for what is drawn ahead, if anything is; then weights may be loaded again."""
         if self._drawing is not None:
-            step, request = self._drawing
-            self._ahead, self._drawing = Ahead(step, self._answer(request)), None
+            (step, request), self._drawing = self._drawing, None
+            self._ahead = Ahead(step, self._answer(request))
 
     def save_ahead(self, folder: Path, *, step: int) -> None:
         """What was drawn ahead for a step, into a checkpoint."""
@@ -195,7 +215,7 @@ class RolloutEngines:
         self._engines.replace(lost.ranks)
 
     def _replace(self, lost: RoleLost) -> None:
-        """New engines for lost ones, with the weights that the others have, which the probe shows.
+        """New engines for lost ones, with the weights that the others have, which the probe shows; they are asked for what is drawn ahead.
 
         Raises:
             RoleLost: the limit of replacements is reached, or a new engine doesn't say what the trainer said of these weights.
@@ -212,6 +232,9 @@ class RolloutEngines:
                     f"log-probabilities, got version {version}{' and ' + reason if reason else ''}"
                 )
             log.warning("rollout rank %d: new, with policy version %d, which it gives the trainer's log-probabilities", rank, version)
+        if self._drawing is not None:
+            _, request = self._drawing
+            self._engines.submit_again(lost.ranks, request.answers, "generate", request.per_rank, **request.how)
 
     def _equip(self, rank: int, weights: Pending | None) -> tuple[int, list[float]]:
         """Give a new engine weights, where there are any; one that is lost meanwhile is replaced in its turn.

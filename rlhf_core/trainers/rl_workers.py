@@ -14,6 +14,7 @@ import torch
 
 from rlhf_core.checkpoint import Found
 from rlhf_core.engines.ray_actors import Pending
+from rlhf_core.models.build import vocabulary_size
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.trainers.credit import RewardNormalizer
 from rlhf_core.trainers.critic import ValueUnits
@@ -72,7 +73,7 @@ class Workers:
             stop_ids=stop_ids(tokenizer, job.sft_model),
             replacements=self.replacements,
             packed_weights=self._weights,
-            vocabulary=len(tokenizer),
+            vocabulary=min(len(tokenizer), vocabulary_size(job.sft_model, trust_remote_code=job.model.trust_remote_code)),
         )
 
     def __enter__(self) -> Workers:

@@ -83,7 +83,7 @@ def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
 @pytest.mark.parametrize("backend", ["vllm", "pytorch"])
 def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend):
     from rlhf_core.engines.in_process import open_engine
-    from rlhf_core.models.build import load_language_model
+    from rlhf_core.models.build import checkpoint_names, load_language_model
     from rlhf_core.models.wrappers import PolicyModule, collate_tokens
     from rlhf_core.sampling import SamplingSettings, request_seeds
 
@@ -105,14 +105,16 @@ def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(0.02 * torch.randn_like(parameter))
-            engine.load_weights(model.state_dict(), version)
+            engine.load_weights(checkpoint_names(model, model.state_dict()), version)
         groups = engine.generate(prompts, request_seeds(0, version, len(prompts)), SamplingSettings(16, 1.0), stop_ids=(1,), group_size=1)
         samples = [group[0] for group in groups]
         sequences = [[*p, *s.response_ids] for p, s in zip(prompts, samples, strict=True)]
         tokens = collate_tokens(sequences, [len(p) for p in prompts], pad_id=0)
         with torch.no_grad():
             logprobs = PolicyModule(model)(tokens).logprobs
+            whole = PolicyModule(model)(collate_tokens([sequences[0]], [1], pad_id=0)).logprobs
         assert float((logprobs - torch.tensor([x for s in samples for x in s.logprobs])).abs().max()) < 1e-3
+        assert float((whole - torch.tensor(engine.probe(sequences[0]))).abs().max()) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

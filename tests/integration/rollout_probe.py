@@ -86,7 +86,7 @@ def check(policy: LlamaForCausalLM, groups: list[list[Sample]]) -> str:
         for s in group
     ]
     outputs = {"old_logprobs": trainer_logprobs(policy, groups, temperature=1.0)}
-    batch = collate([ScoredRollout(r, {"reward_model": 0.0}) for r in rollouts], outputs, 0, {})
+    batch = collate([ScoredRollout(r, {"reward_model": 0.0}) for r in rollouts], outputs, 0, None)
     try:
         check_logprobs(batch, load_params(ROOT / "params.yaml").rl, step=3, dtype="float32")
     except LogprobMismatch as error:

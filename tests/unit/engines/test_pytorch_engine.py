@@ -21,6 +21,7 @@ from transformers import (
 from rlhf_core.engines.in_process import RolloutActor
 from rlhf_core.engines.pytorch_engine import PROMPT_TOKENS, PytorchEngine
 from rlhf_core.engines.weights import pack
+from rlhf_core.models import decoding
 from rlhf_core.models.build import checkpoint_names, load_language_model, read_state_dict, save_model, with_weights
 from rlhf_core.models.decoding import HuggingFaceDecoder, LlamaDecoder
 from rlhf_core.models.generation import _uniforms, draw
@@ -344,6 +345,16 @@ def test_weights_of_another_model_are_refused(tmp_path, change):
     }
     with pytest.raises(ValueError, match=r"weights: expected those of LlamaForCausalLM, got others, or none, for .*down_proj"):
         made.load_weights(changed[change], 1)
+
+
+def test_the_decoder_is_tried_out_once_and_not_at_each_sync(tmp_path, monkeypatch):
+    tries, try_out = [], decoding._try_out
+    monkeypatch.setattr(decoding, "_try_out", lambda tried: tries.append(try_out(tried)))
+    made = engine(sliding_windows(tmp_path))
+    before = sample(made)
+    for version in (1, 2):
+        made.load_weights({name: 2 * w for name, w in read_state_dict(tmp_path).items()}, version)
+    assert len(tries) == 1 and sample(made) != before
 
 
 def test_an_actor_takes_packed_weights(tmp_path):

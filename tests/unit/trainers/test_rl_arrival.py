@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from tiny_models import rl_job
 from rlhf_core.trainers.rl_arrival import PROBE_TOKENS, Arrival, probe_ids
 from rlhf_core.trainers.rl_metrics import LogprobMismatch
 from rlhf_core.trainers.rl_rank import TrainerRank
+from rlhf_core.trainers.rl_workers import Workers
 
 BEFORE, AFTER = [-1.0, -2.0, -3.0], [-1.5, -1.0, -3.25]
 
@@ -26,6 +30,16 @@ def test_ids_follow_from_the_vocabulary_and_fit():
     ids = probe_ids(300, longest=64)
     assert len(ids) == PROBE_TOKENS and ids == probe_ids(300, longest=64) != probe_ids(301, longest=64)
     assert min(ids) >= 0 and max(ids) < 300 and len(probe_ids(300, longest=10)) == 9
+
+
+def test_ids_are_known_to_the_model_where_its_tokenizer_knows_more(model_folders: tuple[Path, Path], tmp_path: Path):
+    shutil.copytree(model_folders[0], tmp_path / "small")
+    config = json.loads((tmp_path / "small/config.json").read_text())
+    (tmp_path / "small/config.json").write_text(json.dumps(config | {"vocab_size": 40}))
+    nobody = SimpleNamespace(trainers=None, rollouts=None)
+    job = rl_job(tmp_path / "small", model_folders[1])
+    made = Workers(job.model_copy(update={"work": str(tmp_path / "work")}), nobody)
+    assert made.rollouts.arrival.ids == probe_ids(40, longest=job.model.max_length)
 
 
 def test_weights_that_arrived_pass_and_the_largest_difference_is_kept(model_folders: tuple[Path, Path]):
@@ -52,12 +66,73 @@ def test_the_message_tells_stale_weights_from_arithmetic(model_folders: tuple[Pa
         arrival(model_folders).check([AFTER, said], AFTER, version=1)
 
 
-def test_an_engine_that_keeps_older_weights_than_the_last_is_told_too(model_folders: tuple[Path, Path]):
+@pytest.mark.parametrize("drift", [0.0, 1e-7], ids=["same_bits", "nearly"])
+def test_stale_weights_are_told_at_the_first_small_update(model_folders: tuple[Path, Path], drift: float):
     made = arrival(model_folders)
-    nearly = [x + 5e-5 for x in BEFORE]  # one small update, within the budget
-    made.check([nearly, BEFORE], nearly, version=1)
-    with pytest.raises(LogprobMismatch, match=r"engine 1 .*it says what it said before: the weights of version 2 didn't arrive"):
-        made.check([AFTER, BEFORE], AFTER, version=2)
+    nearly = [x + 5e-5 for x in BEFORE]  # within the budget
+    with pytest.raises(LogprobMismatch, match=r"engine 0 to follow .*moved by 5e-05.*: the weights of version 1 didn't arrive"):
+        made.check([[x + drift for x in BEFORE], nearly], nearly, version=1)
+
+
+def test_same_bits_are_stale_even_where_the_arithmetic_differs_by_more_than_the_update(model_folders: tuple[Path, Path]):
+    made = arrival(model_folders)  # engine 1 is off by 1e-5
+    with pytest.raises(LogprobMismatch, match="engine 1 to follow"):
+        made.check([[x + 8e-6 for x in BEFORE], [x + 1e-5 for x in BEFORE]], [x + 8e-6 for x in BEFORE], version=1)
+
+
+@pytest.mark.parametrize("moved", [0.0, 1e-6], ids=["skipped", "tiny"])
+def test_a_step_that_moves_nothing_passes(model_folders: tuple[Path, Path], moved: float):
+    arrival(model_folders).check([BEFORE, [x + 1e-5 for x in BEFORE]], [x + moved for x in BEFORE], version=1)
+
+
+def test_a_small_update_that_arrived_passes(model_folders: tuple[Path, Path]):
+    made, moved = arrival(model_folders), [5e-5, -3e-5, 2e-5]
+    after = [x + m for x, m in zip(BEFORE, moved, strict=True)]
+    made.check([after, [x + 1e-5 + noise for x, noise in zip(after, [3e-6, -2e-6, 4e-6], strict=True)]], after, version=1)
+
+
+def spread(scale: float, *, seed: int) -> torch.Tensor:
+    return scale * torch.randn(31, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("update", [0.0, 0.01, 0.1])
+def test_noise_of_bfloat16_passes(model_folders: tuple[Path, Path], update: float, seed: int):
+    """Each says log-probabilities with noise of its own, after an update that arrived; for a token the trainer chose another expert."""
+    made = Arrival(rl_job(*model_folders, **BFLOAT16), vocabulary=300)
+    before, after = spread(1.0, seed=seed), spread(1.0, seed=seed) + spread(update, seed=100 + seed)
+    engine, trainer, engine_after, trainer_after = (spread(0.008, seed=200 + 4 * seed + i) for i in range(4))
+    trainer_after[3] += 0.5
+    made.begin([(before + engine).tolist()], (before + trainer).tolist())
+    made.check([(after + engine_after).tolist()], (after + trainer_after).tolist(), version=1)
+
+
+BFLOAT16 = {"model.dtype": "bfloat16", "rl.rollout.bfloat16_p999_difference": 1.0, "rl.rollout.bfloat16_mean_difference": 0.2}
+ADAPTERS = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.008], ids=["same_bits", "noise"])
+def test_stale_weights_are_told_in_bfloat16(model_folders: tuple[Path, Path], drift: float):
+    made = Arrival(rl_job(*model_folders, **BFLOAT16), vocabulary=300)
+    before, after = spread(1.0, seed=0), spread(1.0, seed=0) + spread(0.1, seed=1)
+    made.begin([before.tolist()], before.tolist())
+    with pytest.raises(LogprobMismatch, match=r"engine 0 to follow .*: the weights of version 1 didn't arrive"):
+        made.check([(before + spread(drift, seed=2)).tolist()], after.tolist(), version=1)
+
+
+def test_adapters_may_round_away_in_bfloat16_but_not_altogether(model_folders: tuple[Path, Path]):
+    before, after = spread(1.0, seed=0), spread(1.0, seed=0) + spread(0.1, seed=1)
+    made = Arrival(rl_job(*model_folders, **BFLOAT16, **{"rl.lora": ADAPTERS}), vocabulary=300)
+    made.begin([before.tolist()], before.tolist())
+    with pytest.raises(LogprobMismatch, match="engine 0 to follow"):
+        made.check([before.tolist()], after.tolist(), version=1)
+    made.check([(before + spread(0.01, seed=2)).tolist()], after.tolist(), version=1)
+
+
+def test_every_token_of_the_probe_counts_whatever_is_sampled_from(model_folders: tuple[Path, Path]):
+    made = arrival(model_folders, **{"rl.rollout.top_p": 0.9})
+    with pytest.raises(LogprobMismatch, match=r"a largest difference of 0\.5"):
+        made.check([[*BEFORE[:2], BEFORE[2] + 0.5], BEFORE], BEFORE, version=1)
 
 
 def test_engines_that_start_with_other_numbers_are_refused_unless_the_trainer_has_rounded(model_folders: tuple[Path, Path]):

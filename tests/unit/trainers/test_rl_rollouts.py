@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_models import rl_job
 
-from rlhf_core.engines.ray_actors import RoleLost
+from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
+from rlhf_core.trainers.rl_arrival import Arrival
 from rlhf_core.trainers.rl_replacements import Replacements
 from rlhf_core.trainers.rl_rollouts import AHEAD, Ahead, RolloutEngines
 from rlhf_core.types import Prompt, Rollout
@@ -87,6 +88,40 @@ def test_a_new_engine_that_dies_too_is_replaced_in_its_turn_up_to_the_limit(mode
         with pytest.raises(RoleLost, match="rollout rank 1: dead"):
             made._replace(RoleLost("rollout rank 1: dead", [1]))
     assert made._engines.started == made._replacements.count == min(deaths + 1, limit)
+
+
+class LosesOneAtFirst(ActorGroup):
+    """A group on Ray but for Ray: of its two engines the second is lost when it is first asked."""
+
+    def __init__(self):
+        self.actors, self.lost, self.replaced = [None, None], True, []
+
+    def _submit_one(self, rank: int, method: str, *args, **_) -> tuple[int, str]:
+        return rank, method
+
+    def wait(self, references: list[tuple[int, str]], **_) -> list[list[float]]:
+        if self.lost:
+            self.lost = False
+            raise RoleLost("rollout rank 1: dead", [1])
+        assert references == [(0, "probe"), (1, "probe")]
+        return [TRAINER, TRAINER]
+
+    def replace(self, ranks: list[int]) -> None:
+        self.replaced += ranks
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_an_engine_that_is_lost_before_the_first_sync_is_replaced_up_to_the_limit(model_folders: tuple[Path, Path], limit: int):
+    made = engines(model_folders)
+    made._engines, made._replacements = LosesOneAtFirst(), Replacements(limit)
+    made.arrival = Arrival(made._job, vocabulary=300)
+    if limit:
+        made.begin(TRAINER)
+        assert made.arrival.agrees(TRAINER) is None
+    else:
+        with pytest.raises(RoleLost, match="rollout rank 1: dead"):
+            made.begin(TRAINER)
+    assert made._engines.replaced == [1] * limit
 
 
 @pytest.mark.parametrize("says", [[-1.0, -2.5, -0.2], [-1.0, math.nan, -0.25]])
