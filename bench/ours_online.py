@@ -73,6 +73,8 @@ def describe(work: Work, folder: Path, *, threads: int) -> RlJob:
     return RlJob(
         seed=params.seed,
         model=params.model,
+        train_on=params.sft.train_on,
+        train_on_thoughts=params.sft.train_on_thoughts,
         rl=params.rl,
         tracking=params.tracking,
         threads=threads,

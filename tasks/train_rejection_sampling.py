@@ -178,12 +178,14 @@ def as_demonstration(response, tokenizer):
 
 
 def heldout_demonstrations(stage: Stage, tokenizer) -> list:
-    """The validation split's, where the data has demonstrations: how far the policy has gone from them."""
+    """The validation split's, where the data has demonstrations, as SFT trains on them: how far the policy has gone from them."""
     from rlhf_core.trainers.demonstrations import encode_demonstrations
 
     if not (PREPARED / "sft.parquet").exists():
         return []
-    return encode_demonstrations(read_rows(PREPARED, "sft", "validation"), tokenizer, max_length=stage.params.model.max_length)[0]
+    sft = stage.params.sft
+    how = {"max_length": stage.params.model.max_length, "train_on": sft.train_on, "train_on_thoughts": sft.train_on_thoughts}
+    return encode_demonstrations(read_rows(PREPARED, "sft", "validation"), tokenizer, **how)[0]
 
 
 def score_means(groups: list[list], best: list) -> dict[str, float]:

@@ -137,6 +137,8 @@ def describe(stage: Stage, output: Path):
     return RlJob(
         seed=params.seed,
         model=params.model,
+        train_on=params.sft.train_on,
+        train_on_thoughts=params.sft.train_on_thoughts,
         rl=rl,
         tracking=params.tracking,
         threads=params.cluster.threads,

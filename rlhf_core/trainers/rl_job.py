@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from pydantic import model_validator
 
@@ -27,11 +28,13 @@ class RlJob(Section):
     prepared: folder of the canonical data. sft_model: where the policy starts and what the reference is.
     reward_model: where PPO's critic starts, or None where it starts elsewhere. scorer_models: the folder of each scorer of kind
     reward_model, by name. work: checkpoints and curves. checkpoints: which of them stay, and are gone on from. output: the final
-    policy's folder.
+    policy's folder. train_on, train_on_thoughts: of the section sft, for rl.ptx.
     """
 
     seed: int
     model: ModelConfig
+    train_on: Literal["last_turn", "all_turns"]
+    train_on_thoughts: bool
     rl: RlConfig
     tracking: TrackingConfig
     threads: int
