@@ -128,16 +128,18 @@ def sample(stage: Stage, prompts: list) -> list[list]:
 
 
 def score(stage: Stage, prompts: list, samples: list[list], tokenizer) -> list[list]:
+    from rlhf_core.models.tokenizer import stop_ids
     from rlhf_core.trainers.labelling import ResponseScorer
 
     params = stage.params
     scorer = ResponseScorer(params.rejection_sampling.scorers, reward_model=REWARD_MODEL, source_judges=source_judges(), model=params.model)
     scored: list[list] = []
+    ends = stop_ids(tokenizer, SFT_MODEL)
     for start in range(0, len(prompts), SCORED_AT_ONCE):
         if stage.stop_requested:
             raise StageStopped
         part = slice(start, start + SCORED_AT_ONCE)
-        scored += scorer(prompts[part], samples[part], tokenizer)
+        scored += scorer(prompts[part], samples[part], tokenizer, stops=ends)
     return scored
 
 

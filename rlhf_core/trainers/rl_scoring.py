@@ -13,10 +13,10 @@ import torch
 
 from rlhf_core.config import ScorerConfig
 from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
-from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.scorers.members import combine_members
 from rlhf_core.scorers.reasons import Reasons
-from rlhf_core.scorers.reward_input import RewardModelInput
+from rlhf_core.scorers.reward_input import RewardModelInput, without_stop
 from rlhf_core.scorers.text import ScoreItem, score_item
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_replacements import Replacements
@@ -55,11 +55,13 @@ class Scoring:
         self._job, self._trainers, self._replacements = job, trainers, replacements
         trust = job.model.trust_remote_code
         self._tokenizer = load_tokenizer(job.sft_model, trust_remote_code=trust)
+        self._stops = stop_ids(self._tokenizer, job.sft_model)
         self._inputs = {
             name: RewardModelInput(
                 self._tokenizer,
                 load_tokenizer(folder, trust_remote_code=trust, scores=True),
                 max_length=job.model.max_length,
+                stops=self._stops,
                 report=Reasons(name),
             )
             for name, folder in job.scorer_models.items()
@@ -106,7 +108,8 @@ class Scoring:
         return self._trainers.submit("score", [(name, [inputs[i] for i in shard]) for shard in shards])
 
     def _items(self, rollouts: Sequence[Rollout]) -> list[ScoreItem]:
-        texts = self._tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
+        said = [without_stop(r.response_ids, self._stops, finished=r.finished) for r in rollouts]
+        texts = self._tokenizer.batch_decode(said, skip_special_tokens=True)
         return [
             score_item(r.prompt, text, finished=r.finished, response_length=len(r.response_ids))
             for r, text in zip(rollouts, texts, strict=True)

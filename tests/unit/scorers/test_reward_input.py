@@ -41,10 +41,11 @@ def shown(
     *,
     finished: bool = True,
     messages=QUESTION,
+    stops: tuple[int, ...] = (),
     report: Reasons | None = None,
 ) -> list[int] | None:
     prompt = Prompt("p", "mine", messages, encode_prompt(policy, messages), None)
-    (ids,) = RewardModelInput(policy, reward, max_length=200, report=report).sequences([(prompt, response_ids, finished)])
+    (ids,) = RewardModelInput(policy, reward, max_length=200, stops=stops, report=report).sequences([(prompt, response_ids, finished)])
     return ids
 
 
@@ -99,6 +100,27 @@ def test_a_response_that_another_end_token_ended_is_shown_with_the_templates():
     # A token that is said and not special: a stop string may end with it.
     call = [*content, tokenizer.convert_tokens_to_ids("</tool_call>")]
     assert shown(tokenizer, twin, call)[: -len([*turn_end(twin).trained, *turn_end(twin).after])] == encode_prompt(twin, QUESTION) + call
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_an_end_token_that_is_not_special_is_no_part_of_a_finished_response(same: bool):
+    """Such as generation_config.json may name."""
+    policy, reward = templated("chatml"), templated("chatml" if same else "trimmed")
+    end = policy.convert_tokens_to_ids("</tool_call>")
+    sampled = [*ids_of(policy, ANSWER), end]
+    assert shown(policy, reward, sampled, stops=(end,)) == encode_scored(reward, QUESTION, ANSWER)
+    assert "</tool_call>" in reward.decode(shown(policy, reward, sampled))
+
+
+def test_texts_are_scored_without_an_end_token_that_is_not_special(tmp_path: Path):
+    tokenizer = templated("chatml")
+    end = tokenizer.convert_tokens_to_ids("</tool_call>")
+    config = ScorerConfig(name="is", kind="regex", weight=1.0, normalization="none", pattern="call")
+    prompt = Prompt("p", "mine", QUESTION, encode_prompt(tokenizer, QUESTION), None)
+    samples = [[Sample([*ids_of(tokenizer, ANSWER), end], [], finished) for finished in (True, False)]]
+    scorer = ResponseScorer([config], reward_model=tmp_path, source_judges={}, model=tiny_params().model)
+    ((ended, cut),) = scorer([prompt], samples, tokenizer, stops=(end,))
+    assert ended.text == ANSWER and cut.text == ANSWER + "</tool_call>"
 
 
 @pytest.mark.parametrize("same", [True, False])
