@@ -69,7 +69,6 @@ def describe(work: Work, folder: Path, *, threads: int) -> RlJob:
         for i, row in enumerate(work.read_rows())
     ]
     write_rows(prepared, "prompt", prompts)
-    (prepared / "sources.json").write_text(json.dumps({"bench": {"kind": "bench", "judge": None}}))
     return RlJob(
         seed=params.seed,
         model=params.model,
@@ -83,6 +82,7 @@ def describe(work: Work, folder: Path, *, threads: int) -> RlJob:
         sft_model=work.model,
         reward_model=None,
         scorer_models={},
+        source_judges={},
         work=str(folder),
         checkpoints=StoreSettings(),
         output=str(folder / "policy"),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -132,7 +130,6 @@ class Scoring:
 
     def _start_text_scorers(self) -> ActorGroup:
         job = self._job
-        sources = json.loads((Path(job.prepared) / "sources.json").read_text())
         group = ActorGroup(
             "scorer",
             "rlhf_core.scorers.text:TextScorers",
@@ -141,7 +138,7 @@ class Scoring:
             gpus=0,
             threads=1,
             start_deadline=job.rl.deadlines.start,
-            kwargs={"configs": self._text_configs, "source_judges": {name: s["judge"] for name, s in sources.items() if s["judge"]}},
+            kwargs={"configs": self._text_configs, "source_judges": job.source_judges},
         )
         group.wait_ready()
         return group
