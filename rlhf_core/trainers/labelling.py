@@ -146,7 +146,8 @@ class ResponseScorer:
         for name, folder in model_folders(scorers, reward_model).items():
             config = by_name[name]
             members = load_members(folder, device=device(), trust_remote_code=trust, count=config.members, label=config.label)
-            self._by_model[name] = config, members, load_tokenizer(str(folder), trust_remote_code=trust, scores=True)
+            tokenizer = load_tokenizer(str(folder), trust_remote_code=trust, template_date=model.template_date, scores=True)
+            self._by_model[name] = config, members, tokenizer
         self._reports = {name: Reasons(name) for name in self._by_model}
 
     def __call__(

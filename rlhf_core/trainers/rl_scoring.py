@@ -57,7 +57,7 @@ class Scoring:
         self._inputs = {
             name: RewardModelInput(
                 self._tokenizer,
-                load_tokenizer(folder, trust_remote_code=trust, scores=True),
+                load_tokenizer(folder, trust_remote_code=trust, template_date=job.model.template_date, scores=True),
                 max_length=job.model.max_length,
                 stops=self._stops,
                 report=Reasons(name),

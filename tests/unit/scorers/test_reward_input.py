@@ -171,10 +171,11 @@ def own_score(folder: Path, response: str) -> float:
     return float(own_scores_alone(model, [ids_of(tokenizer, rendered(tokenizer, response))])[0, 0])
 
 
-def by_response_scorer(folder: Path, response: str) -> float:
+def by_response_scorer(folder: Path, response: str, **changes: str) -> float:
     tokenizer = tiny_tokenizer()
     config = ScorerConfig(name="ready", kind="reward_model", weight=1.0, normalization="none", path=str(folder))
-    scorer = ResponseScorer([config], reward_model=folder, source_judges={}, model=tiny_params().model)
+    model = tiny_params(**{key.replace("__", "."): value for key, value in changes.items()}).model
+    scorer = ResponseScorer([config], reward_model=folder, source_judges={}, model=model)
     prompt = Prompt("p", "mine", QUESTION, encode_prompt(tokenizer, QUESTION), None)
     sample = Sample([*ids_of(tokenizer, response), tokenizer.eos_token_id], [], True)
     return scorer([prompt], [[sample]], tokenizer)[0][0].components["ready"]
@@ -252,6 +253,21 @@ def test_a_reward_model_without_a_template_is_refused_in_words(tmp_path: Path):
     folder = save_classifier(tmp_path / "bert", "bert", bert_tokenizer(tmp_path, None), pad_token_id=0)
     with pytest.raises(ValueError, match=r"expected a reward model's own chat template, .* got none; add a chat_template.jinja"):
         by_gate(folder, ANSWER)
+
+
+def test_a_reward_models_template_writes_the_day_of_the_model_section(tmp_path: Path):
+    tokenizer = templated("chatml")
+    tokenizer.chat_template = "{{ strftime_now('%Y-%m-%d') }}" + tokenizer.chat_template
+    folder = save_classifier(tmp_path / "dated", "qwen2", tokenizer, vocab_size=400, max_position_embeddings=MAX_LENGTH)
+    day = "2019-01-02"
+    how = {"max_length": MAX_LENGTH, "trust_remote_code": False, "template_date": day}
+    gate = LoadedModel.load(folder, **how)
+    assert gate.tokenizer.decode(gate.encode(QUESTION, ANSWER)).startswith(day)
+    expected = gate.score_texts([(QUESTION, ANSWER)])[0]
+    found = reward_scores(folder, [RatedResponse(QUESTION, ANSWER, 0, 0)], **how, stop_requested=lambda: False)
+    assert found == pytest.approx([expected], abs=1e-5)
+    assert by_response_scorer(folder, ANSWER, model__template_date=day) == pytest.approx(expected, abs=1e-5)
+    assert by_response_scorer(folder, ANSWER) != pytest.approx(expected, abs=1e-5)
 
 
 def test_scores_of_a_classifier_with_labels_are_those_of_the_chosen_one(tmp_path: Path):
