@@ -72,9 +72,8 @@ def _copy_renderable(path: Path, tokenizer: PreTrainedTokenizerBase, known: dict
 
 def _reason(tokenizer: PreTrainedTokenizerBase, messages: list[Message], known: dict[bytes, str | None]) -> str | None:
     """The template's words, if it takes the conversation neither waiting for an answer nor with one."""
-    key = hashlib.blake2b(
-        conversation_key(messages).encode("utf-8", "surrogatepass"), digest_size=16
-    ).digest()  # a conversation itself may be long
+    text = conversation_key(messages).encode("utf-8", "surrogatepass")
+    key = hashlib.blake2b(text, digest_size=16).digest()  # all conversations may not fit in memory
     if key not in known:
         try:
             render(tokenizer, messages, waits=True)
