@@ -69,10 +69,11 @@ def describe(work: Work, folder: Path, *, threads: int) -> RlJob:
         for i, row in enumerate(work.read_rows())
     ]
     write_rows(prepared, "prompt", prompts)
-    (prepared / "sources.json").write_text(json.dumps({"bench": {"kind": "bench", "judge": None}}))
     return RlJob(
         seed=params.seed,
         model=params.model,
+        train_on=params.sft.train_on,
+        train_on_thoughts=params.sft.train_on_thoughts,
         rl=params.rl,
         tracking=params.tracking,
         threads=threads,
@@ -81,6 +82,7 @@ def describe(work: Work, folder: Path, *, threads: int) -> RlJob:
         sft_model=work.model,
         reward_model=None,
         scorer_models={},
+        source_judges={},
         work=str(folder),
         checkpoints=StoreSettings(),
         output=str(folder / "policy"),

@@ -84,19 +84,20 @@ def generate_all(stage: Stage):
         for mode in MODES:
             settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature, stop=stop)
             samples[mode][name] = engine.generate(ids, seeds, settings, stop_ids=ends[name], group_size=1)
-    return tokenizers["sft"].pad_token_id, score_and_judge(stage, tokenizers, prompts, samples)
+    return tokenizers["sft"].pad_token_id, score_and_judge(stage, tokenizers, ends, prompts, samples)
 
 
-def score_and_judge(stage: Stage, tokenizers: dict, prompts: dict[str, list], samples):
+def score_and_judge(stage: Stage, tokenizers: dict, ends: dict[str, tuple[int, ...]], prompts: dict[str, list], samples):
     from rlhf_core.evaluation import judged
     from rlhf_core.trainers.labelling import ResponseScorer
 
     judges = source_judges()
     scorer = ResponseScorer(stage.params.rl.reward.scorers, reward_model=REWARD_MODEL, source_judges=judges, model=stage.params.model)
-    return {
-        mode: {name: [judged(r, judges) for (r,) in scorer(prompts[name], groups, tokenizers[name])] for name, groups in by_model.items()}
-        for mode, by_model in samples.items()
-    }
+
+    def answers(name: str, groups: list) -> list:
+        return [judged(r, judges) for (r,) in scorer(prompts[name], groups, tokenizers[name], stops=ends[name])]
+
+    return {mode: {name: answers(name, groups) for name, groups in by_model.items()} for mode, by_model in samples.items()}
 
 
 def measure(stage: Stage, answers, pad_id: int) -> dict:

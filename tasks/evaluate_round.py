@@ -130,10 +130,11 @@ def answer(stage: Stage, models: dict[str, Path]):
             ids = [p.prompt_ids for p in prompts]
             samples[mode][name] = engine.generate(ids, seeds, settings, stop_ids=stop_ids(tokenizer, folder), group_size=1)
     engine.close()
-    return tokenizer, judged(stage, tokenizer, prompts, samples)
+    ends = {name: stop_ids(tokenizer, folder) for name, folder in models.items()}
+    return tokenizer, judged(stage, tokenizer, ends, prompts, samples)
 
 
-def judged(stage: Stage, tokenizer, prompts: list, samples: dict[str, dict[str, list]]):
+def judged(stage: Stage, tokenizer, ends: dict[str, tuple[int, ...]], prompts: list, samples: dict[str, dict[str, list]]):
     """The samples with scores and, where the data has a judge, its word."""
     from rlhf_core.evaluation import judged as with_judgement
     from rlhf_core.trainers.labelling import ResponseScorer
@@ -142,10 +143,10 @@ def judged(stage: Stage, tokenizer, prompts: list, samples: dict[str, dict[str, 
     judges = source_judges()
     score = ResponseScorer(params.iterative.scorers, reward_model=REWARD_MODEL, source_judges=judges, model=params.model)
 
-    def answers(groups: list) -> list:
-        return [with_judgement(r, judges) for (r,) in score(prompts, groups, tokenizer)]
+    def answers(name: str, groups: list) -> list:
+        return [with_judgement(r, judges) for (r,) in score(prompts, groups, tokenizer, stops=ends[name])]
 
-    return {mode: {name: answers(groups) for name, groups in by_model.items()} for mode, by_model in samples.items()}
+    return {mode: {name: answers(name, groups) for name, groups in by_model.items()} for mode, by_model in samples.items()}
 
 
 def divergence(stage: Stage, pad_id: int, policy: Path, others: dict[str, Path], answers: list) -> dict[str, float]:

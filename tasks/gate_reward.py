@@ -134,7 +134,8 @@ def ask_models(test: Heldout, params: Params, *, scratch: Path) -> tuple[dict[st
     from rlhf_core.gate.probes import format_shifts, invariance
     from rlhf_core.gate.scoring import LoadedModel
 
-    config, how = params.gate, {"max_length": params.model.max_length, "trust_remote_code": params.model.trust_remote_code}
+    config, about = params.gate, params.model
+    how = {"max_length": about.max_length, "trust_remote_code": about.trust_remote_code, "template_date": about.template_date}
     model = LoadedModel.load(REWARD_MODEL, **how)
     responses, which = distinct_responses(test)
     scores = np.concatenate([test.pairs.chosen, test.pairs.rejected])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import DataConfig, ModelConfig, Params
+from rlhf_core.data.judge import find_judge
 from rlhf_core.data.mixing import Mixed, mix
 from rlhf_core.data.samples import Writer
 from rlhf_core.data.schema import SPLITS, open_rows, read_batches
@@ -37,6 +38,7 @@ def main() -> None:
         aside, sources = stage.scratch / "prepared", stage.scratch / "sources"
         for folder in (aside, sources):
             shutil.rmtree(folder, ignore_errors=True)
+        check_judges(params.data)
         tokenizer = given_tokenizer(params.model)
         mixed = mix(params.data, aside, scratch=sources, seed=params.seed, writer=own_writer(params, tokenizer))
         shutil.rmtree(sources, ignore_errors=True)
@@ -56,6 +58,20 @@ def main() -> None:
             table.writerows([LENGTH_COLUMNS, *length_histograms(lengths)])
         for use, of_split in metrics["rows"].items():
             log.info("%s: %s", use, ", ".join(f"{count} {split}" for split, count in of_split.items()))
+
+
+def check_judges(config: DataConfig) -> None:
+    """Every source's judge is there, which others ask much later.
+
+    Raises:
+        ValueError: one isn't.
+    """
+    for source in config.sources:
+        if source.judge_name is not None:
+            try:
+                find_judge(source.judge_name)
+            except ValueError as error:
+                raise ValueError(f"source {source.name}: {error}") from error
 
 
 def given_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:

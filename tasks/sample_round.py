@@ -75,7 +75,7 @@ def check_inputs(config: IterativeConfig, rows: list[dict], judges: dict[str, st
 
 def sample(stage: Stage, entry: Round, rows: list[dict], judges: dict[str, str]):
     """Scored responses of each prompt that leaves room for one, and how many prompts don't."""
-    from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
     from rlhf_core.trainers.labelling import ResponseScorer, SamplingStopped, choose_prompts, sample_responses
 
     params, config = stage.params, stage.params.iterative
@@ -97,7 +97,7 @@ def sample(stage: Stage, entry: Round, rows: list[dict], judges: dict[str, str])
     except SamplingStopped as stop:
         raise StageStopped from stop
     scorer = ResponseScorer(config.scorers, reward_model=REWARD_MODEL, source_judges=judges, model=params.model)
-    return scorer(prompts, samples, tokenizer), len(rows) - len(prompts)
+    return scorer(prompts, samples, tokenizer, stops=stop_ids(tokenizer, entry.policy.path)), len(rows) - len(prompts)
 
 
 def write_data(folder: Path, groups: list, min_margin: float) -> dict:

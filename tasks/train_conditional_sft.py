@@ -83,6 +83,7 @@ def quality_levels(stage: Stage, responses: dict[str, list]) -> tuple[dict[str, 
             rated,
             max_length=params.model.max_length,
             trust_remote_code=params.model.trust_remote_code,
+            template_date=params.model.template_date,
             stop_requested=lambda: stage.stop_requested,
         )
         for split, rated in responses.items()
@@ -101,7 +102,9 @@ def encode(stage: Stage, tokenizer, responses: list, levels: list[int | None]):
         for r, level in zip(responses, levels, strict=True)
         if level is not None
     ]
-    return encode_demonstrations(rows, tokenizer, max_length=stage.params.model.max_length)
+    # The response alone: earlier turns have no level. Its thoughts are trained on where those of SFT are.
+    thoughts = stage.params.sft.train_on_thoughts
+    return encode_demonstrations(rows, tokenizer, max_length=stage.params.model.max_length, train_on_thoughts=thoughts)
 
 
 if __name__ == "__main__":

@@ -128,16 +128,18 @@ def sample(stage: Stage, prompts: list) -> list[list]:
 
 
 def score(stage: Stage, prompts: list, samples: list[list], tokenizer) -> list[list]:
+    from rlhf_core.models.tokenizer import stop_ids
     from rlhf_core.trainers.labelling import ResponseScorer
 
     params = stage.params
     scorer = ResponseScorer(params.rejection_sampling.scorers, reward_model=REWARD_MODEL, source_judges=source_judges(), model=params.model)
     scored: list[list] = []
+    ends = stop_ids(tokenizer, SFT_MODEL)
     for start in range(0, len(prompts), SCORED_AT_ONCE):
         if stage.stop_requested:
             raise StageStopped
         part = slice(start, start + SCORED_AT_ONCE)
-        scored += scorer(prompts[part], samples[part], tokenizer)
+        scored += scorer(prompts[part], samples[part], tokenizer, stops=ends)
     return scored
 
 
@@ -178,12 +180,14 @@ def as_demonstration(response, tokenizer):
 
 
 def heldout_demonstrations(stage: Stage, tokenizer) -> list:
-    """The validation split's, where the data has demonstrations: how far the policy has gone from them."""
+    """The validation split's, where the data has demonstrations, as SFT trains on them: how far the policy has gone from them."""
     from rlhf_core.trainers.demonstrations import encode_demonstrations
 
     if not (PREPARED / "sft.parquet").exists():
         return []
-    return encode_demonstrations(read_rows(PREPARED, "sft", "validation"), tokenizer, max_length=stage.params.model.max_length)[0]
+    sft = stage.params.sft
+    how = {"max_length": stage.params.model.max_length, "train_on": sft.train_on, "train_on_thoughts": sft.train_on_thoughts}
+    return encode_demonstrations(read_rows(PREPARED, "sft", "validation"), tokenizer, **how)[0]
 
 
 def score_means(groups: list[list], best: list) -> dict[str, float]:

@@ -137,6 +137,8 @@ def describe(stage: Stage, output: Path):
     return RlJob(
         seed=params.seed,
         model=params.model,
+        train_on=params.sft.train_on,
+        train_on_thoughts=params.sft.train_on_thoughts,
         rl=rl,
         tracking=params.tracking,
         threads=params.cluster.threads,
@@ -144,6 +146,7 @@ def describe(stage: Stage, output: Path):
         prepared=str(PREPARED.resolve()),
         sft_model=str(SFT_MODEL.resolve()),
         scorer_models={name: str(folder.resolve()) for name, folder in model_folders(rl.reward.scorers, REWARD_MODEL).items()},
+        source_judges={name: absolute_function(judge) for name, judge in source_judges().items()},
         reward_model=str(REWARD_MODEL.resolve()) if starts_critic_from_reward_model(rl) else None,
         work=str(stage.scratch.resolve()),
         checkpoints=stage.store_settings(world_size=rl.trainer.ranks, zero_stage=rl.trainer.zero_stage),
@@ -156,11 +159,16 @@ def with_absolute_paths(rl: RlConfig) -> RlConfig:
     """Files of functions are found from here; an actor of the job may work in another folder."""
 
     def absolute(scorer: ScorerConfig) -> ScorerConfig:
-        file, _, name = (scorer.path or "").rpartition(":")
-        return scorer.model_copy(update={"path": f"{Path(file).resolve()}:{name}"}) if file.endswith(".py") else scorer
+        return scorer.model_copy(update={"path": absolute_function(scorer.path)}) if scorer.path else scorer
 
     scorers = [absolute(scorer) if scorer.kind == "function" else scorer for scorer in rl.reward.scorers]
     return rl.model_copy(update={"reward": rl.reward.model_copy(update={"scorers": scorers})})
+
+
+def absolute_function(path: str) -> str:
+    """`file.py:name` with the file's whole path; what else names a function, or the clerk's judge, as it is."""
+    file, _, name = path.rpartition(":")
+    return f"{Path(file).resolve()}:{name}" if file.endswith(".py") else path
 
 
 def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:

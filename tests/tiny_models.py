@@ -28,6 +28,7 @@ from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, equa
 from rlhf_core.models.build import load_language_model, load_scalar_model, new_language_model, new_scalar_model, save_model, scalar_head
 from rlhf_core.models.tokenizer import build_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, collate_tokens
+from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_minibatch import Minibatch
 from rlhf_core.types import TrainBatch
@@ -176,30 +177,31 @@ def train_batch(rows: int = 8, *, seed: int = 0, unscored: tuple[int, ...] = ())
     )
 
 
-def whole(batch: TrainBatch, ptx: Sequence[tuple[list[int], int]] = ()) -> Minibatch:
+def whole(batch: TrainBatch, ptx: Sequence[Demonstration] = ()) -> Minibatch:
     """A batch, and demonstrations, as the only rank's share of an optimizer step."""
     return share(batch, list(ptx), rank=0, ranks=1)
 
 
-def share(batch: TrainBatch, ptx: list[tuple[list[int], int]], *, rank: int, ranks: int) -> Minibatch:
+def share(batch: TrainBatch, ptx: list[Demonstration], *, rank: int, ranks: int) -> Minibatch:
     """What one of several ranks gets of an optimizer step."""
     mask = batch.response_mask
-    tokens = sum(len(ids) - start for ids, start in ptx)
+    tokens = sum(d.num_trained for d in ptx)
     rows = list(range(len(batch)))[rank::ranks]
     return Minibatch(batch.select(rows), rows, int(mask.sum()), int(mask.any(1).sum()), ptx[rank::ranks], tokens)
 
 
-def demonstrations(count: int, *, seed: int) -> list[tuple[list[int], int]]:
-    """Token ids, and where the part to be learned starts."""
-    return [(ids, 1 + k % 3) for k, ids in enumerate(sequences(count, seed=seed))]
+def demonstrations(count: int, *, seed: int) -> list[Demonstration]:
+    """Of every other one a token in the middle isn't trained on."""
+    return [Demonstration(ids, 1 + k % 3, ((3, 4),) if k % 2 else ()) for k, ids in enumerate(sequences(count, seed=seed))]
 
 
 def rl_job(sft: Path, reward: Path, **overrides: Any) -> RlJob:
     params = tiny_params(**{"rl.rollout.max_new_tokens": 8, "rl.weight_decay": 0.1, "rl.warmup_steps": 3, **overrides})
     scorers = {s.name: s.path or str(reward) for s in params.rl.reward.scorers if s.kind == "reward_model"}
     return RlJob(
-        seed=0, model=params.model, rl=params.rl, tracking=params.tracking, threads=1, run_name="tiny", prepared="", sft_model=str(sft),
-        reward_model=str(reward), scorer_models=scorers, work="", checkpoints=StoreSettings(), output="", timings="",
+        seed=0, model=params.model, train_on=params.sft.train_on, train_on_thoughts=params.sft.train_on_thoughts, rl=params.rl,
+        tracking=params.tracking, threads=1, run_name="tiny", prepared="", sft_model=str(sft),
+        reward_model=str(reward), scorer_models=scorers, source_judges={}, work="", checkpoints=StoreSettings(), output="", timings="",
     )  # fmt: skip
 
 

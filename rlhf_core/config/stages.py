@@ -20,7 +20,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "train_sft": ("seed", "model", "sft"),
     "train_reward": ("seed", "model", "reward"),
     "gate_reward": ("model", "reward", "gate"),
-    "train_policy": ("seed", "model", "${alignment.method}"),
+    "train_policy": ("seed", "model", "sft.train_on", "sft.train_on_thoughts", "${alignment.method}"),
     "evaluate": ("seed", "model", "rl", "evaluation"),
     "report": (
         *("seed", "model", "data", "sft", "reward", "gate", "alignment", "rl"),

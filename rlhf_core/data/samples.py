@@ -33,12 +33,12 @@ class Written:
 
 
 class Writer(Protocol):
-    """A model that writes. `draw` and a text's position decide what is drawn."""
+    """A model that writes. The source's name, `draw` and a text's position decide what is drawn."""
 
-    def extend(self, openings: list[str], config: SamplesConfig, *, draw: int) -> list[Written]:
+    def extend(self, openings: list[str], config: SamplesConfig, *, source: str, draw: int) -> list[Written]:
         """Every opening as plain text, with `config.opening_tokens` more."""
 
-    def respond(self, prompts: list[str], config: SamplesConfig, *, draw: int) -> list[list[Written]]:
+    def respond(self, prompts: list[str], config: SamplesConfig, *, source: str, draw: int) -> list[list[Written]]:
         """`config.responses_per_prompt` responses to every prompt, which is a user's message in the model's template."""
 
 
@@ -53,13 +53,13 @@ def sample_rows(source: SourceConfig, *, seed: int, writer: Writer, dropped: Cou
     config, judge = source.samples, find_judge(source.judge)
     for opening in config.openings:  # a rule that fails does so before anything is drawn
         judge(_messages(opening), opening)
-    prompts = _prompts(config, writer, dropped)
+    prompts = _prompts(source, writer, dropped)
     if not prompts:
         raise ValueError(
             f"source {source.name}: expected prompts that end with a sentence, got none after {config.opening_tokens} tokens; "
             "raise samples.opening_tokens, or set it to 0 and give whole openings"
         )
-    groups = writer.respond(prompts, config, draw=DRAWS)
+    groups = writer.respond(prompts, config, source=source.name, draw=DRAWS)
     rng = Random(f"{seed}:samples:{source.name}")
     for prompt, group in zip(prompts, groups, strict=True):
         responses = list(_whole(group, dropped))
@@ -74,14 +74,15 @@ def whole_sentences(text: str) -> str:
     return text[: max((end for end in ends if text[:end].count('"') % 2 == 0), default=0)]
 
 
-def _prompts(config: SamplesConfig, writer: Writer, dropped: Counter[str]) -> list[str]:
+def _prompts(source: SourceConfig, writer: Writer, dropped: Counter[str]) -> list[str]:
     """Different prompts, as many as wanted where the model has so many."""
+    config = source.samples
     if config.opening_tokens == 0:
         return list(dict.fromkeys(config.openings))[: config.prompts]
     openings = [config.openings[i % len(config.openings)] for i in range(config.prompts)]
     found: dict[str, str] = {}
     for draw in range(DRAWS):
-        for written in writer.extend(openings, config, draw=draw):
+        for written in writer.extend(openings, config, source=source.name, draw=draw):
             prompt = "" if written.ended else whole_sentences(written.text)
             if prompt:
                 found.setdefault(conversation_text(_messages(prompt)), prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
 from pathlib import Path
@@ -29,7 +30,7 @@ def drop_unrenderable(folder: Path, uses: list[str], tokenizer: PreTrainedTokeni
         ValueError: there are more.
     """
     refused: Refused = Counter()
-    known: dict[str, str | None] = {}
+    known: dict[bytes, str | None] = {}
     for use in (use for use in uses if use != "pretrain"):
         path = folder / f"{use}.parquet"
         of_use = _copy_renderable(path, tokenizer, known)
@@ -53,7 +54,7 @@ def _aside(path: Path) -> Path:
     return path.with_suffix(".renderable")
 
 
-def _copy_renderable(path: Path, tokenizer: PreTrainedTokenizerBase, known: dict[str, str | None]) -> Counter[tuple[str, str, str]]:
+def _copy_renderable(path: Path, tokenizer: PreTrainedTokenizerBase, known: dict[bytes, str | None]) -> Counter[tuple[str, str, str]]:
     """Copy the other rows aside, if there are such; return (source, split, the template's words) -> rows. `known`: found before."""
     refused: Counter[tuple[str, str, str]] = Counter()
     kept: list[list[bool]] = []
@@ -69,9 +70,10 @@ def _copy_renderable(path: Path, tokenizer: PreTrainedTokenizerBase, known: dict
     return refused
 
 
-def _reason(tokenizer: PreTrainedTokenizerBase, messages: list[Message], known: dict[str, str | None]) -> str | None:
+def _reason(tokenizer: PreTrainedTokenizerBase, messages: list[Message], known: dict[bytes, str | None]) -> str | None:
     """The template's words, if it takes the conversation neither waiting for an answer nor with one."""
-    key = conversation_key(messages)
+    text = conversation_key(messages).encode("utf-8", "surrogatepass")
+    key = hashlib.blake2b(text, digest_size=16).digest()  # all conversations may not fit in memory
     if key not in known:
         try:
             render(tokenizer, messages, waits=True)

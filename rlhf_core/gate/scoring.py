@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message
+from rlhf_core.models.template import DEFAULT_DATE
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import ScalarModule
 from rlhf_core.scorers.reasons import Reasons
@@ -37,10 +38,10 @@ class LoadedModel:
     report: Reasons = field(default_factory=lambda: Reasons("gate"))
 
     @classmethod
-    def load(cls, folder: Path, *, max_length: int, trust_remote_code: bool) -> LoadedModel:
+    def load(cls, folder: Path, *, max_length: int, trust_remote_code: bool, template_date: str = DEFAULT_DATE) -> LoadedModel:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         members = load_members(folder, device=device, trust_remote_code=trust_remote_code)
-        tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code, scores=True)
+        tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code, template_date=template_date, scores=True)
         return cls(members, tokenizer, max_length, device)
 
     def encode(self, messages: Sequence[Message], response: str, *, max_length: int | None = None) -> list[int] | None:

@@ -31,7 +31,7 @@ def try_ready_made(scorer: ScorerConfig, model: ModelConfig) -> Finding:
 def _difference(scorer: ScorerConfig, folder: Path, model: ModelConfig) -> float:
     check_model_folder(folder)
     check_ready_made(scorer, folder)
-    load_tokenizer(str(folder), trust_remote_code=model.trust_remote_code, scores=True)
+    load_tokenizer(str(folder), trust_remote_code=model.trust_remote_code, template_date=model.template_date, scores=True)
     with refusals(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     cut = smaller(config, kind=classifier(type(config)), trust_remote_code=model.trust_remote_code)

@@ -212,7 +212,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     Raises:
         Unrenderable: the template doesn't take the conversation. So do the functions below.
     """
-    return list(_prompt_ids(tokenizer, tokenizer.chat_template, conversation_key(messages)))
+    state = tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
+    return list(_prompt_ids(tokenizer, state, conversation_key(messages)))
 
 
 def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str) -> tuple[list[int], int]:
@@ -286,8 +287,10 @@ def _generation_ends(folder: Path, vocabulary: int) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, template: str, conversation: str) -> tuple[int, ...]:
-    """Of a conversation's key; the pairs of one prompt follow each other, so most calls find it here. `template` is the cache's key."""
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, state: tuple[str | None, ...], conversation: str) -> tuple[int, ...]:
+    """Of a conversation's key; the pairs of one prompt follow each other, so most calls find it here. `state`, of what can be set on a
+    tokenizer, is for the cache's key alone.
+    """
     text = render(tokenizer, json.loads(conversation), waits=True)
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 

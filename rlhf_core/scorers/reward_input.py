@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rlhf_core.data.schema import Message
@@ -42,6 +42,11 @@ def fitting_ids(
     return found
 
 
+def without_stop(response_ids: list[int], stops: Collection[int], *, finished: bool) -> list[int]:
+    """A sampled response but for the token that ended it, if one of these did: it is no part of what is said, special or not."""
+    return response_ids[:-1] if finished and response_ids and response_ids[-1] in stops else response_ids
+
+
 class RewardModelInput:
     """Turns a conversation and a sampled response into what the reward model was trained on.
 
@@ -50,6 +55,7 @@ class RewardModelInput:
     ended it when it was sampled: a stop string stays a part of the response, another end token doesn't.
 
     Args:
+        stops: tokens that end the policy's responses (`stop_ids`), special or not.
         report: is told why responses have no score.
     Raises:
         ValueError: the reward model's template doesn't write a question and its answer.
@@ -61,6 +67,7 @@ class RewardModelInput:
         reward_tokenizer: PreTrainedTokenizerBase,
         *,
         max_length: int,
+        stops: Collection[int] = (),
         report: Reasons | None = None,
     ):
         self._policy_tokenizer = policy_tokenizer
@@ -69,7 +76,8 @@ class RewardModelInput:
         self._report = Reasons("reward model") if report is None else report
         self._end = turn_end(reward_tokenizer)
         self._copies = _fingerprint(policy_tokenizer) == _fingerprint(reward_tokenizer) and copies_response(reward_tokenizer)
-        self._stops = _stopping(policy_tokenizer)
+        self._named_stops = frozenset(stops)
+        self._stops = _stopping(policy_tokenizer) | self._named_stops
 
     def sequences(self, responses: Iterable[tuple[Prompt, list[int], bool]]) -> list[list[int] | None]:
         """Token ids for the reward model, of each prompt, sampled response and whether that is finished; None: it can't be scored."""
@@ -83,7 +91,8 @@ class RewardModelInput:
 
     def _sequence(self, messages: Sequence[Message], prompt_ids: list[int], response_ids: list[int], *, finished: bool) -> list[int]:
         if not self._copies:
-            text = self._policy_tokenizer.decode(response_ids, skip_special_tokens=True)
+            said = without_stop(response_ids, self._named_stops, finished=finished)
+            text = self._policy_tokenizer.decode(said, skip_special_tokens=True)
             return scored_ids(self._reward_tokenizer, messages, text, finished=finished)
         if not finished:
             return [*prompt_ids, *response_ids]

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message, with_text_behind
 from rlhf_core.engines.deepspeed_engine import device
+from rlhf_core.models.template import DEFAULT_DATE
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.scorers.members import combine_members
 from rlhf_core.scorers.reasons import Reasons
@@ -96,14 +97,20 @@ def score_level(score: float, borders: list[float]) -> int | None:
 
 
 def reward_scores(
-    reward_model: Path, responses: list[RatedResponse], *, max_length: int, trust_remote_code: bool, stop_requested: Callable[[], bool]
+    reward_model: Path,
+    responses: list[RatedResponse],
+    *,
+    max_length: int,
+    trust_remote_code: bool,
+    template_date: str = DEFAULT_DATE,
+    stop_requested: Callable[[], bool],
 ) -> list[float]:
     """A reward model's raw scores, of an ensemble the mean; NaN: too long for it, or its template doesn't take the conversation.
 
     Raises:
         Interrupted: a stop was asked for.
     """
-    tokenizer = load_tokenizer(str(reward_model), trust_remote_code=trust_remote_code, scores=True)
+    tokenizer = load_tokenizer(str(reward_model), trust_remote_code=trust_remote_code, template_date=template_date, scores=True)
     members = load_members(reward_model, device=device(), trust_remote_code=trust_remote_code)
     scores: list[float] = []
     report = Reasons("reward model")

@@ -10,7 +10,7 @@ scored = ResponseScorer(section.scorers, reward_model=Path("models/reward"), sou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from rlhf_core.sampling import Sample, SamplingSettings, request_seeds
 from rlhf_core.scorers.members import combine_members
 from rlhf_core.scorers.needs import model_folders
 from rlhf_core.scorers.reasons import Reasons
-from rlhf_core.scorers.reward_input import RewardModelInput
+from rlhf_core.scorers.reward_input import RewardModelInput, without_stop
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.scorers.text import TextScorers, score_item
 from rlhf_core.trainers.credit import weighted_score
@@ -146,21 +146,24 @@ class ResponseScorer:
         for name, folder in model_folders(scorers, reward_model).items():
             config = by_name[name]
             members = load_members(folder, device=device(), trust_remote_code=trust, count=config.members, label=config.label)
-            self._by_model[name] = config, members, load_tokenizer(str(folder), trust_remote_code=trust, scores=True)
+            tokenizer = load_tokenizer(str(folder), trust_remote_code=trust, template_date=model.template_date, scores=True)
+            self._by_model[name] = config, members, tokenizer
         self._reports = {name: Reasons(name) for name in self._by_model}
 
     def __call__(
-        self, prompts: list[Prompt], samples: list[list[Sample]], tokenizer: PreTrainedTokenizerBase
+        self, prompts: list[Prompt], samples: list[list[Sample]], tokenizer: PreTrainedTokenizerBase, *, stops: Collection[int] = ()
     ) -> list[list[ScoredResponse]]:
         """Every prompt's responses, scored, in order.
 
         Args:
             tokenizer: of the model that answered, with the template that wrote the prompts' ids.
+            stops: its `stop_ids`, which are no part of a response's text.
         """
         asked = [prompt for prompt, group in zip(prompts, samples, strict=True) for _ in group]
         answers = [sample for group in samples for sample in group]
-        texts = [tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in answers]
-        components = self._components(asked, answers, texts, tokenizer)
+        said = [without_stop(sample.response_ids, stops, finished=sample.finished) for sample in answers]
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in said]
+        components = self._components(asked, answers, texts, tokenizer, stops)
         scores = weighted_score({name: torch.tensor(values) for name, values in components.items()}, self._scorers).tolist()
         scored = (
             ScoredResponse(prompt, sample.response_ids, text, sample.finished, score, {name: v[i] for name, v in components.items()})
@@ -169,7 +172,7 @@ class ResponseScorer:
         return [[next(scored) for _ in group] for group in samples]
 
     def _components(
-        self, prompts: list[Prompt], samples: list[Sample], texts: list[str], tokenizer: PreTrainedTokenizerBase
+        self, prompts: list[Prompt], samples: list[Sample], texts: list[str], tokenizer: PreTrainedTokenizerBase, stops: Collection[int]
     ) -> dict[str, list[float]]:
         items = [
             score_item(prompt, text, finished=sample.finished, response_length=len(sample.response_ids))
@@ -177,13 +180,17 @@ class ResponseScorer:
         ]
         names = [s.name for s in self._scorers]
         return {
-            name: self._score_by_model(name, prompts, samples, tokenizer) if name in self._by_model else self._by_text.score(name, items)[0]
+            name: self._score_by_model(name, prompts, samples, tokenizer, stops)
+            if name in self._by_model
+            else self._by_text.score(name, items)[0]
             for name in names
         }
 
-    def _score_by_model(self, name: str, prompts: list[Prompt], samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> list[float]:
+    def _score_by_model(
+        self, name: str, prompts: list[Prompt], samples: list[Sample], tokenizer: PreTrainedTokenizerBase, stops: Collection[int]
+    ) -> list[float]:
         config, members, own_tokenizer = self._by_model[name]
-        shown = RewardModelInput(tokenizer, own_tokenizer, max_length=self._max_length, report=self._reports[name])
+        shown = RewardModelInput(tokenizer, own_tokenizer, max_length=self._max_length, stops=stops, report=self._reports[name])
         sequences = shown.sequences((p, s.response_ids, s.finished) for p, s in zip(prompts, samples, strict=True))
         scores = score_by_members(
             members, sequences, pad_id=own_tokenizer.pad_token_id, microbatch_tokens=MICROBATCH_TOKENS, device=device()

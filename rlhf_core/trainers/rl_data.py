@@ -12,7 +12,7 @@ import torch
 from rlhf_core.data.batching import batch_indices, stream_indices
 from rlhf_core.data.schema import Split, read_rows
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
-from rlhf_core.trainers.demonstrations import encode_demonstrations
+from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.types import Baseline, Prompt, Rollout, RolloutBatch, ScoredRollout
 
@@ -102,7 +102,7 @@ class SourceDraws:
 
 
 class DemonstrationStream:
-    """The training demonstrations for rl.ptx, batch by batch; empty batches where the coefficient is 0.
+    """The training demonstrations for rl.ptx, of the tokens that SFT trains on, batch by batch; empty batches where the coefficient is 0.
 
     Raises:
         ValueError: there is none that fits model.max_length.
@@ -110,19 +110,20 @@ class DemonstrationStream:
 
     def __init__(self, job: RlJob):
         self._batch_size, self._seed = job.rl.ptx.batch_size, job.seed
-        self._demonstrations: list[tuple[list[int], int]] = []
+        self._demonstrations: list[Demonstration] = []
         if job.rl.ptx.coef:
             tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
             rows = read_rows(Path(job.prepared), "sft", "train")
-            kept, _ = encode_demonstrations(rows, tokenizer, max_length=job.model.max_length)
+            how = {"train_on": job.train_on, "train_on_thoughts": job.train_on_thoughts}
+            kept, _ = encode_demonstrations(rows, tokenizer, max_length=job.model.max_length, **how)
             if not kept:
                 raise ValueError(
                     f"rl.ptx: expected demonstrations of at most model.max_length tokens, got none of {len(rows)}; set coef to 0"
                 )
-            self._demonstrations = [(d.ids, d.start) for d in kept]
+            self._demonstrations = kept
 
-    def batch(self, number: int) -> list[tuple[list[int], int]]:
-        """Of the optimizer step of this number in the whole run: token ids, and from where on they are trained on."""
+    def batch(self, number: int) -> list[Demonstration]:
+        """Of the optimizer step of this number in the whole run."""
         if not self._demonstrations:
             return []
         chosen = batch_indices(number, batch_size=self._batch_size, num_examples=len(self._demonstrations), seed=self._seed)

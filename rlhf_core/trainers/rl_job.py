@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from pydantic import model_validator
 
@@ -24,14 +25,16 @@ BEAT_SECONDS = 2.0
 class RlJob(Section):
     """Paths are absolute; on a cluster they are on a file system that every node sees.
 
-    prepared: folder of the canonical data. sft_model: where the policy starts and what the reference is.
-    reward_model: where PPO's critic starts, or None where it starts elsewhere. scorer_models: the folder of each scorer of kind
-    reward_model, by name. work: checkpoints and curves. checkpoints: which of them stay, and are gone on from. output: the final
-    policy's folder.
+    prepared: folder of the canonical data. train_on, train_on_thoughts: of the section sft, for rl.ptx. sft_model: where the policy starts
+    and what the reference is. reward_model: where PPO's critic starts, or None where it starts elsewhere. scorer_models: the folder of
+    each scorer of kind reward_model, by name. source_judges: of each data source that has a judge, the judge's name. work: checkpoints
+    and curves. checkpoints: which of them stay, and are gone on from. output: the final policy's folder.
     """
 
     seed: int
     model: ModelConfig
+    train_on: Literal["last_turn", "all_turns"]
+    train_on_thoughts: bool
     rl: RlConfig
     tracking: TrackingConfig
     threads: int
@@ -40,6 +43,7 @@ class RlJob(Section):
     sft_model: str
     reward_model: str | None
     scorer_models: dict[str, str]
+    source_judges: dict[str, str]
     work: str
     checkpoints: StoreSettings
     output: str

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import batch_indices
+from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.rl_data import DemonstrationStream
 from rlhf_core.types import TrainBatch
 
@@ -24,14 +25,14 @@ class Minibatch:
     """This rank's rows of one optimizer step's batch, and the denominators of the whole step, all ranks together.
 
     rows: their places in the batch of all rollouts.
-    ptx: this rank's demonstrations, ids and where the part to be learned starts; empty where rl.ptx.coef is 0.
+    ptx: this rank's demonstrations; empty where rl.ptx.coef is 0.
     """
 
     batch: TrainBatch
     rows: list[int]
     num_loss_tokens: int
     num_sequences: int
-    ptx: list[tuple[list[int], int]]
+    ptx: list[Demonstration]
     num_ptx_tokens: int
 
 
@@ -52,7 +53,7 @@ def plan_update(batch: TrainBatch, demonstrations: DemonstrationStream, rl: RlCo
         mask = batch.response_mask[[row for share in shares for row in share]]
         tokens, sequences = int(mask.sum()), int(mask.any(1).sum())
         ptx = demonstrations.batch(step * steps + k)
-        ptx_tokens = sum(len(ids) - start for ids, start in ptx)
+        ptx_tokens = sum(d.num_trained for d in ptx)
         for rank, share in enumerate(shares):
             plans[rank].append(Minibatch(batch.select(share), share, tokens, sequences, ptx[rank::ranks], ptx_tokens))
     return plans

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from rlhf_core.config import ScorerConfig
 from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
-from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.scorers.members import combine_members
 from rlhf_core.scorers.reasons import Reasons
-from rlhf_core.scorers.reward_input import RewardModelInput
+from rlhf_core.scorers.reward_input import RewardModelInput, without_stop
 from rlhf_core.scorers.text import ScoreItem, score_item
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_replacements import Replacements
@@ -55,11 +53,13 @@ class Scoring:
         self._job, self._trainers, self._replacements = job, trainers, replacements
         trust = job.model.trust_remote_code
         self._tokenizer = load_tokenizer(job.sft_model, trust_remote_code=trust)
+        self._stops = stop_ids(self._tokenizer, job.sft_model)
         self._inputs = {
             name: RewardModelInput(
                 self._tokenizer,
-                load_tokenizer(folder, trust_remote_code=trust, scores=True),
+                load_tokenizer(folder, trust_remote_code=trust, template_date=job.model.template_date, scores=True),
                 max_length=job.model.max_length,
+                stops=self._stops,
                 report=Reasons(name),
             )
             for name, folder in job.scorer_models.items()
@@ -106,7 +106,8 @@ class Scoring:
         return self._trainers.submit("score", [(name, [inputs[i] for i in shard]) for shard in shards])
 
     def _items(self, rollouts: Sequence[Rollout]) -> list[ScoreItem]:
-        texts = self._tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
+        said = [without_stop(r.response_ids, self._stops, finished=r.finished) for r in rollouts]
+        texts = self._tokenizer.batch_decode(said, skip_special_tokens=True)
         return [
             score_item(r.prompt, text, finished=r.finished, response_length=len(r.response_ids))
             for r, text in zip(rollouts, texts, strict=True)
@@ -129,7 +130,6 @@ class Scoring:
 
     def _start_text_scorers(self) -> ActorGroup:
         job = self._job
-        sources = json.loads((Path(job.prepared) / "sources.json").read_text())
         group = ActorGroup(
             "scorer",
             "rlhf_core.scorers.text:TextScorers",
@@ -138,7 +138,7 @@ class Scoring:
             gpus=0,
             threads=1,
             start_deadline=job.rl.deadlines.start,
-            kwargs={"configs": self._text_configs, "source_judges": {name: s["judge"] for name, s in sources.items() if s["judge"]}},
+            kwargs={"configs": self._text_configs, "source_judges": job.source_judges},
         )
         group.wait_ready()
         return group

@@ -20,8 +20,9 @@ from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
 from rlhf_core.models.branches import Branches, collate_branches, continue_prefix
 from rlhf_core.models.side_by_side import side_by_side
-from rlhf_core.models.wrappers import PolicyOutput, TokenBatch, collate_tokens
+from rlhf_core.models.wrappers import PolicyOutput, TokenBatch
 from rlhf_core.trainers.critic import ValueUnits
+from rlhf_core.trainers.demonstrations import collate_demonstrations
 from rlhf_core.trainers.rl_minibatch import Minibatch, Totals, gather
 from rlhf_core.types import TrainBatch
 
@@ -255,8 +256,8 @@ class RlUpdate:
         Source: Ouyang et al. 2022 (InstructGPT), https://arxiv.org/abs/2203.02155, equation 2.
         """
         examples = minibatch.ptx
-        for rows in equal_count(microbatches([len(ids) for ids, _ in examples], max_tokens=self.rl.trainer.microbatch_tokens)):
-            batch = collate_tokens([examples[i][0] for i in rows], [examples[i][1] for i in rows], pad_id=self.pad_id)
+        for rows in equal_count(microbatches([len(e.ids) for e in examples], max_tokens=self.rl.trainer.microbatch_tokens)):
+            batch = collate_demonstrations([examples[i] for i in rows], pad_id=self.pad_id)
             loss = -self.policy(batch.to(self.device)).logprobs.float().sum() / max(minibatch.num_ptx_tokens, 1)
             self.policy.backward(self.rl.ptx.coef * loss)
             losses["ptx_loss"] += float(loss.detach())

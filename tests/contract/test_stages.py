@@ -146,3 +146,8 @@ def test_the_pipeline_of_rounds_is_the_flows_and_starts_empty():
 def test_the_table_knows_the_stages():
     assert set(KEY_FIGURES) | {"report"} == set(STAGES)
     assert str(REPORT) in STAGES["report"]["outs"]
+
+
+def test_a_changed_template_in_rewards_is_read_anew():
+    """docs/own_samples.md: a file elsewhere needs --force."""
+    assert all("rewards" in CHAINS[method][stage]["deps"] for method, stage in ALL if stage == "prepare_data")

@@ -146,6 +146,13 @@ def test_a_broken_line_stops_the_stage_with_one_plain_line(tmp_path):
     assert not (folder / "data/prepared").exists()
 
 
+def test_a_judge_that_is_not_there_stops_the_stage_before_any_data_is_read(tmp_path):
+    source = {"name": "mine", "kind": "file", "path": "absent.jsonl", "format": "text", "uses": ["pretrain"], "weight": 1.0}
+    done = prepare(workspace(tmp_path / "w", {"data.sources": [source | {"judge": "rewards/stories.py:kynd"}]}))
+    assert done.returncode == 1
+    assert done.stderr.startswith("prepare_data: source mine: rule rewards/stories.py:kynd: expected a function kynd there, got None")
+
+
 def test_the_stage_does_not_import_torch(prepared):
     code = "import sys; from tasks.prepare_data import main; main(); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=prepared, capture_output=True, text=True, timeout=120, check=False)

@@ -104,6 +104,15 @@ def job(workspace: Path, given: Params) -> RlJob:
     return describe(SimpleNamespace(params=given, **frame), workspace / "out")
 
 
+def test_the_job_gets_judges_whose_files_are_absolute_and_where_sft_trains(workspace):
+    judges = {"rule": "rewards/stories.py:kind", "package": "package.module:kind", "clerk": "clerk", "none": None}
+    sources = {name: {"kind": "file", "judge": judge} for name, judge in judges.items()}
+    (workspace / "data/prepared/sources.json").write_text(json.dumps(sources))
+    made = job(workspace, params(sft__train_on_thoughts=False, sft__train_on="all_turns"))
+    assert made.source_judges == {"rule": f"{workspace}/rewards/stories.py:kind", "package": "package.module:kind", "clerk": "clerk"}
+    assert (made.train_on, made.train_on_thoughts) == ("all_turns", False)
+
+
 def test_the_job_gets_absolute_folders_of_the_models_it_uses(workspace):
     own = job(workspace, params())
     assert own.reward_model == str(workspace / "models/reward") and own.scorer_models == {"reward_model": own.reward_model}

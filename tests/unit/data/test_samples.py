@@ -32,10 +32,10 @@ class KnownWriter:
     def __init__(self, extensions: list[list[str]], responses: list[Written]):
         self._extensions, self._responses = extensions, responses
 
-    def extend(self, openings: list[str], config: SamplesConfig, *, draw: int) -> list[Written]:
+    def extend(self, openings: list[str], config: SamplesConfig, *, source: str, draw: int) -> list[Written]:
         return [Written(f"{opening}{more}", ended=False) for opening, more in zip(openings, self._extensions[draw], strict=True)]
 
-    def respond(self, prompts: list[str], config: SamplesConfig, *, draw: int) -> list[list[Written]]:
+    def respond(self, prompts: list[str], config: SamplesConfig, *, source: str, draw: int) -> list[list[Written]]:
         return [self._responses for _ in prompts]
 
 
@@ -115,7 +115,7 @@ def test_a_model_that_writes_no_sentences_is_refused(tmp_path):
 
 
 class NeverAsked(KnownWriter):
-    def extend(self, openings, config, *, draw):
+    def extend(self, openings, config, *, source, draw):
         raise AssertionError("a rule that can't be used was not refused before the model wrote anything")
 
 

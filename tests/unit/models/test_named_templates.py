@@ -26,8 +26,10 @@ def test_the_continuation_template_is_the_prompt_the_response_and_the_end(folder
 
 def test_the_continuation_template_begins_with_a_token_where_there_is_one(folder):
     tokenizer = load_tokenizer(str(folder), trust_remote_code=False, chat_template=named_template("continuation"))
+    without = encode_prompt(tokenizer, [{"role": "user", "content": "Sort 41."}])
     tokenizer.bos_token = "<|user|>"
     ids = encode_prompt(tokenizer, [{"role": "user", "content": "Sort 41."}])
+    assert ids[1:] == without
     assert ids == [tokenizer.bos_token_id, *tokenizer("Sort 41.", add_special_tokens=False)["input_ids"]]
 
 

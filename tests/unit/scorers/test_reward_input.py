@@ -41,10 +41,11 @@ def shown(
     *,
     finished: bool = True,
     messages=QUESTION,
+    stops: tuple[int, ...] = (),
     report: Reasons | None = None,
 ) -> list[int] | None:
     prompt = Prompt("p", "mine", messages, encode_prompt(policy, messages), None)
-    (ids,) = RewardModelInput(policy, reward, max_length=200, report=report).sequences([(prompt, response_ids, finished)])
+    (ids,) = RewardModelInput(policy, reward, max_length=200, stops=stops, report=report).sequences([(prompt, response_ids, finished)])
     return ids
 
 
@@ -102,6 +103,27 @@ def test_a_response_that_another_end_token_ended_is_shown_with_the_templates():
 
 
 @pytest.mark.parametrize("same", [True, False])
+def test_an_end_token_that_is_not_special_is_no_part_of_a_finished_response(same: bool):
+    """Such as generation_config.json may name."""
+    policy, reward = templated("chatml"), templated("chatml" if same else "trimmed")
+    end = policy.convert_tokens_to_ids("</tool_call>")
+    sampled = [*ids_of(policy, ANSWER), end]
+    assert shown(policy, reward, sampled, stops=(end,)) == encode_scored(reward, QUESTION, ANSWER)
+    assert "</tool_call>" in reward.decode(shown(policy, reward, sampled))
+
+
+def test_texts_are_scored_without_an_end_token_that_is_not_special(tmp_path: Path):
+    tokenizer = templated("chatml")
+    end = tokenizer.convert_tokens_to_ids("</tool_call>")
+    config = ScorerConfig(name="is", kind="regex", weight=1.0, normalization="none", pattern="call")
+    prompt = Prompt("p", "mine", QUESTION, encode_prompt(tokenizer, QUESTION), None)
+    samples = [[Sample([*ids_of(tokenizer, ANSWER), end], [], finished) for finished in (True, False)]]
+    scorer = ResponseScorer([config], reward_model=tmp_path, source_judges={}, model=tiny_params().model)
+    ((ended, cut),) = scorer([prompt], samples, tokenizer, stops=(end,))
+    assert ended.text == ANSWER and cut.text == ANSWER + "</tool_call>"
+
+
+@pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("response", [" Certainly: 1247.", "Certainly: 1247.\n", "\n 1247 \n\n"])
 def test_a_template_that_trims_is_no_end_of_the_run_for_a_response_with_white_space_at_an_edge(same: bool, response: str):
     reward = templated("trimmed")
@@ -149,10 +171,11 @@ def own_score(folder: Path, response: str) -> float:
     return float(own_scores_alone(model, [ids_of(tokenizer, rendered(tokenizer, response))])[0, 0])
 
 
-def by_response_scorer(folder: Path, response: str) -> float:
+def by_response_scorer(folder: Path, response: str, **changes: str) -> float:
     tokenizer = tiny_tokenizer()
     config = ScorerConfig(name="ready", kind="reward_model", weight=1.0, normalization="none", path=str(folder))
-    scorer = ResponseScorer([config], reward_model=folder, source_judges={}, model=tiny_params().model)
+    model = tiny_params(**{key.replace("__", "."): value for key, value in changes.items()}).model
+    scorer = ResponseScorer([config], reward_model=folder, source_judges={}, model=model)
     prompt = Prompt("p", "mine", QUESTION, encode_prompt(tokenizer, QUESTION), None)
     sample = Sample([*ids_of(tokenizer, response), tokenizer.eos_token_id], [], True)
     return scorer([prompt], [[sample]], tokenizer)[0][0].components["ready"]
@@ -230,6 +253,21 @@ def test_a_reward_model_without_a_template_is_refused_in_words(tmp_path: Path):
     folder = save_classifier(tmp_path / "bert", "bert", bert_tokenizer(tmp_path, None), pad_token_id=0)
     with pytest.raises(ValueError, match=r"expected a reward model's own chat template, .* got none; add a chat_template.jinja"):
         by_gate(folder, ANSWER)
+
+
+def test_a_reward_models_template_writes_the_day_of_the_model_section(tmp_path: Path):
+    tokenizer = templated("chatml")
+    tokenizer.chat_template = "{{ strftime_now('%Y-%m-%d') }}" + tokenizer.chat_template
+    folder = save_classifier(tmp_path / "dated", "qwen2", tokenizer, vocab_size=400, max_position_embeddings=MAX_LENGTH)
+    day = "2019-01-02"
+    how = {"max_length": MAX_LENGTH, "trust_remote_code": False, "template_date": day}
+    gate = LoadedModel.load(folder, **how)
+    assert gate.tokenizer.decode(gate.encode(QUESTION, ANSWER)).startswith(day)
+    expected = gate.score_texts([(QUESTION, ANSWER)])[0]
+    found = reward_scores(folder, [RatedResponse(QUESTION, ANSWER, 0, 0)], **how, stop_requested=lambda: False)
+    assert found == pytest.approx([expected], abs=1e-5)
+    assert by_response_scorer(folder, ANSWER, model__template_date=day) == pytest.approx(expected, abs=1e-5)
+    assert by_response_scorer(folder, ANSWER) != pytest.approx(expected, abs=1e-5)
 
 
 def test_scores_of_a_classifier_with_labels_are_those_of_the_chosen_one(tmp_path: Path):

@@ -181,11 +181,19 @@ def test_demonstrations_are_prompt_answer_and_end_and_follow_from_the_number_of_
     batch = stream.batch(5)
     assert batch == demonstrations(tmp_path, sft_folder, ["Certainly: 1247.", "1247", "Sorry.", "x" * 500]).batch(5)
     passes = [stream.batch(number) for number in range(3)]  # three of the four fit: two passes
-    assert Counter(tuple(ids) for b in passes for ids, _ in b).most_common()[-1][1] == 2
+    assert Counter(tuple(ids) for b in passes for ids in (d.ids for d in b)).most_common()[-1][1] == 2
     prompt = encode_prompt(tokenizer, [{"role": "user", "content": "Please sort 4172."}])
-    for ids, start in batch:
-        assert ids[:start] == prompt and ids[-1] == tokenizer.eos_token_id
-    assert {tokenizer.decode(ids[start:-1]) for ids, start in passes[0] + passes[1]} == {"Certainly: 1247.", "1247", "Sorry."}
+    for d in batch:
+        assert d.ids[: d.start] == prompt and d.ids[-1] == tokenizer.eos_token_id
+    assert {tokenizer.decode(d.ids[d.start : -1]) for d in passes[0] + passes[1]} == {"Certainly: 1247.", "1247", "Sorry."}
+
+
+def test_demonstrations_are_trained_on_where_sft_trains_on_them(tmp_path: Path, sft_folder: Path, tokenizer):
+    answers = ["<think>\n4 last\n</think>\n\n1247."]
+    (whole,) = demonstrations(tmp_path, sft_folder, answers, **{"rl.ptx.batch_size": 1}).batch(0)
+    (d,) = demonstrations(tmp_path, sft_folder, answers, **{"rl.ptx.batch_size": 1, "sft.train_on_thoughts": False}).batch(0)
+    ((first, end),) = d.skipped
+    assert whole.skipped == () and tokenizer.decode(d.ids[end:-1]).strip() == "1247." and first == d.start
 
 
 def test_no_demonstrations_where_none_are_asked_for_and_an_error_where_none_fits(tmp_path: Path, sft_folder: Path):
