@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_core.config import shown
 from rlhf_core.models.build import find_scalar_head, trunk
+from rlhf_core.models.rotary import longest_alike
 
 LENGTHS = (5, 9)  # tokens of the sequences that it is tried on
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative to the largest score, which is of random weights
@@ -32,7 +33,7 @@ class Reading:
     together: else, the model's own forward scores a padded sequence as it does the same alone.
     labels: how many scores it gives a sequence.
     skipped: the id that it takes for padding, also where it ends a sequence: the score is that of the last other token.
-    longest: tokens of the longest sequence that it has positions for; None: no limit.
+    longest: tokens of the longest sequence that it has positions for, all with the same frequencies; None: no limit.
     """
 
     of_tokens: bool
@@ -167,8 +168,12 @@ def _padding(model: PreTrainedModel) -> int | None:
 
 
 def _longest(model: PreTrainedModel) -> int | None:
-    """Some number positions from behind that of padding, which takes the first ones of a table of embeddings."""
+    """Some number positions from behind that of padding, which takes the first ones of a table of embeddings. Where frequencies change
+    with the length, a batch can't hold sequences on both sides of the border: those beyond it are left out.
+    """
     config = model.config.get_text_config()
+    if (border := longest_alike(config)) is not None:
+        return border
     positions = getattr(config, "max_position_embeddings", None)
     if (
         not isinstance(positions, int)
