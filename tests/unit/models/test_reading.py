@@ -163,3 +163,16 @@ def test_an_architecture_whose_score_takes_more_than_a_linear_layer_cannot_becom
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"got ModernBertDecoderForSequenceClassification with .*head.dense.weight.*; set reward.enabled"):
         new_scalar_model(tmp_path, tokenizer, trust_remote_code=False)
+
+
+def test_a_model_whose_forward_asserts_is_refused_by_name():
+    model = tiny_classifier("bert")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("no such input")
+
+    model.bert.register_forward_pre_hook(refuse)
+    with pytest.raises(
+        ValueError, match=r"expected scores of BertForSequenceClassification, got AssertionError: no such input; use another"
+    ):
+        ScalarModule(model)
