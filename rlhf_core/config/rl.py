@@ -203,6 +203,11 @@ class RlConfig(Section):
                 f"{key} with normalization running of {running}, got reward_model; how its scores relate to the rewards isn't known "
                 "before the first step, and moves"
             )
+        if ensembles := [s.name for s in own if s.members > 1]:
+            raise ValueError(
+                f"{key} with several members of {ensembles}, got reward_model; a critic is one model, and the rewards are in the units of "
+                "all members' scores together; reward_model_trunk starts from the first one's layers"
+            )
         return self
 
     def _can_draw_ahead(self) -> None:

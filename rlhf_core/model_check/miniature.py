@@ -60,7 +60,7 @@ def smaller(config: PretrainedConfig, *, kind: type = AutoModelForCausalLM, trus
         ValueError: its library can't build it.
     """
     with refusals(config.name_or_path or config.model_type), torch.device("meta"):
-        kinds = layer_kinds(kind.from_config(config, trust_remote_code=trust_remote_code))
+        kinds = layer_signatures(kind.from_config(config, trust_remote_code=trust_remote_code))
     wanted = max(LAYERS, max(kinds.index(kind) for kind in set(kinds)) + 1)
     tree = config.to_dict()
     text = config.get_text_config()
@@ -70,7 +70,7 @@ def smaller(config: PretrainedConfig, *, kind: type = AutoModelForCausalLM, trus
         return type(config).from_dict(tree)
 
 
-def layer_kinds(model: PreTrainedModel) -> list[tuple]:
+def layer_signatures(model: PreTrainedModel) -> list[tuple]:
     """Of each layer what sets it apart from layers of another kind: its modules and how it attends."""
     count = model.config.get_text_config().num_hidden_layers
     stack = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)

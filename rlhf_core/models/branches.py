@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_core.models.build import trunk
 from rlhf_core.models.masks import longest_reach
-from rlhf_core.models.trial import TAKES_MASKS, TRIAL_ERRORS, on_trial
+from rlhf_core.models.trying import TAKES_MASKS, TRIAL_ERRORS, on_trial
 from rlhf_core.models.wrappers import TokenBatch
 
 SHARING_PAYS = 0.75  # a shared row that is longer than this part of its sequences' sum costs more attention than it saves

@@ -11,11 +11,10 @@ from torch.nn import functional as F
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from rlhf_core.models.build import trunk
-from rlhf_core.models.logits import agree
 from rlhf_core.models.packed import can_pack, interleaved
 from rlhf_core.models.packed_layers import normalize
 from rlhf_core.models.rotary import check_length
-from rlhf_core.models.trial import TRIAL_ERRORS, on_trial
+from rlhf_core.models.trying import TRIAL_ERRORS, agree, on_trial
 
 POSITIONS = 32  # of keys and values that are multiplied at once, so that the products stay in the processor's cache
 

@@ -17,13 +17,11 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rlhf_core.models.trial import TRIAL_ERRORS, on_trial
+from rlhf_core.models.trying import TRIAL_ERRORS, agree, on_trial
 
 log = logging.getLogger(__name__)
 
 PROBE = 8  # tokens
-TOLERANCE = 1e-4  # of the largest logit in float32, whose rounding is a tenth of it or less
-HALF_TOLERANCE = 3e-2  # in bfloat16 and float16
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")  # or divisors
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
@@ -110,9 +108,3 @@ def _rules(config: PretrainedConfig) -> Iterator[LogitRule]:
     caps = [float(cap) for name in CAPS if (cap := getattr(config, name, None))]
     for scale, cap in itertools.product([*dict.fromkeys([*scales, 1.0])], [*caps, None]):
         yield LogitRule(scale, cap)
-
-
-def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether logits are the same up to rounding."""
-    tolerance = TOLERANCE if theirs.dtype in (torch.float32, torch.float64) else HALF_TOLERANCE
-    return ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())

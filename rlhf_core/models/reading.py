@@ -6,9 +6,8 @@ whatever their forward does; then the score is the model's own forward's, of a w
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +16,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_core.config import shown
 from rlhf_core.models.build import find_scalar_head, trunk
+from rlhf_core.models.rotary import longest_alike
+from rlhf_core.models.trying import TRIAL_ERRORS, agree, on_trial
 
 LENGTHS = (5, 9)  # tokens of the sequences that it is tried on
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative to the largest score, which is of random weights
-ROUNDED = 2e-2  # in lower precision
-_CANT = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)  # what models raise at inputs that they aren't made for
+TOLERANCE = 1e-3  # in float32, relative to the largest score, which is of random weights and may be small
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Reading:
     together: else, the model's own forward scores a padded sequence as it does the same alone.
     labels: how many scores it gives a sequence.
     skipped: the id that it takes for padding, also where it ends a sequence: the score is that of the last other token.
-    longest: tokens of the longest sequence that it has positions for; None: no limit.
+    longest: tokens of the longest sequence that it has positions for, all with the same frequencies; None: no limit.
     """
 
     of_tokens: bool
@@ -43,7 +42,7 @@ class Reading:
 
     def last(self, ids: list[int]) -> int:
         """The position whose score is the sequence's, where tokens have scores."""
-        return next((i for i in reversed(range(len(ids))) if ids[i] != self.skipped), 0)
+        return _last_other(ids, self.skipped)
 
 
 @torch.no_grad()
@@ -60,7 +59,7 @@ def find_reading(model: PreTrainedModel) -> Reading:
         )
     skipped, weights = _padding(model), _random_head(model)
     sequences = _sequences(model, skipped)
-    with _steady(model):
+    with on_trial(model):
         alone = _alone(model, weights, sequences)
         of_tokens = bool(weights) and _agrees(alone, lambda: _by_token(model, weights, sequences, skipped))
         together = of_tokens or _agrees(alone, lambda: functional_call(model, weights, (), _inputs(model, sequences)).logits)
@@ -113,8 +112,8 @@ def _inputs(model: PreTrainedModel, sequences: list[list[int]]) -> dict[str, tor
 def _alone(model: PreTrainedModel, weights: dict[str, torch.Tensor], sequences: list[list[int]]) -> torch.Tensor:
     """[len(sequences), labels], by the model's own forward of each."""
     try:
-        found = [functional_call(model, weights, (), _inputs(model, [ids])).logits.float() for ids in sequences]
-    except _CANT as error:
+        found = [functional_call(model, weights, (), _inputs(model, [ids])).logits for ids in sequences]
+    except TRIAL_ERRORS as error:
         got = f"{type(error).__name__}: {shown(str(error))}"
         raise ValueError(f"reward model: expected scores of {type(model).__name__}, got {got}; use another model") from error
     if wrong := [tuple(logits.shape) for logits in found if logits.ndim > 2 or logits.shape[0] != 1]:
@@ -129,19 +128,23 @@ def _by_token(model: PreTrainedModel, weights: dict[str, torch.Tensor], sequence
     """What the linear layer says at the last tokens [N, labels], padding unmasked behind them."""
     width = max(map(len, sequences))
     ids = torch.tensor([[*s, *[0] * (width - len(s))] for s in sequences], device=model.device)
-    last = [Reading(True, True, 1, skipped, None).last(s) for s in sequences]
+    last = [_last_other(s, skipped) for s in sequences]
     hidden = trunk(model)(input_ids=ids, use_cache=False).last_hidden_state[range(len(sequences)), last]
     return functional_call(find_scalar_head(model), {name.rpartition(".")[2]: w for name, w in weights.items()}, hidden)
 
 
 def _agrees(alone: torch.Tensor, other: Callable[[], torch.Tensor]) -> bool:
+    """Whether another way gives the scores of sequences alone, if the model can go it."""
     try:
         found = other()
-    except _CANT:
+    except TRIAL_ERRORS:
         return False
-    tolerance = TOLERANCE.get(found.dtype, ROUNDED)
-    found = found.float().reshape(len(alone), -1)
-    return found.shape == alone.shape and bool((found - alone).abs().max() <= tolerance * alone.abs().max())
+    return agree(found.reshape(len(alone), -1), alone, tolerance=TOLERANCE)
+
+
+def _last_other(ids: list[int], skipped: int | None) -> int:
+    """The position of the last token that isn't skipped; 0 where all are."""
+    return next((i for i in reversed(range(len(ids))) if ids[i] != skipped), 0)
 
 
 def _random_head(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -167,8 +170,12 @@ def _padding(model: PreTrainedModel) -> int | None:
 
 
 def _longest(model: PreTrainedModel) -> int | None:
-    """Some number positions from behind that of padding, which takes the first ones of a table of embeddings."""
+    """Some number positions from behind that of padding, which takes the first ones of a table of embeddings. Where frequencies change
+    with the length, a batch can't hold sequences on both sides of the border: those beyond it are left out.
+    """
     config = model.config.get_text_config()
+    if (border := longest_alike(config)) is not None:
+        return border
     positions = getattr(config, "max_position_embeddings", None)
     if (
         not isinstance(positions, int)
@@ -179,19 +186,3 @@ def _longest(model: PreTrainedModel) -> int | None:
     tables = (part for name, part in model.named_modules() if name.endswith("position_embeddings"))
     padding = [table.padding_idx for table in tables if getattr(table, "padding_idx", None) is not None]
     return positions - max(padding) - 1 if padding else positions
-
-
-@contextlib.contextmanager
-def _steady(model: PreTrainedModel) -> Iterator[None]:
-    """No dropout, and an attention that runs in any precision on any device."""
-    modes, attention = {part: part.training for part in model.modules()}, model.config._attn_implementation
-    model.eval()
-    if attention is not None and attention.startswith("flash"):
-        model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
-        if model.config._attn_implementation != attention:
-            model.set_attn_implementation(attention)

@@ -56,6 +56,12 @@ def changes_with_length(config: PretrainedConfig) -> bool:
     return any(_switching(config.get_text_config()))
 
 
+def longest_alike(config: PretrainedConfig) -> int | None:
+    """Tokens of the longest sequence that has the frequencies of shorter ones; None: all have."""
+    text = config.get_text_config()
+    return min((_border(text, rope) for rope in _switching(text)), default=None)
+
+
 def check_length(config: PretrainedConfig, length: int) -> None:
     """Do sequences of so many tokens have the frequencies of shorter ones?
 

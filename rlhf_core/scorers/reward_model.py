@@ -53,7 +53,10 @@ def _is_too_long(module: ScalarModule, ids: list[int]) -> bool:
 
 @cache
 def _say_too_long(architecture: str, longest: int) -> None:
-    log.warning("reward model: a sequence of more than %d tokens has no score: this %s has no more positions", longest, architecture)
+    log.warning(
+        "reward model: a sequence of more than %d tokens has no score: this %s has no more positions, or other frequencies for it",
+        *(longest, architecture),
+    )
 
 
 def load_members(

@@ -14,15 +14,16 @@ from itertools import islice
 from typing import Any, SupportsFloat
 
 from rlhf_core.config import ScorerConfig, shown
+from rlhf_core.data.functions import load_function
 from rlhf_core.data.judge import judgement
 from rlhf_core.data.schema import Message
 from rlhf_core.scorers.answers import same_number, same_text
-from rlhf_core.scorers.functions import load_function
 from rlhf_core.scorers.math_answers import MathComparer
 from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.types import Prompt
 
 log = logging.getLogger("rlhf")
+FUNCTION_ARGUMENTS = ("prompts", "responses", "labels", "metadata")  # of a user's own scorer
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class TextScorers:
 def _scorer(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreAll:
     report = Reasons(config.name)
     if config.kind == "function":
-        return _by_function(load_function(config.path), report)
+        return _by_function(load_function(config.path, FUNCTION_ARGUMENTS, what="scorer function"), report)
     return _each(SCORERS[config.kind](config, source_judges), report)
 
 

@@ -18,22 +18,16 @@ from rlhf_core.data.batching import even_microbatches
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device, equal_count, join_world
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.engines.weights import PackedTensor, pack
-from rlhf_core.models.branches import can_share_prefixes, collate_branches, continue_prefix
-from rlhf_core.models.build import (
-    checkpoint_names,
-    frozen,
-    load_language_model,
-    save_model,
-    trunk,
-)
+from rlhf_core.models.branches import collate_branches, continue_prefix
+from rlhf_core.models.build import checkpoint_names, frozen, load_language_model, save_model
 from rlhf_core.models.lora import add_adapters, without_adapters
-from rlhf_core.models.packed import can_pack
-from rlhf_core.models.side_by_side import AT_A_TIME, can_run_side_by_side, side_by_side
+from rlhf_core.models.side_by_side import AT_A_TIME, side_by_side
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, PolicyOutput, ScalarModule, TokenBatch, collate_tokens
 from rlhf_core.quiet import collect_as_usual
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.trainers.critic import ValueUnits, initial_critic
+from rlhf_core.trainers.fast_paths import balanced_experts, can_keep, can_run_at_once, can_share_prompts
 from rlhf_core.trainers.rl_job import RlJob
 from rlhf_core.trainers.rl_minibatch import Minibatch
 from rlhf_core.trainers.rl_update import Kept, RlUpdate, before, policy_arguments
@@ -66,8 +60,8 @@ class TrainerRank:
         how = {"trust_remote_code": job.model.trust_remote_code, "training_dtype": job.model.dtype}
         self._device = device()
         self._language_model = load_language_model(job.sft_model, **how)
-        self._experts_per_token = self._balanced_experts()
-        self._shares_prompts = self._can_share_prompts()
+        self._experts_per_token = balanced_experts(self._language_model, job.rl.moe_aux_coef)
+        self._shares_prompts = can_share_prompts(job, self._language_model, experts_per_token=self._experts_per_token)
         add_adapters(self._language_model, job.rl.lora, seed=job.seed)
         self._policy = TrainEngine(PolicyModule(self._language_model), self._settings(job.rl.learning_rate))
         self._critic = None
@@ -82,8 +76,9 @@ class TrainerRank:
             if job.rl.starts_rounded:
                 self.refresh_reference()
         self._scorers = self._reward_models(how)
-        self._at_once = self._can_run_at_once()
-        self._keeps = self._can_keep()
+        learning = [engine.module for engine in self._engines.values()]
+        self._at_once = can_run_at_once(job, self._world_size, learning + [self._reference] * (self._reference is not None))
+        self._keeps = can_keep(job, self._world_size, learning)
         self._kept: list[Kept] = []  # for the next update
         self._value_units = ValueUnits()
         seed_generators(job.seed + self._rank)
@@ -96,45 +91,6 @@ class TrainerRank:
             name: load_members(Path(path), count=configs[name].members, label=configs[name].label, **place, **how)
             for name, path in self._job.scorer_models.items()
         }
-
-    def _balanced_experts(self) -> int | None:
-        """Experts per token, where their load is to be balanced.
-
-        Raises:
-            ValueError: the model has no experts, or none with this loss.
-        """
-        coef, config = self._job.rl.moe_aux_coef, self._language_model.config.get_text_config()
-        if not coef:
-            return None
-        if not hasattr(config, "output_router_logits"):
-            raise ValueError(
-                f"rl.moe_aux_coef: expected 0 with a model without experts that are balanced by a loss, got {coef} with "
-                f"{type(self._language_model).__name__}; set it to 0"
-            )
-        return config.num_experts_per_tok
-
-    def _can_share_prompts(self) -> bool:
-        """Whether a group's prompt is computed once: there are groups, the model can do it, and nothing else counts whole sequences."""
-        rl = self._job.rl
-        wanted = rl.group_size > 1 and rl.algorithm != "ppo" and self._experts_per_token is None
-        return wanted and can_share_prefixes(self._language_model, max_length=self._job.model.max_length)
-
-    def _can_run_at_once(self) -> bool:
-        """Whether the models can be asked and trained at once."""
-        modules = [engine.module for engine in self._engines.values()] + [self._reference] * (self._reference is not None)
-        return self._is_alone and can_run_side_by_side(*modules)
-
-    def _can_keep(self) -> bool:
-        """Whether the update can go on from passes that were made for `forward`. Not where the sampler's distribution is computed too:
-        it takes the logits of all tokens, sorted.
-        """
-        packed = all(can_pack(trunk(engine.module.model)) for engine in self._engines.values())
-        return self._is_alone and packed and self._job.rl.rollout.samples_any_token
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether nothing waits for another rank. With others, and with ZeRO, the order of collectives counts."""
-        return self._world_size == 1 and self._job.rl.trainer.zero_stage == 0
 
     def _settings(self, learning_rate: float) -> EngineSettings:
         rl, model = self._job.rl, self._job.model

@@ -113,8 +113,7 @@ class RolloutEngines:
         return self._generate(prompts, [0] * len(prompts), self._sampling.greedy, group_size=1)
 
     def _generate(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings, *, group_size: int) -> list[Rollout]:
-        request = self._ask(prompts, seeds, sampling, group_size=group_size)
-        return self._answer(request)
+        return self._answer(self._ask(prompts, seeds, sampling, group_size=group_size))
 
     def _ask(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings, *, group_size: int) -> Request:
         shards = _shards(len(prompts), len(self._engines))

@@ -132,11 +132,15 @@ def are_informative(groups: list[Group], rl: RlConfig, normalizer: RewardNormali
 
 def greedy_baseline(workers: Workers, prompts: Sequence[Prompt], rl: RlConfig) -> Baseline:
     """Of the current policy's greedy responses: scores, and where the KL is in the reward what policy and reference say of them."""
-    scored = workers.score(workers.rollouts.generate_greedy(prompts))
+    scored = _scored_greedily(workers, prompts)
     outputs = workers.forward(workers.ask([s.rollout for s in scored], share=1.0)) if rl.kl.in_reward else {}
     return baseline_of(scored, outputs, copies=rl.group_size)
 
 
 def greedy_components(workers: Workers, prompts: Sequence[Prompt]) -> Components:
     """Scores of the current policy's greedy responses."""
-    return components_of(workers.score(workers.rollouts.generate_greedy(prompts)))
+    return components_of(_scored_greedily(workers, prompts))
+
+
+def _scored_greedily(workers: Workers, prompts: Sequence[Prompt]) -> list[ScoredRollout]:
+    return workers.score(workers.rollouts.generate_greedy(prompts))

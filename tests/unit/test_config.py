@@ -203,6 +203,10 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             {"rl.ppo.critic_init": "reward_model", "rl.reward.scorers.0.normalization": "running"},
             "rl.ppo.critic_init: expected reward_model_trunk or sft with normalization running of ['reward_model'], got reward_model",
         ),
+        (
+            {"rl.ppo.critic_init": "reward_model", "rl.reward.scorers.0.members": 2, "rl.reward.scorers.0.std_coef": 0.5},
+            "rl.ppo.critic_init: expected reward_model_trunk or sft with several members of ['reward_model'], got reward_model",
+        ),
         ({"rl.trainer.ranks": 3}, "rl.minibatch_size: expected a multiple of trainer.ranks=3, got 256"),
         (
             {"rl.trainer.ranks": 2, "rl.ptx.coef": 0.1, "rl.ptx.batch_size": 31},

@@ -79,6 +79,23 @@ def test_a_sequence_longer_than_the_models_positions_is_unscored_and_not_a_crash
     assert [f"more than {longest} tokens" in r.message for r in caplog.records if "has no score" in r.message] in ([True], [])
 
 
+@pytest.mark.parametrize("kind", ["llama", "modernbert-decoder"])
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_a_sequence_whose_frequencies_would_be_others_is_unscored_and_not_a_crash(kind: str, name: str):
+    """Read at a token (Llama) and as a whole (ModernBERT's decoder, whose layers of either type have frequencies of their own)."""
+    border = POSITIONS if name == "dynamic" else POSITIONS // 2
+    rope = {"rope_type": name, "rope_theta": 10000.0, "factor": 2.0}
+    if name == "longrope":
+        rope |= {"original_max_position_embeddings": border, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    both = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    module = ScalarModule(tiny_classifier(kind, rope_parameters=rope if kind == "llama" else both))
+    assert module.reading.longest == border
+    fitting, longer = (sequences(1, seed=1, shortest=n, longest=n)[0] for n in (border, border + 1))
+    found = scores(module, [longer, fitting, longer])
+    assert found.isnan().tolist() == [True, False, True]
+    torch.testing.assert_close(found[1:2], own_scores_alone(module.model, [fitting])[:, 0], rtol=0, atol=1e-5)
+
+
 def test_several_labels_are_refused_unless_one_is_chosen(tmp_path: Path):
     names = {0: "NEGATIVE", 1: "NEUTRAL", 2: "POSITIVE"}
     for kind in ("llama", "distilbert"):
@@ -146,3 +163,16 @@ def test_an_architecture_whose_score_takes_more_than_a_linear_layer_cannot_becom
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"got ModernBertDecoderForSequenceClassification with .*head.dense.weight.*; set reward.enabled"):
         new_scalar_model(tmp_path, tokenizer, trust_remote_code=False)
+
+
+def test_a_model_whose_forward_asserts_is_refused_by_name():
+    model = tiny_classifier("bert")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("no such input")
+
+    model.bert.register_forward_pre_hook(refuse)
+    with pytest.raises(
+        ValueError, match=r"expected scores of BertForSequenceClassification, got AssertionError: no such input; use another"
+    ):
+        ScalarModule(model)

@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 
 # What a forward of some architecture raises on inputs that it can't take.
 TRIAL_ERRORS = (ValueError, TypeError, RuntimeError, AttributeError, LookupError, AssertionError)
+TOLERANCE = 1e-4  # of the largest number in float32, whose rounding is a tenth of it or less
+HALF_TOLERANCE = 3e-2  # in bfloat16 and float16
 TAKES_MASKS = ("sdpa", "eager")  # implementations of attention that compute with any mask, on any device
 
 
@@ -29,3 +31,13 @@ def on_trial(model: PreTrainedModel) -> Iterator[None]:
         model.config._attn_implementation = own
         for part in training:
             part.training = True
+
+
+def agree(ours: torch.Tensor, theirs: torch.Tensor, *, tolerance: float = TOLERANCE) -> bool:
+    """Whether logits or scores are the same up to rounding.
+
+    Args:
+        tolerance: in float32, relative to the largest.
+    """
+    tolerance = tolerance if theirs.dtype in (torch.float32, torch.float64) else HALF_TOLERANCE
+    return ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
