@@ -35,8 +35,8 @@ def locate_model(path: str) -> str:
         got = "a file" if folder.exists() else "nothing"
         raise ValueError(
             f"model.path: expected a folder with a pretrained model, got {shown(path)} with {got} there "
-            "(relative to the project's folder); put one there, or set model.path to another folder, or to the Hugging Face name of any small "
-            "causal model, which is downloaded with HF_HUB_OFFLINE=0"
+            "(relative to the project's folder); put one there, or set model.path to another folder, or to the Hugging Face name of any "
+            "small causal model, which is downloaded with HF_HUB_OFFLINE=0"
         )
     return path
 
