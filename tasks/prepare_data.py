@@ -19,7 +19,7 @@ from rlhf_core.config import DataConfig, ModelConfig, Params
 from rlhf_core.data.judge import find_judge
 from rlhf_core.data.mixing import Mixed, mix
 from rlhf_core.data.samples import Writer
-from rlhf_core.data.schema import SPLITS, open_rows, read_batches
+from rlhf_core.data.schema import SPLITS, WIDE_MESSAGES, open_rows, read_batches
 from tasks.stage import METRICS, PLOTS, PREPARED, TOKENIZER, Stage, publish, write_json
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def main() -> None:
         mixed = mix(params.data, aside, scratch=sources, seed=params.seed, writer=own_writer(params, tokenizer))
         shutil.rmtree(sources, ignore_errors=True)
         tokenizer = tokenizer or new_tokenizer(params.model, aside, mixed.uses)
-        if params.model.path is not None:  # the built-in template takes any conversation
+        if params.model.path is not None or any(has_wide_messages(aside, use) for use in mixed.uses):
             mixed = leave_out_unrenderable(aside, mixed, tokenizer, limit=params.data.max_unrenderable_fraction)
         write_json(aside / "sources.json", describe_sources(params.data, mixed))
         tokenizer.save_pretrained(stage.scratch / "tokenizer")
@@ -111,6 +111,12 @@ def new_tokenizer(config: ModelConfig, folder: Path, uses: list[str]) -> PreTrai
     rows = (row for use in uses for part in _rows(folder, use) for row in part)
     texts = (text for row in rows if row["split"] == "train" for text in _texts(row))
     return build_tokenizer(texts, vocab_size=config.architecture.vocab_size)
+
+
+def has_wide_messages(folder: Path, use: str) -> bool:
+    """Whether messages of a use may have more than role and text, which is all that the built-in template can refuse."""
+    schema = open_rows(folder / f"{use}.parquet").schema_arrow
+    return "messages" in schema.names and schema.field("messages").type.equals(WIDE_MESSAGES)
 
 
 def leave_out_unrenderable(folder: Path, mixed: Mixed, tokenizer: PreTrainedTokenizerBase, *, limit: float) -> Mixed:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OPEN, CLOSE = "<think>", "</think>"
+_FUNCTION = "find_it"
 _QUESTION, _ANSWER = "Which one?", "That one."  # what is rendered to see what the template puts around them
 
 
@@ -62,8 +63,10 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, w
     """The conversation as the template writes it; `waits`: with the generation prompt.
 
     Raises:
-        Unrenderable: the template doesn't take the conversation.
+        Unrenderable: the template doesn't take the conversation, or would leave out its calls of tools.
     """
+    if any("tool_calls" in extras(message) for message in messages) and not _writes_calls(tokenizer, tokenizer.chat_template):
+        raise Unrenderable("calls of tools, which this template leaves out")
     try:
         return tokenizer.apply_chat_template(for_template(tokenizer, messages), tokenize=False, add_generation_prompt=waits)
     except Exception as error:  # of a template, which is a program
@@ -192,6 +195,17 @@ def _copies(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 def _keeps_edges(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     padded = f" \n{_ANSWER} \n"
     return padded in render(tokenizer, [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": padded}], waits=False)
+
+
+@lru_cache(maxsize=8)
+def _writes_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether a call's function is in what the template writes. One that refuses the trial is left to say so of the conversation."""
+    call = {"id": "call00000", "type": "function", "function": {"name": _FUNCTION, "arguments": {}}}
+    messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    try:
+        return _FUNCTION in tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # of a template, which is a program
+        return True
 
 
 @lru_cache(maxsize=8)

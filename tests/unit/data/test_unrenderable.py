@@ -90,6 +90,15 @@ def test_calls_results_and_parts_arrive_in_the_rendering(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("name", "left"), [("chatml", 2), ("thinks", 3)])
+def test_calls_that_a_template_would_leave_out_take_their_row_with_them(tmp_path, name, left):
+    found = mixed(tmp_path, [plain(1), plain(2), WITH_TOOL])
+    found = leave_out_unrenderable(tmp_path / "data", found, templated(name), limit=1.0)
+    assert len(read_rows(tmp_path / "data", "sft")) == left
+    refused = [reason for reasons in found.dropped.values() for reason in reasons if "calls of tools, which this template" in reason]
+    assert bool(refused) == (left == 2)
+
+
 def test_messages_that_are_no_text_are_dropped_with_a_reason(tmp_path):
     picture = {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, {"role": "assistant", "content": "A cat."}]}
     calls = {"messages": WITH_TOOL["messages"][:2]}
