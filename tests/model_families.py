@@ -70,7 +70,11 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         "Granite", tie_word_embeddings=True, logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.5, attention_multiplier=0.2
     ),
     "cohere": lambda: _built("Cohere", logit_scale=0.25),
-    "gpt_neox": lambda: _built("GPTNeoX", rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+    "gpt_neox": lambda: _built(
+        "GPTNeoX",
+        num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
     "gpt2": lambda: _built("GPT2", head="LMHeadModel", n_inner=2 * WIDTH),
     "gpt_oss": lambda: _built(
         "GptOss", head_dim=HEAD, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2, intermediate_size=WIDTH,
