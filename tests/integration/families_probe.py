@@ -1,6 +1,6 @@
 """vLLM engines for models of several families: python families_probe.py <folder>
 
-Prints what it saw as one line of JSON; test_families.py judges it. Each engine has a process of its own, forked after the imports.
+Prints what it saw as one line of JSON; test_family_chains.py judges it. Each engine has a process of its own, forked after the imports.
 """
 
 from __future__ import annotations
