@@ -1,0 +1,46 @@
+"""What a part found: rows of one JSON file, written after every row, so that a part that is stopped leaves what it had."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a part.
+
+    what: in words, with shape, dtype and settings ("SFT, Qwen2.5-1.5B shape, bfloat16, flash-attn"). values: one for each
+    repetition, in `unit`. note: what a reader must know, for example why there is no value.
+    """
+
+    what: str
+    unit: str
+    values: tuple[float, ...]
+    note: str = ""
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.values) if self.values else None
+
+
+class Record:
+    """Args: path: of the JSON file."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._figures: list[Figure] = []
+
+    def add(self, what: str, unit: str, values: Sequence[float], note: str = "") -> None:
+        self._figures.append(Figure(what, unit, tuple(map(float, values)), note))
+        aside = self._path.with_suffix(".part")
+        aside.write_text(json.dumps([asdict(figure) for figure in self._figures], indent=1))
+        aside.replace(self._path)
+        print(f"{what}: {', '.join(f'{v:.4g}' for v in values) or 'none'} {unit} {note}".rstrip(), flush=True)
+
+
+def read(path: Path) -> list[Figure]:
+    return [Figure(**{**row, "values": tuple(row["values"])}) for row in json.loads(path.read_text())]

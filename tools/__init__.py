@@ -1,0 +1,1 @@
+"""Programs that are neither a stage nor a test."""

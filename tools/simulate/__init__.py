@@ -1,0 +1,1 @@
+"""Simulations of the decisions that docs/statistics.md describes: python -m tools.simulate."""
