@@ -1,7 +1,7 @@
 """What the registry says when a run begins, written into its params: no stage asks for what is promoted now.
 
-`gate.incumbent` is the promoted reward model, `gate.rolled_back` those that were taken back. A run keeps the incumbent it began with; what
-was taken back in the meantime it hears of whenever it is started.
+`gate.incumbent` is the promoted reward model, `gate.anchor` the most accurate one that ever was, `gate.rolled_back` those that were taken
+back. A run keeps the incumbent and the anchor that it began with; what was taken back in the meantime it hears of whenever it is started.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flows.worktree import commit, prepare_worktree, worktree_path
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params
 from rlhf_core.rounds import dvc_md5
 
-INCUMBENT, ROLLED_BACK = "gate.incumbent", "gate.rolled_back"
+INCUMBENT, ANCHOR, ROLLED_BACK = "gate.incumbent", "gate.anchor", "gate.rolled_back"
 REWARD_MODEL = Path("models/reward")
 PROMOTED = Path("models/promoted")  # of a workspace: versions from the registry, a folder each
 
@@ -42,13 +42,13 @@ def prepare_run(root: Path, name: str | None, overrides: dict[str, Any]) -> Path
 
 
 def registry_params(root: Path) -> dict[str, Any]:
-    """Both keys as the registry has them now, as overrides of params.yaml."""
+    """The keys as the registry has them now, as overrides of params.yaml."""
     found = read_registry(root, "reward-model")
-    current = found.current
     taken_back = [
         {"version": version, "md5": found.versions[version].md5, "reason": event.reason} for version, event in found.rolled_back.items()
     ]
-    return {INCUMBENT: current and {"version": current.version, "md5": current.md5}, ROLLED_BACK: taken_back}
+    beside = {INCUMBENT: found.current, ANCHOR: found.anchor}
+    return {key: v and {"version": v.version, "md5": v.md5} for key, v in beside.items()} | {ROLLED_BACK: taken_back}
 
 
 def pin_registry(root: Path, workspace: Path, *, chosen: dict[str, Any], fresh: bool) -> bool:
@@ -56,7 +56,7 @@ def pin_registry(root: Path, workspace: Path, *, chosen: dict[str, Any], fresh: 
 
     Args:
         chosen: overrides that somebody gave; those keys are left alone.
-        fresh: the run begins now, and takes the incumbent of now.
+        fresh: the run begins now, and takes the incumbent and the anchor of now.
     Returns:
         Whether anything was written.
     """
@@ -64,7 +64,7 @@ def pin_registry(root: Path, workspace: Path, *, chosen: dict[str, Any], fresh: 
     wanted = {
         key: value
         for key, value in registry_params(root).items()
-        if key not in chosen and gate[key.partition(".")[2]] != value and (fresh or key != INCUMBENT)
+        if key not in chosen and gate[key.partition(".")[2]] != value and (fresh or key == ROLLED_BACK)
     }
     if wanted:
         apply_overrides(workspace / "params.yaml", wanted)

@@ -149,10 +149,10 @@ def share(artifact: str) -> str:
 
 def versions_table(found: Registry) -> str:
     rows = [
-        (v.version, found.state(v.version), v.lineage["run"], v.commit[:SHORT], v.md5[:SHORT], _gate_word(v), v.by, v.at)
+        (v.version, found.state(v.version), v.lineage["run"], v.commit[:SHORT], v.md5[:SHORT], _gate_word(v), _look_number(v), v.by, v.at)
         for v in found.versions.values()
     ]
-    headers = ["version", "state", "run", "commit", "md5", "gate", "registered by", "at"]
+    headers = ["version", "state", "run", "commit", "md5", "gate", "look", "registered by", "at"]
     return (
         tabulate(rows, headers=headers) if rows else f"{found.artifact}: no version registered; a clone needs its tags: `git fetch --tags`"
     )
@@ -173,6 +173,7 @@ def summary(found: Registry, version: Version) -> str:
         "commit": f"{version.commit} ({line['run']})",
         "files": f"{line['path']}: {line['files']} files, {line['size']} bytes, md5 {line['md5']}",
         "gate": _gate_line(version).removeprefix("Gate: "),
+        "look": _look_line(version),
         "data": line["data"],
         "parents": ", ".join(f"{path} {md5}" for path, md5 in line["parents"].items()),
         "reward model": line["reward_model_version"] or "not registered" if line["parents"].get(REWARD_MODEL) else "",
@@ -189,6 +190,21 @@ def summary(found: Registry, version: Version) -> str:
 def _gate_word(version: Version) -> str:
     gate = version.lineage["gate"]
     return "passed" if gate["passed"] else "rejected" if gate["needed"] else "not needed"
+
+
+def _look_number(version: Version) -> int | str:
+    look = _look(version)
+    return look["number"] if look else ""
+
+
+def _look_line(version: Version) -> str:
+    look = _look(version)
+    return f"{look['number']} at its test pairs, judged at a one-sided level of {100 * look['level']:.3g}%" if look else ""
+
+
+def _look(version: Version) -> dict[str, Any] | None:
+    """None: the version's gate counted none."""
+    return (version.lineage["gate"] or {}).get("look")
 
 
 def _gate_line(version: Version) -> str:

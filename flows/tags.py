@@ -50,6 +50,11 @@ class Version:
     def md5(self) -> str:
         return self.lineage["md5"]
 
+    @property
+    def gate_accuracy(self) -> float | None:
+        """Held-out accuracy; None: no reward model was judged."""
+        return (self.lineage["gate"] or {}).get("accuracy")
+
 
 @dataclass(frozen=True)
 class Event:
@@ -74,11 +79,18 @@ class _Form(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
+class _Look(_Form):
+    number: int
+    level: float
+
+
 class _Gate(_Form):
     needed: bool
     passed: bool
     message: str
     override: str | None
+    accuracy: float | None = Field(default=None, ge=0, le=1)
+    look: _Look | None = None
 
 
 class _Alignment(_Form):

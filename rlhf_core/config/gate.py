@@ -21,7 +21,7 @@ class ExternalPairsConfig(Section):
 
 
 class IncumbentConfig(Section):
-    """The promoted reward model as the registry has it (docs/registry.md): version and md5 of its folder, as in dvc.lock."""
+    """A reward model that was promoted, as the registry has it (docs/registry.md): version and md5 of its folder, as in dvc.lock."""
 
     version: str
     md5: str = Field(pattern=r"^[0-9a-f]{32}\.dir$")
@@ -46,6 +46,7 @@ class GateConfig(Section):
     max_score_difference: float = Field(gt=0)
     max_format_shift: float | None = Field(gt=0)
     incumbent: IncumbentConfig | None
+    anchor: IncumbentConfig | None
     max_regression: float = Field(ge=0, le=1)
     external: list[ExternalPairsConfig]
     rolled_back: list[RolledBackConfig]
