@@ -32,6 +32,7 @@ if stage == "gate_reward":
     passed = params["gate"]["min_accuracy"] <= 0.9
     message = f"{'passed' if passed else 'rejected'}: accuracy 0.9 against {params['gate']['min_accuracy']}."
     gate = {"needed": True, "passed": passed, "message": message, "override": params["gate"]["override"]}
+    gate |= {"accuracy": 0.9 - params["seed"] / 1000, "look": {"number": params["seed"], "level": 0.025 / params["seed"]}}
     (folder / "gate.json").write_text(json.dumps(gate))
     sys.exit(not passed and params["gate"]["override"] is None)
 elif stage == "train_round":
@@ -69,7 +70,7 @@ stages:
     outs: [models/reward]
   gate_reward:
     cmd: exec python work.py gate_reward
-    params: [gate]
+    params: [seed, gate]
     deps: [work.py, models/reward]
     metrics: [{metrics/gate.json: {cache: false}}]
 """

@@ -110,6 +110,7 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypat
     assert prepare_run(project, None, {}) == project
     gate = load_params(project / "params.yaml").gate
     assert (gate.incumbent.version, gate.incumbent.md5) == ("v1.0.0", found.versions["v1.0.0"].md5)
+    assert gate.anchor == gate.incumbent  # the second one was taken back
     (entry,) = gate.rolled_back
     assert (entry.version, entry.md5, entry.reason) == ("v2.0.0", found.versions["v2.0.0"].md5, "curt answers")
     assert not pin_registry(project, project, chosen={}, fresh=True)  # nothing is new
@@ -130,6 +131,9 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypat
     assert "Override: a demonstration" in kept.stdout
     prepare_run(project, "later", {})
     assert load_params(later / "params.yaml").gate == gate.model_copy(update={"rolled_back": []})  # a run keeps its incumbent
+    prepare_run(project, None, {})
+    gate = load_params(project / "params.yaml").gate
+    assert (gate.incumbent.version, gate.anchor.version) == ("v2.0.0", "v1.0.0")  # 0.898 against 0.899
     told = promote(project, "history").stdout
     assert [line.split()[2] for line in told.splitlines()[2:]] == [
         "promote",
@@ -137,6 +141,13 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypat
         "rollback",
         "promote",
     ] and "a demonstration" in told
+
+
+def test_show_tells_which_look_at_its_pairs_a_version_was(made):
+    table = promote(made, "show").stdout.splitlines()
+    at = table[0].index("look")
+    assert [line[at : at + 4].strip() for line in table[2:4]] == ["1", "2"]
+    assert "look            2 at its test pairs, judged at a one-sided level of 1.25%" in promote(made, "show", "v2.0.0").stdout
 
 
 def test_lineage_is_that_of_the_runs_commit(made):
