@@ -84,11 +84,8 @@ def ledger_path(root: Path) -> Path:
     Raises:
         ConfigError: git refuses to say.
     """
-    environment = {key: value for key, value in os.environ.items() if key not in _GIT_ASIDE} | {"LC_ALL": "C"}
-    command = ["git", "rev-parse", "--path-format=absolute", "--git-common-dir"]
-    try:
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
+    done = _git(root, "rev-parse", "--path-format=absolute", "--git-common-dir")
+    if done is None:
         return root / LEDGER
     if done.returncode == 0:
         return Path(done.stdout.strip()) / LEDGER
@@ -135,12 +132,17 @@ def write_result(split: str, model: str, *, passed: bool, accuracy: float | None
 
 def run_name(root: Path) -> str:
     """The branch that is checked out; without one the folder's name."""
-    command = ["git", "symbolic-ref", "--short", "--quiet", "HEAD"]
-    with contextlib.suppress(FileNotFoundError):
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            return done.stdout.strip()
-    return root.resolve().name
+    done = _git(root, "symbolic-ref", "--short", "--quiet", "HEAD")
+    return root.resolve().name if done is None or done.returncode else done.stdout.strip()
+
+
+def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None:
+    """None: there is no git on this machine."""
+    environment = {key: value for key, value in os.environ.items() if key not in _GIT_ASIDE} | {"LC_ALL": "C"}
+    try:
+        return subprocess.run(["git", *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
 
 
 def _first_results(lines: list[_Line], split: str) -> dict[str, _Line]:
