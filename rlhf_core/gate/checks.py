@@ -210,9 +210,8 @@ def _too_few_beside(other: str, check: Check, margin: float) -> str:
     )
     if not math.isfinite(half):
         return f"{found}; pairs of more than one prompt are needed"
-    return (
-        f"{found} on {check.n} pairs; about {math.ceil(check.n * (half / margin) ** 2):,} pairs are needed, of proportionally more prompts"
-    )
+    needed = f"about {math.ceil(check.n * (half / margin) ** 2):,} pairs are needed, of proportionally more prompts"
+    return f"{found} on {check.n} pairs; {needed}: add preference data or raise data.test_fraction, or gate.max_regression knowingly"
 
 
 def _look(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> str | None:
