@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -353,7 +354,7 @@ def put_into_cache(workspace: Path, folder: Path) -> None:
 
 
 def test_two_models_in_two_worktrees_are_two_looks_and_one_that_is_judged_again_none(workspace, reward_folder, tokenizer):
-    """Killed between the look and gate.json it is still one look; the file is the same as without."""
+    """The second one is killed between its look and gate.json, which counts once."""
     write_own_scores(workspace, reward_folder)
     apply_overrides(workspace / "params.yaml", {"gate.min_pairs": 20})
     git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
@@ -366,7 +367,11 @@ def test_two_models_in_two_worktrees_are_two_looks_and_one_that_is_judged_again_
         (shutil.copytree if source.is_dir() and not source.is_symlink() else os.symlink)(source, other / name)
     (other / "models/reward/note").write_text("another model by its md5")
 
-    (first_run, first), (second_run, second) = run_gate(workspace), run_gate(other)
+    ledger = workspace / ".git" / LEDGER
+    first_run, first = run_gate(workspace)
+    kill_after_look(other, ledger)
+    assert not (other / "metrics").exists()
+    second_run, second = run_gate(other)
     assert first_run.returncode == second_run.returncode == 0, first_run.stderr + second_run.stderr
     assert "look 2 at this split's 30 test pairs: intervals of 97.5%" in second_run.stdout
     assert (first["look"]["number"], first["look"]["level"], first["confidence"], first["look"]["earlier"]) == (1, 0.025, 0.95, [])
@@ -377,15 +382,21 @@ def test_two_models_in_two_worktrees_are_two_looks_and_one_that_is_judged_again_
     }  # fmt: skip
     assert second["low"] < first["low"] and second["accuracy"] == first["accuracy"]
 
-    ledger = workspace / ".git" / LEDGER
-    lines = ledger.read_text().splitlines()
-    assert [json.loads(line)["kind"] for line in lines] == ["look", "result"] * 2
-    written = {folder: (folder / "metrics/gate.json").read_bytes() for folder in (workspace, other)}
-    ledger.write_text("\n".join(lines[:3]) + "\n")  # what a kill before the result leaves
-    for folder, before in written.items():
-        run_gate(folder)
-        assert (folder / "metrics/gate.json").read_bytes() == before
+    written = (workspace / "metrics/gate.json").read_bytes()
+    run_gate(workspace)
+    assert (workspace / "metrics/gate.json").read_bytes() == written
     assert [json.loads(line)["kind"] for line in ledger.read_text().splitlines()] == ["look", "result"] * 2
+
+
+def kill_after_look(folder: Path, ledger: Path) -> None:
+    """Start the stage and SIGKILL it once its look is in the ledger."""
+    before, until = ledger.stat().st_size, time.monotonic() + 120
+    command = [sys.executable, "-m", "tasks.gate_reward"]
+    process = subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    while ledger.stat().st_size == before and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.005)
+    process.kill()
+    assert process.wait(timeout=60) == -9, "the stage ended before its look was seen"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
