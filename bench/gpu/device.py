@@ -30,7 +30,8 @@ def require(*, rehearse: bool) -> None:
         RuntimeError: there is no GPU, and this is no rehearsal.
     """
     if not rehearse and not torch.cuda.is_available():
-        raise RuntimeError("device: expected a CUDA device, got none; run it where there is one, or add --rehearse")
+        where = f"{sys.executable} with torch {torch.__version__}"
+        raise RuntimeError(f"device: expected a CUDA device, got none by {where}; run it where there is one, or add --rehearse")
 
 
 def device_name() -> str:
@@ -76,5 +77,8 @@ def _driver() -> str:
 
 
 if __name__ == "__main__":
-    require(rehearse="--rehearse" in sys.argv)
+    try:
+        require(rehearse="--rehearse" in sys.argv)
+    except RuntimeError as error:
+        sys.exit(str(error))
     print(json.dumps(about()))

@@ -17,6 +17,7 @@ from rlhf_core.planning.plan import CRITIC, POLICY, REFERENCE, REWARD, Group, Pl
 from rlhf_core.quiet import be_quiet
 
 CASE_SECONDS = 200.0
+PASSES = "one pass: activations, logits"  # as the planner calls it
 ON_GPU: Case = {"shape": "0.5B", "prompt": (64, 512), "response": (64, 512), "samples": 64, "microbatch_tokens": 8192, "steps": 3}
 REHEARSED: Case = {"shape": TINY, "prompt": (4, 12), "response": (4, 24), "samples": 8, "microbatch_tokens": 128, "steps": 2}
 
@@ -65,9 +66,12 @@ def part(record: Record, *, models: Path, rehearse: bool) -> list[str]:
 def add_trainer(record: Record, name: str, case: Case, found: dict[str, Any]) -> None:
     planned = planned_parts(case)
     for what, size in found["roles"].items():
-        _, _, kind = what.partition(": ")
+        kind = what.partition(": ")[2]
         plan = planned.get(what, planned.get(kind))
-        record.add(f"{name}: {what}", "GiB", [size / GIB], "" if plan is None else f"the planner says {plan / GIB:.3g}")
+        notes = [] if plan is None else [f"the planner says {plan / GIB:.3g}"]
+        if kind == PASSES and "allocated" not in found["phases"]["load"][0]:
+            notes.append("by how much the process' resident set grew, for want of a GPU's allocator")
+        record.add(f"{name}: {what}", "GiB", [size / GIB], "; ".join(notes))
     for phase, steps in found["phases"].items():
         kind = "allocated" if "allocated" in steps[0] else "resident"
         before, after = (steps[-1][edge] / GIB for edge in ("before", "after"))

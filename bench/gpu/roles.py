@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 
+from bench.gpu.memory import PASSES
 from bench.gpu.shapes import MAX_LENGTH, Lengths, model_folder, prompts
 from bench.gpu.steps import PARAMS, peak_bytes, reset_peak, synchronize
 from rlhf_core.checkpoint import StoreSettings
@@ -197,7 +198,7 @@ class Watch:
 
         def watched_backward(engine: TrainEngine, loss: torch.Tensor) -> None:
             name = names[id(engine)]
-            self._keep(f"{name}: one pass: activations, logits", now() - at_forward[id(engine)])
+            self._keep(f"{name}: {PASSES}", now() - at_forward[id(engine)])
             if not self.stacks:
                 self.stacks = largest_stacks()
             backward(engine, loss)
