@@ -23,7 +23,7 @@ Kind = Literal["language", "reward"]
 TINY = "tiny"
 # Architectures of Qwen2.5 as their config.json has them (https://huggingface.co/Qwen), and one that a CPU steps in no time.
 SHAPES: dict[str, ModelShape] = {
-    TINY: ModelShape(2, 64, 128, 4, 2, 16, 2048, tied=True),
+    TINY: ModelShape(2, 64, 128, 2, 1, 32, 2048, tied=True),
     "0.5B": ModelShape(24, 896, 4864, 14, 2, 64, 151936, tied=True),
     "1.5B": ModelShape(28, 1536, 8960, 12, 2, 128, 151936, tied=True),
     "7B": ModelShape(28, 3584, 18944, 28, 4, 128, 152064),
