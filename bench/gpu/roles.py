@@ -253,7 +253,6 @@ def measure_engine(case: dict[str, Any]) -> dict[str, Any]:
     """bytes: highest while it starts and samples; held: afterwards; weights: of the folder's model; cache: of keys and values, 0 where the
     engine makes it for each batch; tokens: that the cache holds.
     """
-    from rlhf_core.engines.in_process import open_engine
     from rlhf_core.models.build import kv_cache_bytes, read_state_dict
     from rlhf_core.sampling import SamplingSettings, request_seeds
 
@@ -263,17 +262,7 @@ def measure_engine(case: dict[str, Any]) -> dict[str, Any]:
         encode_prompt(tokenizer, row["messages"])
         for row in prompts(case["samples"], Lengths(tuple(case["prompt"]), tuple(case["response"])))
     ]
-    engine = open_engine(
-        case["backend"],
-        str(folder),
-        max_length=MAX_LENGTH,
-        dtype="bfloat16",
-        max_concurrent_sequences=max(64, case["samples"]),
-        threads=torch.get_num_threads(),
-        seed=0,
-        trust_remote_code=False,
-        gpu_memory_fraction=0.5,
-    )
+    engine = open_here(case["backend"], str(folder), sequences=max(64, case["samples"]))
     started = now()
     settings = SamplingSettings(case["response"][1], 1.0, min_new_tokens=case["response"][0])
     engine.generate(asked, request_seeds(0, 0, len(asked)), settings, stop_ids=(tokenizer.eos_token_id,), group_size=1)
@@ -284,6 +273,26 @@ def measure_engine(case: dict[str, Any]) -> dict[str, Any]:
     cache = tokens * kv_cache_bytes(AutoConfig.from_pretrained(folder), element_bytes=2)
     weights = sum(tensor.nbytes for tensor in read_state_dict(folder).values())
     return {"started": started, "held": now(), "bytes": peak_bytes(), "weights": float(weights), "cache": float(cache), "tokens": tokens}
+
+
+def open_here(backend: str, folder: str, *, sequences: int) -> Any:
+    """An engine of this process, whose memory is to be seen, whatever process a stage would give it."""
+    settings: dict[str, Any] = {
+        "max_length": MAX_LENGTH,
+        "dtype": "bfloat16",
+        "kv_cache_gib": 1,
+        "max_concurrent_sequences": sequences,
+        "threads": torch.get_num_threads(),
+        "trust_remote_code": False,
+        "gpu_memory_fraction": 0.5,
+    }
+    if backend == "pytorch":
+        from rlhf_core.engines.pytorch_engine import PytorchEngine
+
+        return PytorchEngine(folder, **settings)
+    from rlhf_core.engines.vllm_engine import VllmEngine
+
+    return VllmEngine(folder, **settings, seed=0)
 
 
 def cache_tokens(engine: Any) -> int:
