@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.gpu.cases import ROOT
+from bench.gpu.cases import ROOT, end_with_parent
 from bench.gpu.record import Figure, read
 
 RAN, FAILED, STOPPED, NOT_RUN = "ran", "failed", "stopped", "not run"
@@ -122,7 +122,7 @@ def _watch(part: Part, path: Path, *, seconds: float, rehearse: bool, models: Pa
     adopt_orphans()
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", start_new_session=True,
+        text=True, errors="replace", start_new_session=True, preexec_fn=end_with_parent,
     )  # fmt: skip
     said: deque[str] = deque(maxlen=200)
     reader = threading.Thread(target=_pass_on, args=(process, said), daemon=True)
