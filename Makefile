@@ -3,6 +3,7 @@
 # make test    all tests; sets up by itself
 # make server  Prefect's server, work pool, deployments and worker, until Ctrl-C
 # make bench   our trainers' speed beside TRL's (docs/benchmark.md); on a machine with nothing else to do
+# make gpu-check  what works on this machine's GPU and how fast, in twenty minutes (docs/gpu.md); installs nothing
 # make lint    style
 # make clean   what runs have left behind; not .venv, not DVC's cache, not your worktrees
 
@@ -13,11 +14,17 @@ EXTRAS ?= cpu,dev
 RUN_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
+GPU_ARGS ?=
 TEST_WORKERS ?= 2
 PORT ?= 4200
 STAMP := $(VENV)/.set-up
+# For what installs nothing: the Python that was named, or that of the active virtual environment, of .venv, or of an active conda environment.
+NAMED := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
+ACTIVE := $(if $(VIRTUAL_ENV),$(wildcard $(VIRTUAL_ENV)/bin/python))
+CONDA := $(if $(CONDA_PREFIX),$(wildcard $(CONDA_PREFIX)/bin/python))
+HERE := $(firstword $(NAMED) $(ACTIVE) $(wildcard $(VENV)/bin/python) $(CONDA) python3)
 
-.PHONY: setup run stories test server bench lint clean
+.PHONY: setup run stories test server bench gpu-check lint clean
 .DEFAULT_GOAL := run
 
 # The stamp holds what was installed from which files, so that a touched file alone installs nothing again.
@@ -51,6 +58,10 @@ server: setup
 bench: setup
 	$(VENV)/bin/python -m bench.peers $(BENCH_ARGS)
 	$(VENV)/bin/python -m bench.limits $(LIMITS_ARGS)
+
+# No setup: its pins are for the CPU.
+gpu-check:
+	$(HERE) -m bench.gpu $(GPU_ARGS)
 
 lint: setup
 	$(VENV)/bin/ruff check .
