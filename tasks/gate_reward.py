@@ -161,13 +161,13 @@ def measure_incumbent(test: Heldout, config: GateConfig, *, scratch: Path, how: 
     """Both models on the pairs that the incumbent can score.
 
     Raises:
-        ValueError: the incumbent isn't in DVC's cache as its md5 says, or can't score a single pair.
+        ValueError: the incumbent isn't in DVC's cache as its md5 and sha256 say, or can't score a single pair.
     """
     from rlhf_core.gate.scoring import LoadedModel
     from rlhf_core.registry import checkout
 
     folder = scratch / "incumbent"
-    checkout(config.incumbent.md5, folder, root=Path())
+    checkout(config.incumbent.md5, folder, root=Path(), sha256=config.incumbent.sha256)
     incumbent = LoadedModel.load(folder, **how)
     chosen, rejected = (incumbent.score_texts([(row["messages"], row[side]) for row in test.rows]) for side in ("chosen", "rejected"))
     known = np.isfinite(chosen) & np.isfinite(rejected)
