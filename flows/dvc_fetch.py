@@ -78,10 +78,10 @@ def check_remotes(root: Path, commit: str) -> None:
     Raises:
         ConfigError: one isn't. It would not be used either way: whoever believes a tag ought to know that its commit meant another place.
     """
-    known = {url for name in (CONFIG, LOCAL) for url in _remotes(_own(root / name), name).values()}
+    known = {url for name in (CONFIG, LOCAL) for url in _remotes(_own(root / name), name).values() if url}
     theirs = read_files(root, commit, (CONFIG,))[CONFIG] or ""
     for name, url in _remotes(theirs, f"{CONFIG} of commit {commit[:10]}").items():
-        if url not in known:
+        if url and url not in known:
             raise ConfigError(
                 f"{CONFIG} of commit {commit[:10]}: expected the remotes of this project ({', '.join(sorted(known)) or 'none'}), got "
                 f"{shown(repr(name))} at {shown(url)}; nothing was fetched. If it is yours: `dvc remote add --local {shown(name)} URL`"

@@ -98,7 +98,7 @@ def locks_of(files: dict[str, str | None], commit: str) -> dict[str, Any]:
             found |= _stages(text, f"{name} of commit {commit[:10]}")
     if not found:
         raise ConfigError(
-            f"commit {commit[:10]}: expected dvc.lock in it, got none; bring the chain up with `dvc repro`, and commit dvc.lock, metrics "
+            f"dvc.lock: expected it in commit {commit[:10]}, got none; bring the chain up with `dvc repro`, and commit dvc.lock, metrics "
             "and plots"
         )
     return {"stages": found}
