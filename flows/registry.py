@@ -163,17 +163,25 @@ def read_promoted(root: Path, artifact: str) -> Version | None:
 
 
 def _versions(artifact: str, tags: list[Tag], bad: list[BadTag]) -> dict[str, Version]:
-    """By name, oldest first; what is no version goes to `bad`."""
-    numbered: dict[int, Version] = {}
+    """By name, oldest first; what is no version, or one of a model that has a version already, goes to `bad`."""
+    numbered: dict[int, Tag] = {}
     for tag in tags:
+        if found := _VERSION.fullmatch(tag.name):
+            numbered[int(found["number"])] = tag
+        else:
+            bad.append(BadTag(tag.name, str(not_ours(tag.name, "one whose name has another form"))))
+    versions: dict[str, Version] = {}
+    by_md5: dict[str, str] = {}
+    for number in sorted(numbered):
+        tag = numbered[number]
         try:
-            found = _VERSION.fullmatch(tag.name)
-            if found is None:
-                raise not_ours(tag.name, "one whose name has another form")
-            numbered[int(found["number"])] = as_version(artifact, tag)
+            version = as_version(artifact, tag)
+            if (same := by_md5.setdefault(version.md5, version.version)) != version.version:  # a model that was taken back stays so
+                raise not_ours(tag.name, f"one of the model of {same}, md5 {version.md5}")
+            versions[version.version] = version
         except ConfigError as error:
             bad.append(BadTag(tag.name, str(error)))
-    return {numbered[n].version: numbered[n] for n in sorted(numbered)}
+    return versions
 
 
 def _events(tags: list[Tag], empty: Registry, bad: list[BadTag]) -> list[Event]:

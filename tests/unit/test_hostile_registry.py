@@ -21,6 +21,7 @@ from flows.registry import add_version, promote, read_for_decision, read_registr
 from rlhf_core.config import ConfigError
 
 NAME = "reward-model"
+OTHER = "1" * 32 + ".dir"  # another model's md5
 TAGGER = b"tagger A <a@b> 1700000000 +0000"
 
 
@@ -234,7 +235,7 @@ def test_a_promotion_that_could_not_have_been_made_is_refused(root, changes, sai
     clear(root)
     rejected = {"needed": True, "passed": False, "message": "rejected: bad", "override": None}
     write_tag(root, f"{NAME}@v1.0.0", version(root))
-    write_tag(root, f"{NAME}@v2.0.0", version(root, gate=rejected))
+    write_tag(root, f"{NAME}@v2.0.0", version(root, gate=rejected, md5=OTHER))
     write_tag(root, f"{NAME}#prod#1", event(**changes))
     assert re.search(said, refusal(root)), refusal(root)
 
@@ -242,8 +243,8 @@ def test_a_promotion_that_could_not_have_been_made_is_refused(root, changes, sai
 def test_a_removed_decision_is_noticed_by_the_next_one(root):
     """Without the rollback in between, v1.0.0 would not be known as one that was taken back."""
     clear(root)
-    for name in ("v1.0.0", "v2.0.0"):
-        write_tag(root, f"{NAME}@{name}", version(root))
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    write_tag(root, f"{NAME}@v2.0.0", version(root, md5=OTHER))
     write_tag(root, f"{NAME}#prod#1", event())
     back = (
         b"head\n\n"
@@ -254,6 +255,14 @@ def test_a_removed_decision_is_noticed_by_the_next_one(root):
     assert set(read_for_decision(root, NAME).rolled_back) == {"v1.0.0"}
     git(root, "tag", "-d", f"{NAME}#prod!#2")
     assert "where v1.0.0 was promoted, as if a tag was missing" in refusal(root)
+
+
+def test_a_model_has_one_version(root):
+    """Under another name one that was taken back would be a fresh one."""
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    write_tag(root, f"{NAME}@v2.0.0", version(root))
+    assert f"tag {NAME}@v2.0.0: " in refusal(root) and "got one of the model of v1.0.0, md5 0000" in refusal(root)
 
 
 def test_two_tags_with_one_number_are_refused(root):
