@@ -10,7 +10,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from flows.registry import read_registry
+from flows.evidence import check_version
+from flows.registry import read_for_decision
+from flows.tags import Version
 from flows.versions import fetch
 from flows.worktree import commit, prepare_worktree, worktree_path
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params
@@ -42,13 +44,21 @@ def prepare_run(root: Path, name: str | None, overrides: dict[str, Any]) -> Path
 
 
 def registry_params(root: Path) -> dict[str, Any]:
-    """The keys as the registry has them now, as overrides of params.yaml."""
-    found = read_registry(root, "reward-model")
-    taken_back = [
-        {"version": version, "md5": found.versions[version].md5, "reason": event.reason} for version, event in found.rolled_back.items()
-    ]
+    """The keys as the registry has them now, as overrides of params.yaml.
+
+    Raises:
+        ConfigError: a tag isn't as it was made, or isn't what its commit says.
+    """
+    found = read_for_decision(root, "reward-model")
     beside = {INCUMBENT: found.current, ANCHOR: found.anchor}
-    return {key: v and {"version": v.version, "md5": v.md5} for key, v in beside.items()} | {ROLLED_BACK: taken_back}
+    for name in dict.fromkeys([*(v.version for v in beside.values() if v), *found.rolled_back]):
+        check_version(root, found.versions[name])
+    taken_back = [{**_pin(found.versions[version]), "reason": event.reason} for version, event in found.rolled_back.items()]
+    return {key: version and _pin(version) for key, version in beside.items()} | {ROLLED_BACK: taken_back}
+
+
+def _pin(version: Version) -> dict[str, Any]:
+    return {"version": version.version, "md5": version.md5, "sha256": version.sha256}
 
 
 def pin_registry(root: Path, workspace: Path, *, chosen: dict[str, Any], fresh: bool) -> bool:
@@ -78,7 +88,7 @@ def check_not_rolled_back(root: Path, workspace: Path, scorers: list[ScorerConfi
     Raises:
         ConfigError: one was.
     """
-    found = read_registry(root, "reward-model")
+    found = read_for_decision(root, "reward-model")
     taken_back = {found.versions[version].md5: (version, event) for version, event in found.rolled_back.items()}
     for scorer in scorers if taken_back else ():
         folder = workspace / (scorer.path or REWARD_MODEL)
@@ -86,7 +96,7 @@ def check_not_rolled_back(root: Path, workspace: Path, scorers: list[ScorerConfi
             continue
         version, event = taken_back[md5]
         raise ConfigError(
-            f"scorer {scorer.name}: expected a reward model that was not rolled back, got {version}, which was, by {event.by}: "
+            f"scorer {scorer.name}: expected a reward model that was not rolled back, got {version}, which was, {event.who}: "
             f"{event.reason}; take another one, or write a reason to use it into gate.override of a new run"
         )
 
@@ -99,7 +109,7 @@ def start_from_registry(root: Path, workspace: Path, version: str | None) -> Pat
     Raises:
         ConfigError: there is none, or its files are nowhere to be had.
     """
-    found = read_registry(root, "policy")
+    found = read_for_decision(root, "policy")
     chosen = found.get(version)
     folder = PROMOTED / f"policy-{chosen.version}"
     fetch(root, found, chosen.version, workspace / folder)

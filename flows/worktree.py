@@ -116,17 +116,17 @@ def _say_what_differs(root: Path, path: Path, name: str) -> None:
 
 def has_identity(path: Path) -> bool:
     return (
-        subprocess.run(["git", "var", "GIT_COMMITTER_IDENT"], cwd=path, env=_git_environment(), capture_output=True, check=False).returncode
+        subprocess.run(["git", "var", "GIT_COMMITTER_IDENT"], cwd=path, env=git_environment(), capture_output=True, check=False).returncode
         == 0
     )
 
 
-def _git_environment() -> dict[str, str]:
+def git_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")}
 
 
 def git(path: Path, *arguments: str) -> str:
-    return _run(["git", *arguments], path, _git_environment())
+    return _run(["git", *arguments], path, git_environment())
 
 
 def _run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:

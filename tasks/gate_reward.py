@@ -185,13 +185,13 @@ def measure_promoted(
     """The candidate and a promoted model on the pairs that the latter can score.
 
     Raises:
-        ValueError: the promoted one isn't in DVC's cache as its md5 says, or can't score a single pair.
+        ValueError: the promoted one isn't in DVC's cache as its md5 and sha256 say, or can't score a single pair.
     """
     from rlhf_core.gate.scoring import LoadedModel
     from rlhf_core.registry import checkout
 
     folder = scratch / role
-    checkout(promoted.md5, folder, root=Path())
+    checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256)
     other = LoadedModel.load(folder, **how)
     chosen, rejected = (other.score_texts([(row["messages"], row[side]) for row in test.rows]) for side in ("chosen", "rejected"))
     known = np.isfinite(chosen) & np.isfinite(rejected)

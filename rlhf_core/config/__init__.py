@@ -23,7 +23,7 @@ from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConf
 from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig
 from rlhf_core.config.overrides import apply_overrides, set_key
 from rlhf_core.config.params import Params
-from rlhf_core.config.reading import load_params, parse_params, parse_yaml, read_yaml, read_yaml_text
+from rlhf_core.config.reading import MAX_BYTES, load_params, parse_json, parse_params, parse_yaml, read_yaml, read_yaml_text
 from rlhf_core.config.rl import Algorithm, RlConfig, curve_columns
 from rlhf_core.config.rl_parts import CorrectionConfig, KlConfig, LimitAction, LimitConfig
 from rlhf_core.config.run import CheckpointsConfig, FlowConfig, RegistryConfig, TrackingConfig
@@ -34,6 +34,7 @@ from rlhf_core.config.training import TrainingConfig
 __all__ = [
     "CLERK_JUDGE",
     "LABEL_SCORERS",
+    "MAX_BYTES",
     "REFERENCE_FREE",
     "ROUND_STAGE_SECTIONS",
     "STAGE_SECTIONS",
@@ -79,6 +80,7 @@ __all__ = [
     "curve_columns",
     "fill_in",
     "load_params",
+    "parse_json",
     "parse_params",
     "parse_yaml",
     "read_stages",

@@ -21,10 +21,13 @@ class ExternalPairsConfig(Section):
 
 
 class IncumbentConfig(Section):
-    """A reward model that was promoted, as the registry has it (docs/registry.md): version and md5 of its folder, as in dvc.lock."""
+    """A reward model that was promoted, as the registry has it (docs/registry.md): version, md5 of its folder, as in dvc.lock, and sha256 of
+    the folder; None: the version was registered by its md5 only.
+    """
 
     version: str
     md5: str = Field(pattern=r"^[0-9a-f]{32}\.dir$")
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
 
 
 class RolledBackConfig(IncumbentConfig):

@@ -7,6 +7,7 @@ line, or the key. YAML's aliases are followed with a limit, for nine lines of th
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from functools import lru_cache
@@ -93,6 +94,35 @@ def _parse(text: str, subject: str) -> Any:
         raise ConfigError(f"{subject}: expected YAML, got a value that its tag doesn't fit ({shown(str(error))}); correct it") from error
     check_size(tree, subject)
     return tree
+
+
+def parse_json(text: str, subject: str) -> Any:
+    """Any value of JSON, within the limits of YAML files here.
+
+    Raises:
+        ConfigError: it isn't JSON, has a key twice, NaN or an infinity, or is too deep or too large.
+    """
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{subject}: expected at most {MAX_BYTES} characters of JSON, got {len(text)}; is that the right file?")
+    if _brackets(text) > MAX_BRACKETS:
+        raise ConfigError(f"{subject}: expected JSON, got more than {MAX_BRACKETS} nested brackets; is that the right file?")
+    try:
+        tree = json.loads(text, object_pairs_hook=_different_keys, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{subject}: expected JSON, got {shown(' '.join(str(error).split()))}; restore it") from error
+    check_size(tree, subject)
+    return tree
+
+
+def _different_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("the same key twice in one object")
+    return found
+
+
+def _no_number(constant: str) -> None:
+    raise ValueError(f"{constant}, which JSON doesn't have")
 
 
 def _brackets(text: str) -> int:

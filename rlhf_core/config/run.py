@@ -51,7 +51,10 @@ class FlowConfig(Section):
 
 
 class RegistryConfig(Section):
-    """Promotion of a version in the registry of models by the flow `promote`; approval_timeout in seconds."""
+    """Promotion of a version in the registry of models: approval by the flow `promote`, approval_timeout in seconds; allowed_signers: the
+    file of those whose signed tags count, None: tags need no signature.
+    """
 
     require_approval: bool
     approval_timeout: int = Field(gt=0)
+    allowed_signers: str | None = Field(min_length=1)
