@@ -169,7 +169,7 @@ def write_stopped_report(workspace: Path, failure: StageFailed, log: logging.Log
     """The page of a chain that ended early, by the command of stage report. That it can't be made must not hide why the chain failed."""
     _, python, *module = shlex.split(read_stages(workspace)["report"]["cmd"])
     command = [sys.executable if python == "python" else python, *module, "--stopped-at", failure.stage, "--because", str(failure)]
-    done = subprocess.run(command, cwd=workspace, env=stage_environment(workspace), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=workspace, env=stage_environment(workspace, "report"), capture_output=True, text=True, check=False)
     if done.returncode:
         log.warning("The page of the stopped chain could not be made: %s", done.stderr.strip())
 

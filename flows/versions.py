@@ -14,7 +14,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from flows.registry import Registry, Version, add_version, read_registry, registry_lock
-from flows.stages import stage_environment
+from flows.stages import dvc_environment
 from flows.worktree import git, share_cache, worktree_path
 from rlhf_core.config import ConfigError
 from rlhf_core.lineage import REWARD_MODEL, hashes_of_outs, history, lineage
@@ -221,5 +221,5 @@ def _detached(root: Path, commit: str) -> Iterator[Path]:
 
 
 def _dvc(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    how = {"cwd": workspace, "env": stage_environment(workspace), "check": False}
+    how = {"cwd": workspace, "env": dvc_environment(workspace), "check": False}
     return subprocess.run(quietly("dvc", *arguments), capture_output=True, text=True, **how)

@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from flows.stages import stage_environment
+from flows.stages import dvc_environment
 from rlhf_core.config import ConfigError, apply_overrides
 from rlhf_core.quiet import quietly
 from rlhf_core.registry import cache_folder
@@ -130,7 +130,7 @@ def git(path: Path, *arguments: str) -> str:
 
 
 def _run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
-    settings = {"cwd": folder, "env": environment or stage_environment(folder), "check": False}
+    settings = {"cwd": folder, "env": environment or dvc_environment(folder), "check": False}
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="backslashreplace", **settings)
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
