@@ -25,10 +25,10 @@ from flows.cache import run_checked
 from flows.locks import only_flow
 from flows.overrides import Overrides, check
 from flows.pins import prepare_run
-from flows.results import read_side
+from flows.results import input_paths, read_side, result_paths
 from flows.stages import StageFailed, StageResult, read_stages, stage_environment, stage_order, unchanged
 from flows.summary import read_metrics, report_line, report_of, stage_table
-from flows.worktree import commit, derive_name, slug
+from flows.worktree import commit_results, derive_name, slug
 from rlhf_core.config import ConfigError, FlowConfig, load_params
 from rlhf_core.report.sketch import sketch
 
@@ -196,4 +196,4 @@ def _finish(workspace: Path, order: list[str], results: list[StageResult], faile
     if page is not None:
         create_link_artifact(page.resolve().as_uri(), link_text=page.name, key="report", description=str(page))
     if failed is None and (workspace / ".git").is_file():
-        commit(workspace, f"Results of run {workspace.name}")
+        commit_results(workspace, f"Results of run {workspace.name}", result_paths(workspace), input_paths(workspace))
