@@ -34,7 +34,9 @@ def prepare_run(root: Path, name: str | None, overrides: dict[str, Any]) -> Path
     fresh = name is None or not worktree_path(root, name).exists()
     workspace = root if name is None else prepare_worktree(root, name, overrides)
     if pin_registry(root, workspace, chosen=overrides, fresh=fresh) and name is not None:
-        commit(workspace, f"Run {name}: what the registry says", ["params.yaml"])
+        refusal = commit(workspace, f"Run {name}: what the registry says", ["params.yaml"])
+        if refusal is not None:
+            raise ConfigError(f"run {name}: {refusal}; correct what the hook names")
     params = load_params(workspace / "params.yaml")
     if params.gate.override is None:
         used = {"rl": params.rl.reward.scorers, "rejection_sampling": params.rejection_sampling.scorers}

@@ -12,7 +12,7 @@ from typing import Any
 from flows.dvc_fetch import fetch_from_remote
 from flows.evidence import check_version, read_locks
 from flows.registry import Registry, add_version, read_registry, registry_lock
-from flows.stages import stage_environment
+from flows.stages import dvc_environment
 from flows.tags import Version
 from flows.worktree import git, worktree_path
 from rlhf_core.config import ConfigError, parse_json, read_yaml_text
@@ -169,5 +169,5 @@ def fetch(root: Path, registry: Registry, version: str | None, folder: Path) -> 
 
 
 def _dvc(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    how = {"cwd": workspace, "env": stage_environment(workspace), "check": False}
+    how = {"cwd": workspace, "env": dvc_environment(workspace), "check": False}
     return subprocess.run(quietly("dvc", *arguments), capture_output=True, text=True, **how)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_core.config import RlConfig, ScorerConfig
 from rlhf_core.data.schema import read_rows
+from rlhf_core.environment import passed_on
 from tasks.stage import (
     METRICS,
     PLOTS,
@@ -103,7 +104,7 @@ def run(stage: Stage, output: Path) -> None:
             address,
             f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(driver)}",
             fingerprint=stage.fingerprint,
-            environment={"PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1"},
+            environment={"PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1", **passed_on()},
             start_timeout=params.cluster.start_timeout,
             silence_timeout=params.cluster.silence_timeout,
             pulse=job.pulse,

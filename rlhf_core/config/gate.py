@@ -21,8 +21,9 @@ class ExternalPairsConfig(Section):
 
 
 class IncumbentConfig(Section):
-    """A reward model that was promoted, as the registry has it (docs/registry.md): version, md5 of its folder, as in dvc.lock, and sha256 of
-    the folder; None: the version was registered by its md5 only.
+    """A reward model that was promoted, as the registry has it (docs/registry.md): version, and md5 of its folder as in dvc.lock.
+
+    sha256: of the folder; None: the version was registered by its md5 only.
     """
 
     version: str
