@@ -16,7 +16,7 @@ from rlhf_core.config import PromotionConfig
 from rlhf_core.data.schema import read_rows
 from rlhf_core.error_budget import spent_after
 from rlhf_core.exact_test import p_value, smallest_gain
-from rlhf_core.rounds import BudgetPin, Round, read_round, round_folder
+from rlhf_core.rounds import ROUNDS_FILE, BudgetPin, Round, read_round, round_folder
 from tasks.stage import PREPARED, REWARD_MODEL, Stage, read_json, source_judges, write_json
 
 MICROBATCH_TOKENS = 8192
@@ -24,6 +24,7 @@ MODES = ("greedy", "sampled")
 DECIDES = "sampled"  # the policy as it is sampled from in the next round
 SPLIT = "promotion"  # which nothing but the promotion of rounds reads
 MIN_DECIDED = 20  # prompts on which one policy is ahead; with fewer nothing is accepted
+ROUNDING = 1e-9  # of a sum of levels
 POWER = 0.8  # with which the smallest gain that is told would be found
 
 log = logging.getLogger("rlhf")
@@ -38,6 +39,7 @@ def main() -> None:
         validation = read_json(folder / "metrics" / "validation.json")
         if validation["passed"]:
             promotion = stage.params.iterative.promotion
+            check_budget(entry.budget, promotion.error_budget)
             metrics = compare(stage, entry, number, folder / "policy")
             metrics |= {"trained": True, **verdict(metrics, promotion, entry.budget)}
         else:
@@ -48,6 +50,19 @@ def main() -> None:
             }
         write_json(folder / "metrics" / "evaluate.json", {"round": number, "before": entry.policy.path, **metrics})
         log.info("evaluate_round@%d: %s: %s", number, "accepted" if metrics["accepted"] else "not accepted", metrics["reason"])
+
+
+def check_budget(budget: BudgetPin, error_budget: float) -> None:
+    """The round's entry spends no more than there is.
+
+    Raises:
+        ValueError: it does: the entry or the params aren't those that the round began with.
+    """
+    if budget.spent + budget.level > error_budget * (1 + ROUNDING):
+        raise ValueError(
+            f"{ROUNDS_FILE}: expected at most what {budget.spent:.4g} spent leave of iterative.promotion.error_budget={error_budget:g}, "
+            f"got a level of {budget.level:.4g}; bring both files back with git"
+        )
 
 
 def verdict(metrics: dict[str, Any], config: PromotionConfig, budget: BudgetPin) -> dict[str, Any]:

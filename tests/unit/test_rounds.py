@@ -17,7 +17,7 @@ from rlhf_core.data.schema import write_rows
 from rlhf_core.error_budget import next_budget
 from rlhf_core.report.rounds import draw, table
 from rlhf_core.rounds import BudgetPin, Pin, dvc_md5, read_round_stages, read_rounds, round_folder, write_rounds
-from tasks.evaluate_round import verdict
+from tasks.evaluate_round import check_budget, verdict
 from tasks.stage import write_json
 from tasks.work import read_work
 
@@ -257,6 +257,13 @@ def test_a_minimum_advantage_is_in_points_of_the_metric():
     by_judge = BY_JUDGE.model_copy(update={"min_advantage": 0.06})
     assert verdict(wins(600, 400), by_judge, FIRST)["accepted"]  # 20 points more are accepted by the judge
     assert "of no more than iterative.promotion.min_advantage=0.06" in verdict(wins(600, 400), high, FIRST)["reason"]
+
+
+def test_an_entry_that_spends_more_than_the_budget_is_refused():
+    check_budget(FIRST, 0.05)
+    check_budget(BudgetPin(comparison=3, level=0.05 - 0.02, spent=0.02), 0.05)
+    with pytest.raises(ValueError, match=r"expected at most what 0\.02 spent leave of .*error_budget=0\.05, got a level of 0\.04; bring"):
+        check_budget(BudgetPin(comparison=3, level=0.04, spent=0.02), 0.05)
 
 
 def test_a_series_without_gain_rarely_accepts_anything():
