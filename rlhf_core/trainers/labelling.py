@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import ModelConfig, SamplingConfig, ScorerConfig
 from rlhf_core.data.batching import batch_indices
+from rlhf_core.data.split import conversation_text
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.engines.in_process import open_engine
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
@@ -80,8 +81,8 @@ def choose_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, long
 def promotion_prompts(
     rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, longest: int, count: int, seed: int, number: int
 ) -> list[Prompt]:
-    """The prompts on which a round's policy is compared with the one before it: `count` of the promotion split, others for each round where
-    the split has more.
+    """The prompts on which a round's policy is compared with the one before it: `count` different ones of the promotion split, others for
+    each round where the split has more.
 
     Args:
         rows: of the use prompt, of the promotion split.
@@ -90,11 +91,12 @@ def promotion_prompts(
     Raises:
         ValueError: there are fewer.
     """
-    fitting = [row for row in rows if len(encode_prompt(tokenizer, row["messages"])) <= longest]
+    different = {conversation_text(row["messages"]): row for row in rows}.values()  # one answered twice is no second observation
+    fitting = [row for row in different if len(encode_prompt(tokenizer, row["messages"])) <= longest]
     if len(fitting) < count:
         raise ValueError(
-            f"iterative.promotion.prompts: expected at most the {len(fitting)} prompts of the promotion split that have at most {longest} "
-            f"tokens, got {count}; lower it, or raise data.promotion_fraction"
+            f"iterative.promotion.prompts: expected at most the {len(fitting)} different prompts of the promotion split with at most "
+            f"{longest} tokens, got {count}; lower it, or raise data.promotion_fraction"
         )
     order = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
     return choose_prompts(fitting, tokenizer, longest=longest, count=count, seed=order)

@@ -41,11 +41,10 @@ def test_each_round_is_compared_on_other_prompts_with_other_draws(tokenizer):
     assert drawn[0] == tuple(ids(1)) and len(set(drawn)) == 5
     assert len({tuple(sorted(of_round)) for of_round in drawn}) > 1  # not the same ones in another order
     assert sorted(ids(1, len(ROWS))) == sorted(ids(2, len(ROWS))) == sorted(r["id"] for r in ROWS)
-    expected = (
-        rf"iterative\.promotion\.prompts: expected at most the {len(ROWS)} prompts of the promotion split .* got {len(ROWS) + 1}; lower it"
-    )
-    with pytest.raises(ValueError, match=expected):
-        ids(1, len(ROWS) + 1)
+    expected = rf"iterative\.promotion\.prompts: expected at most the {len(ROWS)} different prompts .* got {len(ROWS) + 1}; lower it"
+    for rows in (ROWS, [*ROWS, ROWS[0] | {"id": "again"}]):
+        with pytest.raises(ValueError, match=expected):
+            promotion_prompts(rows, tokenizer, longest=60, count=len(ROWS) + 1, seed=3, number=1)
     of_rounds = {seed for number in range(1, 31) for seed in promotion_seeds(3, number, 100)}
     assert len(of_rounds) == 3000  # of 2^32; none twice with a chance of 0.999
     assert not of_rounds & {seed for draw in range(0, 31 * 512, 512) for seed in request_seeds(3, draw, 100)}
