@@ -13,7 +13,7 @@ from rlhf_core.data.batching import microbatches
 from rlhf_core.data.judge import Judgement, judgement
 from rlhf_core.models.side_by_side import can_run_side_by_side, side_by_side
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
-from rlhf_core.statistics import mean_interval, win_rate_interval
+from rlhf_core.statistics import mean_interval, paired_difference, points_interval
 from rlhf_core.trainers.labelling import ScoredResponse
 
 
@@ -70,11 +70,37 @@ def win_rate(policy: list[Answer], baseline: list[Answer], *, confidence: float)
     The same answer is a tie whatever its two scores are: those of a reward model differ by rounding from batch to batch, and those of
     a judge that draws differ by more. NaN where no prompt has both scores.
     """
-    pairs = [(p, b) for p, b in zip(policy, baseline, strict=True) if math.isfinite(p.score) and math.isfinite(b.score)]
-    ties = sum(_same(p, b) or p.score == b.score for p, b in pairs)
-    wins = sum(p.score > b.score and not _same(p, b) for p, b in pairs)
-    low, high = win_rate_interval(wins, ties, len(pairs), confidence)
-    return {"value": (wins + 0.5 * ties) / len(pairs) if pairs else math.nan, "low": low, "high": high, "ties": ties, "n": len(pairs)}
+    points = [p for p in win_points(policy, baseline) if p is not None]
+    low, high = points_interval(points, confidence)
+    return {
+        "value": sum(points) / len(points) if points else math.nan,
+        "low": low,
+        "high": high,
+        "wins": points.count(1.0),
+        "ties": points.count(0.5),
+        "losses": points.count(0.0),
+        "n": len(points),
+    }
+
+
+def win_points(policy: list[Answer], baseline: list[Answer]) -> list[float | None]:
+    """For each prompt 1 for a win of the policy, 0.5 for a tie, 0 for a loss, None without both scores."""
+
+    def points(p: Answer, b: Answer) -> float | None:
+        if not (math.isfinite(p.score) and math.isfinite(b.score)):
+            return None
+        return 0.5 if _same(p, b) or p.score == b.score else float(p.score > b.score)
+
+    return [points(p, b) for p, b in zip(policy, baseline, strict=True)]
+
+
+def judge_difference(policy: list[Answer], baseline: list[Answer], *, confidence: float) -> dict[str, float | int]:
+    """Share of answers that the judge accepts, the policy's less the baseline's, over the prompts whose two answers it judged.
+
+    The keys are the fields of `PairedDifference`: `first` is the policy.
+    """
+    pairs = [(p.judgement.ok, b.judgement.ok) for p, b in zip(policy, baseline, strict=True) if p.judgement and b.judgement]
+    return vars(paired_difference([p for p, _ in pairs], [b for _, b in pairs], confidence))
 
 
 def _same(one: Answer, other: Answer) -> bool:

@@ -10,7 +10,7 @@ import torch
 from tiny_models import sequences
 
 from rlhf_core.data.judge import Judgement
-from rlhf_core.evaluation import Answer, judged, response_logprobs, summarize, win_rate
+from rlhf_core.evaluation import Answer, judge_difference, judged, response_logprobs, summarize, win_rate
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.wrappers import PolicyModule
 from rlhf_core.trainers.labelling import ScoredResponse
@@ -86,6 +86,15 @@ def test_win_rate_of_nothing_is_unknown():
     result = win_rate([answer(math.nan)], [answer(1.0)], confidence=0.95)
     assert math.isnan(result["value"])
     assert (result["low"], result["high"], result["n"]) == (0.0, 1.0, 0)
+
+
+def test_judge_difference_is_paired_by_prompt():
+    """Accepted: by both, the policy's only (twice), the SFT model's only; the last prompt has no judge."""
+    policy = [answer(0.0, judgement=j) for j in (GOOD, GOOD, GOOD, RUDE, None)]
+    baseline = [answer(0.0, judgement=j) for j in (GOOD, RUDE, RUDE, GOOD, None)]
+    found = judge_difference(policy, baseline, confidence=0.95)
+    assert (found["both"], found["first_only"], found["second_only"], found["neither"], found["value"]) == (1, 2, 1, 0, 0.25)
+    assert found["low"] < 0.25 < found["high"]
 
 
 @torch.no_grad()
