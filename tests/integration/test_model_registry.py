@@ -218,7 +218,7 @@ def test_a_clone_gets_the_promoted_version_by_its_hash_and_nothing_damaged(proje
 def test_rounds_start_from_the_promoted_policy(project):
     with pytest.raises(ConfigError, match="policy: expected a promoted version, got none"):
         start_from_registry(project, project, None)
-    lineage = read_registry(project, NAME).versions["v1.0.0"].lineage  # any model will do
+    lineage = {**read_registry(project, NAME).versions["v1.0.0"].lineage, "decided": None}  # any model will do
     add_version(project, "policy", lineage)
     registry.promote(project, "policy", None, by="Ann", reason="best")
     folder = start_from_registry(project, project, None)
@@ -233,7 +233,7 @@ def test_a_collision_in_the_cache_is_not_fetched_nor_started_from(project):
     assert (worktree / "models/reward/deeper/weights").read_bytes() == FIRST
     assert promote(project, "register", "--run", "collision").returncode == 0
     version, found = list(read_registry(project, NAME).versions.items())[-1]
-    lineage = found.lineage
+    lineage = {**found.lineage, "decided": None}
     add_version(project, "policy", lineage)
     registry.promote(project, "policy", None, by="Ann", reason="best")
     cached = next(p for p in (project / ".dvc/cache/files/md5").rglob("*") if p.is_file() and p.read_bytes() == FIRST)
