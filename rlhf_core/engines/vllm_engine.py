@@ -188,7 +188,8 @@ class VllmEngine:
         """Give back weights, cache, process group and torch's threads, as far as a process can; the engine is of no use afterwards."""
         import torch
 
-        self._llm.llm_engine.engine_core.shutdown()
+        with _without_collections():
+            self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()
         torch.set_num_threads = self._set_num_threads
@@ -196,6 +197,16 @@ class VllmEngine:
 
 def _sample(output) -> Sample:
     return Sample(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "stop")
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """vLLM looks for garbage twice while it shuts down, among all that is imported and with the engine still there: a second in all."""
+    collect, gc.collect = gc.collect, lambda *_: 0
+    try:
+        yield
+    finally:
+        gc.collect = collect
 
 
 @contextmanager
