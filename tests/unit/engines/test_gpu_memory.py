@@ -46,7 +46,9 @@ def test_the_cache_is_no_larger_than_all_sequences_can_fill(folder):
 
 
 def test_a_share_without_room_for_a_sequence_is_refused_with_what_to_set(folder):
-    with pytest.raises(ValueError, match=r"gpu_memory_fraction: expected a share of the GPU of at least 1\.5 GiB, .*got 1\.0 GiB; raise it or"):
+    with pytest.raises(
+        ValueError, match=r"gpu_memory_fraction: expected a share of the GPU of at least 1\.5 GiB, .*got 1\.0 GiB; raise it or"
+    ):
         ask(folder, 1 << 30)
     needed = OWN_BYTES + PASS + 2 * PARAMETERS + SEQUENCE
     assert ask(folder, needed) == SEQUENCE

@@ -71,7 +71,8 @@ def test_a_job_that_asks_for_more_than_there_is_is_refused_at_once(changes, gpus
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "ranks"), [("rl.trainer.gpus_per_rank", 2.0, 1), ("rl.rollout.gpus_per_engine", 0.0, 1), ("rl.trainer.gpus_per_rank", 0.5, 2)]
+    ("key", "value", "ranks"),
+    [("rl.trainer.gpus_per_rank", 2.0, 1), ("rl.rollout.gpus_per_engine", 0.0, 1), ("rl.trainer.gpus_per_rank", 0.5, 2)],
 )
 def test_a_share_is_auto_or_a_part_of_one_gpu_and_ranks_have_more_than_half(key, value, ranks):
     tree = read_yaml(Path("params.yaml"))
