@@ -11,6 +11,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 EXTRAS ?= cpu,dev
+comma := ,
+WANTED := $(subst $(comma), ,$(EXTRAS))
+# Pins of a CUDA machine with the extra gpu: make setup EXTRAS=gpu,dev, or EXTRAS=gpu,flash-attn,dev.
+CONSTRAINTS := $(if $(filter gpu,$(WANTED)),constraints-gpu.txt,constraints.txt)
 RUN_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
@@ -30,17 +34,21 @@ HERE := $(firstword $(NAMED) $(ACTIVE) $(wildcard $(VENV)/bin/python) $(CONDA) p
 # The stamp holds what was installed from which files, so that a touched file alone installs nothing again.
 setup:
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@wanted="$$(cat pyproject.toml constraints.txt | cksum) $(EXTRAS)"; \
+	@wanted="$$(cat pyproject.toml $(CONSTRAINTS) | cksum) $(EXTRAS)"; \
 	if [ "$$(cat $(STAMP) 2>/dev/null)" != "$$wanted" ]; then \
 		$(MAKE) --no-print-directory install && echo "$$wanted" > $(STAMP); \
 	fi
 
-# Torch first, so that everything else finds it there; then one resolver run under the tested pins.
+# Torch first, so that everything else finds it there; then one resolver run under the tested pins. What compiles against torch comes last,
+# outside of pip's isolated builds, which have another torch.
 .PHONY: install
 install:
 	@echo "Installing into $(VENV); the first time takes four to five minutes."
-	$(PIP) install -q -c constraints.txt torch==2.13.0
-	$(PIP) install -q -c constraints.txt -e '.[$(EXTRAS)]'
+	@test -z "$(filter cpu,$(WANTED))" -o -z "$(filter gpu,$(WANTED))" || \
+		{ echo "EXTRAS: expected one of cpu and gpu, got both; their builds of vLLM overwrite each other"; exit 2; }
+	$(PIP) install -q -c $(CONSTRAINTS) torch
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[$(subst $(eval) ,$(comma),$(filter-out flash-attn,$(WANTED)))]'
+	$(if $(filter flash-attn,$(WANTED)),$(PIP) install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[flash-attn]')
 	$(VENV)/bin/python -m rlhf_core.doctor --fix
 
 run: setup

@@ -173,8 +173,12 @@ def absolute_function(path: str) -> str:
 
 
 def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
-    """Means over the last steps, the largest log-probability difference of all, what the monitor found, and the step that was kept."""
+    """Means over the last steps, the largest log-probability difference of all, what the monitor found, the step that was kept, and which
+    GPUs the actors had, where there were some.
+    """
     import pandas as pd
+
+    from rlhf_core.trainers.rl_job import PLACEMENT
 
     rows = pd.read_csv(work / "curves.csv")
     last = rows.tail(TAIL)
@@ -189,6 +193,7 @@ def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
         "logprob_difference_max": float(rows["logprob_difference"].max()),
         "monitor": read_json(work / "monitor.json"),
         **({f"best_{name}": value for name, value in read_json(work / "best.json").items()} if rl.evaluation.keep_best else {}),
+        **({"gpus": read_json(work / PLACEMENT)} if (work / PLACEMENT).exists() else {}),
     }
 
 

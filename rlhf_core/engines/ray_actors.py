@@ -26,10 +26,10 @@ LOOK_SECONDS = 15.0  # to look at a process on another node, or to end it; a wor
 Pending = ray.ObjectRef  # an answer that is still to come, and may be an argument of another call
 
 
-def join_cluster() -> bool:
-    """Connect to the cluster that this job runs on. Returns whether it has GPUs."""
+def join_cluster() -> int:
+    """Connect to the cluster that this job runs on. Returns how many GPUs it has."""
     ray.init(address="auto", logging_level="ERROR")
-    return ray.cluster_resources().get("GPU", 0) > 0
+    return int(ray.cluster_resources().get("GPU", 0))
 
 
 def leave_cluster() -> None:

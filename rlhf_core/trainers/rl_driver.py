@@ -14,7 +14,7 @@ from rlhf_core.engines.ray_actors import RoleLost
 from rlhf_core.environment import keep_visible, named
 from rlhf_core.quiet import be_quiet, show_own_log
 from rlhf_core.trainers.rl_actors import Actors
-from rlhf_core.trainers.rl_job import LOST, RlJob, beat
+from rlhf_core.trainers.rl_job import LOST, REFUSED, RlJob, beat
 from rlhf_core.trainers.rl_stop import Stop
 
 log = logging.getLogger("rlhf")
@@ -33,6 +33,9 @@ def main() -> int:
             from rlhf_core.trainers.rl import run
 
             return run(job, actors, stop)
+    except ValueError as refused:  # more GPUs than the cluster has
+        log.error("%s", refused)
+        return REFUSED
     except RoleLost as lost:
         log.error("%s", lost)
         return LOST
