@@ -14,14 +14,13 @@ from typing import Any, Literal
 
 from bench.gpu.job import SEEN
 from bench.gpu.processes import Budget, Peaks, actor_processes, watch_memory
-from bench.gpu.shapes import Lengths, model_folder, prompts, shape_name
+from bench.gpu.shapes import SHAPES, Lengths, model_folder, prompts, shape_name
 from bench.ours_online import ROOT, read_csv
 from bench.work import DEFAULTS, PLAIN_ONLINE
 from rlhf_core.checkpoint import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import write_rows
 from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
-from rlhf_core.models.folder import weight_files
 from rlhf_core.trainers.rl_job import RlJob
 
 # Trainer and engine share one GPU.
@@ -103,12 +102,13 @@ class Outcome:
     """What came of a job. Lists have a value for each step.
 
     start: seconds from its submission to its first step. seconds: of each step and, as seconds_<phase>, of each of its phases.
-    tokens: of responses. mismatch: see bench.gpu.job.
+    tokens: of responses. entropy: of the policy, nats per token. mismatch: see bench.gpu.job.
     """
 
     start: float
     seconds: list[dict[str, float]]
     tokens: list[float]
+    entropy: list[float]
     mismatch: list[dict[str, float]]
     peaks: Peaks
 
@@ -118,12 +118,11 @@ class Outcome:
 
 
 @contextlib.contextmanager
-def head(case: Case, models: Path) -> Iterator[str]:
-    """A Ray head for jobs of this case's size, and its address."""
-    cluster = case.params.cluster
-    size = sum(path.stat().st_size for path in weight_files(model_folder(case.shape, models)))
-    in_float32 = 2 if case.dtype == "float32" else 1  # the folder is in bfloat16
-    with local_head(cpus=max(2, case.threads), start_timeout=cluster.start_timeout, weights=in_float32 * size) as address:
+def head(cases: list[Case]) -> Iterator[str]:
+    """A Ray head for jobs of these sizes, and its address."""
+    cluster, threads = cases[0].params.cluster, max(case.threads for case in cases)
+    weights = max(weight_bytes(case) for case in cases)
+    with local_head(cpus=max(2, threads), start_timeout=cluster.start_timeout, weights=weights) as address:
         yield address
 
 
@@ -151,10 +150,10 @@ def run(case: Case, models: Path, folder: Path, address: str, budget: Budget) ->
             on_output=output.append,
             stop_requested=lambda: budget.left < 0,
         )
+    wait_until_gone()
     if code or budget.left < 0:
         late = "; the part's time was used up" if budget.left < 0 else ""
         raise RuntimeError(f"{case.name}: expected the job to end with exit code 0, got {code}{late}:\n{''.join(output)[-4000:]}")
-    wait_until_gone()
     return read(case, job, began, peaks)
 
 
@@ -169,12 +168,13 @@ def wait_until_gone() -> None:
 
 def read(case: Case, job: RlJob, began: float, peaks: Peaks) -> Outcome:
     seconds = read_csv(Path(job.timings), "seconds")
-    lengths = read_csv(Path(job.work) / "curves.csv", "response_length")
+    curves = read_csv(Path(job.work) / "curves.csv", "response_length", "entropy")
     seen = json.loads((Path(job.work) / SEEN).read_text())
     return Outcome(
         start=seen["ends"][0] - seconds[0]["seconds"] - began,  # Linux has one such clock for all processes
         seconds=seconds,
-        tokens=[row["response_length"] * case.samples for row in lengths],
+        tokens=[row["response_length"] * case.samples for row in curves],
+        entropy=[row["entropy"] for row in curves],
         mismatch=seen["mismatch"],
         peaks=peaks,
     )
@@ -208,16 +208,6 @@ def describe(case: Case, models: Path, folder: Path) -> RlJob:
     )
 
 
-def weight_bytes(case: Case, models: Path) -> int:
-    """Of the policy as it goes to an engine."""
-    from safetensors import safe_open
-
-    count = 0
-    for path in weight_files(model_folder(case.shape, models)):
-        with safe_open(path, framework="np") as file:
-            for name in file.keys():  # noqa: SIM118
-                size = 1
-                for length in file.get_slice(name).get_shape():
-                    size *= length
-                count += size
-    return count * {"bfloat16": 2, "float32": 4}[case.dtype]
+def weight_bytes(case: Case) -> int:
+    """Of the policy as it goes to an engine, without its few biases."""
+    return SHAPES[case.shape].parameters * {"bfloat16": 2, "float32": 4}[case.dtype]

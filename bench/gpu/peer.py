@@ -18,15 +18,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bench.gpu.online import Case, head, run
-from bench.gpu.processes import Budget, end_tidily
+from bench.gpu.processes import Budget, end_tidily, noted
 from bench.gpu.record import Record
 from bench.gpu.rl import GRPO, REHEARSED
 from bench.gpu.shapes import argument_parser, model_folder, models_folder
 from rlhf_core.quiet import be_quiet
 
-BUDGET_SECONDS = 510.0
+BUDGET_SECONDS = 450.0
 ROUNDS = 2  # as many as there is time for
-PEER_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -43,32 +42,45 @@ def main() -> None:
     be_quiet()
     end_tidily()
     case, rounds = (REHEARSED, 1) if arguments.rehearse else (replace(GRPO, steps=8), ROUNDS)
-    budget, record, found = Budget(BUDGET_SECONDS), Record(arguments.out), []
+    budget, record, failures, ratios = Budget(BUDGET_SECONDS), Record(arguments.out), [], []
     with models_folder(arguments.models) as models, tempfile.TemporaryDirectory(prefix="gpu-check-peer-") as folder:
         longest = 0.0
-        for number in range(rounds):
+        for number in range(1, rounds + 1):
             began = time.monotonic()
-            if budget.left < 1.2 * longest:
+            if failures or budget.left < 1.2 * longest:
                 break
             own = Path(folder) / str(number)
             own.mkdir()
-            found.append((ours(case, models, own, budget), theirs(case, models, own)))
-            add(record, case, number + 1, *found[-1])
+            medians = in_turn(case, number, models, own, record, budget, failures)
+            if not failures:
+                ratios.append(medians["ours"] / medians["TRL"])
             longest = max(longest, time.monotonic() - began)
-    ratios = [statistics.median(mine.speeds) / statistics.median(peer.speeds) for mine, peer in found]
     record.add(f"{case.name}: our speed over TRL's", "ratio", ratios, "of each round's medians")
+    sys.exit("\n".join(failures) or 0)
+
+
+def in_turn(case: Case, number: int, models: Path, folder: Path, record: Record, budget: Budget, failures: list[str]) -> dict[str, float]:
+    """A round: tokens per second of each side that didn't fail."""
+    medians, name = {}, f"{case.name}, round {number}"
+    for side, measure in {"ours": ours, "TRL": theirs}.items():
+        with noted(record, f"{name}: {side}", failures):
+            found = measure(case, models, folder, budget)
+            record.add(f"{name}: tokens by {side}", "1/s", found.speeds, found.note)
+            record.add(f"{name}: start of {side}, to its first step", "s", [found.start], found.note)
+            medians[side] = statistics.median(found.speeds)
+    return medians
 
 
 def ours(case: Case, models: Path, folder: Path, budget: Budget) -> Side:
     own = folder / "ours"
     own.mkdir()
-    with head(case, models) as address:
+    with head([case]) as address:
         outcome = run(case, models, own, address, budget)
     steps = zip(outcome.tokens[case.warmup :], outcome.of("", warmup=case.warmup), strict=True)
     return Side(outcome.start, [tokens / seconds for tokens, seconds in steps])
 
 
-def theirs(case: Case, models: Path, folder: Path) -> Side:
+def theirs(case: Case, models: Path, folder: Path, budget: Budget) -> Side:
     """TRL in a process of its own.
 
     Raises:
@@ -80,9 +92,9 @@ def theirs(case: Case, models: Path, folder: Path) -> Side:
     command = [sys.executable, "-m", "bench.gpu.trl_side", str(described), str(model), str(found), str(os.getpid())]
     environment = {**os.environ, "OMP_NUM_THREADS": str(case.threads)}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PEER_SECONDS)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=max(1.0, budget.left))
     except subprocess.TimeoutExpired as late:
-        raise RuntimeError(f"TRL: expected its steps within {PEER_SECONDS:.0f} s, got none; {str(late.stderr)[-2000:]}") from late
+        raise RuntimeError(f"TRL: expected its steps within the time that was left, got none; {str(late.stderr)[-2000:]}") from late
     if done.returncode:
         raise RuntimeError(f"TRL: expected exit code 0, got {done.returncode}:\n{done.stderr[-4000:]}")
     said = json.loads(found.read_text())
@@ -90,11 +102,5 @@ def theirs(case: Case, models: Path, folder: Path) -> Side:
     return Side(said["start"], [tokens / seconds for tokens, seconds in steps], said["note"])
 
 
-def add(record: Record, case: Case, number: int, mine: Side, peer: Side) -> None:
-    for name, side in (("ours", mine), ("TRL", peer)):
-        record.add(f"{case.name}, round {number}: tokens by {name}", "1/s", side.speeds, side.note)
-        record.add(f"{case.name}, round {number}: start of {name}, to its first step", "s", [side.start], side.note)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from bench.gpu.record import Record
+
+REASON_LINES = 3
 LOOK_SECONDS = 0.5
 # A part of the name of an actor's process, which follows what it is doing, and what figures call it.
 ROLES = {"trainer": ("TrainerRank", "trainer."), "engine": ("RolloutActor", "rollout.")}
@@ -48,6 +51,16 @@ class Budget:
     @property
     def left(self) -> float:
         return self.seconds - (time.monotonic() - self._began)
+
+
+@contextlib.contextmanager
+def noted(record: Record, what: str, failures: list[str]) -> Iterator[None]:
+    """Where something goes wrong within it, the rest of a part goes on: the reason is a figure without a value, and among the failures."""
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError) as error:
+        failures.append(f"{what}: {error}")
+        record.add(what, "", [], f"failed: {' / '.join(str(error).splitlines()[-REASON_LINES:])[-400:]}")
 
 
 @dataclass

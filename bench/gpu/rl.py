@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.gpu.online import PHASES, Case, Outcome, head, run, weight_bytes
-from bench.gpu.processes import Budget, cores, end_tidily
+from bench.gpu.processes import Budget, cores, end_tidily, noted
 from bench.gpu.record import Record
-from bench.gpu.shapes import TINY, argument_parser, model_folder, models_folder
+from bench.gpu.shapes import TINY, argument_parser, models_folder
 from rlhf_core.quiet import be_quiet
 
 BUDGET_SECONDS = 510.0
@@ -43,21 +43,24 @@ def main() -> None:
     end_tidily()
     budget, record = Budget(BUDGET_SECONDS), Record(arguments.out)
     with models_folder(arguments.models) as models, tempfile.TemporaryDirectory(prefix="gpu-check-rl-") as folder:
-        prepare(REHEARSAL if arguments.rehearse else CASES, models, Path(folder), record, budget)
+        failures = run_all(REHEARSAL if arguments.rehearse else CASES, models, Path(folder), record, budget)
+    sys.exit("\n".join(failures) or 0)
 
 
-def prepare(cases: list[tuple[Case, float]], models: Path, folder: Path, record: Record, budget: Budget) -> None:
-    """All cases on one head, one after the other."""
-    with head(cases[0][0], models) as address:
+def run_all(cases: list[tuple[Case, float]], models: Path, folder: Path, record: Record, budget: Budget) -> list[str]:
+    """All cases on one head, one after the other. Returns what failed, and why."""
+    failures: list[str] = []
+    with head([case for case, _ in cases]) as address:
         for number, (case, least) in enumerate(cases):
             if budget.left < least:
                 record.add(f"{case.name}: a step", "s", [], f"left out: {budget.left:.0f} s were left, {least:.0f} are wanted")
                 continue
-            model_folder(case.shape, models, "reward" if case.algorithm == "ppo" else "language")
             own = folder / f"{number}-{case.algorithm}"
             own.mkdir()
-            add(record, case, run(case, models, own, address, budget), weight_bytes(case, models))
+            with noted(record, case.name, failures):
+                add(record, case, run(case, models, own, address, budget), weight_bytes(case))
             shutil.rmtree(own)  # its checkpoint: a trainer's whole state
+    return failures
 
 
 def add(record: Record, case: Case, outcome: Outcome, weights: int) -> None:
@@ -72,6 +75,7 @@ def add(record: Record, case: Case, outcome: Outcome, weights: int) -> None:
     generated = zip(tokens, outcome.of("generate", warmup=case.warmup), strict=True)
     record.add(f"{case.name}: generated tokens while it generates", "1/s", [t / s for t, s in generated])
     record.add(f"{case.name}: weights of a sync", "bytes", [weights])
+    record.add(f"{case.name}: entropy of the policy", "nats", outcome.entropy, "where it is high, log-probabilities differ little")
     for size in outcome.mismatch[0]:
         values = [step[size] for step in outcome.mismatch]
         record.add(f"{case.name}: log-probabilities of engine and trainer apart, {size}", "nats", values, "of each step's tokens")
@@ -85,4 +89,4 @@ def add(record: Record, case: Case, outcome: Outcome, weights: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

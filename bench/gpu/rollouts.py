@@ -15,12 +15,12 @@ from typing import Literal
 import numpy as np
 
 from bench.gpu.engines import Batch, Engine, EngineSettings, engines
-from bench.gpu.processes import Budget, cores, end_tidily
+from bench.gpu.processes import Budget, cores, end_tidily, noted
 from bench.gpu.record import Record
 from bench.gpu.shapes import SHAPES, TINY, argument_parser, model_folder, models_folder, shape_name
 from rlhf_core.quiet import be_quiet
 
-BUDGET_SECONDS = 510.0
+BUDGET_SECONDS = 450.0
 MEMORY = 0.42  # of the GPU, for each of two engines
 WARMUP_TOKENS = 8
 
@@ -78,13 +78,15 @@ def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
     be_quiet()
     end_tidily()
-    budget, record = Budget(BUDGET_SECONDS), Record(arguments.out)
+    budget, record, failures = Budget(BUDGET_SECONDS), Record(arguments.out), []
     with models_folder(arguments.models) as models:
         for plan in REHEARSAL if arguments.rehearse else PLANS:
             if budget.left < plan.least:
                 record.add(f"{plan.name}: rollouts", "1/s", [], f"left out: {budget.left:.0f} s were left, {plan.least:.0f} are wanted")
                 continue
-            measure(plan, models, record, threads=cores(2 if arguments.rehearse else 8))
+            with noted(record, f"{plan.name}: rollouts", failures):
+                measure(plan, models, record, threads=cores(2 if arguments.rehearse else 8))
+    sys.exit("\n".join(failures) or 0)
 
 
 def measure(plan: Plan, models: Path, record: Record, *, threads: int) -> None:
@@ -138,4 +140,4 @@ def reload(plan: Plan, engine: Engine, record: Record) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
