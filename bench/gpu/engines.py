@@ -210,9 +210,10 @@ class _Ours:
 
         from bench.gpu.job import sizes
         from rlhf_core.engines.deepspeed_engine import device
-        from rlhf_core.models.build import checkpoint_names, load_language_model
+        from rlhf_core.models.build import checkpoint_names, frozen, load_language_model
 
-        model = load_language_model(self._settings.model).to(getattr(torch, self._settings.dtype))
+        where = {"device": torch.device("cpu"), "dtype": getattr(torch, self._settings.dtype)}
+        model = frozen(load_language_model(self._settings.model), **where)
         seconds = []
         for version in (1, 2):
             with torch.no_grad():
@@ -225,7 +226,7 @@ class _Ours:
             seconds.append(time.perf_counter() - began)
         loaded = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         samples = [sample for (sample,) in self._sample(prompts, response)]
-        model = model.to(device()).eval()
+        model.to(device())
         said = torch.tensor([x for sample in samples for x in sample.logprobs])
         expected = torch.cat([_logprobs(model, ids, sample.response_ids) for ids, sample in zip(prompts, samples, strict=True)])
         return {"seconds": seconds, "bytes": loaded, "apart": sizes(said - expected)}

@@ -23,8 +23,9 @@ from rlhf_core.data.schema import write_rows
 from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
 from rlhf_core.trainers.rl_job import RlJob
 
-# Trainer and engine share one GPU.
-SHARED = {"rl.trainer.gpus_per_rank": 0.5, "rl.rollout.gpus_per_engine": 0.5, "rl.rollout.gpu_memory_fraction": 0.4}
+# Trainer and engine share one GPU, of whose memory the engine has this part; TRL's engine has as much.
+ENGINE_MEMORY = 0.34
+SHARED = {"rl.trainer.gpus_per_rank": 0.6, "rl.rollout.gpus_per_engine": 0.4, "rl.rollout.gpu_memory_fraction": ENGINE_MEMORY}
 # Differences are a figure here; the limits of params.yaml would end the job before it is there.
 UNLIMITED = dict.fromkeys(
     ("rl.rollout.max_logprob_difference", "rl.rollout.bfloat16_mean_difference", "rl.rollout.bfloat16_p999_difference"), 1e6
@@ -32,6 +33,7 @@ UNLIMITED = dict.fromkeys(
 REWARD_MODEL = [{"name": "reward_model", "kind": "reward_model", "weight": 1.0, "normalization": "none"}]
 PHASES = ("generate", "score", "forward", "update", "sync")
 TEMPLATE_TOKENS = 8  # of a prompt, beside its words
+DEADLINES = {"start": 300.0, "step": 200.0}  # seconds
 GONE_SECONDS = 30.0  # in which a job's actors must have ended
 
 
@@ -82,6 +84,8 @@ class Case:
             "rollout.min_new_tokens": 0,
             "rollout.max_concurrent_sequences": self.samples,
             "trainer.microbatch_tokens": self.microbatch_tokens,
+            "trainer.zero_stage": 2 if self.dtype == "bfloat16" else 0,  # as docs/gpu.md has it
+            "deadlines": DEADLINES,
             "monitor": dict.fromkeys(tree["rl"]["monitor"]),
         }
         rl |= {"kl.placement": "loss", "kl.estimator": "k3"} if self.algorithm == "grpo" else {"reward.scorers": REWARD_MODEL}

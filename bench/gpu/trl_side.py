@@ -16,7 +16,7 @@ from pathlib import Path
 BEGAN = time.perf_counter()
 
 from bench.gpu.engines import inspect_here  # noqa: E402
-from bench.gpu.online import Case  # noqa: E402
+from bench.gpu.online import ENGINE_MEMORY, Case  # noqa: E402
 from bench.gpu.processes import die_with_parent  # noqa: E402
 from rlhf_core.quiet import be_quiet  # noqa: E402
 
@@ -96,7 +96,7 @@ def arguments(case: Case) -> dict:
         "loss_type": "dapo",  # a mean over all tokens of an optimizer step, as ours
         "use_vllm": True,
         "vllm_mode": "colocate",
-        "vllm_gpu_memory_utilization": rl.rollout.gpu_memory_fraction,
+        "vllm_gpu_memory_utilization": ENGINE_MEMORY,
         "vllm_max_model_length": case.max_length,
         "vllm_importance_sampling_correction": False,  # rl.correction.kind is none
         "bf16": case.dtype == "bfloat16" and torch.cuda.is_available(),
