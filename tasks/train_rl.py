@@ -77,7 +77,7 @@ def starts_critic_from_reward_model(rl: RlConfig) -> bool:
 
 def run(stage: Stage, output: Path) -> None:
     """Submit the job, or follow it where it already runs, and pass its output on."""
-    from rlhf_core.engines.ray_cluster import local_head, run_job
+    from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
     from rlhf_core.models.folder import weight_files
     from rlhf_core.trainers.rl_job import REFUSED
 
@@ -104,7 +104,7 @@ def run(stage: Stage, output: Path) -> None:
             address,
             f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(driver)}",
             fingerprint=stage.fingerprint,
-            environment={"PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1", **passed_on()},
+            environment={"PYTHONPATH": python_path(Path.cwd()), "PYTHONUNBUFFERED": "1", **passed_on()},
             start_timeout=params.cluster.start_timeout,
             silence_timeout=params.cluster.silence_timeout,
             pulse=job.pulse,
