@@ -16,7 +16,7 @@ from flows.results import read_side
 from flows.worktree import slug
 from rlhf_core.config import ConfigError
 from rlhf_core.report.comparison_page import Side, cards, render_comparison
-from rlhf_core.report.differences import figures_that_count, headline, outs_that_differ, params_that_differ
+from rlhf_core.report.differences import figures_that_count, headline, outs_that_differ, params_that_differ, read_as
 from rlhf_core.report.texts import visible
 
 MAX_WIDTH = 48  # characters of a value in the terminal
@@ -46,7 +46,12 @@ def summary(first: Side, second: Side) -> str:
     one, other = first.results, second.results
     rows = figures_that_count(one, other)
     parts = [headline(one, other, rows)[1]]
-    parts.append(tabulate([(r.label, *r.shown) for r in rows], ["", one.name, other.name, "change", "interval"], disable_numparse=True))
+    parts.append(
+        tabulate(
+            [(r.label, *r.shown) for r in rows], ["", one.name, other.name, "change", "interval", "found with 80%"], disable_numparse=True
+        )
+    )
+    parts.append("\n".join(read_as(one, other, rows)))
     for what, changes in (("parameter", params_that_differ(one.params, other.params)), ("md5 of", outs_that_differ(one, other))):
         lines = [[key, *(_short(value) for value in values)] for key, *values in changes]
         parts.append(tabulate(lines, [what, one.name, other.name], disable_numparse=True) if lines else f"No {what} differs.")
