@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -229,3 +230,13 @@ def test_a_run_that_is_not_there_is_named(project, capsys, name, message):
     except SystemExit as ended:
         code = ended.code
     assert code == 2 and message in capsys.readouterr().err
+
+
+def test_more_than_two_runs_are_compared_over_seeds(project, capsys):
+    shutil.copytree(project / "runs/one", project / "runs/one-seed-1", symlinks=True)
+    apply_overrides(project / "runs/one-seed-1/params.yaml", {"seed": 1})
+    assert main(["one", "two", "one-seed-1"]) == 0
+    lines = [line.split("|")[1:3] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [[cell.strip() for cell in cells] for cells in lines][1:] == [["one", "2"], ["two", "1"]]
+    assert main(["one", "two", "one"]) == 2
+    assert "one: expected one run of each seed of a configuration, got one, one" in capsys.readouterr().err
