@@ -263,7 +263,7 @@ def decide(labels: Sequence[Label], key: dict[str, Any], *, confidence: float) -
         "pairs_decided": len(decided),
         "ties_dropped": len(votes) - len(decided),
         "annotators": dict(sorted(Counter(label.annotator for label in labels if label.choice is not None).items())),
-        "agreement_among_annotators": _agreement(votes.values(), confidence),
+        "agreement_among_annotators": agreement(votes.values(), confidence),
         "agreement_with_scores": _agreement_with_scores(rows, sides, confidence),
     }
     return Labels(rows, provenance)
@@ -275,7 +275,7 @@ def _majority(choices: Iterable[str]) -> str:
     return "tie" if others and others[0][1] == first[1] else first[0]
 
 
-def _agreement(votes: Iterable[dict[str, str]], confidence: float) -> dict[str, Any]:
+def agreement(votes: Iterable[dict[str, str]], confidence: float) -> dict[str, Any]:
     """Of all pairs of annotators on all pairs of responses, the share that chose the same.
 
     Five annotators of one pair of responses make ten pairs of annotators, which agree more or less together: the interval is over pairs

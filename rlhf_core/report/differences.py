@@ -28,6 +28,7 @@ from rlhf_core.statistics import (
 Tree = Mapping[str, Any]
 Form = Literal["share", "score", "length", "number"]
 Interval = tuple[float, float, float]  # value, low, high
+Tables = tuple[pd.DataFrame, pd.DataFrame]  # results by prompt, of the first and the second run
 
 METHODS = ("rl", "dpo", "kto", "rejection_sampling", "conditional_sft")
 # Sections that change no figure, and what a flow writes by itself.
@@ -123,10 +124,11 @@ def same_rewards(first: Results, second: Results) -> bool:
 
 def figures_that_count(first: Results, second: Results) -> list[Difference]:
     """In the order of the chain; a figure that neither run has is left out."""
+    tables = _paired_tables(first, second)
     rows = [
         _plain(first, second, "SFT: held-out loss", ("train_sft", "heldout_loss"), "number"),
         _apart(first, second, "Reward model: accuracy on test pairs", "share", (_gate(first), _gate(second)), more_is_better=True),
-        *(row for mode in ("greedy", "sampled") for row in _evaluated(first, second, mode)),
+        *(row for mode in ("greedy", "sampled") for row in _evaluated(first, second, mode, tables)),
     ]
     return judged_together([row for row in rows if row.first is not None or row.second is not None], _confidence(second))
 
@@ -151,8 +153,14 @@ def judged_together(rows: list[Difference], confidence: float) -> list[Differenc
 
 def same_prompts(first: Results, second: Results) -> int | None:
     """How many prompts both runs were evaluated on, if they are the same ones."""
+    tables = _paired_tables(first, second)
+    return None if tables is None else len(tables[0])
+
+
+def _paired_tables(first: Results, second: Results) -> Tables | None:
+    """Both runs' results by prompt, in one order; None where the prompts aren't the same."""
     one, other = (_by_prompt(r) for r in (first, second))
-    return None if one is None or other is None or set(one.index) != set(other.index) else len(one)
+    return None if one is None or other is None or set(one.index) != set(other.index) else (one, other.reindex(one.index))
 
 
 def _by_prompt(results: Results) -> pd.DataFrame | None:
@@ -161,15 +169,13 @@ def _by_prompt(results: Results) -> pd.DataFrame | None:
     return pd.read_csv(io.StringIO(results.prompts), dtype={"id": str}).set_index("id")
 
 
-def _evaluated(first: Results, second: Results, mode: str) -> Iterator[Difference]:
+def _evaluated(first: Results, second: Results, mode: str, tables: Tables | None) -> Iterator[Difference]:
     comparable = same_rewards(first, second)
-    paired = None if same_prompts(first, second) is None else (_by_prompt(first), _by_prompt(second))
     note, better = ("", True) if comparable else (" (other reward)", None)
 
     def row(label: str, form: Form, column: str, both: tuple[Interval | None, Interval | None], more_is_better: bool | None) -> Difference:
-        if paired is None or None in both:
-            return _apart(first, second, label, form, both, more_is_better=more_is_better)
-        return _paired(first, second, label, form, both, paired, column, more_is_better=more_is_better)
+        found = None if tables is None or None in both else _paired(label, form, both, tables, column, _confidence(second), more_is_better)
+        return _apart(first, second, label, form, both, more_is_better=more_is_better) if found is None else found
 
     yield row(f"Judge accepts, {mode}", "share", f"{mode}_judge_ok", (_judged(first, mode), _judged(second, mode)), True)
     scores = tuple(_interval(r, "evaluate", (mode, "policy"), "score_") for r in (first, second))
@@ -226,28 +232,26 @@ def _apart(
 
 
 def _paired(
-    first: Results,
-    second: Results,
     label: str,
     form: Form,
-    both: tuple[Interval, Interval],
-    tables: tuple[pd.DataFrame, pd.DataFrame],
+    both: tuple[Interval | None, Interval | None],
+    tables: Tables,
     column: str,
-    *,
+    confidence: float,
     more_is_better: bool | None,
-) -> Difference:
-    """Prompt by prompt: Tango's interval and the sign test for the judge's word, Student's for means."""
-    one, other = tables[0][column], tables[1][column].reindex(tables[0].index)
+) -> Difference | None:
+    """Prompt by prompt: Tango's interval and the sign test for the judge's word, Student's for means. None where no prompt has both."""
+    one, other = (table[column] for table in tables)
     known = one.notna() & other.notna()
-    confidence = _confidence(second)
+    values = [v[0] for v in both if v is not None]
     if not known.any():
-        return _apart(first, second, label, form, both, more_is_better=more_is_better)
+        return None
     if column.endswith("_judge_ok"):
         found = paired_difference(other[known].astype(bool).tolist(), one[known].astype(bool).tolist(), confidence)
     else:
         found = paired_means(other[known].tolist(), one[known].tolist(), confidence)
     p_value = None if more_is_better is None else found.p_value
-    return Difference(label, form, both[0][0], both[1][0], found.value, found.low, found.high, more_is_better, p_value, int(known.sum()))
+    return Difference(label, form, *values, found.value, found.low, found.high, more_is_better, p_value, int(known.sum()))
 
 
 def _plain(first: Results, second: Results, label: str, path: tuple[str, ...], form: Form) -> Difference:
