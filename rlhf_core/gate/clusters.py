@@ -124,9 +124,3 @@ def percentile_interval(drawn: np.ndarray, confidence: float) -> tuple[float, fl
     low, middle, high = np.quantile(known, [read, 0.5, 1 - read])
     stretch = float(ndtri(tail)) / float(ndtri(read)) if read > tail else 1.0
     return float(middle + stretch * (low - middle)), float(middle + stretch * (high - middle))
-
-
-def basic_interval(value: float, drawn: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Of a bootstrap, the quantiles mirrored at the value: right where the statistic is biased, as a sum of distances is."""
-    low, high = percentile_interval(drawn, confidence)
-    return 2 * value - high, 2 * value - low
