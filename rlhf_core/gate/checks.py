@@ -150,10 +150,10 @@ def sentences(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> 
     for check in checks:
         if check.passed is False and not check.name.startswith(SLICE) and (check.name == "pairs" or gate["n"]):
             yield _REASONS.get(check.name, _any_reason)(gate, check, config)
-    if gate["look"] is not None and gate["look"]["number"] > 1 and (look := _look(gate, checks, config)):
-        yield look
     if all(check.passed is not False for check in checks):
         yield f"passed: {_measured(gate, config)}; the lower end reaches gate.min_accuracy={config.min_accuracy}."
+    if gate["look"] is not None and gate["look"]["number"] > 1 and (look := _look(gate, checks, config)):
+        yield look
 
 
 def _measured(gate: dict[str, Any], config: GateConfig) -> str:
