@@ -138,7 +138,7 @@ def _not_worse(name: str, compared: dict[str, Any], config: GateConfig, way_out:
 def too_few_to_compare(check: Check, margin: float) -> bool:
     """The half-width of a difference's interval exceeds the margin, and the interval leaves open which one is better.
 
-    An interval that lies above 0 shows that the candidate is no worse, whatever its width.
+    An interval that does not go below 0 shows that the candidate is no worse, whatever its width.
     """
     return (check.high - check.low) / 2 > margin and check.low < 0
 
