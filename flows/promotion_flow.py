@@ -16,6 +16,7 @@ from flows import registry
 from flows.promote import decided, identity, summary
 from flows.registry import Event, Version, read_registry
 from rlhf_core.config import ConfigError, RegistryConfig, load_params
+from rlhf_core.report.texts import markdown_block, markdown_text
 
 NOT_APPROVED = "NotApproved"
 
@@ -77,7 +78,9 @@ def _chosen(root: Path, artifact: str, version: str | None) -> Version:
 def _ask(chosen: Version, told: str, config: RegistryConfig) -> Approval:
     """Suspends the run; when a person resumes it, it starts again and gets the answer here."""
     question = f"May {chosen.artifact} {chosen.version} be used from now on?"
-    create_markdown_artifact(f"# {question}\n\n```\n{told}\n```", key=f"promote-{chosen.artifact}", description=question)
+    create_markdown_artifact(
+        f"# {markdown_text(question)}\n\n{markdown_block(told)}", key=f"promote-{chosen.artifact}", description=question
+    )
     return suspend_flow_run(wait_for_input=Approval.with_initial_data(description=question), timeout=config.approval_timeout)
 
 
@@ -90,4 +93,5 @@ def _given(root: Path, by: str | None, reason: str | None) -> Approval:
 def _show(artifact: str, event: Event) -> None:
     text = decided(artifact, event)
     print(text, flush=True)
-    create_markdown_artifact(text.replace("\n", "\n\n"), key=f"promoted-{artifact}", description=text.splitlines()[0])
+    lines = [markdown_text(line) for line in text.splitlines()]
+    create_markdown_artifact("\n\n".join(lines), key=f"promoted-{artifact}", description=lines[0])

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.checkpoint import NoSpace, Origin, StoreSettings
-from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params
+from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params, reordering_shown
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.quiet import be_quiet, show_own_log
 from tasks.work import SCRATCH, metrics_path, prepare_scratch, read_work
@@ -231,7 +231,7 @@ class Stage:
 
     def _exit(self, message: str) -> None:
         for line in message.splitlines():
-            print(f"{self.name}: {line}", file=sys.stderr, flush=True)
+            print(f"{self.name}: {reordering_shown(line)}", file=sys.stderr, flush=True)
         sys.exit(REFUSED)
 
 
