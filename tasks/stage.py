@@ -126,7 +126,7 @@ class Stage:
         """Also where DVC alone started the stage, in a shell with all that is in it."""
         wanted = self.params.flow.environment
         if missing := [name for name in wanted if name not in os.environ]:
-            log.warning("%s: flow.environment names %s, which the environment doesn't have", self.name, ", ".join(missing))
+            log.warning("flow.environment: expected %s in the environment, got nothing of that name", ", ".join(missing))
         keep_visible(of_stage(self.params, self.name, os.environ), named=wanted)
 
     def _on_stop(self, *_: object) -> None:
