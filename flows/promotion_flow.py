@@ -20,6 +20,7 @@ from flows.promote import decided, identity, summary
 from flows.registry import AnotherModel, Registry
 from flows.tags import Event, Version
 from rlhf_core.config import ConfigError, RegistryConfig, load_params, parse_json
+from rlhf_core.report.texts import markdown_block, markdown_text
 
 NOT_APPROVED, ANOTHER_MODEL = "NotApproved", "AnotherModel"  # states of a run that promoted nothing
 
@@ -116,7 +117,8 @@ def _ask(chosen: Version, told: str, config: RegistryConfig) -> Approval:
     """
     asked = question(chosen)
     key = hashlib.sha256(json.dumps([chosen.artifact, chosen.version, chosen.model]).encode()).hexdigest()[:32]
-    create_markdown_artifact(f"# {asked}\n\n```\n{told}\n```", key=f"promote-{chosen.artifact}", description=asked)
+    text = f"# {markdown_text(asked)}\n\n{markdown_block(told)}"
+    create_markdown_artifact(text, key=f"promote-{chosen.artifact}", description=asked)
     form = Approval.with_initial_data(description=asked)
     return suspend_flow_run(wait_for_input=form, timeout=config.approval_timeout, key=key)
 
@@ -130,4 +132,5 @@ def _given(root: Path, by: str | None, reason: str | None) -> Approval:
 def _show(artifact: str, event: Event) -> None:
     text = decided(artifact, event)
     print(text, flush=True)
-    create_markdown_artifact(text.replace("\n", "\n\n"), key=f"promoted-{artifact}", description=text.splitlines()[0])
+    lines = [markdown_text(line) for line in text.splitlines()]
+    create_markdown_artifact("\n\n".join(lines), key=f"promoted-{artifact}", description=lines[0])

@@ -29,8 +29,9 @@ from flows.results import input_paths, read_side, result_paths
 from flows.stages import StageFailed, StageResult, read_stages, stage_environment, stage_order, unchanged
 from flows.summary import read_metrics, report_line, report_of, stage_table
 from flows.worktree import commit_results, derive_name, slug
-from rlhf_core.config import ConfigError, FlowConfig, load_params
+from rlhf_core.config import ConfigError, FlowConfig, load_params, reordering_shown
 from rlhf_core.report.sketch import sketch
+from rlhf_core.report.texts import markdown_text
 
 GATE_REJECTED = "GateRejected"
 
@@ -73,6 +74,7 @@ def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *,
     throttle = LogThrottle(get_run_logger())
 
     def on_line(line: str) -> None:
+        line = reordering_shown(line)
         print(line, flush=True)
         throttle.add(line)
 
@@ -154,15 +156,17 @@ def publish_gate(workspace: Path, stage: str) -> None:
     verdict = read_metrics(workspace, stage) if is_gate(stage) else None
     if verdict is not None:
         title = "passed" if verdict["passed"] else "rejected" if verdict["needed"] else "not needed"
-        create_markdown_artifact(f"# {stage}: {title}\n\n{verdict['message']}", key=stage.replace("_", "-"), description=f"Gate {title}")
+        create_markdown_artifact(
+            f"# {stage}: {title}\n\n{markdown_text(verdict['message'])}", key=stage.replace("_", "-"), description=f"Gate {title}"
+        )
 
 
 def end_state(workspace: Path, failure: StageFailed) -> State:
     """The state in which a run with a failed stage ends. A rejected gate has one of its own, so that it can be seen and acted on."""
     verdict = read_metrics(workspace, failure.stage) if is_gate(failure.stage) and failure.refused else None
     if verdict is not None and verdict["passed"] is False:
-        return State(type=StateType.FAILED, name=GATE_REJECTED, message=verdict["message"])
-    return State(type=StateType.FAILED, name="Failed", message=str(failure))
+        return State(type=StateType.FAILED, name=GATE_REJECTED, message=reordering_shown(verdict["message"]))
+    return State(type=StateType.FAILED, name="Failed", message=reordering_shown(str(failure)))
 
 
 def write_stopped_report(workspace: Path, failure: StageFailed, log: logging.Logger | logging.LoggerAdapter) -> None:

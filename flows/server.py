@@ -48,6 +48,10 @@ def use_home(root: Path) -> Path:
         os.environ.setdefault(name, value)
     home = Path(os.environ.setdefault("PREFECT_HOME", str(root.resolve() / ".prefect")))
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:  # one that was there before, made by Prefect itself or by hand
+        home.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"{home}: expected a folder of this user's, got {error.strerror}; set PREFECT_HOME to one") from error
     return home
 
 

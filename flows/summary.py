@@ -11,6 +11,8 @@ from typing import Any
 from tabulate import tabulate
 
 from flows.stages import StageResult, metrics_file
+from rlhf_core.config import reordering_shown
+from rlhf_core.report.texts import markdown_text
 
 REPORT = Path("reports/report.html")
 STOPPED_REPORT = Path("reports/stopped.html")  # of a chain that ended early
@@ -112,6 +114,7 @@ def stage_table(workspace: Path, order: list[str], results: list[StageResult], f
         result = done.get(stage)
         outcome = result.outcome if result else "failed" if stage == failed else "not reached"
         figure = key_figure(workspace, stage) if result or stage == failed else ""
+        figure = markdown_text(figure) if style == "github" else reordering_shown(figure)
         rows.append((stage, f"{result.seconds:.1f}" if result else "", figure, outcome))
     rows.append(("total", f"{sum(r.seconds for r in results):.1f}", "", ""))
     return tabulate(

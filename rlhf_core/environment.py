@@ -23,7 +23,7 @@ NAMES = frozenset(
         *("https_proxy", "all_proxy", "no_proxy", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM"),
         *("LD_LIBRARY_PATH", "LD_PRELOAD", "LIBRARY_PATH", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "CC", "CXX"),
         *("CFLAGS", "CXXFLAGS", "LDFLAGS", "MAX_JOBS", "CONDA_PREFIX", "MASTER_ADDR", "MASTER_PORT", "USE_TORCH"),
-        *("USE_TF", "HF_HUB_DISABLE_IMPLICIT_TOKEN"),
+        *("USE_TF", "MPLCONFIGDIR", "HF_HUB_DISABLE_IMPLICIT_TOKEN"),
     )
 )
 # Settings of the libraries that stages use, of accelerators, threads and the scheduler.
@@ -33,7 +33,7 @@ PREFIXES = (
     *("CUBLAS_", "NVIDIA_", "NCCL_", "NVSHMEM_", "HIP_", "HSA_", "ROCM_", "ROCR_", "RCCL_", "MIOPEN_", "UCX_", "FI_"),
     *("TORCH", "PYTORCH_", "TRITON_", "FLASHINFER_", "FLASH_ATTENTION_", "BNB_", "DS_", "DEEPSPEED_", "VLLM_"),
     *("RAY_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_", "ACCELERATE_", "WANDB_"),
-    *("TENSORBOARD_", "DVC_", "GX_"),
+    *("TENSORBOARD_", "DVC_", "GX_", "NUMBA_", "ARROW_", "TIKTOKEN_"),
 )
 # A name on the list that ends so holds a secret all the same: HF_TOKEN, VLLM_API_KEY, SLURM_JWT.
 _SECRET = re.compile(r"(TOKEN|KEYS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|JWT)(_?\d+)?$")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.checkpoint import NoSpace, Origin, StoreSettings
-from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params
+from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params, reordering_shown
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.quiet import be_quiet, show_own_log
 from tasks.work import SCRATCH, metrics_path, prepare_scratch, read_work
@@ -127,7 +127,7 @@ class Stage:
         """Also where DVC alone started the stage, in a shell with all that is in it."""
         wanted = self.params.flow.environment
         if missing := [name for name in wanted if name not in os.environ]:
-            log.warning("%s: flow.environment names %s, which the environment doesn't have", self.name, ", ".join(missing))
+            log.warning("flow.environment: expected %s in the environment, got nothing of that name", ", ".join(missing))
         keep_visible(of_stage(self.params, self.name, os.environ), named=wanted)
 
     def _on_stop(self, *_: object) -> None:
@@ -232,7 +232,7 @@ class Stage:
 
     def _exit(self, message: str) -> None:
         for line in message.splitlines():
-            print(f"{self.name}: {line}", file=sys.stderr, flush=True)
+            print(f"{self.name}: {reordering_shown(line)}", file=sys.stderr, flush=True)
         sys.exit(REFUSED)
 
 

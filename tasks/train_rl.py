@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import RlConfig, ScorerConfig
+from rlhf_core.config import RlConfig, ScorerConfig, reordering_shown
 from rlhf_core.data.schema import read_rows
 from rlhf_core.environment import passed_on
 from tasks.stage import (
@@ -124,7 +124,7 @@ def show(text: str) -> None:
     checkpoint.
     """
     try:
-        print(text, end="", flush=True)
+        print(reordering_shown(text), end="", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

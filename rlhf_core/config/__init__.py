@@ -17,7 +17,7 @@ from rlhf_core.config.alignment import (
     RejectionSamplingConfig,
     SamplingConfig,
 )
-from rlhf_core.config.base import ConfigError, RolloutBackend, Section, shown
+from rlhf_core.config.base import ConfigError, RolloutBackend, Section, reordering_shown, shown
 from rlhf_core.config.data import CLERK_JUDGE, ClerkConfig, DataConfig, SamplesConfig, SourceConfig, ValidationConfig
 from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConfig, RolledBackConfig
 from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig
@@ -86,6 +86,7 @@ __all__ = [
     "read_stages",
     "read_yaml",
     "read_yaml_text",
+    "reordering_shown",
     "set_key",
     "shown",
 ]

@@ -25,6 +25,7 @@ from great_expectations.exceptions import GreatExpectationsError
 
 from rlhf_core.config import ValidationConfig
 from rlhf_core.data.compact import across_uses, measure_table
+from rlhf_core.data.docs import make_offline
 from rlhf_core.data.expectations import Check, checks_for, leakage_checks, presence_checks, schema_checks
 from rlhf_core.data.measures import schema_frame
 from rlhf_core.data.schema import MESSAGES, SCHEMAS, WIDE_MESSAGES, read_batches
@@ -115,7 +116,7 @@ class Validator:
         return [_finding(use, check, by_name[check.name], rows=len(frame)) for check in checks]
 
     def write_docs(self, folder: Path) -> None:
-        """The Data Docs, a site of HTML files. They contain times, so no two runs write the same.
+        """The Data Docs, a site of HTML files that load nothing from elsewhere. They contain times, so no two runs write the same.
 
         Raises:
             OSError, GreatExpectationsError: they couldn't be written.
@@ -124,6 +125,7 @@ class Validator:
         site = {"class_name": "SiteBuilder", "site_index_builder": {"class_name": "DefaultSiteIndexBuilder"}, "store_backend": backend}
         self._context.add_data_docs_site(DOCS_SITE, site)
         self._context.build_data_docs(site_names=[DOCS_SITE])
+        make_offline(folder)
 
 
 def validate(

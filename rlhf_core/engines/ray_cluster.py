@@ -66,6 +66,9 @@ def local_head(
     # Its dashboard measures every process for pages that nobody looks at: 2% of a core all the time.
     os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")
     os.environ.setdefault("METRICS_RECORD_INTERVAL_S", "60")
+    # It would tell them, at two ports, to whoever asks: Ray wants no token there. The second has no switch; -1 is no port.
+    os.environ.setdefault("RAY_enable_metrics_collection", "0")
+    os.environ.setdefault("DASHBOARD_METRIC_PORT", "-1")
     environment = {**os.environ, MARK: str(folder)}
     head = None
     try:

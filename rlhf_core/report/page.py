@@ -16,7 +16,9 @@ from typing import Any
 import pandas as pd
 from bokeh.resources import Resources
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
+from rlhf_core.config import reordering_shown
 from rlhf_core.report.blame import blame
 from rlhf_core.report.canvas import DARK
 from rlhf_core.report.differences import Results, figures_that_count, headline, outs_that_differ, params_that_differ, read_as
@@ -171,7 +173,12 @@ def page(template: str, figures: Figures, content: Mapping[str, Any]) -> str:
     """One self-contained file: the template with this content, style, scripts and figures inside."""
     folder = Path(__file__).parent
     environment = Environment(
-        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_as_it_stands,
     )
     environment.filters |= {"share": share, "number": number, "count": count, "visible": visible, "measured": measured, "signed": signed}
     bokeh = ["\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)] if figures else []
@@ -186,6 +193,11 @@ def page(template: str, figures: Figures, content: Mapping[str, Any]) -> str:
     )
 
 
+def _as_it_stands(value: Any) -> Any:
+    """Of what a template writes: every text of others, whether or not the template says `visible`. Markup is our own."""
+    return reordering_shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 def content_security_policy(scripts: list[str]) -> str:
     """Nothing from elsewhere, and no script but these: an injected one wouldn't run even if it got into the page."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
@@ -194,7 +206,8 @@ def content_security_policy(scripts: list[str]) -> str:
 
 def json_for_html(content: Any) -> str:
     """JSON that can stand inside a script element: no `<`, so nothing in it ends the element or opens a comment."""
-    return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return json.dumps(json.loads(reordering_shown(text)), ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def tiles(evaluation: Mapping[str, Any], rewarder: str, confidence: float) -> Iterator[dict[str, str]]:

@@ -11,6 +11,8 @@ from typing import Any
 
 from tabulate import tabulate
 
+from rlhf_core.report.texts import markdown_text
+
 Row = dict[str, Any]
 HEADS = (
     "round",
@@ -51,7 +53,7 @@ def table(rows: Sequence[Row]) -> str:
         )
         for row in rows
     ]
-    reasons = "".join(f"- Round {row['round']}: {row['reason']}\n" for row in rows)
+    reasons = "".join(f"- Round {row['round']}: {markdown_text(row['reason'])}\n" for row in rows)
     return f"{tabulate(lines, HEADS, tablefmt='github', disable_numparse=True)}\n\n{reasons}"
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
+
+from rlhf_core.config import reordering_shown
 
 MAX_TEXT = 2000  # characters of one text in the table of samples
 JOINERS = "\u200c\u200d"  # invisible, and part of ordinary words and emoji
@@ -22,6 +25,21 @@ def visible(text: str, limit: int | None = MAX_TEXT) -> str:
 def _visible_character(c: str) -> str:
     hidden = unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in "\n\t" + JOINERS
     return f"⟨U+{ord(c):04X}⟩" if hidden else c
+
+
+_MARKDOWN = re.compile(r"[\\`\[\]<>|&~]|(?<=:)(?=//)|(?<=www)(?=\.)|@", re.IGNORECASE)
+
+
+def markdown_text(text: str) -> str:
+    """Text of others inside Markdown: on one line, without links, images, HTML and code, and read as it stands."""
+    return _MARKDOWN.sub(lambda found: f"\\{found[0]}", reordering_shown(" ".join(text.split())))
+
+
+def markdown_block(text: str) -> str:
+    """Lines of others as a block of code that nothing in them ends."""
+    fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=2) + 1)
+    fence = fence if len(fence) >= 3 else "```"
+    return f"{fence}\n{reordering_shown(text)}\n{fence}"
 
 
 def share(value: float | None) -> str:

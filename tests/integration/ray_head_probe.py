@@ -6,13 +6,39 @@ A process of its own: Ray looks at the environment once, and a head leaves its s
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import socket
 import sys
+import time
+import urllib.request
 
 import psutil
 
 from rlhf_core.engines import ray_cluster
+
+
+def metrics_shown(last: int) -> list[str]:
+    """Ports at which processes of the head tell their metrics to anybody who asks, once the one that is opened last is there."""
+    ports: dict[int, str] = {}
+    until = time.monotonic() + 60
+    while last not in ports:
+        assert time.monotonic() < until, f"expected Ray's agent at port {last}, got {ports}"
+        time.sleep(0.5)
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                line = " ".join(process.cmdline())
+                ports |= {c.laddr.port: line for c in process.net_connections(kind="tcp") if c.status == psutil.CONN_LISTEN}
+    found = []
+    for port, line in ports.items():
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=3) as answer:
+                shown = answer.status == 200 and b"# HELP" in answer.read(5000)
+        except (OSError, http.client.HTTPException):
+            continue
+        if shown:
+            found.append(f"{port}: {line[:150]}")
+    return found
 
 
 def main() -> None:
@@ -34,6 +60,7 @@ def main() -> None:
                 for process in psutil.Process().children(recursive=True):
                     with contextlib.suppress(psutil.Error):
                         seen["running"].append(" ".join(process.cmdline()))
+                seen["metrics"] = metrics_shown(handed[-1][2])
         except ray_cluster.ClusterError as error:
             seen["error"] = str(error)
     seen |= {"dashboards": [p[1] for p in handed], "children": len(psutil.Process().children(recursive=True))}

@@ -71,7 +71,7 @@ def train_sft(stage):
 
 def gate_reward(stage):
     accuracy, threshold = 0.9, stage.params.gate.min_accuracy
-    message = f"accuracy {accuracy} against {threshold}"
+    message = f"accuracy {accuracy} against {threshold}" + (stage.params.gate.override or "")
     verdict = {"needed": True, "passed": accuracy >= threshold, "message": message}
     verdict |= {"accuracy": accuracy, "low": accuracy, "threshold": threshold, "override": stage.params.gate.override}
     write_json(METRICS / "gate.json", verdict)

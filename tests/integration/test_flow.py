@@ -150,19 +150,22 @@ def test_without_retries_a_crash_ends_the_run(tmp_path, server):
 
 def test_a_rejected_gate_has_a_state_of_its_own_and_no_retry(tmp_path, server):
     workspace = make_workspace(tmp_path / "project", retries=3)
-    done = run_flow(workspace, "--set", "gate.min_accuracy=0.95", "--run", "strict", PREFECT_API_URL=server)
+    hostile = ("--set", 'gate.override=" ![x](https://host/p.png) \u202e"')
+    done = run_flow(workspace, "--set", "gate.min_accuracy=0.95", *hostile, "--run", "strict", PREFECT_API_URL=server)
     assert done.returncode == 3
-    assert done.stderr.rstrip().endswith("GateRejected: accuracy 0.9 against 0.95")
+    assert done.stderr.rstrip().endswith("GateRejected: accuracy 0.9 against 0.95 ![x](https://host/p.png) ⟨U+202E⟩")
+    assert "\u202e" not in done.stdout + done.stderr
     assert outcomes(done.stdout)["gate_reward"] == "failed" and outcomes(done.stdout)["report"] == "not reached"
     (run,) = ask_server(server, "flow_runs/filter", flow_runs={"state": {"name": {"any_": ["GateRejected"]}}})
-    assert run["state"]["type"] == "FAILED" and run["state"]["message"] == "accuracy 0.9 against 0.95"
+    assert run["state"]["type"] == "FAILED" and run["state"]["message"] == "accuracy 0.9 against 0.95 ![x](https://host/p.png) ⟨U+202E⟩"
     tasks = ask_server(server, "task_runs/filter", task_runs={"flow_run_id": {"any_": [run["id"]]}})
     assert {t["name"]: t["run_count"] for t in tasks} == {"prepare_data": 1, "train_sft": 1, "gate_reward": 1}
     artifacts = ask_server(server, "artifacts/filter", artifacts={"flow_run_id": {"any_": [run["id"]]}})
     assert {a["key"] for a in artifacts} == {"gate-reward", "stages", "report"}
-    assert any("accuracy 0.9 against 0.95" in a["data"] for a in artifacts)
+    assert any(r"accuracy 0.9 against 0.95 !\[x\](https:\//host/p.png) ⟨U+202E⟩" in a["data"] for a in artifacts)
+    assert not any("\u202e" in a["data"] for a in artifacts)
     page = workspace / "runs/strict/reports/stopped.html"
-    assert page.read_text() == "--stopped-at gate_reward --because gate_reward: accuracy 0.9 against 0.95"
+    assert page.read_text() == "--stopped-at gate_reward --because gate_reward: accuracy 0.9 against 0.95 ![x](https://host/p.png) ⟨U+202E⟩"
     assert not page.with_name("report.html").exists() and f"{page.relative_to(workspace)} (stopped at gate_reward)" in done.stdout
 
 

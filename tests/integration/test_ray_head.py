@@ -40,6 +40,10 @@ def test_a_port_that_was_taken_meanwhile_is_replaced(seen):
     assert "ray.util.client" not in running, "expected no server for Ray's client, which nobody connects by"
 
 
+def test_nobody_is_told_the_metrics_without_a_token(seen):
+    assert seen[1]["metrics"] == []
+
+
 def test_one_that_is_taken_again_and_again_is_an_error(seen):
     assert seen[99]["address"] is None and len(seen[99]["dashboards"]) == HEAD_STARTS
     assert seen[99]["error"].startswith("Ray head: expected it up within ") and "already" in seen[99]["error"]

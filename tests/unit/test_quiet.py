@@ -38,3 +38,12 @@ def test_another_projects_module_runs_as_by_itself_whatever_lies_in_the_folder(t
     done = subprocess.run(quietly("other", "-m", "a b"), cwd=here, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (7, "")
     assert done.stdout == f"{NEW_OBJECTS}|{QUIET_ENVIRONMENT['GOMP_SPINCOUNT']}|__main__|['-m', 'a b']|True\n"
+
+
+def test_a_line_of_the_log_is_read_as_it_stands():
+    program = (
+        "import logging; from rlhf_core.quiet import show_own_log; show_own_log(); "
+        "logging.getLogger('rlhf').info('source %s', 'a\\u202eb\\u200f'); logging.getLogger('other').info('not shown')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "source a⟨U+202E⟩b⟨U+200F⟩\n"

@@ -7,7 +7,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from flows.server import use_home
+
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("given", [None, "elsewhere"])
+def test_prefects_folder_is_for_its_user_only_however_it_was_made(tmp_path, monkeypatch, given):
+    home = tmp_path / (given or ".prefect")
+    home.mkdir(mode=0o755)
+    home.chmod(0o755)
+    monkeypatch.delenv("PREFECT_HOME", raising=False)
+    if given:
+        monkeypatch.setenv("PREFECT_HOME", str(home))
+    try:
+        assert use_home(tmp_path) == home.resolve() and home.stat().st_mode & 0o777 == 0o700
+    finally:
+        monkeypatch.setenv("PREFECT_HOME", "")  # so that monkeypatch takes it back
 
 
 def test_a_child_hears_sigint_even_where_we_ignore_it():

@@ -134,6 +134,12 @@ def test_a_row_of_a_billion_characters_is_refused_where_it_begins(tmp_path):
         assert f"of at most {MAX_CHARACTERS}" in message or "bytes" in message, message
 
 
+def test_a_quoted_field_that_does_not_end_is_refused(tmp_path):
+    """Each of its lines is short, and all of them are one text."""
+    (tmp_path / "d.csv").write_bytes(CSV + b'"' + b"word word word\n" * (MAX_CHARACTERS // 15 + 9))
+    assert "expected CSV, got: field larger than field limit" in assert_whole_or_refused(tmp_path / "d.csv")
+
+
 def test_a_text_over_the_limit_is_refused_in_any_kind_of_file(tmp_path):
     long = {**PAIR, "chosen": "x" * (MAX_CHARACTERS + 1)}
     pq.write_table(pa.Table.from_pylist([PAIR, long]), tmp_path / "d.parquet")

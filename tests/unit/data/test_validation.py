@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from copy import deepcopy
+from html.parser import HTMLParser
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -318,6 +321,50 @@ def test_data_docs_show_what_was_expected_and_escape_the_data(rows, tokenizer, t
     assert any("chosen differs from rejected" in page and "&lt;b&gt;so" in page and "preference03" in page for page in pages)
     assert any("&lt;i&gt;&amp;3" in page for page in pages)
     assert not any("<b>so" in page or "<i>&3" in page or "<script>alert" in page for page in pages)
+
+
+class Loads(HTMLParser):
+    """What a browser would fetch, run or lead to elsewhere, of a page."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        runs = [name for name in given if name.startswith("on")]
+        if tag in ("script", "link", "iframe", "object", "embed", "img", "base") or re.match(
+            "https?:|//|javascript:", given.get("href") or ""
+        ):
+            self.found.append(f"{tag} {attrs}")
+        if runs and "default-src 'none'" not in self.policy:
+            self.found.append(f"{tag} {runs}")
+        if tag == "a" and given.get("href") and not given["href"].startswith("#"):
+            self.links.append(given["href"])
+
+    def feed(self, data):
+        self.policy = data.partition("Content-Security-Policy")[2][:200]
+        super().feed(data)
+
+
+def test_data_docs_load_nothing_from_elsewhere_and_lead_to_each_other(rows, tokenizer, tmp_path):
+    rows["preference"][3] |= {"chosen": "so \u202e it is", "rejected": "so \u202e it is", "id": "odd\u200f"}
+    validate(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, docs=tmp_path / "docs")
+    pages = list((tmp_path / "docs").rglob("*.html"))
+    assert len(pages) > 10
+    for path in pages:
+        text = path.read_text(encoding="utf-8")
+        assert text.count("http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'") == 1
+        seen = Loads()
+        seen.feed(text)
+        assert seen.found == [] and "url(" not in text, path
+        assert not any((path.parent / unquote(link).partition("#")[0]).resolve() not in [p.resolve() for p in pages] for link in seen.links)
+        assert "\u202e" not in text and "\u200f" not in text
+    index = (tmp_path / "docs/index.html").read_text(encoding="utf-8")
+    assert index.count("<li>") == len(pages) - 1 and "schema of sft" in index
+    (page,) = [p for p in pages if p.parts[-4:-3] == ("preference",)]
+    assert "odd⟨U+200F⟩" in page.read_text(encoding="utf-8") and "fa-times" in page.read_text(encoding="utf-8")
 
 
 def test_data_docs_that_cannot_be_written_are_logged_and_change_nothing(rows, tokenizer, tmp_path, caplog):
