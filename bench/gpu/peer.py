@@ -17,11 +17,12 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from bench.gpu.lively import lively_folder
 from bench.gpu.online import Case, head, run
 from bench.gpu.processes import Budget, end_tidily, noted
 from bench.gpu.record import Record
 from bench.gpu.rl import GRPO, REHEARSED
-from bench.gpu.shapes import argument_parser, model_folder, models_folder
+from bench.gpu.shapes import argument_parser, models_folder
 from rlhf_core.quiet import be_quiet
 
 BUDGET_SECONDS = 450.0
@@ -88,7 +89,7 @@ def theirs(case: Case, models: Path, folder: Path, budget: Budget) -> Side:
     """
     described, found = folder / "case.json", folder / "found.json"
     described.write_text(json.dumps(asdict(case)))
-    model = model_folder(case.shape, models)
+    model = lively_folder(case.shape, models)
     command = [sys.executable, "-m", "bench.gpu.trl_side", str(described), str(model), str(found), str(os.getpid())]
     environment = {**os.environ, "OMP_NUM_THREADS": str(case.threads)}
     try:

@@ -75,7 +75,7 @@ def add(record: Record, case: Case, outcome: Outcome, weights: int) -> None:
     generated = zip(tokens, outcome.of("generate", warmup=case.warmup), strict=True)
     record.add(f"{case.name}: generated tokens while it generates", "1/s", [t / s for t, s in generated])
     record.add(f"{case.name}: weights of a sync", "bytes", [weights])
-    record.add(f"{case.name}: entropy of the policy", "nats", outcome.entropy, "where it is high, log-probabilities differ little")
+    record.add(f"{case.name}: entropy of the policy", "nats", outcome.entropy)
     for size in outcome.mismatch[0]:
         values = [step[size] for step in outcome.mismatch]
         record.add(f"{case.name}: log-probabilities of engine and trainer apart, {size}", "nats", values, "of each step's tokens")

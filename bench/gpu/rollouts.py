@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from bench.gpu.engines import Batch, Engine, EngineSettings, engines
+from bench.gpu.lively import lively_folder
 from bench.gpu.processes import Budget, cores, end_tidily, noted
 from bench.gpu.record import Record
 from bench.gpu.shapes import SHAPES, TINY, argument_parser, model_folder, models_folder, shape_name
@@ -91,7 +92,8 @@ def main() -> None:
 
 def measure(plan: Plan, models: Path, record: Record, *, threads: int) -> None:
     sides = ("vLLM", "ours") if plan.cases else ("ours",)
-    with engines(sides, plan.settings(model_folder(plan.shape, models), threads)) as started:
+    model = (model_folder if plan.reloaded is None else lively_folder)(plan.shape, models)
+    with engines(sides, plan.settings(model, threads)) as started:
         for engine in started:
             record.add(f"{plan.name}: start of {called(engine.side)}", "s", [engine.start_seconds], "in the order given")
         by_side = {engine.side: engine for engine in started}
