@@ -61,9 +61,10 @@ def main() -> None:
 
 
 def in_turn(case: Case, number: int, models: Path, folder: Path, record: Record, budget: Budget, failures: list[str]) -> dict[str, float]:
-    """A round: tokens per second of each side that didn't fail."""
+    """A round, the other way round in every second one: tokens per second of each side that didn't fail."""
     medians, name = {}, f"{case.name}, round {number}"
-    for side, measure in {"ours": ours, "TRL": theirs}.items():
+    for side in ("ours", "TRL")[:: 1 if number % 2 else -1]:
+        measure = {"ours": ours, "TRL": theirs}[side]
         with noted(record, f"{name}: {side}", failures):
             found = measure(case, models, folder, budget)
             record.add(f"{name}: tokens by {side}", "1/s", found.speeds, found.note)
