@@ -19,11 +19,10 @@ from pathlib import Path
 
 from bench.gpu.lively import lively_folder
 from bench.gpu.online import Case, head, run
-from bench.gpu.processes import Budget, end_tidily, noted
+from bench.gpu.processes import Budget, begin, noted
 from bench.gpu.record import Record
 from bench.gpu.rl import GRPO, REHEARSED
-from bench.gpu.shapes import argument_parser, models_folder
-from rlhf_core.quiet import be_quiet
+from bench.gpu.shapes import models_folder
 
 BUDGET_SECONDS = 450.0
 ROUNDS = 2  # as many as there is time for
@@ -39,12 +38,10 @@ class Side:
 
 
 def main() -> None:
-    arguments = argument_parser(__doc__).parse_args()
-    be_quiet()
-    end_tidily()
+    arguments = begin(__doc__)
     case, rounds = (REHEARSED, 1) if arguments.rehearse else (replace(GRPO, steps=8), ROUNDS)
     budget, record, failures, ratios = Budget(BUDGET_SECONDS), Record(arguments.out), [], []
-    with models_folder(arguments.models) as models, tempfile.TemporaryDirectory(prefix="gpu-check-peer-") as folder:
+    with models_folder(arguments.models) as models, tempfile.TemporaryDirectory(prefix="peer-", dir=models) as folder:
         longest = 0.0
         for number in range(1, rounds + 1):
             began = time.monotonic()
