@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench.gpu.job import SEEN
+from bench.gpu.lively import lively_folder
 from bench.gpu.processes import Budget, Peaks, actor_processes, watch_memory
 from bench.gpu.shapes import SHAPES, Lengths, model_folder, prompts, shape_name
 from bench.ours_online import ROOT, read_csv
@@ -201,7 +202,7 @@ def describe(case: Case, models: Path, folder: Path) -> RlJob:
         threads=case.threads,
         run_name=folder.name,
         prepared=str(prepared),
-        sft_model=str(model_folder(case.shape, models)),
+        sft_model=str(lively_folder(case.shape, models)),
         reward_model=reward_model,
         scorer_models={} if reward_model is None else {"reward_model": reward_model},
         source_judges={},

@@ -17,12 +17,12 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from bench.gpu.lively import lively_folder
 from bench.gpu.online import Case, head, run
-from bench.gpu.processes import Budget, end_tidily, noted
+from bench.gpu.processes import Budget, begin, noted
 from bench.gpu.record import Record
 from bench.gpu.rl import GRPO, REHEARSED
-from bench.gpu.shapes import argument_parser, model_folder, models_folder
-from rlhf_core.quiet import be_quiet
+from bench.gpu.shapes import models_folder
 
 BUDGET_SECONDS = 450.0
 ROUNDS = 2  # as many as there is time for
@@ -38,12 +38,10 @@ class Side:
 
 
 def main() -> None:
-    arguments = argument_parser(__doc__).parse_args()
-    be_quiet()
-    end_tidily()
+    arguments = begin(__doc__)
     case, rounds = (REHEARSED, 1) if arguments.rehearse else (replace(GRPO, steps=8), ROUNDS)
     budget, record, failures, ratios = Budget(BUDGET_SECONDS), Record(arguments.out), [], []
-    with models_folder(arguments.models) as models, tempfile.TemporaryDirectory(prefix="gpu-check-peer-") as folder:
+    with models_folder(arguments.models) as models, tempfile.TemporaryDirectory(prefix="peer-", dir=models) as folder:
         longest = 0.0
         for number in range(1, rounds + 1):
             began = time.monotonic()
@@ -60,9 +58,10 @@ def main() -> None:
 
 
 def in_turn(case: Case, number: int, models: Path, folder: Path, record: Record, budget: Budget, failures: list[str]) -> dict[str, float]:
-    """A round: tokens per second of each side that didn't fail."""
+    """A round, the other way round in every second one: tokens per second of each side that didn't fail."""
     medians, name = {}, f"{case.name}, round {number}"
-    for side, measure in {"ours": ours, "TRL": theirs}.items():
+    for side in ("ours", "TRL")[:: 1 if number % 2 else -1]:
+        measure = {"ours": ours, "TRL": theirs}[side]
         with noted(record, f"{name}: {side}", failures):
             found = measure(case, models, folder, budget)
             record.add(f"{name}: tokens by {side}", "1/s", found.speeds, found.note)
@@ -88,7 +87,7 @@ def theirs(case: Case, models: Path, folder: Path, budget: Budget) -> Side:
     """
     described, found = folder / "case.json", folder / "found.json"
     described.write_text(json.dumps(asdict(case)))
-    model = model_folder(case.shape, models)
+    model = lively_folder(case.shape, models)
     command = [sys.executable, "-m", "bench.gpu.trl_side", str(described), str(model), str(found), str(os.getpid())]
     environment = {**os.environ, "OMP_NUM_THREADS": str(case.threads)}
     try:

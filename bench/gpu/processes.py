@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import os
@@ -15,12 +16,26 @@ from dataclasses import dataclass, field
 import psutil
 
 from bench.gpu.record import Record
+from bench.gpu.shapes import argument_parser
+from rlhf_core.quiet import be_quiet
 
 REASON_LINES = 3
 LOOK_SECONDS = 0.5
 # A part of the name of an actor's process, which follows what it is doing, and what figures call it.
 ROLES = {"trainer": ("TrainerRank", "trainer."), "engine": ("RolloutActor", "rollout.")}
 _PR_SET_PDEATHSIG = 1
+
+
+def begin(description: str | None) -> argparse.Namespace:
+    """What a part does first. Returns its arguments; paths are absolute, since jobs have working directories of their own."""
+    arguments = argument_parser(description).parse_args()
+    be_quiet()
+    end_tidily()
+    arguments.out = arguments.out.resolve()
+    if arguments.models is not None:
+        arguments.models = arguments.models.resolve()
+        arguments.models.mkdir(parents=True, exist_ok=True)
+    return arguments
 
 
 def end_tidily() -> None:

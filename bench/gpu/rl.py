@@ -13,10 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.gpu.online import PHASES, Case, Outcome, head, run, weight_bytes
-from bench.gpu.processes import Budget, cores, end_tidily, noted
+from bench.gpu.processes import Budget, begin, cores, noted
 from bench.gpu.record import Record
-from bench.gpu.shapes import TINY, argument_parser, models_folder
-from rlhf_core.quiet import be_quiet
+from bench.gpu.shapes import TINY, models_folder
 
 BUDGET_SECONDS = 480.0
 GRPO = Case(
@@ -38,11 +37,9 @@ REHEARSAL = [(REHEARSED, 0.0), (replace(REHEARSED, algorithm="ppo", prompts=16, 
 
 
 def main() -> None:
-    arguments = argument_parser(__doc__).parse_args()
-    be_quiet()
-    end_tidily()
+    arguments = begin(__doc__)
     budget, record = Budget(BUDGET_SECONDS), Record(arguments.out)
-    with models_folder(arguments.models) as models, tempfile.TemporaryDirectory(prefix="gpu-check-rl-") as folder:
+    with models_folder(arguments.models) as models, tempfile.TemporaryDirectory(prefix="rl-", dir=models) as folder:
         failures = run_all(REHEARSAL if arguments.rehearse else CASES, models, Path(folder), record, budget)
     sys.exit("\n".join(failures) or 0)
 
@@ -75,7 +72,7 @@ def add(record: Record, case: Case, outcome: Outcome, weights: int) -> None:
     generated = zip(tokens, outcome.of("generate", warmup=case.warmup), strict=True)
     record.add(f"{case.name}: generated tokens while it generates", "1/s", [t / s for t, s in generated])
     record.add(f"{case.name}: weights of a sync", "bytes", [weights])
-    record.add(f"{case.name}: entropy of the policy", "nats", outcome.entropy, "where it is high, log-probabilities differ little")
+    record.add(f"{case.name}: entropy of the policy", "nats", outcome.entropy)
     for size in outcome.mismatch[0]:
         values = [step[size] for step in outcome.mismatch]
         record.add(f"{case.name}: log-probabilities of engine and trainer apart, {size}", "nats", values, "of each step's tokens")

@@ -14,11 +14,11 @@ from typing import Literal
 
 import numpy as np
 
-from bench.gpu.engines import Batch, Engine, EngineSettings, engines
-from bench.gpu.processes import Budget, cores, end_tidily, noted
+from bench.gpu.engines import GPU, Batch, Engine, EngineSettings, engines
+from bench.gpu.lively import lively_folder
+from bench.gpu.processes import Budget, begin, cores, noted
 from bench.gpu.record import Record
-from bench.gpu.shapes import SHAPES, TINY, argument_parser, model_folder, models_folder, shape_name
-from rlhf_core.quiet import be_quiet
+from bench.gpu.shapes import SHAPES, TINY, model_folder, models_folder, shape_name
 
 BUDGET_SECONDS = 450.0
 MEMORY = 0.42  # of the GPU, for each of two engines
@@ -75,9 +75,7 @@ REHEARSAL = [Plan(TINY, "float32", ((8, 16), (4, 8)), (6, 12), 2, 0.0, reloaded=
 
 
 def main() -> None:
-    arguments = argument_parser(__doc__).parse_args()
-    be_quiet()
-    end_tidily()
+    arguments = begin(__doc__)
     budget, record, failures = Budget(BUDGET_SECONDS), Record(arguments.out), []
     with models_folder(arguments.models) as models:
         for plan in REHEARSAL if arguments.rehearse else PLANS:
@@ -91,9 +89,11 @@ def main() -> None:
 
 def measure(plan: Plan, models: Path, record: Record, *, threads: int) -> None:
     sides = ("vLLM", "ours") if plan.cases else ("ours",)
-    with engines(sides, plan.settings(model_folder(plan.shape, models), threads)) as started:
+    model = (model_folder if plan.reloaded is None else lively_folder)(plan.shape, models)
+    with engines(sides, plan.settings(model, threads)) as started:
+        order = "one after the other" if GPU.exists() else "both at the same time"
         for engine in started:
-            record.add(f"{plan.name}: start of {called(engine.side)}", "s", [engine.start_seconds], "in the order given")
+            record.add(f"{plan.name}: start of {called(engine.side)}", "s", [engine.start_seconds], order)
         by_side = {engine.side: engine for engine in started}
         for count, response in plan.cases:
             compare(plan, by_side, count, response, record)

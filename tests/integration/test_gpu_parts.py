@@ -16,7 +16,7 @@ from small_workspace import ROOT
 from bench.gpu.record import Figure, read
 from rlhf_core.engines.ray_cluster import MARK
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 PARTS = ("rollouts", "rl", "peer")
 BUDGET = 1e-4  # nats, rl.rollout.max_logprob_difference of params.yaml
 JOBS = ("GRPO, a tiny shape", "PPO, a tiny shape")
@@ -39,7 +39,7 @@ def found(tmp_path_factory, models: Path) -> dict[str, list[Figure]]:
     folder, figures = tmp_path_factory.mktemp("found"), {}
     for part in PARTS:
         with begin(part, folder / f"{part}.json", models) as process:
-            said, _ = process.communicate(timeout=300)
+            said, _ = process.communicate(timeout=400)
         assert process.returncode == 0, f"{part}: {said[-3000:]}"
         figures[part] = read(folder / f"{part}.json")
     return figures
@@ -57,6 +57,7 @@ def test_log_probabilities_of_engine_and_trainer_agree_in_every_job(found):
         apart = values(found["rl"], job, "log-probabilities", ", max")
         assert len(apart) == 2 and max(apart) < BUDGET, job
         assert max(values(found["rl"], job, "log-probabilities", ", mean")) <= max(apart)
+        assert max(values(found["rl"], job, "entropy")) < 7.3, "of 2,048 tokens with the same probability it is 7.6: any two models agree"
 
 
 def test_phases_are_parts_of_a_step_and_samples_follow_from_it(found):

@@ -13,9 +13,11 @@ import torch
 
 from bench.gpu import rl, rollouts
 from bench.gpu.job import sizes
+from bench.gpu.lively import NORM, lively_folder, norm_weight
 from bench.gpu.online import Outcome, weight_bytes
 from bench.gpu.processes import Budget, Peaks, noted, role_of
 from bench.gpu.record import Record, read
+from bench.gpu.shapes import TINY, model_folder
 from bench.gpu.trl_side import arguments
 
 
@@ -56,6 +58,18 @@ def test_float32_weights_are_twice_as_many_bytes():
     case = rl.GRPO  # 494 million parameters, https://huggingface.co/Qwen/Qwen2.5-0.5B
     assert weight_bytes(case) == pytest.approx(2 * 494e6, rel=1e-3)
     assert weight_bytes(replace(case, dtype="float32")) == 2 * weight_bytes(case)
+
+
+def test_a_lively_model_has_logits_as_far_apart_as_said_and_is_the_same_otherwise(tmp_path):
+    from safetensors.torch import load_file
+
+    assert norm_weight(1536) == pytest.approx(3.0 / (0.02 * 39.19), rel=1e-3)
+    fresh, lively = (load_file(folder(TINY, tmp_path) / "model.safetensors") for folder in (model_folder, lively_folder))
+    assert lively.keys() == fresh.keys()
+    assert {name for name in fresh if not torch.equal(fresh[name], lively[name])} == {NORM}
+    assert set(lively[NORM].tolist()) == {5.0} and set(fresh[NORM].tolist()) == {1.0}
+    names = ({path.name for path in folder(TINY, tmp_path).iterdir()} for folder in (model_folder, lively_folder))
+    assert next(names) == next(names)
 
 
 def test_warm_up_steps_do_not_count(tmp_path):
