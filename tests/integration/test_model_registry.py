@@ -20,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from registry_project import add_rounds, candidate, commit, dvc, make_project, without_identity
 from small_workspace import environment, git
 
-from flows import registry
+from flows import decisions
+from flows.decisions import add_version
 from flows.pins import check_not_rolled_back, pin_registry, prepare_run, promoted_version, start_from_registry
 from flows.promote import main
-from flows.registry import add_version, read_registry
+from flows.registry import read_registry
 from flows.versions import fetch
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params
 from rlhf_core.registry import sha256_of_files
@@ -208,7 +209,7 @@ def test_rounds_start_from_the_promoted_policy(project):
         start_from_registry(project, project, None)
     lineage = read_registry(project, NAME).versions["v1.0.0"].lineage  # any model will do
     add_version(project, "policy", lineage)
-    registry.promote(project, "policy", None, by="Ann", reason="best")
+    decisions.promote(project, "policy", None, by="Ann", reason="best")
     folder = start_from_registry(project, project, None)
     assert folder == Path("models/promoted/policy-v1.0.0") and dvc_md5(project / folder) == lineage["md5"]
     assert promoted_version(str(folder)) == "v1.0.0" and promoted_version("models/sft") is None
@@ -223,7 +224,7 @@ def test_a_collision_in_the_cache_is_not_fetched_nor_started_from(project):
     version, found = list(read_registry(project, NAME).versions.items())[-1]
     lineage = found.lineage
     add_version(project, "policy", lineage)
-    registry.promote(project, "policy", None, by="Ann", reason="best")
+    decisions.promote(project, "policy", None, by="Ann", reason="best")
     cached = next(p for p in (project / ".dvc/cache/files/md5").rglob("*") if p.is_file() and p.read_bytes() == FIRST)
     cached.chmod(0o644)
     cached.write_bytes(SECOND)

@@ -12,7 +12,7 @@ from registry_tags import write_tag
 from report_workspace import edit_metrics, make_workspace
 
 from flows.baselines import BASELINES, pin_baselines
-from flows.registry import add_version, promote
+from flows.decisions import add_version, promote
 from rlhf_core.config import ConfigError, apply_overrides, load_params, read_yaml
 from rlhf_core.lineage import lineage
 
@@ -100,6 +100,31 @@ def test_a_promoted_policy_whose_tag_is_not_what_its_commit_says_is_no_baseline(
     event = {"action": "promote", "version": "v1.0.0", "previous": None, "by": "Ann", "reason": "good", "override": None}
     write_tag(root, "policy#prod#1", event, made["commit"])
     with pytest.raises(ConfigError, match=r"tag policy@v1\.0\.0: expected what dvc\.lock of its commit \w+ says, md5: "):
+        pin_baselines(root, root)
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "said"),
+    [
+        (
+            "metrics/train_sft.json",
+            "[" * 100_000,
+            r"metrics/train_sft\.json of commit \w+: expected JSON, got more than 200 nested brackets",
+        ),
+        ("metrics/train_sft.json", "\udcff", r"policy v1\.0\.0: expected the files of a whole run in commit \w+, got UnicodeDecodeError"),
+        ("metrics/evaluate.json", "[]", r"metrics/evaluate\.json of commit \w+: expected figures by their names, got list"),
+    ],
+)
+def test_a_promoted_commit_is_read_within_limits(tmp_path, path, content, said):
+    root = finish(make_workspace(tmp_path / "root"))
+    git(root, "init", "-q")
+    (root / path).write_bytes(content.encode(errors="surrogateescape"))
+    finish(root)  # as if a run had made it
+    made = committed_policy(root)
+    version = add_version(root, "policy", made)
+    promote(root, "policy", version.version, by="me", reason="it is better")
+    (root / path).write_bytes((make_workspace(tmp_path / "sound") / path).read_bytes())
+    with pytest.raises(ConfigError, match=said):
         pin_baselines(root, root)
 
 
