@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from flows.evidence import read_files
-from flows.stages import stage_environment
+from flows.stages import dvc_environment
 from rlhf_core.config import ConfigError, shown
 from rlhf_core.registry import cache_folder, listing, missing
 
@@ -64,7 +64,7 @@ def _pull(root: Path, hashes: list[str]) -> str:
     """What DVC says of it, on one line."""
     if not hashes:
         return ""
-    how = {"cwd": root, "env": stage_environment(root), "input": "\n".join(hashes), "timeout": DEADLINE}
+    how = {"cwd": root, "env": dvc_environment(root), "input": "\n".join(hashes), "timeout": DEADLINE}
     try:
         done = subprocess.run([sys.executable, "-P", "-c", _PROGRAM], capture_output=True, text=True, check=False, **how)
     except subprocess.TimeoutExpired:

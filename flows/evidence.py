@@ -31,9 +31,9 @@ LOCK, ROUNDS_LOCK, PARAMS, PIPELINE_FILE, GATE = (
 # Of a lineage, and the file of the commit that says it too.
 SAID_BY = {
     **{"md5": LOCK, "size": LOCK, "files": LOCK, "data": LOCK, "parents": LOCK, "stages": LOCK},
-    **{"params": PARAMS, "gate": GATE},
+    **{"params": PARAMS, "gate": GATE, "decided": "metrics/evaluate.json of the round"},
 }
-_ROUND = re.compile(rf"{FOLDER}/[1-9][0-9]*/policy")
+_ROUND = re.compile(rf"{FOLDER}/([1-9][0-9]*)/policy")
 
 
 class _Form(BaseModel):
@@ -133,9 +133,9 @@ def _check(root: Path, version: Version, subject: str) -> None:
     files = read_files(root, commit, (LOCK, ROUNDS_LOCK, PARAMS, PIPELINE_FILE, GATE))
     lock, gate = locks_of(files, commit), _json(files[GATE], commit, GATE)
     params = _yaml(files[PARAMS], commit, PARAMS)
-    _check_path(root, version, _yaml(files[PIPELINE_FILE], commit, PIPELINE_FILE))
+    decided = _check_path(root, version, _yaml(files[PIPELINE_FILE], commit, PIPELINE_FILE))
     try:
-        made = lineage(said["path"], commit=commit, run=said["run"], params=params, lock=lock, gate=gate)
+        made = lineage(said["path"], commit=commit, run=said["run"], params=params, lock=lock, gate=gate, decided=decided)
         made = json.loads(json.dumps(made))  # as it went into the tag
     except (ValueError, TypeError) as error:
         raise ConfigError(f"expected what its commit {commit[:10]} says, got {shown(str(error))}; don't use it") from error
@@ -149,15 +149,26 @@ def _check(root: Path, version: Version, subject: str) -> None:
         _check_gate_is_of_this_model(version, lock, files[GATE] or "")
 
 
-def _check_path(root: Path, version: Version, pipeline: dict[str, Any]) -> None:
-    """The model is the one that the commit has under the artifact's name, or the policy of an accepted round."""
+def decision(artifact: str) -> dict[str, Any] | None:
+    """The stage that accepts a model of the chain, and the split on which it does; None: no stage does."""
+    return {"by": "gate_reward", "split": "test"} if artifact == "reward-model" else None
+
+
+def decision_of_round(number: int, verdict: dict[str, Any]) -> dict[str, Any]:
+    """The same of a round's policy. verdict: the round's evaluate.json."""
+    return {"by": f"evaluate_round@{number}", **verdict.get("promotion", {})}
+
+
+def _check_path(root: Path, version: Version, pipeline: dict[str, Any]) -> dict[str, Any] | None:
+    """The model is the one that the commit has under the artifact's name, or the policy of an accepted round; and what accepted it."""
     path = version.lineage["path"]
     artifacts = pipeline.get("artifacts")
     artifact = artifacts.get(version.artifact) if isinstance(artifacts, dict) else None
     declared = artifact.get("path") if isinstance(artifact, dict) else None
     if path == declared:
-        return
-    if version.artifact != "policy" or not _ROUND.fullmatch(path):
+        return decision(version.artifact)
+    found = _ROUND.fullmatch(path)
+    if version.artifact != "policy" or not found:
         raise ConfigError(
             f"expected the model that dvc.yaml of its commit names, {shown(repr(declared))}, got {shown(repr(path))}; don't use it"
         )
@@ -165,6 +176,7 @@ def _check_path(root: Path, version: Version, pipeline: dict[str, Any]) -> None:
     verdict = _json(read_files(root, version.commit, (name,))[name], version.commit, name)
     if not isinstance(verdict, dict) or verdict.get("accepted") is not True:
         raise ConfigError(f"expected the policy of an accepted round, got one that {name} of its commit doesn't accept; don't use it")
+    return decision_of_round(int(found[1]), verdict)
 
 
 def _check_gate_is_of_this_model(version: Version, lock: dict[str, Any], gate: str) -> None:

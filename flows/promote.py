@@ -189,11 +189,11 @@ def versions_table(found: Registry, problems: dict[str, str | None]) -> str:
     rows = [
         (
             *(v.version, found.state(v.version), v.lineage["run"], v.commit[:SHORT], v.md5[:SHORT], (v.sha256 or "md5 only")[:SHORT]),
-            *(f"{v.verdict}: false" if problems[v.version] else v.verdict, who(v.by, v.signer), v.at),
+            *(f"{v.verdict}: false" if problems[v.version] else v.verdict, _look_number(v), who(v.by, v.signer), v.at),
         )
         for v in found.versions.values()
     ]
-    headers = ["version", "state", "run", "commit", "md5", "sha256", "gate", "registered", "at"]
+    headers = ["version", "state", "run", "commit", "md5", "sha256", "gate", "look", "registered", "at"]
     return (
         tabulate(rows, headers=headers) if rows else f"{found.artifact}: no version registered; a clone needs its tags: `git fetch --tags`"
     )
@@ -215,6 +215,7 @@ def summary(found: Registry, version: Version, problem: str | None = None) -> st
         "its commit": problem or "says the same as the tag",
         "files": f"{line['path']}: {line['files']} files, {line['size']} bytes, {version.identity}",
         "gate": _gate_line(version).removeprefix("Gate: "),
+        "look": _look_line(version),
         "data": line["data"],
         "parents": ", ".join(f"{path} {md5}" for path, md5 in line["parents"].items()),
         "reward model": line["reward_model_version"] or "not registered" if line["parents"].get(REWARD_MODEL) else "",
@@ -226,6 +227,21 @@ def summary(found: Registry, version: Version, problem: str | None = None) -> st
     return "\n".join(
         [f"{found.artifact} {version.version}", tabulate([fact for fact in facts.items() if fact[1]], tablefmt="plain"), *events]
     )
+
+
+def _look_number(version: Version) -> int | str:
+    look = _look(version)
+    return look["number"] if look else ""
+
+
+def _look_line(version: Version) -> str:
+    look = _look(version)
+    return f"{look['number']} at its test pairs, judged at a one-sided level of {100 * look['level']:.3g}%" if look else ""
+
+
+def _look(version: Version) -> dict[str, Any] | None:
+    """None: the version's gate counted none."""
+    return (version.lineage["gate"] or {}).get("look")
 
 
 def _gate_line(version: Version) -> str:

@@ -50,6 +50,12 @@ class Registry:
         return self.versions.get(self.events[-1].version or "") if self.events else None
 
     @property
+    def anchor(self) -> Version | None:
+        """Of the versions that were ever promoted and not taken back the one with its gate's highest accuracy; of equal ones the oldest."""
+        known = [v for v in self.versions.values() if v.gate_accuracy is not None and self.state(v.version) in ("promoted", "superseded")]
+        return max(known, key=lambda v: v.gate_accuracy, default=None)
+
+    @property
     def rolled_back(self) -> dict[str, Event]:
         """Versions that were taken back and not promoted again, and the rollback."""
         found: dict[str, Event] = {}

@@ -69,6 +69,11 @@ class Version:
         return self.lineage["md5"]
 
     @property
+    def gate_accuracy(self) -> float | None:
+        """Held-out accuracy; None: no reward model was judged."""
+        return (self.lineage["gate"] or {}).get("accuracy")
+
+    @property
     def sha256(self) -> str | None:
         """Of the folder, as `rlhf_core.registry.folder_sha256` counts it; None: it was registered by its md5 only."""
         files = self.lineage.get("sha256")
@@ -127,11 +132,18 @@ class _Form(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
+class _Look(_Form):
+    number: int
+    level: float
+
+
 class _Gate(_Form):
     needed: bool
     passed: bool
     message: str
     override: str | None
+    accuracy: float | None = Field(default=None, ge=0, le=1)
+    look: _Look | None = None
 
 
 class _Alignment(_Form):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtri, stdtrit
+from scipy.special import bdtr, ndtr, ndtri, stdtr, stdtrit
+
+POWER = 0.8  # with which a difference that is called detectable would be found
+BISECTIONS = 60  # of the range in which an end is looked for: down to rounding
 
 
 @dataclass(frozen=True)
@@ -69,21 +73,105 @@ def wilson_interval(successes: float, n: int, confidence: float) -> tuple[float,
     return low, high
 
 
-def win_rate_interval(wins: int, ties: int, n: int, confidence: float) -> tuple[float, float]:
-    """Interval (low, high) of a win rate over n comparisons, a tie being half a win.
+def paired_interval(ahead: int, behind: int, n: int, confidence: float) -> tuple[float, float]:
+    """Score interval (low, high) of (ahead - behind) / n over n independent prompts, on each of which one of two sides is ahead or none.
 
-    Wilson's interval of the wins among the comparisons that were decided, moved to the win rate: (ties / 2 + (n - ties) * end) / n.
-    As in the sign test, ties speak for neither side: above a half is above a half with them or without. To count them as half
-    successes would make the interval wider than what varies.
+    The ends are the differences d between -1 and 1 at which the score statistic is z and -z:
+    (ahead - behind - n d) / sqrt(n (2 q + d (1 - d))),  q the likeliest share of `behind` given d:
+    q = (sqrt(B^2 - 8 n C) - B) / 4n,  B = -ahead - behind + (2n - ahead + behind) d,  C = -behind d (1 - d)
+    Source: Tango 1998, Statistics in Medicine 17, 891-908, https://pubmed.ncbi.nlm.nih.gov/9595618/. How often neither side is ahead varies
+    from sample to sample, and the interval allows for it. docs/statistics.md has its coverage and that of the alternatives.
 
     Args:
-        wins: without the ties.
+        n: with the prompts on which neither is ahead; 0 gives (-1, 1), for nothing is known.
+    Raises:
+        ValueError: ahead and behind don't fit into n, or confidence is not between 0 and 1.
     """
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence: expected a number between 0 and 1, got {confidence}; 0.95 is usual")
+    if min(ahead, behind) < 0 or ahead + behind > n:
+        raise ValueError(f"counts: expected ahead and behind of at most n={n} together, got {ahead} and {behind}; count each prompt once")
     if n == 0:
-        return 0.0, 1.0
-    decided = n - ties
-    low, high = (end * decided for end in wilson_interval(wins, decided, confidence))
-    return (ties / 2 + low) / n, (ties / 2 + high) / n
+        return -1.0, 1.0
+    z, value = float(ndtri((1 + confidence) / 2)), (ahead - behind) / n
+    return _tango_end(ahead, behind, n, z, (-1.0, value)), _tango_end(ahead, behind, n, -z, (value, 1.0))
+
+
+def _tango_end(ahead: int, behind: int, n: int, target: float, between: tuple[float, float]) -> float:
+    """The difference at which the score statistic, which falls as the difference grows, is `target`; by halving."""
+    low, high = between
+    for _ in range(BISECTIONS):
+        d = (low + high) / 2
+        b, c = -ahead - behind + (2 * n - ahead + behind) * d, -behind * d * (1 - d)
+        q = (math.sqrt(max(b * b - 8 * n * c, 0.0)) - b) / (4 * n)
+        excess = ahead - behind - n * d
+        if excess > target * math.sqrt(max(n * (2 * q + d * (1 - d)), 0.0)):
+            low = d
+        else:
+            high = d
+    return (low + high) / 2
+
+
+def points_interval(points: Sequence[float], confidence: float) -> tuple[float, float]:
+    """Interval (low, high) of the mean of points over independent prompts: 1 for a win, 0.5 for a tie, 0 for a loss.
+
+    The mean is (1 + (wins - losses) / n) / 2: its ends are those of `paired_interval`. (0, 1) without points.
+
+    Raises:
+        ValueError: a point is none of the three, or confidence not between 0 and 1.
+    """
+    wins, ties, losses = (sum(p == value for p in points) for value in (1.0, 0.5, 0.0))
+    if wins + ties + losses != len(points):
+        other = next(p for p in points if p not in (0.0, 0.5, 1.0))
+        raise ValueError(f"points: expected 1, 0.5 or 0 for each prompt, got {other}; give one comparison a prompt")
+    low, high = paired_interval(wins, losses, len(points), confidence)
+    return (1 + low) / 2, (1 + high) / 2
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """Of two shares over the same prompts, first minus second, with its interval.
+
+    value: NaN without prompts. p_value: of `sign_test`.
+    both, first_only, second_only, neither: prompts on which both, one or none of the two succeeds.
+    """
+
+    value: float
+    low: float
+    high: float
+    p_value: float
+    both: int
+    first_only: int
+    second_only: int
+    neither: int
+
+
+def paired_difference(first: Sequence[bool], second: Sequence[bool], confidence: float) -> PairedDifference:
+    """How much more often the first succeeds than the second, position by position; the interval is that of `paired_interval`.
+
+    Raises:
+        ValueError: the lengths differ, or confidence is not between 0 and 1.
+    """
+    if len(first) != len(second):
+        raise ValueError(
+            f"pairs: expected as many of the second as of the first, got {len(second)} and {len(first)}; pass both of each prompt"
+        )
+    pairs = Counter((bool(a), bool(b)) for a, b in zip(first, second, strict=True))
+    both, first_only, second_only, neither = (pairs[key] for key in ((True, True), (True, False), (False, True), (False, False)))
+    low, high = paired_interval(first_only, second_only, len(first), confidence)
+    value = (first_only - second_only) / len(first) if len(first) else math.nan
+    return PairedDifference(value, low, high, sign_test(first_only, second_only), both, first_only, second_only, neither)
+
+
+def sign_test(ahead: int, behind: int) -> float:
+    """Two-sided mid-p value of "as often ahead as behind", from the prompts on which one side is ahead; the others say nothing.
+
+    With k = min(ahead, behind), m = ahead + behind and X binomial with m trials of a half: 2 P(X <= k) - P(X = k); 1 where m is 0.
+    For two shares over the same prompts this is McNemar's test.
+    Source: Fagerland, Lydersen and Laake 2013, https://doi.org/10.1186/1471-2288-13-91
+    """
+    least, m = min(ahead, behind), ahead + behind
+    return float(bdtr(least, m, 0.5) + (bdtr(least - 1, m, 0.5) if least else 0.0)) if m else 1.0
 
 
 def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
@@ -105,6 +193,75 @@ def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, fl
     half = float(stdtrit(n - 1, (1 + confidence) / 2)) * float(array.std(ddof=1)) / math.sqrt(n)
     mean = float(array.mean())
     return mean - half, mean + half
+
+
+@dataclass(frozen=True)
+class MeanDifference:
+    """Of two means over the same prompts, first minus second, with its interval and the p-value of Student's paired t test.
+
+    value: NaN without prompts. n: prompts on which both are known.
+    """
+
+    value: float
+    low: float
+    high: float
+    p_value: float
+    n: int
+
+
+def paired_means(first: Sequence[float], second: Sequence[float], confidence: float) -> MeanDifference:
+    """Mean of the differences, position by position; those of which one is NaN or infinite are left out and not counted in n.
+
+    Where all differences are the same the p-value is 1 at 0 and 0 elsewhere; with fewer than two it is 1.
+
+    Raises:
+        ValueError: the lengths differ, or confidence is not between 0 and 1.
+    """
+    if len(first) != len(second):
+        raise ValueError(
+            f"pairs: expected as many of the second as of the first, got {len(second)} and {len(first)}; pass both of each prompt"
+        )
+    both = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
+    known = both[np.isfinite(both)]
+    low, high = mean_interval(known, confidence)
+    n, value = len(known), float(known.mean()) if len(known) else math.nan
+    deviation = float(known.std(ddof=1)) if n > 1 else math.inf
+    if deviation > 0 and n:
+        p_value = 2 * float(stdtr(n - 1, -abs(value) / deviation * math.sqrt(n))) if n > 1 else 1.0
+    else:
+        p_value = float(value == 0 or n == 0)
+    return MeanDifference(value, low, high, p_value, n)
+
+
+def interval_p_value(value: float, low: float, high: float, confidence: float) -> float:
+    """Two-sided p-value of "the value is 0" from a value's interval, its estimate taken as normal with the interval's width."""
+    z = float(ndtri((1 + confidence) / 2))
+    if not high > low:
+        return float(value == 0)
+    return 2 * float(ndtr(-abs(value) * 2 * z / (high - low)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values of several tests, corrected so that all are right together: any corrected one below a has a chance of at most a by accident.
+
+    The k-th smallest of m becomes the largest of (m - j + 1) * p_j over j <= k, at most 1. The tests may depend on each other.
+    Source: Holm 1979, Scandinavian Journal of Statistics 6, 65-70, https://www.jstor.org/stable/4615733
+    """
+    corrected, largest = [1.0] * len(p_values), 0.0
+    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        corrected[i] = largest
+    return corrected
+
+
+def detectable_difference(low: float, high: float, confidence: float, *, tests: int = 1) -> float:
+    """The true difference that a sample like this one would find with probability POWER, at confidence with Bonferroni's share of `tests`.
+
+    (z(1 - a / 2 tests) + z(POWER)) * s, a = 1 - confidence and s the standard error that the interval's width says.
+    """
+    a = 1 - confidence
+    deviation = (high - low) / 2 / float(ndtri(1 - a / 2))
+    return (float(ndtri(1 - a / 2 / tests)) + float(ndtri(POWER))) * deviation
 
 
 def difference_interval(first: tuple[float, int], second: tuple[float, int], confidence: float) -> tuple[float, float]:

@@ -1,9 +1,13 @@
-"""Stage evaluate: the SFT model against the policy on held-out prompts, greedy and sampled."""
+"""Stage evaluate: the SFT model against the policy on prompts of the test split, greedy and sampled."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rlhf_core.data.schema import read_rows
+from rlhf_core.data.split import conversation_text
 from tasks.stage import (
+    EVALUATION_PROMPTS,
     EVALUATION_SAMPLES,
     METRICS,
     POLICY_MODEL,
@@ -19,6 +23,7 @@ from tasks.stage import (
 MICROBATCH_TOKENS = 8192
 MODES = ("greedy", "sampled")
 MODELS = {"sft": SFT_MODEL, "policy": POLICY_MODEL}
+SPLIT = "test"
 
 
 def main() -> None:
@@ -26,27 +31,49 @@ def main() -> None:
         pad_id, answers = generate_all(stage)
         metrics = measure(stage, answers, pad_id)
         write_samples(answers, stage.params.evaluation.table_rows)
+        write_prompts(answers)
         write_json(METRICS / "evaluate.json", metrics)
 
 
 def heldout_prompts(stage: Stage, tokenizers: dict) -> dict[str, list]:
-    """The first `evaluation.prompts` prompts of the test split, in a seeded order, that leave room for an answer.
+    """`evaluation.prompts` prompts of the test split, in a seeded order, each of them once, that leave room for an answer (`apart`: which
+    ones).
 
     The same for every model, each in the words of that model's own template: a policy's may ask for something that the SFT model's doesn't.
     """
+    from rlhf_core.evaluation import distinct_prompts
     from rlhf_core.models.tokenizer import encode_prompt
     from rlhf_core.trainers.labelling import choose_prompts
 
     params = stage.params
     longest = params.model.max_length - params.evaluation.max_new_tokens
-    rows = read_rows(PREPARED, "prompt", "test")
+    rows = distinct_prompts(read_rows(PREPARED, "prompt", SPLIT))
     fitting = [r for r in rows if all(len(encode_prompt(t, r["messages"])) <= longest for t in tokenizers.values())]
     if not fitting:
         raise StageFailed(
             f"evaluation: expected held-out prompts of at most {longest} tokens, got none of {len(rows)}; raise model.max_length"
         )
-    count, seed = params.evaluation.prompts, params.seed
-    return {name: choose_prompts(fitting, t, longest=longest, count=count, seed=seed) for name, t in tokenizers.items()}
+    known, count = gate_prompts(), params.evaluation.prompts
+    order = {name: choose_prompts(fitting, t, longest=longest, count=None, seed=params.seed) for name, t in tokenizers.items()}
+    return {name: apart(prompts, count, known) for name, prompts in order.items()}
+
+
+def apart(prompts: list, count: int, known: set[str]) -> list:
+    """`count` of the prompts: as many of each source as the first `count` have, and of a source those first that aren't among the known."""
+    left = Counter(prompt.source for prompt in prompts[:count])
+    chosen = []
+    for prompt in sorted(prompts, key=lambda p: conversation_text(p.messages) in known):  # stable
+        if left[prompt.source]:
+            left[prompt.source] -= 1
+            chosen.append(prompt)
+    return chosen
+
+
+def gate_prompts() -> set[str]:
+    """Canonical texts of the conversations whose pairs the gate judges by."""
+    if not (PREPARED / "preference.parquet").exists():
+        return set()
+    return {conversation_text(row["messages"]) for row in read_rows(PREPARED, "preference", SPLIT)}
 
 
 def generate_all(stage: Stage):
@@ -77,13 +104,17 @@ def generate_all(stage: Stage):
     ends = {name: stop_ids(tokenizer, MODELS[name]) for name, tokenizer in tokenizers.items()}
     seeds = request_seeds(params.seed, 0, len(prompts["sft"]))
     samples: dict[str, dict[str, list]] = {mode: {} for mode in MODES}
-    for name in tokenizers:
-        if name == "policy":
-            engine.load_weights(read_state_dict(POLICY_MODEL), version=1)
-        ids = [p.prompt_ids for p in prompts[name]]
-        for mode in MODES:
-            settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature, stop=stop)
-            samples[mode][name] = engine.generate(ids, seeds, settings, stop_ids=ends[name], group_size=1)
+    try:
+        for name in tokenizers:
+            if name == "policy":
+                engine.load_weights(read_state_dict(POLICY_MODEL), version=1)
+            ids = [p.prompt_ids for p in prompts[name]]
+            for mode in MODES:
+                settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature, stop=stop)
+                samples[mode][name] = engine.generate(ids, seeds, settings, stop_ids=ends[name], group_size=1)
+    finally:
+        engine.close()  # before another model is loaded
+    del engine
     return tokenizers["sft"].pad_token_id, score_and_judge(stage, tokenizers, ends, prompts, samples)
 
 
@@ -105,29 +136,25 @@ def measure(stage: Stage, answers, pad_id: int) -> dict:
 
     The divergence is between what the two models make of a request as each is asked it.
     """
-    from rlhf_core.engines.deepspeed_engine import device
-    from rlhf_core.evaluation import asked_as, response_logprobs, summarize, win_rate
-    from rlhf_core.models.build import load_language_model
-    from rlhf_core.models.wrappers import PolicyModule
+    from rlhf_core.evaluation import asked_as, differences, load_policy, response_logprobs, summarize, win_rate
 
-    config, trust = stage.params.evaluation, stage.params.model.trust_remote_code
+    config = stage.params.evaluation
     logprobs = {}
+    how = {"pad_id": pad_id, "microbatch_tokens": MICROBATCH_TOKENS, "temperature": config.temperature}
     for name, folder in MODELS.items():
-        module = PolicyModule(load_language_model(folder, trust_remote_code=trust)).to(device()).eval()
+        module = load_policy(folder, stage.params.model)
         for mode in MODES:
-            logprobs[name, mode] = response_logprobs(
-                module,
-                asked_as(answers[mode]["policy"], answers[mode][name]),
-                pad_id=pad_id,
-                microbatch_tokens=MICROBATCH_TOKENS,
-                temperature=config.temperature,
-                device=device(),
-            )
+            logprobs[name, mode] = response_logprobs(module, asked_as(answers[mode]["policy"], answers[mode][name]), **how)
+        del module  # before the next one is loaded
     metrics = {
         mode: {name: summarize(a, confidence=config.confidence) for name, a in by_model.items()} for mode, by_model in answers.items()
     }
     metrics["win_rate"] = {mode: win_rate(a["policy"], a["sft"], confidence=config.confidence) for mode, a in answers.items()}
+    metrics["difference"] = {mode: differences(a["policy"], a["sft"], confidence=config.confidence) for mode, a in answers.items()}
     metrics["kl"] = {mode: float((logprobs["policy", mode] - logprobs["sft", mode]).mean()) for mode in MODES}
+    known = gate_prompts()
+    metrics["split"] = SPLIT
+    metrics["prompts_of_gate"] = sum(conversation_text(a.prompt.messages) in known for a in answers["greedy"]["policy"])
     metrics["judge"] = any(a.judgement is not None for a in answers["greedy"]["policy"])
     return metrics
 
@@ -153,6 +180,16 @@ def write_samples(answers, rows: int) -> None:
         for sft, policy in list(zip(by_model["sft"], by_model["policy"], strict=True))[:rows]
     ]
     pd.DataFrame(table).to_parquet(EVALUATION_SAMPLES, index=False)
+
+
+def write_prompts(answers) -> None:
+    """Every prompt's results, for comparisons of runs that asked the same prompts."""
+    import pandas as pd
+
+    from rlhf_core.evaluation import by_prompt
+
+    table = pd.DataFrame(by_prompt(answers)).convert_dtypes()
+    table.to_csv(EVALUATION_PROMPTS, index=False, float_format="%.6g", lineterminator="\n")
 
 
 if __name__ == "__main__":

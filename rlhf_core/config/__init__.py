@@ -19,7 +19,7 @@ from rlhf_core.config.alignment import (
 )
 from rlhf_core.config.base import ConfigError, RolloutBackend, Section, shown
 from rlhf_core.config.data import CLERK_JUDGE, ClerkConfig, DataConfig, SamplesConfig, SourceConfig, ValidationConfig
-from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, RolledBackConfig
+from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConfig, RolledBackConfig
 from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig
 from rlhf_core.config.overrides import apply_overrides, set_key
 from rlhf_core.config.params import Params
@@ -51,6 +51,7 @@ __all__ = [
     "ExternalPairsConfig",
     "FlowConfig",
     "GateConfig",
+    "IncumbentConfig",
     "IterativeConfig",
     "KlConfig",
     "KtoConfig",

@@ -20,6 +20,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from rlhf_core.config.base import ConfigError, shown
+from rlhf_core.config.credentials import credential_in
 from rlhf_core.config.params import Params
 
 MAX_BYTES = 2**20  # of a YAML file
@@ -181,6 +182,12 @@ def _unfit(node: Any, path: tuple[str, ...]) -> list[str]:
     if isinstance(node, list):
         return [problem for number, value in enumerate(node) for problem in _unfit(value, (*path, str(number)))]
     expected = None
+    if isinstance(node, str) and (found := credential_in(node)):
+        where = shown(".".join(_hidden(part) for part in path)) or "a key"
+        return [
+            f"{where}: expected no credential, got {found}; params are committed, reported and stored: keep it in the environment or in "
+            "the file that its library reads (docs/security.md), and make it invalid if it was in a file that others see"
+        ]
     if isinstance(node, str) and not _is_text(node):
         expected = "text without control characters and half characters"
     elif isinstance(node, float) and not math.isfinite(node):
@@ -190,6 +197,11 @@ def _unfit(node: Any, path: tuple[str, ...]) -> list[str]:
     return (
         [f"{shown('.'.join(path))}: expected {expected}, got {_shown_value(node)}; correct it there or in the override"] if expected else []
     )
+
+
+def _hidden(key: str) -> str:
+    """A key for a message, unless it is a credential itself."""
+    return "***" if credential_in(key) else key
 
 
 def _is_text(text: str) -> bool:

@@ -34,6 +34,7 @@ if stage == "gate_reward":
     passed = params["gate"]["min_accuracy"] <= 0.9
     message = f"{'passed' if passed else 'rejected'}: accuracy 0.9 against {params['gate']['min_accuracy']}."
     gate = {"needed": True, "passed": passed, "message": message, "override": params["gate"]["override"]}
+    gate |= {"accuracy": 0.9 - params["seed"] / 1000, "look": {"number": params["seed"], "level": 0.025 / params["seed"]}}
     (folder / "gate.json").write_text(json.dumps(gate))
     sys.exit(not passed and params["gate"]["override"] is None)
 elif stage == "train_round":
@@ -43,7 +44,8 @@ elif stage == "train_round":
 elif stage == "evaluate_round":
     verdict = Path("rounds", sys.argv[2], "metrics/evaluate.json")
     verdict.parent.mkdir(parents=True, exist_ok=True)
-    verdict.write_text(json.dumps({"accepted": sys.argv[2] == "1", "reason": "no better"}))
+    decided = {"promotion": {"split": "promotion", "level": 0.001}}
+    verdict.write_text(json.dumps({"accepted": sys.argv[2] == "1", "reason": "no better", **decided}))
 else:
     (folder / "content").write_text(f"{stage} of seed {params['seed']}")
     (folder / "deeper").mkdir()
@@ -72,7 +74,7 @@ stages:
     outs: [models/reward]
   gate_reward:
     cmd: exec python work.py gate_reward
-    params: [gate]
+    params: [seed, gate]
     deps: [work.py, models/reward]
     metrics: [{metrics/gate.json: {cache: false}}]
 """

@@ -83,6 +83,7 @@ def test_the_policy_of_an_accepted_round_is_a_version_too(project, capsys):
     assert "Registered policy v1.0.0" in register("policy", "--round", "1")
     version = read_registry(project, "policy").get("v1.0.0")
     assert version.md5 == dvc_md5(worktree / "rounds/1/policy") and version.lineage["path"] == "rounds/1/policy"
+    assert version.lineage["decided"] == {"by": "evaluate_round@1", "split": "promotion", "level": 0.001}
     assert version.lineage["parents"].keys() == {"models/sft", "models/reward"} and "train_round@1" in version.lineage["stages"]
     fetched, source = fetch(project, read_registry(project, "policy"), "v1.0.0", project / "fetched")
     assert (fetched, source) == (version, "cache") and (project / "fetched/content").read_text() == "round 1 of seed 7"
@@ -117,6 +118,7 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypat
     gate = load_params(project / "params.yaml").gate
     first = found.versions["v1.0.0"]
     assert (gate.incumbent.version, gate.incumbent.md5, gate.incumbent.sha256) == ("v1.0.0", first.md5, first.sha256)
+    assert gate.anchor == gate.incumbent  # the second one was taken back
     (entry,) = gate.rolled_back
     assert (entry.version, entry.md5, entry.reason) == ("v2.0.0", found.versions["v2.0.0"].md5, "curt answers")
     assert not pin_registry(project, project, chosen={}, fresh=True)  # nothing is new
@@ -137,6 +139,9 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypat
     assert "Override: a demonstration" in kept.stdout
     prepare_run(project, "later", {})
     assert load_params(later / "params.yaml").gate == gate.model_copy(update={"rolled_back": []})  # a run keeps its incumbent
+    prepare_run(project, None, {})
+    gate = load_params(project / "params.yaml").gate
+    assert (gate.incumbent.version, gate.anchor.version) == ("v2.0.0", "v1.0.0")  # 0.898 against 0.899
     told = promote(project, "history").stdout
     assert [line.split()[2] for line in told.splitlines()[2:]] == [
         "promote",
@@ -144,6 +149,13 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypat
         "rollback",
         "promote",
     ] and "a demonstration" in told
+
+
+def test_show_tells_which_look_at_its_pairs_a_version_was(made):
+    table = promote(made, "show").stdout.splitlines()
+    at = table[0].index("look")
+    assert [line[at : at + 4].strip() for line in table[2:4]] == ["1", "2"]
+    assert "look            2 at its test pairs, judged at a one-sided level of 1.25%" in promote(made, "show", "v2.0.0").stdout
 
 
 def test_lineage_is_that_of_the_runs_commit(made):
@@ -207,7 +219,7 @@ def test_a_clone_gets_the_promoted_version_by_its_hash_and_nothing_damaged(proje
 def test_rounds_start_from_the_promoted_policy(project):
     with pytest.raises(ConfigError, match="policy: expected a promoted version, got none"):
         start_from_registry(project, project, None)
-    lineage = read_registry(project, NAME).versions["v1.0.0"].lineage  # any model will do
+    lineage = {**read_registry(project, NAME).versions["v1.0.0"].lineage, "decided": None}  # any model will do
     add_version(project, "policy", lineage)
     decisions.promote(project, "policy", None, by="Ann", reason="best")
     folder = start_from_registry(project, project, None)
@@ -222,7 +234,7 @@ def test_a_collision_in_the_cache_is_not_fetched_nor_started_from(project):
     assert (worktree / "models/reward/deeper/weights").read_bytes() == FIRST
     assert promote(project, "register", "--run", "collision").returncode == 0
     version, found = list(read_registry(project, NAME).versions.items())[-1]
-    lineage = found.lineage
+    lineage = {**found.lineage, "decided": None}
     add_version(project, "policy", lineage)
     decisions.promote(project, "policy", None, by="Ann", reason="best")
     cached = next(p for p in (project / ".dvc/cache/files/md5").rglob("*") if p.is_file() and p.read_bytes() == FIRST)

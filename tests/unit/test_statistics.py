@@ -9,9 +9,23 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binomtest, t
+from scipy.stats import binom, binomtest, t, ttest_1samp
 
-from rlhf_core.statistics import PairAccuracy, accuracy_with_ties, difference_interval, mean_interval, wilson_interval, win_rate_interval
+from rlhf_core.statistics import (
+    PairAccuracy,
+    accuracy_with_ties,
+    detectable_difference,
+    difference_interval,
+    holm,
+    interval_p_value,
+    mean_interval,
+    paired_difference,
+    paired_interval,
+    paired_means,
+    points_interval,
+    sign_test,
+    wilson_interval,
+)
 
 # Two-sided 95%: z = 1.959964, z^2 = 3.841459.
 CONFIDENCE = 0.95
@@ -58,23 +72,96 @@ def test_wilson_refuses_what_is_no_count(successes, n, confidence):
         wilson_interval(successes, n, confidence)
 
 
-def test_win_rate_without_ties_is_a_share():
-    assert win_rate_interval(8, 0, 10, CONFIDENCE) == wilson_interval(8, 10, CONFIDENCE)
+def test_paired_interval_has_its_ends_where_the_score_statistic_is_z():
+    # At each end (ahead - behind - n d)^2 = z^2 n (2 q + d (1 - d)).
+    z, n, ahead, behind = 1.959964, 60, 14, 5
+    for d in paired_interval(ahead, behind, n, CONFIDENCE):
+        b, c = -ahead - behind + (2 * n - ahead + behind) * d, -behind * d * (1 - d)
+        q = (-b + math.sqrt(b * b - 4 * 2 * n * c)) / (2 * 2 * n)
+        assert (ahead - behind - n * d) ** 2 == pytest.approx(z**2 * n * (2 * q + d * (1 - d)), rel=1e-5)
 
 
-def test_ties_are_half_wins_and_speak_for_neither_side():
-    # 8 of the 10 that were decided: 0.490162 to 0.943318 (above). With 10 ties: (5 + 10 * 0.490162) / 20 and (5 + 10 * 0.943318) / 20.
-    assert win_rate_interval(8, 10, 20, CONFIDENCE) == pytest.approx((0.495081, 0.721659), abs=2e-6)
-    # A half stays a half: the ends are on the same side of it with ties and without.
-    for wins, losses in ((30, 12), (22, 20), (9, 1)):
-        alone = win_rate_interval(wins, 0, wins + losses, CONFIDENCE)
-        among = win_rate_interval(wins, 500, wins + losses + 500, CONFIDENCE)
-        assert [a > 0.5 for a in alone] == [a > 0.5 for a in among]
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [((1, 7, 21), (-0.5172, -0.0260)), ((0, 0, 10), (-0.2775, 0.2775)), ((10, 0, 10), (0.7225 * 2 - 1, 1.0)), ((0, 0, 0), (-1.0, 1.0))],
+)
+def test_paired_interval_of_known_counts(counts, expected):
+    """The first: Fagerland, Lydersen and Laake 2014, https://doi.org/10.1002/sim.6148. Without ties it is Wilson's on another scale."""
+    assert paired_interval(*counts, CONFIDENCE) == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_win_rate_that_nothing_was_compared_for_is_unknown():
-    assert win_rate_interval(0, 0, 0, CONFIDENCE) == (0.0, 1.0)
-    assert win_rate_interval(0, 7, 7, CONFIDENCE) == (0.5, 0.5)  # all tied: it is a half, and which way the next one goes is open
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 60))
+def test_paired_interval_mirrors_holds_its_point_and_stays_in_range(ahead, behind, even):
+    n = ahead + behind + even
+    low, high = paired_interval(ahead, behind, n, CONFIDENCE)
+    assert -1 <= low <= high <= 1
+    assert paired_interval(behind, ahead, n, CONFIDENCE) == pytest.approx((-high, -low), abs=1e-9)
+    if n:
+        assert low - 1e-12 <= (ahead - behind) / n <= high + 1e-12
+
+
+def test_paired_interval_refuses_counts_that_do_not_fit():
+    with pytest.raises(ValueError, match="expected ahead and behind of at most n=5 together, got 4 and 2"):
+        paired_interval(4, 2, 5, CONFIDENCE)
+
+
+def test_win_rate_interval_is_half_the_difference_of_wins_and_losses():
+    low, high = paired_interval(3, 1, 6, CONFIDENCE)
+    assert points_interval([1, 1, 1, 0.5, 0.5, 0], CONFIDENCE) == pytest.approx(((1 + low) / 2, (1 + high) / 2))
+    assert points_interval([], CONFIDENCE) == (0.0, 1.0)
+    with pytest.raises(ValueError, match=r"got 0\.25"):
+        points_interval([1, 0.25], CONFIDENCE)
+
+
+def test_the_number_of_ties_makes_a_win_rate_less_certain():
+    """Half of the prompts tied: with their number fixed the interval would be as wide as that of 60 prompts, on half of the scale."""
+    low, high = points_interval([1.0] * 55 + [0.5] * 60 + [0.0] * 5, CONFIDENCE)
+    fixed_low, fixed_high = ((30 + 60 * end) / 120 for end in wilson_interval(55, 60, CONFIDENCE))
+    assert high - low > 1.3 * (fixed_high - fixed_low)
+
+
+def test_paired_difference_counts_the_four_cells():
+    first = [True, True, True, False, False, True]
+    second = [True, False, False, True, False, True]
+    found = paired_difference(first, second, CONFIDENCE)
+    assert (found.both, found.first_only, found.second_only, found.neither) == (2, 2, 1, 1)
+    assert found.value == pytest.approx(1 / 6) and (found.low, found.high) == paired_interval(2, 1, 6, CONFIDENCE)
+    assert math.isnan(paired_difference([], [], CONFIDENCE).value)
+    with pytest.raises(ValueError, match="got 1 and 2"):
+        paired_difference([True, False], [True], CONFIDENCE)
+
+
+def test_sign_test_by_hand():
+    # 8 of 10: P(X <= 2) = (1 + 10 + 45) / 1024 and P(X <= 1) = (1 + 10) / 1024, their sum is 2 P(X <= 2) - P(X = 2)
+    assert sign_test(8, 2) == sign_test(2, 8) == pytest.approx(67 / 1024)
+    assert (sign_test(5, 5), sign_test(0, 0), sign_test(5, 0)) == (pytest.approx(1.0), 1.0, pytest.approx(1 / 32))
+    assert sign_test(160, 123) == pytest.approx(binomtest(123, 283).pvalue - binom.pmf(123, 283, 0.5))
+
+
+def test_paired_means_are_a_t_test_of_the_differences():
+    first, second = [1.0, 2.0, 4.0, math.nan, 3.0], [0.5, 2.5, 2.0, 1.0, 2.0]
+    found = paired_means(first, second, CONFIDENCE)
+    differences = [0.5, -0.5, 2.0, 1.0]
+    assert (found.value, found.n) == (0.75, 4) and (found.low, found.high) == mean_interval(differences, CONFIDENCE)
+    assert found.p_value == pytest.approx(ttest_1samp(differences, 0).pvalue)
+    assert (paired_means([1, 1], [1, 1], CONFIDENCE).p_value, paired_means([1, 1], [0, 0], CONFIDENCE).p_value) == (1.0, 0.0)
+    assert (paired_means([1], [0], CONFIDENCE).p_value, paired_means([], [], CONFIDENCE).p_value) == (1.0, 1.0)
+
+
+def test_holm_by_hand():
+    # Sorted 0.01, 0.02, 0.03, 0.04: 4 * 0.01, 3 * 0.02, 2 * 0.03, and 1 * 0.04 not below the one before it.
+    assert holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
+
+
+def test_p_value_of_an_interval_is_that_of_its_width():
+    assert interval_p_value(1.959964, 0.0, 2 * 1.959964, CONFIDENCE) == pytest.approx(0.05, abs=1e-6)
+    assert (interval_p_value(0.0, 0.0, 0.0, CONFIDENCE), interval_p_value(0.1, 0.1, 0.1, CONFIDENCE)) == (1.0, 0.0)
+
+
+def test_a_detectable_difference_has_two_quantiles():
+    # Standard error 0.1: (1.959964 + 0.841621) * 0.1
+    assert detectable_difference(-0.1959964, 0.1959964, CONFIDENCE) == pytest.approx(0.2801585, abs=1e-6)
 
 
 def test_accuracy_counts_ties_as_half_and_reports_them():
