@@ -141,5 +141,5 @@ def committed_policy(root: Path) -> dict:
     git(root, "commit", "-qm", "Results")
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
     params = read_yaml(root / "params.yaml")
-    made = lineage("models/policy", commit=head, run="main", params=params, lock=lock, gate=gate)
+    made = lineage("models/policy", commit=head, run="main", params=params, lock=lock, gate=gate, decided=None)
     return {**made, "reward_model_version": None, "previous_version": None}

@@ -97,6 +97,7 @@ def test_a_rollback_to_a_version_whose_tag_lies_is_refused(root):
         ("stages.train_reward.outs", {}, r"stages\.train_reward\.outs\.models/reward: "),
         ("params.alignment.method", "dpo", r"params\.yaml of its commit \w+ says, params\.alignment\.method: \"rl\", got \"dpo\""),
         ("gate.message", "passed: brilliantly", r"gate\.message: \"passed: it did\", got \"passed: brilliantly\""),
+        ("decided.split", "train", r"the chain or the round of its commit \w+ says, decided\.split: \"test\", got \"train\""),
         ("gate", None, r"metrics/gate\.json of its commit \w+ says, gate: "),
         ("path", "metrics/gate.json", r"the model that dvc\.yaml of its commit names, 'models/reward', got 'metrics/gate\.json'"),
         ("path", "rounds/1/policy", r"the model that dvc\.yaml of its commit names"),
@@ -129,7 +130,12 @@ def test_the_policy_of_a_round_needs_the_rounds_verdict(root):
         lineage = sound_commit(
             root, rounds__dvc_lock=json.dumps(lock), rounds__1__metrics__evaluate_json=json.dumps({"accepted": accepted})
         )
-        lineage |= {"path": "rounds/1/policy", "md5": md5, "stages": {"train_round@1": {"deps": {}, "outs": {"rounds/1/policy": md5}}}}
+        lineage |= {
+            "path": "rounds/1/policy",
+            "md5": md5,
+            "decided": {"by": "evaluate_round@1"},
+            "stages": {"train_round@1": {"deps": {}, "outs": {"rounds/1/policy": md5}}},
+        }
         write_tag(root, "policy@v1.0.0", lineage, lineage["commit"])
         version = read_registry(root, "policy").versions["v1.0.0"]
         if accepted:
