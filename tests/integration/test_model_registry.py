@@ -288,15 +288,15 @@ def test_a_tags_commit_can_not_have_the_password_sent_elsewhere(project, tmp_pat
         dvc(forged, "remote", "modify", "shared", "url", other.url)
         commit(forged, "Another address")
         made = git(forged, "rev-parse", "HEAD")
-        write_tag(project, f"{NAME}@v9.0.0", {**version.lineage, "commit": made}, made)
-        said = refused(project, "fetch", "--version", "v9.0.0")
+        write_tag(project, f"{NAME}@v1.0.0", {**version.lineage, "commit": made}, made)
+        said = refused(project, "fetch", "--version", "v1.0.0")
         assert other.heard == [] and own.heard == []
         assert f".dvc/config of commit {made[:10]}: expected the remotes of this project ({own.url}), got 'shared' at {other.url}" in said
         dvc(forged, "remote", "modify", "shared", "url", own.url)  # as it is in the project
         commit(forged, "The same address")
         made = git(forged, "rev-parse", "HEAD")
-        write_tag(project, f"{NAME}@v9.0.0", {**version.lineage, "commit": made}, made)
-        assert "expected it in DVC's cache or in the remote, got neither" in refused(project, "fetch", "--version", "v9.0.0")
+        write_tag(project, f"{NAME}@v1.0.0", {**version.lineage, "commit": made}, made)
+        assert "expected it in DVC's cache or in the remote, got neither" in refused(project, "fetch", "--version", "v1.0.0")
         assert other.heard == [] and any(password for _, password in own.heard)
 
 
