@@ -13,14 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flows.objects import read_objects
 from flows.registry import read_promoted
 from flows.results import Read, content, find_commit, known_runs, read_results, show
 from flows.stages import up_to_date
-from rlhf_core.config import read_yaml_text
+from flows.tags import Version
+from rlhf_core.config import ConfigError, parse_json, read_yaml_text, shown
 from rlhf_core.report.differences import Results
 
 BASELINES = Path("baselines.json")
 FIGURES = ("train_sft", "gate_reward", "evaluate")  # stages whose metrics a comparison shows
+MAX_RUN_FILE = 64 << 20  # bytes of a file of a run that git has, curves among them
 OF_THE_GATE = ("accuracy", "low", "high")
 
 Baseline = dict[str, Any]
@@ -54,8 +57,38 @@ def _promoted(root: Path) -> Baseline | None:
     for artifact in ("policy", "reward-model"):
         current = read_promoted(root, artifact)
         if current is not None:
-            return whole_run(f"{artifact} {current.version}", partial(show, root, current.commit))
+            return _of_version(root, current)
     return None
+
+
+def _of_version(root: Path, version: Version) -> Baseline | None:
+    """The run of a version; its commit may be anybody's.
+
+    Raises:
+        ConfigError: a file of it isn't one that a run leaves.
+    """
+    name = f"{version.artifact} {version.version}"
+    try:
+        return whole_run(name, partial(_show_within_limits, root, version.commit))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{name}: expected the files of a whole run in commit {version.commit[:10]}, got {shown(repr(error))}") from error
+
+
+def _show_within_limits(root: Path, commit: str, path: str) -> bytes | None:
+    """A file of a commit, no larger and deeper than one of a run can be."""
+    (found,) = read_objects(root, [f"{commit}:{path}"], MAX_RUN_FILE)
+    if found is None or found.kind != "blob":
+        return None
+    subject = f"{path} of commit {commit[:10]}"
+    if found.content is None:
+        raise ConfigError(f"{subject}: expected at most {MAX_RUN_FILE} bytes, got {found.size}; don't use that commit")
+    if path.endswith(".json"):
+        tree = parse_json(found.content.decode("utf-8"), subject)
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{subject}: expected figures by their names, got {type(tree).__name__}; don't use that commit")
+    return found.content
 
 
 def _other_runs(root: Path, name: str) -> Iterator[Baseline]:

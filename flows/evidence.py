@@ -31,7 +31,7 @@ LOCK, ROUNDS_LOCK, PARAMS, PIPELINE_FILE, GATE = (
 # Of a lineage, and the file of the commit that says it too.
 SAID_BY = {
     **{"md5": LOCK, "size": LOCK, "files": LOCK, "data": LOCK, "parents": LOCK, "stages": LOCK},
-    **{"params": PARAMS, "gate": GATE, "decided": "metrics/evaluate.json of the round"},
+    **{"params": PARAMS, "gate": GATE, "decided": "the chain or the round"},
 }
 _ROUND = re.compile(rf"{FOLDER}/([1-9][0-9]*)/policy")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from flows import registry, versions
+from flows import decisions, versions
 from flows.evidence import check_version, gates
 from flows.full_pipeline import INTERRUPTED, REFUSED, show_own_log
 from flows.registry import ARTIFACTS, Registry, read_registry
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     show_own_log()
     asked = parse_arguments(arguments)
     try:
-        print(COMMANDS[asked.command](Path.cwd(), asked))
+        print(plain(COMMANDS[asked.command](Path.cwd(), asked)))
         return 0
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -107,7 +107,12 @@ def _read(root: Path, artifact: str) -> Registry:
 
 def _warn(problems: Iterable[str]) -> None:
     for problem in problems:
-        print(f"warning: {problem}", file=sys.stderr)
+        print(plain(f"warning: {problem}"), file=sys.stderr)
+
+
+def plain(text: str) -> str:
+    """For a terminal, which takes no orders from what somebody wrote into a tag."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def problem_of(root: Path, version: Version) -> str | None:
@@ -120,14 +125,14 @@ def problem_of(root: Path, version: Version) -> str | None:
 
 
 def promote(root: Path, asked: argparse.Namespace) -> str:
-    event = registry.promote(
+    event = decisions.promote(
         root, asked.artifact, asked.version, by=asked.by or identity(root), reason=asked.reason, override=asked.override
     )
     return decided(asked.artifact, event)
 
 
 def rollback(root: Path, asked: argparse.Namespace) -> str:
-    return decided(asked.artifact, registry.rollback(root, asked.artifact, asked.to, by=asked.by or identity(root), reason=asked.reason))
+    return decided(asked.artifact, decisions.rollback(root, asked.artifact, asked.to, by=asked.by or identity(root), reason=asked.reason))
 
 
 def history(root: Path, asked: argparse.Namespace) -> str:

@@ -14,10 +14,10 @@ from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
 from pydantic import Field
 
-from flows import registry
+from flows import decisions
 from flows.evidence import check_version
-from flows.promote import decided, identity, summary
-from flows.registry import AnotherModel, Registry
+from flows.promote import decided, identity, plain, summary
+from flows.registry import Registry, read_for_decision, why_not
 from flows.tags import Event, Version
 from rlhf_core.config import ConfigError, RegistryConfig, load_params, parse_json
 from rlhf_core.report.texts import markdown_block, markdown_text
@@ -51,24 +51,24 @@ def promote(
     root, log = Path.cwd(), get_run_logger()
     try:
         config = load_params(root / "params.yaml").promotion
-        found = registry.read_for_decision(root, artifact)
+        found = read_for_decision(root, artifact)
         chosen = asked_about(_note(root), found, version, resumed=runtime.flow_run.run_count > 1)
         check_version(root, chosen)
-        refusal = registry.why_not(found, chosen)
+        refusal = why_not(found, chosen)
         if refusal and override is None:
             raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it all the same, give the reason in `override`")
-        told = summary(found, chosen) + (f"\nOverride: {override}" if refusal else "")
+        told = plain(summary(found, chosen)) + (f"\nOverride: {override}" if refusal else "")
         decision = _ask(chosen, told, config) if config.require_approval else _given(root, by, reason)
         if not decision.approve:
             log.info("%s %s: not approved", artifact, chosen.version)
             message = f"{artifact} {chosen.version}: stated by {decision.by}: {decision.reason}"
             return State(type=StateType.FAILED, name=NOT_APPROVED, message=message)
         how = {"by": decision.by, "reason": decision.reason, "override": override}
-        event = registry.promote(root, artifact, chosen.version, asked=chosen.model, **how)
+        event = decisions.promote(root, artifact, chosen.version, asked=chosen.model, **how)
         _show(artifact, event)
     except ConfigError as error:
         log.error("%s", error)
-        name = ANOTHER_MODEL if isinstance(error, AnotherModel) else "Refused"
+        name = ANOTHER_MODEL if isinstance(error, decisions.AnotherModel) else "Refused"
         return State(type=StateType.FAILED, name=name, message=str(error))
     return None
 
@@ -84,7 +84,7 @@ def asked_about(note: Path, found: Registry, version: str | None, *, resumed: bo
         note: what the run wrote down when it asked. version: None: the newest.
         resumed: whether the run was started before.
     Raises:
-        AnotherModel: the version is another model by now.
+        decisions.AnotherModel: the version is another model by now.
         ConfigError: there is no such version, or the note of a resumed run is gone.
     """
     if not note.exists():
@@ -98,7 +98,7 @@ def asked_about(note: Path, found: Registry, version: str | None, *, resumed: bo
         return chosen
     asked = parse_json(note.read_text(encoding="utf-8"), f"note {note.name}")
     chosen = found.get(asked["version"])
-    registry.check_asked(chosen, asked["model"])
+    decisions.check_asked(chosen, asked["model"])
     return chosen
 
 
@@ -130,7 +130,7 @@ def _given(root: Path, by: str | None, reason: str | None) -> Approval:
 
 
 def _show(artifact: str, event: Event) -> None:
-    text = decided(artifact, event)
+    text = plain(decided(artifact, event))
     print(text, flush=True)
     lines = [markdown_text(line) for line in text.splitlines()]
     create_markdown_artifact("\n\n".join(lines), key=f"promoted-{artifact}", description=lines[0])

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from flows.decisions import add_version, registry_lock
 from flows.dvc_fetch import fetch_from_remote
 from flows.evidence import check_version, decision, decision_of_round, read_locks
-from flows.registry import Registry, add_version, read_registry, registry_lock
+from flows.registry import Registry, read_registry
 from flows.stages import dvc_environment
 from flows.tags import Version
 from flows.worktree import git, worktree_path

@@ -71,5 +71,13 @@ def sound_commit(root: Path, *, md5: str = "0" * 32 + ".dir", gate: dict[str, An
     git(root, "commit", "--quiet", "--allow-empty", "--no-verify", "-m", "a run")
     commit = git(root, "rev-parse", "HEAD")
     (root / "params.yaml").write_text(json.dumps(PARAMS), encoding="utf-8")  # the folder that somebody works in keeps its own
-    made = lineage("models/reward", commit=commit, run="main", params=PARAMS, lock=lock, gate=gate or GATE)
+    made = lineage(
+        "models/reward",
+        commit=commit,
+        run="main",
+        params=PARAMS,
+        lock=lock,
+        gate=gate or GATE,
+        decided={"by": "gate_reward", "split": "test"},
+    )
     return {**made, "packages": {}, "reward_model_version": None, "previous_version": None}

@@ -20,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from registry_project import add_rounds, candidate, commit, dvc, make_project, without_identity
 from small_workspace import environment, git
 
-from flows import registry
+from flows import decisions
+from flows.decisions import add_version
 from flows.pins import check_not_rolled_back, pin_registry, prepare_run, promoted_version, start_from_registry
 from flows.promote import main
-from flows.registry import add_version, read_registry
+from flows.registry import read_registry
 from flows.versions import fetch
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params
 from rlhf_core.registry import sha256_of_files
@@ -220,7 +221,7 @@ def test_rounds_start_from_the_promoted_policy(project):
         start_from_registry(project, project, None)
     lineage = {**read_registry(project, NAME).versions["v1.0.0"].lineage, "decided": None}  # any model will do
     add_version(project, "policy", lineage)
-    registry.promote(project, "policy", None, by="Ann", reason="best")
+    decisions.promote(project, "policy", None, by="Ann", reason="best")
     folder = start_from_registry(project, project, None)
     assert folder == Path("models/promoted/policy-v1.0.0") and dvc_md5(project / folder) == lineage["md5"]
     assert promoted_version(str(folder)) == "v1.0.0" and promoted_version("models/sft") is None
@@ -235,7 +236,7 @@ def test_a_collision_in_the_cache_is_not_fetched_nor_started_from(project):
     version, found = list(read_registry(project, NAME).versions.items())[-1]
     lineage = {**found.lineage, "decided": None}
     add_version(project, "policy", lineage)
-    registry.promote(project, "policy", None, by="Ann", reason="best")
+    decisions.promote(project, "policy", None, by="Ann", reason="best")
     cached = next(p for p in (project / ".dvc/cache/files/md5").rglob("*") if p.is_file() and p.read_bytes() == FIRST)
     cached.chmod(0o644)
     cached.write_bytes(SECOND)
@@ -287,15 +288,15 @@ def test_a_tags_commit_can_not_have_the_password_sent_elsewhere(project, tmp_pat
         dvc(forged, "remote", "modify", "shared", "url", other.url)
         commit(forged, "Another address")
         made = git(forged, "rev-parse", "HEAD")
-        write_tag(project, f"{NAME}@v9.0.0", {**version.lineage, "commit": made}, made)
-        said = refused(project, "fetch", "--version", "v9.0.0")
+        write_tag(project, f"{NAME}@v1.0.0", {**version.lineage, "commit": made}, made)
+        said = refused(project, "fetch", "--version", "v1.0.0")
         assert other.heard == [] and own.heard == []
         assert f".dvc/config of commit {made[:10]}: expected the remotes of this project ({own.url}), got 'shared' at {other.url}" in said
         dvc(forged, "remote", "modify", "shared", "url", own.url)  # as it is in the project
         commit(forged, "The same address")
         made = git(forged, "rev-parse", "HEAD")
-        write_tag(project, f"{NAME}@v9.0.0", {**version.lineage, "commit": made}, made)
-        assert "expected it in DVC's cache or in the remote, got neither" in refused(project, "fetch", "--version", "v9.0.0")
+        write_tag(project, f"{NAME}@v1.0.0", {**version.lineage, "commit": made}, made)
+        assert "expected it in DVC's cache or in the remote, got neither" in refused(project, "fetch", "--version", "v1.0.0")
         assert other.heard == [] and any(password for _, password in own.heard)
 
 

@@ -50,10 +50,10 @@ def test_a_tag_with_another_figure_is_refused(change: dict[str, Any]):
     lineage = sound_lineage("c" * 40)
     lineage["gate"] = lineage["gate"] | change
     with pytest.raises(ConfigError, match=r"tag reward-model@v1\.0\.0: expected one made by .*another value of gate\."):
-        as_version("reward-model", Tag("reward-model@v1.0.0", "c" * 40, "ann", "2026-01-01", 0, lineage))
+        as_version("reward-model", Tag("reward-model@v1.0.0", "0" * 40, "c" * 40, "ann", "2026-01-01", 0, lineage))
 
 
 def test_a_tag_with_figures_is_taken():
     lineage = sound_lineage("c" * 40)
     lineage["gate"] = lineage["gate"] | {"accuracy": 1, "look": {"number": 2, "level": 0.0125, "earlier": []}}
-    assert as_version("reward-model", Tag("reward-model@v1.0.0", "c" * 40, "ann", "2026-01-01", 0, lineage)).gate_accuracy == 1
+    assert as_version("reward-model", Tag("reward-model@v1.0.0", "0" * 40, "c" * 40, "ann", "2026-01-01", 0, lineage)).gate_accuracy == 1

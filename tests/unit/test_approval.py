@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from registry_tags import GATE, git, sound_commit, write_tag
 
-from flows import registry
+from flows import decisions
+from flows.decisions import AnotherModel, add_version
 from flows.promotion_flow import asked_about, question
-from flows.registry import AnotherModel, add_version, read_registry
+from flows.registry import read_promoted, read_registry
 from rlhf_core.config import ConfigError
 
 NAME = "reward-model"
@@ -49,7 +50,7 @@ def test_an_answer_is_about_the_model_that_was_asked_about(root, tmp_path):
         asked_about(note, moved, None, resumed=True)
     # Moved after the flow looked, before it wrote.
     with pytest.raises(AnotherModel, match="its tag was replaced after the question; ask again"):
-        registry.promote(root, NAME, "v1.0.0", by="Ann", reason="good", asked=chosen.model)
+        decisions.promote(root, NAME, "v1.0.0", by="Ann", reason="good", asked=chosen.model)
     assert read_registry(root, NAME).events == []
 
 
@@ -69,7 +70,7 @@ def test_a_resumed_run_without_its_note_asks_for_another_run(root, tmp_path):
 
 def test_a_version_that_was_replaced_after_its_promotion_is_not_the_promoted_one(root):
     """The name stays and the model is another one: the decision keeps the hashes."""
-    registry.promote(root, NAME, "v1.0.0", by="Ann", reason="good")
+    decisions.promote(root, NAME, "v1.0.0", by="Ann", reason="good")
     (event,) = read_registry(root, NAME).events
     assert event.model == {"md5": "0" * 32 + ".dir", "sha256": event.model["sha256"], "commit": event.model["commit"], "gate": "passed"}
     replace_version(root)
@@ -85,7 +86,7 @@ def test_a_version_that_was_replaced_after_its_promotion_is_not_the_promoted_one
     with pytest.raises(
         ConfigError, match=r"tag reward-model#prod#1: expected v1\.0\.0 to be the model that was decided on, md5 0{32}\.dir, got"
     ):
-        registry.read_promoted(root, NAME)
+        read_promoted(root, NAME)
 
 
 def test_older_decisions_and_versions_without_sha256_are_read(root):
@@ -94,6 +95,6 @@ def test_older_decisions_and_versions_without_sha256_are_read(root):
     write_tag(root, f"{NAME}@v1.0.0", older, version.commit)
     event = {"action": "promote", "version": "v1.0.0", "previous": None, "by": "Ann", "reason": "good", "override": None}
     write_tag(root, f"{NAME}#prod#1", event, version.commit)
-    current = registry.read_promoted(root, NAME)
+    current = read_promoted(root, NAME)
     assert current.sha256 is None and current.identity == f"md5 {'0' * 32}.dir, identified by md5 only"
     assert json.loads(json.dumps(current.model))["sha256"] is None

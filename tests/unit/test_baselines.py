@@ -12,7 +12,7 @@ from registry_tags import write_tag
 from report_workspace import edit_metrics, make_workspace
 
 from flows.baselines import BASELINES, pin_baselines
-from flows.registry import add_version, promote
+from flows.decisions import add_version, promote
 from rlhf_core.config import ConfigError, apply_overrides, load_params, read_yaml
 from rlhf_core.lineage import lineage
 
@@ -103,6 +103,31 @@ def test_a_promoted_policy_whose_tag_is_not_what_its_commit_says_is_no_baseline(
         pin_baselines(root, root)
 
 
+@pytest.mark.parametrize(
+    ("path", "content", "said"),
+    [
+        (
+            "metrics/train_sft.json",
+            "[" * 100_000,
+            r"metrics/train_sft\.json of commit \w+: expected JSON, got more than 200 nested brackets",
+        ),
+        ("metrics/train_sft.json", "\udcff", r"policy v1\.0\.0: expected the files of a whole run in commit \w+, got UnicodeDecodeError"),
+        ("metrics/evaluate.json", "[]", r"metrics/evaluate\.json of commit \w+: expected figures by their names, got list"),
+    ],
+)
+def test_a_promoted_commit_is_read_within_limits(tmp_path, path, content, said):
+    root = finish(make_workspace(tmp_path / "root"))
+    git(root, "init", "-q")
+    (root / path).write_bytes(content.encode(errors="surrogateescape"))
+    finish(root)  # as if a run had made it
+    made = committed_policy(root)
+    version = add_version(root, "policy", made)
+    promote(root, "policy", version.version, by="me", reason="it is better")
+    (root / path).write_bytes((make_workspace(tmp_path / "sound") / path).read_bytes())
+    with pytest.raises(ConfigError, match=said):
+        pin_baselines(root, root)
+
+
 def committed_policy(root: Path) -> dict:
     """The lineage of a commit with all that the workspace has."""
     lock = json.loads((root / "dvc.lock").read_text())
@@ -116,5 +141,5 @@ def committed_policy(root: Path) -> dict:
     git(root, "commit", "-qm", "Results")
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
     params = read_yaml(root / "params.yaml")
-    made = lineage("models/policy", commit=head, run="main", params=params, lock=lock, gate=gate)
+    made = lineage("models/policy", commit=head, run="main", params=params, lock=lock, gate=gate, decided=None)
     return {**made, "reward_model_version": None, "previous_version": None}

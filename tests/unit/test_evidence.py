@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from registry_tags import GATE, git, sound_commit, write_tag
 
-from flows import evidence, promote, registry
+from flows import decisions, evidence, promote
 from flows.evidence import check_version, gates, read_files
 from flows.pins import registry_params
 from flows.registry import read_promoted, read_registry
@@ -70,9 +70,9 @@ def test_a_verdict_that_the_commit_does_not_have_decides_nothing(root):
             act()
     git(root, "tag", "-d", f"{NAME}#prod#1")
     with pytest.raises(ConfigError, match=said):
-        registry.promote(root, NAME, "v1.0.0", by="Ann", reason="good")
+        decisions.promote(root, NAME, "v1.0.0", by="Ann", reason="good")
     with pytest.raises(ConfigError, match=said):
-        registry.promote(root, NAME, "v1.0.0", by="Ann", reason="good", override="it is fine")
+        decisions.promote(root, NAME, "v1.0.0", by="Ann", reason="good", override="it is fine")
     assert read_registry(root, NAME).events == []
 
 
@@ -80,12 +80,12 @@ def test_a_rollback_to_a_version_whose_tag_lies_is_refused(root):
     first, second = sound_commit(root), sound_commit(root, md5="2" * 32 + ".dir")
     for name, lineage in (("v1.0.0", first), ("v2.0.0", second)):
         write_tag(root, f"{NAME}@{name}", lineage, lineage["commit"])
-        registry.promote(root, NAME, name, by="Ann", reason="good")
+        decisions.promote(root, NAME, name, by="Ann", reason="good")
     write_tag(root, f"{NAME}@v1.0.0", lie(first, "params.seed", 2), first["commit"])
     with pytest.raises(
         ConfigError, match=rf"tag {NAME}@v1\.0\.0: expected what params\.yaml of its commit \w+ says, params\.seed: 1, got 2"
     ):
-        registry.rollback(root, NAME, None, by="Ann", reason="bad")
+        decisions.rollback(root, NAME, None, by="Ann", reason="bad")
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,7 @@ def test_a_rollback_to_a_version_whose_tag_lies_is_refused(root):
         ("stages.train_reward.outs", {}, r"stages\.train_reward\.outs\.models/reward: "),
         ("params.alignment.method", "dpo", r"params\.yaml of its commit \w+ says, params\.alignment\.method: \"rl\", got \"dpo\""),
         ("gate.message", "passed: brilliantly", r"gate\.message: \"passed: it did\", got \"passed: brilliantly\""),
+        ("decided.split", "train", r"the chain or the round of its commit \w+ says, decided\.split: \"test\", got \"train\""),
         ("gate", None, r"metrics/gate\.json of its commit \w+ says, gate: "),
         ("path", "metrics/gate.json", r"the model that dvc\.yaml of its commit names, 'models/reward', got 'metrics/gate\.json'"),
         ("path", "rounds/1/policy", r"the model that dvc\.yaml of its commit names"),
@@ -129,7 +130,12 @@ def test_the_policy_of_a_round_needs_the_rounds_verdict(root):
         lineage = sound_commit(
             root, rounds__dvc_lock=json.dumps(lock), rounds__1__metrics__evaluate_json=json.dumps({"accepted": accepted})
         )
-        lineage |= {"path": "rounds/1/policy", "md5": md5, "stages": {"train_round@1": {"deps": {}, "outs": {"rounds/1/policy": md5}}}}
+        lineage |= {
+            "path": "rounds/1/policy",
+            "md5": md5,
+            "decided": {"by": "evaluate_round@1"},
+            "stages": {"train_round@1": {"deps": {}, "outs": {"rounds/1/policy": md5}}},
+        }
         write_tag(root, "policy@v1.0.0", lineage, lineage["commit"])
         version = read_registry(root, "policy").versions["v1.0.0"]
         if accepted:
@@ -210,3 +216,24 @@ def test_a_real_git_is_what_the_limits_hold_for(root):
     blob = subprocess.run(["git", "hash-object", "-w", "large"], cwd=root, capture_output=True, check=True, text=True).stdout.strip()
     (found,) = evidence.read_objects(root, [blob])
     assert found.content is None and found.size == 3 << 20
+
+
+def test_a_terminal_takes_no_orders_from_a_tag(root, monkeypatch, capsys):
+    lineage = sound_commit(root)
+    write_tag(root, f"{NAME}@v1.0.0", {**lineage, "run": "main\x1b[2J"}, lineage["commit"])
+    event = {"action": "promote", "version": "v1.0.0", "previous": None, "by": "\x1b]0;Ann", "reason": "good\r", "override": None}
+    write_tag(root, f"{NAME}#prod#1", event, lineage["commit"])
+    monkeypatch.chdir(root)
+    for command in (["show", NAME], ["show", NAME, "v1.0.0"], ["history", NAME]):
+        assert promote.main(command) == 0
+        told = "".join(capsys.readouterr())
+        assert "\\x1b" in told and told.replace("\n", "").isprintable()
+
+
+def test_a_left_out_tag_is_named_when_something_is_decided(root, caplog):
+    lineage = sound_commit(root)
+    promoted(root, lineage)
+    write_tag(root, f"{NAME}@v2.0.0", f"garbage of {root.name}".encode(), lineage["commit"])
+    with caplog.at_level("WARNING", logger="rlhf.flows"):
+        assert registry_params(root)["gate.incumbent"]["version"] == "v1.0.0"
+    assert f"tag {NAME}@v2.0.0: expected one made by" in caplog.text

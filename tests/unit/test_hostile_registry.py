@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from hostile import NASTY_VALUES, NESTED, is_clear, mangled
 from registry_tags import sound_lineage
 
-from flows.registry import add_version, promote, read_for_decision, read_registry, rollback
+from flows.decisions import add_version, promote, rollback
+from flows.registry import read_for_decision, read_registry
 from rlhf_core.config import ConfigError
 
 NAME = "reward-model"

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from collision import FIRST, SECOND
 
-from rlhf_core.config import ConfigError, load_params
+from rlhf_core.config import ConfigError
 from rlhf_core.config.gate import IncumbentConfig
 from rlhf_core.registry import cache_folder, checkout, folder_sha256, listing, missing, sha256_of_files, verify
 from rlhf_core.rounds import dvc_md5
 
-ROOT = Path(__file__).parents[2]
 FILES = {"config.json": b"{}", "shards/weights.bin": bytes(range(256)) * 5000}  # more than one chunk of a megabyte
 
 
@@ -148,14 +147,13 @@ def test_another_content_with_the_same_md5_is_refused_by_its_sha256(root, tmp_pa
 
 
 def test_the_gate_does_not_load_an_incumbent_of_another_content(root, tmp_path, monkeypatch):
-    from tasks.gate_reward import measure_incumbent
+    from tasks.gate_reward import measure_promoted
 
     md5, wanted, _ = collide(root)
     monkeypatch.chdir(root)
     incumbent = IncumbentConfig(version="v1.0.0", md5=md5, sha256=folder_sha256(wanted))
-    gate = load_params(ROOT / "params.yaml").gate.model_copy(update={"incumbent": incumbent})
     with pytest.raises(ValueError, match="although the md5 is right"):
-        measure_incumbent(None, gate, scratch=tmp_path, how={})
+        measure_promoted(None, "incumbent", incumbent, confidence=0.95, scratch=tmp_path, how={})
 
 
 def test_the_sha256_of_a_folder_can_be_had_from_a_shell(tmp_path):

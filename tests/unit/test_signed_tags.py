@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from registry_tags import PARAMS, git, sound_commit, write_tag
 
-from flows import promote, registry
-from flows.registry import add_version, read_for_decision, read_promoted, read_registry
+from flows import decisions, promote
+from flows.decisions import add_version
+from flows.registry import read_for_decision, read_promoted, read_registry
 from rlhf_core.config import ConfigError
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="makes SSH keys, and there is no ssh-keygen")
@@ -49,9 +50,9 @@ def test_our_own_tags_are_signed_and_the_signer_is_who_decided(root, monkeypatch
     lineage = sound_commit(root)
     demand_signatures(root)
     assert add_version(root, NAME, lineage).signer == "ann@example.org"
-    event = registry.promote(root, NAME, None, by="Ben", reason="good")
+    event = decisions.promote(root, NAME, None, by="Ben", reason="good")
     assert event.who == "signed by ann@example.org, stated by Ben" and read_promoted(root, NAME).version == "v1.0.0"
-    registry.rollback(root, NAME, None, by="Ann <ann@example.org>", reason="bad")
+    decisions.rollback(root, NAME, None, by="Ann <ann@example.org>", reason="bad")
     assert read_for_decision(root, NAME).current is None
     monkeypatch.chdir(root)
     assert promote.main(["history", NAME]) == 0
