@@ -83,7 +83,7 @@ def whole_run(name: str, read: Read) -> Baseline | None:
 def _trimmed(results: Results, params: dict[str, Any]) -> Baseline:
     metrics = {stage: tree for stage, tree in results.metrics.items() if stage in FIGURES}
     metrics["gate_reward"] = {key: metrics["gate_reward"][key] for key in OF_THE_GATE}
-    return {"name": results.name, "params": params, "outs": dict(results.outs), "metrics": metrics}
+    return {"name": results.name, "params": params, "outs": dict(results.outs), "metrics": metrics, "prompts": results.prompts}
 
 
 def _md5(found: bytes | None) -> str | None:

@@ -24,7 +24,7 @@ from flows.overrides import check, parse_assignment, read_recipe
 from flows.pins import prepare_run
 from flows.stages import stage_environment
 from flows.worktree import commit, slug
-from rlhf_core.config import Algorithm, ConfigError, Method
+from rlhf_core.config import Algorithm, ConfigError, Method, load_params
 from rlhf_core.quiet import quietly
 from rlhf_core.report.comparison import Run, draw, methods_table, table
 
@@ -75,15 +75,17 @@ def main(arguments: list[str] | None = None) -> int:
     for workspace in workspaces.values():
         commit(workspace, f"Results of run {workspace.name}")
     FIGURE.parent.mkdir(exist_ok=True)
+    confidence = load_params(next(iter(workspaces.values())) / "params.yaml").evaluation.confidence
     if asked.methods:
-        evaluations = [(name, json.loads((workspace / EVALUATION).read_text())) for (name, _), workspace in workspaces.items()]
-        METHODS_TABLE.write_text(methods_table(evaluations), encoding="utf-8")
-        print(f"{methods_table(evaluations)}\nTable: {METHODS_TABLE}")
+        evaluations = [(name, seed, json.loads((workspace / EVALUATION).read_text())) for (name, seed), workspace in workspaces.items()]
+        text = methods_table(evaluations, confidence)
+        METHODS_TABLE.write_text(text, encoding="utf-8")
+        print(f"{text}\nTable: {METHODS_TABLE}")
         return 0
     runs = [Run.read(workspace, algorithm, seed) for (algorithm, seed), workspace in workspaces.items()]
     draw(runs, FIGURE)
-    TABLE.write_text(table(runs), encoding="utf-8")
-    print(f"{table(runs)}\nFigure: {FIGURE}  table: {TABLE}")
+    TABLE.write_text(table(runs, confidence), encoding="utf-8")
+    print(f"{table(runs, confidence)}\nFigure: {FIGURE}  table: {TABLE}")
     return 0
 
 

@@ -1,7 +1,8 @@
-"""Two runs side by side: python -m flows.compare_runs A B [--output PAGE]
+"""Two runs side by side, or configurations over seeds: python -m flows.compare_runs A B [C ...] [--output PAGE]
 
-A and B are names of runs (folders of runs/), folders, branches, tags or commits. Prints what differs and writes one HTML page.
-Exit codes: 0 done, 2 a run that isn't there or has no results.
+Each is the name of a run (a folder of runs/), a folder, a branch, a tag or a commit. Of two it prints what differs and writes one HTML
+page. Three or more are grouped by configuration, those that differ in their seed only together, and compared over seeds, as text.
+Exit codes: 0 done, 2 a run that isn't there or has no results, or runs that can't be grouped.
 """
 
 from __future__ import annotations
@@ -16,23 +17,31 @@ from flows.results import read_side
 from flows.worktree import slug
 from rlhf_core.config import ConfigError
 from rlhf_core.report.comparison_page import Side, cards, render_comparison
-from rlhf_core.report.differences import figures_that_count, headline, outs_that_differ, params_that_differ
+from rlhf_core.report.differences import figures_that_count, headline, outs_that_differ, params_that_differ, read_as
+from rlhf_core.report.seeds import tables, trained
 from rlhf_core.report.texts import visible
 
 MAX_WIDTH = 48  # characters of a value in the terminal
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flows.compare_runs", description="Compare two runs: params, data, figures, answers.")
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.compare_runs", description="Compare two runs (params, data, figures, answers), or configurations over seeds."
+    )
     parser.add_argument("first", metavar="A", help="a run's name, a folder, or a branch, tag or commit")
     parser.add_argument("second", metavar="B", help="the same; changes are those from A to B")
+    parser.add_argument("more", nargs="*", metavar="C", help="further runs: all are then grouped by configuration and compared over seeds")
     parser.add_argument("--output", type=Path, metavar="PAGE", help="the page; reports/compare-A-B.html otherwise")
     asked = parser.parse_args(arguments)
     try:
-        first, second = read_side(Path.cwd(), asked.first), read_side(Path.cwd(), asked.second)
-    except ConfigError as error:
+        sides = [read_side(Path.cwd(), name) for name in (asked.first, asked.second, *asked.more)]
+        if asked.more:
+            print(tables(trained([side.results for side in sides]), sides[0].results.params["evaluation"]["confidence"]), end="")
+            return 0
+    except (ConfigError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
+    first, second = sides
     print(summary(first, second))
     output = asked.output or Path("reports") / f"compare-{slug(asked.first)}-{slug(asked.second)}.html"
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +55,12 @@ def summary(first: Side, second: Side) -> str:
     one, other = first.results, second.results
     rows = figures_that_count(one, other)
     parts = [headline(one, other, rows)[1]]
-    parts.append(tabulate([(r.label, *r.shown) for r in rows], ["", one.name, other.name, "change", "interval"], disable_numparse=True))
+    parts.append(
+        tabulate(
+            [(r.label, *r.shown) for r in rows], ["", one.name, other.name, "change", "interval", "found with 80%"], disable_numparse=True
+        )
+    )
+    parts.append("\n".join(read_as(one, other, rows)))
     for what, changes in (("parameter", params_that_differ(one.params, other.params)), ("md5 of", outs_that_differ(one, other))):
         lines = [[key, *(_short(value) for value in values)] for key, *values in changes]
         parts.append(tabulate(lines, [what, one.name, other.name], disable_numparse=True) if lines else f"No {what} differs.")

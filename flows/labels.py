@@ -132,10 +132,15 @@ def import_labels(file: Path, export: Path, name: str | None) -> str:
 def _told(provenance: dict[str, Any]) -> list[str]:
     counts = "{pairs_exported} pairs exported, {pairs_labelled} labelled, {pairs_decided} decided, {ties_dropped} ties dropped"
     lines = [counts.format(**provenance)]
-    for key, what in (("agreement_among_annotators", "annotators agree"), ("agreement_with_scores", "labels agree with the scores")):
+    for key, what, of in (
+        ("agreement_among_annotators", "annotators agree", "pairs"),
+        ("agreement_with_scores", "labels agree with the scores", "prompts"),
+    ):
         share = provenance[key]
         if share["n"]:
-            lines.append(f"{what}: {share['value']:.3f} ({share['low']:.3f} to {share['high']:.3f}, n = {share['n']})")
+            lines.append(
+                f"{what}: {share['value']:.3f} ({share['low']:.3f} to {share['high']:.3f}, n = {share['n']} on {share['clusters']} {of})"
+            )
     return lines
 
 

@@ -34,6 +34,7 @@ METRICS = {
 TRACKED = ("data/prepared", "models/")  # data and models; what else DVC keeps are results
 CURVES = ("train_sft", "train_reward", "train_policy")
 SAMPLES = "data/evaluation_samples.parquet"
+PROMPTS = "plots/evaluation.csv"  # results of the evaluation, prompt by prompt
 
 Read = Callable[[str], bytes | None]  # a path inside the run -> its content; None: not there
 
@@ -84,7 +85,10 @@ def read_results(name: str, read: Read) -> Results:
     stages = {} if lock is None else read_yaml_text(lock.decode(), f"dvc.lock of {name}")["stages"]
     outs = {out["path"]: out["md5"] for stage in stages.values() for out in stage.get("outs", [])}
     kept = {path: md5 for path, md5 in outs.items() if path.startswith(TRACKED)}
-    return Results(name, read_yaml_text(params.decode(), f"params.yaml of {name}"), kept, metrics)
+    prompts = read(PROMPTS) if "evaluate" in metrics else None
+    return Results(
+        name, read_yaml_text(params.decode(), f"params.yaml of {name}"), kept, metrics, None if prompts is None else prompts.decode()
+    )
 
 
 def find_commit(root: Path, name: str) -> str | None:

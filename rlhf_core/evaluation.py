@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 
 from rlhf_core.data.batching import microbatches
 from rlhf_core.data.judge import Judgement, judgement
+from rlhf_core.data.split import conversation_text
 from rlhf_core.models.side_by_side import can_run_side_by_side, side_by_side
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
-from rlhf_core.statistics import mean_interval, paired_difference, points_interval
+from rlhf_core.statistics import mean_interval, paired_difference, paired_means, points_interval, sign_test
 from rlhf_core.trainers.labelling import ScoredResponse
 
 
@@ -68,7 +70,7 @@ def win_rate(policy: list[Answer], baseline: list[Answer], *, confidence: float)
     """Share of prompts on which the policy's answer has the higher score; ties are half, prompts without both scores left out.
 
     The same answer is a tie whatever its two scores are: those of a reward model differ by rounding from batch to batch, and those of
-    a judge that draws differ by more. NaN where no prompt has both scores.
+    a judge that draws differ by more. NaN where no prompt has both scores. The p-value is `sign_test`'s, of wins against losses.
     """
     points = [p for p in win_points(policy, baseline) if p is not None]
     low, high = points_interval(points, confidence)
@@ -79,6 +81,7 @@ def win_rate(policy: list[Answer], baseline: list[Answer], *, confidence: float)
         "wins": points.count(1.0),
         "ties": points.count(0.5),
         "losses": points.count(0.0),
+        "p_value": sign_test(points.count(1.0), points.count(0.0)),
         "n": len(points),
     }
 
@@ -99,13 +102,70 @@ def judge_difference(policy: list[Answer], baseline: list[Answer], *, confidence
 
     The keys are the fields of `PairedDifference`: `first` is the policy.
     """
-    pairs = [(p.judgement.ok, b.judgement.ok) for p, b in zip(policy, baseline, strict=True) if p.judgement and b.judgement]
+    return _shares([a.judgement and a.judgement.ok for a in policy], [a.judgement and a.judgement.ok for a in baseline], confidence)
+
+
+def differences(policy: list[Answer], baseline: list[Answer], *, confidence: float) -> dict[str, Any]:
+    """Every figure of `summarize`, the policy's less the baseline's, over the prompts on which both are known.
+
+    Shares have the fields of `PairedDifference`, means those of `MeanDifference`.
+    """
+
+    def means(value: Callable[[Answer], float]) -> dict[str, float | int]:
+        return vars(paired_means([value(a) for a in policy], [value(a) for a in baseline], confidence))
+
+    def aspect(answers: list[Answer], name: str) -> list[bool | None]:
+        return [a.judgement.aspects.get(name) if a.judgement else None for a in answers]
+
+    found: dict[str, Any] = {
+        "score_mean": means(lambda a: a.score),
+        "scores": {name: means(lambda a, name=name: a.components[name]) for name in policy[0].components},
+        "length_mean": means(lambda a: len(a.response_ids)),
+        "cut_off_fraction": _shares([not a.finished for a in policy], [not a.finished for a in baseline], confidence),
+    }
+    judgements = [a.judgement for a in policy if a.judgement is not None]
+    if judgements:
+        found["judge_ok"] = judge_difference(policy, baseline, confidence=confidence)
+        for name in dict.fromkeys(name for j in judgements for name in j.aspects):
+            found[f"judge_{name}"] = _shares(aspect(policy, name), aspect(baseline, name), confidence)
+    return found
+
+
+def _shares(policy: Sequence[bool | None], baseline: Sequence[bool | None], confidence: float) -> dict[str, float | int]:
+    pairs = [(p, b) for p, b in zip(policy, baseline, strict=True) if p is not None and b is not None]
     return vars(paired_difference([p for p, _ in pairs], [b for _, b in pairs], confidence))
 
 
 def _same(one: Answer, other: Answer) -> bool:
     """Whether two answers read the same; one that was cut off isn't one that ended there."""
     return (one.text, one.finished) == (other.text, other.finished)
+
+
+def distinct_prompts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first row of each conversation: an answer that is asked for twice is no second observation."""
+    first: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        first.setdefault(conversation_text(row["messages"]), row)
+    return list(first.values())
+
+
+def by_prompt(answers: dict[str, dict[str, list[Answer]]]) -> list[dict[str, Any]]:
+    """What two runs need to be compared prompt by prompt: a row for each prompt, in order.
+
+    id; and for each mode `<mode>_judge_ok` (1, 0 or None) and `<mode>_score` of the policy's answer, `<mode>_points` of it against the SFT
+    model's (`win_points`).
+
+    Args:
+        answers: {mode: {"sft": [...], "policy": [...]}}.
+    """
+    rows: list[dict[str, Any]] = [{"id": a.prompt.id} for a in next(iter(answers.values()))["policy"]]
+    for mode, by_model in answers.items():
+        points = win_points(by_model["policy"], by_model["sft"])
+        for row, answer, point in zip(rows, by_model["policy"], points, strict=True):
+            row[f"{mode}_judge_ok"] = None if answer.judgement is None else int(answer.judgement.ok)
+            row[f"{mode}_score"] = answer.score if math.isfinite(answer.score) else None
+            row[f"{mode}_points"] = point
+    return rows
 
 
 @torch.no_grad()

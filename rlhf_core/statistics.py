@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import bdtr, ndtri, stdtrit
+from scipy.special import bdtr, ndtr, ndtri, stdtr, stdtrit
 
+POWER = 0.8  # with which a difference that is called detectable would be found
 BISECTIONS = 60  # of the range in which an end is looked for: down to rounding
 
 
@@ -131,12 +132,14 @@ def points_interval(points: Sequence[float], confidence: float) -> tuple[float, 
 class PairedDifference:
     """Of two shares over the same prompts, first minus second, with its interval.
 
-    value: NaN without prompts. both, first_only, second_only, neither: prompts on which both, one or none of the two succeeds.
+    value: NaN without prompts. p_value: of `sign_test`.
+    both, first_only, second_only, neither: prompts on which both, one or none of the two succeeds.
     """
 
     value: float
     low: float
     high: float
+    p_value: float
     both: int
     first_only: int
     second_only: int
@@ -157,7 +160,7 @@ def paired_difference(first: Sequence[bool], second: Sequence[bool], confidence:
     both, first_only, second_only, neither = (pairs[key] for key in ((True, True), (True, False), (False, True), (False, False)))
     low, high = paired_interval(first_only, second_only, len(first), confidence)
     value = (first_only - second_only) / len(first) if len(first) else math.nan
-    return PairedDifference(value, low, high, both, first_only, second_only, neither)
+    return PairedDifference(value, low, high, sign_test(first_only, second_only), both, first_only, second_only, neither)
 
 
 def sign_test(ahead: int, behind: int) -> float:
@@ -190,6 +193,75 @@ def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, fl
     half = float(stdtrit(n - 1, (1 + confidence) / 2)) * float(array.std(ddof=1)) / math.sqrt(n)
     mean = float(array.mean())
     return mean - half, mean + half
+
+
+@dataclass(frozen=True)
+class MeanDifference:
+    """Of two means over the same prompts, first minus second, with its interval and the p-value of Student's paired t test.
+
+    value: NaN without prompts. n: prompts on which both are known.
+    """
+
+    value: float
+    low: float
+    high: float
+    p_value: float
+    n: int
+
+
+def paired_means(first: Sequence[float], second: Sequence[float], confidence: float) -> MeanDifference:
+    """Mean of the differences, position by position; those of which one is NaN or infinite are left out and not counted in n.
+
+    Where all differences are the same the p-value is 1 at 0 and 0 elsewhere; with fewer than two it is 1.
+
+    Raises:
+        ValueError: the lengths differ, or confidence is not between 0 and 1.
+    """
+    if len(first) != len(second):
+        raise ValueError(
+            f"pairs: expected as many of the second as of the first, got {len(second)} and {len(first)}; pass both of each prompt"
+        )
+    both = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
+    known = both[np.isfinite(both)]
+    low, high = mean_interval(known, confidence)
+    n, value = len(known), float(known.mean()) if len(known) else math.nan
+    deviation = float(known.std(ddof=1)) if n > 1 else math.inf
+    if deviation > 0 and n:
+        p_value = 2 * float(stdtr(n - 1, -abs(value) / deviation * math.sqrt(n))) if n > 1 else 1.0
+    else:
+        p_value = float(value == 0 or n == 0)
+    return MeanDifference(value, low, high, p_value, n)
+
+
+def interval_p_value(value: float, low: float, high: float, confidence: float) -> float:
+    """Two-sided p-value of "the value is 0" from a value's interval, its estimate taken as normal with the interval's width."""
+    z = float(ndtri((1 + confidence) / 2))
+    if not high > low:
+        return float(value == 0)
+    return 2 * float(ndtr(-abs(value) * 2 * z / (high - low)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values of several tests, corrected so that all are right together: any corrected one below a has a chance of at most a by accident.
+
+    The k-th smallest of m becomes the largest of (m - j + 1) * p_j over j <= k, at most 1. The tests may depend on each other.
+    Source: Holm 1979, Scandinavian Journal of Statistics 6, 65-70, https://www.jstor.org/stable/4615733
+    """
+    corrected, largest = [1.0] * len(p_values), 0.0
+    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        corrected[i] = largest
+    return corrected
+
+
+def detectable_difference(low: float, high: float, confidence: float, *, tests: int = 1) -> float:
+    """The true difference that a sample like this one would find with probability POWER, at confidence with Bonferroni's share of `tests`.
+
+    (z(1 - a / 2 tests) + z(POWER)) * s, a = 1 - confidence and s the standard error that the interval's width says.
+    """
+    a = 1 - confidence
+    deviation = (high - low) / 2 / float(ndtri(1 - a / 2))
+    return (float(ndtri(1 - a / 2 / tests)) + float(ndtri(POWER))) * deviation
 
 
 def difference_interval(first: tuple[float, int], second: tuple[float, int], confidence: float) -> tuple[float, float]:

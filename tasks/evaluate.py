@@ -7,6 +7,7 @@ from collections import Counter
 from rlhf_core.data.schema import read_rows
 from rlhf_core.data.split import conversation_text
 from tasks.stage import (
+    EVALUATION_PROMPTS,
     EVALUATION_SAMPLES,
     METRICS,
     POLICY_MODEL,
@@ -30,20 +31,22 @@ def main() -> None:
         pad_id, answers = generate_all(stage)
         metrics = measure(stage, answers, pad_id)
         write_samples(answers, stage.params.evaluation.table_rows)
+        write_prompts(answers)
         write_json(METRICS / "evaluate.json", metrics)
 
 
 def heldout_prompts(stage: Stage, tokenizers: dict) -> dict[str, list]:
-    """`evaluation.prompts` prompts of the test split, in a seeded order, that leave room for an answer (`apart`: which ones).
+    """`evaluation.prompts` prompts of the test split, each once, in a seeded order, that leave room for an answer (`apart`: which ones).
 
     The same for every model, each in the words of that model's own template: a policy's may ask for something that the SFT model's doesn't.
     """
+    from rlhf_core.evaluation import distinct_prompts
     from rlhf_core.models.tokenizer import encode_prompt
     from rlhf_core.trainers.labelling import choose_prompts
 
     params = stage.params
     longest = params.model.max_length - params.evaluation.max_new_tokens
-    rows = read_rows(PREPARED, "prompt", SPLIT)
+    rows = distinct_prompts(read_rows(PREPARED, "prompt", SPLIT))
     fitting = [r for r in rows if all(len(encode_prompt(t, r["messages"])) <= longest for t in tokenizers.values())]
     if not fitting:
         raise StageFailed(
@@ -129,7 +132,7 @@ def measure(stage: Stage, answers, pad_id: int) -> dict:
     The divergence is between what the two models make of a request as each is asked it.
     """
     from rlhf_core.engines.deepspeed_engine import device
-    from rlhf_core.evaluation import asked_as, response_logprobs, summarize, win_rate
+    from rlhf_core.evaluation import asked_as, differences, response_logprobs, summarize, win_rate
     from rlhf_core.models.build import load_language_model
     from rlhf_core.models.wrappers import PolicyModule
 
@@ -150,6 +153,7 @@ def measure(stage: Stage, answers, pad_id: int) -> dict:
         mode: {name: summarize(a, confidence=config.confidence) for name, a in by_model.items()} for mode, by_model in answers.items()
     }
     metrics["win_rate"] = {mode: win_rate(a["policy"], a["sft"], confidence=config.confidence) for mode, a in answers.items()}
+    metrics["difference"] = {mode: differences(a["policy"], a["sft"], confidence=config.confidence) for mode, a in answers.items()}
     metrics["kl"] = {mode: float((logprobs["policy", mode] - logprobs["sft", mode]).mean()) for mode in MODES}
     known = gate_prompts()
     metrics["split"] = SPLIT
@@ -179,6 +183,16 @@ def write_samples(answers, rows: int) -> None:
         for sft, policy in list(zip(by_model["sft"], by_model["policy"], strict=True))[:rows]
     ]
     pd.DataFrame(table).to_parquet(EVALUATION_SAMPLES, index=False)
+
+
+def write_prompts(answers) -> None:
+    """Every prompt's results, for comparisons of runs that asked the same prompts."""
+    import pandas as pd
+
+    from rlhf_core.evaluation import by_prompt
+
+    table = pd.DataFrame(by_prompt(answers)).convert_dtypes()
+    table.to_csv(EVALUATION_PROMPTS, index=False, float_format="%.6g", lineterminator="\n")
 
 
 if __name__ == "__main__":

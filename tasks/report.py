@@ -21,7 +21,7 @@ from rlhf_core.report.differences import Results
 from rlhf_core.report.inputs import ReportInputs, Stopped
 from rlhf_core.report.page import render, render_times
 from rlhf_core.report.times import read_times, sha256
-from tasks.stage import EVALUATION_SAMPLES, METRICS, PLOTS, REPORT, REWARD_HELDOUT, TIMINGS, Stage, read_json
+from tasks.stage import EVALUATION_PROMPTS, EVALUATION_SAMPLES, METRICS, PLOTS, REPORT, REWARD_HELDOUT, TIMINGS, Stage, read_json
 
 # Stage -> what of it the report shows: name of the input -> file.
 FILES: dict[str, dict[str, Path]] = {
@@ -32,7 +32,7 @@ FILES: dict[str, dict[str, Path]] = {
     "train_reward": {"reward": METRICS / "train_reward.json", "reward_curves": PLOTS / "train_reward.csv", "heldout": REWARD_HELDOUT},
     "gate_reward": {"gate": METRICS / "gate.json"},
     "train_policy": {"policy": METRICS / "train_policy.json", "policy_curves": PLOTS / "train_policy.csv"},
-    "evaluate": {"evaluation": METRICS / "evaluate.json", "samples": EVALUATION_SAMPLES},
+    "evaluate": {"evaluation": METRICS / "evaluate.json", "samples": EVALUATION_SAMPLES, "prompts": EVALUATION_PROMPTS},
 }
 READERS = {".json": read_json, ".csv": pd.read_csv, ".parquet": pd.read_parquet}
 TIMES_REPORT = TIMINGS / "time.html"  # beside the report, since DVC tracks that
@@ -93,7 +93,7 @@ def read_inputs(params: Params, fingerprint: str, stopped: Stopped | None = None
         fingerprint=fingerprint,
         stopped=stopped,
         baselines={} if stopped is not None else read_baselines(),
-        **content | {name: READERS[path.suffix](path) for name, path in files.items()},
+        **content | {name: path.read_text() if name == "prompts" else READERS[path.suffix](path) for name, path in files.items()},
     )
 
 

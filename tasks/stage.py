@@ -37,6 +37,7 @@ REWARD_HELDOUT = Path("data/reward_heldout.parquet")
 EVALUATION_SAMPLES = Path("data/evaluation_samples.parquet")
 METRICS = Path("metrics")
 PLOTS = Path("plots")
+EVALUATION_PROMPTS = PLOTS / "evaluation.csv"
 DATA_DOCS = Path("reports/data_docs")
 REPORT = Path("reports/report.html")
 TIMINGS = Path("reports/timings")  # not for DVC: no two runs take the same time

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy.stats import norm
 
 from rlhf_core.config import apply_overrides
-from rlhf_core.statistics import wilson_interval
+from rlhf_core.statistics import paired_difference, points_interval, sign_test, wilson_interval
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,6 +48,7 @@ def make_workspace(folder: Path, *, judge: bool = True, hostile: bool = False, s
         apply_overrides(folder / "params.yaml", {"alignment.method": method})
     for name, frame in curves(rng, steps, method).items():
         frame.to_csv(folder / "plots" / f"{name}.csv", index=False, float_format="%.6g")
+    prompts(np.random.default_rng(1), evaluation(judge=judge)).to_csv(folder / "plots/evaluation.csv", index=False, float_format="%.6g")
     token_lengths().to_csv(folder / "plots/token_lengths.csv", index=False)
     heldout(rng).to_parquet(folder / "data/reward_heldout.parquet", index=False)
     samples(rng, judge=judge, hostile=hostile).to_parquet(folder / "data/evaluation_samples.parquet", index=False)
@@ -220,16 +222,60 @@ def evaluation(*, judge: bool) -> dict[str, Any]:
         }
         return summary | (shares if judge else {})
 
-    return {
+    found = {
         "greedy": {"sft": model(0.5825, 0.62, 12.1), "policy": model(0.935, 3.18, 9.6)},
         "sampled": {"sft": model(0.4525, 0.35, 12.9), "policy": model(0.8825, 2.96, 9.9)},
-        "win_rate": {
-            "greedy": {"value": 0.78, "low": 0.7369, "high": 0.8178, "ties": 112, "n": 400},
-            "sampled": {"value": 0.86, "low": 0.8226, "high": 0.8906, "ties": 31, "n": 400},
-        },
+        "win_rate": {"greedy": win_rate(256, 112), "sampled": win_rate(328, 31)},
         "kl": {"greedy": 5.31, "sampled": 4.87},
         "judge": judge,
     }
+    return found | {"difference": {mode: differences(found[mode]["sft"], found[mode]["policy"]) for mode in ("greedy", "sampled")}}
+
+
+def win_rate(wins: int, ties: int, n: int = 400) -> dict[str, Any]:
+    low, high = points_interval([1.0] * wins + [0.5] * ties + [0.0] * (n - wins - ties), 0.95)
+    counts = {"wins": wins, "ties": ties, "losses": n - wins - ties, "n": n}
+    return {"value": (wins + ties / 2) / n, "low": low, "high": high, "p_value": sign_test(wins, n - wins - ties)} | counts
+
+
+def differences(sft: dict[str, Any], policy: dict[str, Any]) -> dict[str, Any]:
+    """Policy less SFT: answers are accepted of one and the other as if by chance, means have a standard error of 0.1."""
+
+    def shares(key: str) -> dict[str, Any]:
+        n, (first, second) = policy["n"], (model[key] for model in (policy, sft))
+        both = round(n * first * second)
+        cells = (both, round(n * first) - both, round(n * second) - both)
+        of_policy, of_sft = ([], [])
+        for one, other, count in ((True, True, cells[0]), (True, False, cells[1]), (False, True, cells[2]), (False, False, n - sum(cells))):
+            of_policy += [one] * count
+            of_sft += [other] * count
+        return vars(paired_difference(of_policy, of_sft, 0.95))
+
+    def means(change: float) -> dict[str, Any]:
+        return {"value": change, "low": change - 0.2, "high": change + 0.2, "p_value": 2 * norm.sf(abs(change) / 0.1), "n": policy["n"]}
+
+    found = {key: means(policy[key] - sft[key]) for key in ("score_mean", "length_mean")}
+    found["scores"] = {name: means(policy["scores"][name]["mean"] - sft["scores"][name]["mean"]) for name in policy["scores"]}
+    judged = [key for key in policy if key.startswith("judge_") and key != "judge_n"]
+    return found | {key: shares(key) for key in ("cut_off_fraction", *judged)}
+
+
+def set_shares(evaluation: dict[str, Any], mode: str, *, sft: float, policy: float) -> None:
+    """Other shares of answers that the judge accepts."""
+    evaluation[mode]["sft"]["judge_ok"], evaluation[mode]["policy"]["judge_ok"] = sft, policy
+    evaluation["difference"][mode] = differences(evaluation[mode]["sft"], evaluation[mode]["policy"])
+
+
+def prompts(rng: np.random.Generator, evaluated: dict[str, Any]) -> pd.DataFrame:
+    """Results by prompt that come to about the shares and means of an evaluation."""
+    rows: dict[str, Any] = {"id": [f"prompt-{i}" for i in range(400)]}
+    for mode in ("greedy", "sampled"):
+        policy, rate = evaluated[mode]["policy"], evaluated["win_rate"][mode]
+        accepted = np.arange(400) < round(400 * policy["judge_ok"]) if "judge_ok" in policy else None
+        rows[f"{mode}_judge_ok"] = None if accepted is None else rng.permutation(accepted.astype(int))
+        rows[f"{mode}_score"] = policy["score_mean"] + rng.standard_normal(400)
+        rows[f"{mode}_points"] = rng.permutation([1.0] * rate["wins"] + [0.5] * rate["ties"] + [0.0] * rate["losses"])
+    return pd.DataFrame(rows)
 
 
 def token_lengths() -> pd.DataFrame:

@@ -23,7 +23,8 @@ import numpy as np
 
 from rlhf_core.config import shown
 from rlhf_core.data.schema import Message
-from rlhf_core.statistics import accuracy_with_ties, wilson_interval
+from rlhf_core.gate.clusters import cluster_codes, share_interval
+from rlhf_core.statistics import accuracy_with_ties
 
 PAIRS, TASKS, INTERFACE, KEY = "pairs.jsonl", "label_studio.json", "label_studio.xml", "key.json"
 CHOICES = ("a", "b", "tie")
@@ -262,7 +263,7 @@ def decide(labels: Sequence[Label], key: dict[str, Any], *, confidence: float) -
         "pairs_decided": len(decided),
         "ties_dropped": len(votes) - len(decided),
         "annotators": dict(sorted(Counter(label.annotator for label in labels if label.choice is not None).items())),
-        "agreement_among_annotators": _agreement(votes.values(), confidence),
+        "agreement_among_annotators": agreement(votes.values(), confidence),
         "agreement_with_scores": _agreement_with_scores(rows, sides, confidence),
     }
     return Labels(rows, provenance)
@@ -274,24 +275,43 @@ def _majority(choices: Iterable[str]) -> str:
     return "tie" if others and others[0][1] == first[1] else first[0]
 
 
-def _agreement(votes: Iterable[dict[str, str]], confidence: float) -> dict[str, Any]:
-    """Of all pairs of annotators on all pairs of responses, the share that chose the same."""
-    same = [one == other for given in votes for one, other in combinations(given.values(), 2)]
-    low, high = wilson_interval(sum(same), len(same), confidence)
-    return {"value": sum(same) / len(same) if same else None, "low": low, "high": high, "n": len(same)}
+def agreement(votes: Iterable[dict[str, str]], confidence: float) -> dict[str, Any]:
+    """Of all pairs of annotators on all pairs of responses, the share that chose the same.
+
+    Five annotators of one pair of responses make ten pairs of annotators, which agree more or less together: the interval is over pairs
+    of responses.
+    """
+    same, items = [], []
+    for item, given in enumerate(votes):
+        of_item = [one == other for one, other in combinations(given.values(), 2)]
+        same += of_item
+        items += [item] * len(of_item)
+    return _share(same, items, confidence)
 
 
 def _agreement_with_scores(rows: list[dict[str, Any]], sides: dict[str, Any], confidence: float) -> dict[str, Any]:
-    """The share of decided pairs whose chosen response has the higher score, ties half; over pairs whose scores are known."""
-    scores = []
+    """The share of decided pairs whose chosen response has the higher score, ties half; over pairs whose scores are known.
+
+    The interval is over prompts: pairs of one prompt share responses.
+    """
+    points, prompts = [], []
     for row in rows:
         side = sides[row["id"]]
         if side["chosen_score"] is not None and side["rejected_score"] is not None:
-            both = (side["chosen_score"], side["rejected_score"])
-            scores.append(both if row["chosen"] == side["chosen"] else both[::-1])
-    accuracy = accuracy_with_ties([s for s, _ in scores], [s for _, s in scores])
-    low, high = wilson_interval(accuracy.correct, accuracy.n, confidence)
-    return {"value": accuracy.value if accuracy.n else None, "low": low, "high": high, "n": accuracy.n}
+            first, second = side["chosen_score"], side["rejected_score"]
+            chosen, rejected = (first, second) if row["chosen"] == side["chosen"] else (second, first)
+            points.append(accuracy_with_ties([chosen], [rejected]).value)
+            prompts.append(json.dumps(side["messages"], sort_keys=True))
+    return _share(points, prompts, confidence)
+
+
+def _share(points: Sequence[float], clusters: Sequence[Any], confidence: float) -> dict[str, Any]:
+    """Mean of points between 0 and 1 with its interval over clusters; n: points. Without any: (0, 1)."""
+    if not points:
+        return {"value": None, "low": 0.0, "high": 1.0, "n": 0}
+    found = np.asarray(points, dtype=float)
+    interval = share_interval(found, cluster_codes(np.asarray(clusters)), confidence)
+    return {"value": float(found.mean()), "low": interval.low, "high": interval.high, "n": len(found), "clusters": interval.clusters}
 
 
 def sha256(path: Path) -> str:

@@ -109,9 +109,3 @@ def percentile_interval(drawn: np.ndarray, confidence: float) -> tuple[float, fl
         return -math.inf, math.inf
     low, high = np.quantile(known, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
-
-
-def basic_interval(value: float, drawn: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Of a bootstrap, the quantiles mirrored at the value: right where the statistic is biased, as a sum of distances is."""
-    low, high = percentile_interval(drawn, confidence)
-    return 2 * value - high, 2 * value - low

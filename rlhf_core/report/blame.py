@@ -132,22 +132,21 @@ def _reward_model(inputs: ReportInputs) -> Iterator[Blame]:
         )
     elif _overfitted(inputs.reward_curves["heldout_loss"]):
         yield _overfit("train_reward", "reward model", inputs.reward_curves["heldout_loss"], "reward.epochs, or more pairs")
-    if need(inputs.evaluation, "judge") and reward_direction(inputs.evaluation) == "better":
-        confidence = need(inputs.params, "evaluation", "confidence")
-        if judge_direction(inputs.evaluation, confidence) == "worse":
-            sft, policy = (judged(inputs.evaluation, "sampled", model) for model in ("sft", "policy"))
-            rate = need(inputs.evaluation, "win_rate", "sampled", "value")
-            yield Blame(
-                "train_reward",
-                f"the reward prefers the policy on {rate:.1%} of the prompts, the judge accepts {policy[0] / policy[1]:.1%} of its sampled "
-                f"answers and {sft[0] / sft[1]:.1%} of the SFT model’s",
-                "The policy has found what the reward model is wrong about.",
-                (
-                    "samples with the largest gain in score: what do they have in common?",
-                    "pairs that show this fault, for the reward model",
-                    "a higher rl.kl.coef, or a limit in rl.monitor",
-                ),
-            )
+    confidence = need(inputs.params, "evaluation", "confidence")
+    if (reward_direction(inputs.evaluation, confidence), judge_direction(inputs.evaluation, confidence)) == ("better", "worse"):
+        sft, policy = (judged(inputs.evaluation, "sampled", model) for model in ("sft", "policy"))
+        rate = need(inputs.evaluation, "win_rate", "sampled", "value")
+        yield Blame(
+            "train_reward",
+            f"the reward prefers the policy on {rate:.1%} of the prompts, the judge accepts {policy[0] / policy[1]:.1%} of its sampled "
+            f"answers and {sft[0] / sft[1]:.1%} of the SFT model’s",
+            "The policy has found what the reward model is wrong about.",
+            (
+                "samples with the largest gain in score: what do they have in common?",
+                "pairs that show this fault, for the reward model",
+                "a higher rl.kl.coef, or a limit in rl.monitor",
+            ),
+        )
 
 
 def _serving(curves: pd.DataFrame) -> Iterator[Blame]:

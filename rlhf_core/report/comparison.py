@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from tabulate import tabulate
+
+from rlhf_core.report.seeds import Trained, evaluated, tables
 
 LAST = 5  # training steps over which a run's end is averaged
 
@@ -39,49 +40,24 @@ class Run:
         return self.curves.set_index("step")["eval_judge"].dropna()
 
 
-def table(runs: list[Run]) -> str:
-    """Mean over seeds of where each algorithm began and ended, and the lowest and highest end."""
-    rows = []
-    for algorithm in dict.fromkeys(r.algorithm for r in runs):
-        own = [r for r in runs if r.algorithm == algorithm]
-        ends = [float(r.judged.tail(LAST).mean()) for r in own]
-        greedy = [float(r.judged_greedy.iloc[-1]) for r in own]
-        kl = [float(r.curves["kl_mean"].tail(LAST).mean()) for r in own]
-        rows.append(
-            [algorithm, len(own), sum(float(r.judged.iloc[0]) for r in own) / len(own), *_spread(ends), *_spread(greedy), sum(kl) / len(kl)]
-        )
-    heads = ["algorithm", "seeds", "sampled, SFT", "sampled, end", "lowest", "highest", "greedy, end", "lowest", "highest", "KL, nats"]
-    return tabulate(rows, heads, tablefmt="github", floatfmt=".3f") + "\n"
+def table(runs: list[Run], confidence: float) -> str:
+    """Where each algorithm began and ended, over seeds."""
+
+    def figures(run: Run) -> dict[str, float]:
+        return {
+            "sampled, SFT": float(run.judged.iloc[0]),
+            "sampled, end": float(run.judged.tail(LAST).mean()),
+            "greedy, end": float(run.judged_greedy.iloc[-1]),
+            "KL, nats": float(run.curves["kl_mean"].tail(LAST).mean()),
+        }
+
+    return tables([Trained(run.algorithm, run.seed, figures(run)) for run in runs], confidence)
 
 
-def methods_table(evaluations: list[tuple[str, dict[str, Any]]]) -> str:
-    """Name and metrics/evaluate.json of each run: means over a method's runs, and the lowest and highest policy.
-
-    By the judge where there is one, else by the score.
-    """
-    rows = []
-    for method in dict.fromkeys(name for name, _ in evaluations):
-        own = [e for name, e in evaluations if name == method]
-        key = "judge_ok" if all(e["judge"] for e in own) else "score_mean"
-        row: list[Any] = [method, len(own)]
-        for mode in ("sampled", "greedy"):
-            before, after = ([e[mode][model][key] for e in own] for model in ("sft", "policy"))
-            row += [sum(before) / len(before), *_spread(after)]
-        rows.append(
-            [
-                *row,
-                *(
-                    sum(values) / len(own)
-                    for values in ([e["win_rate"]["sampled"]["value"] for e in own], [e["kl"]["sampled"] for e in own])
-                ),
-            ]
-        )
-    heads = ["method", "seeds", *(f"{mode}, {what}" for mode in ("sampled", "greedy") for what in ("SFT", "policy", "lowest", "highest"))]
-    return tabulate(rows, [*heads, "win rate, sampled", "KL, nats"], tablefmt="github", floatfmt=".3f") + "\n"
-
-
-def _spread(values: list[float]) -> tuple[float, float, float]:
-    return sum(values) / len(values), min(values), max(values)
+def methods_table(evaluations: list[tuple[str, int, dict[str, Any]]], confidence: float) -> str:
+    """Method, seed and metrics/evaluate.json of each run: by the judge where all have one, else by the score; over seeds."""
+    judge = all(evaluation["judge"] for _, _, evaluation in evaluations)
+    return tables([Trained(name, seed, evaluated(evaluation, judge=judge)) for name, seed, evaluation in evaluations], confidence)
 
 
 def draw(runs: list[Run], path: Path) -> None:

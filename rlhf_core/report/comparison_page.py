@@ -17,6 +17,7 @@ from rlhf_core.report.differences import (
     headline,
     outs_that_differ,
     params_that_differ,
+    read_as,
     same_rewards,
     samples_that_differ,
 )
@@ -67,6 +68,7 @@ def render_comparison(first: Side, second: Side) -> str:
         "tone": tone,
         "sentence": sentence,
         "rows": rows,
+        "read_as": read_as(one, other, rows),
         "params": params_that_differ(one.params, other.params),
         "outs": outs_that_differ(one, other),
         "same_outs": bool(one.outs) and one.outs == other.outs,

@@ -1,20 +1,34 @@
-"""What differs between two runs: params, data and models, figures with the interval of their difference."""
+"""What differs between two runs: params, data and models, figures with the interval of their difference.
+
+Where both runs asked the same prompts, their figures are compared prompt by prompt; otherwise the runs count as independent.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pandas as pd
 
 from rlhf_core.report.texts import measured, number, signed
-from rlhf_core.statistics import difference_of_intervals, wilson_interval
+from rlhf_core.statistics import (
+    detectable_difference,
+    difference_of_intervals,
+    holm,
+    interval_p_value,
+    paired_difference,
+    paired_means,
+    wilson_interval,
+)
 
 Tree = Mapping[str, Any]
 Form = Literal["share", "score", "length", "number"]
 Interval = tuple[float, float, float]  # value, low, high
+Tables = tuple[pd.DataFrame, pd.DataFrame]  # results by prompt, of the first and the second run
 
 METHODS = ("rl", "dpo", "kto", "rejection_sampling", "conditional_sft")
 # Sections that change no figure, and what a flow writes by itself.
@@ -27,19 +41,24 @@ class Results:
 
     name: as a reader knows it. params: section -> values. outs: path of data or a model -> md5.
     metrics: stage -> content of its metrics file, of the stages that were run.
+    prompts: plots/evaluation.csv, a row for each prompt of the evaluation; None where there is none.
     """
 
     name: str
     params: Tree
     outs: Mapping[str, str]
     metrics: Mapping[str, Tree]
+    prompts: str | None = None
 
 
 @dataclass(frozen=True)
 class Difference:
     """A figure of two runs. change: second minus first; low, high: its interval, where both figures have one.
 
-    tone: good or bad where the interval leaves 0 out, in the direction that is better or worse; else "".
+    p_value: of "no difference", where the figure has a better and a worse; one test alone.
+    prompts: on which the two were compared one by one; None: as independent.
+    tone: good or bad where the p-values of all rows, corrected together (Holm), call the change clear; else "".
+    detectable: of a row that is not clear, the true difference that would be found with 80%; None elsewhere.
     """
 
     label: str
@@ -49,15 +68,20 @@ class Difference:
     change: float | None
     low: float | None
     high: float | None
-    tone: Literal["good", "bad", ""]
+    more_is_better: bool | None
+    p_value: float | None = None
+    prompts: int | None = None
+    tone: Literal["good", "bad", ""] = ""
+    detectable: float | None = None
 
     @property
-    def shown(self) -> tuple[str, str, str, str]:
-        """First, second, change and interval as a table has them."""
+    def shown(self) -> tuple[str, str, str, str, str]:
+        """First, second, change, interval and detectable difference as a table has them."""
         values = [number(v) if self.form == "number" else measured(v, self.form) for v in (self.first, self.second)]
         change = "" if self.change is None else self._signed(self.change)
         interval = "" if self.low is None or self.high is None else f"{self._signed(self.low)} to {self._signed(self.high)}"
-        return values[0], values[1], change, interval
+        detectable = "" if self.detectable is None else self._signed(self.detectable).lstrip("+")
+        return values[0], values[1], change, interval, detectable
 
     def _signed(self, value: float) -> str:
         if self.form == "number":
@@ -100,26 +124,67 @@ def same_rewards(first: Results, second: Results) -> bool:
 
 def figures_that_count(first: Results, second: Results) -> list[Difference]:
     """In the order of the chain; a figure that neither run has is left out."""
+    tables = _paired_tables(first, second)
     rows = [
-        _plain(first, second, "SFT: held-out loss", ("train_sft", "heldout_loss"), "number", more_is_better=False),
-        _difference("Reward model: accuracy on test pairs", "share", _gate(first), _gate(second), more_is_better=True),
-        *(row for mode in ("greedy", "sampled") for row in _evaluated(first, second, mode)),
+        _plain(first, second, "SFT: held-out loss", ("train_sft", "heldout_loss"), "number"),
+        _apart(first, second, "Reward model: accuracy on test pairs", "share", (_gate(first), _gate(second)), more_is_better=True),
+        *(row for mode in ("greedy", "sampled") for row in _evaluated(first, second, mode, tables)),
     ]
-    return [row for row in rows if row.first is not None or row.second is not None]
+    return judged_together([row for row in rows if row.first is not None or row.second is not None], _confidence(second))
 
 
-def _evaluated(first: Results, second: Results, mode: str) -> Iterator[Difference]:
+def judged_together(rows: list[Difference], confidence: float) -> list[Difference]:
+    """The rows of one table with their tones: the p-values are corrected for how many there are (Holm).
+
+    A row that is not clear has its detectable difference at the level that Holm leaves to the unclear rows.
+    """
+    tested = [i for i, row in enumerate(rows) if row.p_value is not None]
+    corrected = dict(zip(tested, holm([rows[i].p_value for i in tested]), strict=True))  # type: ignore[misc]
+    unclear = sum(p >= 1 - confidence for p in corrected.values())
+
+    def told(row: Difference, p_value: float) -> Difference:
+        if p_value < 1 - confidence:
+            return replace(row, tone="good" if (row.change > 0) == row.more_is_better else "bad")  # type: ignore[operator]
+        found = detectable_difference(row.low, row.high, confidence, tests=unclear)  # type: ignore[arg-type]
+        return replace(row, detectable=found if math.isfinite(found) else None)
+
+    return [told(row, corrected[i]) if i in corrected else row for i, row in enumerate(rows)]
+
+
+def same_prompts(first: Results, second: Results) -> int | None:
+    """How many prompts both runs were evaluated on, if they are the same ones."""
+    tables = _paired_tables(first, second)
+    return None if tables is None else len(tables[0])
+
+
+def _paired_tables(first: Results, second: Results) -> Tables | None:
+    """Both runs' results by prompt, in one order; None where the prompts aren't the same."""
+    one, other = (_by_prompt(r) for r in (first, second))
+    return None if one is None or other is None or set(one.index) != set(other.index) else (one, other.reindex(one.index))
+
+
+def _by_prompt(results: Results) -> pd.DataFrame | None:
+    if results.prompts is None or "evaluate" not in results.metrics:
+        return None
+    return pd.read_csv(io.StringIO(results.prompts), dtype={"id": str}).set_index("id")
+
+
+def _evaluated(first: Results, second: Results, mode: str, tables: Tables | None) -> Iterator[Difference]:
     comparable = same_rewards(first, second)
-    yield _difference(f"Judge accepts, {mode}", "share", _judged(first, mode), _judged(second, mode), more_is_better=True)
-    note = "" if comparable else " (other reward)"
-    scores = [_interval(r, "evaluate", (mode, "policy"), "score_") for r in (first, second)]
-    yield _difference(f"Score, {mode}{note}", "score", *scores, more_is_better=True if comparable else None)
-    rates = [_interval(r, "evaluate", ("win_rate", mode), "") for r in (first, second)]
-    yield _difference(f"Win rate over its SFT model, {mode}{note}", "share", *rates, more_is_better=True if comparable else None)
-    yield _plain(first, second, f"KL to its SFT model, {mode}, nats", ("evaluate", "kl", mode), "number", more_is_better=None)
-    yield _plain(first, second, f"Tokens per answer, {mode}", ("evaluate", mode, "policy", "length_mean"), "length", more_is_better=None)
-    cut_off = ("evaluate", mode, "policy", "cut_off_fraction")
-    yield _plain(first, second, f"Cut off, {mode}", cut_off, "share", more_is_better=None)
+    note, better = ("", True) if comparable else (" (other reward)", None)
+
+    def row(label: str, form: Form, column: str, both: tuple[Interval | None, Interval | None], more_is_better: bool | None) -> Difference:
+        found = None if tables is None or None in both else _paired(label, form, both, tables, column, _confidence(second), more_is_better)
+        return _apart(first, second, label, form, both, more_is_better=more_is_better) if found is None else found
+
+    yield row(f"Judge accepts, {mode}", "share", f"{mode}_judge_ok", (_judged(first, mode), _judged(second, mode)), True)
+    scores = tuple(_interval(r, "evaluate", (mode, "policy"), "score_") for r in (first, second))
+    yield row(f"Score, {mode}{note}", "score", f"{mode}_score", scores, better)
+    rates = tuple(_interval(r, "evaluate", ("win_rate", mode), "") for r in (first, second))
+    yield row(f"Win rate over its SFT model, {mode}{note}", "share", f"{mode}_points", rates, better)
+    yield _plain(first, second, f"KL to its SFT model, {mode}, nats", ("evaluate", "kl", mode), "number")
+    yield _plain(first, second, f"Tokens per answer, {mode}", ("evaluate", mode, "policy", "length_mean"), "length")
+    yield _plain(first, second, f"Cut off, {mode}", ("evaluate", mode, "policy", "cut_off_fraction"), "share")
 
 
 def find(results: Results, *path: str) -> Any:
@@ -149,25 +214,65 @@ def _judged(results: Results, mode: str) -> Interval | None:
     return None if value is None or not n else (value, *wilson_interval(round(value * n), n, confidence))
 
 
-def _difference(label: str, form: Form, first: Interval | None, second: Interval | None, *, more_is_better: bool | None) -> Difference:
-    values = tuple(None if v is None else v[0] for v in (first, second))
-    if first is None or second is None:
-        return Difference(label, form, *values, None, None, None, "")
-    low, high = difference_of_intervals(second, first)
-    clear = low > 0 or high < 0
-    tone = "" if more_is_better is None or not clear else "good" if (low > 0) == more_is_better else "bad"
-    return Difference(label, form, *values, second[0] - first[0], low, high, tone)
+def _confidence(results: Results) -> float:
+    return results.params["evaluation"]["confidence"]
 
 
-def _plain(first: Results, second: Results, label: str, path: tuple[str, ...], form: Form, *, more_is_better: bool | None) -> Difference:
+def _apart(
+    first: Results, second: Results, label: str, form: Form, both: tuple[Interval | None, Interval | None], *, more_is_better: bool | None
+) -> Difference:
+    """From the interval of each, as if the two were independent."""
+    values = tuple(None if v is None else v[0] for v in both)
+    one, other = both
+    if one is None or other is None:
+        return Difference(label, form, *values, None, None, None, more_is_better)
+    change, (low, high) = other[0] - one[0], difference_of_intervals(other, one)
+    p_value = None if more_is_better is None else interval_p_value(change, low, high, _confidence(second))
+    return Difference(label, form, *values, change, low, high, more_is_better, p_value)
+
+
+def _paired(
+    label: str,
+    form: Form,
+    both: tuple[Interval | None, Interval | None],
+    tables: Tables,
+    column: str,
+    confidence: float,
+    more_is_better: bool | None,
+) -> Difference | None:
+    """Prompt by prompt: Tango's interval and the sign test for the judge's word, Student's for means. None where no prompt has both."""
+    one, other = (table[column] for table in tables)
+    known = one.notna() & other.notna()
+    values = [v[0] for v in both if v is not None]
+    if not known.any():
+        return None
+    if column.endswith("_judge_ok"):
+        found = paired_difference(other[known].astype(bool).tolist(), one[known].astype(bool).tolist(), confidence)
+    else:
+        found = paired_means(other[known].tolist(), one[known].tolist(), confidence)
+    p_value = None if more_is_better is None else found.p_value
+    return Difference(label, form, *values, found.value, found.low, found.high, more_is_better, p_value, int(known.sum()))
+
+
+def _plain(first: Results, second: Results, label: str, path: tuple[str, ...], form: Form) -> Difference:
     """Without an interval nothing is said to be clear."""
     values = [find(r, *path) for r in (first, second)]
     change = None if None in values else values[1] - values[0]
-    return Difference(label, form, values[0], values[1], change, None, None, "")
+    return Difference(label, form, values[0], values[1], change, None, None, None)
+
+
+def differ_in_seed_only(first: Results, second: Results) -> tuple[Any, Any] | None:
+    """The two seeds of one configuration; None for two configurations, or one run twice."""
+    one, other = ({k: v for k, v in r.params.items() if k != "seed"} for r in (first, second))
+    seeds = tuple(r.params.get("seed") for r in (first, second))
+    return None if params_that_differ(one, other) or seeds[0] == seeds[1] else seeds  # type: ignore[return-value]
 
 
 def headline(first: Results, second: Results, rows: list[Difference]) -> tuple[Literal["good", "bad", "open"], str]:
-    """Which policy is better, by the judge, or by the score where one reward model gave both; clear in both modes, or it is open."""
+    """Which policy is better, by the judge, or by the score where one reward model gave both; clear in both modes, or it is open.
+
+    Two seeds of one configuration are two checkpoints: whatever differs, no configuration is better.
+    """
     if not all("evaluate" in r.metrics for r in (first, second)):
         return "open", "One of the runs has no evaluation: there is no policy to compare."
     by, name = [r for r in rows if r.label.startswith("Judge accepts")], "judge"
@@ -176,11 +281,32 @@ def headline(first: Results, second: Results, rows: list[Difference]) -> tuple[L
     tones = {r.tone for r in by}
     if not by:
         return "open", "There is no judge, and the rewards differ: nothing says which policy is better."
-    if tones == {"good"}:
-        return "good", f"{second.name} has the better policy by the {name}."
-    if tones == {"bad"}:
-        return "bad", f"{first.name} has the better policy by the {name}."
-    return "open", f"The {name} sees no clear difference between the two policies."
+    if len(tones) != 1 or tones == {""}:
+        return "open", f"The {name} sees no clear difference between the two policies."
+    better = second.name if tones == {"good"} else first.name
+    seeds = differ_in_seed_only(first, second)
+    if seeds is not None:
+        return (
+            "open",
+            f"{better} has the better checkpoint by the {name}; both are of one configuration, with seeds {seeds[0]} and {seeds[1]}.",
+        )
+    return "good" if tones == {"good"} else "bad", f"{better} has the better policy by the {name}."
+
+
+def read_as(first: Results, second: Results, rows: list[Difference]) -> list[str]:
+    """How the table of differences is to be read, one sentence each."""
+    tested = sum(r.p_value is not None for r in rows)
+    said = [
+        f"Intervals of {_confidence(second):.0%}, each of these two checkpoints: another seed of the same params would give another.",
+        f"Green and red: clear, with the p-values of the table’s {tested} tests corrected together by Holm.",
+        "A row that is not clear says which true difference would be found with a probability of 80%.",
+    ]
+    prompts = same_prompts(first, second)
+    if prompts is not None:
+        return [*said, f"The figures of the evaluation are compared prompt by prompt, on the {prompts:,} prompts that both runs answered."]
+    if all("evaluate" in r.metrics for r in (first, second)):
+        said.append("The runs did not answer the same prompts, or one has no results by prompt: they count as independent.")
+    return said
 
 
 def samples_that_differ(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:

@@ -53,6 +53,7 @@ class ReportInputs:
 
     None is what a chain that stopped early has not made; without `stopped` nothing is.
 
+    prompts: plots/evaluation.csv as it is (rlhf_core.report.differences).
     params: the sections of params.yaml that shaped the result, section -> values.
     written_params: the same as params.yaml has them, without what is left to defaults, as dvc.lock keeps those of other runs.
     files: path -> sha256 of every file that the report is made from.
@@ -85,6 +86,7 @@ class ReportInputs:
     policy_curves: pd.DataFrame | None
     heldout: pd.DataFrame | None
     samples: pd.DataFrame | None
+    prompts: str | None
 
     def __post_init__(self):
         of_policy = RL_COLUMNS if self.method == "rl" else OFFLINE_COLUMNS

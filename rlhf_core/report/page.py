@@ -19,13 +19,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rlhf_core.report.blame import blame
 from rlhf_core.report.canvas import DARK
-from rlhf_core.report.differences import Results, figures_that_count, headline, outs_that_differ, params_that_differ
+from rlhf_core.report.differences import Results, figures_that_count, headline, outs_that_differ, params_that_differ, read_as
 from rlhf_core.report.figures import Figures, all_figures, logprob_limit
 from rlhf_core.report.inputs import ReportInputError, ReportInputs, need
 from rlhf_core.report.texts import count, measured, number, share, signed, visible
 from rlhf_core.report.times import StageTime
-from rlhf_core.report.verdict import MODES, data_verdict, gate_verdict, judged, outcome, rewarded_by, stopped_verdict
-from rlhf_core.statistics import wilson_interval
+from rlhf_core.report.verdict import MODES, data_verdict, gate_verdict, judge_selects, judged, outcome, rewarded_by, stopped_verdict
+from rlhf_core.statistics import holm, wilson_interval
 
 USES = ("pretrain", "sft", "preference", "prompt")  # in the order of the chain
 # What shaped the result, in the order of the chain; everything else is folded away below.
@@ -131,13 +131,15 @@ def render(inputs: ReportInputs) -> str:
 def changes(which: str, baseline: Results, inputs: ReportInputs) -> dict[str, Any]:
     """This run against an earlier one. which: previous or promoted."""
     metrics = {"train_sft": inputs.sft, "gate_reward": inputs.gate, "evaluate": inputs.evaluation}
-    own = Results("this run", inputs.written_params, inputs.outs, {stage: tree for stage, tree in metrics.items() if tree is not None})
+    made = {stage: tree for stage, tree in metrics.items() if tree is not None}
+    own = Results("this run", inputs.written_params, inputs.outs, made, inputs.prompts)
     rows = figures_that_count(baseline, own)
     return {
         "which": which,
         "names": (baseline.name, own.name),
         "headline": headline(baseline, own, rows),
         "rows": rows,
+        "read_as": read_as(baseline, own, rows),
         "params": params_that_differ(baseline.params, own.params),
         "outs": outs_that_differ(baseline, own),
     }
@@ -153,9 +155,9 @@ def _evaluated(inputs: ReportInputs, scorers: Sequence[Mapping[str, Any]]) -> di
     confidence = need(inputs.params, "evaluation", "confidence")
     return {
         "blame": blame(inputs),
-        "outcome": outcome(inputs.evaluation, scorers, confidence=confidence),
+        "outcome": outcome(inputs.evaluation, scorers, confidence=confidence, selected=judge_selects(inputs.params)),
         "tiles": list(tiles(inputs.evaluation, rewarded_by(scorers), confidence)),
-        "evaluation_rows": [*evaluation_rows(inputs.evaluation), *scorer_rows(inputs.evaluation, scorers)],
+        "evaluation_rows": evaluation_rows(inputs.evaluation, scorers, confidence),
     }
 
 
@@ -278,17 +280,29 @@ def scorer_name(scorer: Mapping[str, Any]) -> str:
     return f"{scorer['name'].replace('_', ' ')} ({kind}{weight})"
 
 
-def evaluation_rows(evaluation: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row per figure that was measured, with what changed from SFT to policy in each mode. The score's comes last."""
+def evaluation_rows(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]], confidence: float) -> list[dict[str, Any]]:
+    """A row per figure that was measured, with what changed from SFT to policy in each mode. The scores come last.
+
+    A change has a tone where the p-values of all changes of the table that are better or worse, corrected together (Holm), call it clear.
+    """
+    rows = [*_figure_rows(evaluation), *_scorer_rows(evaluation, scorers)]
+    judged = [cell for row in rows for cell in row["cells"] if cell["more_is_better"] is not None and cell["change"] is not None]
+    for cell, p_value in zip(judged, holm([cell["p_value"] for cell in judged]), strict=True):
+        if p_value < 1 - confidence:
+            cell["tone"] = "good" if (cell["change"] > 0) == cell["more_is_better"] else "bad"
+    return rows
+
+
+def _figure_rows(evaluation: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for label, key, form, more_is_better in EVALUATION_ROWS:
         if key not in need(evaluation, "greedy", "policy"):
             if key == "judge_ok":
                 continue
             raise ReportInputError(f"metrics of evaluation: expected the key {key} for each model, got none; run the stage evaluate again")
-        yield {"label": label, "form": form, "part": False, "cells": _cells(evaluation, (key,), more_is_better)}
+        yield {"label": label, "form": form, "part": False, "cells": _cells(evaluation, (key,), (key,), more_is_better)}
         for aspect in judge_aspects(evaluation) if key == "judge_ok" else ():
-            cells = _cells(evaluation, (f"judge_{aspect}",), True)
-            yield {"label": aspect.replace("_", " "), "form": "share", "part": True, "cells": cells}
+            path = (f"judge_{aspect}",)
+            yield {"label": aspect.replace("_", " "), "form": "share", "part": True, "cells": _cells(evaluation, path, path, True)}
 
 
 def judge_aspects(evaluation: Mapping[str, Any]) -> list[str]:
@@ -298,21 +312,25 @@ def judge_aspects(evaluation: Mapping[str, Any]) -> list[str]:
     return [a for a in CLERK_ASPECTS if a in found] + sorted(found - set(CLERK_ASPECTS))
 
 
-def scorer_rows(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _scorer_rows(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """A row per scorer, where there are several; a negative weight asks for less."""
     for scorer in scorers if len(scorers) > 1 else ():
         more_is_better = scorer["weight"] > 0 if scorer["weight"] else None
-        cells = _cells(evaluation, ("scores", scorer["name"], "mean"), more_is_better)
+        path = ("scores", scorer["name"])
+        cells = _cells(evaluation, (*path, "mean"), path, more_is_better)
         yield {"label": scorer_name(scorer), "form": "score", "part": True, "cells": cells}
 
 
-def _cells(evaluation: Mapping[str, Any], path: tuple[str, ...], more_is_better: bool | None) -> list[dict[str, Any]]:
+def _cells(
+    evaluation: Mapping[str, Any], path: tuple[str, ...], of_difference: tuple[str, ...], more_is_better: bool | None
+) -> list[dict[str, Any]]:
+    """One cell a mode. change: None where no prompt has both."""
     cells = []
     for mode in MODES:
         sft, policy = need(evaluation, mode, "sft", *path), need(evaluation, mode, "policy", *path)
-        change = None if sft is None or policy is None else policy - sft
-        tone = "" if more_is_better is None or not change else "good" if (change > 0) == more_is_better else "bad"
-        cells.append({"sft": sft, "policy": policy, "change": change, "tone": tone})
+        difference = need(evaluation, "difference", mode, *of_difference)
+        cell = {key: difference[key] for key in ("low", "high", "p_value")}
+        cells.append(cell | {"sft": sft, "policy": policy, "change": difference["value"], "more_is_better": more_is_better, "tone": ""})
     return cells
 
 

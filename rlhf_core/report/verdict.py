@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf_core.report.inputs import Stopped, need
-from rlhf_core.statistics import difference_interval
+from rlhf_core.statistics import detectable_difference, holm
 
 MODES = ("greedy", "sampled")
 Direction = Literal["better", "worse", "unclear"]
@@ -23,30 +23,63 @@ class Verdict:
     details: tuple[str, ...]
 
 
-def outcome(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]], *, confidence: float) -> Verdict:
+def outcome(
+    evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]], *, confidence: float, selected: Sequence[str] = ()
+) -> Verdict:
     """Policy against SFT.
 
-    The judge, where there is one, decides: no model was trained on it. What was rewarded is what the policy was trained to
-    please, so its preference alone is weaker evidence, and its preference against the judge is reward hacking.
+    The judge, where there is one, decides. What was rewarded is what the policy was trained to please, so its preference alone is weaker
+    evidence, and its preference against the judge is reward hacking. Where the judge was part of the reward or had a say in which policy
+    was kept, a sentence says so.
 
     Args:
         scorers: rl.reward.scorers, which say what was rewarded.
+        selected: sentences of `judge_selects`.
     """
     rewarder = rewarded_by(scorers)
-    reward = reward_direction(evaluation)
+    judge, reward = judge_direction(evaluation, confidence), reward_direction(evaluation, confidence)
     details = [_win_rates(evaluation, rewarder, confidence)]
-    if not need(evaluation, "judge"):
+    if judge is None:
         tone, headline = _BY_REWARD_ALONE[reward]
         details.append(
             f"There is no judge for this data: only the {rewarder} has compared the answers, and a policy trained on it pleases it."
         )
         return Verdict(tone, headline.format(rewarder), tuple(details))
-    judge = judge_direction(evaluation, confidence)
     details.insert(0, _judge_shares(evaluation, confidence))
+    if judge == "unclear":
+        details.insert(1, _would_be_found(evaluation, confidence))
     if any(s["kind"] == "judge" and s["weight"] > 0 for s in scorers):
         details.append("The judge was part of the reward: the policy was trained to please it too.")
+    details += selected
     tone, headline = _BY_JUDGE[judge, reward]
     return Verdict(tone, headline.format(rewarder), tuple(details))
+
+
+def judge_selects(params: Mapping[str, Any]) -> list[str]:
+    """How the judge had a say in which policy the training kept, one sentence each: it is then no stranger to that policy.
+
+    A function of a scorer that is also a source's judge counts as the judge.
+    """
+    if need(params, "alignment", "method") != "rl":
+        return []
+    rl, rules = need(params, "rl"), {source["judge"] for source in need(params, "data", "sources")} - {None}
+    names = {s["name"] for s in rl["reward"]["scorers"] if s["kind"] == "judge" or (s["kind"] == "function" and s["path"] in rules)}
+    limits = {name: limit for name, limit in need(rl, "monitor").items() if limit is not None and limit["action"] != "warn"}
+    columns = {f"{kind}_{name}" for kind in ("score", "eval", "gap", "agreement") for name in names}
+    said = []
+    if rl["evaluation"]["metric"] in names:
+        if rl["evaluation"]["keep_best"]:
+            said.append(
+                "The judge chose this policy among those of the training (rl.evaluation.metric, keep_best): its shares are too favourable."
+            )
+        elif back := [name for name, limit in limits.items() if limit["action"] == "rollback"]:
+            said.append(
+                f"Where the limit {' or '.join(back)} ends the training, the judge chooses the policy that is kept (rl.evaluation.metric): "
+                "its shares are then too favourable."
+            )
+    if watching := [name for name, limit in limits.items() if limit["metric"] in columns]:
+        said.append(f"The judge had a say in when the training ends (rl.monitor: {', '.join(watching)}).")
+    return said
 
 
 def rewarded_by(scorers: Sequence[Mapping[str, Any]]) -> str:
@@ -74,22 +107,32 @@ _BY_JUDGE: dict[tuple[Direction, Direction], tuple[Tone, str]] = {
 }
 
 
-def judge_direction(evaluation: Mapping[str, Any], confidence: float) -> Direction:
-    """Better: in both modes the interval of the difference in shares is above 0. Worse: in any mode it is below."""
-    intervals = [difference_interval(judged(evaluation, mode, "policy"), judged(evaluation, mode, "sft"), confidence) for mode in MODES]
-    return _direction(intervals, 0.0)
+def judge_direction(evaluation: Mapping[str, Any], confidence: float) -> Direction | None:
+    """Better: in both modes the judge accepts clearly more of the policy's answers. Worse: in any mode clearly fewer. None: no judge."""
+    return _directions(evaluation, confidence).get("judge")
 
 
-def reward_direction(evaluation: Mapping[str, Any]) -> Direction:
-    """The same for the win rate, against a half."""
-    rates = [need(evaluation, "win_rate", mode) for mode in MODES]
-    return _direction([(rate["low"], rate["high"]) for rate in rates], 0.5)
+def reward_direction(evaluation: Mapping[str, Any], confidence: float) -> Direction:
+    """The same for wins against losses by the score."""
+    return _directions(evaluation, confidence)["reward"]
 
 
-def _direction(intervals: list[tuple[float, float]], border: float) -> Direction:
-    if any(high < border for _, high in intervals):
-        return "worse"
-    return "better" if all(low > border for low, _ in intervals) else "unclear"
+def _directions(evaluation: Mapping[str, Any], confidence: float) -> dict[str, Direction]:
+    """Of the reward and, where there is one, the judge. Clear: by the sign tests of both and of both modes, corrected together (Holm)."""
+    changes, p_values = {}, {}
+    for mode in MODES:
+        rate = need(evaluation, "win_rate", mode)
+        changes["reward", mode], p_values["reward", mode] = rate["wins"] - rate["losses"], rate["p_value"]
+        if need(evaluation, "judge"):
+            difference = need(evaluation, "difference", mode, "judge_ok")
+            changes["judge", mode], p_values["judge", mode] = difference["value"], difference["p_value"]
+    corrected = dict(zip(p_values, holm(list(p_values.values())), strict=True))
+    signs = {key: 0 if corrected[key] >= 1 - confidence else 1 if changes[key] > 0 else -1 for key in changes}
+    return {who: _direction([sign for (of, _), sign in signs.items() if of == who]) for who in dict.fromkeys(of for of, _ in signs)}
+
+
+def _direction(signs: list[int]) -> Direction:
+    return "worse" if -1 in signs else "better" if set(signs) == {1} else "unclear"
 
 
 def judged(evaluation: Mapping[str, Any], mode: str, model: str) -> tuple[int, int]:
@@ -102,11 +145,24 @@ def _judge_shares(evaluation: Mapping[str, Any], confidence: float) -> str:
     def share(mode: str, model: str) -> str:
         return f"{need(evaluation, mode, model, 'judge_ok'):.1%}"
 
-    low, high = difference_interval(judged(evaluation, "sampled", "policy"), judged(evaluation, "sampled", "sft"), confidence)
+    def difference(mode: str) -> str:
+        found = need(evaluation, "difference", mode, "judge_ok")
+        return f"{confidence:.0%} interval of the difference {100 * found['low']:+.1f} to {100 * found['high']:+.1f} points"
+
     return (
-        f"The judge accepts {share('greedy', 'policy')} of the policy’s greedy answers (SFT: {share('greedy', 'sft')}) "
-        f"and {share('sampled', 'policy')} of its sampled ones (SFT: {share('sampled', 'sft')}; "
-        f"{confidence:.0%} interval of the difference {100 * low:+.1f} to {100 * high:+.1f} points)."
+        f"The judge accepts {share('greedy', 'policy')} of the policy’s greedy answers (SFT: {share('greedy', 'sft')}; "
+        f"{difference('greedy')}) and {share('sampled', 'policy')} of its sampled ones (SFT: {share('sampled', 'sft')}; "
+        f"{difference('sampled')})."
+    )
+
+
+def _would_be_found(evaluation: Mapping[str, Any], confidence: float) -> str:
+    """The power of a comparison that is not clear: at the level of one of the headline's four tests."""
+    found = [need(evaluation, "difference", mode, "judge_ok") for mode in MODES]
+    points = [100 * detectable_difference(f["low"], f["high"], confidence, tests=2 * len(MODES)) for f in found]
+    return (
+        f"On these prompts a true difference of {points[0]:.1f} points greedy and of {points[1]:.1f} sampled would be found with a "
+        "probability of 80%."
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from report_workspace import ROOT, curves, evaluation, metrics
+from report_workspace import ROOT, curves, evaluation, metrics, set_shares, win_rate
 
 from rlhf_core.config import load_params
 from rlhf_core.report.blame import Blame, blame
@@ -26,8 +26,8 @@ def run(*, judge: bool = True, sft: float = 0.45, policy: float = 0.88, win: flo
     result = copy.deepcopy(evaluation(judge=judge))
     for mode in ("greedy", "sampled"):
         if judge:
-            result[mode]["sft"]["judge_ok"], result[mode]["policy"]["judge_ok"] = sft, policy
-        result["win_rate"][mode] |= {"value": win, "low": win - 0.04, "high": win + 0.04}
+            set_shares(result, mode, sft=sft, policy=policy)
+        result["win_rate"][mode] = win_rate(round(400 * win), 0)
     params = load_params(ROOT / "params.yaml").model_dump()
     params["alignment"]["method"] = method
     empty = {name: pd.DataFrame(columns=columns) for name, columns in REQUIRED_COLUMNS.items() if name in ("lengths", "heldout", "samples")}
@@ -35,7 +35,7 @@ def run(*, judge: bool = True, sft: float = 0.45, policy: float = 0.88, win: flo
         title="", params=params, written_params={}, files={}, outs={}, packages={}, fingerprint="", stopped=None, baselines={},
         data=found["prepare_data"], validation=found["validation"], model_check=found["check_model"],
         sft=found["train_sft"], reward=found["train_reward"], gate=found["gate"], policy=found["train_policy"], evaluation=result,
-        sft_curves=frames["train_sft"], reward_curves=frames["train_reward"], policy_curves=frames["train_policy"], **empty,
+        sft_curves=frames["train_sft"], reward_curves=frames["train_reward"], policy_curves=frames["train_policy"], prompts="", **empty,
     )  # fmt: skip
     return replace(inputs, **changes)
 

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
-from report_workspace import HOSTILE, answer_otherwise, edit_metrics, make_workspace
+from report_workspace import HOSTILE, answer_otherwise, edit_metrics, make_workspace, prompts
+from scipy.stats import ttest_1samp
 
 from flows.compare_runs import main
 from rlhf_core.config import TrackingConfig, apply_overrides
-from rlhf_core.report.differences import Results, figures_that_count, headline, outs_that_differ, params_that_differ
+from rlhf_core.report.differences import (
+    Difference,
+    Results,
+    figures_that_count,
+    headline,
+    judged_together,
+    outs_that_differ,
+    params_that_differ,
+    read_as,
+)
 from rlhf_core.report.times import read_times, summarize
+from rlhf_core.statistics import mean_interval, paired_interval, sign_test
 from rlhf_core.tracking import MetricsLog
 
 PARAMS = {
@@ -44,7 +58,7 @@ def test_a_difference_has_the_interval_of_both_runs_intervals():
     score = row(rows, "Score, greedy")
     # 2 - 1 = 1; low: 1 - sqrt((2 - 1.7)^2 + (1.4 - 1)^2) = 1 - 0.5; high: 1 + sqrt((2.4 - 2)^2 + (1 - 0.7)^2) = 1 + 0.5.
     assert (score.change, score.low, score.high) == (1.0, pytest.approx(0.5), pytest.approx(1.5)) and score.tone == "good"
-    assert score.shown == ("1.00", "2.00", "+1.00", "+0.50 to +1.50")
+    assert score.shown == ("1.00", "2.00", "+1.00", "+0.50 to +1.50", "")
     assert row(figures_that_count(results(score=2.0), results(score=1.0)), "Score, greedy").tone == "bad"
 
 
@@ -52,6 +66,65 @@ def test_shares_are_held_against_each_other_by_newcombes_interval():
     judged = row(figures_that_count(results(ok=0.25), results(ok=0.25)), "Judge accepts, sampled")
     # Wilson of 100 of 400: 0.21008 to 0.29468; so -+ sqrt((0.25 - 0.21008)^2 + (0.29468 - 0.25)^2) = 0.05991.
     assert judged.low == pytest.approx(-0.05991, abs=1e-5) and judged.high == pytest.approx(0.05991, abs=1e-5) and judged.tone == ""
+
+
+def by_prompt(**columns) -> str:
+    """plots/evaluation.csv; what isn't given is the same for all prompts."""
+    n = len(next(iter(columns.values())))
+    table = {"id": [f"{i:016d}" for i in range(n)]}
+    for mode in ("greedy", "sampled"):
+        table |= {f"{mode}_judge_ok": [1] * n, f"{mode}_score": [1.0] * n, f"{mode}_points": [0.5] * n}
+    return pd.DataFrame(table | columns).to_csv(index=False)
+
+
+def test_runs_that_answered_the_same_prompts_are_compared_prompt_by_prompt():
+    """A gain of 3 points: 14 of 400 prompts gained, 2 lost. As independent shares of 0.85 and 0.88 nobody could tell."""
+    before = [1] * 340 + [0] * 60
+    after = [1] * 338 + [0] * 2 + [1] * 14 + [0] * 46
+    pair = [replace(results(ok=sum(ok) / 400), prompts=by_prompt(greedy_judge_ok=ok)) for ok in (before, after)]
+    judged = row(figures_that_count(*pair), "Judge accepts, greedy")
+    assert judged.change == pytest.approx(0.03) and judged.tone == "good" and judged.prompts == 400
+    assert (judged.low, judged.high) == paired_interval(14, 2, 400, 0.95) and judged.p_value == sign_test(14, 2)
+    alone = row(figures_that_count(*(replace(r, prompts=None) for r in pair)), "Judge accepts, greedy")
+    assert alone.tone == "" and alone.prompts is None and alone.high - alone.low > 2 * (judged.high - judged.low)
+    others = replace(pair[1], prompts=by_prompt(greedy_judge_ok=after).replace("0000000000000007", "another"))
+    assert row(figures_that_count(pair[0], others), "Judge accepts, greedy").prompts is None
+    said = " ".join(read_as(*pair, figures_that_count(*pair)))
+    assert "on the 400 prompts that both runs answered" in said and "another seed" in said
+
+
+def test_win_rates_and_scores_are_paired_means():
+    rng = np.random.default_rng(0)
+    points, scores = rng.choice([0.0, 0.5, 1.0], 400), rng.standard_normal(400)
+    other_points, other_scores = np.where(rng.random(400) < 0.1, 1.0, points), scores + 0.05 + 0.1 * rng.standard_normal(400)
+    one = replace(results(), prompts=by_prompt(greedy_points=points, greedy_score=scores))
+    other = replace(results(), prompts=by_prompt(greedy_points=other_points, greedy_score=other_scores))
+    rows = figures_that_count(one, other)
+    for label, difference in (("Score, greedy", other_scores - scores), ("Win rate over its SFT model, greedy", other_points - points)):
+        found = row(rows, label)
+        assert (found.low, found.high) == pytest.approx(mean_interval(difference, 0.95)) and found.tone == "good"
+        assert found.p_value == pytest.approx(ttest_1samp(difference, 0).pvalue, rel=1e-6)
+
+
+def test_the_rows_of_one_table_are_corrected_together():
+    def differences(*p_values: float) -> list[Difference]:
+        return [Difference("", "share", 0.5, 0.6, 0.1, 0.02, 0.18, True, p) for p in p_values]
+
+    # Holm: 4 * 0.013 is above 0.05, 4 * 0.012 below; then 3 * 0.02 is above.
+    assert [r.tone for r in judged_together(differences(0.013, 0.02, 0.03, 0.5), 0.95)] == [""] * 4
+    rows = judged_together(differences(0.012, 0.02, 0.03, 0.5), 0.95)
+    assert [r.tone for r in rows] == ["good", "", "", ""] and rows[0].detectable is None
+    # Three are open: (z(1 - 0.05 / 6) + z(0.8)) * 0.16 / 2 / z(0.975) = (2.39398 + 0.84162) * 0.040817
+    assert rows[1].detectable == pytest.approx(0.132068, abs=1e-5) and rows[1].shown[4] == "13.2"
+
+
+def test_two_seeds_of_one_configuration_are_two_checkpoints():
+    worse, better = results(ok=0.5), results(ok=0.9, name="two")
+    seeds = [replace(r, params=PARAMS | {"seed": seed}) for seed, r in enumerate((worse, better))]
+    said = headline(*seeds, figures_that_count(*seeds))
+    assert said == ("open", "two has the better checkpoint by the judge; both are of one configuration, with seeds 0 and 1.")
+    changed = replace(seeds[1], params=seeds[1].params | {"rl": PARAMS["rl"] | {"steps": 90}})
+    assert headline(seeds[0], changed, figures_that_count(seeds[0], changed))[0] == "good"
 
 
 def test_scores_of_two_reward_models_are_not_called_better_or_worse():
@@ -108,6 +181,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     two = make_workspace(tmp_path / "two", hostile=True)
     apply_overrides(two / "params.yaml", {"rl.algorithm": "grpo"})
     edit_metrics(two, "evaluate", {"greedy.policy.judge_ok": 0.6, "sampled.policy.judge_ok": 0.5})
+    evaluated = json.loads((two / "metrics/evaluate.json").read_text())
+    prompts(np.random.default_rng(2), evaluated).to_csv(two / "plots/evaluation.csv", index=False)
     samples = (two / "data/evaluation_samples.parquet").read_bytes()
     md5 = hashlib.md5(samples).hexdigest()
     lock = {"stages": {"evaluate": {"outs": [{"path": "data/evaluation_samples.parquet", "md5": md5}]}}}
@@ -129,6 +204,7 @@ def test_a_run_in_a_folder_against_one_of_a_branch(project, capsys):
     assert main(["one", "two"]) == 0
     printed = capsys.readouterr().out
     assert "one has the better policy by the judge." in printed and "rl.algorithm" in printed
+    assert "compared prompt by prompt, on the 400 prompts that both runs answered" in printed
     page = (project / "reports/compare-one-two.html").read_text(encoding="utf-8")
     assert 'data-figure="train_policy_score_mean"' in page and "&#34;grpo&#34;" in page
     assert not any(hostile in page for hostile in HOSTILE[:3]) and "&lt;img src=x onerror=" in page
@@ -154,3 +230,13 @@ def test_a_run_that_is_not_there_is_named(project, capsys, name, message):
     except SystemExit as ended:
         code = ended.code
     assert code == 2 and message in capsys.readouterr().err
+
+
+def test_more_than_two_runs_are_compared_over_seeds(project, capsys):
+    shutil.copytree(project / "runs/one", project / "runs/one-seed-1", symlinks=True)
+    apply_overrides(project / "runs/one-seed-1/params.yaml", {"seed": 1})
+    assert main(["one", "two", "one-seed-1"]) == 0
+    lines = [line.split("|")[1:3] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [[cell.strip() for cell in cells] for cells in lines][1:] == [["one", "2"], ["two", "1"]]
+    assert main(["one", "two", "one"]) == 2
+    assert "one: expected one run of each seed of a configuration, got one, one" in capsys.readouterr().err

@@ -10,7 +10,17 @@ import torch
 from tiny_models import sequences
 
 from rlhf_core.data.judge import Judgement
-from rlhf_core.evaluation import Answer, judge_difference, judged, response_logprobs, summarize, win_rate
+from rlhf_core.evaluation import (
+    Answer,
+    by_prompt,
+    differences,
+    distinct_prompts,
+    judge_difference,
+    judged,
+    response_logprobs,
+    summarize,
+    win_rate,
+)
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.wrappers import PolicyModule
 from rlhf_core.trainers.labelling import ScoredResponse
@@ -95,6 +105,39 @@ def test_judge_difference_is_paired_by_prompt():
     found = judge_difference(policy, baseline, confidence=0.95)
     assert (found["both"], found["first_only"], found["second_only"], found["neither"], found["value"]) == (1, 2, 1, 0, 0.25)
     assert found["low"] < 0.25 < found["high"]
+
+
+def test_every_figure_has_its_difference_over_the_prompts_that_have_both():
+    policy = [answer(3.0, length=5, judgement=GOOD), answer(2.0, judgement=RUDE), answer(math.nan, finished=False, judgement=None)]
+    baseline = [answer(1.0, judgement=RUDE), answer(1.0, judgement=RUDE), answer(0.0, judgement=GOOD)]
+    found = differences(policy, baseline, confidence=0.95)
+    assert found.keys() == differences_keys(policy)
+    assert (found["score_mean"]["value"], found["score_mean"]["n"]) == (1.5, 2) and found["scores"]["other"]["value"] == 0.0
+    assert found["length_mean"]["value"] == pytest.approx(2 / 3)
+    assert (found["cut_off_fraction"]["first_only"], found["cut_off_fraction"]["neither"]) == (1, 2)
+    polite = found["judge_polite"]
+    assert (polite["both"], polite["first_only"], polite["second_only"], polite["neither"]) == (0, 1, 0, 1)
+    assert found["judge_ok"] == judge_difference(policy, baseline, confidence=0.95)
+
+
+def differences_keys(answers: list[Answer]) -> set[str]:
+    """What `summarize` measures, but for counts and ends of intervals."""
+    return summarize(answers, confidence=0.95).keys() - {"n", "judge_n", "score_low", "score_high"}
+
+
+def test_results_by_prompt():
+    policy = [answer(1.0, text="a", judgement=GOOD), answer(math.nan, judgement=None)]
+    baseline = [answer(0.0, judgement=RUDE), answer(0.0, judgement=GOOD)]
+    rows = by_prompt({"greedy": {"sft": baseline, "policy": policy}})
+    assert rows == [
+        {"id": "id", "greedy_judge_ok": 1, "greedy_score": 1.0, "greedy_points": 1.0},
+        {"id": "id", "greedy_judge_ok": None, "greedy_score": None, "greedy_points": None},
+    ]
+
+
+def test_a_conversation_is_asked_once():
+    rows = [{"id": str(i), "messages": [{"role": "user", "content": text}]} for i, text in enumerate(("a", "b", "A ", "c", "b"))]
+    assert [row["id"] for row in distinct_prompts(rows)] == ["0", "1", "3"]
 
 
 @torch.no_grad()

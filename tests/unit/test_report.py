@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_workspace import HOSTILE, REMOVED, edit_metrics, evaluation, gate, make_workspace, run_report, validation
+from report_workspace import HOSTILE, REMOVED, edit_metrics, evaluation, gate, make_workspace, run_report, set_shares, validation, win_rate
 
 from rlhf_core.config import STAGE_SECTIONS, apply_overrides, load_params, read_yaml
 from rlhf_core.config.alignment import Method
@@ -35,19 +35,19 @@ from rlhf_core.report.page import (
     side_by_side,
 )
 from rlhf_core.report.texts import MAX_TEXT, measured, number, signed, visible
-from rlhf_core.report.verdict import data_verdict, gate_verdict, outcome
+from rlhf_core.report.verdict import data_verdict, gate_verdict, judge_selects, outcome
 from tasks.gate_reward import NOT_NEEDED, unjudged
 from tasks.report import read_inputs, write_stopped
 from tasks.train_reward import NOT_TRAINED
 
 
-def with_results(*, sft: float, policy: float, win: tuple[float, float], judge: bool = True) -> dict:
-    """The same shares and win rate interval in both modes."""
+def with_results(*, sft: float, policy: float, win: float, judge: bool = True) -> dict:
+    """The same shares and win rate, without ties, in both modes."""
     result = copy.deepcopy(evaluation(judge=judge))
     for mode in ("greedy", "sampled"):
         if judge:
-            result[mode]["sft"]["judge_ok"], result[mode]["policy"]["judge_ok"] = sft, policy
-        result["win_rate"][mode] |= {"value": sum(win) / 2, "low": win[0], "high": win[1]}
+            set_shares(result, mode, sft=sft, policy=policy)
+        result["win_rate"][mode] = win_rate(round(400 * win), 0)
     return result
 
 
@@ -58,7 +58,7 @@ def test_every_method_has_a_title_and_params_that_are_there():
         reduce(getitem, path.split("."), params)
 
 
-ABOVE, ACROSS, BELOW = (0.6, 0.7), (0.47, 0.53), (0.3, 0.4)
+ABOVE, ACROSS, BELOW = 0.65, 0.5, 0.35
 REWARD_MODEL = {"name": "reward_model", "kind": "reward_model", "weight": 1.0, "normalization": "initial"}
 JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}
 WITHOUT_REWARD_MODEL = {"reward.enabled": False, "rl.algorithm": "grpo", "rl.reward.scorers": [JUDGE], "rl.ppo.critic_init": "sft"}
@@ -80,14 +80,14 @@ WITHOUT_REWARD_MODEL = {"reward.enabled": False, "rl.algorithm": "grpo", "rl.rew
 def test_the_judge_decides_and_disagreement_is_named(sft, policy, win, tone, words):
     verdict = outcome(with_results(sft=sft, policy=policy, win=win), [REWARD_MODEL], confidence=0.95)
     assert verdict.tone == tone and words in verdict.headline
-    assert f"{policy:.1%} of the policy’s greedy answers (SFT: {sft:.1%})" in verdict.details[0]
+    assert f"{policy:.1%} of the policy’s greedy answers (SFT: {sft:.1%}; 95% interval of the difference" in verdict.details[0]
 
 
 def test_better_needs_both_modes_and_worse_only_one():
     mixed = with_results(sft=0.5, policy=0.9, win=ABOVE)
-    mixed["sampled"]["policy"]["judge_ok"] = 0.5
+    set_shares(mixed, "sampled", sft=0.5, policy=0.5)
     assert outcome(mixed, [REWARD_MODEL], confidence=0.95).tone == "open"
-    mixed["sampled"]["policy"]["judge_ok"] = 0.2
+    set_shares(mixed, "sampled", sft=0.5, policy=0.2)
     assert outcome(mixed, [REWARD_MODEL], confidence=0.95).tone == "bad"
 
 
@@ -203,6 +203,9 @@ def test_several_scorers_each_have_curves_and_a_row(tmp_path, monkeypatch):
     figures = {"mean": 0.25, "low": 0.2, "high": 0.3, "n": 400}
     scores = {f"{mode}.{model}.scores.ok": figures for mode in ("greedy", "sampled") for model in ("sft", "policy")}
     edit_metrics(workspace, "evaluate", scores | {"greedy.policy.scores.ok": figures | {"mean": 0.75}})
+    for mode, change in (("greedy", 0.5), ("sampled", 0.0)):
+        difference = {"value": change, "low": change - 0.1, "high": change + 0.1, "p_value": 0.5, "n": 400}
+        edit_metrics(workspace, "evaluate", {f"difference.{mode}.scores.ok": difference})
     page = render_in(workspace, monkeypatch)
     assert 'data-figure="rl_score_reward_model"' in page and 'data-figure="rl_score_ok"' in page and "validation, greedy" in page
     assert 'data-figure="rl_kl"' not in page  # no reference, no KL
@@ -385,13 +388,91 @@ def test_the_aspects_of_any_judge_have_rows_below_it():
     """The clerk's in its order, a rule's by name; no row of the judge where there is none."""
 
     def labels(result: dict) -> list[str]:
-        return [row["label"] for row in evaluation_rows(result)][:5]
+        return [row["label"] for row in evaluation_rows(result, [REWARD_MODEL], 0.95)][:5]
 
     result = evaluation(judge=True)
     assert labels(result) == ["Judge: accepts", "correct", "polite", "brief", "safe"]
     for mode in ("greedy", "sampled"):
-        for figures in result[mode].values():
+        for figures in (*result[mode].values(), result["difference"][mode]):
             for aspect, other in (("correct", "told_well"), ("polite", "kind")):
                 figures[f"judge_{other}"] = figures.pop(f"judge_{aspect}")
     assert labels(result) == ["Judge: accepts", "brief", "safe", "kind", "told well"]
     assert labels(evaluation(judge=False)) == ["Tokens per answer", "Cut off", "Score"]
+
+
+def test_a_change_is_coloured_only_where_it_is_clear_among_all_changes_of_the_table():
+    """14 changes are better or worse here. One p-value of 0.01 is none of them by accident, 0.05 / 14 would be."""
+    result = evaluation(judge=True)
+    for mode in ("greedy", "sampled"):
+        for difference in result["difference"][mode].values():
+            if "p_value" in difference:
+                difference |= {"value": 0.02, "p_value": 0.5}
+    result["difference"]["greedy"]["judge_ok"] |= {"value": 0.1, "p_value": 0.01}
+    rows = evaluation_rows(result, [REWARD_MODEL], 0.95)
+    assert {cell["tone"] for row in rows for cell in row["cells"]} == {""}
+    result["difference"]["greedy"]["judge_ok"]["p_value"] = 0.003
+    result["difference"]["sampled"]["cut_off_fraction"]["p_value"] = 0.0001
+    tones = {row["label"]: [cell["tone"] for cell in row["cells"]] for row in evaluation_rows(result, [REWARD_MODEL], 0.95)}
+    assert tones["Judge: accepts"] == ["good", ""] and tones["Cut off"] == ["", "bad"] and tones["polite"] == ["", ""]
+
+
+def test_the_verdicts_four_tests_are_corrected_together():
+    """The sampled answers are worse by the judge with p = 0.02: alone clear, of four tests not."""
+    result = with_results(sft=0.5, policy=0.5, win=ACROSS)
+    result["difference"]["sampled"]["judge_ok"] |= {"value": -0.05, "p_value": 0.02}
+    verdict = outcome(result, [REWARD_MODEL], confidence=0.95)
+    assert verdict.tone == "open" and re.search(r"a true difference of \d+\.\d points greedy and of \d+\.\d sampled", verdict.details[1])
+    result["difference"]["sampled"]["judge_ok"]["p_value"] = 0.012
+    verdict = outcome(result, [REWARD_MODEL], confidence=0.95)
+    assert verdict.tone == "bad" and not any("true difference" in detail for detail in verdict.details)
+
+
+def params_with(*, weight: float = 0.0, **changes) -> dict:
+    """With a judge that is measured; changes by dotted key of rl."""
+    tree = load_params(Path(__file__).parents[2] / "params.yaml").model_dump()
+    tree["rl"]["reward"]["scorers"] = [REWARD_MODEL, JUDGE | {"weight": weight}]
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        tree["rl"][section][name] = value
+    return tree
+
+
+LIMIT = {"metric": "score_judge", "above": None, "below": 0.3, "fall": None, "window": 1, "patience": 1, "from_step": 1, "action": "stop"}
+
+
+def test_a_judge_that_chose_the_policy_is_no_stranger_to_it():
+    assert judge_selects(params_with()) == []
+    assert judge_selects(params_with(evaluation__keep_best=True)) == []  # by the score
+    (said,) = judge_selects(params_with(evaluation__keep_best=True, evaluation__metric="judge"))
+    assert said.startswith("The judge chose this policy among those of the training")
+    verdict = outcome(with_results(sft=0.5, policy=0.9, win=ABOVE), [REWARD_MODEL], confidence=0.95, selected=[said])
+    assert verdict.details[-1] == said
+    (said,) = judge_selects(params_with(monitor__low=LIMIT))
+    assert "had a say in when the training ends (rl.monitor: low)" in said
+    assert judge_selects(params_with(monitor__low=LIMIT | {"action": "warn"})) == []
+    (said,) = judge_selects(params_with(evaluation__metric="judge", monitor__back=LIMIT | {"metric": "kl_mean", "action": "rollback"}))
+    assert "Where the limit back ends the training, the judge chooses" in said
+    rule = params_with(evaluation__keep_best=True, evaluation__metric="mine")
+    rule["rl"]["reward"]["scorers"].append({"name": "mine", "kind": "function", "path": "rules.py:good", "weight": 0.0})
+    assert judge_selects(rule) == []
+    rule["data"]["sources"][0]["judge"] = "rules.py:good"
+    assert len(judge_selects(rule)) == 1
+    rule["alignment"]["method"] = "dpo"
+    assert judge_selects(rule) == []
+
+
+def test_the_page_says_that_the_judge_chose_the_policy(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    changed = {"rl.reward.scorers": [REWARD_MODEL, JUDGE | {"weight": 0.0}]}
+    apply_overrides(
+        workspace / "params.yaml", changed | {"rl.evaluation.every": 10, "rl.evaluation.metric": "judge", "rl.evaluation.keep_best": True}
+    )
+    both = {"scores": {name: {"mean": 1.0, "low": 0.9, "high": 1.1, "n": 400} for name in ("reward_model", "judge")}}
+    same = {"scores": {name: {"value": 0.0, "low": -0.1, "high": 0.1, "p_value": 1.0, "n": 400} for name in ("reward_model", "judge")}}
+    for mode in ("greedy", "sampled"):
+        edit_metrics(workspace, "evaluate", {f"{mode}.{model}.scores": both["scores"] for model in ("sft", "policy")})
+        edit_metrics(workspace, "evaluate", {f"difference.{mode}.scores": same["scores"]})
+    curves = pd.read_csv(workspace / "plots/train_policy.csv").assign(score_judge=0.5)
+    curves.to_csv(workspace / "plots/train_policy.csv", index=False)
+    page = render_in(workspace, monkeypatch)
+    assert "The judge chose this policy among those of the training" in page[: page.index("</header>")]

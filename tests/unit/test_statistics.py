@@ -9,15 +9,19 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binom, binomtest, t
+from scipy.stats import binom, binomtest, t, ttest_1samp
 
 from rlhf_core.statistics import (
     PairAccuracy,
     accuracy_with_ties,
+    detectable_difference,
     difference_interval,
+    holm,
+    interval_p_value,
     mean_interval,
     paired_difference,
     paired_interval,
+    paired_means,
     points_interval,
     sign_test,
     wilson_interval,
@@ -132,6 +136,32 @@ def test_sign_test_by_hand():
     assert sign_test(8, 2) == sign_test(2, 8) == pytest.approx(67 / 1024)
     assert (sign_test(5, 5), sign_test(0, 0), sign_test(5, 0)) == (pytest.approx(1.0), 1.0, pytest.approx(1 / 32))
     assert sign_test(160, 123) == pytest.approx(binomtest(123, 283).pvalue - binom.pmf(123, 283, 0.5))
+
+
+def test_paired_means_are_a_t_test_of_the_differences():
+    first, second = [1.0, 2.0, 4.0, math.nan, 3.0], [0.5, 2.5, 2.0, 1.0, 2.0]
+    found = paired_means(first, second, CONFIDENCE)
+    differences = [0.5, -0.5, 2.0, 1.0]
+    assert (found.value, found.n) == (0.75, 4) and (found.low, found.high) == mean_interval(differences, CONFIDENCE)
+    assert found.p_value == pytest.approx(ttest_1samp(differences, 0).pvalue)
+    assert (paired_means([1, 1], [1, 1], CONFIDENCE).p_value, paired_means([1, 1], [0, 0], CONFIDENCE).p_value) == (1.0, 0.0)
+    assert (paired_means([1], [0], CONFIDENCE).p_value, paired_means([], [], CONFIDENCE).p_value) == (1.0, 1.0)
+
+
+def test_holm_by_hand():
+    # Sorted 0.01, 0.02, 0.03, 0.04: 4 * 0.01, 3 * 0.02, 2 * 0.03, and 1 * 0.04 not below the one before it.
+    assert holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
+
+
+def test_p_value_of_an_interval_is_that_of_its_width():
+    assert interval_p_value(1.959964, 0.0, 2 * 1.959964, CONFIDENCE) == pytest.approx(0.05, abs=1e-6)
+    assert (interval_p_value(0.0, 0.0, 0.0, CONFIDENCE), interval_p_value(0.1, 0.1, 0.1, CONFIDENCE)) == (1.0, 0.0)
+
+
+def test_a_detectable_difference_has_two_quantiles():
+    # Standard error 0.1: (1.959964 + 0.841621) * 0.1
+    assert detectable_difference(-0.1959964, 0.1959964, CONFIDENCE) == pytest.approx(0.2801585, abs=1e-6)
 
 
 def test_accuracy_counts_ties_as_half_and_reports_them():

@@ -115,6 +115,7 @@ def test_label_studios_export_with_several_annotators(export):
     # Two annotators of one pair of responses: id0 has 3 such twos, of which 1 agrees; id1 has 1 and it doesn't; nine others agree.
     assert found.provenance["agreement_among_annotators"]["n"] == 13
     assert found.provenance["agreement_among_annotators"]["value"] == pytest.approx(10 / 13)
+    assert found.provenance["agreement_among_annotators"]["clusters"] == 11
     assert found.provenance["agreement_with_scores"]["value"] == pytest.approx(10 / 11)  # 11 decided, all but id0
 
 
@@ -211,3 +212,16 @@ def test_a_text_with_a_line_separator_inside_is_still_one_line(tmp_path):
     odd = LabelPair("odd", [{"role": "user", "content": "one\u2028two"}], "good\x85", "bad", 1.0, 0.0)
     export_pairs([odd], tmp_path, count=None, seed=0, origin="a test")
     assert read_labels(tmp_path / PAIRS, read(tmp_path / KEY)) == [Label("odd", "unnamed", None)]
+
+
+def test_annotators_of_one_pair_agree_together(tmp_path):
+    """Five annotators of 20 pairs: on half of them all agree, on the other half 3 against 2. 10 of 10 and 4 of 10 of their twos agree.
+
+    (140 of 200 treated as independent trials would be 0.633 to 0.759.)
+    """
+    export_pairs([pair(i) for i in range(20)], tmp_path, count=None, seed=0, origin="a test")
+    labels = [Label(f"id{i}", str(who), "b" if i % 2 and who < 2 else "a") for i in range(20) for who in range(5)]
+    found = decide(labels, read(tmp_path / KEY), confidence=0.95).provenance["agreement_among_annotators"]
+    assert (found["value"], found["n"], found["clusters"]) == (0.7, 200, 20)
+    # Over 20 pairs: 0.7 +- t(19) * 0.3 / sqrt(19) = 0.7 +- 0.144, Wilson's form of it
+    assert found["high"] - found["low"] == pytest.approx(2 * 0.144, abs=0.02)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rlhf_core.gate.clusters import basic_interval, bootstrap, cluster_codes, mean_interval, percentile_interval, share_interval
+from rlhf_core.gate.clusters import bootstrap, cluster_codes, mean_interval, percentile_interval, share_interval
 from rlhf_core.statistics import wilson_interval
 
 
@@ -78,11 +78,6 @@ def test_bootstrap_draws_whole_prompts_and_agrees_with_students_interval_of_a_me
     assert drawn.tolist() == bootstrap(lambda which: float(values[which].mean()), clusters, draws=2000).tolist()
     sizes = bootstrap(lambda which: float(len(np.unique(which)) % 3), clusters, draws=20)
     assert set(sizes) == {0.0}
-
-
-def test_mirrored_interval():
-    # Drawn 0 to 10 around a value of 4: the quantiles 0.25 and 9.75 at 95% become 8 - 9.75 and 8 - 0.25.
-    assert basic_interval(4.0, np.arange(11.0), 0.95) == pytest.approx((-1.75, 7.75))
 
 
 def test_codes():

@@ -1,0 +1,127 @@
+"""What several seeds of each configuration say: means and differences with intervals over seeds.
+
+An interval over prompts is of one checkpoint. Another seed of the same configuration ends elsewhere, so that configurations are compared
+by what differs from seed to seed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+from rlhf_core.report.differences import Results, params_that_differ
+from rlhf_core.statistics import MeanDifference, holm, mean_interval, paired_means
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One run of a configuration. figures: name -> value, in the order of the table; the same names in all runs that are compared."""
+
+    configuration: str
+    seed: int
+    figures: Mapping[str, float]
+
+
+def evaluated(evaluation: Mapping[str, Any], *, judge: bool) -> dict[str, float]:
+    """The figures of metrics/evaluate.json: by the judge, or by the score."""
+    key, what = ("judge_ok", "judge") if judge else ("score_mean", "score")
+    found = {}
+    for mode in ("sampled", "greedy"):
+        found |= {f"{what}, {mode}, {name}": evaluation[mode][model][key] for model, name in (("sft", "SFT"), ("policy", "policy"))}
+    return found | {"win rate, sampled": evaluation["win_rate"]["sampled"]["value"], "KL, nats": evaluation["kl"]["sampled"]}
+
+
+def trained(runs: Sequence[Results]) -> list[Trained]:
+    """Runs with those grouped that differ in `seed` only; a configuration has the name of its first run.
+
+    Raises:
+        ValueError: a run has no evaluation, or one configuration has two runs of one seed.
+    """
+    names: dict[str, list[Results]] = {}
+    for run in runs:
+        if "evaluate" not in run.metrics:
+            raise ValueError(f"{run.name}: expected a run with an evaluation, got none; run it to its end")
+        same = (name for name, group in names.items() if not params_that_differ(_but_seed(group[0]), _but_seed(run)))
+        names.setdefault(next(same, run.name), []).append(run)
+    for name, group in names.items():
+        if len({run.params["seed"] for run in group}) < len(group):
+            twice = ", ".join(run.name for run in group)
+            raise ValueError(f"{name}: expected one run of each seed of a configuration, got {twice}; leave out those that repeat a seed")
+    judge = all(run.metrics["evaluate"]["judge"] for run in runs)
+    return [
+        Trained(name, run.params["seed"], evaluated(run.metrics["evaluate"], judge=judge)) for name, group in names.items() for run in group
+    ]
+
+
+def _but_seed(run: Results) -> dict[str, Any]:
+    return {key: value for key, value in run.params.items() if key != "seed"}
+
+
+def tables(runs: Sequence[Trained], confidence: float) -> str:
+    """Each configuration's means and, where there are seeds in common, the differences from the first; as Markdown, with how to read it."""
+    parts = [_means(runs, confidence), _note(runs, confidence)]
+    differences = _differences(runs, confidence)
+    return "\n".join([*parts, *([f"\n{differences}"] if differences else [])]) + "\n"
+
+
+def _means(runs: Sequence[Trained], confidence: float) -> str:
+    groups = _grouped(runs)
+    names = list(runs[0].figures)
+    rows = []
+    for configuration, of_seed in groups.items():
+        cells = [_mean([run.figures[name] for run in of_seed.values()], confidence) for name in names]
+        rows.append([configuration, len(of_seed), *cells])
+    return tabulate(rows, ["configuration", "seeds", *names], tablefmt="github", disable_numparse=True) + "\n"
+
+
+def _mean(values: list[float], confidence: float) -> str:
+    mean = f"{sum(values) / len(values):.3f}"
+    if len(values) < 2:
+        return mean
+    low, high = mean_interval(values, confidence)
+    return f"{mean} ({low:.3f} to {high:.3f})"
+
+
+def _note(runs: Sequence[Trained], confidence: float) -> str:
+    said = []
+    groups = _grouped(runs).values()
+    if any(len(of_seed) > 1 for of_seed in groups):
+        said.append(f"In brackets: {confidence:.0%} t interval over seeds.")
+    if any(len(of_seed) == 1 for of_seed in groups):
+        said.append("A row of one seed is of that checkpoint: another seed of the same configuration would give another figure.")
+    return " ".join(said)
+
+
+def _differences(runs: Sequence[Trained], confidence: float) -> str:
+    """Of each configuration from the first one, seed by seed; "" where none has two seeds in common with it.
+
+    All of the table's p-values are corrected together (Holm).
+    """
+    first, *others = _grouped(runs).items()
+    found: dict[tuple[str, str], MeanDifference] = {}
+    for name, of_seed in others:
+        common = [seed for seed in of_seed if seed in first[1]]
+        for figure in runs[0].figures if len(common) > 1 else ():
+            own, base = ([group[seed].figures[figure] for seed in common] for group in (of_seed, first[1]))
+            if own != base or "SFT" not in figure:  # what both have in common is no test
+                found[name, figure] = paired_means(own, base, confidence)
+    if not found:
+        return ""
+    corrected = holm([difference.p_value for difference in found.values()])
+    rows = [
+        [name, figure, d.n, f"{d.value:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", f"{p:.3f}", "clear" if p < 1 - confidence else "not clear"]
+        for ((name, figure), d), p in zip(found.items(), corrected, strict=True)
+    ]
+    heads = [f"less {first[0]}", "figure", "seeds", "difference", f"{confidence:.0%} interval over seeds", "p, corrected (Holm)", ""]
+    return tabulate(rows, heads, tablefmt="github", disable_numparse=True)
+
+
+def _grouped(runs: Sequence[Trained]) -> dict[str, dict[int, Trained]]:
+    groups: dict[str, dict[int, Trained]] = defaultdict(dict)
+    for run in runs:
+        groups[run.configuration][run.seed] = run
+    return dict(groups)
