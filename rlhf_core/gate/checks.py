@@ -138,7 +138,7 @@ def _not_worse(name: str, compared: dict[str, Any], config: GateConfig, way_out:
 def too_few_to_compare(check: Check, margin: float) -> bool:
     """The half-width of a difference's interval exceeds the margin, and the interval leaves open which one is better.
 
-    An interval that lies above 0 shows that the candidate is no worse, whatever its width.
+    An interval that does not go below 0 shows that the candidate is no worse, whatever its width.
     """
     return (check.high - check.low) / 2 > margin and check.low < 0
 
@@ -150,10 +150,10 @@ def sentences(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> 
     for check in checks:
         if check.passed is False and not check.name.startswith(SLICE) and (check.name == "pairs" or gate["n"]):
             yield _REASONS.get(check.name, _any_reason)(gate, check, config)
-    if gate["look"] is not None and gate["look"]["number"] > 1 and (look := _look(gate, checks, config)):
-        yield look
     if all(check.passed is not False for check in checks):
         yield f"passed: {_measured(gate, config)}; the lower end reaches gate.min_accuracy={config.min_accuracy}."
+    if gate["look"] is not None and gate["look"]["number"] > 1 and (look := _look(gate, checks, config)):
+        yield look
 
 
 def _measured(gate: dict[str, Any], config: GateConfig) -> str:
