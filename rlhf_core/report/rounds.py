@@ -75,7 +75,8 @@ def _test(row: Row) -> tuple[str, str, str, str]:
         return "", "", "", ""
     test = row["promotion"]
     gain = test["smallest_gain"]
-    return f"{test['p_value']:.2g}", f"{test['level']:.2g}", f"{test['spent']:.2g}", "" if gain is None else f"{gain:.3f}"
+    p_value = f"{test['p_value']:.2g}" if test["p_value"] else "below 1e-6"  # the file has six decimals
+    return p_value, f"{test['level']:.2g}", f"{test['spent']:.2g}", "" if gain is None else f"{gain:.3f}"
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -308,6 +308,8 @@ def test_table_and_figure_show_every_round(tmp_path):
         "- Round 2: reason 2",
     ):
         assert words in text
+    rows[0]["promotion"] = rows[0]["promotion"] | {"p_value": 0.0}
+    assert "below 1e-6" in table(rows)
     draw(rows, tmp_path / "rounds.svg")
     first = (tmp_path / "rounds.svg").read_bytes()
     draw(rows, tmp_path / "rounds.svg")
