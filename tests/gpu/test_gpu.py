@@ -181,13 +181,12 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
     import os
     import sys
 
-    from tests.tiny_models import rl_job
-
     from rlhf_core.data.schema import write_rows
     from rlhf_core.engines.ray_cluster import local_head, run_job
     from rlhf_core.models.build import new_scalar_model, save_model
     from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.trainers.rl_job import PLACEMENT
+    from tests.tiny_models import rl_job
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
     tokenizer = load_tokenizer(str(folder), trust_remote_code=False)
