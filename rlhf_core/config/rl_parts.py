@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Fraction, RolloutBackend, Section
 
-
 # Of a GPU, for one actor: a part of one, or a whole one. auto: see rlhf_core/trainers/rl_placement.py.
 GpuShare = Literal["auto"] | Annotated[float, Field(gt=0, le=1)]
 

@@ -1,7 +1,7 @@
 """A rollout engine in a process of its own, for a stage that computes with other models before or after it.
 
-On a GPU vLLM can't share a process with them: what it holds of the GPU comes back for certain only when its process ends, and the classes of
-transformers that it runs are marked for compiling, after which nobody else in the process can make such a model.
+On a GPU vLLM can't share a process with them: what it holds of the GPU comes back for certain only when its process ends, and the classes
+of transformers that it runs are marked for compiling, after which nobody else in the process can make such a model.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import gc
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,9 +132,12 @@ class TrainEngine:
         self._clips_itself = settings.zero_stage == 0 and settings.dtype == "float32"
         self._grad_norm = 0.0
         self._torch_optimizer, scheduler = self._optimizer(module)
-        self._engine, self._optim, _, _ = deepspeed.initialize(
-            model=module, optimizer=self._torch_optimizer, lr_scheduler=scheduler, config=self._config()
-        )
+        # In bfloat16 without ZeRO DeepSpeed makes Adam's state by a step on zeros: Adam would count the first real one as its second, which
+        # is then 0.73 of it, and weights would decay once more.
+        with self._optimizer_at_rest() if settings.zero_stage == 0 else nullcontext():
+            self._engine, self._optim, _, _ = deepspeed.initialize(
+                model=module, optimizer=self._torch_optimizer, lr_scheduler=scheduler, config=self._config()
+            )
         if self._clips_itself:
             self._torch_optimizer.register_step_pre_hook(self._clip)
         self.train()
@@ -192,13 +196,21 @@ class TrainEngine:
         Where they lie, and in what buffers, depends on the ZeRO stage. So DeepSpeed ends the step as always, which clears them all, while
         optimizer and schedule stand still.
         """
-        step, schedule = self._torch_optimizer.step, self._engine.lr_scheduler
-        self._torch_optimizer.step = lambda *_, **__: None
-        self._engine.lr_scheduler = None
+        schedule, self._engine.lr_scheduler = self._engine.lr_scheduler, None
         try:
-            self._engine.step()
+            with self._optimizer_at_rest():
+                self._engine.step()
         finally:
-            self._torch_optimizer.step, self._engine.lr_scheduler = step, schedule
+            self._engine.lr_scheduler = schedule
+
+    @contextmanager
+    def _optimizer_at_rest(self) -> Iterator[None]:
+        """Within it the optimizer's step does nothing."""
+        step, self._torch_optimizer.step = self._torch_optimizer.step, lambda *_, **__: None
+        try:
+            yield
+        finally:
+            self._torch_optimizer.step = step
 
     @property
     def learning_rate(self) -> float:

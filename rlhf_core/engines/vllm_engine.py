@@ -23,8 +23,8 @@ TRIAL_IDS = (0, 1, 0)  # which every vocabulary has
 NOT_RELOADED = ("GptOssForCausalLM",)
 
 # What vLLM and Triton read on a GPU; a user's own settings win. Triton multiplies float32 as TF32, with 10 bits of mantissa, unless told
-# otherwise, and vLLM's attention in float32 is Triton's. FlashInfer's sampler gives no log-probabilities, which every request here asks for,
-# and wants a CUDA compiler.
+# otherwise, and vLLM's attention in float32 is Triton's. FlashInfer's sampler gives no log-probabilities, which every request here asks
+# for, and wants a CUDA compiler.
 ON_A_GPU = {"TRITON_F32_DEFAULT": "ieee", "VLLM_FLOAT32_MATMUL_PRECISION": "highest", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 BATCHED_TOKENS = 8192  # of a forward pass, or those of the longest sequence
 

@@ -33,8 +33,8 @@ _HEADS = ("score.weight", "classifier.weight")  # of the heads that a sequence c
 
 
 def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
-    """The model that SFT starts from: weights from `config.path` in `config.dtype`, or random ones of `config.architecture` in float32, which
-    the engine casts for training.
+    """The model that SFT starts from: weights from `config.path` in `config.dtype`, or random ones of `config.architecture` in float32,
+    which the engine casts for training.
     """
     if config.path is not None:
         how = {"trust_remote_code": config.trust_remote_code, "training_dtype": config.dtype}

@@ -56,7 +56,7 @@ class Arrival:
         """
         said, expected = torch.tensor(engines), torch.tensor(trainer)
         for rank, of_rank in enumerate(said):
-            if reason := exceeded(compare(of_rank - expected), self._rl, self._dtype):
+            if reason := exceeded(compare(of_rank - expected), self._rl, self._dtype, probe=True):
                 raise LogprobMismatch(
                     f"policy version {version}: expected rollout engine {rank} to give the probe the trainer's log-probabilities, got "
                     f"{reason}; {self._cause(rank, of_rank, expected, version=version)}"
@@ -72,7 +72,7 @@ class Arrival:
 
     def agrees(self, engine: list[float]) -> str | None:
         """What an engine that got the weights of the last sync is off by, if by more than the budget."""
-        return exceeded(compare(torch.tensor(engine) - self._trainer), self._rl, self._dtype)
+        return exceeded(compare(torch.tensor(engine) - self._trainer), self._rl, self._dtype, probe=True)
 
     def _stays_behind(self, rank: int, said: torch.Tensor, expected: torch.Tensor) -> bool:
         """Whether the trainer's log-probabilities [T] moved by more than noise, and the engine's are nearer to where they were.

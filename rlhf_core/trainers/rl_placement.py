@@ -1,8 +1,8 @@
 """Which share of a GPU each actor of an RL job gets.
 
-rl.trainer.gpus_per_rank and rl.rollout.gpus_per_engine say it, or are `auto`: a GPU for each actor where there are enough. With fewer, ranks
-keep a GPU each and engines share the others; where there is no other one, each rank shares its GPU with engines. Two ranks never share a
-GPU: NCCL refuses that.
+rl.trainer.gpus_per_rank and rl.rollout.gpus_per_engine say it, or are `auto`: a GPU for each actor where there are enough. With fewer,
+ranks keep a GPU each and engines share the others; where there is no other one, each rank shares its GPU with engines. Two ranks never
+share a GPU: NCCL refuses that.
 """
 
 from __future__ import annotations

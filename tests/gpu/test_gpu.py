@@ -117,6 +117,114 @@ def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend
         assert float((whole - torch.tensor(engine.probe(sequences[0]))).abs().max()) < 1e-3
 
 
+PLAIN = {"max_length": 96, "max_concurrent_sequences": 64, "threads": 1, "seed": 0, "trust_remote_code": False}
+
+
+def test_an_engine_of_a_stage_gives_the_gpu_back_when_it_is_closed(folder):
+    """vLLM is in a process of its own there: its memory is free again, and nothing of it is left in this process."""
+    from rlhf_core.engines.apart import EngineApart
+    from rlhf_core.engines.in_process import open_engine
+    from rlhf_core.models.build import read_state_dict
+
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    opened = open_engine("vllm", str(folder), dtype="bfloat16", gpu_memory_fraction=0.3, **PLAIN)
+    assert isinstance(opened, EngineApart)
+    taken = free - torch.cuda.mem_get_info()[0]
+    assert opened.load_weights(read_state_dict(folder), 1) == 1 and len(opened.probe([5, 6, 7])) == 2
+    opened.close()
+    assert taken > 1 << 30
+    assert free - torch.cuda.mem_get_info()[0] < 64 << 20
+
+
+def test_a_model_of_a_class_that_vllm_has_compiled_can_be_made_here_afterwards(tmp_path):
+    """OLMo-2 runs in vLLM as transformers' class, which is marked for compiling in vLLM's process."""
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    from rlhf_core.engines.in_process import open_engine
+    from rlhf_core.models.build import load_language_model
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
+    Olmo2ForCausalLM(Olmo2Config(**shape, max_position_embeddings=96, pad_token_id=0)).save_pretrained(tmp_path)
+    opened = open_engine("vllm", str(tmp_path), dtype="float32", gpu_memory_fraction=0.2, **PLAIN)
+    said = opened.probe([5, 6, 7, 8])
+    opened.close()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        logprobs = load_language_model(tmp_path)(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    assert float((logprobs - torch.tensor(said)).abs().max()) < 1e-3
+
+
+def test_an_engine_that_shares_a_gpu_takes_its_share_and_no_more(folder):
+    """Half of the GPU is another's while the engine starts; its cache is computed, not measured."""
+    from rlhf_core.engines.apart import EngineApart
+    from rlhf_core.engines.in_process import open_here
+
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    others = torch.empty(int(0.5 * total), dtype=torch.uint8, device="cuda")
+    how = {"dtype": "bfloat16", "gpu_memory_fraction": 0.3, "shares_gpu": True}
+    opened = EngineApart(open_here, backend="vllm", model_path=str(folder), **how, **PLAIN)
+    try:
+        assert free - torch.cuda.mem_get_info()[0] < len(others) + 0.3 * total
+        assert len(opened.probe([5, 6, 7])) == 2
+    finally:
+        opened.close()
+        del others
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("vllm", "bfloat16"), ("pytorch", "float32")])
+def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_path, monkeypatch, backend, dtype):
+    """Two steps of the RL job, on a Ray head of its own: gpus_per_rank and gpus_per_engine are auto."""
+    import json
+    import os
+    import sys
+
+    from rlhf_core.data.schema import write_rows
+    from rlhf_core.engines.ray_cluster import local_head, run_job
+    from rlhf_core.models.build import new_scalar_model, save_model
+    from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.trainers.rl_job import PLACEMENT
+    from tests.tiny_models import rl_job
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
+    tokenizer = load_tokenizer(str(folder), trust_remote_code=False)
+    reward = new_scalar_model(folder, tokenizer, trust_remote_code=False)
+    save_model(reward, reward.state_dict(), tokenizer, tmp_path / "reward")
+    messages = [[{"role": "user", "content": text}] for text in TEXTS[:128]]
+    rows = [
+        {"id": str(i), "source": "mine", "split": "train" if i % 4 else "validation", "messages": m, "label": None}
+        for i, m in enumerate(messages)
+    ]
+    write_rows(tmp_path / "prepared", "prompt", rows)
+    steps = {"rl.steps": 2, "rl.samples_per_step": 32, "rl.minibatch_size": 32, "rl.reward.normalization_samples": 32}
+    limits = {"rl.rollout.max_logprob_difference": 1e-3}
+    changes = {"model.dtype": dtype, "model.max_length": 96, "rl.rollout.backend": backend, **steps, **limits}
+    (tmp_path / "work").mkdir()
+    job = rl_job(folder, tmp_path / "reward", **changes).model_copy(
+        update={"prepared": str(tmp_path / "prepared"), "work": str(tmp_path / "work"), "output": str(tmp_path / "policy"),
+                "timings": str(tmp_path / "timings.csv")}
+    )  # fmt: skip
+    job.write(tmp_path / "job.json")
+    said: list[str] = []
+    with local_head(cpus=4, start_timeout=120.0) as address:
+        code = run_job(
+            address,
+            f"cd {os.getcwd()} && exec {sys.executable} -m rlhf_core.trainers.rl_driver {tmp_path / 'job.json'}",
+            fingerprint="gpu",
+            environment={"PYTHONPATH": os.environ.get("PYTHONPATH", os.getcwd())},
+            start_timeout=120.0,
+            silence_timeout=120.0,
+            pulse=job.pulse,
+            on_output=said.append,
+            stop_requested=lambda: False,
+        )
+    assert code == 0, "".join(said)
+    assert json.loads((tmp_path / "work" / PLACEMENT).read_text())["per_rank"] == 0.6
+    assert (tmp_path / "policy/model.safetensors").exists()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_path, dtype):
     """With flash attention prompts aren't shared, otherwise they are; precomputed reference, adapters."""

@@ -101,6 +101,19 @@ def test_weights_have_their_hugging_face_names_and_are_copies(sft_folder: Path):
     assert largest_difference(state, engine.state_dict()) > 1e-4
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_adams_first_step_in_bfloat16_is_the_learning_rate(sft_folder: Path, zero_stage: int):
+    """lr * m / sqrt(v), both corrected for their start at 0: the gradient's sign times lr. Counted as a second step it is 0.735 of that:
+    0.1 / 0.19 over the root of 0.05 / 0.0975. Weights decay by 1 - lr * 0.1, once.
+    """
+    engine = policy_engine(sft_folder, dtype="bfloat16", zero_stage=zero_stage, learning_rate=2.0**-6, schedule=lambda step: 1.0)
+    before = engine.state_dict()["lm_head.weight"].float()
+    negative_logprob_step(engine, sequences(8, seed=0), num_loss_tokens=60, microbatch_tokens=1000)
+    moved = engine.state_dict()["lm_head.weight"].float() - before * (1 - 2.0**-6 * 0.1)
+    expected = torch.full_like(moved, 2.0**-6)
+    assert float(((moved.abs() - expected).abs() <= 2.0**-8 * before.abs() + 2.0**-9).float().mean()) > 0.99
+
+
 def test_bfloat16_learns_and_hands_out_what_it_computes_with(sft_folder: Path):
     engine = policy_engine(sft_folder, dtype="bfloat16", learning_rate=1e-2, schedule=lambda step: 1.0)
     losses = [loss for loss, _ in train(engine, [BATCHES[0]] * 8)]

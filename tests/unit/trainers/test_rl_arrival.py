@@ -156,6 +156,20 @@ def test_the_budget_is_the_precisions(model_folders: tuple[Path, Path], dtype: s
         made.check([said], BEFORE, version=0)
 
 
+def test_unlikely_tokens_of_the_probe_may_be_further_apart_in_bfloat16(model_folders: tuple[Path, Path]):
+    """A random Llama of 512 channels was 0.06 apart in the mean, near the limit for sampled tokens; wrong weights are nats apart."""
+    made = Arrival(rl_job(*model_folders, **{"model.dtype": "bfloat16"}), vocabulary=300)
+    before = spread(3.0, seed=0)
+    apart = spread(0.15, seed=1)
+    apart[7] = 0.9
+    made.begin([(before + apart).tolist()], before.tolist())
+    assert made.agrees((before + apart).tolist()) is None
+    wrong = spread(3.0, seed=2).tolist()
+    with pytest.raises(LogprobMismatch, match=r"a mean difference of .*, above rl\.rollout\.bfloat16_p999_difference=0\.8"):
+        made.check([wrong], before.tolist(), version=1)
+    assert "bfloat16_p999_difference" in made.agrees(wrong)
+
+
 def test_the_trainer_says_what_its_model_computes(model_folders: tuple[Path, Path]):
     rank = TrainerRank(0, 1, rl_job(*model_folders))
     rank.connect("127.0.0.1", 0)
