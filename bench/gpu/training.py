@@ -9,7 +9,7 @@ import sys
 
 from bench.gpu.step_cases import Choice, main
 
-# In the order of what is most worth knowing. Full training of 7B takes 142 GiB while its optimizer steps; where a GPU has less the table says so.
+# The most worth knowing first. Full training of 7B takes 142 GiB while its optimizer steps; where a GPU has less, it isn't begun.
 CHOICES = (
     *(Choice(method, "1.5B", 8192) for method in ("sft", "dpo", "reward")),
     *(Choice(method, "0.5B", 8192) for method in ("sft", "dpo", "reward")),
