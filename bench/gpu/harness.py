@@ -51,8 +51,8 @@ PARTS = (
     Part("tests", "the tests that need a GPU", 120, 420),
     Part("training", "steps of SFT, reward model and DPO", 120, 480),
     Part("vllm", "rollouts, beside bare vLLM", 120, 480, "bench.gpu.rollouts"),
-    Part("rl", "the steps of an RL job", 180, 540),
-    Part("trl", "our trainers beside TRL's", 120, 480),
+    Part("rl", "the steps of RL jobs", 180, 540),
+    Part("trl", "GRPO by us and by TRL", 120, 540, "bench.gpu.peer"),
     Part("lora", "steps with adapters", 90, 420),
     Part("memory", "where the memory goes", 90, 300),
 )
