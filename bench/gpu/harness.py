@@ -27,6 +27,7 @@ from bench.gpu.record import Figure, read
 
 RAN, FAILED, STOPPED, NOT_RUN = "ran", "failed", "stopped", "not run"
 REASON_LINES = 3
+GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 END_SECONDS = 15.0  # for killed processes to be gone
 ABOUT_SECONDS = 120.0
 
@@ -168,6 +169,10 @@ def end_descendants(process: subprocess.Popen) -> None:
 
     This process must have no other children.
     """
+    if process.poll() is None:  # at its limit: it may end what it has started and remove its folders
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE_SECONDS)
     until = time.monotonic() + END_SECONDS
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
