@@ -17,7 +17,15 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Workers take files in this order. First those that take minutes, the longest first, so that none is left alone with one at the end. Then
 # those that mostly wait for others' processes, apart from each other, between those that compute for half a minute; then all others.
 ORDER = (
-    *("test_chain.py", "test_flow.py", "test_iterative_dpo.py", "test_rl_options.py", "test_real_data.py", "test_resume.py"),
+    *(
+        "test_chain.py",
+        "test_flow.py",
+        "test_iterative_dpo.py",
+        "test_rl_options.py",
+        "test_gpu_check.py",
+        "test_real_data.py",
+        "test_resume.py",
+    ),
     *("test_flow_deployment.py", "test_rollouts.py", "test_compact.py", "test_trl_curves.py"),
     *("test_concurrent_flows.py", "test_report.py", "test_validation.py"),
     *("test_ray_head.py", "test_two_ranks.py", "test_rl_rank.py"),

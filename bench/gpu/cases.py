@@ -33,7 +33,7 @@ def end_with_parent() -> None:
 def measure_here(cases: str, measure: Callable[[Case], Case]) -> None:
     """The child: measures the cases of a JSON list. The first that fails ends it."""
     for case in json.loads(cases):
-        print(RESULT + json.dumps(measure(case)), flush=True)
+        print("\n" + RESULT + json.dumps(measure(case)), flush=True)  # a bar of progress may be in the line
 
 
 def measure_apart(module: str, cases: list[Case], *, seconds: float, together: bool) -> Iterator[tuple[Case, Case | str]]:

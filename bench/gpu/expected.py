@@ -21,6 +21,17 @@ def trained_bytes(shape: ModelShape, *, tokens: int, scalar: bool = False) -> fl
     return states.weights + states.gradients + states.optimizer + one_pass
 
 
+def step_bytes(shape: ModelShape, *, scalar: bool = False) -> float:
+    """While the optimizer of ZeRO 1 or 2 steps, when no activations are there: states, and the gradients once more in float32.
+
+    The planner has no such moment. It counts where a pass is small beside the states.
+    Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, `step`
+    """
+    parameters = shape.scalar_parameters if scalar else shape.parameters
+    states = training_states(parameters, ranks=1, zero_stage=2)
+    return states.weights + states.gradients + states.optimizer + 4 * parameters
+
+
 def adapted_bytes(shape: ModelShape, *, tokens: int, rank: int, quantized: bool) -> float:
     """The same of adapters on every linear layer of a frozen language model. The planner itself counts no adapters; this has its parts."""
     base = frozen_weights(shape.parameters, ranks=1, zero_stage=2)

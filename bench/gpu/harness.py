@@ -27,6 +27,7 @@ from bench.gpu.record import Figure, read
 
 RAN, FAILED, STOPPED, NOT_RUN = "ran", "failed", "stopped", "not run"
 REASON_LINES = 3
+GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 END_SECONDS = 15.0  # for killed processes to be gone
 ABOUT_SECONDS = 120.0
 
@@ -50,9 +51,9 @@ class Part:
 PARTS = (
     Part("tests", "the tests that need a GPU", 120, 420),
     Part("training", "steps of SFT, reward model and DPO", 120, 480),
-    Part("vllm", "rollouts", 120, 480),
-    Part("rl", "the steps of an RL job", 180, 540),
-    Part("trl", "our trainers beside TRL's", 120, 480),
+    Part("vllm", "rollouts, beside bare vLLM", 120, 480, "bench.gpu.rollouts"),
+    Part("rl", "the steps of RL jobs", 180, 540),
+    Part("trl", "GRPO by us and by TRL", 120, 540, "bench.gpu.peer"),
     Part("lora", "steps with adapters", 90, 420),
     Part("memory", "where the memory goes", 90, 300),
 )
@@ -168,6 +169,10 @@ def end_descendants(process: subprocess.Popen) -> None:
 
     This process must have no other children.
     """
+    if process.poll() is None:  # at its limit: it may end what it has started and remove its folders
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE_SECONDS)
     until = time.monotonic() + END_SECONDS
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

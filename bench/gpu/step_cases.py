@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.cases import Case, measure_apart, measure_here, run_or_die
-from bench.gpu.expected import RESERVE, adapted_bytes, trained_bytes
+from bench.gpu.expected import RESERVE, adapted_bytes, step_bytes, trained_bytes
 from bench.gpu.flops import Passed, step_flops, utilization
 from bench.gpu.record import Record
 from bench.gpu.shapes import SHAPES, TINY, argument_parser, model_folder, models_folder, shape_name
@@ -52,6 +52,12 @@ class Choice:
             return trained_bytes(shape, tokens=tokens, scalar=self.method == "reward")
         return adapted_bytes(shape, tokens=tokens, rank=self.lora["rank"], quantized=self.quantized)
 
+    @property
+    def needed(self) -> float:
+        """Bytes without which it isn't begun."""
+        stepping = step_bytes(SHAPES[self.shape], scalar=self.method == "reward") if self.lora is None else 0.0
+        return max(self.planned, stepping)
+
 
 def main(module: str, description: str | None, choices: Sequence[Choice]) -> int:
     """A part's command line; with --cases that of its child."""
@@ -87,8 +93,8 @@ def part(module: str, choices: Sequence[Choice], record: Record, *, models: Path
             record.add(choice.name, "tokens/s", [], f"failed: {found}")
             failures.append(f"{choice.name}: {found}")
         elif "room" in found:
-            fits = f"not run: the planner says {choice.planned / GIB:.1f} GiB, and the GPU has room for {found['room'] / GIB:.1f}"
-            record.add(choice.name, "tokens/s", [], fits)
+            says = f"{choice.needed / GIB:.1f} GiB, by the planner {choice.planned / GIB:.1f}"
+            record.add(choice.name, "tokens/s", [], f"not run: it takes {says}, and the GPU has room for {found['room'] / GIB:.1f}")
         else:
             add_figures(record, choice, found)
     return failures
@@ -109,7 +115,7 @@ def measure(case: Case) -> Case:
 
     require(rehearse=case["rehearse"])
     choice, memory = chosen(case), device_memory()
-    if memory is not None and choice.planned > memory - RESERVE:
+    if memory is not None and choice.needed > memory - RESERVE:
         return {"room": memory - RESERVE}
     steps = Steps(
         method=choice.method,
@@ -134,7 +140,7 @@ def add_figures(record: Record, choice: Choice, found: Case) -> None:
     known = [share for share in shares if share is not None]
     record.add(f"{what}: model FLOPs utilization", "%", known, "" if known else f"unknown device {found['device']}: no utilization")
     for kind, size in found["bytes"].items():
-        note = f"until the second step's end {found['load'][kind] / GIB:.3g}"
+        note = f"while loading and in the steps before {found['load'][kind] / GIB:.3g}"
         record.add(f"{what}: highest memory, {kind}", "GiB", [size / GIB], note)
     if "allocated" in found["bytes"]:
         ratio, note = [found["bytes"]["allocated"] / choice.planned], f"the planner says {choice.planned / GIB:.3g} GiB"

@@ -76,8 +76,9 @@ class Steps:
 
 @dataclass(frozen=True)
 class Measured:
-    """seconds: of a step, one for each window. passed: in a step. attention: of the model. bytes: see `peak_bytes`; load: until the first
-    step's end.
+    """seconds: of a step, one for each window. passed: in a step. attention: the model's implementation of it.
+
+    bytes: see `peak_bytes`, of the steps that are timed; load: of all before them.
     """
 
     seconds: list[float]

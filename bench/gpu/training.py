@@ -9,8 +9,7 @@ import sys
 
 from bench.gpu.step_cases import Choice, main
 
-# In the order of what is most worth knowing. Full training of 7B takes 114 GiB for its states alone: its passes are short, so that a GPU of
-# 140 GB may hold it.
+# The most worth knowing first. Full training of 7B takes 142 GiB while its optimizer steps; where a GPU has less, it isn't begun.
 CHOICES = (
     *(Choice(method, "1.5B", 8192) for method in ("sft", "dpo", "reward")),
     *(Choice(method, "0.5B", 8192) for method in ("sft", "dpo", "reward")),

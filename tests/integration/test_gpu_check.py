@@ -14,7 +14,7 @@ from bench.gpu.cases import ROOT
 from bench.gpu.harness import FAILED, PARTS, RAN, read_result
 from bench.gpu.table import REHEARSAL
 
-MOST_SECONDS = 600  # two minutes on two cores with nothing else to do
+MOST_SECONDS = 1500  # two minutes of computing, on two cores that all other tests use too
 # A figure that each part must have, by the beginning of its name, and how many have a value.
 FIGURES = {
     "tests": ("test_", 0),
@@ -27,7 +27,7 @@ FIGURES = {
 @pytest.mark.timeout(MOST_SECONDS + 60)
 def test_a_rehearsal_runs_every_part_and_its_table_has_them_all(tmp_path):
     began = time.monotonic()
-    command = [sys.executable, "-m", "bench.gpu", "--rehearse", "--minutes", "20", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "bench.gpu", "--rehearse", "--minutes", "24", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MOST_SECONDS)
     assert time.monotonic() - began < MOST_SECONDS
     table = (tmp_path / "out" / "gpu.md").read_text()

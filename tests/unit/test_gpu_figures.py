@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.gpu.expected import adapted_bytes, adapter_parameters, trained_bytes
+from bench.gpu.expected import adapted_bytes, adapter_parameters, step_bytes, trained_bytes
 from bench.gpu.flops import PEAKS, Passed, step_flops, utilization
 from bench.gpu.lora import LORA
 from bench.gpu.memory import ON_GPU, PASSES, planned_parts
@@ -84,6 +84,7 @@ def test_planned_bytes_of_full_training_and_of_adapters():
     # A layer's activations: (4 * 64 + 2 * 64 + 2 * 32 + 4 * 128) * 2 bytes = 1,920 a token; two layers, 10 tokens: 38,400.
     # Logits: 10 * 2048 * (2 + 8) = 204,800.
     assert trained_bytes(shape, tokens=10) == 16 * parameters + 38_400 + 204_800
+    assert step_bytes(shape) == 20 * parameters
     assert trained_bytes(shape, tokens=10, scalar=True) == 16 * shape.scalar_parameters + 38_400
     plain = adapted_bytes(shape, tokens=10, rank=16, quantized=False)
     assert plain == 2 * parameters + 16 * adapter_parameters(shape, 16) + 38_400 + 204_800

@@ -22,7 +22,7 @@ from bench.gpu.table import BEGIN, END, REHEARSAL, markdown, put_into
 
 # Each leaves a figure first.
 BEGINNING = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 from bench.gpu.record import Record
 from bench.gpu.shapes import argument_parser
@@ -32,7 +32,15 @@ Record(arguments.out).add("what it found", "s", [1.0, 3.0, 2.0], "a note")
 HANGS = """
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 Path(os.environ["CHILD"]).write_text(str(child.pid))
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("about to hang", flush=True)
+time.sleep(300)
+"""
+LEAVES = """
+def leave(*_):
+    Path(os.environ["CHILD"]).write_text("folders removed")
+    sys.exit(1)
+signal.signal(signal.SIGTERM, leave)
 time.sleep(300)
 """
 WAITS = """
@@ -62,7 +70,7 @@ def run(tmp_path, monkeypatch, parts: list[list], *, seconds: float = 60.0) -> l
 
 
 def command(tmp_path, monkeypatch, parts: list[list], *, seconds: float = 60.0) -> list[str]:
-    bodies = {"fine": "", "hangs": HANGS, "crashes": CRASHES, "waits": WAITS, "finds_nothing": "arguments.out.unlink()"}
+    bodies = {"fine": "", "hangs": HANGS, "crashes": CRASHES, "waits": WAITS, "leaves": LEAVES, "finds_nothing": "arguments.out.unlink()"}
     for name, body in bodies.items():
         (tmp_path / f"{name}.py").write_text(BEGINNING + textwrap.dedent(body))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
@@ -78,6 +86,11 @@ def test_a_part_that_hangs_is_killed_with_all_it_started_and_the_next_one_runs(t
     assert fine["outcome"] == RAN and fine["seconds"] < 30
     assert hung["figures"] == fine["figures"] == [{"what": "what it found", "unit": "s", "values": [1.0, 3.0, 2.0], "note": "a note"}]
     assert not psutil.pid_exists(int((tmp_path / "child").read_text()))  # although it had a session of its own
+
+
+def test_a_part_at_its_limit_may_tidy_up_first(tmp_path, monkeypatch):
+    (left,) = run(tmp_path, monkeypatch, [["leaves", "", 0, 4, "leaves"]])
+    assert left["outcome"] == STOPPED and (tmp_path / "child").read_text() == "folders removed"
 
 
 def test_a_part_ends_with_the_harness_however_that_ends(tmp_path, monkeypatch):
