@@ -9,12 +9,13 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binom, binomtest, t, ttest_1samp
+from scipy.stats import binom, binomtest, nct, t, ttest_1samp
 
 from rlhf_core.statistics import (
     PairAccuracy,
     accuracy_with_ties,
     detectable_difference,
+    detectable_mean_difference,
     difference_interval,
     holm,
     interval_p_value,
@@ -162,6 +163,14 @@ def test_p_value_of_an_interval_is_that_of_its_width():
 def test_a_detectable_difference_has_two_quantiles():
     # Standard error 0.1: (1.959964 + 0.841621) * 0.1
     assert detectable_difference(-0.1959964, 0.1959964, CONFIDENCE) == pytest.approx(0.2801585, abs=1e-6)
+
+
+def test_a_detectable_mean_difference_is_found_with_its_power():
+    n, deviation = 4, 0.5
+    half = deviation * float(t.ppf(0.975, n - 1))
+    gain = detectable_mean_difference(-half, half, n, CONFIDENCE)
+    assert nct.sf(t.ppf(0.975, n - 1), n - 1, gain / deviation) == pytest.approx(0.8, abs=1e-6)
+    assert detectable_mean_difference(-half, half, n, CONFIDENCE, tests=3) > gain
 
 
 def test_accuracy_counts_ties_as_half_and_reports_them():
