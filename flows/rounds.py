@@ -15,11 +15,25 @@ from flows.overrides import check
 from flows.pins import prepare_run, promoted_version, start_from_registry
 from flows.stages import stage_order
 from flows.worktree import commit, prepare_worktree, worktree_path
-from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, ScorerConfig, load_params, read_yaml
+from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, PromotionConfig, ScorerConfig, load_params, read_yaml
 from rlhf_core.data.pool import prompts_of_round
 from rlhf_core.data.schema import read_rows
+from rlhf_core.error_budget import next_budget
 from rlhf_core.report.rounds import draw, table
-from rlhf_core.rounds import FOLDER, PIPELINE, Pin, PromptsPin, Round, dvc_md5, prompts_hash, read_rounds, round_folder, write_rounds
+from rlhf_core.rounds import (
+    FOLDER,
+    PIPELINE,
+    ROUNDS_FILE,
+    BudgetPin,
+    Pin,
+    PromptsPin,
+    Round,
+    dvc_md5,
+    prompts_hash,
+    read_rounds,
+    round_folder,
+    write_rounds,
+)
 
 STAGES = ("sample_round", "validate_round", "train_round", "evaluate_round")
 FIGURE, TABLE = FOLDER / "rounds.svg", FOLDER / "rounds.md"
@@ -132,6 +146,7 @@ def new_round(workspace: Path, rounds: dict[int, Round], params: Params, start: 
 
     config, number = params.iterative, len(rounds) + 1
     accepted = [n for n in rounds if (verdict(workspace, n) or {}).get("accepted")]
+    check_promotion_split(workspace, params)
     ids = [row["id"] for row in read_rows(workspace / PREPARED, "prompt", "train")]
     prompts = prompts_of_round(ids, number, config.sampling.prompts, seed=params.seed)
     return Round(
@@ -140,7 +155,45 @@ def new_round(workspace: Path, rounds: dict[int, Round], params: Params, start: 
         reward_models={s.name: pin(s.path or REWARD_MODEL) for s in config.scorers if s.kind == "reward_model"},
         gate=pin(GATE),
         prompts=PromptsPin(first=(number - 1) * len(prompts), count=len(prompts), sha256=prompts_hash(prompts)),
+        budget=budget_of_next(workspace, rounds, config.promotion),
     )
+
+
+def check_promotion_split(workspace: Path, params: Params) -> None:
+    """There are as many prompts to compare policies on as are asked for.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    found, wanted = len(read_rows(workspace / PREPARED, "prompt", "promotion")), params.iterative.promotion.prompts
+    if found < wanted:
+        raise ConfigError(
+            f"iterative.promotion.prompts: expected at most the {found} prompts of the promotion split, got {wanted}; lower it, or raise "
+            f"data.promotion_fraction={params.data.promotion_fraction:g}, in another series if this one has rounds"
+        )
+
+
+def budget_of_next(workspace: Path, rounds: dict[int, Round], config: PromotionConfig) -> BudgetPin:
+    """What the comparison of the round after those may spend, by what the rounds have pinned and shown.
+
+    Raises:
+        ConfigError: a round has pinned another budget than the verdicts before it leave: one of them has changed since.
+    """
+    budget = next_budget(None, accepted=False, error_budget=config.error_budget, rounds=config.rounds)
+    for number, entry in rounds.items():
+        if entry.budget != budget:
+            raise ConfigError(
+                f"round {number}: expected the budget that the verdicts before it leave, {_shown(budget)}, got {_shown(entry.budget)}; "
+                f"{ROUNDS_FILE} or a verdict has changed since the round began: restore both with git, or begin another series"
+            )
+        found = verdict(workspace, number) or {}
+        if found.get("trained"):
+            budget = next_budget(budget, accepted=found["accepted"], error_budget=config.error_budget, rounds=config.rounds)
+    return budget
+
+
+def _shown(budget: BudgetPin) -> str:
+    return f"comparison {budget.comparison} at level {budget.level:.4g}"
 
 
 def is_finished(workspace: Path, number: int) -> bool:

@@ -48,12 +48,14 @@ def register(root: Path, artifact: str, run: str | None, round_number: int | Non
     if artifact == "reward-model" and not gate["needed"]:
         raise ConfigError(f"{artifact} of {branch}: expected a reward model, got none; reward.enabled is false there")
     if round_number is not None:
-        path, last = _of_round(workspace, artifact, round_number)
+        path, last, decided = _of_round(workspace, artifact, round_number)
     else:
+        decided = {"by": "gate_reward", "split": "test"} if artifact == "reward-model" else None
         path = _read(workspace, "dvc.yaml")["artifacts"][artifact]["path"]
         last = LAST_STAGE[artifact] if artifact != "reward-model" or gate["passed"] or gate["override"] else "train_reward"
     try:
-        made_of = lineage(path, commit=commit, run=branch, params=_read(workspace, "params.yaml"), lock=lock, gate=gate)
+        params = _read(workspace, "params.yaml")
+        made_of = lineage(path, commit=commit, run=branch, params=params, lock=lock, gate=gate, decided=decided)
         _check_in_cache(workspace, lock, path)
     except ValueError as error:
         raise ConfigError(f"{artifact} of {branch}: {error}") from error
@@ -64,8 +66,8 @@ def register(root: Path, artifact: str, run: str | None, round_number: int | Non
         return add_version(root, artifact, made_of)
 
 
-def _of_round(workspace: Path, artifact: str, number: int) -> tuple[str, str]:
-    """Path of a round's policy, and the last stage behind it.
+def _of_round(workspace: Path, artifact: str, number: int) -> tuple[str, str, dict[str, Any]]:
+    """Path of a round's policy, the last stage behind it, and what it was accepted by.
 
     Raises:
         ConfigError: there is no such round, or it kept the policy before.
@@ -76,7 +78,7 @@ def _of_round(workspace: Path, artifact: str, number: int) -> tuple[str, str]:
     verdict = _read(workspace, f"{folder}/metrics/evaluate.json")
     if not verdict["accepted"]:
         raise ConfigError(f"round {number}: expected one whose policy was accepted, got one that wasn't: {verdict['reason']}")
-    return f"{folder}/policy", f"{PIPELINE}:evaluate_round@{number}"
+    return f"{folder}/policy", f"{PIPELINE}:evaluate_round@{number}", {"by": f"evaluate_round@{number}", **verdict.get("promotion", {})}
 
 
 def read_locks(root: Path, commit: str) -> dict[str, Any]:

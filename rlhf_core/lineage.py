@@ -17,13 +17,14 @@ PACKAGES = (
 )
 
 
-def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate: Tree | None) -> Tree:
+def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate: Tree | None, decided: Tree | None) -> Tree:
     """Of the model at `path` in a commit.
 
     Args:
         run: the branch that the commit was on.
         params: all of params.yaml. lock: dvc.lock, with the stages of rounds where the model is a round's.
         gate: metrics/gate.json; None: there is none.
+        decided: the stage that accepted the model, and the split on which it did; None: no stage does.
     Raises:
         ValueError: dvc.lock knows no stage that makes the model.
     """
@@ -42,6 +43,7 @@ def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate:
         "stages": {name: _hashes(lock["stages"][name]) for name in stages},
         "params": params,
         "gate": gate,
+        "decided": decided,
         "packages": package_versions(),
     }
 

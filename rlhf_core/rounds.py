@@ -40,6 +40,18 @@ class PromptsPin(Section):
     sha256: str
 
 
+class BudgetPin(Section):
+    """What a round's comparison may spend of the series' error budget (rlhf_core/error_budget.py).
+
+    comparison: its number in the series, from 1; the round after one whose data was refused has the same. level: the largest p-value that
+    accepts. spent: the levels of the comparisons before it that accepted nothing.
+    """
+
+    comparison: int
+    level: float
+    spent: float
+
+
 class Round(Section):
     """What a round begins with.
 
@@ -52,6 +64,7 @@ class Round(Section):
     reward_models: dict[str, Pin]
     gate: Pin
     prompts: PromptsPin
+    budget: BudgetPin
 
     def check(self, number: int, root: Path = Path()) -> None:
         """What lies on the disk is what the round began with.
@@ -73,9 +86,15 @@ def read_rounds(root: Path = Path()) -> dict[int, Round]:
     """All rounds by their number, from 1.
 
     Raises:
-        ConfigError: the file isn't what it should be.
+        ConfigError: the file isn't what it should be, or of a series that began before rounds had an error budget.
     """
     tree = read_yaml(root / ROUNDS_FILE).get("rounds")
+    entries = tree.values() if isinstance(tree, dict) else ()
+    if any(isinstance(entry, dict) and "prompts" in entry and "budget" not in entry for entry in entries):
+        raise ConfigError(
+            f"{ROUNDS_FILE}: expected the error budget of each round's comparison, got rounds that were judged without one; such a series "
+            "can't go on: begin another with --series NAME, from its last policy with iterative.start=registry (docs/iterative_dpo.md)"
+        )
     try:
         rounds = {int(number): Round.model_validate(entry) for number, entry in (tree or {}).items()}
     except (ValueError, AttributeError, ValidationError) as error:

@@ -1,8 +1,11 @@
-"""Stage evaluate: the SFT model against the policy on held-out prompts, greedy and sampled."""
+"""Stage evaluate: the SFT model against the policy on prompts of the test split, greedy and sampled."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rlhf_core.data.schema import read_rows
+from rlhf_core.data.split import conversation_text
 from tasks.stage import (
     EVALUATION_PROMPTS,
     EVALUATION_SAMPLES,
@@ -20,6 +23,7 @@ from tasks.stage import (
 MICROBATCH_TOKENS = 8192
 MODES = ("greedy", "sampled")
 MODELS = {"sft": SFT_MODEL, "policy": POLICY_MODEL}
+SPLIT = "test"
 
 
 def main() -> None:
@@ -32,7 +36,7 @@ def main() -> None:
 
 
 def heldout_prompts(stage: Stage, tokenizers: dict) -> dict[str, list]:
-    """The first `evaluation.prompts` prompts of the test split, in a seeded order, that leave room for an answer; each of them once.
+    """`evaluation.prompts` prompts of the test split, each once, in a seeded order, that leave room for an answer (`apart`: which ones).
 
     The same for every model, each in the words of that model's own template: a policy's may ask for something that the SFT model's doesn't.
     """
@@ -42,14 +46,33 @@ def heldout_prompts(stage: Stage, tokenizers: dict) -> dict[str, list]:
 
     params = stage.params
     longest = params.model.max_length - params.evaluation.max_new_tokens
-    rows = distinct_prompts(read_rows(PREPARED, "prompt", "test"))
+    rows = distinct_prompts(read_rows(PREPARED, "prompt", SPLIT))
     fitting = [r for r in rows if all(len(encode_prompt(t, r["messages"])) <= longest for t in tokenizers.values())]
     if not fitting:
         raise StageFailed(
             f"evaluation: expected held-out prompts of at most {longest} tokens, got none of {len(rows)}; raise model.max_length"
         )
-    count, seed = params.evaluation.prompts, params.seed
-    return {name: choose_prompts(fitting, t, longest=longest, count=count, seed=seed) for name, t in tokenizers.items()}
+    known, count = gate_prompts(), params.evaluation.prompts
+    order = {name: choose_prompts(fitting, t, longest=longest, count=None, seed=params.seed) for name, t in tokenizers.items()}
+    return {name: apart(prompts, count, known) for name, prompts in order.items()}
+
+
+def apart(prompts: list, count: int, known: set[str]) -> list:
+    """`count` of the prompts: as many of each source as the first `count` have, and of a source those first that aren't among the known."""
+    left = Counter(prompt.source for prompt in prompts[:count])
+    chosen = []
+    for prompt in sorted(prompts, key=lambda p: conversation_text(p.messages) in known):  # stable
+        if left[prompt.source]:
+            left[prompt.source] -= 1
+            chosen.append(prompt)
+    return chosen
+
+
+def gate_prompts() -> set[str]:
+    """Canonical texts of the conversations whose pairs the gate judges by."""
+    if not (PREPARED / "preference.parquet").exists():
+        return set()
+    return {conversation_text(row["messages"]) for row in read_rows(PREPARED, "preference", SPLIT)}
 
 
 def generate_all(stage: Stage):
@@ -132,6 +155,9 @@ def measure(stage: Stage, answers, pad_id: int) -> dict:
     metrics["win_rate"] = {mode: win_rate(a["policy"], a["sft"], confidence=config.confidence) for mode, a in answers.items()}
     metrics["difference"] = {mode: differences(a["policy"], a["sft"], confidence=config.confidence) for mode, a in answers.items()}
     metrics["kl"] = {mode: float((logprobs["policy", mode] - logprobs["sft", mode]).mean()) for mode in MODES}
+    known = gate_prompts()
+    metrics["split"] = SPLIT
+    metrics["prompts_of_gate"] = sum(conversation_text(a.prompt.messages) in known for a in answers["greedy"]["policy"])
     metrics["judge"] = any(a.judgement is not None for a in answers["greedy"]["policy"])
     return metrics
 

@@ -1,4 +1,4 @@
-"""Stage evaluate_round of a round of iterative DPO: the new policy against the one before it, on held-out prompts, and the verdict.
+"""Stage evaluate_round of a round of iterative DPO: the new policy against the one before it, on the promotion split, and the verdict.
 
     python -m tasks.evaluate_round <number of the round>
 
@@ -14,12 +14,18 @@ from typing import Any
 
 from rlhf_core.config import PromotionConfig
 from rlhf_core.data.schema import read_rows
-from rlhf_core.rounds import Round, read_round, round_folder
+from rlhf_core.error_budget import spent_after
+from rlhf_core.exact_test import p_value, smallest_gain
+from rlhf_core.rounds import ROUNDS_FILE, BudgetPin, Round, read_round, round_folder
 from tasks.stage import PREPARED, REWARD_MODEL, Stage, read_json, source_judges, write_json
 
 MICROBATCH_TOKENS = 8192
 MODES = ("greedy", "sampled")
 DECIDES = "sampled"  # the policy as it is sampled from in the next round
+SPLIT = "promotion"  # which nothing but the promotion of rounds reads
+MIN_DECIDED = 20  # prompts on which one policy is ahead; with fewer nothing is accepted
+ROUNDING = 1e-9  # of a sum of levels
+POWER = 0.8  # with which the smallest gain that is told would be found
 
 log = logging.getLogger("rlhf")
 
@@ -32,8 +38,10 @@ def main() -> None:
         entry.check(number)
         validation = read_json(folder / "metrics" / "validation.json")
         if validation["passed"]:
-            metrics = compare(stage, entry, folder / "policy")
-            metrics |= {"trained": True, **verdict(metrics, stage.params.iterative.promotion)}
+            promotion = stage.params.iterative.promotion
+            check_budget(entry.budget, promotion.error_budget)
+            metrics = compare(stage, entry, number, folder / "policy")
+            metrics |= {"trained": True, **verdict(metrics, promotion, entry.budget)}
         else:
             metrics = {
                 "trained": False,
@@ -44,70 +52,110 @@ def main() -> None:
         log.info("evaluate_round@%d: %s: %s", number, "accepted" if metrics["accepted"] else "not accepted", metrics["reason"])
 
 
-def verdict(metrics: dict[str, Any], config: PromotionConfig) -> dict[str, Any]:
-    """Whether the new policy is better by the configured statistic, and one sentence that says why.
+def check_budget(budget: BudgetPin, error_budget: float) -> None:
+    """The round's entry spends no more than there is.
+
+    Raises:
+        ValueError: it does: the entry or the params aren't those that the round began with.
+    """
+    if budget.spent + budget.level > error_budget * (1 + ROUNDING):
+        raise ValueError(
+            f"{ROUNDS_FILE}: expected at most what {budget.spent:.4g} spent leave of iterative.promotion.error_budget={error_budget:g}, "
+            f"got a level of {budget.level:.4g}; bring both files back with git"
+        )
+
+
+def verdict(metrics: dict[str, Any], config: PromotionConfig, budget: BudgetPin) -> dict[str, Any]:
+    """Whether the new policy is better by the configured statistic, at the level that the series' error budget leaves, and why.
 
     Args:
         metrics: of `compare`.
     """
-    if config.metric == "win_rate":
+    counts = comparisons(metrics, config.metric)
+    decided, margin = counts["ahead"] + counts["behind"], config.min_advantage / counts["points"]
+    p = p_value(counts["ahead"], counts["behind"], counts["n"], margin=margin)
+    accepted = decided >= MIN_DECIDED and p <= budget.level
+    gain = smallest_gain(decided, counts["n"], budget.level, margin=margin, power=POWER) if decided >= MIN_DECIDED else None
+    shown = {
+        "split": SPLIT,
+        **{key: counts[key] for key in ("ahead", "behind", "n")},
+        "decided": decided,
+        "p_value": p,
+        "comparison": budget.comparison,
+        "level": budget.level,
+        "error_budget": config.error_budget,
+        "spent": spent_after(budget, accepted=accepted),
+        "smallest_gain": None if gain is None else gain * counts["points"],
+        "power": POWER,
+    }
+    reason = _reason(shown, config, counts["advantage"]["value"], accepted=accepted)
+    return {"accepted": accepted, "reason": reason, "metric": config.metric, "advantage": counts["advantage"], "promotion": shown}
+
+
+def comparisons(metrics: dict[str, Any], metric: str) -> dict[str, Any]:
+    """On how many prompts the new policy is ahead and behind, the advantage with its interval, and its points per prompt ahead."""
+    if metric == "win_rate":
         rate = metrics["win_rate"][DECIDES]
-        value, low, high = (rate[key] - 0.5 for key in ("value", "low", "high"))
-        what = f"win rate {rate['value']:.3f} on {rate['n']} prompts, less a half"
-    else:
-        difference = metrics["judge_difference"][DECIDES]
-        value, low, high = (difference[key] for key in ("value", "low", "high"))
-        what = "the judge's share less the one before"
-    accepted = low > config.min_advantage
-    interval = f"{config.confidence:.0%} interval {low:+.3f} to {high:+.3f}"
-    relation = "is above" if accepted else "isn't above"
-    reason = f"{what}: {value:+.3f}, {interval}; its lower end {relation} iterative.promotion.min_advantage={config.min_advantage:g}"
-    return {"accepted": accepted, "reason": reason, "metric": config.metric, "advantage": {"value": value, "low": low, "high": high}}
+        advantage = {key: rate[key] - 0.5 for key in ("value", "low", "high")}
+        return {"ahead": rate["wins"], "behind": rate["losses"], "n": rate["n"], "advantage": advantage, "points": 0.5}
+    found = metrics["judge_difference"][DECIDES]
+    n = sum(found[key] for key in ("both", "first_only", "second_only", "neither"))
+    advantage = {key: found[key] for key in ("value", "low", "high")}
+    return {"ahead": found["first_only"], "behind": found["second_only"], "n": n, "advantage": advantage, "points": 1.0}
 
 
-def compare(stage: Stage, entry: Round, policy: Path) -> dict[str, Any]:
+def _reason(shown: dict[str, Any], config: PromotionConfig, advantage: float, *, accepted: bool) -> str:
+    what = "win rate less a half" if config.metric == "win_rate" else "the judge's share less the one before"
+    found = f"{what}: {advantage:+.3f} on {shown['n']} prompts of the split {SPLIT}, ahead on {shown['ahead']}, behind on {shown['behind']}"
+    if shown["decided"] < MIN_DECIDED:
+        return f"{found}; too few decided comparisons, {shown['decided']} of at least {MIN_DECIDED}"
+    relation = "is at most" if accepted else "is above"
+    above = f" of no more than iterative.promotion.min_advantage={config.min_advantage:g}" if config.min_advantage else ""
+    gain = shown["smallest_gain"]
+    power = "no outcome of so few would be accepted" if gain is None else f"a gain of {gain:.3f} would be found with {POWER:.0%} power"
+    return (
+        f"{found}; its p-value{above}, {shown['p_value']:.2g}, {relation} the level {shown['level']:.2g} of comparison "
+        f"{shown['comparison']}; spent of iterative.promotion.error_budget={config.error_budget:g}: {shown['spent']:.2g}; {power}"
+    )
+
+
+def compare(stage: Stage, entry: Round, number: int, policy: Path) -> dict[str, Any]:
     """Both policies' figures, their win rate and difference, and how far the new one has gone."""
-    from rlhf_core.evaluation import summarize, win_rate
+    from rlhf_core.evaluation import judge_difference, summarize, win_rate
 
-    confidence = stage.params.iterative.promotion.confidence
-    tokenizer, answers = answer(stage, {"before": Path(entry.policy.path), "after": policy})
+    confidence = stage.params.evaluation.confidence
+    tokenizer, answers = answer(stage, number, {"before": Path(entry.policy.path), "after": policy})
     metrics: dict[str, Any] = {
         mode: {name: summarize(a, confidence=confidence) for name, a in by_model.items()} for mode, by_model in answers.items()
     }
     metrics["win_rate"] = {mode: win_rate(a["after"], a["before"], confidence=confidence) for mode, a in answers.items()}
     if "judge_ok" in metrics[DECIDES]["after"]:
-        metrics["judge_difference"] = {mode: judge_difference(metrics[mode], confidence) for mode in MODES}
+        metrics["judge_difference"] = {
+            mode: judge_difference(a["after"], a["before"], confidence=confidence) for mode, a in answers.items()
+        }
     models = {"before": Path(entry.policy.path), "origin": Path(entry.origin.path)}
     metrics["kl"] = divergence(stage, tokenizer.pad_token_id, policy, models, answers[DECIDES]["after"])
     return metrics
 
 
-def judge_difference(summaries: dict[str, dict[str, Any]], confidence: float) -> dict[str, float]:
-    """Of the shares of answers that the judge accepts, after less before, with its interval."""
-    from rlhf_core.statistics import difference_interval
+def answer(stage: Stage, number: int, models: dict[str, Path]):
+    """The tokenizer, and every model's answers to the round's promotion prompts in every mode: {mode: {model: [...]}}.
 
-    after, before = ((round(s["judge_ok"] * s["judge_n"]), s["judge_n"]) for s in (summaries["after"], summaries["before"]))
-    low, high = difference_interval(after, before, confidence)
-    return {"value": after[0] / after[1] - before[0] / before[1], "low": low, "high": high}
-
-
-def answer(stage: Stage, models: dict[str, Path]):
-    """The tokenizer, and every model's answers to the held-out prompts in every mode: {mode: {model: [...]}}.
-
-    All models draw with the same seeds.
+    Both models draw with the same seeds, and other ones in each round: what a policy was lucky with in one round is drawn anew in the next.
     """
     from rlhf_core.engines.in_process import open_engine
     from rlhf_core.models.build import read_state_dict
     from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
-    from rlhf_core.sampling import SamplingSettings, request_seeds
-    from rlhf_core.trainers.labelling import choose_prompts
+    from rlhf_core.sampling import SamplingSettings
+    from rlhf_core.trainers.labelling import promotion_prompts, promotion_seeds
 
     params, config = stage.params, stage.params.evaluation
     first = str(next(iter(models.values())))
     tokenizer = load_tokenizer(first, trust_remote_code=params.model.trust_remote_code)
     longest = params.model.max_length - config.max_new_tokens
-    prompts = choose_prompts(
-        read_rows(PREPARED, "prompt", "test"), tokenizer, longest=longest, count=params.iterative.promotion.prompts, seed=params.seed
+    wanted = params.iterative.promotion.prompts
+    prompts = promotion_prompts(
+        read_rows(PREPARED, "prompt", SPLIT), tokenizer, longest=longest, count=wanted, seed=params.seed, number=number
     )
     engine = open_engine(
         params.iterative.sampling.backend,
@@ -120,7 +168,7 @@ def answer(stage: Stage, models: dict[str, Path]):
         trust_remote_code=params.model.trust_remote_code,
         gpu_memory_fraction=config.gpu_memory_fraction,
     )
-    seeds = request_seeds(params.seed, 0, len(prompts))
+    seeds = promotion_seeds(params.seed, number, len(prompts))
     samples: dict[str, dict[str, list]] = {mode: {} for mode in MODES}
     for version, (name, folder) in enumerate(models.items()):
         if version:

@@ -24,6 +24,7 @@ def main() -> None:
         rows = prompts_of(entry, number, stage)
         judges = source_judges()
         override = check_inputs(stage.params.iterative, rows, judges)
+        check_promotion(stage, entry, number)
         groups, dropped = sample(stage, entry, rows, judges)
         aside = stage.scratch / "data"
         figures = write_data(aside, groups, stage.params.iterative.min_margin)
@@ -71,6 +72,22 @@ def check_inputs(config: IterativeConfig, rows: list[dict], judges: dict[str, st
     if config.promotion.metric == "judge" and not all(row["source"] in judges for row in rows):
         raise ValueError("iterative.promotion.metric: expected win_rate for data without a judge, got judge; change it")
     return override
+
+
+def check_promotion(stage: Stage, entry: Round, number: int) -> None:
+    """The round can be compared when it is done: the promotion split has the prompts for it.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.trainers.labelling import promotion_prompts
+
+    params = stage.params
+    tokenizer = load_tokenizer(entry.policy.path, trust_remote_code=params.model.trust_remote_code)
+    longest = params.model.max_length - params.evaluation.max_new_tokens
+    rows, count = read_rows(PREPARED, "prompt", "promotion"), params.iterative.promotion.prompts
+    promotion_prompts(rows, tokenizer, longest=longest, count=count, seed=params.seed, number=number)
 
 
 def sample(stage: Stage, entry: Round, rows: list[dict], judges: dict[str, str]):

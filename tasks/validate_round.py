@@ -17,7 +17,7 @@ from tasks.stage import PREPARED, TOKENIZER, Stage, write_json
 from tasks.validate_data import load
 
 # The round's pairs, and the prompts beside them: a pair whose prompt is held out would be a leak.
-NEEDED = (("preference", "train"), ("prompt", "test"))
+NEEDED = (("preference", "train"), ("prompt", "promotion"))
 
 log = logging.getLogger("rlhf")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -110,14 +110,28 @@ class ConditionalSftConfig(TrainingConfig):
 class PromotionConfig(Section):
     """When a round's policy takes the place of the one before.
 
-    metric: win_rate (of the score, ties half) or judge (difference in shares, where the data has a judge), on held-out prompts.
-    min_advantage: the lower end of the interval of the win rate minus a half, or of the difference, must be above this.
+    metric: win_rate (of the score, ties half) or judge (difference in shares, where the data has a judge), on the promotion split.
+    error_budget: chance that a series of rounds ever accepts a policy that is no better (rlhf_core/error_budget.py).
+    rounds: comparisons over which most of the budget is spread; a series may have more.
+    min_advantage: the win rate minus a half, or the difference, must be shown to be above this.
     """
 
     metric: Literal["win_rate", "judge"]
     prompts: int = Field(gt=0)
-    confidence: float = Field(gt=0, lt=1)
-    min_advantage: float = Field(ge=-1, le=1)
+    error_budget: float = Field(gt=0, lt=1)
+    rounds: int = Field(gt=0)
+    min_advantage: float = Field(gt=-0.5, lt=0.5)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_budget(cls, section: Any) -> Any:
+        if isinstance(section, dict) and "confidence" in section:
+            raise ValueError(
+                "confidence: expected error_budget (the chance that a series ever accepts a policy that is no better) and rounds, got the "
+                "confidence of each round; write error_budget: 0.05 and rounds: 30 in its place. A series that has confidence can't go on: "
+                "begin another with --series NAME"
+            )
+        return section
 
 
 class IterativeConfig(Section):

@@ -137,9 +137,20 @@ class SourceConfig(Section):
 class DataConfig(Section):
     validation_fraction: float = Field(gt=0, lt=0.5)
     test_fraction: float = Field(gt=0, lt=0.5)
+    promotion_fraction: float = Field(default=0.0, ge=0, lt=0.5)
     max_rows: int | None = Field(default=None, gt=0)
     max_unrenderable_fraction: float = Field(default=0.05, ge=0, le=1)
     sources: list[SourceConfig] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _something_is_left(self):
+        aside = self.validation_fraction + self.test_fraction + self.promotion_fraction
+        if aside >= 1:
+            raise ValueError(
+                f"validation_fraction, test_fraction and promotion_fraction: expected less than 1 together, got {aside:g}; leave something "
+                "to train on"
+            )
+        return self
 
     @model_validator(mode="after")
     def _names_differ(self):

@@ -29,7 +29,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
 }
 # The same of rounds/dvc.yaml, whose stages each round of iterative DPO has.
 ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
-    "sample_round": ("seed", "model", "reward", "iterative"),
+    "sample_round": ("seed", "model", "reward", "iterative", "evaluation.max_new_tokens"),
     "validate_round": ("validation", "model", "iterative"),
     "train_round": ("seed", "model", "dpo", "iterative"),
     "evaluate_round": ("seed", "model", "iterative", "evaluation"),

@@ -87,7 +87,12 @@ def _lay_aside(
 
 def _split(row: dict, config: DataConfig) -> str:
     text = row["text"] if "text" in row else conversation_text(row["messages"])
-    return split_of(text, validation_fraction=config.validation_fraction, test_fraction=config.test_fraction)
+    return split_of(
+        text,
+        validation_fraction=config.validation_fraction,
+        test_fraction=config.test_fraction,
+        promotion_fraction=config.promotion_fraction,
+    )
 
 
 def _copy(path: Path, stays: np.ndarray, rows: RowWriter, slices: RowWriter) -> Counter[str]:

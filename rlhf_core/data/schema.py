@@ -19,7 +19,8 @@ A source that says so (`slices`) has beside them what its pairs can be told apar
     slices.parquet       id (of a preference row), column, value
 
 id: unique within a use, stable under a change of order: a hash of source and content.
-split: train, validation or test, by a hash of the conversation, the same in every use.
+split: by a hash of the conversation, the same in every use. train; validation: looked at during training; test: for the gate and the
+    evaluation; promotion: for the promotion of rounds of iterative DPO, and nothing else.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from typing import Any, Literal, NotRequired, TypedDict
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-Split = Literal["train", "validation", "test"]
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+Split = Literal["train", "validation", "test", "promotion"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test", "promotion")
 
 
 class Message(TypedDict):

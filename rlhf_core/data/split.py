@@ -19,12 +19,17 @@ def conversation_text(messages: Sequence[Message]) -> str:
     return "\n".join(f"{m['role']}\t{' '.join([*m['content'].split(), *(m.get('extra') or '').split()]).casefold()}" for m in messages)
 
 
-def split_of(text: str, *, validation_fraction: float, test_fraction: float) -> Split:
-    """The split of a conversation's canonical text, the same in every use and for every seed."""
+def split_of(text: str, *, validation_fraction: float, test_fraction: float, promotion_fraction: float) -> Split:
+    """The split of a conversation's canonical text, the same in every use and for every seed.
+
+    Promotion lies beside test: what one of the two gives to the other moves no row into or out of validation and train.
+    """
     position = _fraction(text)
     if position < test_fraction:
         return "test"
-    return "validation" if position < test_fraction + validation_fraction else "train"
+    if position < test_fraction + promotion_fraction:
+        return "promotion"
+    return "validation" if position < test_fraction + promotion_fraction + validation_fraction else "train"
 
 
 class Ids:

@@ -12,11 +12,30 @@ from typing import Any
 from tabulate import tabulate
 
 Row = dict[str, Any]
-HEADS = ("round", "from", "pairs", "judge", "greedy", "score", "win rate", "KL", "KL, origin", "verdict")
+HEADS = (
+    "round",
+    "from",
+    "pairs",
+    "judge",
+    "greedy",
+    "score",
+    "win rate",
+    "p",
+    "level",
+    "spent",
+    "gain found",
+    "KL",
+    "KL, origin",
+    "verdict",
+)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: per round where it led (held-out prompts, sampled unless said otherwise), and whether its policy was kept."""
+    """Markdown: per round where it led (prompts of the promotion split, sampled unless said otherwise), and whether its policy was kept.
+
+    p, level, spent: the comparison's p-value, the largest that accepts, and what the series has spent of its error budget after it.
+    gain found: the smallest advantage that would be found with the power of `promotion` in metrics/evaluate.json.
+    """
     lines = [
         (
             row["round"],
@@ -26,6 +45,7 @@ def table(rows: Sequence[Row]) -> str:
             _change(row, "greedy", "judge_ok"),
             _change(row, "sampled", "score_mean"),
             _win_rate(row),
+            *_test(row),
             *(f"{row['kl'][name]:.2f}" if row["trained"] else "" for name in ("before", "origin")),
             "accepted" if row["accepted"] else "not better" if row["trained"] else "refused",
         )
@@ -46,6 +66,14 @@ def _win_rate(row: Row) -> str:
         return ""
     rate = row["win_rate"]["sampled"]
     return f"{rate['value']:.3f} ({rate['low']:.3f} to {rate['high']:.3f})"
+
+
+def _test(row: Row) -> tuple[str, str, str, str]:
+    if not row["trained"]:
+        return "", "", "", ""
+    test = row["promotion"]
+    gain = test["smallest_gain"]
+    return f"{test['p_value']:.2g}", f"{test['level']:.2g}", f"{test['spent']:.2g}", "" if gain is None else f"{gain:.3f}"
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

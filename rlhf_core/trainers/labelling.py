@@ -14,11 +14,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import ModelConfig, SamplingConfig, ScorerConfig
 from rlhf_core.data.batching import batch_indices
+from rlhf_core.data.split import conversation_text
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.engines.in_process import open_engine
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
@@ -33,6 +35,7 @@ from rlhf_core.trainers.credit import weighted_score
 from rlhf_core.types import Prompt
 
 MICROBATCH_TOKENS = 8192  # of a reward model's forward pass
+PROMOTION_TURN = 1  # of a round's drawing; its responses to train on are turn 0
 REQUEST_RESPONSES = 4096  # asked of the engine at once; between requests it can be told to stop
 
 
@@ -73,6 +76,35 @@ def choose_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, long
         raise ValueError(f"prompts: expected some of at most {longest} tokens, got none of {len(rows)}; raise model.max_length")
     order = batch_indices(0, batch_size=len(prompts), num_examples=len(prompts), seed=seed)
     return [prompts[i] for i in order[:count]]
+
+
+def promotion_prompts(
+    rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, longest: int, count: int, seed: int, number: int
+) -> list[Prompt]:
+    """The prompts on which a round's policy is compared with the one before it: `count` different ones of the promotion split, others for
+    each round where the split has more.
+
+    Args:
+        rows: of the use prompt, of the promotion split.
+        longest: tokens of a prompt.
+        number: of the round.
+    Raises:
+        ValueError: there are fewer.
+    """
+    different = {conversation_text(row["messages"]): row for row in rows}.values()  # one answered twice is no second observation
+    fitting = [row for row in different if len(encode_prompt(tokenizer, row["messages"])) <= longest]
+    if len(fitting) < count:
+        raise ValueError(
+            f"iterative.promotion.prompts: expected at most the {len(fitting)} different prompts of the promotion split with at most "
+            f"{longest} tokens, got {count}; lower it, or raise data.promotion_fraction"
+        )
+    order = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+    return choose_prompts(fitting, tokenizer, longest=longest, count=count, seed=order)
+
+
+def promotion_seeds(seed: int, number: int, count: int) -> list[int]:
+    """Of the answers to `promotion_prompts`, for both policies of a round: others for each round, and none of the round's own sampling."""
+    return request_seeds(seed, number, count, turn=PROMOTION_TURN)
 
 
 def sample_responses(

@@ -41,7 +41,8 @@ elif stage == "train_round":
 elif stage == "evaluate_round":
     verdict = Path("rounds", sys.argv[2], "metrics/evaluate.json")
     verdict.parent.mkdir(parents=True, exist_ok=True)
-    verdict.write_text(json.dumps({"accepted": sys.argv[2] == "1", "reason": "no better"}))
+    decided = {"promotion": {"split": "promotion", "level": 0.001}}
+    verdict.write_text(json.dumps({"accepted": sys.argv[2] == "1", "reason": "no better", **decided}))
 else:
     (folder / "content").write_text(f"{stage} of seed {params['seed']}")
     (folder / "deeper").mkdir()

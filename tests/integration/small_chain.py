@@ -33,6 +33,7 @@ SMALL = {
     "model": {"architecture": {"hidden_size": 64, "intermediate_size": 128, "layers": 1, "heads": 2}},
     "sft": {"steps": 24, "batch_size": 16, "checkpoint_every": 6, "eval_every": 12, "pretrain": {"steps": 24, "batch_size": 16}},
     "reward": {"epochs": 1.0, "checkpoint_every": 3, "eval_every": 4},
+    "data": {"test_fraction": 0.12, "promotion_fraction": 0.06},
     "gate": {"min_accuracy": 0.3, "min_pairs": 100},
     "rl": {
         "steps": 60,  # enough to be interrupted three times, of a tenth of a second each

@@ -21,6 +21,7 @@ from small_chain import (
     run,
 )
 
+from rlhf_core.data.schema import read_rows
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.report.page import METHOD_TITLES
 
@@ -106,6 +107,8 @@ def test_each_way_to_the_policy_without_rl_trains_one_that_is_evaluated_and_repo
     if last == "train_policy":
         return
     evaluation = json.loads((workspace / "metrics/evaluate.json").read_text())
+    shown = set(pd.read_parquet(workspace / "data/evaluation_samples.parquet")["id"])
+    assert evaluation["split"] == "test" and shown <= {row["id"] for row in read_rows(workspace / "data/prepared", "prompt", "test")}
     assert evaluation["sampled"]["policy"]["n"] == 20 and evaluation["kl"]["sampled"] != 0
     if last == "report":
         assert METHOD_TITLES[method] in (workspace / "reports/report.html").read_text(encoding="utf-8")

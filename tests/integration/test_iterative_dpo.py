@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from ruamel.yaml import YAML
 from small_chain import DEADLINE, await_checkpoint, begin, change_params, copy_chain, forget, newest_checkpoint, ran, run, said
 from small_workspace import flow_runs, git, processes_in, serving, wait_until
 
 from flows.rounds import round_stages
+from rlhf_core.data.schema import read_rows
 from rlhf_core.rounds import dvc_md5, read_rounds
 
 pytestmark = pytest.mark.timeout(900)
@@ -96,6 +98,9 @@ def check_first_round(worktree: Path) -> None:
     """Pinned by DVC's own hashes, committed, and shown."""
     entry, found = read_rounds(worktree)[1], verdict(worktree)
     assert found["trained"] and isinstance(found["accepted"], bool) and found["win_rate"]["sampled"]["n"] == 20
+    assert found["promotion"]["split"] == "promotion" and found["promotion"]["level"] == round(entry.budget.level, 6) == round(0.04 / 30, 6)
+    sampled = {row["id"] for row in pq.read_table(worktree / "rounds/1/data/samples.parquet").to_pylist()}
+    assert len(sampled) == 24 and sampled <= {row["id"] for row in read_rows(worktree / "data/prepared", "prompt", "train")}
     inputs = {dep["path"]: dep["md5"] for dep in recorded(worktree, "sample_round")["deps"]}
     for pin in (entry.policy, entry.gate, entry.reward_models["reward_model"]):
         assert inputs[pin.path] == pin.md5

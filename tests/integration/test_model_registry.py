@@ -77,6 +77,7 @@ def test_the_policy_of_an_accepted_round_is_a_version_too(project, capsys):
     assert "Registered policy v1.0.0" in register("policy", "--round", "1")
     version = read_registry(project, "policy").get("v1.0.0")
     assert version.md5 == dvc_md5(worktree / "rounds/1/policy") and version.lineage["path"] == "rounds/1/policy"
+    assert version.lineage["decided"] == {"by": "evaluate_round@1", "split": "promotion", "level": 0.001}
     assert version.lineage["parents"].keys() == {"models/sft", "models/reward"} and "train_round@1" in version.lineage["stages"]
     fetched, source = fetch(project, read_registry(project, "policy"), "v1.0.0", project / "fetched")
     assert (fetched, source) == (version, "cache") and (project / "fetched/content").read_text() == "round 1 of seed 7"

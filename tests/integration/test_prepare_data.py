@@ -14,7 +14,7 @@ import pytest
 
 from flows.overrides import check, read_recipe
 from rlhf_core.config import apply_overrides
-from rlhf_core.data.schema import SCHEMAS, read_rows
+from rlhf_core.data.schema import SCHEMAS, SPLITS, read_rows
 from rlhf_core.data.split import conversation_text
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def test_no_conversation_is_in_two_splits_of_any_use(prepared):
             text = conversation_text(row["messages"])
             shared += text in split_of
             assert split_of.setdefault(text, row["split"]) == row["split"]
-    assert set(split_of.values()) == {"train", "validation", "test"}
+    assert set(split_of.values()) == set(SPLITS)
     assert shared > 1000  # most pairs share their prompt, so the claim above is about something
 
 
@@ -90,7 +90,7 @@ def test_metrics_and_sources_say_what_is_there(prepared):
     for use in SCHEMAS:
         rows = read_rows(prepared / "data/prepared", use)
         assert len({row["id"] for row in rows}) == len(rows)
-        for split in ("train", "validation", "test"):
+        for split in SPLITS:
             count = len(read_rows(prepared / "data/prepared", use, split))
             assert metrics["rows"][use][split] == sources["clerk"]["rows"][use][split] == count
     assert sources["clerk"]["kind"] == "clerk"

@@ -298,6 +298,24 @@ def test_a_chain_without_a_reward_model_is_accepted_with_other_scorers():
     assert parse_params(tree).rl.reward.scorers[0].path == "another/model"
 
 
+def test_the_confidence_of_each_round_is_refused_with_what_took_its_place():
+    tree = changed("iterative.promotion.prompts", 700)
+    tree["iterative"]["promotion"] |= {"confidence": 0.95}
+    with pytest.raises(
+        ConfigError, match=r"iterative\.promotion.* expected error_budget .* write error_budget: 0\.05 and rounds: 30 in its place"
+    ):
+        parse_params(tree)
+
+
+def test_the_splits_leave_something_to_train_on():
+    tree = changed("data.test_fraction", 0.4)
+    tree["data"] |= {"promotion_fraction": 0.4, "validation_fraction": 0.2}
+    with pytest.raises(ConfigError, match="promotion_fraction: expected less than 1 together, got 1; leave something to train on"):
+        parse_params(tree)
+    del tree["data"]["promotion_fraction"]  # params from before the split: no row moves
+    assert parse_params(tree).data.promotion_fraction == 0
+
+
 @pytest.mark.parametrize("section", ["rejection_sampling", "iterative"])
 @pytest.mark.parametrize(
     ("scorers", "message"),

@@ -36,6 +36,7 @@ def test_the_stages_behind_a_model_in_order_and_no_others():
 
 def test_lineage_of_a_reward_model_and_of_a_policy():
     given = {"commit": "c", "run": "run/a", "params": {"seed": 1}, "lock": LOCK, "gate": {"passed": True}}
+    given["decided"] = {"by": "gate_reward", "split": "test"}
     reward = lineage("models/reward", **given)
     assert (reward["md5"], reward["size"], reward["files"], reward["data"]) == ("r.dir", 7, 2, "d.dir")
     assert reward["parents"] == {"models/sft": "s.dir"}
@@ -43,7 +44,12 @@ def test_lineage_of_a_reward_model_and_of_a_policy():
         "deps": {"data/prepared": "d.dir", "models/tokenizer": "t.dir"},
         "outs": {"models/sft": "s.dir"},
     }
-    assert reward["params"] == {"seed": 1} and reward["gate"] == {"passed": True} and reward["packages"] == package_versions()
+    assert (
+        reward["params"] == {"seed": 1}
+        and reward["gate"] == {"passed": True}
+        and reward["decided"]["split"] == "test"
+        and reward["packages"] == package_versions()
+    )
     policy = lineage("models/policy", **given)
     assert policy["parents"] == {"models/sft": "s.dir", "models/reward": "r.dir"} and "train_policy" in policy["stages"]
 

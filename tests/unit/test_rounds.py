@@ -7,15 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ruamel.yaml import YAML
 
 from flows import rounds as series
 from rlhf_core.config import ConfigError, PromotionConfig, load_params
 from rlhf_core.data.schema import write_rows
+from rlhf_core.error_budget import next_budget
 from rlhf_core.report.rounds import draw, table
-from rlhf_core.rounds import Pin, dvc_md5, read_round_stages, read_rounds, round_folder, write_rounds
-from tasks.evaluate_round import judge_difference, verdict
+from rlhf_core.rounds import BudgetPin, Pin, dvc_md5, read_round_stages, read_rounds, round_folder, write_rounds
+from tasks.evaluate_round import check_budget, verdict
 from tasks.stage import write_json
 from tasks.work import read_work
 
@@ -36,6 +38,7 @@ def workspace(tmp_path, monkeypatch) -> Path:
         (tmp_path / name).write_text((ROOT / name).read_text())
     params = YAML(typ="safe", pure=True).load((tmp_path / "params.yaml").read_text())
     params["iterative"]["sampling"]["prompts"] = 4
+    params["iterative"]["promotion"]["prompts"] = 3
     with (tmp_path / "params.yaml").open("w") as file:
         YAML(typ="safe", pure=True).dump(params, file)
     for model in ("sft", "reward", "policy"):
@@ -43,18 +46,19 @@ def workspace(tmp_path, monkeypatch) -> Path:
         (tmp_path / "models" / model / "weights").write_text(model)
     write_json(tmp_path / "metrics/gate.json", {"passed": True, "message": "fine"})
     rows = [{"id": f"p{i}", "source": "clerk", "split": "train", "messages": [], "label": None} for i in range(10)]
+    rows += [{"id": f"c{i}", "source": "clerk", "split": "promotion", "messages": [], "label": None} for i in range(3)]
     write_rows(tmp_path / "data/prepared", "prompt", rows)
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def finish(workspace: Path, number: int, *, accepted: bool) -> None:
+def finish(workspace: Path, number: int, *, accepted: bool, trained: bool = True) -> None:
     """As if the round's stages had run."""
     folder = workspace / round_folder(number)
     (folder / "policy").mkdir(parents=True)
     (folder / "policy" / "weights").write_text(f"round {number}")
-    write_json(folder / "metrics" / "evaluate.json", {"round": number, "accepted": accepted})
+    write_json(folder / "metrics" / "evaluate.json", {"round": number, "accepted": accepted, "trained": trained})
     lock = {"stages": {f"evaluate_round@{n}": {} for n in range(1, number + 1)}}
     with (workspace / "rounds/dvc.lock").open("w") as file:
         YAML(typ="safe", pure=True).dump(lock, file)
@@ -158,25 +162,123 @@ def test_a_stage_of_a_round_knows_its_work_by_what_the_round_began_with(workspac
     assert read_work("train_round@1", 1).fingerprint != first
 
 
-def metrics(low: float) -> dict:
-    rate = {"value": 0.6, "low": low, "high": 0.7, "ties": 0, "n": 100}
-    return {"win_rate": {"sampled": rate}, "judge_difference": {"sampled": {"value": 0.1, "low": 0.02, "high": 0.18}}}
+def budgets() -> list[BudgetPin]:
+    return [entry.budget for entry in read_rounds().values()]
 
 
-def test_a_policy_is_kept_if_the_lower_end_is_above_the_bar():
-    by_wins = PromotionConfig(metric="win_rate", prompts=10, confidence=0.95, min_advantage=0.0)
-    kept, not_kept = verdict(metrics(0.51), by_wins), verdict(metrics(0.5), by_wins)
-    assert kept["accepted"] and not not_kept["accepted"]  # 0.51 - 0.5 > 0; 0.5 - 0.5 isn't
-    assert kept["advantage"]["value"] == pytest.approx(0.1) and kept["advantage"]["low"] == pytest.approx(0.01)
-    assert "win rate 0.600 on 100 prompts" in kept["reason"] and "isn't above iterative.promotion.min_advantage=0" in not_kept["reason"]
-    by_judge = PromotionConfig(metric="judge", prompts=10, confidence=0.95, min_advantage=0.03)
-    assert not verdict(metrics(0.51), by_judge)["accepted"]  # 0.02 is below 0.03
+def test_a_comparison_spends_its_level_unless_it_accepts_and_a_refused_round_spends_nothing(workspace):
+    params = load_params("params.yaml")
+    even = 0.8 * 0.05 / 30
+    for number, (accepted, trained) in enumerate([(False, True), (False, False), (True, True), (True, True), (False, True)], start=1):
+        series.current_round(workspace, params, start=SFT, last=9)
+        series.current_round(workspace, params, start=SFT, last=9)  # one that crashed is found again, and spends nothing more
+        finish(workspace, number, accepted=accepted, trained=trained)
+    series.current_round(workspace, params, start=SFT, last=9)
+    assert [b.comparison for b in budgets()] == [1, 2, 2, 3, 4, 5]
+    assert [b.level for b in budgets()] == pytest.approx([even, even, even, 2 * even, 3 * even, even])
+    assert [b.spent for b in budgets()] == pytest.approx([0, even, even, even, even, 4 * even])
 
 
-def test_the_judges_difference_is_that_of_the_shares():
-    summaries = {"before": {"judge_ok": 0.4, "judge_n": 50}, "after": {"judge_ok": 0.6, "judge_n": 50}}
-    difference = judge_difference(summaries, 0.95)
-    assert difference["value"] == pytest.approx(0.2) and 0 < difference["low"] < 0.2 < difference["high"]
+def test_a_verdict_that_changed_after_later_rounds_were_begun_is_refused(workspace):
+    params = load_params("params.yaml")
+    for number in (1, 2):
+        series.current_round(workspace, params, start=SFT, last=9)
+        finish(workspace, number, accepted=False)
+    write_json(workspace / "rounds/1/metrics/evaluate.json", {"round": 1, "accepted": True, "trained": True})
+    with pytest.raises(
+        ConfigError, match=r"round 2: expected the budget that the verdicts before it leave, comparison 2 at level 0.002667"
+    ):
+        series.current_round(workspace, params, start=SFT, last=9)
+
+
+def test_a_series_from_before_the_error_budget_is_refused_with_what_to_do(workspace):
+    series.current_round(workspace, load_params("params.yaml"), start=SFT, last=1)
+    tree = YAML(typ="safe", pure=True).load(Path("rounds/rounds.yaml").read_text())
+    del tree["rounds"]["1"]["budget"]
+    with Path("rounds/rounds.yaml").open("w") as file:
+        YAML(typ="safe", pure=True).dump(tree, file)
+    with pytest.raises(ConfigError, match="got rounds that were judged without one; such a series can't go on: begin another"):
+        read_rounds()
+
+
+def test_too_few_promotion_prompts_are_refused_before_the_round_begins(workspace):
+    with Path("params.yaml").open() as file:
+        params = YAML(typ="safe", pure=True).load(file)
+    params["iterative"]["promotion"]["prompts"] = 4
+    with Path("params.yaml").open("w") as file:
+        YAML(typ="safe", pure=True).dump(params, file)
+    expected = r"iterative\.promotion\.prompts: expected at most the 3 prompts of the promotion split, got 4; lower it, or raise data"
+    with pytest.raises(ConfigError, match=expected):
+        series.current_round(workspace, load_params("params.yaml"), start=SFT, last=1)
+    assert read_rounds() == {}
+
+
+PROMOTION = {"prompts": 1000, "error_budget": 0.05, "rounds": 30, "min_advantage": 0.0}
+BY_WINS, BY_JUDGE = (PromotionConfig(metric=metric, **PROMOTION) for metric in ("win_rate", "judge"))
+FIRST = next_budget(None, accepted=False, error_budget=0.05, rounds=30)
+
+
+def wins(ahead: int, behind: int, n: int = 1000) -> dict:
+    """Figures of a round whose policy is ahead on so many of n prompts and behind on so many."""
+    share = (ahead - behind) / n
+    rate = {"value": 0.5 + share / 2, "low": 0.4, "high": 0.7, "wins": ahead, "losses": behind, "ties": n - ahead - behind, "n": n}
+    judged = {
+        "value": share,
+        "low": -0.1,
+        "high": 0.2,
+        "first_only": ahead,
+        "second_only": behind,
+        "both": n - ahead - behind,
+        "neither": 0,
+    }
+    return {"win_rate": {"sampled": rate}, "judge_difference": {"sampled": judged}}
+
+
+@pytest.mark.parametrize("config", [BY_WINS, BY_JUDGE], ids=["win_rate", "judge"])
+def test_a_policy_is_accepted_by_an_exact_test_at_the_level_of_its_round(config):
+    # 12 of 12 is 2^-12 = 0.00024, below 0.00133; too few all the same. P(X >= 35 of 50) = 0.0033 and P(X >= 36 of 50) = 0.0013
+    assert not verdict(wins(12, 0), config, FIRST)["accepted"]
+    assert "too few decided comparisons, 12 of at least 20" in verdict(wins(12, 0), config, FIRST)["reason"]
+    kept, not_kept = verdict(wins(36, 14), config, FIRST), verdict(wins(35, 15), config, FIRST)
+    assert kept["accepted"] and not not_kept["accepted"]
+    assert kept["promotion"]["split"] == "promotion" and kept["promotion"]["p_value"] == pytest.approx(0.0013011, abs=1e-6)
+    assert kept["promotion"]["spent"] == 0 and not_kept["promotion"]["spent"] == pytest.approx(0.04 / 30)
+    assert "ahead on 35, behind on 15; its p-value, 0.0033, is above the level 0.0013 of comparison 1; spent of" in not_kept["reason"]
+    later = next_budget(FIRST, accepted=True, error_budget=0.05, rounds=30)
+    assert (
+        verdict(wins(35, 15), config, later)["accepted"] is False and verdict(wins(36, 14), config, later)["promotion"]["comparison"] == 2
+    )
+
+
+def test_a_minimum_advantage_is_in_points_of_the_metric():
+    # 600 against 400: win rate 0.6. A gain of more than 0.03 can be shown, of more than 0.06 it can't.
+    low, high = (BY_WINS.model_copy(update={"min_advantage": bar}) for bar in (0.03, 0.06))
+    assert verdict(wins(600, 400), low, FIRST)["accepted"] and not verdict(wins(600, 400), high, FIRST)["accepted"]
+    by_judge = BY_JUDGE.model_copy(update={"min_advantage": 0.06})
+    assert verdict(wins(600, 400), by_judge, FIRST)["accepted"]  # 20 points more are accepted by the judge
+    assert "of no more than iterative.promotion.min_advantage=0.06" in verdict(wins(600, 400), high, FIRST)["reason"]
+
+
+def test_an_entry_that_spends_more_than_the_budget_is_refused():
+    check_budget(FIRST, 0.05)
+    check_budget(BudgetPin(comparison=3, level=0.05 - 0.02, spent=0.02), 0.05)
+    with pytest.raises(ValueError, match=r"expected at most what 0\.02 spent leave of .*error_budget=0\.05, got a level of 0\.04; bring"):
+        check_budget(BudgetPin(comparison=3, level=0.04, spent=0.02), 0.05)
+
+
+def test_a_series_without_gain_rarely_accepts_anything():
+    """Each by the rule that is in use: 200 series of 30 rounds, half of the prompts decided by a fair coin. By a 95% interval of its own
+    each round accepts one in forty, and half of such series something.
+    """
+    rng = np.random.default_rng(0)
+    ever = 0
+    for _ in range(200):
+        budget, found = FIRST, []
+        for ahead in rng.binomial(200, 0.5, size=30):
+            found.append(verdict(wins(int(ahead), 200 - int(ahead), n=400), BY_WINS, budget)["accepted"])
+            budget = next_budget(budget, accepted=found[-1], error_budget=0.05, rounds=30)
+        ever += any(found)
+    assert ever <= 20  # binomial(200, 0.05) is above with a chance of 0.0006
 
 
 def finished_round(number: int, *, accepted: bool, trained: bool = True) -> dict:
@@ -187,13 +289,24 @@ def finished_round(number: int, *, accepted: bool, trained: bool = True) -> dict
             row[mode] = {name: {"judge_ok": 0.4 + 0.1 * number, "score_mean": 1.0} for name in ("before", "after")}
         row["win_rate"] = {"sampled": {"value": 0.6, "low": 0.55, "high": 0.65}}
         row["kl"] = {"before": 0.5, "origin": 1.5}
+        row["promotion"] = {"p_value": 0.00042, "level": 0.0013, "spent": 0.0027, "smallest_gain": 0.043}
     return row
 
 
 def test_table_and_figure_show_every_round(tmp_path):
     rows = [finished_round(1, accepted=True), finished_round(2, accepted=False), finished_round(3, accepted=False, trained=False)]
     text = table(rows)
-    for words in ("accepted", "not better", "refused", "0.600 (0.550 to 0.650)", "- Round 2: reason 2"):
+    for words in (
+        "accepted",
+        "not better",
+        "refused",
+        "0.600 (0.550 to 0.650)",
+        "0.00042",
+        "0.0013",
+        "0.0027",
+        "0.043",
+        "- Round 2: reason 2",
+    ):
         assert words in text
     draw(rows, tmp_path / "rounds.svg")
     first = (tmp_path / "rounds.svg").read_bytes()

@@ -10,19 +10,28 @@ from gate_pairs import write_slices
 from rlhf_core.data.schema import read_slices
 from rlhf_core.data.split import conversation_text, kept, split_of, with_ids
 
-FRACTIONS = {"validation_fraction": 0.06, "test_fraction": 0.12}
+FRACTIONS = {"validation_fraction": 0.06, "test_fraction": 0.12, "promotion_fraction": 0.08}
 
 
 def test_the_shares_are_as_asked():
     splits = [split_of(f"prompt {i}", **FRACTIONS) for i in range(20_000)]
     assert abs(splits.count("test") / 20_000 - 0.12) < 0.01  # 4 standard deviations are 0.0092
     assert abs(splits.count("validation") / 20_000 - 0.06) < 0.007
+    assert abs(splits.count("promotion") / 20_000 - 0.08) < 0.008
 
 
 def test_a_larger_test_share_only_adds_to_the_test_split():
     for i in range(2000):
-        if split_of(f"{i}", validation_fraction=0.06, test_fraction=0.1) == "test":
-            assert split_of(f"{i}", validation_fraction=0.06, test_fraction=0.2) == "test"
+        if split_of(f"{i}", **FRACTIONS | {"test_fraction": 0.1}) == "test":
+            assert split_of(f"{i}", **FRACTIONS | {"test_fraction": 0.2}) == "test"
+
+
+def test_a_promotion_split_that_is_taken_from_the_test_split_moves_no_other_row():
+    """What was trained on before is trained on after, and what is set aside was held out before."""
+    for i in range(5000):
+        without = split_of(f"{i}", validation_fraction=0.06, test_fraction=0.12, promotion_fraction=0.0)
+        divided = split_of(f"{i}", validation_fraction=0.06, test_fraction=0.06, promotion_fraction=0.06)
+        assert divided == without if without != "test" else divided in ("test", "promotion")
 
 
 def test_case_and_white_space_make_no_other_conversation_and_words_and_roles_do():

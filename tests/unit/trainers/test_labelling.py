@@ -12,9 +12,9 @@ from tiny_models import tiny_params
 from rlhf_core.config import ScorerConfig
 from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import CHAT_TEMPLATE, encode_conversation, encode_prompt
-from rlhf_core.sampling import Sample
+from rlhf_core.sampling import Sample, request_seeds
 from rlhf_core.trainers.conditional import asking_tokenizer, with_quality
-from rlhf_core.trainers.labelling import ResponseScorer, ScoredResponse, best_responses, choose_prompts
+from rlhf_core.trainers.labelling import ResponseScorer, ScoredResponse, best_responses, choose_prompts, promotion_prompts, promotion_seeds
 from rlhf_core.types import Prompt
 
 ROWS = [
@@ -31,6 +31,23 @@ def test_prompts_come_in_a_seeded_order_without_those_that_are_too_long(tokenize
     assert choose_prompts(ROWS, tokenizer, longest=longest, count=None, seed=4) != every
     with pytest.raises(ValueError, match=r"prompts: expected some of at most 2 tokens, got none of 8; raise model\.max_length"):
         choose_prompts(ROWS, tokenizer, longest=2, count=None, seed=3)
+
+
+def test_each_round_is_compared_on_other_prompts_with_other_draws(tokenizer):
+    def ids(number: int, count: int = 4) -> list[str]:
+        return [p.id for p in promotion_prompts(ROWS, tokenizer, longest=60, count=count, seed=3, number=number)]
+
+    drawn = [tuple(ids(number)) for number in range(1, 6)]
+    assert drawn[0] == tuple(ids(1)) and len(set(drawn)) == 5
+    assert len({tuple(sorted(of_round)) for of_round in drawn}) > 1  # not the same ones in another order
+    assert sorted(ids(1, len(ROWS))) == sorted(ids(2, len(ROWS))) == sorted(r["id"] for r in ROWS)
+    expected = rf"iterative\.promotion\.prompts: expected at most the {len(ROWS)} different prompts .* got {len(ROWS) + 1}; lower it"
+    for rows in (ROWS, [*ROWS, ROWS[0] | {"id": "again"}]):
+        with pytest.raises(ValueError, match=expected):
+            promotion_prompts(rows, tokenizer, longest=60, count=len(ROWS) + 1, seed=3, number=1)
+    of_rounds = {seed for number in range(1, 31) for seed in promotion_seeds(3, number, 100)}
+    assert len(of_rounds) == 3000  # of 2^32; none twice with a chance of 0.999
+    assert not of_rounds & {seed for draw in range(0, 31 * 512, 512) for seed in request_seeds(3, draw, 100)}
 
 
 def scorer(kind: str, weight: float, **options) -> ScorerConfig:

@@ -100,6 +100,7 @@ def job_with(folder: Path, sft_folder: Path, rows: list[dict], **overrides) -> R
 
 def test_training_prompts_are_those_of_the_train_split_with_their_template(tmp_path: Path, sft_folder: Path, tokenizer):
     rows = [*prompt_rows(["Please sort 1.", "Please sort 2."]), *prompt_rows(["Held out."], split="test")]
+    rows += prompt_rows(["For the promotion of rounds."], split="promotion")
     prompts = read_prompts(job_with(tmp_path, sft_folder, rows), "train")
     assert [p.id for p in prompts] == ["train0", "train1"]
     assert prompts[0].prompt_ids == encode_prompt(tokenizer, prompts[0].messages)

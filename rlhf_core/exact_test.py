@@ -1,0 +1,78 @@
+"""Exact tests of two sides compared on the same prompts, and the gains that they find. Each prompt has one comparison and counts once."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from scipy.special import bdtrc, betaincinv, gammaln
+
+UNCERTAIN = 1e-7  # chance that the true share of decided comparisons is outside of where it is looked for
+POINTS = 101  # of that share, between its ends
+DEVIATIONS = 8  # of the number of decided comparisons, beyond which it is left out: a chance below 1e-14
+
+
+def p_value(ahead: int, behind: int, n: int, *, margin: float = 0.0) -> float:
+    """Of the hypothesis that (share ahead) - (share behind) is at most `margin`, against more; never smaller than it should be.
+
+    margin 0: the sign test, P(X >= ahead) with X binomial of ahead + behind trials of a half. Prompts on which neither side is ahead
+    say nothing. For two shares over the same prompts this is McNemar's exact test.
+
+    Another margin: P(A - B >= ahead - behind) of a multinomial with P(ahead) - P(behind) = margin, the largest over the unknown
+    P(ahead) + P(behind) within its Clopper-Pearson interval of confidence 1 - UNCERTAIN, plus UNCERTAIN.
+    Source: Berger and Boos 1994, https://doi.org/10.1080/01621459.1994.10476836
+
+    Args:
+        ahead, behind: prompts on which the one side or the other is ahead. n: all prompts that were compared.
+    Raises:
+        ValueError: the counts don't fit into n, or margin isn't between -1 and 1.
+    """
+    if min(ahead, behind) < 0 or ahead + behind > n:
+        raise ValueError(f"counts: expected ahead and behind of at most n={n} together, got {ahead} and {behind}; count each prompt once")
+    if not -1 < margin < 1:
+        raise ValueError(f"margin: expected a number between -1 and 1, got {margin}; it is a difference of shares")
+    if margin == 0:
+        return _at_least(ahead, ahead + behind, 0.5)
+    return min(1.0, _largest_tail(ahead - behind, ahead + behind, n, margin) + UNCERTAIN)
+
+
+def _at_least(successes: int, trials: int, share: float) -> float:
+    return float(bdtrc(successes - 1, trials, share)) if successes > 0 else 1.0
+
+
+def _largest_tail(lead: int, decided: int, n: int, margin: float) -> float:
+    """max over d of P(A - B >= lead): D binomial(n, d) prompts are decided, and of them A binomial(D, (1 + margin / d) / 2) ahead."""
+    if n == 0:
+        return 1.0
+    low = betaincinv(decided, n - decided + 1, UNCERTAIN / 2) if decided else 0.0
+    high = betaincinv(decided + 1, n - decided, 1 - UNCERTAIN / 2) if decided < n else 1.0
+    shares = np.linspace(max(low, abs(margin)), max(high, abs(margin)), POINTS)[:, None]  # [POINTS, 1]
+    reach = DEVIATIONS / 2 * math.sqrt(n)
+    first, last = max(0, math.floor(n * shares[0, 0] - reach)), min(n, math.ceil(n * shares[-1, 0] + reach))
+    counts = np.arange(first, last + 1)[None, :]  # [1, numbers of decided comparisons]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        log_chance = (
+            gammaln(n + 1) - gammaln(counts + 1) - gammaln(n - counts + 1)
+            + np.where(counts > 0, counts * np.log(shares), 0.0)
+            + np.where(counts < n, (n - counts) * np.log1p(-shares), 0.0)
+        )  # fmt: skip
+    needed = np.ceil((counts + lead) / 2).astype(int)
+    ahead = np.where(
+        needed <= 0, 1.0, np.where(needed > counts, 0.0, bdtrc(np.clip(needed - 1, 0, counts), counts, (1 + margin / shares) / 2))
+    )
+    return float((np.exp(log_chance) * ahead).sum(1).max())
+
+
+def smallest_gain(decided: int, n: int, level: float, *, margin: float = 0.0, power: float = 0.8) -> float | None:
+    """The difference (share ahead) - (share behind) that a test at this level finds with this power, if `decided` of n prompts are decided.
+
+    None: no outcome of so few would be enough.
+    """
+    low, high = -1, decided + 1  # at `low` ahead the test accepts nothing, at `high` it does, if `high` is an outcome
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if p_value(middle, decided - middle, n, margin=margin) <= level else (middle, high)
+    if high > decided:
+        return None
+    chance = float(betaincinv(high, decided - high + 1, power)) if high else 0.0  # P(X >= high) = power
+    return (2 * chance - 1) * decided / n
