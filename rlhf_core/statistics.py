@@ -276,26 +276,6 @@ def detectable_mean_difference(low: float, high: float, n: int, confidence: floa
     return float(nctdtrinc(n - 1, 1 - POWER, stdtrit(n - 1, 1 - a / 2 / tests))) * deviation
 
 
-def difference_interval(first: tuple[float, int], second: tuple[float, int], confidence: float) -> tuple[float, float]:
-    """Interval (low, high) of the difference of two shares, first minus second, from their Wilson intervals.
-
-    low = d - sqrt((p1 - low1)^2 + (high2 - p2)^2), high = d + sqrt((high1 - p1)^2 + (p2 - low2)^2), d = p1 - p2
-    Source: Newcombe 1998, method 10, Statistics in Medicine 17, 873-890
-
-    Two models that answered the same prompts are treated as independent, which usually makes the interval too wide.
-
-    Args:
-        first, second: (successes, n) of each group.
-    Raises:
-        ValueError: a group is empty, or a count or the confidence is out of range.
-    """
-    if min(first[1], second[1]) < 1:
-        raise ValueError(f"n: expected at least 1 in each group, got {first[1]} and {second[1]}; there is nothing to compare")
-    return difference_of_intervals(
-        (first[0] / first[1], *wilson_interval(*first, confidence)), (second[0] / second[1], *wilson_interval(*second, confidence))
-    )
-
-
 def difference_of_intervals(first: tuple[float, float, float], second: tuple[float, float, float]) -> tuple[float, float]:
     """Interval (low, high) of the difference of two quantities, first minus second, from each one's (value, low, high).
 
