@@ -3,6 +3,7 @@
 # make test    all tests; sets up by itself
 # make server  Prefect's server, work pool, deployments and worker, until Ctrl-C
 # make bench   our trainers' speed beside TRL's (docs/benchmark.md); on a machine with nothing else to do
+# make gpu-check  what works on this machine's GPU and how fast, in twenty minutes (docs/gpu.md); installs nothing
 # make lint    style
 # make clean   what runs have left behind; not .venv, not DVC's cache, not your worktrees
 
@@ -10,30 +11,44 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 EXTRAS ?= cpu,dev
+comma := ,
+WANTED := $(subst $(comma), ,$(EXTRAS))
+# Pins of a CUDA machine with the extra gpu: make setup EXTRAS=gpu,dev, or EXTRAS=gpu,flash-attn,dev.
+CONSTRAINTS := $(if $(filter gpu,$(WANTED)),constraints-gpu.txt,constraints.txt)
 RUN_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
+GPU_ARGS ?=
 TEST_WORKERS ?= 2
 PORT ?= 4200
 STAMP := $(VENV)/.set-up
+# For what installs nothing: the Python that was named, or that of the active virtual environment, of .venv, or of an active conda environment.
+NAMED := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
+ACTIVE := $(if $(VIRTUAL_ENV),$(wildcard $(VIRTUAL_ENV)/bin/python))
+CONDA := $(if $(CONDA_PREFIX),$(wildcard $(CONDA_PREFIX)/bin/python))
+HERE := $(firstword $(NAMED) $(ACTIVE) $(wildcard $(VENV)/bin/python) $(CONDA) python3)
 
-.PHONY: setup run stories test server bench lint clean
+.PHONY: setup run stories test server bench gpu-check lint clean
 .DEFAULT_GOAL := run
 
 # The stamp holds what was installed from which files, so that a touched file alone installs nothing again.
 setup:
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@wanted="$$(cat pyproject.toml constraints.txt | cksum) $(EXTRAS)"; \
+	@wanted="$$(cat pyproject.toml $(CONSTRAINTS) | cksum) $(EXTRAS)"; \
 	if [ "$$(cat $(STAMP) 2>/dev/null)" != "$$wanted" ]; then \
 		$(MAKE) --no-print-directory install && echo "$$wanted" > $(STAMP); \
 	fi
 
-# Torch first, so that everything else finds it there; then one resolver run under the tested pins.
+# Torch first, so that everything else finds it there; then one resolver run under the tested pins. What compiles against torch comes last,
+# outside of pip's isolated builds, which have another torch.
 .PHONY: install
 install:
 	@echo "Installing into $(VENV); the first time takes four to five minutes."
-	$(PIP) install -q -c constraints.txt torch==2.13.0
-	$(PIP) install -q -c constraints.txt -e '.[$(EXTRAS)]'
+	@test -z "$(filter cpu,$(WANTED))" -o -z "$(filter gpu,$(WANTED))" || \
+		{ echo "EXTRAS: expected one of cpu and gpu, got both; their builds of vLLM overwrite each other"; exit 2; }
+	$(PIP) install -q -c $(CONSTRAINTS) torch
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[$(subst $(eval) ,$(comma),$(filter-out flash-attn,$(WANTED)))]'
+	$(if $(filter flash-attn,$(WANTED)),$(PIP) install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[flash-attn]')
 	$(VENV)/bin/python -m rlhf_core.doctor --fix
 
 run: setup
@@ -51,6 +66,10 @@ server: setup
 bench: setup
 	$(VENV)/bin/python -m bench.peers $(BENCH_ARGS)
 	$(VENV)/bin/python -m bench.limits $(LIMITS_ARGS)
+
+# No setup: its pins are for the CPU.
+gpu-check:
+	$(HERE) -m bench.gpu $(GPU_ARGS)
 
 lint: setup
 	$(VENV)/bin/ruff check .

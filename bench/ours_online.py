@@ -15,7 +15,7 @@ from bench.driver import CLOCK
 from bench.work import Run, Work
 from rlhf_core.checkpoint import StoreSettings
 from rlhf_core.data.schema import write_rows
-from rlhf_core.engines.ray_cluster import local_head, run_job
+from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
 from rlhf_core.trainers.rl_job import RlJob
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +49,7 @@ def submit(work: Work, folder: Path, driver: list[str], *, threads: int) -> Iter
             address,
             shlex.join(driver),
             fingerprint=folder.name,
-            environment={"PYTHONPATH": str(ROOT)},
+            environment={"PYTHONPATH": python_path(ROOT)},
             start_timeout=cluster.start_timeout,
             silence_timeout=cluster.silence_timeout,
             pulse=folder / "pulse",  # where a job with this folder has it

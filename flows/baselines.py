@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flows.registry import read_registry
+from flows.registry import read_promoted
 from flows.results import Read, content, find_commit, known_runs, read_results, show
 from flows.stages import up_to_date
 from rlhf_core.config import read_yaml_text
@@ -33,7 +33,7 @@ def pin_baselines(root: Path, workspace: Path) -> None:
     finished last.
 
     Raises:
-        ConfigError: a run's results or the registry can't be read.
+        ConfigError: a run's results or the registry can't be read, or a tag isn't what its commit says.
     """
     path = workspace / BASELINES
     if not path.is_file():  # a run from before there were baselines has no such file, and needs none
@@ -52,7 +52,7 @@ def pin_baselines(root: Path, workspace: Path) -> None:
 def _promoted(root: Path) -> Baseline | None:
     """The run of the promoted policy or, where there is none, of the promoted reward model."""
     for artifact in ("policy", "reward-model"):
-        current = read_registry(root, artifact).current
+        current = read_promoted(root, artifact)
         if current is not None:
             return whole_run(f"{artifact} {current.version}", partial(show, root, current.commit))
     return None

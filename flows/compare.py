@@ -22,8 +22,9 @@ from typing import Any, get_args
 from flows.children import end_with
 from flows.overrides import check, parse_assignment, read_recipe
 from flows.pins import prepare_run
+from flows.results import input_paths, result_paths
 from flows.stages import stage_environment
-from flows.worktree import commit, slug
+from flows.worktree import commit_results, slug
 from rlhf_core.config import Algorithm, ConfigError, Method, load_params
 from rlhf_core.quiet import quietly
 from rlhf_core.report.comparison import Run, draw, methods_table, table
@@ -73,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"compare: expected every run to end well, got failures in {', '.join(failed)}; see compare.log there", file=sys.stderr)
         return 1
     for workspace in workspaces.values():
-        commit(workspace, f"Results of run {workspace.name}")
+        commit_results(workspace, f"Results of run {workspace.name}", result_paths(workspace), input_paths(workspace))
     FIGURE.parent.mkdir(exist_ok=True)
     confidence = load_params(next(iter(workspaces.values())) / "params.yaml").evaluation.confidence
     if asked.methods:

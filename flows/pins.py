@@ -1,7 +1,7 @@
 """What the registry says when a run begins, written into its params: no stage asks for what is promoted now.
 
-`gate.incumbent` is the promoted reward model, `gate.rolled_back` those that were taken back. A run keeps the incumbent it began with; what
-was taken back in the meantime it hears of whenever it is started.
+`gate.incumbent` is the promoted reward model, `gate.anchor` the most accurate one that ever was, `gate.rolled_back` those that were taken
+back. A run keeps the incumbent and the anchor that it began with; what was taken back in the meantime it hears of whenever it is started.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from flows.registry import read_registry
+from flows.evidence import check_version
+from flows.registry import read_for_decision
+from flows.tags import Version
 from flows.versions import fetch
 from flows.worktree import commit, prepare_worktree, worktree_path
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params
 from rlhf_core.rounds import dvc_md5
 
-INCUMBENT, ROLLED_BACK = "gate.incumbent", "gate.rolled_back"
+INCUMBENT, ANCHOR, ROLLED_BACK = "gate.incumbent", "gate.anchor", "gate.rolled_back"
 REWARD_MODEL = Path("models/reward")
 PROMOTED = Path("models/promoted")  # of a workspace: versions from the registry, a folder each
 
@@ -32,7 +34,9 @@ def prepare_run(root: Path, name: str | None, overrides: dict[str, Any]) -> Path
     fresh = name is None or not worktree_path(root, name).exists()
     workspace = root if name is None else prepare_worktree(root, name, overrides)
     if pin_registry(root, workspace, chosen=overrides, fresh=fresh) and name is not None:
-        commit(workspace, f"Run {name}: what the registry says", ["params.yaml"])
+        refusal = commit(workspace, f"Run {name}: what the registry says", ["params.yaml"])
+        if refusal is not None:
+            raise ConfigError(f"run {name}: {refusal}; correct what the hook names")
     params = load_params(workspace / "params.yaml")
     if params.gate.override is None:
         used = {"rl": params.rl.reward.scorers, "rejection_sampling": params.rejection_sampling.scorers}
@@ -42,13 +46,21 @@ def prepare_run(root: Path, name: str | None, overrides: dict[str, Any]) -> Path
 
 
 def registry_params(root: Path) -> dict[str, Any]:
-    """Both keys as the registry has them now, as overrides of params.yaml."""
-    found = read_registry(root, "reward-model")
-    current = found.current
-    taken_back = [
-        {"version": version, "md5": found.versions[version].md5, "reason": event.reason} for version, event in found.rolled_back.items()
-    ]
-    return {INCUMBENT: current and {"version": current.version, "md5": current.md5}, ROLLED_BACK: taken_back}
+    """The keys as the registry has them now, as overrides of params.yaml.
+
+    Raises:
+        ConfigError: a tag isn't as it was made, or isn't what its commit says.
+    """
+    found = read_for_decision(root, "reward-model")
+    beside = {INCUMBENT: found.current, ANCHOR: found.anchor}
+    for name in dict.fromkeys([*(v.version for v in beside.values() if v), *found.rolled_back]):
+        check_version(root, found.versions[name])
+    taken_back = [{**_pin(found.versions[version]), "reason": event.reason} for version, event in found.rolled_back.items()]
+    return {key: version and _pin(version) for key, version in beside.items()} | {ROLLED_BACK: taken_back}
+
+
+def _pin(version: Version) -> dict[str, Any]:
+    return {"version": version.version, "md5": version.md5, "sha256": version.sha256}
 
 
 def pin_registry(root: Path, workspace: Path, *, chosen: dict[str, Any], fresh: bool) -> bool:
@@ -56,7 +68,7 @@ def pin_registry(root: Path, workspace: Path, *, chosen: dict[str, Any], fresh: 
 
     Args:
         chosen: overrides that somebody gave; those keys are left alone.
-        fresh: the run begins now, and takes the incumbent of now.
+        fresh: the run begins now, and takes the incumbent and the anchor of now.
     Returns:
         Whether anything was written.
     """
@@ -64,7 +76,7 @@ def pin_registry(root: Path, workspace: Path, *, chosen: dict[str, Any], fresh: 
     wanted = {
         key: value
         for key, value in registry_params(root).items()
-        if key not in chosen and gate[key.partition(".")[2]] != value and (fresh or key != INCUMBENT)
+        if key not in chosen and gate[key.partition(".")[2]] != value and (fresh or key == ROLLED_BACK)
     }
     if wanted:
         apply_overrides(workspace / "params.yaml", wanted)
@@ -78,7 +90,7 @@ def check_not_rolled_back(root: Path, workspace: Path, scorers: list[ScorerConfi
     Raises:
         ConfigError: one was.
     """
-    found = read_registry(root, "reward-model")
+    found = read_for_decision(root, "reward-model")
     taken_back = {found.versions[version].md5: (version, event) for version, event in found.rolled_back.items()}
     for scorer in scorers if taken_back else ():
         folder = workspace / (scorer.path or REWARD_MODEL)
@@ -86,7 +98,7 @@ def check_not_rolled_back(root: Path, workspace: Path, scorers: list[ScorerConfi
             continue
         version, event = taken_back[md5]
         raise ConfigError(
-            f"scorer {scorer.name}: expected a reward model that was not rolled back, got {version}, which was, by {event.by}: "
+            f"scorer {scorer.name}: expected a reward model that was not rolled back, got {version}, which was, {event.who}: "
             f"{event.reason}; take another one, or write a reason to use it into gate.override of a new run"
         )
 
@@ -99,7 +111,7 @@ def start_from_registry(root: Path, workspace: Path, version: str | None) -> Pat
     Raises:
         ConfigError: there is none, or its files are nowhere to be had.
     """
-    found = read_registry(root, "policy")
+    found = read_for_decision(root, "policy")
     chosen = found.get(version)
     folder = PROMOTED / f"policy-{chosen.version}"
     fetch(root, found, chosen.version, workspace / folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 from tabulate import tabulate
 
 from flows import registry, versions
+from flows.evidence import check_version, gates
 from flows.full_pipeline import INTERRUPTED, REFUSED, show_own_log
-from flows.registry import ARTIFACTS, Event, Registry, Version, read_registry
+from flows.registry import ARTIFACTS, Registry, read_registry
+from flows.tags import Event, Version, who
 from flows.worktree import git
 from rlhf_core.config import ConfigError
 from rlhf_core.lineage import REWARD_MODEL
@@ -57,7 +60,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def _decision(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reason", required=True, help="kept with the decision")
-    parser.add_argument("--by", help="who decides; without it the name and address that git knows")
+    parser.add_argument("--by", help="who is said to decide; without it the name and address that git knows")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -76,19 +79,44 @@ def main(arguments: list[str] | None = None) -> int:
 def register(root: Path, asked: argparse.Namespace) -> str:
     version = versions.register(root, asked.artifact, asked.run, asked.round)
     return (
-        f"Registered {asked.artifact} {version.version}: commit {version.commit[:SHORT]} of {version.lineage['run']}, md5 {version.md5}\n"
+        f"Registered {asked.artifact} {version.version}: commit {version.commit[:SHORT]} of {version.lineage['run']}, {version.identity}\n"
         f"{_gate_line(version)}\n{share(asked.artifact)}"
     )
 
 
 def show(root: Path, asked: argparse.Namespace) -> str:
-    found = read_registry(root, asked.artifact)
+    found = _read(root, asked.artifact)
     if asked.version is None:
+        problems = gates(root, list(found.versions.values()))
+        _warn(filter(None, problems.values()))
         if asked.json:
-            return json.dumps([describe(found, version) for version in found.versions.values()], indent=1)
-        return versions_table(found)
+            return json.dumps([describe(found, version, problems[version.version]) for version in found.versions.values()], indent=1)
+        return versions_table(found, problems)
     version = found.get(None if asked.version == "promoted" else asked.version)
-    return json.dumps(describe(found, version), indent=1) if asked.json else summary(found, version)
+    problem = problem_of(root, version)
+    _warn(filter(None, [problem]))
+    return json.dumps(describe(found, version, problem), indent=1) if asked.json else summary(found, version, problem)
+
+
+def _read(root: Path, artifact: str) -> Registry:
+    """With a warning for each tag that is left out."""
+    found = read_registry(root, artifact)
+    _warn(tag.problem for tag in found.bad)
+    return found
+
+
+def _warn(problems: Iterable[str]) -> None:
+    for problem in problems:
+        print(f"warning: {problem}", file=sys.stderr)
+
+
+def problem_of(root: Path, version: Version) -> str | None:
+    """What is wrong with a version's tag by the files of its commit; None: nothing."""
+    try:
+        check_version(root, version)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def promote(root: Path, asked: argparse.Namespace) -> str:
@@ -103,21 +131,25 @@ def rollback(root: Path, asked: argparse.Namespace) -> str:
 
 
 def history(root: Path, asked: argparse.Namespace) -> str:
-    found = read_registry(root, asked.artifact)
+    found = _read(root, asked.artifact)
     rows = [
-        (e.number, e.at, e.action, f"{e.previous or 'none'} -> {e.version or 'none'}", e.by, e.reason, e.override or "")
+        (e.number, e.at, e.action, f"{e.previous or 'none'} -> {e.version or 'none'}", e.who, e.reason, e.override or "")
         for e in found.events
     ]
-    return tabulate(rows, headers=["", "when", "what", "version", "by", "why", "override"]) if rows else f"{asked.artifact}: never promoted"
+    return (
+        tabulate(rows, headers=["", "when", "what", "version", "who", "why", "override"]) if rows else f"{asked.artifact}: never promoted"
+    )
 
 
 def fetch(root: Path, asked: argparse.Namespace) -> str:
-    found = read_registry(root, asked.artifact)
+    found = _read(root, asked.artifact)
+    if asked.version is None:
+        found.check_decisions()
     wanted = found.get(asked.version)
     folder = asked.to or Path("models/promoted") / f"{asked.artifact}-{wanted.version}"
     version, source = versions.fetch(root, found, wanted.version, folder)
     files = version.lineage["files"]
-    return f"{asked.artifact} {version.version}: {files} files from DVC's {source} in {folder}, md5 {version.md5}, all checked"
+    return f"{asked.artifact} {version.version}: {files} files from DVC's {source} in {folder}, {version.identity}, all checked"
 
 
 COMMANDS = {"register": register, "show": show, "promote": promote, "rollback": rollback, "history": history, "fetch": fetch}
@@ -140,39 +172,45 @@ def decided(artifact: str, event: Event) -> str:
     done = f"promoted {event.version}" if event.action == "promote" else f"took {event.previous} back"
     now = f"{event.version} is used from now on" if event.version else "no version is promoted now"
     override = f"\nOverride: {event.override}" if event.override else ""
-    return f"{artifact}: {event.by} {done}; {now}. Why: {event.reason}{override}\n{share(artifact)}"
+    return f"{artifact}: {done}, {event.who}; {now}. Why: {event.reason}{override}\n{share(artifact)}"
 
 
 def share(artifact: str) -> str:
     return f"To share it: git push origin 'refs/tags/{artifact}*', and dvc push"
 
 
-def versions_table(found: Registry) -> str:
+def versions_table(found: Registry, problems: dict[str, str | None]) -> str:
+    """Args: problems: of each version's verdict, as `flows.evidence.gates` finds them."""
     rows = [
-        (v.version, found.state(v.version), v.lineage["run"], v.commit[:SHORT], v.md5[:SHORT], _gate_word(v), v.by, v.at)
+        (
+            *(v.version, found.state(v.version), v.lineage["run"], v.commit[:SHORT], v.md5[:SHORT], (v.sha256 or "md5 only")[:SHORT]),
+            *(f"{v.verdict}: false" if problems[v.version] else v.verdict, _look_number(v), who(v.by, v.signer), v.at),
+        )
         for v in found.versions.values()
     ]
-    headers = ["version", "state", "run", "commit", "md5", "gate", "registered by", "at"]
+    headers = ["version", "state", "run", "commit", "md5", "sha256", "gate", "look", "registered", "at"]
     return (
         tabulate(rows, headers=headers) if rows else f"{found.artifact}: no version registered; a clone needs its tags: `git fetch --tags`"
     )
 
 
-def describe(found: Registry, version: Version) -> dict[str, Any]:
-    """All that is known of a version, as JSON has it."""
+def describe(found: Registry, version: Version, problem: str | None) -> dict[str, Any]:
+    """All that is known of a version, as JSON has it. problem: of its tag, by its commit; None: none was found."""
     events = [asdict(event) for event in found.events if version.version in (event.version, event.previous)]
-    return {**asdict(version), "state": found.state(version.version), "events": events}
+    return {**asdict(version), "sha256": version.sha256, "state": found.state(version.version), "problem": problem, "events": events}
 
 
-def summary(found: Registry, version: Version) -> str:
-    """All that is known of a version, but for the whole of its params, on some lines."""
+def summary(found: Registry, version: Version, problem: str | None = None) -> str:
+    """All that is known of a version, but for the whole of its params, on some lines. problem: as for `describe`."""
     line = version.lineage
     facts = {
         "state": found.state(version.version),
-        "registered": f"{version.at} by {version.by}",
+        "registered": f"{version.at}, {who(version.by, version.signer)}",
         "commit": f"{version.commit} ({line['run']})",
-        "files": f"{line['path']}: {line['files']} files, {line['size']} bytes, md5 {line['md5']}",
+        "its commit": problem or "says the same as the tag",
+        "files": f"{line['path']}: {line['files']} files, {line['size']} bytes, {version.identity}",
         "gate": _gate_line(version).removeprefix("Gate: "),
+        "look": _look_line(version),
         "data": line["data"],
         "parents": ", ".join(f"{path} {md5}" for path, md5 in line["parents"].items()),
         "reward model": line["reward_model_version"] or "not registered" if line["parents"].get(REWARD_MODEL) else "",
@@ -186,13 +224,25 @@ def summary(found: Registry, version: Version) -> str:
     )
 
 
-def _gate_word(version: Version) -> str:
-    gate = version.lineage["gate"]
-    return "passed" if gate["passed"] else "rejected" if gate["needed"] else "not needed"
+def _look_number(version: Version) -> int | str:
+    look = _look(version)
+    return look["number"] if look else ""
+
+
+def _look_line(version: Version) -> str:
+    look = _look(version)
+    return f"{look['number']} at its test pairs, judged at a one-sided level of {100 * look['level']:.3g}%" if look else ""
+
+
+def _look(version: Version) -> dict[str, Any] | None:
+    """None: the version's gate counted none."""
+    return (version.lineage["gate"] or {}).get("look")
 
 
 def _gate_line(version: Version) -> str:
     gate = version.lineage["gate"]
+    if gate is None:
+        return "Gate: none"
     used = f" Override: {gate['override']}" if gate["override"] else ""
     return f"Gate: {gate['message']}{used}"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -13,18 +15,20 @@ from prefect.input import RunInput
 from pydantic import Field
 
 from flows import registry
+from flows.evidence import check_version
 from flows.promote import decided, identity, summary
-from flows.registry import Event, Version, read_registry
-from rlhf_core.config import ConfigError, RegistryConfig, load_params
+from flows.registry import AnotherModel, Registry
+from flows.tags import Event, Version
+from rlhf_core.config import ConfigError, RegistryConfig, load_params, parse_json
 
-NOT_APPROVED = "NotApproved"
+NOT_APPROVED, ANOTHER_MODEL = "NotApproved", "AnotherModel"  # states of a run that promoted nothing
 
 
 class Approval(RunInput):
     """What the run asks a person for. No field has a default: Prefect would take it unasked."""
 
     approve: bool = Field(description="Whether this version is to be used from now on.")
-    by: str = Field(min_length=1, description="Who decides.")
+    by: str = Field(min_length=1, description="Who decides; kept as stated, for nothing proves it.")
     reason: str = Field(min_length=1, description="Why; kept with the decision.")
 
 
@@ -40,45 +44,81 @@ def promote(
 
     Args:
         version: such as v2.0.0; without it the newest when the run starts.
-        by: who decides; reason: why. Only where promotion.require_approval is off: otherwise the run asks a person for them.
+        by: who is said to decide; reason: why. Only where promotion.require_approval is off: otherwise the run asks a person for them.
         override: why a model is promoted that its gate rejected or that was rolled back.
     """
     root, log = Path.cwd(), get_run_logger()
     try:
         config = load_params(root / "params.yaml").promotion
-        chosen = _chosen(root, artifact, version)
-        found = read_registry(root, artifact)
+        found = registry.read_for_decision(root, artifact)
+        chosen = asked_about(_note(root), found, version, resumed=runtime.flow_run.run_count > 1)
+        check_version(root, chosen)
         refusal = registry.why_not(found, chosen)
         if refusal and override is None:
             raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it all the same, give the reason in `override`")
-        decision = _ask(chosen, summary(found, chosen), config) if config.require_approval else _given(root, by, reason)
+        told = summary(found, chosen) + (f"\nOverride: {override}" if refusal else "")
+        decision = _ask(chosen, told, config) if config.require_approval else _given(root, by, reason)
         if not decision.approve:
             log.info("%s %s: not approved", artifact, chosen.version)
-            return State(type=StateType.FAILED, name=NOT_APPROVED, message=f"{artifact} {chosen.version}: {decision.by}: {decision.reason}")
-        event = registry.promote(root, artifact, chosen.version, by=decision.by, reason=decision.reason, override=override)
+            message = f"{artifact} {chosen.version}: stated by {decision.by}: {decision.reason}"
+            return State(type=StateType.FAILED, name=NOT_APPROVED, message=message)
+        how = {"by": decision.by, "reason": decision.reason, "override": override}
+        event = registry.promote(root, artifact, chosen.version, asked=chosen.model, **how)
         _show(artifact, event)
     except ConfigError as error:
         log.error("%s", error)
-        return State(type=StateType.FAILED, name="Refused", message=str(error))
+        name = ANOTHER_MODEL if isinstance(error, AnotherModel) else "Refused"
+        return State(type=StateType.FAILED, name=name, message=str(error))
     return None
 
 
-def _chosen(root: Path, artifact: str, version: str | None) -> Version:
-    """The version that this run is about: the same after it was suspended, whatever was registered in the meantime."""
-    note = root / "scratch" / "promote" / str(runtime.flow_run.id)
-    found = read_registry(root, artifact)
+def _note(root: Path) -> Path:
+    return root / "scratch" / "promote" / str(runtime.flow_run.id)
+
+
+def asked_about(note: Path, found: Registry, version: str | None, *, resumed: bool) -> Version:
+    """The version that a run is about: after it was suspended the same one, whatever was registered or moved in the meantime.
+
+    Args:
+        note: what the run wrote down when it asked. version: None: the newest.
+        resumed: whether the run was started before.
+    Raises:
+        AnotherModel: the version is another model by now.
+        ConfigError: there is no such version, or the note of a resumed run is gone.
+    """
     if not note.exists():
-        name = found.get(version or next(reversed(found.versions), "latest")).version
+        if resumed:
+            raise ConfigError(f"promote: expected the note of what was asked, {note.name}, got none; start another run")
+        chosen = found.get(version or found.newest_version() or "latest")
         note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(name, encoding="utf-8")
-    return found.get(note.read_text(encoding="utf-8"))
+        aside = note.with_name(f"{note.name}.tmp")
+        aside.write_text(json.dumps({"version": chosen.version, "model": chosen.model}), encoding="utf-8")
+        aside.replace(note)
+        return chosen
+    asked = parse_json(note.read_text(encoding="utf-8"), f"note {note.name}")
+    chosen = found.get(asked["version"])
+    registry.check_asked(chosen, asked["model"])
+    return chosen
+
+
+def question(chosen: Version) -> str:
+    """Which model, from where and with which verdict: not a name alone, which may be given to another one."""
+    return (
+        f"May {chosen.artifact} {chosen.version} be used from now on? It is {chosen.identity}, of commit {chosen.commit}; its gate: "
+        f"{chosen.verdict}."
+    )
 
 
 def _ask(chosen: Version, told: str, config: RegistryConfig) -> Approval:
-    """Suspends the run; when a person resumes it, it starts again and gets the answer here."""
-    question = f"May {chosen.artifact} {chosen.version} be used from now on?"
-    create_markdown_artifact(f"# {question}\n\n```\n{told}\n```", key=f"promote-{chosen.artifact}", description=question)
-    return suspend_flow_run(wait_for_input=Approval.with_initial_data(description=question), timeout=config.approval_timeout)
+    """Suspends the run; when a person resumes it, it starts again and gets the answer here.
+
+    The server keeps the answer under the model's name: one to a question about another model is none to this.
+    """
+    asked = question(chosen)
+    key = hashlib.sha256(json.dumps([chosen.artifact, chosen.version, chosen.model]).encode()).hexdigest()[:32]
+    create_markdown_artifact(f"# {asked}\n\n```\n{told}\n```", key=f"promote-{chosen.artifact}", description=asked)
+    form = Approval.with_initial_data(description=asked)
+    return suspend_flow_run(wait_for_input=form, timeout=config.approval_timeout, key=key)
 
 
 def _given(root: Path, by: str | None, reason: str | None) -> Approval:

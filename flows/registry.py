@@ -2,24 +2,27 @@
 
 It is GTO's: annotated git tags, `reward-model@v2.0.0` for a version and `reward-model#prod#3` for the third assignment, so that git, GTO
 and DVC show the same. The tags' messages hold, as JSON after a line for people, the lineage of a version or who promoted it and why.
-Read here by the assignments' numbers. GTO takes the highest version of those in the stage, and DVC the last tag by the second in which
-it was made: so the old version leaves the stage before the new one enters it, and no two tags are of the same second.
+Read here by the assignments' numbers. A tag that isn't as it was made is left out; where that could change a decision, none is made.
+GTO takes the highest version of those in the stage, and DVC the last tag by the second in which it was made: so the old version leaves the
+stage before the new one enters it, and no two tags are of the same second.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from flows.tags import Event, Version, as_event, as_version, not_ours, read_tags
-from flows.worktree import IDENTITY, git, has_identity
+from flows.evidence import check_version
+from flows.signatures import allowed_signers
+from flows.tag_writer import next_number, write_tag
+from flows.tags import BadTag, Event, Tag, Version, as_event, as_version, not_ours, read_tags
+from flows.worktree import git
 from rlhf_core.config import ConfigError, shown
 
 ARTIFACTS = ("reward-model", "policy")  # as in dvc.yaml
@@ -33,17 +36,27 @@ _ASSIGNMENT = re.compile(r"[\w-]+#prod!?#(?P<number>[1-9][0-9]{0,8})")
 
 @dataclass(frozen=True)
 class Registry:
-    """All that is known of one artifact. versions: by name, oldest first; events: in order; newest: seconds since 1970 of its last tag."""
+    """All that is known of one artifact.
+
+    versions: by name, oldest first; events: in order; newest: seconds since 1970 of its last tag; bad: tags that were left out.
+    """
 
     artifact: str
     versions: dict[str, Version]
     events: list[Event]
     newest: int
+    bad: tuple[BadTag, ...] = ()
 
     @property
     def current(self) -> Version | None:
         """The promoted version."""
         return self.versions.get(self.events[-1].version or "") if self.events else None
+
+    @property
+    def anchor(self) -> Version | None:
+        """Of the versions that were ever promoted and not taken back the one with its gate's highest accuracy; of equal ones the oldest."""
+        known = [v for v in self.versions.values() if v.gate_accuracy is not None and self.state(v.version) in ("promoted", "superseded")]
+        return max(known, key=lambda v: v.gate_accuracy, default=None)
 
     @property
     def rolled_back(self) -> dict[str, Event]:
@@ -74,6 +87,8 @@ class Registry:
                 raise ConfigError(f"{self.artifact}: expected a promoted version, got none (registered: {known}); promote one")
             return self.current
         if version not in self.versions:
+            if bad := next((tag for tag in self.bad if tag.name == f"{self.artifact}@{version}"), None):
+                raise ConfigError(bad.problem)
             raise ConfigError(f"{self.artifact}: expected a registered version, got {version} (registered: {known}); correct it")
         return self.versions[version]
 
@@ -85,35 +100,146 @@ class Registry:
                 return event.version
         return None
 
+    def check_decisions(self) -> None:
+        """What is promoted and what was taken back is certain.
+
+        Raises:
+            ConfigError: a tag of a decision was left out, and could have changed that.
+        """
+        if bad := [tag for tag in self.bad if tag.name.startswith(f"{self.artifact}#")]:
+            raise ConfigError(f"{bad[0].problem}; until then nothing is decided by what {self.artifact} is promoted")
+
+    def newest_version(self) -> str | None:
+        """The name of the newest version; None: there is none.
+
+        Raises:
+            ConfigError: the tag of a version that may be newer was left out.
+        """
+        last = next(reversed(self.versions), None)
+        for tag in self.bad:
+            found = _VERSION.fullmatch(tag.name)
+            if tag.name.startswith(f"{self.artifact}@") and (found is None or int(found["number"]) > _number(last)):
+                raise ConfigError(f"{tag.problem}; until then it isn't known which version is the newest")
+        return last
+
+
+def _number(version: str | None) -> int:
+    return int(version[1:].partition(".")[0]) if version else 0
+
 
 def read_registry(root: Path, artifact: str) -> Registry:
-    """From the tags of a repository; neither GTO nor DVC is imported.
+    """From the tags of a repository; neither GTO nor DVC is imported. For what is shown: see `read_for_decision`.
 
     Raises:
-        ConfigError: a tag is not as it was made.
+        ConfigError: there is no such artifact, or the file of allowed signers isn't there.
     """
     if artifact not in ARTIFACTS:
         raise ConfigError(f"artifact: expected one of {', '.join(ARTIFACTS)}, got {artifact}; dvc.yaml has them")
     patterns = (f"refs/tags/{artifact}@*", f"refs/tags/{artifact}#{STAGE}#*", f"refs/tags/{artifact}#{STAGE}!#*")
-    versions: dict[int, Version] = {}
-    events: dict[int, Event] = {}
-    newest = 0
-    for tag in read_tags(root, patterns):
-        newest = max(newest, tag.second)
+    found = read_tags(root, patterns, allowed_signers(root))
+    bad = [tag for tag in found if isinstance(tag, BadTag)]
+    tags = [tag for tag in found if isinstance(tag, Tag)]
+    versions = _versions(artifact, [tag for tag in tags if "@" in tag.name], bad)
+    newest = max((tag.second for tag in tags), default=0)
+    events = _events([tag for tag in tags if "@" not in tag.name], Registry(artifact, versions, [], newest, tuple(bad)), bad)
+    return Registry(artifact, versions, events, newest, tuple(bad))
+
+
+def read_for_decision(root: Path, artifact: str) -> Registry:
+    """As read_registry, for whatever acts by what is promoted or was taken back.
+
+    Raises:
+        ConfigError: a tag of a decision isn't as it was made.
+    """
+    found = read_registry(root, artifact)
+    found.check_decisions()
+    return found
+
+
+def read_promoted(root: Path, artifact: str) -> Version | None:
+    """The promoted version, its tag held against its commit; None: nothing is promoted.
+
+    Raises:
+        ConfigError: as read_for_decision; or tag and commit say different things.
+    """
+    current = read_for_decision(root, artifact).current
+    if current is not None:
+        check_version(root, current)
+    return current
+
+
+def _versions(artifact: str, tags: list[Tag], bad: list[BadTag]) -> dict[str, Version]:
+    """By name, oldest first; what is no version, or one of a model that has a version already, goes to `bad`."""
+    numbered: dict[int, Tag] = {}
+    for tag in tags:
         if found := _VERSION.fullmatch(tag.name):
-            versions[int(found["number"])] = as_version(artifact, tag)
-        elif found := _ASSIGNMENT.fullmatch(tag.name):
-            if tag.content.get("action") != "unassign":
-                events[int(found["number"])] = as_event(int(found["number"]), tag)
+            numbered[int(found["number"])] = tag
         else:
-            raise not_ours(tag.name, "one whose name has another form")
-    ordered = {versions[n].version: versions[n] for n in sorted(versions)}
-    registry = Registry(artifact, ordered, [events[n] for n in sorted(events)], newest)
-    for event in registry.events:
-        if unknown := [name for name in (event.version, event.previous) if name is not None and name not in ordered]:
-            got = f"{shown(repr(unknown[0]))}; a clone needs its tags: `git fetch --tags`"
-            raise ConfigError(f"tag {artifact}#{STAGE}#{event.number}: expected a registered version, got {got}")
-    return registry
+            bad.append(BadTag(tag.name, str(not_ours(tag.name, "one whose name has another form"))))
+    versions: dict[str, Version] = {}
+    by_md5: dict[str, str] = {}
+    for number in sorted(numbered):
+        tag = numbered[number]
+        try:
+            version = as_version(artifact, tag)
+            if (same := by_md5.setdefault(version.md5, version.version)) != version.version:  # a model that was taken back stays so
+                raise not_ours(tag.name, f"one of the model of {same}, md5 {version.md5}")
+            versions[version.version] = version
+        except ConfigError as error:
+            bad.append(BadTag(tag.name, str(error)))
+    return versions
+
+
+def _events(tags: list[Tag], empty: Registry, bad: list[BadTag]) -> list[Event]:
+    """In order; what is none, or doesn't follow from the ones before, goes to `bad`.
+
+    Args:
+        empty: the registry without events.
+    """
+    numbered: dict[int, Tag] = {}
+    for tag in tags:
+        found = _ASSIGNMENT.fullmatch(tag.name)
+        if found is None:
+            bad.append(BadTag(tag.name, str(not_ours(tag.name, "one whose name has another form"))))
+        elif (other := numbered.setdefault(int(found["number"]), tag)) is not tag:
+            bad.append(BadTag(tag.name, str(not_ours(tag.name, f"one with the number of {other.name}"))))
+    so_far = empty
+    for number in sorted(numbered):
+        tag = numbered[number]
+        try:
+            event = as_event(number, tag)
+            if event is not None:
+                _check_event(tag, event, so_far)
+                so_far = replace(so_far, events=[*so_far.events, event])
+        except ConfigError as error:
+            bad.append(BadTag(tag.name, str(error)))
+    return so_far.events
+
+
+def _check_event(tag: Tag, event: Event, so_far: Registry) -> None:
+    """A decision is about versions that are there and might have been made; its model is still the one of the version's tag."""
+    versions, before = so_far.versions, so_far.current
+    if unknown := [name for name in (event.version, event.previous) if name is not None and name not in versions]:
+        left_out = next(
+            (b.problem for b in so_far.bad if b.name == f"{so_far.artifact}@{unknown[0]}"), "a clone needs its tags: `git fetch --tags`"
+        )
+        raise ConfigError(f"tag {tag.name}: expected a registered version, got {shown(repr(unknown[0]))}; {left_out}")
+    if event.previous != (before and before.version):
+        was = before.version if before else "nothing"
+        raise not_ours(tag.name, f"one that follows {event.previous or 'nothing'} where {was} was promoted, as if a tag was missing")
+    chosen = versions[event.version or event.previous or ""]
+    if tag.commit != chosen.commit:
+        raise not_ours(tag.name, f"one at commit {tag.commit[:10]}, where its version isn't")
+    if event.action == "promote" and event.override is None and (refusal := why_not(so_far, chosen)):
+        raise not_ours(tag.name, f"a promotion without an override that {chosen.version} needs: {shown(refusal, 1000)}")
+    if event.action == "rollback" and event.version is not None and so_far.state(event.version) != "superseded":
+        raise not_ours(tag.name, f"a rollback to {event.version}, which is {so_far.state(event.version)}")
+    if event.model is not None and event.model != chosen.model:
+        key = next(key for key in chosen.model if event.model.get(key) != chosen.model[key])
+        raise ConfigError(
+            f"tag {tag.name}: expected {chosen.version} to be the model that was decided on, {key} {event.model.get(key)}, got {key} "
+            f"{chosen.model[key]} in that version's tag; one of both was replaced: `git fetch --tags --force` brings the shared ones back"
+        )
 
 
 @contextlib.contextmanager
@@ -145,17 +271,15 @@ def add_version(root: Path, artifact: str, lineage: dict[str, Any]) -> Version:
     """
     registry = read_registry(root, artifact)
     if same := next((v for v in registry.versions.values() if v.md5 == lineage["md5"]), None):
+        if lineage.get("sha256") and same.lineage.get("sha256") and lineage["sha256"] != same.lineage["sha256"]:
+            raise ConfigError(f"{artifact}: expected another md5 for another content, got that of {same.version}; don't use this model")
         raise ConfigError(f"{artifact}: expected a model that isn't registered yet, got this very model as {same.version}; promote that")
-    last = next(reversed(registry.versions), "v0.0.0")
-    version = f"v{int(last[1:].partition('.')[0]) + 1}.0.0"
+    last = registry.newest_version()
+    version = f"v{_number(last) + 1}.0.0"
     head = f"{artifact} {version}: md5 {lineage['md5']}, of {lineage['run']}"
-    lineage = {**lineage, "previous_version": None if last == "v0.0.0" else last}
-    import gto.api
-
-    _next_second(registry)
-    message = _message(head, lineage)
-    gto.api.register(str(root), artifact, lineage["commit"], version=version, message=message, **_author(root))
-    return read_registry(root, artifact).versions[version]
+    name = f"{artifact}@{version}"
+    write_tag(root, name, lineage["commit"], head, {**lineage, "previous_version": last}, after=registry.newest)
+    return read_registry(root, artifact).get(version)
 
 
 def promote(
@@ -166,18 +290,23 @@ def promote(
     by: str,
     reason: str,
     override: str | None = None,
+    asked: dict[str, str | None] | None = None,
 ) -> Event:
     """Make a version the one that is used from now on.
 
     Args:
         version: None: the newest one.
         override: why one is promoted that its gate rejected, or that was rolled back.
+        asked: the model that somebody agreed to (`Version.model`); None: nobody was asked before.
     Raises:
-        ConfigError: it may not be promoted, or is already.
+        ConfigError: it may not be promoted, or is already, or its tag isn't what its commit says.
+        AnotherModel: the version is another model than the one asked about.
     """
     with registry_lock(root):
-        registry = read_registry(root, artifact)
-        chosen = registry.get(version or next(reversed(registry.versions), "latest"))
+        registry = read_for_decision(root, artifact)
+        chosen = registry.get(version or registry.newest_version() or "latest")
+        check_asked(chosen, asked)
+        check_version(root, chosen)
         refusal = why_not(registry, chosen)
         if refusal and override is None:
             raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it all the same, say why with --override")
@@ -189,11 +318,25 @@ def promote(
 def why_not(registry: Registry, chosen: Version) -> str | None:
     """Why a version may not be promoted without an override; None: it may."""
     if (taken_back := registry.rolled_back.get(chosen.version)) is not None:
-        return f"expected a version that was not rolled back, got one that was, by {taken_back.by}: {taken_back.reason}"
+        return f"expected a version that was not rolled back, got one that was, {taken_back.who}: {taken_back.reason}"
     gate = chosen.lineage["gate"]
     if chosen.artifact == "reward-model" and not (gate and gate["passed"]):
         return f"expected one that passed its gate, got one that didn't: {gate['message'] if gate else 'there is no gate.json'}"
     return None
+
+
+class AnotherModel(ConfigError):
+    """A version is another model than the one that somebody agreed to."""
+
+
+def check_asked(chosen: Version, asked: dict[str, str | None] | None) -> None:
+    """Raises: AnotherModel: naming both."""
+    if asked is not None and asked != chosen.model:
+        key = next(key for key in chosen.model if asked.get(key) != chosen.model[key])
+        raise AnotherModel(
+            f"{chosen.artifact} {chosen.version}: expected the model that was asked about, {key} {asked.get(key)}, got {key} "
+            f"{chosen.model[key]}: its tag was replaced after the question; ask again"
+        )
 
 
 def rollback(root: Path, artifact: str, to: str | None, *, by: str, reason: str) -> Event:
@@ -205,7 +348,7 @@ def rollback(root: Path, artifact: str, to: str | None, *, by: str, reason: str)
         ConfigError: nothing is promoted, or `to` was never promoted or was taken back itself.
     """
     with registry_lock(root):
-        registry = read_registry(root, artifact)
+        registry = read_for_decision(root, artifact)
         current = registry.get(None)
         if to is not None and registry.state(registry.get(to).version) != "superseded":
             raise ConfigError(
@@ -214,6 +357,8 @@ def rollback(root: Path, artifact: str, to: str | None, *, by: str, reason: str)
         target = to or registry.before()
         if target == current.version:
             raise ConfigError(f"{artifact} {to}: expected another version than the promoted one; name an earlier one")
+        if target is not None:
+            check_version(root, registry.get(target))
         return _assign(root, registry, "rollback", target, by=by, reason=reason, override=None)
 
 
@@ -226,41 +371,24 @@ def _assign(root: Path, registry: Registry, action: str, version: str | None, *,
     artifact, previous = registry.artifact, registry.current
     entry = {"action": action, "version": version, "previous": previous and previous.version, "by": by, "reason": reason}
     entry["override"] = override
-    head = f"{artifact}: {action}, {entry['previous'] or 'nothing'} -> {version or 'nothing'}, by {by}: {reason}".replace("\n", " ")
+    entry["model"] = version and registry.versions[version].model
+    head = f"{artifact}: {action}, {entry['previous'] or 'nothing'} -> {version or 'nothing'}, stated by {by}: {reason}".replace("\n", " ")
     if version is None:
-        _tag(root, artifact, previous.version, entry, head, leaves=True)
+        _tag(root, registry, previous, entry, head, leaves=True)
     else:
+        after = registry.newest
         if previous is not None:
             note = {"action": "unassign", "version": previous.version, "because_of": version}
-            _tag(root, artifact, previous.version, note, f"{artifact}: {previous.version} makes room for {version}", leaves=True)
-        _tag(root, artifact, version, entry, head)
-    return read_registry(root, artifact).events[-1]
+            after = _tag(root, registry, previous, note, f"{artifact}: {previous.version} makes room for {version}", leaves=True)
+        _tag(root, registry, registry.versions[version], entry, head, leaves=False, after=after)
+    done = read_registry(root, artifact)
+    done.check_decisions()
+    return done.events[-1]
 
 
-def _tag(root: Path, artifact: str, version: str, content: dict[str, Any], head: str, *, leaves: bool = False) -> None:
-    """A version enters the stage, or leaves it."""
-    import gto.api
-
-    _next_second(read_registry(root, artifact))
-    options = {"version": version, "message": _message(head, content), "force": True, **_author(root)}
-    if leaves:
-        gto.api.unassign(str(root), artifact, stage=STAGE, **options)
-    else:  # force: GTO takes a version that had the stage before only so
-        gto.api.assign(str(root), artifact, STAGE, **options)
-
-
-def _message(head: str, content: dict[str, Any]) -> str:
-    return f"{head}\n\n{json.dumps(content, indent=1, sort_keys=True)}"
-
-
-def _author(root: Path) -> dict[str, str]:
-    """For a repository without a git identity, which GTO can't do with."""
-    name, email = (setting.partition("=")[2] for setting in IDENTITY if "=" in setting)
-    return {} if has_identity(root) else {"author": name, "author_email": email}
-
-
-def _next_second(registry: Registry, patience: float = 3.0) -> None:
-    """Wait until no tag of the artifact is of this second: GTO orders them by it. Not for a clock that is far behind."""
-    until = time.monotonic() + patience
-    while time.time() < registry.newest + 1 and time.monotonic() < until:
-        time.sleep(0.02)
+def _tag(
+    root: Path, registry: Registry, version: Version, content: dict[str, Any], head: str, *, leaves: bool, after: int | None = None
+) -> int:
+    """A version enters the stage, or leaves it. Returns the second of the tag."""
+    name = f"{registry.artifact}#{STAGE}{'!' if leaves else ''}#{next_number(root, registry.artifact)}"
+    return write_tag(root, name, version.commit, head, content, after=registry.newest if after is None else after)

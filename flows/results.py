@@ -13,12 +13,15 @@ from typing import Any
 
 import pandas as pd
 
+from flows.stages import read_stages
 from flows.worktree import FOLDER
 from rlhf_core.config import ConfigError, read_yaml_text
 from rlhf_core.registry import cache_folder
 from rlhf_core.report.comparison_page import Side
 from rlhf_core.report.differences import Results
 from rlhf_core.report.times import read_times
+from rlhf_core.rounds import FOLDER as FOLDER_OF_ROUNDS
+from rlhf_core.rounds import PIPELINE, ROUNDS_FILE, read_round_stages, read_rounds
 
 # Stage -> its metrics.
 METRICS = {
@@ -89,6 +92,30 @@ def read_results(name: str, read: Read) -> Results:
     return Results(
         name, read_yaml_text(params.decode(), f"params.yaml of {name}"), kept, metrics, None if prompts is None else prompts.decode()
     )
+
+
+def result_paths(workspace: Path) -> list[str]:
+    """What a run's commit takes: params, locks, and what stages leave that DVC's cache doesn't keep. What else lies there is the user's."""
+    stages = [*read_stages(workspace).values()]
+    found = ["params.yaml", "dvc.lock", "baselines.json"]
+    if rounds := read_rounds(workspace) if (workspace / ROUNDS_FILE).is_file() else {}:
+        found += [
+            str(path)
+            for path in (ROUNDS_FILE, PIPELINE.with_suffix(".lock"), FOLDER_OF_ROUNDS / "rounds.md", FOLDER_OF_ROUNDS / "rounds.svg")
+        ]
+        stages += [stage for number in rounds for stage in read_round_stages(number, workspace).values()]
+    for stage in stages:
+        entries = [entry for kind in ("outs", "metrics", "plots") for entry in stage.get(kind) or []]
+        found += [path for entry in entries if isinstance(entry, dict) for path, how in entry.items() if how and how.get("cache") is False]
+        # DVC itself writes there which of its outs git is to leave alone.
+        found += [str(Path(out).parent / ".gitignore") for entry in entries for out in ([entry] if isinstance(entry, str) else entry)]
+    return sorted(set(found))
+
+
+def input_paths(workspace: Path) -> list[str]:
+    """What stages depend on: code and data that git may have."""
+    stages = read_stages(workspace).values()
+    return sorted({path for stage in stages for path in stage.get("deps") or [] if isinstance(path, str) and not Path(path).is_absolute()})
 
 
 def find_commit(root: Path, name: str) -> str | None:

@@ -25,10 +25,10 @@ from flows.cache import run_checked
 from flows.locks import only_flow
 from flows.overrides import Overrides, check
 from flows.pins import prepare_run
-from flows.results import read_side
+from flows.results import input_paths, read_side, result_paths
 from flows.stages import StageFailed, StageResult, read_stages, stage_environment, stage_order, unchanged
 from flows.summary import read_metrics, report_line, report_of, stage_table
-from flows.worktree import commit, derive_name, slug
+from flows.worktree import commit_results, derive_name, slug
 from rlhf_core.config import ConfigError, FlowConfig, load_params
 from rlhf_core.report.sketch import sketch
 
@@ -169,7 +169,7 @@ def write_stopped_report(workspace: Path, failure: StageFailed, log: logging.Log
     """The page of a chain that ended early, by the command of stage report. That it can't be made must not hide why the chain failed."""
     _, python, *module = shlex.split(read_stages(workspace)["report"]["cmd"])
     command = [sys.executable if python == "python" else python, *module, "--stopped-at", failure.stage, "--because", str(failure)]
-    done = subprocess.run(command, cwd=workspace, env=stage_environment(workspace), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=workspace, env=stage_environment(workspace, "report"), capture_output=True, text=True, check=False)
     if done.returncode:
         log.warning("The page of the stopped chain could not be made: %s", done.stderr.strip())
 
@@ -196,4 +196,4 @@ def _finish(workspace: Path, order: list[str], results: list[StageResult], faile
     if page is not None:
         create_link_artifact(page.resolve().as_uri(), link_text=page.name, key="report", description=str(page))
     if failed is None and (workspace / ".git").is_file():
-        commit(workspace, f"Results of run {workspace.name}")
+        commit_results(workspace, f"Results of run {workspace.name}", result_paths(workspace), input_paths(workspace))

@@ -13,8 +13,9 @@ from typing import Any
 
 from flows.overrides import check
 from flows.pins import prepare_run, promoted_version, start_from_registry
+from flows.results import input_paths, result_paths
 from flows.stages import stage_order
-from flows.worktree import commit, prepare_worktree, worktree_path
+from flows.worktree import commit, commit_results, prepare_worktree, worktree_path
 from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, PromotionConfig, ScorerConfig, load_params, read_yaml
 from rlhf_core.data.pool import prompts_of_round
 from rlhf_core.data.schema import read_rows
@@ -134,7 +135,9 @@ def current_round(workspace: Path, params: Params, *, start: Path, last: int) ->
         return None
     rounds[number + 1] = new_round(workspace, rounds, params, start)
     write_rounds(rounds, workspace)
-    commit(workspace, f"Begin round {number + 1} from {rounds[number + 1].policy.path}", [str(FOLDER)])
+    refusal = commit(workspace, f"Begin round {number + 1} from {rounds[number + 1].policy.path}", [str(ROUNDS_FILE)])
+    if refusal is not None:
+        log.warning("Round %d: its beginning is not committed; %s", number + 1, refusal)
     return number + 1
 
 
@@ -233,7 +236,7 @@ def publish(workspace: Path, number: int) -> str:
         draw(rows, workspace / FIGURE)
     except ModuleNotFoundError as error:
         log.warning("%s: expected matplotlib for the figure, got none (%s); install the extra `compare`", FIGURE, error)
-    commit(workspace, f"Results of round {number}")
+    commit_results(workspace, f"Results of round {number}", result_paths(workspace), input_paths(workspace))
     return text
 
 

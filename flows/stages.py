@@ -24,6 +24,7 @@ import psutil
 from flows.children import Lines, end_with, stop_session
 from rlhf_core import config
 from rlhf_core.config import ConfigError
+from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.quiet import QUIET_ENVIRONMENT, quietly
 
 Outcome = Literal["ran", "cached", "restored"]
@@ -117,9 +118,24 @@ def metrics_file(workspace: Path, stage: str) -> Path | None:
     return workspace / found if found else None
 
 
-def stage_environment(workspace: Path) -> dict[str, str]:
-    """Of every stage: quiet, with this interpreter first on PATH and the workspace's own code first on PYTHONPATH; without Prefect's
-    settings, its password among them: no stage talks to it.
+def stage_environment(workspace: Path, stage: str | None = None) -> dict[str, str]:
+    """Of a stage, or of any: what rlhf_core/environment.py lists, what the workspace's flow.environment names, and the keys it uses.
+
+    Args:
+        stage: of dvc.yaml, or as DVC addresses one of another pipeline.
+    """
+    everything = dvc_environment(workspace)
+    more: set[str] = set()
+    with suppress(ConfigError):  # the stage itself says what is wrong with its params
+        more = of_stage(config.load_params(workspace / "params.yaml"), stage, everything)
+    kept = dict(everything)
+    keep_visible(more, environment=kept)
+    return kept
+
+
+def dvc_environment(workspace: Path) -> dict[str, str]:
+    """Of DVC where it runs no stage, with the credentials of its remotes: quiet, with this interpreter first on PATH and the workspace's
+    own code first on PYTHONPATH; without Prefect's settings, its password among them: neither DVC nor a stage talks to it.
     """
     hidden = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "VIRTUAL_ENV")
     inherited = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("PREFECT_")}
@@ -147,7 +163,7 @@ def unchanged(workspace: Path, stages: list[str]) -> list[str]:
 def _changed(workspace: Path, *stages: str) -> set[str] | None:
     """Which of these stages, or of all, have something to do; None where DVC can't say, or not in time."""
     command = quietly("dvc", "status", "--json", *stages)
-    how = {"cwd": workspace, "env": stage_environment(workspace), "timeout": STATUS_DEADLINE}
+    how = {"cwd": workspace, "env": dvc_environment(workspace), "timeout": STATUS_DEADLINE}
     with suppress(subprocess.TimeoutExpired, json.JSONDecodeError):
         done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
         return set(json.loads(done.stdout)) if done.returncode == 0 else None
@@ -193,7 +209,7 @@ def _repro(
     child = subprocess.Popen(
         quietly("dvc", "repro", "--single-item", stage),
         cwd=workspace,
-        env=stage_environment(workspace),
+        env=stage_environment(workspace, stage),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,43 +1,60 @@
 """The tags of the registry as values: what `flows.promote` has written, believed in nothing.
 
-Whoever may push tags may write anything into one; a tag that isn't as it was made is refused by its name.
+Whoever may push tags may write anything into one. A tag that isn't as it was made is named, with what is wrong with it, and left out.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from flows.objects import Object, read_objects
+from flows.signatures import Signature, Signers, verify
 from flows.worktree import git
-from rlhf_core.config import ConfigError, shown
+from rlhf_core.config import MAX_BYTES, ConfigError, parse_json, shown
+from rlhf_core.registry import folder_sha256
 
-# The date as it stands in the tag: git itself formats none of the registry's if it can't format one.
-_FIELDS = ("%(refname:strip=2)", "%(*objectname)", "%(tagger)", "%(contents)")
 _TAGGER = re.compile(r"(?P<name>[^<]*)<[^>]*> (?P<second>[0-9]+) (?P<sign>[+-])(?P<hours>[0-9]{2})(?P<minutes>[0-9]{2})")
+_HASH = r"[0-9a-f]{40,64}"
+_HEAD = re.compile(rf"object (?P<commit>{_HASH})\ntype commit\ntag (?P<name>[^\n]+)\ntagger (?P<tagger>[^\n]*)")
+# What git takes for the beginning of a signature: the last line that starts with one of these.
+_SIGNATURE = re.compile(r"^-----BEGIN (?:PGP SIGNATURE|PGP MESSAGE|SIGNED MESSAGE|SSH SIGNATURE)-----", re.MULTILINE)
+Verdict = Literal["passed", "rejected", "not needed"]
 
 
 @dataclass(frozen=True)
 class Tag:
-    """An annotated tag. commit: at which it is; second: since 1970, when it was made."""
+    """An annotated tag. oid: its own hash; commit: at which it is; by: the tagger, who may call himself anything; signer: who signed it,
+    None where no signature is asked for; second: since 1970, when it was made.
+    """
 
     name: str
+    oid: str
     commit: str
     by: str
     at: str
     second: int
     content: dict[str, Any]
+    signer: str | None = None
+
+
+@dataclass(frozen=True)
+class BadTag:
+    """A tag that is left out, and why."""
+
+    name: str
+    problem: str
 
 
 @dataclass(frozen=True)
 class Version:
-    """lineage: rlhf_core/lineage.py; at: when it was registered, ISO 8601."""
+    """lineage: rlhf_core/lineage.py; at: when it was registered, ISO 8601; by: who says so; signer: who signed it."""
 
     artifact: str
     version: str
@@ -45,17 +62,45 @@ class Version:
     by: str
     at: str
     lineage: dict[str, Any]
+    signer: str | None = None
 
     @property
     def md5(self) -> str:
         return self.lineage["md5"]
+
+    @property
+    def gate_accuracy(self) -> float | None:
+        """Held-out accuracy; None: no reward model was judged."""
+        return (self.lineage["gate"] or {}).get("accuracy")
+
+    @property
+    def sha256(self) -> str | None:
+        """Of the folder, as `rlhf_core.registry.folder_sha256` counts it; None: it was registered by its md5 only."""
+        files = self.lineage.get("sha256")
+        return None if files is None else folder_sha256(files)
+
+    @property
+    def identity(self) -> str:
+        return f"md5 {self.md5}, " + (f"sha256 {self.sha256}" if self.sha256 else "identified by md5 only")
+
+    @property
+    def verdict(self) -> Verdict:
+        gate = self.lineage["gate"]
+        return "rejected" if gate is None else "passed" if gate["passed"] else "rejected" if gate["needed"] else "not needed"
+
+    @property
+    def model(self) -> dict[str, str | None]:
+        """What a decision is about, as it is kept with the decision."""
+        return {"md5": self.md5, "sha256": self.sha256, "commit": self.commit, "gate": self.verdict}
 
 
 @dataclass(frozen=True)
 class Event:
     """A promotion or a rollback. version: what is promoted since then, None: nothing; previous: what was before.
 
+    by: who is said to have decided; signer: who signed the tag, where that is asked for.
     override: the reason for which a model was promoted that the gate had rejected or that had been rolled back.
+    model: `Version.model` of the version; None: nothing is promoted, or the decision is an older one, which kept the name only.
     """
 
     number: int
@@ -66,6 +111,19 @@ class Event:
     reason: str
     override: str | None
     at: str
+    model: dict[str, str | None] | None = None
+    signer: str | None = None
+
+    @property
+    def who(self) -> str:
+        return who(self.by, self.signer)
+
+
+def who(by: str, signer: str | None) -> str:
+    """Whose a tag is, with how that is known."""
+    if signer is None:
+        return f"stated by {by}"
+    return f"signed by {signer}" if signer in by else f"signed by {signer}, stated by {by}"
 
 
 class _Form(BaseModel):
@@ -74,11 +132,18 @@ class _Form(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
+class _Look(_Form):
+    number: int
+    level: float
+
+
 class _Gate(_Form):
     needed: bool
     passed: bool
     message: str
     override: str | None
+    accuracy: float | None = Field(default=None, ge=0, le=1)
+    look: _Look | None = None
 
 
 class _Alignment(_Form):
@@ -90,11 +155,16 @@ class _Params(_Form):
     alignment: _Alignment
 
 
+_Md5 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}\.dir$")]
+_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
 class _Lineage(_Form):
     """As rlhf_core.lineage.lineage makes it."""
 
     path: str
-    md5: str = Field(pattern=r"^[0-9a-f]{32}\.dir$")
+    md5: _Md5
+    sha256: dict[str, _Sha256] | None = None
     size: int | None
     files: int | None
     commit: str
@@ -108,6 +178,13 @@ class _Lineage(_Form):
     previous_version: str | None
 
 
+class _Model(_Form):
+    md5: _Md5
+    sha256: _Sha256 | None
+    commit: str
+    gate: Verdict
+
+
 class _Event(_Form):
     action: Literal["promote", "rollback"]
     version: str | None
@@ -115,25 +192,68 @@ class _Event(_Form):
     by: str
     reason: str
     override: str | None
+    model: _Model | None = None
 
 
-def read_tags(root: Path, patterns: Sequence[str]) -> Iterator[Tag]:
-    """The tags of a repository whose refs are like one of the patterns.
+class _Unassignment(_Form):
+    action: Literal["unassign"]
+    version: str
+    because_of: str
 
-    Raises:
-        ConfigError: one of them has no message of ours.
+
+def read_tags(root: Path, patterns: Sequence[str], signers: Signers | None = None) -> list[Tag | BadTag]:
+    """The tags of a repository whose refs are like one of the patterns, with a fixed number of calls of git.
+
+    Args:
+        signers: who may have signed them; each tag then needs a signature, and git is called for each.
     """
-    listed = git(root, "for-each-ref", f"--format={'%00'.join(_FIELDS)}%00%01", *patterns)
-    for entry in filter(None, (part.strip("\n") for part in listed.split("\0\x01"))):
-        name, commit, tagger, message = entry.split("\0")
-        try:
-            content = json.loads(message.partition("\n\n")[2])
-        except (ValueError, RecursionError) as error:
-            raise not_ours(name, "one without its JSON") from error
-        if not isinstance(content, dict):
-            raise not_ours(name, "one with other JSON")
-        by, made = _tagger(name, tagger)
-        yield Tag(name, commit, by, made.isoformat(timespec="seconds"), int(made.timestamp()), content)
+    listed = git(root, "for-each-ref", "--format=%(objectname) %(refname:strip=2)", *patterns).splitlines()
+    refs = [(oid, name) for oid, _, name in (line.partition(" ") for line in listed)]
+    found = [_read(name, oid, content) for (oid, name), content in zip(refs, read_objects(root, [oid for oid, _ in refs]), strict=True)]
+    if signers is None:
+        return found
+    signatures = verify(root, [tag.oid for tag in found if isinstance(tag, Tag)], signers)
+    return [_signed(tag, signatures[tag.oid]) if isinstance(tag, Tag) else tag for tag in found]
+
+
+def _signed(tag: Tag, signature: Signature) -> Tag | BadTag:
+    if signature.signer is None:
+        return BadTag(tag.name, f"tag {tag.name}: expected a signature of an allowed signer, got {signature.problem}; don't use it")
+    return replace(tag, signer=signature.signer)
+
+
+def _read(name: str, oid: str, found: Object | None) -> Tag | BadTag:
+    try:
+        return _parse(name, oid, found)
+    except ConfigError as error:
+        return BadTag(name, str(error))
+
+
+def _parse(name: str, oid: str, found: Object | None) -> Tag:
+    if found is None or found.kind != "tag":
+        raise not_ours(name, "one without its JSON")
+    if found.content is None:
+        raise not_ours(name, f"one of {found.size} bytes, which is more than {MAX_BYTES}")
+    try:
+        text = found.content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise not_ours(name, f"one that isn't UTF-8 at byte {error.start}") from error
+    headers, _, message = text.partition("\n\n")
+    head = _HEAD.fullmatch(headers)
+    if head is None:
+        raise not_ours(name, "one with other headers")
+    if head["name"] != name:
+        raise not_ours(name, f"one that was made as {shown(repr(head['name']))} and put there under another name")
+    if ends := [found.start() for found in _SIGNATURE.finditer(message)]:
+        message = message[: ends[-1]]
+    try:
+        content = parse_json(message.partition("\n\n")[2], "its JSON")
+    except ConfigError as error:
+        raise not_ours(name, f"one without its JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise not_ours(name, "one with other JSON")
+    by, made = _tagger(name, head["tagger"])
+    return Tag(name, oid, head["commit"], by, made.isoformat(timespec="seconds"), int(made.timestamp()), content)
 
 
 def _tagger(tag: str, line: str) -> tuple[str, datetime]:
@@ -157,12 +277,23 @@ def as_version(artifact: str, tag: Tag) -> Version:
             f"tag {tag.name}: expected it at commit {said}, as its message says, got {tag.commit}; someone moved it: "
             "`git fetch --tags --force` brings the shared one back"
         )
-    return Version(artifact, tag.name.partition("@")[2], tag.commit, tag.by, tag.at, tag.content)
+    return Version(artifact, tag.name.partition("@")[2], tag.commit, tag.by, tag.at, tag.content, tag.signer)
 
 
-def as_event(number: int, tag: Tag) -> Event:
-    """Raises: ConfigError: the tag says something else."""
-    return Event(number=number, at=tag.at, **_check(tag, _Event).model_dump())
+def as_event(number: int, tag: Tag) -> Event | None:
+    """None: the tag only makes room for the version that enters the stage after it.
+
+    Raises:
+        ConfigError: the tag says something else.
+    """
+    leaves = "!#" in tag.name  # GTO's mark
+    if leaves and tag.content.get("action") == "unassign":
+        _check(tag, _Unassignment)
+        return None
+    event = Event(number=number, at=tag.at, signer=tag.signer, **_check(tag, _Event).model_dump())
+    if leaves != (event.version is None) or (leaves and event.action != "rollback"):
+        raise not_ours(tag.name, f"one by which {shown(repr(event.version))} {'leaves' if leaves else 'enters'} the stage")
+    return event
 
 
 def _check(tag: Tag, form: type[_Form]) -> _Form:

@@ -1,22 +1,21 @@
-"""Models as versions: what a run's commit must be like to become one, and getting a version's files back by their hash."""
+"""Models as versions: what a run's commit must be like to become one, and getting a version's files back by their hashes."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
-from flows.registry import Registry, Version, add_version, read_registry, registry_lock
-from flows.stages import stage_environment
-from flows.worktree import git, share_cache, worktree_path
-from rlhf_core.config import ConfigError
+from flows.dvc_fetch import fetch_from_remote
+from flows.evidence import check_version, decision, decision_of_round, read_locks
+from flows.registry import Registry, add_version, read_registry, registry_lock
+from flows.stages import dvc_environment
+from flows.tags import Version
+from flows.worktree import git, worktree_path
+from rlhf_core.config import ConfigError, parse_json, read_yaml_text
 from rlhf_core.lineage import REWARD_MODEL, hashes_of_outs, history, lineage
 from rlhf_core.quiet import quietly
 from rlhf_core.registry import cache_folder, checkout, missing, verify
@@ -50,13 +49,13 @@ def register(root: Path, artifact: str, run: str | None, round_number: int | Non
     if round_number is not None:
         path, last, decided = _of_round(workspace, artifact, round_number)
     else:
-        decided = {"by": "gate_reward", "split": "test"} if artifact == "reward-model" else None
+        decided = decision(artifact)
         path = _read(workspace, "dvc.yaml")["artifacts"][artifact]["path"]
         last = LAST_STAGE[artifact] if artifact != "reward-model" or gate["passed"] or gate["override"] else "train_reward"
     try:
         params = _read(workspace, "params.yaml")
         made_of = lineage(path, commit=commit, run=branch, params=params, lock=lock, gate=gate, decided=decided)
-        _check_in_cache(workspace, lock, path)
+        made_of["sha256"] = _check_in_cache(workspace, lock, path)
     except ValueError as error:
         raise ConfigError(f"{artifact} of {branch}: {error}") from error
     _check_nothing_to_do(workspace, last)
@@ -78,25 +77,7 @@ def _of_round(workspace: Path, artifact: str, number: int) -> tuple[str, str, di
     verdict = _read(workspace, f"{folder}/metrics/evaluate.json")
     if not verdict["accepted"]:
         raise ConfigError(f"round {number}: expected one whose policy was accepted, got one that wasn't: {verdict['reason']}")
-    return f"{folder}/policy", f"{PIPELINE}:evaluate_round@{number}", {"by": f"evaluate_round@{number}", **verdict.get("promotion", {})}
-
-
-def read_locks(root: Path, commit: str) -> dict[str, Any]:
-    """dvc.lock of a commit, with the stages of its rounds of iterative DPO where it has any.
-
-    Raises:
-        ConfigError: there is no dvc.lock.
-    """
-    found: dict[str, Any] = {}
-    for name in ("dvc.lock", str(PIPELINE.with_suffix(".lock"))):
-        if git(root, "ls-tree", "--name-only", commit, name):
-            found |= YAML(typ="safe", pure=True).load(git(root, "show", f"{commit}:{name}"))["stages"]
-    if not found:
-        raise ConfigError(
-            f"{root.name}: expected dvc.lock in commit {commit[:10]}, got none; bring the chain up with `dvc repro`, and commit dvc.lock, "
-            "metrics and plots"
-        )
-    return {"stages": found}
+    return f"{folder}/policy", f"{PIPELINE}:evaluate_round@{number}", decision_of_round(number, verdict)
 
 
 def _read(workspace: Path, name: str) -> Any:
@@ -112,7 +93,8 @@ def _read(workspace: Path, name: str) -> Any:
             f"{workspace.name}: expected {name} in the last commit, got none; bring the chain up with `dvc repro`, and commit dvc.lock, "
             "metrics and plots"
         ) from None
-    return json.loads(text) if name.endswith(".json") else YAML(typ="safe", pure=True).load(text)
+    subject = f"{name} in {workspace.name}"
+    return parse_json(text, subject) if name.endswith(".json") else read_yaml_text(text, subject)
 
 
 def _check_nothing_to_do(workspace: Path, stage: str) -> None:
@@ -144,9 +126,11 @@ def _changes(changes: list[Any]) -> Iterator[str]:
                 yield from (f"{key} {state}" for key, state in detail.items()) if isinstance(detail, dict) else (f"{path} {detail}",)
 
 
-def _check_in_cache(workspace: Path, lock: dict[str, Any], path: str) -> None:
+def _check_in_cache(workspace: Path, lock: dict[str, Any], path: str) -> dict[str, str]:
     """All that led to the model is in DVC's cache, or in git, and the model itself is whole.
 
+    Returns:
+        The sha256 of each of the model's files, by its name.
     Raises:
         ValueError: something is missing, or a file of the model was changed.
     """
@@ -158,70 +142,34 @@ def _check_in_cache(workspace: Path, lock: dict[str, Any], path: str) -> None:
             raise ValueError(
                 f"{out}: expected all of it in DVC's cache, got nothing for {lost[0]}; `dvc pull` or `dvc repro` brings it back"
             )
-    verify(made[path], root=workspace)
+    return verify(made[path], root=workspace)
 
 
 def fetch(root: Path, registry: Registry, version: str | None, folder: Path) -> tuple[Version, str]:
-    """A version's files by its hash: from DVC's cache, or else from the remote, and laid out in `folder`.
+    """A version's files by its hashes: from DVC's cache, or else from the remote, and laid out in `folder`.
 
+    Args:
+        version: None: the promoted one.
     Returns:
         The version, and where it came from: cache or remote.
     Raises:
-        ConfigError: there is no such version, or it is in neither, or isn't what its tag says.
+        ConfigError: there is no such version, or its tag isn't what its commit says, or the files are in neither or aren't the tag's.
     """
+    if version is None:
+        registry.check_decisions()
     chosen = registry.get(version)
-    path, md5 = chosen.lineage["path"], chosen.md5
-    locked = _locked_md5(root, chosen)
-    if locked != md5:
-        raise ConfigError(
-            f"{chosen.artifact} {chosen.version}: expected dvc.lock of its commit to name md5 {md5}, got {locked}; don't use it"
-        )
+    check_version(root, chosen)
     source = "cache"
     try:
-        if missing(md5, cache_folder(root)):
+        if missing(chosen.md5, cache_folder(root)):
             source = "remote"
-            _pull(root, chosen.commit, path, md5)
-        checkout(md5, folder, root=root)
+            fetch_from_remote(root, chosen.commit, chosen.lineage["path"], chosen.md5)
+        checkout(chosen.md5, folder, root=root, sha256=chosen.lineage.get("sha256"))
     except ValueError as error:
         raise ConfigError(f"{chosen.artifact} {chosen.version}: {error}") from error
     return chosen, source
 
 
-def _locked_md5(root: Path, version: Version) -> str | None:
-    lock = read_locks(root, version.commit)
-    made = dict(hashes_of_outs(lock, list(lock["stages"])))
-    return made.get(version.lineage["path"])
-
-
-def _pull(root: Path, commit: str, path: str, md5: str) -> None:
-    """This one output of a commit from DVC's remote into the cache; the checkout isn't touched.
-
-    Raises:
-        ConfigError: there is no remote, or it doesn't have it.
-    """
-    with _detached(root, commit) as worktree:
-        done = _dvc(worktree, "fetch", path)
-    if done.returncode or missing(md5, cache_folder(root)):
-        said = " ".join((done.stderr or done.stdout).split())
-        raise ConfigError(
-            f"{path}: expected it in DVC's cache or in the remote, got neither: {said}; `dvc push` it where it was made, or set a remote "
-            "with `dvc remote add`"
-        )
-
-
-@contextlib.contextmanager
-def _detached(root: Path, commit: str) -> Iterator[Path]:
-    """A worktree of a commit that shares DVC's cache, and goes in the end."""
-    with tempfile.TemporaryDirectory() as folder:
-        worktree = Path(folder) / "commit"
-        git(root, "worktree", "add", "--quiet", "--detach", str(worktree), commit)
-        try:
-            share_cache(root, worktree)
-            yield worktree
-        finally:
-            git(root, "worktree", "remove", "--force", str(worktree))
-
-
 def _dvc(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    how = {"cwd": workspace, "env": stage_environment(workspace), "check": False}
+    how = {"cwd": workspace, "env": dvc_environment(workspace), "check": False}
     return subprocess.run(quietly("dvc", *arguments), capture_output=True, text=True, **how)

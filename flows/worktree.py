@@ -11,12 +11,18 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flows.stages import stage_environment
-from rlhf_core.config import ConfigError, apply_overrides
+import psutil
+
+from flows.children import session_members, stop_session
+from flows.stages import dvc_environment
+from rlhf_core.config import ConfigError, apply_overrides, shown
 from rlhf_core.quiet import quietly
 from rlhf_core.registry import cache_folder
 
@@ -24,6 +30,9 @@ log = logging.getLogger("rlhf.flows")
 
 FOLDER = "runs"
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")
+HOOK_SECONDS = 300.0  # for all hooks of a commit together
+HOOK_GRACE = 5.0  # seconds, for a hook that was told to end
+NO_HOOKS = "GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=core.hooksPath GIT_CONFIG_VALUE_0=/dev/null"
 IDENTITY = ("-c", "user.name=rlhf pipeline", "-c", "user.email=rlhf@localhost")
 
 
@@ -45,9 +54,9 @@ def prepare_worktree(root: Path, name: str, overrides: dict[str, Any]) -> Path:
     share_cache(root, path)
     if overrides:
         apply_overrides(path / "params.yaml", overrides)
-    commit(
-        path, f"Run {name}: {json.dumps(overrides, sort_keys=True)}" if overrides else f"Run {name}: params as they were", ["params.yaml"]
-    )
+    message = f"Run {name}: {json.dumps(overrides, sort_keys=True)}" if overrides else f"Run {name}: params as they were"
+    if (refusal := commit(path, message, ["params.yaml"])) is not None:
+        raise ConfigError(f"run {name}: {refusal}; correct what the hook names, or run with {NO_HOOKS}")
     _say_what_differs(root, path, name)
     return path
 
@@ -71,14 +80,79 @@ def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")[:40].strip("-") or "run"
 
 
-def commit(path: Path, message: str, files: list[str] | None = None) -> bool:
-    """Commit these files, or everything that git doesn't ignore, where something changed. Works without a git identity."""
-    git(path, "add", "--all", "--", *(files or ["."]))
-    if git(path, "status", "--porcelain", "--untracked-files=no", "--", *(files or ["."])) == "":
-        return False
+def commit(path: Path, message: str, files: list[str]) -> str | None:
+    """Commit these files, and nothing else that lies there or is staged, where one changed. Works without a git identity.
+
+    The user's hooks run, with a deadline, and can refuse; what a hook makes of the files is taken back, since dvc.lock has their hashes.
+    Commits are not signed: that may ask for a passphrase.
+
+    Returns:
+        Why there is no commit; None: there is one, or nothing to commit.
+    """
+    listed = git(path, "ls-files", "--cached", "--others", "--exclude-standard", "-z", "--", *files)
+    present = sorted({file for file in listed.split("\0") if file})
+    if not present or git(path, "status", "--porcelain", "--", *present) == "":
+        return None
+    git(path, "add", "--all", "--", *present)
+    before = {file: (path / file).read_bytes() for file in present if (path / file).is_file()}
     identity = () if has_identity(path) else IDENTITY
-    git(path, *identity, "commit", "--quiet", "--no-verify", "--no-gpg-sign", "-m", message)
-    return True
+    refusal = _run_commit(path, [*identity, "commit", "--quiet", "--no-gpg-sign", "-m", message, "--only", "--", *present])
+    changed = [file for file, content in before.items() if not (path / file).is_file() or (path / file).read_bytes() != content]
+    for file in changed:
+        (path / file).write_bytes(before[file])
+    if changed:
+        log.warning("git commit: a hook changed %s, whose hashes dvc.lock has; put back", ", ".join(changed))
+    return refusal
+
+
+def _run_commit(path: Path, arguments: list[str]) -> str | None:
+    """Why there is no commit: the hooks' last words, or that one didn't end. Hooks are ended first, so that git takes its locks away."""
+    with tempfile.TemporaryFile() as output:
+        how = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        child = subprocess.Popen(["git", *arguments], cwd=path, env=git_environment(), **how)
+        late = False
+        try:
+            child.wait(HOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            late = True
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                _tell_hooks(child, number)
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(HOOK_GRACE)
+                    break
+        finally:
+            stop_session(child, HOOK_GRACE)
+        if child.returncode == 0:
+            return None
+        output.seek(0)
+        said = shown(" ".join(output.read().decode(errors="replace").split()[-60:]), 600)
+        got = f"none within {HOOK_SECONDS:.0f} s" if late else f"exit code {child.returncode}"
+        return f"git commit: expected the repository's hooks to accept it, got {got}: {said or 'no output'}"
+
+
+def _tell_hooks(git_process: subprocess.Popen, number: int) -> None:
+    for process in session_members(git_process.pid):
+        if process.pid != git_process.pid:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+
+def commit_results(path: Path, message: str, files: list[str], inputs: list[str]) -> None:
+    """Commit what a run has shown. A refusal is said, and loses nothing: the files stay, and the next run's end tries again.
+
+    Args:
+        inputs: what stages depend on; those that git doesn't have as they are here are named, since the commit can't be rebuilt without.
+    """
+    if (refusal := commit(path, message, files)) is not None:
+        log.warning("%s: not committed; its files are there. %s", path.name, refusal)
+    listed = git(path, "ls-files", "--modified", "--others", "--exclude-standard", "-z", "--", *inputs) if inputs else ""
+    changed = sorted({file for file in listed.split("\0") if file and file not in files})
+    if changed:
+        names = shown(", ".join(changed[:5]))
+        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        log.warning(
+            "%s: stages have read %s%s, which no commit has as here; commit them if the run is to be rebuilt", path.name, names, more
+        )
 
 
 def _add(root: Path, path: Path, name: str) -> None:
@@ -116,21 +190,22 @@ def _say_what_differs(root: Path, path: Path, name: str) -> None:
 
 def has_identity(path: Path) -> bool:
     return (
-        subprocess.run(["git", "var", "GIT_COMMITTER_IDENT"], cwd=path, env=_git_environment(), capture_output=True, check=False).returncode
+        subprocess.run(["git", "var", "GIT_COMMITTER_IDENT"], cwd=path, env=git_environment(), capture_output=True, check=False).returncode
         == 0
     )
 
 
-def _git_environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")}
+def git_environment() -> dict[str, str]:
+    hidden = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
+    return {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("PREFECT_")}
 
 
 def git(path: Path, *arguments: str) -> str:
-    return _run(["git", *arguments], path, _git_environment())
+    return _run(["git", *arguments], path, git_environment())
 
 
 def _run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
-    settings = {"cwd": folder, "env": environment or stage_environment(folder), "check": False}
+    settings = {"cwd": folder, "env": environment or dvc_environment(folder), "check": False}
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="backslashreplace", **settings)
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"

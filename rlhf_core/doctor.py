@@ -14,14 +14,13 @@ import platform
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-Level = Literal["ok", "missing", "broken", "note"]
+from rlhf_core.doctor_cuda import find_cuda
+from rlhf_core.findings import Finding, import_error, version_of
 
 PROJECT = "rlhf-pipeline"
 MEDIA = ("torchvision", "torchaudio", "torchcodec")
@@ -45,23 +44,6 @@ OPTIONAL: dict[str, str] = {
 }
 NEEDED_MEMORY = 8.0  # GiB, of the default run
 NEEDED_DISK = 5.0  # GiB
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report. `broken` keeps the chain from running; `missing` costs only what the remark says."""
-
-    name: str
-    found: str
-    level: Level = "ok"
-    remark: str = ""
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def find_packages() -> list[Finding]:
@@ -114,12 +96,6 @@ def find_media() -> list[Finding]:
     return findings
 
 
-def import_error(package: str) -> str | None:
-    """Why importing a package fails, in a process of its own; None when it works."""
-    done = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, text=True, check=False)
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:100]
-
-
 def find_machine(folder: Path) -> list[Finding]:
     import psutil
 
@@ -134,24 +110,12 @@ def find_machine(folder: Path) -> list[Finding]:
         Finding("cores", str(cores)) if cores > 1 else Finding("cores", "1", "note", "trainer and rollouts will share it"),
         _enough("memory", memory, NEEDED_MEMORY),
         _enough("disk", disk, NEEDED_DISK),
-        find_gpu(),
     ]
 
 
 def _enough(name: str, found: float, needed: float) -> Finding:
     text = f"{found:.0f} GiB" + (" free" if name == "disk" else "")
     return Finding(name, text) if found >= needed else Finding(name, text, "note", f"the default run was measured with {needed:.0f} GiB")
-
-
-def find_gpu() -> Finding:
-    """By the driver's own tool: importing torch for this would take seconds."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return Finding("CUDA", "no driver", "note", "everything runs on the CPU")
-    done = subprocess.run([tool, "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        return Finding("CUDA", "driver doesn't answer", "note", done.stdout.strip()[:100])
-    return Finding("CUDA", "; ".join(done.stdout.strip().splitlines()))
 
 
 def find_git(folder: Path) -> list[Finding]:
@@ -192,7 +156,15 @@ def find_torn_lock(folder: Path) -> list[Finding]:
 
 
 def examine(folder: Path) -> list[Finding]:
-    return [*find_machine(folder), *find_git(folder), *find_packages(), *find_conflicts(), *find_media(), *find_torn_lock(folder)]
+    return [
+        *find_machine(folder),
+        *find_cuda(),
+        *find_git(folder),
+        *find_packages(),
+        *find_conflicts(),
+        *find_media(),
+        *find_torn_lock(folder),
+    ]
 
 
 def remove_broken_media() -> list[str]:

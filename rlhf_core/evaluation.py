@@ -6,13 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlhf_core.config import ModelConfig
 from rlhf_core.data.batching import microbatches
 from rlhf_core.data.judge import Judgement, judgement
 from rlhf_core.data.split import conversation_text
+from rlhf_core.engines.deepspeed_engine import device, release_memory
+from rlhf_core.models.build import frozen, load_language_model
 from rlhf_core.models.side_by_side import can_run_side_by_side, side_by_side
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.statistics import mean_interval, paired_difference, paired_means, points_interval, sign_test
@@ -141,6 +145,13 @@ def _same(one: Answer, other: Answer) -> bool:
     return (one.text, one.finished) == (other.text, other.finished)
 
 
+def load_policy(folder: str | Path, model: ModelConfig) -> PolicyModule:
+    """A policy that is only asked, in model.dtype, on the GPU where there is one. Whatever was there before should be gone."""
+    release_memory()
+    language_model = load_language_model(folder, trust_remote_code=model.trust_remote_code, training_dtype=model.dtype)
+    return frozen(PolicyModule(language_model), device=device(), dtype=getattr(torch, model.dtype))
+
+
 def distinct_prompts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first row of each conversation: an answer that is asked for twice is no second observation."""
     first: dict[str, dict[str, Any]] = {}
@@ -170,7 +181,7 @@ def by_prompt(answers: dict[str, dict[str, list[Answer]]]) -> list[dict[str, Any
 
 @torch.no_grad()
 def response_logprobs(
-    module: PolicyModule, answers: list[Answer], *, pad_id: int, microbatch_tokens: int, temperature: float, device: torch.device
+    module: PolicyModule, answers: list[Answer], *, pad_id: int, microbatch_tokens: int, temperature: float
 ) -> torch.Tensor:
     """Summed log-probability [len(answers)] of each response under a model, after its prompt's ids as they are."""
     sequences = [[*a.prompt.prompt_ids, *a.response_ids] for a in answers]
@@ -178,7 +189,7 @@ def response_logprobs(
 
     def look(part: list[int]) -> None:
         batch = collate_tokens([sequences[i] for i in part], [len(answers[i].prompt.prompt_ids) for i in part], pad_id=pad_id)
-        flat = module(batch.to(device), temperature=temperature).logprobs
+        flat = module(batch.to(module.model.device), temperature=temperature).logprobs
         for i, logprobs in zip(part, flat.cpu().split([len(answers[i].response_ids) for i in part]), strict=True):
             sums[i] = logprobs.sum()
 

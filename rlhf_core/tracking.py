@@ -67,7 +67,7 @@ class MetricsLog:
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
 
 
 class _Rows:

@@ -1,4 +1,5 @@
-"""Stage check_model: a small copy of the configured model goes through training and rollouts before anything is trained.
+"""Stage check_model: a small copy of the configured model goes through training and rollouts before anything is trained; and the machine's
+GPUs, where it has some, are enough for the RL job.
 
 What would be computed wrongly is refused here, in seconds, and not after SFT, reward model and gate were paid for. The copy has every kind
 of layer of the model and the model's own heads, ties and windows (rlhf_core/model_check). Figures differ from machine to machine, so they
@@ -44,6 +45,7 @@ log = logging.getLogger("rlhf")
 
 def main() -> None:
     with Stage("check_model", resumable=False) as stage:
+        check_gpus(stage.params)
         stage.use_threads()
         name, findings = try_all(stage.params, stage.scratch / "trial")
         shutil.rmtree(stage.scratch / "trial", ignore_errors=True)
@@ -55,6 +57,20 @@ def main() -> None:
         if refused := [message(name, finding, stage.params) for finding in findings if finding.refusal is not None]:
             raise StageFailed("\n".join(refused))
         write_json(METRICS / "model_accepted.json", {"model": name, "accepted": True})
+
+
+def check_gpus(params: Params) -> None:
+    """Where this machine will be the RL job's cluster and has GPUs, they are enough for it.
+
+    Raises:
+        ValueError: they aren't.
+    """
+    import torch
+
+    from rlhf_core.trainers.rl_placement import place
+
+    if params.alignment.method == "rl" and params.cluster.address is None:
+        place(params.rl, torch.cuda.device_count())
 
 
 def try_all(params: Params, scratch: Path) -> tuple[str, list[Finding]]:

@@ -36,7 +36,8 @@ def main() -> None:
 
 
 def heldout_prompts(stage: Stage, tokenizers: dict) -> dict[str, list]:
-    """`evaluation.prompts` prompts of the test split, each once, in a seeded order, that leave room for an answer (`apart`: which ones).
+    """`evaluation.prompts` prompts of the test split, in a seeded order, each of them once, that leave room for an answer (`apart`: which
+    ones).
 
     The same for every model, each in the words of that model's own template: a policy's may ask for something that the SFT model's doesn't.
     """
@@ -103,13 +104,17 @@ def generate_all(stage: Stage):
     ends = {name: stop_ids(tokenizer, MODELS[name]) for name, tokenizer in tokenizers.items()}
     seeds = request_seeds(params.seed, 0, len(prompts["sft"]))
     samples: dict[str, dict[str, list]] = {mode: {} for mode in MODES}
-    for name in tokenizers:
-        if name == "policy":
-            engine.load_weights(read_state_dict(POLICY_MODEL), version=1)
-        ids = [p.prompt_ids for p in prompts[name]]
-        for mode in MODES:
-            settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature, stop=stop)
-            samples[mode][name] = engine.generate(ids, seeds, settings, stop_ids=ends[name], group_size=1)
+    try:
+        for name in tokenizers:
+            if name == "policy":
+                engine.load_weights(read_state_dict(POLICY_MODEL), version=1)
+            ids = [p.prompt_ids for p in prompts[name]]
+            for mode in MODES:
+                settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature, stop=stop)
+                samples[mode][name] = engine.generate(ids, seeds, settings, stop_ids=ends[name], group_size=1)
+    finally:
+        engine.close()  # before another model is loaded
+    del engine
     return tokenizers["sft"].pad_token_id, score_and_judge(stage, tokenizers, ends, prompts, samples)
 
 
@@ -131,24 +136,16 @@ def measure(stage: Stage, answers, pad_id: int) -> dict:
 
     The divergence is between what the two models make of a request as each is asked it.
     """
-    from rlhf_core.engines.deepspeed_engine import device
-    from rlhf_core.evaluation import asked_as, differences, response_logprobs, summarize, win_rate
-    from rlhf_core.models.build import load_language_model
-    from rlhf_core.models.wrappers import PolicyModule
+    from rlhf_core.evaluation import asked_as, differences, load_policy, response_logprobs, summarize, win_rate
 
-    config, trust = stage.params.evaluation, stage.params.model.trust_remote_code
+    config = stage.params.evaluation
     logprobs = {}
+    how = {"pad_id": pad_id, "microbatch_tokens": MICROBATCH_TOKENS, "temperature": config.temperature}
     for name, folder in MODELS.items():
-        module = PolicyModule(load_language_model(folder, trust_remote_code=trust)).to(device()).eval()
+        module = load_policy(folder, stage.params.model)
         for mode in MODES:
-            logprobs[name, mode] = response_logprobs(
-                module,
-                asked_as(answers[mode]["policy"], answers[mode][name]),
-                pad_id=pad_id,
-                microbatch_tokens=MICROBATCH_TOKENS,
-                temperature=config.temperature,
-                device=device(),
-            )
+            logprobs[name, mode] = response_logprobs(module, asked_as(answers[mode]["policy"], answers[mode][name]), **how)
+        del module  # before the next one is loaded
     metrics = {
         mode: {name: summarize(a, confidence=config.confidence) for name, a in by_model.items()} for mode, by_model in answers.items()
     }

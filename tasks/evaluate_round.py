@@ -170,14 +170,17 @@ def answer(stage: Stage, number: int, models: dict[str, Path]):
     )
     seeds = promotion_seeds(params.seed, number, len(prompts))
     samples: dict[str, dict[str, list]] = {mode: {} for mode in MODES}
-    for version, (name, folder) in enumerate(models.items()):
-        if version:
-            engine.load_weights(read_state_dict(folder), version=version)
-        for mode in MODES:
-            settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature)
-            ids = [p.prompt_ids for p in prompts]
-            samples[mode][name] = engine.generate(ids, seeds, settings, stop_ids=stop_ids(tokenizer, folder), group_size=1)
-    engine.close()
+    try:
+        for version, (name, folder) in enumerate(models.items()):
+            if version:
+                engine.load_weights(read_state_dict(folder), version=version)
+            for mode in MODES:
+                settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature)
+                ids = [p.prompt_ids for p in prompts]
+                samples[mode][name] = engine.generate(ids, seeds, settings, stop_ids=stop_ids(tokenizer, folder), group_size=1)
+    finally:
+        engine.close()  # before another model is loaded
+    del engine
     ends = {name: stop_ids(tokenizer, folder) for name, folder in models.items()}
     return tokenizer, judged(stage, tokenizer, ends, prompts, samples)
 
@@ -199,15 +202,11 @@ def judged(stage: Stage, tokenizer, ends: dict[str, tuple[int, ...]], prompts: l
 
 def divergence(stage: Stage, pad_id: int, policy: Path, others: dict[str, Path], answers: list) -> dict[str, float]:
     """The policy's KL from each other model, in nats per response, estimated on the policy's own samples."""
-    from rlhf_core.engines.deepspeed_engine import device
-    from rlhf_core.evaluation import response_logprobs
-    from rlhf_core.models.build import load_language_model
-    from rlhf_core.models.wrappers import PolicyModule
+    from rlhf_core.evaluation import load_policy, response_logprobs
 
     def logprobs(folder: Path):
-        module = PolicyModule(load_language_model(folder, trust_remote_code=stage.params.model.trust_remote_code)).to(device()).eval()
         how = {"pad_id": pad_id, "microbatch_tokens": MICROBATCH_TOKENS, "temperature": stage.params.evaluation.temperature}
-        return response_logprobs(module, answers, **how, device=device())
+        return response_logprobs(load_policy(folder, stage.params.model), answers, **how)
 
     own = logprobs(policy)
     return {name: float((own - logprobs(folder)).mean()) for name, folder in others.items()}

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 
-from rlhf_core.config import GateConfig, Params
+from rlhf_core.config import GateConfig, IncumbentConfig, Params
 from rlhf_core.data.schema import read_rows, read_slices
-from rlhf_core.gate.checks import all_checks, sentences
+from rlhf_core.gate.checks import all_checks, percent, sentences
 from rlhf_core.gate.heldout import Heldout, distinct_responses, measure_ensemble, measure_judge, measure_scores, nothing_measured
 from rlhf_core.gate.incumbent import compare
+from rlhf_core.gate.looks import at_look, look_level, split_hash, take_look, write_result
 from rlhf_core.gate.pairs import Pairs, pair_points
 from rlhf_core.rounds import dvc_md5
 from tasks.stage import METRICS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, Stage, StageFailed, source_judges, write_json
@@ -47,6 +49,7 @@ def main() -> None:
         except (ValueError, FileNotFoundError) as error:  # of scores, the incumbent or external pairs: without them nothing is decided
             gate = unjudged(config, str(error), needed=True)
         gate = with_registry(gate, config)
+        keep_result(gate)
         write_json(METRICS / "gate.json", gate)
         for line in explain(gate):
             log.info("gate_reward: %s", line)
@@ -58,14 +61,24 @@ def judge_model(stage: Stage) -> dict[str, Any]:
     """The content of gate.json."""
     params = stage.params
     test, validation = (read_heldout(REWARD_HELDOUT, split) for split in (SPLIT, "validation"))
-    gate = measure_scores(test, validation.pairs.margins, params.gate)
-    if len(test.pairs):
+    look = take_look(split_hash(test.rows), dvc_md5(REWARD_MODEL)) if len(test.pairs) else None
+    config = params.gate if look is None else at_look(params.gate, look.number)
+    gate = measure_scores(test, validation.pairs.margins, config)
+    if look is not None:
+        gate["look"] = {**asdict(look), "level": look_level(params.gate.confidence, look.number)}
         stage.use_threads()
-        asked, members = ask_models(test, params, scratch=stage.scratch)
+        asked, members = ask_models(test, params, config, scratch=stage.scratch)
         gate |= asked
         gate["ensemble"] = {"members": members, **measure_ensemble(test)}
-        gate["judge"] = measure_judge(test, source_judges(), params.gate.confidence)
-    return with_verdict(gate, params.gate, exact_scores=params.model.dtype == "float32")
+        gate["judge"] = measure_judge(test, source_judges(), config.confidence)
+    return with_verdict(gate, config, exact_scores=params.model.dtype == "float32")
+
+
+def keep_result(gate: dict[str, Any]) -> None:
+    """Write the verdict into the ledger, beside the look."""
+    if (look := gate["look"]) is not None:
+        found = {key: gate[key] for key in ("passed", "accuracy", "confidence")}
+        write_result(look["split"], look["model"], **found)
 
 
 def read_heldout(path: Path, split: str) -> Heldout:
@@ -128,13 +141,17 @@ def with_registry(gate: dict[str, Any], config: GateConfig) -> dict[str, Any]:
     return {**gate, "override": None if gate["passed"] or not gate["needed"] else config.override}
 
 
-def ask_models(test: Heldout, params: Params, *, scratch: Path) -> tuple[dict[str, Any], int]:
-    """What only the model itself can tell, or the incumbent: keys of gate.json; and how many members the model has."""
+def ask_models(test: Heldout, params: Params, config: GateConfig, *, scratch: Path) -> tuple[dict[str, Any], int]:
+    """What only the model itself can tell, or promoted ones: keys of gate.json; and how many members the model has.
+
+    Args:
+        config: of the look, which says how wide intervals are.
+    """
     from rlhf_core.gate.external import score_external
     from rlhf_core.gate.probes import format_shifts, invariance
     from rlhf_core.gate.scoring import LoadedModel
 
-    config, about = params.gate, params.model
+    about = params.model
     how = {"max_length": about.max_length, "trust_remote_code": about.trust_remote_code, "template_date": about.template_date}
     model = LoadedModel.load(REWARD_MODEL, **how)
     responses, which = distinct_responses(test)
@@ -152,30 +169,37 @@ def ask_models(test: Heldout, params: Params, *, scratch: Path) -> tuple[dict[st
     }
     members = len(model.members)
     del model  # there may be no room for both
-    if config.incumbent is not None:
-        measured["incumbent"] = measure_incumbent(test, config, scratch=scratch, how=how)
+    found: dict[str, dict[str, Any]] = {}  # by md5: incumbent and anchor may be one model
+    for role, promoted in (("incumbent", config.incumbent), ("anchor", config.anchor)):
+        if promoted is None:
+            continue
+        if promoted.md5 not in found:
+            found[promoted.md5] = measure_promoted(test, role, promoted, confidence=config.confidence, scratch=scratch, how=how)
+        measured[role] = {**found[promoted.md5], "version": promoted.version}
     return measured, members
 
 
-def measure_incumbent(test: Heldout, config: GateConfig, *, scratch: Path, how: dict[str, Any]) -> dict[str, Any]:
-    """Both models on the pairs that the incumbent can score.
+def measure_promoted(
+    test: Heldout, role: str, promoted: IncumbentConfig, *, confidence: float, scratch: Path, how: dict[str, Any]
+) -> dict[str, Any]:
+    """The candidate and a promoted model on the pairs that the latter can score.
 
     Raises:
-        ValueError: the incumbent isn't in DVC's cache as its md5 says, or can't score a single pair.
+        ValueError: the promoted one isn't in DVC's cache as its md5 and sha256 say, or can't score a single pair.
     """
     from rlhf_core.gate.scoring import LoadedModel
     from rlhf_core.registry import checkout
 
-    folder = scratch / "incumbent"
-    checkout(config.incumbent.md5, folder, root=Path())
-    incumbent = LoadedModel.load(folder, **how)
-    chosen, rejected = (incumbent.score_texts([(row["messages"], row[side]) for row in test.rows]) for side in ("chosen", "rejected"))
+    folder = scratch / role
+    checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256)
+    other = LoadedModel.load(folder, **how)
+    chosen, rejected = (other.score_texts([(row["messages"], row[side]) for row in test.rows]) for side in ("chosen", "rejected"))
     known = np.isfinite(chosen) & np.isfinite(rejected)
     if not known.any():
-        raise ValueError(f"gate.incumbent {config.incumbent.version}: expected a model that can score these pairs, got a score for none")
+        raise ValueError(f"gate.{role} {promoted.version}: expected a model that can score these pairs, got a score for none")
     pairs = test.pairs.select(known)
-    compared = compare(pairs.points, pair_points(chosen[known], rejected[known]), pairs.clusters, config.confidence)
-    return {"version": config.incumbent.version, "md5": config.incumbent.md5, "not_scored": int((~known).sum()), **compared}
+    compared = compare(pairs.points, pair_points(chosen[known], rejected[known]), pairs.clusters, confidence)
+    return {"version": promoted.version, "md5": promoted.md5, "not_scored": int((~known).sum()), **compared}
 
 
 def unjudged(config: GateConfig, message: str, *, needed: bool) -> dict[str, Any]:
@@ -192,6 +216,8 @@ def with_verdict(gate: dict[str, Any], config: GateConfig, *, exact_scores: bool
 
 def explain(gate: dict[str, Any]) -> Iterator[str]:
     """What the terminal shows besides a rejection's message."""
+    if (look := gate["look"]) is not None:
+        yield f"look {look['number']} at this split's {gate['n']} test pairs: intervals of {percent(gate['confidence'])}"
     for s in gate["slices"]:
         few = "" if s["judged"] else " (too few to judge)"
         yield f"{s['column']}={s['value']}: accuracy {s['accuracy']:.4f} ({s['low']:.4f} to {s['high']:.4f}) on {s['n']} pairs{few}"

@@ -25,6 +25,7 @@ from typing import Any
 
 from rlhf_core.checkpoint import NoSpace, Origin, StoreSettings
 from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params
+from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.quiet import be_quiet, show_own_log
 from tasks.work import SCRATCH, metrics_path, prepare_scratch, read_work
 
@@ -89,6 +90,7 @@ class Stage:
             self.work = read_work(self.name, self._round_number)
         except ConfigError as error:
             self._exit(str(error))
+        self._hide_secrets()
         self.scratch = SCRATCH / self.name / self.work.folder_name
         self.scratch.parent.mkdir(parents=True, exist_ok=True)
         self._lock = (self.scratch.parent / "lock").open("a+")
@@ -120,6 +122,13 @@ class Stage:
         elif isinstance(error, Exception):
             log.error("%s: crashed", self.name, exc_info=error)
             sys.exit(CRASHED)
+
+    def _hide_secrets(self) -> None:
+        """Also where DVC alone started the stage, in a shell with all that is in it."""
+        wanted = self.params.flow.environment
+        if missing := [name for name in wanted if name not in os.environ]:
+            log.warning("%s: flow.environment names %s, which the environment doesn't have", self.name, ", ".join(missing))
+        keep_visible(of_stage(self.params, self.name, os.environ), named=wanted)
 
     def _on_stop(self, *_: object) -> None:
         self._stop.set()

@@ -83,6 +83,7 @@ def quality_levels(stage: Stage, responses: dict[str, list]) -> tuple[dict[str, 
             rated,
             max_length=params.model.max_length,
             trust_remote_code=params.model.trust_remote_code,
+            dtype=params.model.dtype,
             template_date=params.model.template_date,
             stop_requested=lambda: stage.stop_requested,
         )

@@ -54,6 +54,7 @@ def main() -> None:
 
 def train_members(stage: Stage) -> None:
     """All that the stage makes where there is a reward model."""
+    from rlhf_core.engines.deepspeed_engine import release_memory
     from rlhf_core.models.build import save_model
     from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.trainers.supervised import Interrupted
@@ -62,6 +63,9 @@ def train_members(stage: Stage) -> None:
     aside = stage.scratch / "model"
     metrics, scores = {}, []
     for member in range(stage.params.reward.ensemble):
+        if member:
+            engine = model = None  # the one before
+            release_memory()
         model = new_member(stage, tokenizer, member)
         encoder = comparison_encoder(stage, model, tokenizer)
         try:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_core.config import RlConfig, ScorerConfig
 from rlhf_core.data.schema import read_rows
+from rlhf_core.environment import passed_on
 from tasks.stage import (
     METRICS,
     PLOTS,
@@ -76,7 +77,7 @@ def starts_critic_from_reward_model(rl: RlConfig) -> bool:
 
 def run(stage: Stage, output: Path) -> None:
     """Submit the job, or follow it where it already runs, and pass its output on."""
-    from rlhf_core.engines.ray_cluster import local_head, run_job
+    from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
     from rlhf_core.models.folder import weight_files
     from rlhf_core.trainers.rl_job import REFUSED
 
@@ -103,7 +104,7 @@ def run(stage: Stage, output: Path) -> None:
             address,
             f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(driver)}",
             fingerprint=stage.fingerprint,
-            environment={"PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1"},
+            environment={"PYTHONPATH": python_path(Path.cwd()), "PYTHONUNBUFFERED": "1", **passed_on()},
             start_timeout=params.cluster.start_timeout,
             silence_timeout=params.cluster.silence_timeout,
             pulse=job.pulse,
@@ -172,8 +173,12 @@ def absolute_function(path: str) -> str:
 
 
 def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
-    """Means over the last steps, the largest log-probability difference of all, what the monitor found, and the step that was kept."""
+    """Means over the last steps, the largest log-probability difference of all, what the monitor found, the step that was kept, and which
+    GPUs the actors had, where there were some.
+    """
     import pandas as pd
+
+    from rlhf_core.trainers.rl_job import PLACEMENT
 
     rows = pd.read_csv(work / "curves.csv")
     last = rows.tail(TAIL)
@@ -188,6 +193,7 @@ def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
         "logprob_difference_max": float(rows["logprob_difference"].max()),
         "monitor": read_json(work / "monitor.json"),
         **({f"best_{name}": value for name, value in read_json(work / "best.json").items()} if rl.evaluation.keep_best else {}),
+        **({"gpus": read_json(work / PLACEMENT)} if (work / PLACEMENT).exists() else {}),
     }
 
 

@@ -23,8 +23,7 @@ def main() -> None:
         tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=stage.params.model.trust_remote_code)
         model = new_language_model(stage.params.model, tokenizer, seed=stage.params.seed)
         try:
-            # An engine leaves its hooks on what it trained, so the second one gets a copy.
-            first_step = pretrain(stage, copy.deepcopy(model), model, tokenizer)
+            first_step = pretrain(stage, model, tokenizer)
             engine, metrics = finetune(stage, model, tokenizer, first_step=first_step)
         except Interrupted as stop:
             raise StageStopped from stop
@@ -36,11 +35,8 @@ def main() -> None:
         write_json(METRICS / "train_sft.json", metrics)
 
 
-def pretrain(stage: Stage, model, target, tokenizer) -> int:
-    """A short pretraining of a model that starts from nothing, where the data has plain text.
-
-    Trains `model`, leaves the weights in `target`, and returns the number of steps.
-    """
+def pretrain(stage: Stage, model, tokenizer) -> int:
+    """A short pretraining of a model that starts from nothing, where the data has plain text. Returns the number of steps."""
     from rlhf_core.engines.deepspeed_engine import TrainEngine
     from rlhf_core.models.wrappers import PolicyModule
     from rlhf_core.trainers.demonstrations import encode_texts
@@ -63,9 +59,10 @@ def pretrain(stage: Stage, model, target, tokenizer) -> int:
     settings = engine_settings(
         config, steps=phase.steps, learning_rate=config.pretrain.learning_rate, dtype=params.model.dtype, seed=params.seed
     )
-    engine = TrainEngine(PolicyModule(model), settings)
+    # An engine leaves its hooks on what it trained, so it gets a copy, and the model its weights.
+    engine = TrainEngine(PolicyModule(copy.deepcopy(model)), settings)
     train_phase(engine, phase, **stage.loop(config, COLUMNS, first_step=0))
-    target.load_state_dict(engine.state_dict())
+    model.load_state_dict(engine.state_dict())
     return phase.steps
 
 

@@ -184,6 +184,8 @@ def gate() -> dict[str, Any]:
             **{"chosen_longer": 0.4, "preferred_longer": 0.38},
         },
         "incumbent": None,
+        "anchor": None,
+        "look": {"number": 1, "level": 0.025, "split": "0" * 64, "model": "a" * 32 + ".dir", "earlier": []},
         "judge": {"spearman": 0.74, "spearman_low": 0.73, "spearman_high": 0.76, "kendall": 0.61, "n": 2_000, "prompts": 470},
         "external": [],
         "ensemble": {"members": 1, "disagreement": 0.0, "disagreement_right": 0.0, "disagreement_wrong": 0.0},

@@ -1,1 +1,1 @@
-"""What works on a GPU and how fast: python -m bench.gpu. Each module is a part, a program of its own."""
+"""What a GPU alone can tell, in twenty minutes: python -m bench.gpu (docs/gpu.md). Each part is a program of its own."""

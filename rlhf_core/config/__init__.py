@@ -19,11 +19,11 @@ from rlhf_core.config.alignment import (
 )
 from rlhf_core.config.base import ConfigError, RolloutBackend, Section, shown
 from rlhf_core.config.data import CLERK_JUDGE, ClerkConfig, DataConfig, SamplesConfig, SourceConfig, ValidationConfig
-from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, RolledBackConfig
+from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConfig, RolledBackConfig
 from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig
 from rlhf_core.config.overrides import apply_overrides, set_key
 from rlhf_core.config.params import Params
-from rlhf_core.config.reading import load_params, parse_params, parse_yaml, read_yaml, read_yaml_text
+from rlhf_core.config.reading import MAX_BYTES, load_params, parse_json, parse_params, parse_yaml, read_yaml, read_yaml_text
 from rlhf_core.config.rl import Algorithm, RlConfig, curve_columns
 from rlhf_core.config.rl_parts import CorrectionConfig, KlConfig, LimitAction, LimitConfig
 from rlhf_core.config.run import CheckpointsConfig, FlowConfig, RegistryConfig, TrackingConfig
@@ -34,6 +34,7 @@ from rlhf_core.config.training import TrainingConfig
 __all__ = [
     "CLERK_JUDGE",
     "LABEL_SCORERS",
+    "MAX_BYTES",
     "REFERENCE_FREE",
     "ROUND_STAGE_SECTIONS",
     "STAGE_SECTIONS",
@@ -50,6 +51,7 @@ __all__ = [
     "ExternalPairsConfig",
     "FlowConfig",
     "GateConfig",
+    "IncumbentConfig",
     "IterativeConfig",
     "KlConfig",
     "KtoConfig",
@@ -78,6 +80,7 @@ __all__ = [
     "curve_columns",
     "fill_in",
     "load_params",
+    "parse_json",
     "parse_params",
     "parse_yaml",
     "read_stages",

@@ -21,10 +21,14 @@ class ExternalPairsConfig(Section):
 
 
 class IncumbentConfig(Section):
-    """The promoted reward model as the registry has it (docs/registry.md): version and md5 of its folder, as in dvc.lock."""
+    """A reward model that was promoted, as the registry has it (docs/registry.md): version, and md5 of its folder as in dvc.lock.
+
+    sha256: of the folder; None: the version was registered by its md5 only.
+    """
 
     version: str
     md5: str = Field(pattern=r"^[0-9a-f]{32}\.dir$")
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
 
 
 class RolledBackConfig(IncumbentConfig):
@@ -46,6 +50,7 @@ class GateConfig(Section):
     max_score_difference: float = Field(gt=0)
     max_format_shift: float | None = Field(gt=0)
     incumbent: IncumbentConfig | None
+    anchor: IncumbentConfig | None
     max_regression: float = Field(ge=0, le=1)
     external: list[ExternalPairsConfig]
     rolled_back: list[RolledBackConfig]

@@ -7,6 +7,7 @@ line, or the key. YAML's aliases are followed with a limit, for nine lines of th
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from functools import lru_cache
@@ -19,6 +20,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from rlhf_core.config.base import ConfigError, shown
+from rlhf_core.config.credentials import credential_in
 from rlhf_core.config.params import Params
 
 MAX_BYTES = 2**20  # of a YAML file
@@ -95,6 +97,35 @@ def _parse(text: str, subject: str) -> Any:
     return tree
 
 
+def parse_json(text: str, subject: str) -> Any:
+    """Any value of JSON, within the limits of YAML files here.
+
+    Raises:
+        ConfigError: it isn't JSON, has a key twice, NaN or an infinity, or is too deep or too large.
+    """
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{subject}: expected at most {MAX_BYTES} characters of JSON, got {len(text)}; is that the right file?")
+    if _brackets(text) > MAX_BRACKETS:
+        raise ConfigError(f"{subject}: expected JSON, got more than {MAX_BRACKETS} nested brackets; is that the right file?")
+    try:
+        tree = json.loads(text, object_pairs_hook=_different_keys, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{subject}: expected JSON, got {shown(' '.join(str(error).split()))}; restore it") from error
+    check_size(tree, subject)
+    return tree
+
+
+def _different_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("the same key twice in one object")
+    return found
+
+
+def _no_number(constant: str) -> None:
+    raise ValueError(f"{constant}, which JSON doesn't have")
+
+
 def _brackets(text: str) -> int:
     """How many are open at once, those in quotes too: with their square grows the time that ruamel takes (2,000: 18 s)."""
     steps = (1 if character in "[{" else -1 for character in text if character in "[]{}")
@@ -151,6 +182,12 @@ def _unfit(node: Any, path: tuple[str, ...]) -> list[str]:
     if isinstance(node, list):
         return [problem for number, value in enumerate(node) for problem in _unfit(value, (*path, str(number)))]
     expected = None
+    if isinstance(node, str) and (found := credential_in(node)):
+        where = shown(".".join(_hidden(part) for part in path)) or "a key"
+        return [
+            f"{where}: expected no credential, got {found}; params are committed, reported and stored: keep it in the environment or in "
+            "the file that its library reads (docs/security.md), and make it invalid if it was in a file that others see"
+        ]
     if isinstance(node, str) and not _is_text(node):
         expected = "text without control characters and half characters"
     elif isinstance(node, float) and not math.isfinite(node):
@@ -160,6 +197,11 @@ def _unfit(node: Any, path: tuple[str, ...]) -> list[str]:
     return (
         [f"{shown('.'.join(path))}: expected {expected}, got {_shown_value(node)}; correct it there or in the override"] if expected else []
     )
+
+
+def _hidden(key: str) -> str:
+    """A key for a message, unless it is a credential itself."""
+    return "***" if credential_in(key) else key
 
 
 def _is_text(text: str) -> bool:

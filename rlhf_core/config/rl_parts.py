@@ -9,6 +9,10 @@ from pydantic import Field, model_validator
 from rlhf_core.config.base import Fraction, RolloutBackend, Section
 
 
+# Of a GPU, for one actor: a part of one, or a whole one. auto: see rlhf_core/trainers/rl_placement.py.
+GpuShare = Literal["auto"] | Annotated[float, Field(gt=0, le=1)]
+
+
 class PpoConfig(Section):
     group_size: int = Field(ge=1)
     gamma: float = Fraction
@@ -120,7 +124,7 @@ class RolloutConfig(Section):
     top_k: int | None = Field(gt=0)
     stop: list[Annotated[str, Field(min_length=1)]]
     engines: int = Field(ge=1)
-    gpus_per_engine: float = Field(gt=0)
+    gpus_per_engine: GpuShare
     gpu_memory_fraction: float = Field(gt=0, lt=1)
     kv_cache_gib: int = Field(gt=0)
     max_concurrent_sequences: int = Field(gt=0)
@@ -188,10 +192,19 @@ class LimitConfig(Section):
 
 class TrainerConfig(Section):
     ranks: int = Field(ge=1)
-    gpus_per_rank: float = Field(gt=0)
+    gpus_per_rank: GpuShare
     zero_stage: Literal[0, 1, 2, 3]
     offload_optimizer: bool
     microbatch_tokens: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _ranks_have_gpus_of_their_own(self):
+        if self.ranks > 1 and self.gpus_per_rank != "auto" and self.gpus_per_rank <= 0.5:
+            raise ValueError(
+                f"gpus_per_rank: expected auto or more than 0.5 with ranks={self.ranks}, got {self.gpus_per_rank}; two ranks could land on "
+                "one GPU, which NCCL refuses"
+            )
+        return self
 
 
 class DeadlineConfig(Section):

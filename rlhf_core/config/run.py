@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from rlhf_core.config.base import Section
@@ -42,16 +44,23 @@ class TrackingConfig(Section):
 
 
 class FlowConfig(Section):
-    """stop_grace: seconds that a stage has for its checkpoint when it is told to stop; whoever runs flows must give them 5 more."""
+    """stop_grace: seconds that a stage has for its checkpoint when it is told to stop; whoever runs flows must give them 5 more.
+
+    environment: names of variables that stages see beside those of rlhf_core/environment.py.
+    """
 
     retries: int = Field(ge=0)
     retry_delay: float = Field(ge=0)
     stage_timeout: float = Field(gt=0)
     stop_grace: float = Field(ge=10)
+    environment: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(default_factory=list)
 
 
 class RegistryConfig(Section):
-    """Promotion of a version in the registry of models by the flow `promote`; approval_timeout in seconds."""
+    """Promotion of a version in the registry of models: approval by the flow `promote`, approval_timeout in seconds; allowed_signers: the
+    file of those whose signed tags count, None: tags need no signature.
+    """
 
     require_approval: bool
     approval_timeout: int = Field(gt=0)
+    allowed_signers: str | None = Field(min_length=1)

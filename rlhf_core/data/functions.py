@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlhf_core.environment import hint
+
 
 def load_function(path: str, arguments: Sequence[str], *, what: str) -> Callable[..., Any]:
     """The function that `path/file.py:name` (relative to the working directory) or `package.module:name` means.
@@ -41,7 +43,8 @@ def _module(subject: str, place: str) -> ModuleType:
     try:
         return _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # a user's module may raise anything when it is imported
-        raise ValueError(f"{subject}: expected an importable module, got {type(error).__name__} ({error}); correct it") from error
+        advice = hint(error) or "; correct it"
+        raise ValueError(f"{subject}: expected an importable module, got {type(error).__name__} ({error}){advice}") from error
 
 
 def _from_file(file: Path) -> ModuleType:

@@ -14,6 +14,7 @@ from rlhf_core.config import CLERK_JUDGE, shown
 from rlhf_core.data.clerk_language import COURTESIES, read_request, read_response
 from rlhf_core.data.functions import load_function
 from rlhf_core.data.schema import Message
+from rlhf_core.environment import hint
 
 MAX_BRIEF_WORDS = 6
 RULE_ARGUMENTS = ("prompt", "response")
@@ -95,7 +96,7 @@ def _by_rule(rule: Callable[[str, str], Mapping[str, bool]], name: str, prompt: 
         aspects = rule(prompt, response)
     except Exception as error:  # whatever a user's code may raise
         raise ValueError(
-            f"rule {name}: expected a verdict on {shown(response)!r}, got {type(error).__name__} ({error}); correct it"
+            f"rule {name}: expected a verdict on {shown(response)!r}, got {type(error).__name__} ({error}){hint(error)}; correct it"
         ) from error
     if not isinstance(aspects, Mapping) or not aspects or not all(isinstance(met, bool) for met in aspects.values()):
         raise ValueError(f"rule {name}: expected a dictionary of aspects and True or False, got {shown(repr(aspects))}; correct it")

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.data.clerk import clerk_rows
 from rlhf_core.data.formats import convert
+from rlhf_core.data.memory import limited, limited_memory
 from rlhf_core.data.messages import MAX_CHARACTERS, Dropped
 from rlhf_core.data.samples import Writer, sample_rows
 from rlhf_core.data.split import conversation_text, text_key
@@ -30,8 +31,11 @@ from rlhf_core.data.split import conversation_text, text_key
 # What no data set has and a hostile file may: see docs/security.md.
 MAX_JSON_BYTES = 2**30  # of a .json file, which is read as a whole
 GZIP_FREE_BYTES = 2**22  # unpacked, before the ratio counts
-MAX_GZIP_RATIO = 200  # texts shrink to a fifth, a row again and again to a hundredth; zeros to a thousandth
-PARQUET_ROWS = 1024  # in memory at once; a text of them may be long
+MAX_RATIO = 200  # texts shrink to a fifth, a row again and again to a hundredth; zeros to a thousandth
+PARQUET_ROWS = 64  # in memory at once; a text of them may be long
+PARQUET_FREE_BYTES = 2**26  # as GZIP_FREE_BYTES; small tables are mostly what Parquet says of them
+BATCH_BYTES = 2**30  # of memory, for PARQUET_ROWS
+DATA_SET_BYTES = 2**32  # of memory, for the library `datasets` to read a row or to convert a file
 
 
 @dataclass(frozen=True)
@@ -216,16 +220,46 @@ def _csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    number = 0
+    """Rows, a few at a time: a text that is kept once may stand in a million of them, and what a file says of its size may be a lie."""
+    number = unpacked = 0
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=PARQUET_ROWS):
-                for record in batch.to_pylist():
+            groups = (file.metadata.row_group(group) for group in range(file.num_row_groups))
+            _check_unpacked(path, sum(group.total_byte_size for group in groups))
+            batches = file.iter_batches(batch_size=PARQUET_ROWS)
+            for records in limited((batch.to_pylist() for batch in batches), BATCH_BYTES):
+                unpacked += _characters(records)  # not what Arrow says of the batch: of a text that it keeps once, that is one
+                _check_unpacked(path, unpacked)
+                for record in records:
                     number += 1
                     yield f" row {number}", record
+    except MemoryError as error:
+        got = f"more after {number} rows"
+        raise ValueError(
+            f"{path}: expected {PARQUET_ROWS} rows of at most {BATCH_BYTES} bytes in memory, got {got}; don't use it"
+        ) from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         got = f"{shown(str(error))} after {number} rows"
         raise ValueError(f"{path}: expected a Parquet file, got: {got}; fetch or convert it again") from error
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in it."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+def _check_unpacked(path: Path, unpacked: int) -> None:
+    """Raises ValueError: a Parquet file holds more than its size allows for."""
+    size = path.stat().st_size
+    if unpacked > max(PARQUET_FREE_BYTES, MAX_RATIO * size):
+        raise ValueError(
+            f"{path}: expected at most {MAX_RATIO} times its size of {size} bytes when unpacked, got more; "
+            "make it JSON lines if that is right"
+        )
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[str, dict[str, Any]]]]] = {
@@ -258,9 +292,9 @@ class _Unzipped(gzip.GzipFile):
         """
         part = super().read1(size)
         self._unpacked += len(part)
-        if self._unpacked > max(GZIP_FREE_BYTES, MAX_GZIP_RATIO * self._size):
+        if self._unpacked > max(GZIP_FREE_BYTES, MAX_RATIO * self._size):
             raise ValueError(
-                f"{self._path}: expected at most {MAX_GZIP_RATIO} times its size of {self._size} bytes when unpacked, got more; "
+                f"{self._path}: expected at most {MAX_RATIO} times its size of {self._size} bytes when unpacked, got more; "
                 "unpack it yourself if that is right"
             )
         return part
@@ -303,10 +337,13 @@ def _hub_records(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     subject = f"source {source.name}: data set {source.path}"
     saved = locate(source.path)
     try:
-        if (saved / "dataset_dict.json").exists() or (saved / "state.json").exists():
-            data = load_from_disk(str(saved))
-        else:
-            data = load_dataset(str(saved) if saved.exists() else source.path, source.subset, split=source.dataset_split)
+        with limited_memory(DATA_SET_BYTES):
+            if (saved / "dataset_dict.json").exists() or (saved / "state.json").exists():
+                data = load_from_disk(str(saved))
+            else:
+                data = load_dataset(str(saved) if saved.exists() else source.path, source.subset, split=source.dataset_split)
+    except MemoryError as error:
+        raise ValueError(f"{subject}: expected one that is read within {DATA_SET_BYTES} bytes, got more; don't use it") from error
     except (OSError, ValueError) as error:
         reason = shown((str(error).strip() or type(error).__name__).splitlines()[0], 400)
         raise ValueError(
@@ -318,5 +355,10 @@ def _hub_records(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
             raise ValueError(f"{subject}: expected a split {source.dataset_split!r}, got {list(data)}; set dataset_split")
         data = data[source.dataset_split]
     assert isinstance(data, Dataset)
-    for number, record in enumerate(data, start=1):
-        yield f"{source.path} row {number}", record
+    number = 0
+    try:
+        for number, record in enumerate(limited(data, DATA_SET_BYTES), start=1):
+            yield f"{source.path} row {number}", record
+    except MemoryError as error:
+        got = f"more after row {number}"
+        raise ValueError(f"{subject}: expected rows that are read within {DATA_SET_BYTES} bytes, got {got}; don't use it") from error

@@ -7,6 +7,7 @@ of micro-batches.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -80,6 +81,15 @@ def join_world(*, rank: int = 0, world_size: int = 1, store: dist.Store | None =
 
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def release_memory() -> None:
+    """To be called when a model is used no more, before the next one is loaded: what it left in cycles, and a GPU's memory that PyTorch
+    keeps for itself, are free for all afterwards.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def equal_count(parts: list[list[int]]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""A rollout engine in this process, of either backend; and as one actor of a group."""
+"""A rollout engine of either backend: in this process, for a stage, or as one actor of a group."""
 
 from __future__ import annotations
 
@@ -9,12 +9,24 @@ from rlhf_core.engines.weights import PackedTensor, unpack
 
 if TYPE_CHECKING:
     from rlhf_core.config import RolloutBackend
+    from rlhf_core.engines.apart import EngineApart
     from rlhf_core.engines.pytorch_engine import PytorchEngine
     from rlhf_core.engines.vllm_engine import VllmEngine
     from rlhf_core.sampling import Sample
 
 
-def open_engine(
+def open_engine(backend: RolloutBackend, model_path: str, **settings: Any) -> VllmEngine | PytorchEngine | EngineApart:
+    """An engine for a stage that has other models too: with vLLM on a GPU in a process of its own. Arguments as of `open_here`."""
+    import torch
+
+    if backend == "vllm" and torch.cuda.is_available():
+        from rlhf_core.engines.apart import EngineApart
+
+        return EngineApart(open_here, backend=backend, model_path=model_path, **settings)
+    return open_here(backend, model_path, **settings)
+
+
+def open_here(
     backend: RolloutBackend,
     model_path: str,
     *,
@@ -26,9 +38,10 @@ def open_engine(
     trust_remote_code: bool,
     gpu_memory_fraction: float,
     kv_cache_gib: int = 1,
+    shares_gpu: bool = False,
     reads_text: bool = False,
 ) -> VllmEngine | PytorchEngine:
-    """See the engines for the arguments; `seed` is vLLM's alone."""
+    """An engine in this process. See the engines for the arguments; `seed` is vLLM's alone."""
     shared = {
         "max_length": max_length,
         "dtype": dtype,
@@ -37,6 +50,7 @@ def open_engine(
         "threads": threads,
         "trust_remote_code": trust_remote_code,
         "gpu_memory_fraction": gpu_memory_fraction,
+        "shares_gpu": shares_gpu,
         "reads_text": reads_text,
     }
     if backend == "pytorch":
@@ -49,11 +63,11 @@ def open_engine(
 
 
 class RolloutActor:
-    """An engine as one actor of a group. Args: settings: of `open_engine`."""
+    """An engine as one actor of a group. Args: settings: of `open_here`."""
 
     def __init__(self, rank: int, **settings: Any):
         self.rank = rank
-        self._engine = open_engine(**settings)
+        self._engine = open_here(**settings)
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[Sample]]:
         """As the engine does."""

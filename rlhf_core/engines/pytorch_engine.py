@@ -28,6 +28,7 @@ class PytorchEngine:
         max_length: tokens of prompt and response together.
         kv_cache_gib: for the keys and values of a batch, at most; on the CPU.
         gpu_memory_fraction: of the GPU's free memory, the same.
+        shares_gpu: another process uses the GPU too: what drawing took is given back to it.
         max_concurrent_sequences: responses that are drawn at the same time, at most; all of a prompt's are, whatever this says.
         threads: cores; ignored on a GPU.
         reads_text: whether responses may end with a stop string, for which every token is decoded.
@@ -44,6 +45,7 @@ class PytorchEngine:
         threads: int,
         trust_remote_code: bool,
         gpu_memory_fraction: float,
+        shares_gpu: bool = False,
         reads_text: bool = False,
     ):
         torch.set_num_threads(threads)
@@ -53,6 +55,7 @@ class PytorchEngine:
         self._decoder = decoder(self._model)
         self._max_length, self._max_sequences = max_length, max_concurrent_sequences
         self._kv_cache_gib, self._gpu_memory_fraction = kv_cache_gib, gpu_memory_fraction
+        self._shares_gpu = shares_gpu and device.type == "cuda"
         self._tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code) if reads_text else None
         self.version = 0
 
@@ -86,6 +89,8 @@ class PytorchEngine:
                 device=self._model.device,
             )
             found.update(zip(chosen, groups, strict=True))
+        if self._shares_gpu:
+            torch.cuda.empty_cache()
         return [found[i] for i in range(len(prompts))]
 
     @torch.inference_mode()

@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayE
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from rlhf_core.environment import keep_visible, named, passed_on
 from rlhf_core.quiet import collect_rarely, overlook_what_is_imported
 
 PEER_SECONDS = 5.0  # in which the death that made another rank's call fail becomes known
@@ -25,10 +26,10 @@ LOOK_SECONDS = 15.0  # to look at a process on another node, or to end it; a wor
 Pending = ray.ObjectRef  # an answer that is still to come, and may be an argument of another call
 
 
-def join_cluster() -> bool:
-    """Connect to the cluster that this job runs on. Returns whether it has GPUs."""
+def join_cluster() -> int:
+    """Connect to the cluster that this job runs on. Returns how many GPUs it has."""
     ray.init(address="auto", logging_level="ERROR")
-    return ray.cluster_resources().get("GPU", 0) > 0
+    return int(ray.cluster_resources().get("GPU", 0))
 
 
 def leave_cluster() -> None:
@@ -79,6 +80,7 @@ class Hosted:
     """
 
     def __init__(self, factory: str, **kwargs: Any):
+        keep_visible(named())  # a reward function sees no more on a cluster of others than in a stage
         collect_rarely()
         module, _, name = factory.partition(":")
         made_by = getattr(importlib.import_module(module), name)
@@ -128,7 +130,7 @@ class ActorGroup:
         self.role = role
         self._factory, self._kwargs, self._start_deadline = factory, kwargs, start_deadline
         self._resources = {"num_cpus": cpus, "num_gpus": gpus}
-        self._environment = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        self._environment = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **passed_on()}
         self._bundles: list[tuple[PlacementGroup, int] | None] = [None] * size
         if cpus or gpus:
             groups = [self._place(size)] * size if together else [self._place(1) for _ in range(size)]

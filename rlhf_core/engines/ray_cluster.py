@@ -88,6 +88,11 @@ def local_head(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def python_path(root: Path) -> str:
+    """PYTHONPATH of a job's processes: the project's folder, then what this process has, where packages may be too."""
+    return os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+
+
 def store_bytes(weights: int) -> int:
     """Of Ray's store of objects: the policy's weights are in it up to three times, new, in use and kept for a lost engine. What doesn't fit
     goes to the disk, which works but is slow.

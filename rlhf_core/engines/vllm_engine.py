@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rlhf_core.engines.gpu_memory import cache_bytes
 from rlhf_core.engines.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
 from rlhf_core.quiet import overlook_what_is_imported
 from rlhf_core.sampling import Sample, SamplingSettings
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 TRIAL_IDS = (0, 1, 0)  # which every vocabulary has
 # Whose loading of experts writes past what `reload_weights` wraps, on every device: the old ones stay, and on the CPU the kernel is gone.
 NOT_RELOADED = ("GptOssForCausalLM",)
+
+# What vLLM and Triton read on a GPU; a user's own settings win. Triton multiplies float32 as TF32, with 10 bits of mantissa, unless told
+# otherwise, and vLLM's attention in float32 is Triton's. FlashInfer's sampler gives no log-probabilities, which every request here asks for,
+# and wants a CUDA compiler.
+ON_A_GPU = {"TRITON_F32_DEFAULT": "ieee", "VLLM_FLOAT32_MATMUL_PRECISION": "highest", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+BATCHED_TOKENS = 8192  # of a forward pass, or those of the longest sequence
 
 # What the CPU build raises for shapes and architectures that it lacks; a RuntimeError if it says one of these words.
 LACKS = (ValueError, NotImplementedError, AssertionError, KeyError, AttributeError)
@@ -33,7 +40,9 @@ class VllmEngine:
         model_path: Hugging Face folder to start from.
         max_length: tokens of prompt and response together.
         threads: cores for the CPU build; ignored on a GPU.
-        gpu_memory_fraction: of the GPU's memory that weights and cache may take; ignored on the CPU.
+        gpu_memory_fraction: of the GPU's memory that all of the engine may take; ignored on the CPU.
+        shares_gpu: another process uses the GPU too. vLLM measures what its first pass takes and would count what the other one loads
+            meanwhile; the cache is then computed from the fraction (gpu_memory.py).
         reads_text: whether responses may end with a stop string. It takes the model's tokenizer, and every token is decoded.
     Raises:
         ValueError: vLLM's CPU build can't run the model, or vLLM can't renew its weights.
@@ -51,12 +60,15 @@ class VllmEngine:
         seed: int,
         trust_remote_code: bool,
         gpu_memory_fraction: float,
+        shares_gpu: bool = False,
         reads_text: bool = False,
     ):
         _refuse_what_is_not_reloaded(model_path, trust_remote_code)
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        for name, value in ON_A_GPU.items():
+            os.environ.setdefault(name, value)
         logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)  # on the CPU there is none, and it says so each time
         import torch
         from vllm import LLM
@@ -82,7 +94,7 @@ class VllmEngine:
             generation_config="vllm",
             max_model_len=max_length,
             max_num_seqs=max_concurrent_sequences,
-            max_num_batched_tokens=max(8192, max_length),
+            max_num_batched_tokens=max(BATCHED_TOKENS, max_length),
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             use_tqdm_on_load=False,
@@ -92,7 +104,19 @@ class VllmEngine:
             gpu_memory_utilization=gpu_memory_fraction,
         )
         if not on_cpu:
-            self._llm = LLM(**settings)
+            shared = {}
+            if shares_gpu:
+                total = current_platform.get_device_total_memory()
+                shared["kv_cache_memory_bytes"] = cache_bytes(
+                    model_path,
+                    share=int(gpu_memory_fraction * total),
+                    dtype=getattr(torch, dtype),
+                    max_length=max_length,
+                    sequences=max_concurrent_sequences,
+                    batched_tokens=settings["max_num_batched_tokens"],
+                    trust_remote_code=trust_remote_code,
+                )
+            self._llm = LLM(**settings, **shared)
             return
         with _told_as_a_refusal(model_path, trust_remote_code):
             cache = _cpu_cache(model_path, max_length, max_concurrent_sequences, kv_cache_gib, trust_remote_code)
@@ -164,7 +188,8 @@ class VllmEngine:
         """Give back weights, cache, process group and torch's threads, as far as a process can; the engine is of no use afterwards."""
         import torch
 
-        self._llm.llm_engine.engine_core.shutdown()
+        with _without_collections():
+            self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()
         torch.set_num_threads = self._set_num_threads
@@ -172,6 +197,16 @@ class VllmEngine:
 
 def _sample(output) -> Sample:
     return Sample(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "stop")
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """vLLM looks for garbage twice while it shuts down, among all that is imported and with the engine still there: a second in all."""
+    collect, gc.collect = gc.collect, lambda *_: 0
+    try:
+        yield
+    finally:
+        gc.collect = collect
 
 
 @contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlhf_core.config import GateConfig
+from rlhf_core.gate.clusters import accuracy_needed
 
 SLICE = "slice: "  # what the names of slices' checks begin with
 MAX_SLICES = 5  # named in a message
@@ -112,15 +114,33 @@ def _shift(name: str, probe: dict[str, Any], limit: float | None) -> Check:
 
 def _others(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
     if gate["incumbent"] is not None:
-        way_out = "keep the incumbent, or raise gate.max_regression knowingly"
-        check = at_least("incumbent_difference", gate["incumbent"], -config.max_regression, way_out, value="difference")
-        yield check if check.n >= config.min_pairs else replace(check, passed=False)
+        yield _not_worse("incumbent_difference", gate["incumbent"], config, "keep the incumbent, or raise gate.max_regression knowingly")
+    if gate["anchor"] is not None and (gate["incumbent"] is None or gate["anchor"]["md5"] != gate["incumbent"]["md5"]):
+        way_out = "keep the incumbent, raise gate.max_regression knowingly, or roll the anchor back if it is no good"
+        yield _not_worse("anchor_difference", gate["anchor"], config, way_out)
     if gate["judge"] is not None:
         j = gate["judge"]
         yield Check("judge_correlation", j["spearman"], j["spearman_low"], j["spearman_high"], None, j["n"], None)
     for external in gate["external"]:
         way_out = "train a better reward model, or lower this file's min_accuracy in gate.external"
         yield at_least(f"external: {external['name']}", external, external["threshold"], way_out)
+
+
+def _not_worse(name: str, compared: dict[str, Any], config: GateConfig, way_out: str) -> Check:
+    """Non-inferiority: passed when the lower end of the difference is not below minus the margin.
+
+    Pairs too few to see a difference as large as the margin (`too_few_to_compare`) decide nothing in the candidate's favour.
+    """
+    check = at_least(name, compared, -config.max_regression, way_out, value="difference")
+    return replace(check, passed=False) if check.n < config.min_pairs or too_few_to_compare(check, config.max_regression) else check
+
+
+def too_few_to_compare(check: Check, margin: float) -> bool:
+    """The half-width of a difference's interval exceeds the margin, and the interval leaves open which one is better.
+
+    An interval that lies above 0 shows that the candidate is no worse, whatever its width.
+    """
+    return (check.high - check.low) / 2 > margin and check.low < 0
 
 
 def sentences(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> Iterator[str]:
@@ -130,12 +150,14 @@ def sentences(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> 
     for check in checks:
         if check.passed is False and not check.name.startswith(SLICE) and (check.name == "pairs" or gate["n"]):
             yield _REASONS.get(check.name, _any_reason)(gate, check, config)
+    if gate["look"] is not None and gate["look"]["number"] > 1 and (look := _look(gate, checks, config)):
+        yield look
     if all(check.passed is not False for check in checks):
         yield f"passed: {_measured(gate, config)}; the lower end reaches gate.min_accuracy={config.min_accuracy}."
 
 
 def _measured(gate: dict[str, Any], config: GateConfig) -> str:
-    n, interval = gate["n"], f"{config.confidence:.0%} interval {gate['low']:.4f} to {gate['high']:.4f}"
+    n, interval = gate["n"], f"{percent(config.confidence)} interval {gate['low']:.4f} to {gate['high']:.4f}"
     return f"held-out accuracy {gate['accuracy']:.4f} on {n} pairs of {gate['prompts']} prompts, {interval}"
 
 
@@ -165,17 +187,56 @@ def _bad_slices(bad: list[Check], config: GateConfig) -> str:
     )
 
 
-def _worse_than_incumbent(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
-    i = gate["incumbent"]
+def _worse_than_promoted(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
+    role = check.name.removesuffix("_difference")
+    i, margin = gate[role], config.max_regression
     if check.n < config.min_pairs:
-        needed = f"gate.min_pairs={config.min_pairs} pairs that the incumbent {i['version']} can score"
+        needed = f"gate.min_pairs={config.min_pairs} pairs that the {role} {i['version']} can score"
         return f"rejected: expected at least {needed}, got {check.n}; {check.way_out}."
+    if margin and too_few_to_compare(check, margin) and check.high >= -margin:
+        return f"rejected: {_too_few_beside(f'the {role} ' + i['version'], check, margin)}."
     accuracies = f"{i['candidate_accuracy']:.4f} against {i['accuracy']:.4f} on the same {check.n} pairs, McNemar's p {i['p_value']:.2g}"
     return (
-        f"rejected: the incumbent {i['version']} wins: expected the difference in accuracy to it to be at least -{config.max_regression} "
+        f"rejected: the {role} {i['version']} wins: expected the difference in accuracy to it to be at least -{config.max_regression} "
         f"(gate.max_regression) with its whole interval, got {check.value:+.4f} ({check.low:+.4f} to {check.high:+.4f}; {accuracies}); "
         f"{check.way_out}."
     )
+
+
+def _too_few_beside(other: str, check: Check, margin: float) -> str:
+    half = (check.high - check.low) / 2
+    found = (
+        f"too few pairs to compare with {other}: half-width {half:.4f} of the difference's interval exceeds gate.max_regression={margin}"
+    )
+    if not math.isfinite(half):
+        return f"{found}; pairs of more than one prompt are needed"
+    needed = f"about {math.ceil(check.n * (half / margin) ** 2):,} pairs are needed, of proportionally more prompts"
+    return f"{found} on {check.n} pairs; {needed}: add preference data or raise data.test_fraction, or gate.max_regression knowingly"
+
+
+def _look(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> str | None:
+    """What the earlier looks at this split cost; None: nothing was decided."""
+    judged = next(check for check in checks if check.name == "accuracy")
+    if judged.passed is None or not gate["n"]:
+        return None
+    number = gate["look"]["number"]
+    said = f"This is look {number} on the split, for which the intervals are those of {percent(config.confidence)}"
+    if judged.passed:
+        return f"{said}."
+    needed = accuracy_needed(config.min_accuracy, gate["n_effective"], config.confidence)
+    said += f": accuracy {needed:.4f} is needed."
+    best = max([gate["accuracy"], *(earlier["accuracy"] for earlier in gate["look"]["earlier"] if earlier["accuracy"] is not None)])
+    if best < needed:
+        said += (
+            f" The best of all looks has {best:.4f}: the split is worn out. Hold out more pairs (add preference data, or raise "
+            "data.test_fraction), and the looks are counted anew."
+        )
+    return said
+
+
+def percent(confidence: float) -> str:
+    """Of 0.95 95%, of 0.999375 99.94%."""
+    return f"{100 * confidence:.4g}%" if confidence < 0.99995 else f"{100 * confidence:.7g}%"
 
 
 def _any_reason(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
@@ -189,5 +250,6 @@ def _any_reason(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
 _REASONS: dict[str, Callable[[dict[str, Any], Check, GateConfig], str]] = {
     "pairs": _too_few,
     "accuracy": _inaccurate,
-    "incumbent_difference": _worse_than_incumbent,
+    "incumbent_difference": _worse_than_promoted,
+    "anchor_difference": _worse_than_promoted,
 }

@@ -12,6 +12,7 @@ from scipy.special import ndtri, stdtrit
 from rlhf_core.statistics import wilson_interval
 
 DRAWS = 400  # of a bootstrap: its 95% ends then rest on 10 draws each
+OUTERMOST = 10 / DRAWS  # the outermost quantile that is read off the draws
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,14 @@ def _wilson_of_share(p: float, n: float, confidence: float) -> tuple[float, floa
     return (centre - half) / scale, (centre + half) / scale
 
 
+def accuracy_needed(threshold: float, n_effective: float, confidence: float) -> float:
+    """The share whose interval begins at the threshold: Wilson's lower end is where p - threshold = z sqrt(threshold (1 - threshold) / n).
+
+    Source: Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953
+    """
+    return threshold + float(ndtri((1 + confidence) / 2)) * math.sqrt(threshold * (1 - threshold) / n_effective)
+
+
 def mean_interval(values: np.ndarray, clusters: np.ndarray, confidence: float) -> tuple[float, float]:
     """Student's interval of a mean over clusters: mean +- t sqrt(v), v as in `share_interval`, m - 1 degrees of freedom.
 
@@ -103,9 +112,15 @@ def bootstrap(statistic: Callable[[np.ndarray], float], clusters: np.ndarray, *,
 
 
 def percentile_interval(drawn: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Of a bootstrap, the quantiles of what was drawn; draws that are no numbers are left out."""
+    """Of a bootstrap, the quantiles of what was drawn; draws that are no numbers are left out.
+
+    Beyond the quantile OUTERMOST, of which few draws are left, the distance from the median grows as a normal quantile does.
+    """
     known = drawn[np.isfinite(drawn)]
     if not len(known):
         return -math.inf, math.inf
-    low, high = np.quantile(known, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(low), float(high)
+    tail = (1 - confidence) / 2
+    read = max(tail, OUTERMOST)
+    low, middle, high = np.quantile(known, [read, 0.5, 1 - read])
+    stretch = float(ndtri(tail)) / float(ndtri(read)) if read > tail else 1.0
+    return float(middle + stretch * (low - middle)), float(middle + stretch * (high - middle))

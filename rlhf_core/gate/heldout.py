@@ -18,7 +18,7 @@ from rlhf_core.gate.slices import slice_accuracies, worst_slice
 # Keys of gate.json whose value is null where nothing was measured.
 MEASURED = (
     *("accuracy", "low", "high", "ties", "n", "prompts", "design_effect", "n_effective"),
-    *("worst_slice", "calibration", "length", "probes", "incumbent", "judge", "ensemble"),
+    *("worst_slice", "calibration", "length", "probes", "incumbent", "anchor", "judge", "ensemble", "look"),
 )
 
 

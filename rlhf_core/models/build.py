@@ -33,9 +33,8 @@ _HEADS = ("score.weight", "classifier.weight")  # of the heads that a sequence c
 
 
 def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
-    """The model that SFT starts from: weights from `config.path`, or random ones of `config.architecture`.
-
-    Master weights are float32; the engine casts for training where `config.dtype` says so.
+    """The model that SFT starts from: weights from `config.path` in `config.dtype`, or random ones of `config.architecture` in float32, which
+    the engine casts for training.
     """
     if config.path is not None:
         how = {"trust_remote_code": config.trust_remote_code, "training_dtype": config.dtype}
@@ -63,9 +62,10 @@ def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
 def load_language_model(
     path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32", max_length: int | None = None
 ) -> PreTrainedModel:
-    """A causal language model from a Hugging Face name or folder (safetensors only); float32, whatever it will be trained in.
+    """A causal language model from a Hugging Face name or folder (safetensors only).
 
     Args:
+        training_dtype: of its weights, whatever the files have; buffers are as transformers makes them.
         max_length: tokens of the longest sequence that the chain will see, where the chain starts from this model: see rotary.py.
     Raises:
         ValueError: it isn't one, or not whole.
@@ -85,7 +85,7 @@ def _load(kind: type, path: str | Path, *, trust_remote_code: bool, training_dty
             path,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
-            dtype=torch.float32,
+            dtype=getattr(torch, training_dtype),  # float32 first would take twice the memory
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
             **how,
@@ -132,7 +132,8 @@ def _check_linear_score(path: Path, *, trust_remote_code: bool) -> None:
 
 
 def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32") -> PreTrainedModel:
-    """A reward model or critic: a Hugging Face sequence classifier (safetensors only), float32; one label where none are named.
+    """A reward model or critic: a Hugging Face sequence classifier (safetensors only), in training_dtype; one label where none
+    are named.
 
     Raises:
         ValueError: it isn't one, or not whole.
@@ -235,7 +236,7 @@ def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) ->
             own[name].copy_(tensor)
         return model
     copied = {name: tensor.clone() for name, tensor in given.items()}  # the new model may keep them
-    how = {"config": model.config, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    how = {"config": model.config, "dtype": model.dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
     renewed, told = type(model).from_pretrained(None, state_dict=copied, **how)
     if wrong := sorted(map(str, {*told["missing_keys"], *told["unexpected_keys"], *told["mismatched_keys"]})):
         raise ValueError(
@@ -258,11 +259,11 @@ def frozen(module: Module, *, device: torch.device, dtype: torch.dtype) -> Modul
     Parameters alone are cast, as DeepSpeed casts them: a Llama's rotary frequencies are a buffer, and rounded to bfloat16 they were seen to
     change log-probabilities by 0.06 after 32 tokens and 0.6 after 1,000.
     """
-    module.to(device).eval().requires_grad_(False)
+    module.eval().requires_grad_(False)
     for parameter in module.parameters():
         if parameter.is_floating_point():  # not so: quantized ones
             parameter.data = parameter.data.to(dtype)
-    return module
+    return module.to(device)  # only now: a GPU may have no room for it in float32
 
 
 def read_state_dict(folder: Path) -> dict[str, torch.Tensor]:

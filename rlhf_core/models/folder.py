@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +103,26 @@ def weight_files(folder: Path) -> list[Path]:
     raise ValueError(f"model {folder}: expected weights in model.safetensors, got {got}")
 
 
+def count_parameters(path: str | Path) -> int:
+    """Numbers in all weights of a model's folder, by the headers of its files.
+
+    Raises:
+        ValueError: one is missing or torn.
+    """
+    check_model_folder(path)
+    tensors = (tensor for file in weight_files(Path(path)) for name, tensor in _header(file)[0].items() if name != "__metadata__")
+    return sum(math.prod(tensor["shape"]) for tensor in tensors)
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Of a safetensors file, and its length in bytes."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > min(MAX_HEADER, path.stat().st_size):
+            raise ValueError(f"a header of {length} bytes")
+        return json.loads(file.read(length)), length
+
+
 def _check_safetensors(path: Path) -> None:
     """Its header fits its size.
 
@@ -110,11 +131,7 @@ def _check_safetensors(path: Path) -> None:
     """
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(MAX_HEADER, size):
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(file.read(length))
+        header, length = _header(path)
         ends = [_end(tensor) for name, tensor in header.items() if name != "__metadata__"]
         if not ends or 8 + length + max(ends) != size:
             raise ValueError(f"{size} bytes in place of {8 + length + max(ends, default=0)}")

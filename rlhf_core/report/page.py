@@ -84,6 +84,7 @@ SECTIONS = {
 CLERK_ASPECTS = ("correct", "polite", "brief", "safe")
 MODEL_NAMES = {"sft": "SFT", "policy": "Policy"}
 # Label, key of a model's figures, format, and whether more is better (None: neither).
+LOOKS_SHOWN = 20  # of the gate, before the present one
 EVALUATION_ROWS = (
     ("Judge: accepts", "judge_ok", "share", True),
     ("Tokens per answer", "length_mean", "length", None),
@@ -114,6 +115,7 @@ def render(inputs: ReportInputs) -> str:
         "sections": SECTIONS,
         "changes": [changes(which, baseline, inputs) for which, baseline in inputs.baselines.items()],
         "override": None if inputs.gate is None else need(inputs.gate, "override"),
+        "looks_shown": LOOKS_SHOWN,
         "taken_over": taken_over(inputs),
         "monitor": None if inputs.policy is None else inputs.policy.get("monitor"),
         "modes": MODES,

@@ -17,6 +17,7 @@ from rlhf_core.config import ScorerConfig, shown
 from rlhf_core.data.functions import load_function
 from rlhf_core.data.judge import judgement
 from rlhf_core.data.schema import Message
+from rlhf_core.environment import hint
 from rlhf_core.scorers.answers import same_number, same_text
 from rlhf_core.scorers.math_answers import MathComparer
 from rlhf_core.scorers.reasons import Reasons
@@ -108,7 +109,7 @@ def _by_function(function: Callable[..., Any], report: Reasons) -> ScoreAll:
                 [{**item.metadata, "messages": [dict(message) for message in item.messages]} for item in items],
             )
         except (Exception, SystemExit) as error:  # whatever a user's code may raise: none of these responses has a score
-            report(f"{type(error).__name__}: {error}", count=len(items))
+            report(f"{type(error).__name__}: {error}{hint(error)}", count=len(items))
             return unscored, {}
         answer, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict) else (answer, {})
         try:
@@ -117,7 +118,7 @@ def _by_function(function: Callable[..., Any], report: Reasons) -> ScoreAll:
             report(f"a list of numbers was expected of it: it returned {type(answer).__name__}", count=len(items))
             return unscored, {}
         except (Exception, SystemExit) as error:
-            report(f"{type(error).__name__}: {error}", count=len(items))
+            report(f"{type(error).__name__}: {error}{hint(error)}", count=len(items))
             return unscored, {}
         if len(answer) != len(items):
             came = f"{len(answer)} came" if len(answer) < len(items) else "more came"

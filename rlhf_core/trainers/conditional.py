@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message, with_text_behind
@@ -102,6 +103,7 @@ def reward_scores(
     *,
     max_length: int,
     trust_remote_code: bool,
+    dtype: str = "float32",
     template_date: str = DEFAULT_DATE,
     stop_requested: Callable[[], bool],
 ) -> list[float]:
@@ -111,7 +113,8 @@ def reward_scores(
         Interrupted: a stop was asked for.
     """
     tokenizer = load_tokenizer(str(reward_model), trust_remote_code=trust_remote_code, template_date=template_date, scores=True)
-    members = load_members(reward_model, device=device(), trust_remote_code=trust_remote_code)
+    how = {"trust_remote_code": trust_remote_code, "training_dtype": dtype, "dtype": getattr(torch, dtype)}
+    members = load_members(reward_model, device=device(), **how)
     scores: list[float] = []
     report = Reasons("reward model")
     for start in range(0, len(responses), SCORED_AT_ONCE):

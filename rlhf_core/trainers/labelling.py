@@ -163,7 +163,7 @@ class ResponseScorer:
     Args:
         reward_model: folder of the chain's own, for scorers of kind reward_model without a path. Scorers' models are loaded here.
         source_judges: name of each data source that has a judge -> the judge's.
-        model: of the policy; its max_length bounds what a reward model is shown.
+        model: of the policy; its max_length bounds what a reward model is shown, and its dtype is what reward models compute in, as in RL.
     Raises:
         ValueError: a scorer's function or reward model can't be loaded.
     """
@@ -177,7 +177,8 @@ class ResponseScorer:
         by_name = {s.name: s for s in scorers}
         for name, folder in model_folders(scorers, reward_model).items():
             config = by_name[name]
-            members = load_members(folder, device=device(), trust_remote_code=trust, count=config.members, label=config.label)
+            how = {"training_dtype": model.dtype, "trust_remote_code": trust, "count": config.members, "label": config.label}
+            members = load_members(folder, device=device(), dtype=getattr(torch, model.dtype), **how)
             tokenizer = load_tokenizer(str(folder), trust_remote_code=trust, template_date=model.template_date, scores=True)
             self._by_model[name] = config, members, tokenizer
         self._reports = {name: Reasons(name) for name in self._by_model}

@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 from rlhf_core.engines.ray_actors import RoleLost
+from rlhf_core.environment import keep_visible, named
 from rlhf_core.quiet import be_quiet, show_own_log
 from rlhf_core.trainers.rl_actors import Actors
-from rlhf_core.trainers.rl_job import LOST, RlJob, beat
+from rlhf_core.trainers.rl_job import LOST, REFUSED, RlJob, beat
 from rlhf_core.trainers.rl_stop import Stop
 
 log = logging.getLogger("rlhf")
@@ -25,12 +26,16 @@ def main() -> int:
     stop = Stop()
     signal.signal(signal.SIGTERM, stop.ask)
     job = RlJob.read(Path(sys.argv[1]))
+    keep_visible(named() | ({"WANDB_API_KEY"} if job.tracking.wandb_project is not None else set()))
     try:
         with beat(job.pulse), Actors(job) as actors:
             signal.signal(signal.SIGTERM, stop.ask)  # once more: a process that connects to Ray gets Ray's handler, which ends it
             from rlhf_core.trainers.rl import run
 
             return run(job, actors, stop)
+    except ValueError as refused:  # more GPUs than the cluster has
+        log.error("%s", refused)
+        return REFUSED
     except RoleLost as lost:
         log.error("%s", lost)
         return LOST

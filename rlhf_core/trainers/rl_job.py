@@ -20,6 +20,7 @@ LOST = 75  # an actor that can't be replaced died or is late; the same again goe
 FULL = 74  # no room for a checkpoint; EX_IOERR
 STOPPED = 143  # after SIGTERM, the checkpoint written
 BEAT_SECONDS = 2.0
+PLACEMENT = "placement.json"  # in the job's folder, where the cluster has GPUs
 
 
 class RlJob(Section):

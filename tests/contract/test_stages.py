@@ -42,6 +42,7 @@ ALL = [(method, stage) for method in METHODS for stage in STAGES if method == "r
 FRAME = {
     "tasks/stage.py": "the frame around a stage: locks, signals, messages",
     "rlhf_core/config": "reads params.yaml, whose sections are dependencies themselves",
+    "rlhf_core/environment.py": "which environment variables a stage sees",
     "rlhf_core/quiet.py": "environment variables that silence libraries",
     "rlhf_core/tracking.py": "where curves are written to",
     "rlhf_core/checkpoint.py": "where unfinished work is kept",

@@ -169,6 +169,7 @@ def preload_clock(seconds: int) -> Callable[[Path, str], Undo]:
     def prepare(workspace: Path, _: str) -> Undo:
         library = workspace.with_suffix(".so")
         subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", str(library), str(CLOCK_LIBRARY), "-ldl"], check=True)
+        change_params(workspace, {"flow": {"environment": ["CLOCK_JUMP_FILE", "CLOCK_JUMP_SECONDS"]}})
         os.environ.update(LD_PRELOAD=str(library), CLOCK_JUMP_FILE=str(workspace.with_suffix(".jump")), CLOCK_JUMP_SECONDS=str(seconds))
 
         def undo() -> None:

@@ -21,7 +21,7 @@ from watch import Watch
 class FinishedChain:
     """A workspace in which the flow ran to its end, and what it printed. Tests look, and copy it to change anything.
 
-    watched: what others could see of it meanwhile: secrets, shown and open as `Watch` has them.
+    watched: what others could see of it meanwhile: secrets, shown, carried and open as `Watch` has them.
     """
 
     workspace: Path
@@ -55,7 +55,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> FinishedC
             watch.start()
             code, printed = run(workspace, "flows.full_pipeline")
             watch.stop()
-            watched = {name: sorted(getattr(watch, name)) for name in ("secrets", "shown", "open")}
+            watched = {name: sorted(getattr(watch, name)) for name in ("secrets", "shown", "carried", "open")}
             outcome.with_name("watched").write_text(json.dumps(watched))
             outcome.with_name("printed").write_text(printed)
             outcome.write_text(str(code))

@@ -1,7 +1,7 @@
 """A small project for tests of the registry: its own git repository and DVC set-up, and four stages that take no time.
 
-The reward model's bytes come from the seed, and its gate's verdict from gate.min_accuracy; what is registered is decided from those
-files alone.
+The reward model's bytes come from the seed (200: those that another content has the md5 of), and its gate's verdict from
+gate.min_accuracy; what is registered is decided from those files alone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from collision import FIRST
 from small_workspace import ROOT, environment, git
 
 from rlhf_core.config import apply_overrides
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
+COLLIDES = bytes.fromhex("@")
 params = YAML(typ="safe", pure=True).load(Path("params.yaml").read_text())
 stage = sys.argv[1]
 folder = Path({"prepare_data": "data/prepared", "train_sft": "models/sft", "train_reward": "models/reward"}.get(stage, "metrics"))
@@ -32,6 +34,7 @@ if stage == "gate_reward":
     passed = params["gate"]["min_accuracy"] <= 0.9
     message = f"{'passed' if passed else 'rejected'}: accuracy 0.9 against {params['gate']['min_accuracy']}."
     gate = {"needed": True, "passed": passed, "message": message, "override": params["gate"]["override"]}
+    gate |= {"accuracy": 0.9 - params["seed"] / 1000, "look": {"number": params["seed"], "level": 0.025 / params["seed"]}}
     (folder / "gate.json").write_text(json.dumps(gate))
     sys.exit(not passed and params["gate"]["override"] is None)
 elif stage == "train_round":
@@ -46,12 +49,13 @@ elif stage == "evaluate_round":
 else:
     (folder / "content").write_text(f"{stage} of seed {params['seed']}")
     (folder / "deeper").mkdir()
-    (folder / "deeper" / "weights").write_bytes(params["seed"].to_bytes(1, "big") * 1000)
+    (folder / "deeper" / "weights").write_bytes(params["seed"].to_bytes(1, "big") * 1000 if params["seed"] != 200 else COLLIDES)
 '''
 
 DVC = """
 artifacts:
   reward-model: {path: models/reward, type: model}
+  policy: {path: models/reward, type: model}  # any model will do
 stages:
   prepare_data:
     cmd: exec python work.py prepare_data
@@ -70,7 +74,7 @@ stages:
     outs: [models/reward]
   gate_reward:
     cmd: exec python work.py gate_reward
-    params: [gate]
+    params: [seed, gate]
     deps: [work.py, models/reward]
     metrics: [{metrics/gate.json: {cache: false}}]
 """
@@ -108,7 +112,7 @@ def make_project(folder: Path) -> Path:
     shutil.copytree(ROOT / ".dvc", folder / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache", "config.local"))
     for name in (".gitignore", ".dvcignore", "params.yaml", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
-    (folder / "work.py").write_text(WORK)
+    (folder / "work.py").write_text(WORK.replace("@", FIRST.hex()))
     (folder / "dvc.yaml").write_text(DVC)
     git(folder, "init", "--quiet", "--initial-branch", "main")
     commit(folder, "A small project")

@@ -22,7 +22,7 @@ import psutil
 from ruamel.yaml import YAML
 from small_workspace import ROOT, command_line, git, never_on_schedule, processes_in, wait_until
 
-from flows.stages import stage_environment
+from flows.stages import dvc_environment
 
 ORDER = [
     *("prepare_data", "validate_data", "check_model", "train_sft", "train_reward", "gate_reward"),
@@ -56,6 +56,8 @@ ACTOR_TITLES = {  # Ray's titles of processes, as regular expressions: an actor'
 }
 # In the environment of all that runs here, as a user's own; nothing may show or keep them.
 PLANTED = {name: f"planted-{name.lower()}-5f1d0c" for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY")}
+# Likewise; seen where a test names it in flow.environment.
+NAMED = {"SCORER_API_KEY": "named-scorer_api_key-77ab31"}
 SMALL_CLERK = {"pretrain_lines": 400, "demonstrations": 300, "prompts": 240}
 
 
@@ -122,12 +124,12 @@ def _merge(node: dict | list, change: dict) -> None:
 
 def begin(workspace: Path, *command: str) -> subprocess.Popen:
     """A Python module in the background, in a session of its own; its output goes to the end of <workspace>.log."""
-    environment = {k: v for k, v in stage_environment(workspace).items() if not k.startswith("PREFECT_")}
+    environment = {k: v for k, v in dvc_environment(workspace).items() if not k.startswith("PREFECT_")}
     with log_of(workspace).open("a") as log:
         return subprocess.Popen(
             [sys.executable, "-m", *command],
             cwd=workspace,
-            env=environment | PLANTED | {"SHELL": "/bin/sh", "PYTHONPATH": str(workspace), "TMPDIR": str(temporary(workspace))},
+            env=environment | PLANTED | NAMED | {"SHELL": "/bin/sh", "PYTHONPATH": str(workspace), "TMPDIR": str(temporary(workspace))},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -160,7 +160,7 @@ def make_workspace(folder: Path, *, steps: int = 3, retries: int = 1, laid_out: 
     (folder / "dvc.yaml").write_text(DVC)
     params = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text())
     params["sft"]["steps"] = steps
-    params["flow"] |= {"retries": retries, "retry_delay": 0}
+    params["flow"] |= {"retries": retries, "retry_delay": 0, "environment": ["CRASH_ONCE"]}
     with (folder / "params.yaml").open("w") as file:
         YAML(typ="safe", pure=True).dump(params, file)
     git(folder, "init", "--quiet", "--initial-branch", "main")

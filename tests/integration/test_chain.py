@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import pandas as pd
 import pytest
 from small_chain import (
+    NAMED,
     ORDER,
     PLANTED,
     PYTORCH_ROLLOUTS,
@@ -53,11 +55,41 @@ def test_no_secret_is_shown_or_kept_and_no_other_machine_is_listened_to(chain):
     """Those in the environment, Prefect's password and the token of Ray's head: not in a command line, a log, a result or a report."""
     found = chain.watched
     assert len(found["secrets"]) >= len(PLANTED) + 2 and found["shown"] == [] and found["open"] == []
+    # The flow, which hands stages what they may have; its server; and DVC where it runs no stage, which may need keys for its remotes.
+    strangers = [line for line in found["carried"] if not re.search(r"flows\.full_pipeline|create_app|dvc (status|cache dir)|git ", line)]
+    assert strangers == []
     secrets = [secret.encode() for secret in found["secrets"]]
     files = [log_of(chain.workspace), *(p for p in chain.workspace.rglob("*") if p.is_file())]
     kept = [str(p) for p in files if any(secret in p.read_bytes() for secret in secrets)]
     assert kept == [str(chain.workspace / ".prefect/auth")]
     assert (chain.workspace / ".prefect/auth").stat().st_mode & 0o077 == 0
+
+
+LOOKS = """\
+import json, os
+from pathlib import Path
+def score(prompts, responses, labels, metadata):
+    print(dict(os.environ), flush=True)
+    Path(__file__).with_suffix(".json").write_text(json.dumps(dict(os.environ)))
+    return [0.0] * len(responses)
+"""
+
+
+def test_a_reward_function_sees_of_the_environment_what_it_may(chain, tmp_path):
+    """Started by DVC alone, in a shell that has all keys; a job's curves may use wandb's, its scorers may not."""
+    workspace = copy_chain(chain.workspace, tmp_path / "looks")
+    (workspace / "rewards/looks.py").write_text(LOOKS)
+    reward = {"name": "looks", "kind": "function", "path": "rewards/looks.py:score", "weight": 1.0, "normalization": "none"}
+    brief = {"steps": 2, "algorithm": "rloo", "reward": {"scorers": [reward]}}
+    wandb = {"wandb_project": "small"}
+    change_params(workspace, PYTORCH_ROLLOUTS, {"rl": brief, "tracking": wandb, "flow": {"environment": list(NAMED)}})
+    code, printed = run(workspace, "dvc", "repro", "--single-item", "train_policy")
+    assert code == 0, printed
+    seen = json.loads((workspace / "rewards/looks.json").read_text())
+    assert not set(PLANTED) & set(seen) and seen["SCORER_API_KEY"] == NAMED["SCORER_API_KEY"] and "PATH" in seen
+    assert not any(secret in printed for secret in PLANTED.values())
+    kept = [p for p in (workspace / "wandb").rglob("*") if p.is_file() and any(s.encode() in p.read_bytes() for s in PLANTED.values())]
+    assert kept == [] and list((workspace / "wandb").rglob("*.wandb"))
 
 
 def test_curves_have_every_step_once(chain):

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from registry_tags import write_tag
 
 sys.path.insert(0, str(Path(__file__).parent))
 from registry_project import candidate
@@ -131,11 +132,11 @@ def test_a_promotion_waits_for_a_person_and_does_as_told(served):
         wait_until(lambda: state(run)["type"] in ("COMPLETED", "FAILED", "CRASHED", *states), 240, f"the end of run {run}")
         return state(run)
 
-    for _ in range(2):  # at once, since the worker asks every ten seconds
+    for _ in range(3):  # at once, since the worker asks every ten seconds
         asked = prefect("deployment", "run", f"promote/{NAME}")
         assert asked.returncode == 0, asked.stderr
-    refused, approved = (r["id"] for r in flow_runs(prefect, NAME))
-    assert becomes(refused, "PAUSED")["name"] == becomes(approved, "PAUSED")["name"] == "Suspended"
+    moved, refused, approved = (r["id"] for r in flow_runs(prefect, NAME))
+    assert {becomes(run, "PAUSED")["name"] for run in (moved, refused, approved)} == {"Suspended"}
     # One that was answered right away was lost once: Prefect started it again, and it had no folder and no end.
     wait_until(lambda: not any("prefect.engine" in command_line(p) for p in processes_in(project)), 180, "the end of their processes")
     candidate(project, "second", seed=2)
@@ -144,11 +145,22 @@ def test_a_promotion_waits_for_a_person_and_does_as_told(served):
     for password in (None, "rlhf:guessed"):
         with pytest.raises(urllib.error.HTTPError, match="401"):
             ask_server(prefect.url, "flow_runs/filter", password=password)
+    v1, v2 = read_registry(project, NAME).versions.values()
+    asked = prefect.ask("artifacts/filter", artifacts={"key": {"any_": [f"promote-{NAME}"]}})[0]["description"]
+    assert v1.md5 in asked and v1.sha256 in asked and v1.commit in asked and "its gate: passed" in asked
+    before = git(project, "rev-parse", f"refs/tags/{NAME}@v1.0.0")
+    write_tag(project, f"{NAME}@v1.0.0", v2.lineage, v2.commit)  # the name that was asked about, another model
+    assert answer(prefect, moved, approve=True, by="Ben", reason="read forty samples") == "ACCEPT"
+    end = becomes(moved)
+    assert end["name"] == "AnotherModel", end
+    assert f"expected the model that was asked about, md5 {v1.md5}, got md5 {v2.md5}: its tag was replaced" in end["message"]
+    git(project, "update-ref", f"refs/tags/{NAME}@v1.0.0", before)
+
     assert answer(prefect, refused) == "REJECT"  # nothing is accepted unasked
     assert answer(prefect, refused, approve=False, by="Ann", reason="too curt") == "ACCEPT"
     assert answer(prefect, approved, approve=True, by="Ben", reason="read forty samples") == "ACCEPT"
     end = becomes(refused)
-    assert (end["name"], end["message"]) == ("NotApproved", "reward-model v1.0.0: Ann: too curt")
+    assert (end["name"], end["message"]) == ("NotApproved", "reward-model v1.0.0: stated by Ann: too curt")
     assert becomes(approved)["name"] == "Completed", state(approved)["message"]
     (event,) = read_registry(project, NAME).events
     assert (event.action, event.version, event.by, event.reason) == ("promote", "v1.0.0", "Ben", "read forty samples")

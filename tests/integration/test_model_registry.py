@@ -8,9 +8,13 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from collision import FIRST, SECOND
+from registry_tags import write_tag
 
 sys.path.insert(0, str(Path(__file__).parent))
 from registry_project import add_rounds, candidate, commit, dvc, make_project, without_identity
@@ -22,6 +26,7 @@ from flows.promote import main
 from flows.registry import add_version, read_registry
 from flows.versions import fetch
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params
+from rlhf_core.registry import sha256_of_files
 from rlhf_core.rounds import dvc_md5
 
 NAME = "reward-model"
@@ -103,14 +108,16 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypat
         assert promote(project, "promote", version, "--reason", f"use {version}", "--by", "Ann").returncode == 0
     assert seen_by_others(project) == (["v2.0.0"], read_registry(project, NAME).versions["v2.0.0"].commit)
     back = promote(project, "rollback", "--reason", "curt answers", "--by", "Ben")
-    assert "Ben took v2.0.0 back; v1.0.0 is used from now on. Why: curt answers" in back.stdout
+    assert "took v2.0.0 back, stated by Ben; v1.0.0 is used from now on. Why: curt answers" in back.stdout
     found = read_registry(project, NAME)
     assert [found.state(v) for v in found.versions] == ["promoted", "rolled back"]
     assert seen_by_others(project) == (["v1.0.0"], found.versions["v1.0.0"].commit)
 
     assert prepare_run(project, None, {}) == project
     gate = load_params(project / "params.yaml").gate
-    assert (gate.incumbent.version, gate.incumbent.md5) == ("v1.0.0", found.versions["v1.0.0"].md5)
+    first = found.versions["v1.0.0"]
+    assert (gate.incumbent.version, gate.incumbent.md5, gate.incumbent.sha256) == ("v1.0.0", first.md5, first.sha256)
+    assert gate.anchor == gate.incumbent  # the second one was taken back
     (entry,) = gate.rolled_back
     assert (entry.version, entry.md5, entry.reason) == ("v2.0.0", found.versions["v2.0.0"].md5, "curt answers")
     assert not pin_registry(project, project, chosen={}, fresh=True)  # nothing is new
@@ -119,11 +126,11 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypat
     fetch(project, found, "v2.0.0", later / "models/mine")
     scorer = ScorerConfig(name="mine", kind="reward_model", weight=1.0, normalization="none", path="models/mine")
     with pytest.raises(
-        ConfigError, match=r"scorer mine: expected a reward model that was not rolled back, got v2\.0\.0, which was, by Ben: curt"
+        ConfigError, match=r"scorer mine: expected a reward model that was not rolled back, got v2\.0\.0, which was, stated by Ben: curt"
     ):
         check_not_rolled_back(project, later, [scorer])
 
-    assert "got one that was, by Ben: curt answers; to promote it all the same" in refused(
+    assert "got one that was, stated by Ben: curt answers; to promote it all the same" in refused(
         project, "promote", "v2.0.0", "--reason", "again", "--by", "Ann"
     )
     assert "nothing is to do" in refused(project, "promote", "v1.0.0", "--reason", "again", "--by", "Ann")
@@ -131,6 +138,9 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypat
     assert "Override: a demonstration" in kept.stdout
     prepare_run(project, "later", {})
     assert load_params(later / "params.yaml").gate == gate.model_copy(update={"rolled_back": []})  # a run keeps its incumbent
+    prepare_run(project, None, {})
+    gate = load_params(project / "params.yaml").gate
+    assert (gate.incumbent.version, gate.anchor.version) == ("v2.0.0", "v1.0.0")  # 0.898 against 0.899
     told = promote(project, "history").stdout
     assert [line.split()[2] for line in told.splitlines()[2:]] == [
         "promote",
@@ -140,11 +150,19 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypat
     ] and "a demonstration" in told
 
 
+def test_show_tells_which_look_at_its_pairs_a_version_was(made):
+    table = promote(made, "show").stdout.splitlines()
+    at = table[0].index("look")
+    assert [line[at : at + 4].strip() for line in table[2:4]] == ["1", "2"]
+    assert "look            2 at its test pairs, judged at a one-sided level of 1.25%" in promote(made, "show", "v2.0.0").stdout
+
+
 def test_lineage_is_that_of_the_runs_commit(made):
     version = json.loads(promote(made, "show", "v2.0.0", "--json").stdout)
     worktree = made / "runs/run-2"
     assert version["commit"] == git(worktree, "rev-parse", "HEAD") and version["lineage"]["run"] == "run/run-2"
     assert version["lineage"]["md5"] == dvc_md5(worktree / "models/reward")
+    assert version["lineage"]["sha256"] == sha256_of_files(worktree / "models/reward") and version["problem"] is None
     assert version["lineage"]["data"] == dvc_md5(worktree / "data/prepared")
     assert version["lineage"]["parents"] == {"models/sft": dvc_md5(worktree / "models/sft")}
     assert version["lineage"]["params"]["seed"] == 2 and version["lineage"]["gate"]["passed"]
@@ -170,7 +188,7 @@ def test_what_can_not_be_registered(made, tmp_path):
     assert "Gate: rejected: accuracy 0.9 against 0.95" in promote(made, "register", "--run", "another").stdout
     rejected = refused(made, "promote", "--reason", "newest", "--by", "Ann")
     assert "v3.0.0: expected one that passed its gate, got one that didn't: rejected: accuracy 0.9 against 0.95" in rejected
-    assert "expected dvc.lock in commit " in refused(made, "register")
+    assert "dvc.lock: expected it in commit " in refused(made, "register")
     assert "got this very model as v1.0.0" in refused(made, "register", "--run", "run-1")
 
 
@@ -200,13 +218,106 @@ def test_a_clone_gets_the_promoted_version_by_its_hash_and_nothing_damaged(proje
 def test_rounds_start_from_the_promoted_policy(project):
     with pytest.raises(ConfigError, match="policy: expected a promoted version, got none"):
         start_from_registry(project, project, None)
-    lineage = read_registry(project, NAME).versions["v1.0.0"].lineage  # any model will do
+    lineage = {**read_registry(project, NAME).versions["v1.0.0"].lineage, "decided": None}  # any model will do
     add_version(project, "policy", lineage)
     registry.promote(project, "policy", None, by="Ann", reason="best")
     folder = start_from_registry(project, project, None)
     assert folder == Path("models/promoted/policy-v1.0.0") and dvc_md5(project / folder) == lineage["md5"]
     assert promoted_version(str(folder)) == "v1.0.0" and promoted_version("models/sft") is None
     assert start_from_registry(project, project, "v1.0.0") == folder
+
+
+def test_a_collision_in_the_cache_is_not_fetched_nor_started_from(project):
+    """Its md5 is right, and so would be that of every file of it."""
+    worktree = candidate(project, "collision", seed=200)
+    assert (worktree / "models/reward/deeper/weights").read_bytes() == FIRST
+    assert promote(project, "register", "--run", "collision").returncode == 0
+    version, found = list(read_registry(project, NAME).versions.items())[-1]
+    lineage = {**found.lineage, "decided": None}
+    add_version(project, "policy", lineage)
+    registry.promote(project, "policy", None, by="Ann", reason="best")
+    cached = next(p for p in (project / ".dvc/cache/files/md5").rglob("*") if p.is_file() and p.read_bytes() == FIRST)
+    cached.chmod(0o644)
+    cached.write_bytes(SECOND)
+    wanted = f"deeper/weights: expected sha256 {lineage['sha256']['deeper/weights']}, got "
+    said = refused(project, "fetch", "--version", version)
+    assert wanted in said and "although the md5 is right" in said
+    with pytest.raises(ConfigError, match=wanted):
+        start_from_registry(project, project, None)
+    assert not (project / "models/promoted").exists() or not list((project / "models/promoted").iterdir())
+
+
+class Listener:
+    """A server that has nothing, and notes who asks with which password."""
+
+    def __enter__(self) -> Listener:
+        heard = self.heard = []
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                heard.append((self.path, self.headers.get("Authorization")))
+                self.send_error(404 if self.headers.get("Authorization") else 401)
+
+            do_HEAD = do_POST = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/data"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def test_a_tags_commit_can_not_have_the_password_sent_elsewhere(project, tmp_path):
+    """Its .dvc/config gives the remote of the user's password another address."""
+    secret = "['remote \"shared\"']\n    auth = basic\n    user = ann\n    password = hunter2\n"
+    shutil.rmtree(project / ".dvc/cache")
+    with Listener() as own, Listener() as other:
+        dvc(project, "remote", "modify", "shared", "url", own.url)
+        commit(project, "The remote moved")
+        (project / ".dvc/config.local").write_text(secret)
+        version = read_registry(project, NAME).versions["v1.0.0"]
+        forged = project.parent / "forged"
+        git(project, "worktree", "add", "--quiet", "--detach", str(forged), version.commit)
+        dvc(forged, "remote", "modify", "shared", "url", other.url)
+        commit(forged, "Another address")
+        made = git(forged, "rev-parse", "HEAD")
+        write_tag(project, f"{NAME}@v9.0.0", {**version.lineage, "commit": made}, made)
+        said = refused(project, "fetch", "--version", "v9.0.0")
+        assert other.heard == [] and own.heard == []
+        assert f".dvc/config of commit {made[:10]}: expected the remotes of this project ({own.url}), got 'shared' at {other.url}" in said
+        dvc(forged, "remote", "modify", "shared", "url", own.url)  # as it is in the project
+        commit(forged, "The same address")
+        made = git(forged, "rev-parse", "HEAD")
+        write_tag(project, f"{NAME}@v9.0.0", {**version.lineage, "commit": made}, made)
+        assert "expected it in DVC's cache or in the remote, got neither" in refused(project, "fetch", "--version", "v9.0.0")
+        assert other.heard == [] and any(password for _, password in own.heard)
+
+
+def test_signed_tags_are_read_by_gto_and_dvc(project):
+    key = project.parent / "key"
+    if shutil.which("ssh-keygen") is None:
+        pytest.skip("makes an SSH key, and there is no ssh-keygen")
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "ann", "-f", str(key)], check=True, stdin=subprocess.DEVNULL)
+    (project / "signers").write_text(f"ann@example.org {key.with_suffix('.pub').read_text()}")
+    for name in ("v1.0.0", "v2.0.0"):  # as docs/registry.md says of a registry that has no signatures yet
+        settings = f"-c gpg.format=ssh -c user.signingKey={key} -c user.name=a -c user.email=a@b"
+        command = (
+            f"git for-each-ref --format='%(contents)' 'refs/tags/{NAME}@{name}' | "
+            f"git {settings} tag --force --sign --cleanup=verbatim --file=- '{NAME}@{name}' '{NAME}@{name}^{{}}'"
+        )
+        subprocess.run(command, shell=True, cwd=project, check=True, capture_output=True)
+    git(project, "config", "user.signingKey", str(key))
+    apply_overrides(project / "params.yaml", {"promotion.allowed_signers": "signers"})
+    for version in ("v1.0.0", "v2.0.0"):
+        done = promote(project, "promote", version, "--reason", "best", "--by", "Ben")
+        assert f"promoted {version}, signed by ann@example.org, stated by Ben" in done.stdout, done.stderr
+    assert seen_by_others(project) == (["v2.0.0"], read_registry(project, NAME).versions["v2.0.0"].commit)
 
 
 def test_two_who_promote_at_once_do_it_one_after_the_other(project):

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import psutil
-from small_chain import PLANTED, alive_processes, temporary
+from small_chain import NAMED, PLANTED, alive_processes, temporary
 
 PERIOD = 2.0  # seconds
 
@@ -19,6 +19,7 @@ class Watch(threading.Thread):
     Attributes:
         secrets: those that were planted in the environment, Prefect's password and the tokens of Ray's heads.
         shown: command lines with a secret in them.
+        carried: command lines of processes with a planted secret in their environment.
         open: names of processes and addresses at which they listened, other than this machine's own.
     """
 
@@ -27,6 +28,7 @@ class Watch(threading.Thread):
         self._workspace, self._end = workspace, threading.Event()
         self.secrets: set[str] = set(PLANTED.values())
         self.shown: set[str] = set()
+        self.carried: set[str] = set()
         self.open: set[str] = set()
 
     def run(self) -> None:
@@ -47,6 +49,9 @@ class Watch(threading.Thread):
             if any(secret in line for secret in self.secrets):
                 self.shown.add(line)
         for process in alive_processes(self._workspace):
+            with contextlib.suppress(psutil.Error):
+                if {*PLANTED.values(), *NAMED.values()} & set(process.environ().values()):
+                    self.carried.add(" ".join(process.cmdline()))
             with contextlib.suppress(psutil.Error):
                 for connection in process.net_connections(kind="inet"):
                     if connection.status == psutil.CONN_LISTEN and not _is_own(connection.laddr.ip):

@@ -8,12 +8,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from registry_tags import sound_lineage
+from registry_tags import write_tag
 from report_workspace import edit_metrics, make_workspace
 
 from flows.baselines import BASELINES, pin_baselines
 from flows.registry import add_version, promote
-from rlhf_core.config import apply_overrides, load_params
+from rlhf_core.config import ConfigError, apply_overrides, load_params, read_yaml
+from rlhf_core.lineage import lineage
 
 FILES = ("metrics/evaluate.json", "metrics/gate.json", "metrics/train_sft.json", "plots/train_policy.csv")
 
@@ -81,13 +82,39 @@ def test_the_first_run_of_a_worktree_is_held_against_the_one_finished_last(tmp_p
 def test_the_run_of_the_promoted_policy(tmp_path):
     root = finish(make_workspace(tmp_path / "root"))
     git(root, "init", "-q")
-    git(root, "add", "params.yaml", "dvc.lock", "metrics", "plots")
-    git(root, "commit", "-qm", "Results")
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
-    version = add_version(root, "policy", sound_lineage(head, gate=None))
+    made = committed_policy(root)
+    version = add_version(root, "policy", made)
     promote(root, "policy", version.version, by="me", reason="it is better")
     edit_metrics(root, "train_sft", {"heldout_loss": 0.1})  # what is here now is no whole run, and nothing was pinned
     pin_baselines(root, root)
     found = json.loads((root / BASELINES).read_text())
     assert found["previous"] is None and found["promoted"]["name"] == f"policy {version.version}"
     assert found["promoted"]["metrics"]["train_sft"]["heldout_loss"] == 0.460661
+
+
+def test_a_promoted_policy_whose_tag_is_not_what_its_commit_says_is_no_baseline(tmp_path):
+    root = finish(make_workspace(tmp_path / "root"))
+    git(root, "init", "-q")
+    made = committed_policy(root)
+    write_tag(root, "policy@v1.0.0", {**made, "md5": "f" * 32 + ".dir"}, made["commit"])
+    event = {"action": "promote", "version": "v1.0.0", "previous": None, "by": "Ann", "reason": "good", "override": None}
+    write_tag(root, "policy#prod#1", event, made["commit"])
+    with pytest.raises(ConfigError, match=r"tag policy@v1\.0\.0: expected what dvc\.lock of its commit \w+ says, md5: "):
+        pin_baselines(root, root)
+
+
+def committed_policy(root: Path) -> dict:
+    """The lineage of a commit with all that the workspace has."""
+    lock = json.loads((root / "dvc.lock").read_text())
+    lock["stages"]["train_policy"] = {"outs": [{"path": "models/policy", "md5": "2" * 32 + ".dir"}]}
+    gate = json.loads((root / "metrics/gate.json").read_text())
+    judged = [{"path": "metrics/gate.json", "md5": hashlib.md5((root / "metrics/gate.json").read_bytes()).hexdigest()}]
+    lock["stages"]["gate_reward"] = {"outs": judged}
+    (root / "dvc.lock").write_text(json.dumps(lock))
+    (root / "dvc.yaml").write_text(json.dumps({"artifacts": {"policy": {"path": "models/policy"}}}))
+    git(root, "add", "params.yaml", "dvc.lock", "dvc.yaml", "metrics", "plots")
+    git(root, "commit", "-qm", "Results")
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+    params = read_yaml(root / "params.yaml")
+    made = lineage("models/policy", commit=head, run="main", params=params, lock=lock, gate=gate)
+    return {**made, "reward_model_version": None, "previous_version": None}

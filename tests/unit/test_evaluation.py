@@ -152,7 +152,5 @@ def test_response_logprobs_are_those_of_each_response_alone(sft_folder: Path):
         logprobs = (model(input_ids=torch.tensor([p + r])).logits[0] / 0.7).log_softmax(-1)
         expected.append(logprobs[range(len(p) - 1, len(p + r) - 1), r].sum())
     for microbatch_tokens in (1, 30, 1000):
-        sums = response_logprobs(
-            PolicyModule(model), answers, pad_id=0, microbatch_tokens=microbatch_tokens, temperature=0.7, device=torch.device("cpu")
-        )
+        sums = response_logprobs(PolicyModule(model), answers, pad_id=0, microbatch_tokens=microbatch_tokens, temperature=0.7)
         torch.testing.assert_close(sums, torch.stack(expected), rtol=1e-6, atol=1e-5)

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlhf_core.config import GateConfig, RolledBackConfig, apply_overrides, load
 from rlhf_core.data.schema import write_rows
 from rlhf_core.gate.heldout import Heldout, distinct_responses, measure_ensemble, measure_judge, measure_scores
 from rlhf_core.gate.incumbent import compare
+from rlhf_core.gate.looks import LEDGER, at_look
 from rlhf_core.gate.pairs import Pairs
 from rlhf_core.gate.scoring import LoadedModel
 from rlhf_core.rounds import dvc_md5
@@ -162,6 +164,95 @@ def test_the_incumbent_wins_where_the_candidate_may_be_worse_by_more_than_is_all
         assert gate["incumbent"]["low"] == pytest.approx(-0.01618, abs=1e-5)
 
 
+def against(candidate: int, other: int, n: int, *, version: str = "v1", md5: str = "0.dir", confidence: float = 0.95) -> dict[str, Any]:
+    """The first `candidate` of n pairs right against the last `other`, so that they differ on as many pairs as they can."""
+    points = [(np.arange(n) < candidate).astype(float), (np.arange(n)[::-1] < other).astype(float)]
+    return {"version": version, "md5": md5, "not_scored": 0, **compare(*points, np.arange(n), confidence)}
+
+
+def test_pairs_too_few_to_see_the_margin_decide_nothing():
+    # 310 and 299 of 400: they differ on 90 and 101 pairs, by 0.0275. Half 1.965927 * sqrt((191 / 400 - 0.0275^2) / 399) = 0.067952, more
+    # than the margin 0.02: 400 * (0.067952 / 0.02)^2 = 4,618 pairs. With the margin 0.07 the same interval passes.
+    found = against(310, 299, 400)
+    assert (found["low"], found["high"]) == pytest.approx((-0.04045, 0.09545), abs=1e-5)
+    gate = judge(pairs(right_and_wrong(310, 90)), gate_config(min_accuracy=0.5), incumbent=found)
+    assert not gate["passed"] and "too few pairs to compare with the incumbent v1: half-width 0.0680" in gate["message"]
+    assert "exceeds gate.max_regression=0.02 on 400 pairs; about 4,618 pairs are needed" in gate["message"]
+    assert judge(pairs(right_and_wrong(310, 90)), gate_config(min_accuracy=0.5, max_regression=0.07), incumbent=found)["passed"]
+
+
+def test_a_margin_wider_than_the_pairs_can_tell_passes_nobody_who_may_be_worse():
+    # Old rule: -0.0154 is above -0.02, so it passed. The half-width is 0.0446.
+    found = against(390, 378, 410) | {"low": -0.0154, "high": 0.0739, "difference": 0.0293}
+    gate = judge(pairs(right_and_wrong(390, 20)), incumbent=found)
+    assert verdicts(gate)["incumbent_difference"] is False and "too few pairs" in gate["message"]
+
+
+def test_whoever_is_clearly_better_passes_with_few_pairs_too():
+    found = against(390, 340, 410)
+    assert (found["high"] - found["low"]) / 2 > 0.02 and found["low"] > 0
+    assert judge(pairs(right_and_wrong(390, 20)), incumbent=found)["passed"]
+    found = against(340, 390, 410)
+    assert "the incumbent v1 wins" in judge(pairs(right_and_wrong(340, 70)), incumbent=found)["message"]
+
+
+def test_no_margin_asks_for_a_candidate_that_is_no_worse():
+    better, equal, unclear = against(950, 850, 1000), against(900, 900, 1000), against(905, 900, 1000)
+    for found, passed in ((better, True), (equal, False), (unclear, False)):
+        gate = judge(pairs(right_and_wrong(900, 100)), gate_config(max_regression=0.0), incumbent=found)
+        assert gate["passed"] is passed and ("the incumbent v1 wins" in gate["message"]) is not passed
+
+
+def test_one_prompt_tells_nothing_of_a_difference():
+    found = {"version": "v1", "md5": "0.dir", "not_scored": 0, **compare(np.ones(300), np.ones(300), np.zeros(300, dtype=int), 0.95)}
+    gate = judge(pairs([1.0] * 300), incumbent=found)
+    assert not gate["passed"] and "pairs of more than one prompt are needed" in gate["message"]
+
+
+def nested(candidate: int, other: int, n: int, **named: str) -> dict[str, Any]:
+    points = [(np.arange(n) < right).astype(float) for right in (candidate, other)]
+    return {"not_scored": 0, **compare(*points, np.arange(n), 0.95), **named}
+
+
+def test_the_anchor_stops_what_the_incumbent_lets_slide():
+    incumbent = nested(3440, 3460, 4000, version="v9", md5="9.dir")  # worse by 0.005
+    anchor = nested(3440, 3520, 4000, version="v1", md5="1.dir")  # by 0.02
+    rows = pairs(right_and_wrong(3440, 560))
+    assert judge(rows, incumbent=incumbent)["passed"]
+    gate = judge(rows, incumbent=incumbent, anchor=anchor)
+    assert not gate["passed"] and verdicts(gate)["anchor_difference"] is False and verdicts(gate)["incumbent_difference"]
+    assert "the anchor v1 wins" in gate["message"] and "roll the anchor back" in gate["message"]
+
+
+def test_an_anchor_that_is_the_incumbent_is_judged_once():
+    both = nested(3440, 3460, 4000, version="v9", md5="9.dir")
+    gate = judge(pairs(right_and_wrong(3440, 560)), incumbent=both, anchor=both)
+    assert "anchor_difference" not in verdicts(gate) and verdicts(gate)["incumbent_difference"]
+    assert verdicts(judge(pairs(right_and_wrong(3440, 560)), anchor=both))["anchor_difference"]
+
+
+def look(number: int, *accuracies: float) -> dict[str, Any]:
+    known = {"model": "m", "run": "r", "passed": False, "confidence": 0.95}
+    earlier = [{"number": k, "accuracy": a, **known} for k, a in enumerate(accuracies, start=1)]
+    return {"number": number, "level": 0.0125, "split": "s", "model": "m", "earlier": earlier}
+
+
+def test_a_later_look_needs_more_and_says_so():
+    # 780 of 1000: the lower end is 0.7532 at 95%, and at 97.5% (z 2.2414) below 0.75: 0.75 + 2.2414 * sqrt(0.1875 / 1000) = 0.7807.
+    rows = pairs(right_and_wrong(780, 220))
+    assert judge(rows)["passed"]
+    config = at_look(gate_config(), 2)
+    gate = judge(rows, config, look=look(2, 0.81))
+    assert not gate["passed"] and gate["confidence"] == pytest.approx(0.975)
+    assert "This is look 2 on the split, for which the intervals are those of 97.5%: accuracy 0.7807 is needed." in gate["message"]
+    assert "worn out" not in gate["message"]  # a model with 0.81 has been seen
+    worn_out = judge(rows, config, look=look(2, 0.7))
+    assert "The best of all looks has 0.7800: the split is worn out. Hold out more pairs" in worn_out["message"]
+    passed = judge(pairs(right_and_wrong(900, 100)), config, look=look(2, 0.81))
+    assert passed["passed"] and "This is look 2 on the split, for which the intervals are those of 97.5%." in passed["message"]
+    assert "look" not in judge(rows, look=look(1))["message"]
+
+
 def test_an_incumbent_that_can_score_too_few_of_the_pairs_decides_nothing():
     found = {"version": "v1", "md5": "0.dir", "not_scored": 900, **compare(np.ones(100), np.ones(100), np.arange(100), 0.95)}
     gate = judge(pairs(right_and_wrong(950, 50)), incumbent=found)
@@ -216,8 +307,8 @@ def test_the_members_of_an_ensemble_disagree_more_where_they_are_wrong():
     assert measure_ensemble(test) == pytest.approx({"disagreement": 2.2 / 6, "disagreement_right": 0.2, "disagreement_wrong": 0.7})
 
 
-def test_the_whole_stage_with_a_model_and_an_incumbent(workspace, reward_folder, tokenizer):
-    """Scores of the model itself pass every probe; the incumbent is the very same model."""
+def write_own_scores(workspace: Path, reward_folder: Path) -> None:
+    """60 pairs, half of them test pairs, with the model's own scores of them, all in the right order; and the model."""
     model = LoadedModel.load(reward_folder, max_length=96, trust_remote_code=False)
     rows = [
         {"id": f"{split}{i}", "source": "clerk", "split": split, "messages": [{"role": "user", "content": f"Please sort {3 * i + 10}."}]}
@@ -234,8 +325,14 @@ def test_the_whole_stage_with_a_model_and_an_incumbent(workspace, reward_folder,
     write_slices(workspace / "data/prepared", {row["id"]: {"category": "sort"} for row in rows})
     write_json(workspace / "data/prepared/sources.json", {"clerk": {"kind": "clerk", "judge": "clerk"}})
     shutil.copytree(reward_folder, workspace / "models/reward", dirs_exist_ok=True)
+
+
+def test_the_whole_stage_with_a_model_and_an_incumbent(workspace, reward_folder, tokenizer):
+    """Scores of the model itself pass every probe; incumbent and anchor are the very same model."""
+    write_own_scores(workspace, reward_folder)
     incumbent = {"version": "v0.1", "md5": dvc_md5(reward_folder)}
-    apply_overrides(workspace / "params.yaml", {"gate.min_pairs": 20, "gate.incumbent": incumbent})
+    anchor = incumbent | {"version": "v0.0"}
+    apply_overrides(workspace / "params.yaml", {"gate.min_pairs": 20, "gate.incumbent": incumbent, "gate.anchor": anchor})
     put_into_cache(workspace, reward_folder)
     done, gate = run_gate(workspace)
     assert done.returncode == 0, done.stderr
@@ -244,6 +341,7 @@ def test_the_whole_stage_with_a_model_and_an_incumbent(workspace, reward_folder,
     exact = ("padding_side", "batch_size", "truncation", "identical_responses", "stored_scores")
     assert all(verdicts(gate)[name] for name in (*exact, "incumbent_difference", "pairs", "accuracy"))
     assert gate["judge"]["n"] == 60 and gate["calibration"]["temperature_pairs"] == 30
+    assert gate["anchor"] == gate["incumbent"] | {"version": "v0.0"} and gate["look"]["number"] == 1
 
 
 def put_into_cache(workspace: Path, folder: Path) -> None:
@@ -253,6 +351,52 @@ def put_into_cache(workspace: Path, folder: Path) -> None:
     shutil.copytree(folder, workspace / "kept")
     environment = {**os.environ, "DVC_NO_ANALYTICS": "1"}
     subprocess.run([sys.executable, "-m", "dvc", "add", "--quiet", "kept"], cwd=workspace, env=environment, check=True)
+
+
+def test_two_models_in_two_worktrees_are_two_looks_and_one_that_is_judged_again_none(workspace, reward_folder, tokenizer):
+    """The second one is killed between its look and gate.json, which counts once."""
+    write_own_scores(workspace, reward_folder)
+    apply_overrides(workspace / "params.yaml", {"gate.min_pairs": 20})
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run([*git, "init", "--quiet", "--initial-branch", "main"], cwd=workspace, check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "one"], cwd=workspace, check=True)
+    other = workspace / "other"
+    subprocess.run([*git, "worktree", "add", "--quiet", "-b", "run/other", str(other)], cwd=workspace, check=True)
+    for name in ("params.yaml", "dvc.yaml", "tasks", "rlhf_core", "rewards", "data", "models"):
+        source = workspace / name
+        (shutil.copytree if source.is_dir() and not source.is_symlink() else os.symlink)(source, other / name)
+    (other / "models/reward/note").write_text("another model by its md5")
+
+    ledger = workspace / ".git" / LEDGER
+    first_run, first = run_gate(workspace)
+    kill_after_look(other, ledger)
+    assert not (other / "metrics").exists()
+    second_run, second = run_gate(other)
+    assert first_run.returncode == second_run.returncode == 0, first_run.stderr + second_run.stderr
+    assert "look 2 at this split's 30 test pairs: intervals of 97.5%" in second_run.stdout
+    assert (first["look"]["number"], first["look"]["level"], first["confidence"], first["look"]["earlier"]) == (1, 0.025, 0.95, [])
+    assert (second["look"]["number"], second["look"]["level"], second["confidence"]) == (2, 0.0125, 0.975)
+    (earlier,) = second["look"]["earlier"]
+    assert earlier == {
+        "number": 1, "model": dvc_md5(workspace / "models/reward"), "run": "main", "passed": True, "accuracy": 1.0, "confidence": 0.95,
+    }  # fmt: skip
+    assert second["low"] < first["low"] and second["accuracy"] == first["accuracy"]
+
+    written = (workspace / "metrics/gate.json").read_bytes()
+    run_gate(workspace)
+    assert (workspace / "metrics/gate.json").read_bytes() == written
+    assert [json.loads(line)["kind"] for line in ledger.read_text().splitlines()] == ["look", "result"] * 2
+
+
+def kill_after_look(folder: Path, ledger: Path) -> None:
+    """Start the stage and SIGKILL it once its look is in the ledger."""
+    before, until = ledger.stat().st_size, time.monotonic() + 120
+    command = [sys.executable, "-m", "tasks.gate_reward"]
+    process = subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    while ledger.stat().st_size == before and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.005)
+    process.kill()
+    assert process.wait(timeout=60) == -9, "the stage ended before its look was seen"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -1,8 +1,9 @@
-"""Tags that somebody made by hand, moved or broke: a registry that is right, or a refusal that names the tag."""
+"""Tags that somebody made by hand, moved or broke: they are named and left out, and nothing is decided where that could change it."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -16,10 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from hostile import NASTY_VALUES, NESTED, is_clear, mangled
 from registry_tags import sound_lineage
 
-from flows.registry import Registry, read_registry
+from flows.registry import add_version, promote, read_for_decision, read_registry, rollback
 from rlhf_core.config import ConfigError
 
 NAME = "reward-model"
+OTHER = "1" * 32 + ".dir"  # another model's md5
 TAGGER = b"tagger A <a@b> 1700000000 +0000"
 
 
@@ -59,10 +61,10 @@ def event(**changes) -> bytes:
 
 
 def refusal(root: Path) -> str:
-    with pytest.raises(ConfigError) as error:
-        read_registry(root, NAME)
-    assert is_clear(str(error.value)), str(error.value)
-    return str(error.value)
+    """What is wrong with the only tag that is left out."""
+    (bad,) = read_registry(root, NAME).bad
+    assert is_clear(bad.problem) and bad.name in bad.problem, bad
+    return bad.problem
 
 
 def test_sound_tags_are_a_registry(root):
@@ -155,19 +157,132 @@ def test_any_message_of_a_tag_is_read_or_refused_by_its_name(root, data):
 
 
 def taken_or_refused(root: Path) -> None:
-    try:
-        found = read_registry(root, NAME)
-    except ConfigError as error:
-        assert is_clear(str(error)) and f"tag {NAME}" in str(error), str(error)[:500]
-        return
-    assert isinstance(found, Registry) and list(found.versions)[:1] == ["v1.0.0"]
+    found = read_registry(root, NAME)
+    for bad in found.bad:
+        assert is_clear(bad.problem) and f"tag {NAME}" in bad.problem, bad.problem[:500]
+    assert len(found.versions) + len(found.events) + len(found.bad) == len(git(root, "tag", "--list").split("\n"))
     assert found.current is None or found.current.version in found.versions
     for name in found.versions:
         found.state(name)
     found.before()
+    if any("#" in bad.name for bad in found.bad):
+        with pytest.raises(ConfigError, match="until then nothing is decided"):
+            read_for_decision(root, NAME)
 
 
 def test_a_moved_tag_is_refused(root):
     clear(root)
     write_tag(root, f"{NAME}@v1.0.0", version(root, commit="0" * 40))
     assert "someone moved it" in refusal(root)
+
+
+def test_one_bad_version_leaves_the_others_readable(root):
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    write_tag(root, f"{NAME}@v2.0.0", b"garbage")
+    write_tag(root, f"{NAME}#prod#1", event())
+    found = read_for_decision(root, NAME)
+    assert list(found.versions) == ["v1.0.0"] and found.current.version == "v1.0.0"
+    assert f"tag {NAME}@v2.0.0: expected one made by `python -m flows.promote`" in refusal(root)
+    for act in (
+        lambda: promote(root, NAME, None, by="a", reason="b"),
+        lambda: add_version(root, NAME, sound_lineage("c" * 40, md5="1" * 32 + ".dir")),
+    ):
+        with pytest.raises(ConfigError, match=rf"tag {NAME}@v2\.0\.0: .*it isn't known which version is the newest"):
+            act()
+    with pytest.raises(ConfigError, match=rf"tag {NAME}@v2\.0\.0: expected one made by"):
+        found.get("v2.0.0")
+
+
+@pytest.mark.parametrize("name", ["#prod#2", "#prod!#2", "#prod#1000", "#prod#x"])
+def test_a_bad_assignment_stops_decisions_and_no_reading(root, name):
+    """It could have been a rollback of what is promoted."""
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    write_tag(root, f"{NAME}#prod#1", event())
+    write_tag(root, f"{NAME}{name}", b"garbage")
+    assert read_registry(root, NAME).current.version == "v1.0.0"
+    how = {"by": "ann", "reason": "none"}
+    acts = (lambda: read_for_decision(root, NAME), lambda: promote(root, NAME, "v1.0.0", **how), lambda: rollback(root, NAME, None, **how))
+    for act in acts:
+        with pytest.raises(ConfigError, match=rf"tag {NAME}{name}: .*until then nothing is decided"):
+            act()
+
+
+def test_a_tag_under_another_name_is_refused(root):
+    """A signed promotion could be played again so."""
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    write_tag(root, f"{NAME}#prod#1", event())
+    git(root, "update-ref", f"refs/tags/{NAME}#prod#5", git(root, "rev-parse", f"refs/tags/{NAME}#prod#1"))
+    assert f"tag {NAME}#prod#5: " in refusal(root) and f"made as '{NAME}#prod#1'" in refusal(root)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"previous": "v2.0.0"}, "one that follows v2.0.0 where nothing was promoted"),
+        ({"action": "rollback"}, "one that follows nothing|a rollback to v1.0.0, which is registered"),
+        ({"version": "v2.0.0"}, "a promotion without an override that v2.0.0 needs: expected one that passed its gate"),
+        ({"version": None, "action": "rollback"}, "None enters the stage"),
+        (
+            {"model": {"md5": "1" * 32 + ".dir", "sha256": None, "commit": "c", "gate": "passed"}},
+            "to be the model that was decided on, md5 11",
+        ),
+    ],
+)
+def test_a_promotion_that_could_not_have_been_made_is_refused(root, changes, said):
+    clear(root)
+    rejected = {"needed": True, "passed": False, "message": "rejected: bad", "override": None}
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    write_tag(root, f"{NAME}@v2.0.0", version(root, gate=rejected, md5=OTHER))
+    write_tag(root, f"{NAME}#prod#1", event(**changes))
+    assert re.search(said, refusal(root)), refusal(root)
+
+
+def test_a_removed_decision_is_noticed_by_the_next_one(root):
+    """Without the rollback in between, v1.0.0 would not be known as one that was taken back."""
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    write_tag(root, f"{NAME}@v2.0.0", version(root, md5=OTHER))
+    write_tag(root, f"{NAME}#prod#1", event())
+    back = (
+        b"head\n\n"
+        + json.dumps({**json.loads(event(action="rollback").partition(b"\n\n")[2]), "version": None, "previous": "v1.0.0"}).encode()
+    )
+    write_tag(root, f"{NAME}#prod!#2", back)
+    write_tag(root, f"{NAME}#prod#3", event(version="v2.0.0"))
+    assert set(read_for_decision(root, NAME).rolled_back) == {"v1.0.0"}
+    git(root, "tag", "-d", f"{NAME}#prod!#2")
+    assert "where v1.0.0 was promoted, as if a tag was missing" in refusal(root)
+
+
+def test_a_model_has_one_version(root):
+    """Under another name one that was taken back would be a fresh one."""
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    write_tag(root, f"{NAME}@v2.0.0", version(root))
+    assert f"tag {NAME}@v2.0.0: " in refusal(root) and "got one of the model of v1.0.0, md5 0000" in refusal(root)
+
+
+def test_two_tags_with_one_number_are_refused(root):
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    write_tag(root, f"{NAME}#prod#1", event())
+    write_tag(root, f"{NAME}#prod!#1", b"a\n\n" + json.dumps({"action": "unassign", "version": "v1.0.0", "because_of": "v1.0.0"}).encode())
+    assert "got one with the number of" in refusal(root)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"a": ' + b"[" * 600 + b"]" * 600 + b"}", "more than 200 nested brackets"),
+        (b'{"commit": "' + b"x" * (1 << 20) + b'"}', "bytes, which is more than 1048576"),
+        (b'{"a": 1, "a": 2}', "the same key twice"),
+        (b'{"a": NaN}', "NaN, which JSON doesn't have"),
+    ],
+)
+def test_a_tag_is_read_within_limits(root, content, said):
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", b"head\n\n" + content)
+    assert said in refusal(root)

@@ -97,7 +97,7 @@ def test_a_rollback_goes_to_the_last_version_that_was_not_taken_back():
 def test_which_versions_may_not_be_promoted():
     fine = registry(("promote", "v1"), ("promote", "v2"), ("rollback", "v1"))
     assert why_not(fine, fine.versions["v3"]) is None
-    assert why_not(fine, fine.versions["v2"]) == "expected a version that was not rolled back, got one that was, by Ann: reason 3"
+    assert why_not(fine, fine.versions["v2"]) == "expected a version that was not rolled back, got one that was, stated by Ann: reason 3"
     rejected = registry(gate={"passed": False, "message": "rejected: too few pairs."})
     assert "got one that didn't: rejected: too few pairs" in why_not(rejected, rejected.versions["v1"])
 

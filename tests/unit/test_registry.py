@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
+from collision import FIRST, SECOND
 
-from rlhf_core.config import ConfigError
-from rlhf_core.registry import cache_folder, checkout, missing, verify
+from rlhf_core.config import ConfigError, load_params
+from rlhf_core.config.gate import IncumbentConfig
+from rlhf_core.registry import cache_folder, checkout, folder_sha256, listing, missing, sha256_of_files, verify
 from rlhf_core.rounds import dvc_md5
 
+ROOT = Path(__file__).parents[2]
 FILES = {"config.json": b"{}", "shards/weights.bin": bytes(range(256)) * 5000}  # more than one chunk of a megabyte
 
 
@@ -111,3 +115,66 @@ def test_settings_that_dvc_can_not_read_are_refused(root: Path, text: str):
     (root / ".dvc/config.local").write_text(text)
     with pytest.raises(ConfigError, match="project: expected a project of DVC, got: "):
         cache_folder(root)
+
+
+def collide(root: Path) -> tuple[str, dict[str, str], Path]:
+    """A registered model, md5 and sha256s; and the file of the cache in whose place another content of its md5 was put."""
+    assert FIRST != SECOND and hashlib.md5(FIRST).digest() == hashlib.md5(SECOND).digest()
+    md5 = put_folder(root, {"config.json": b"{}", "weights": FIRST})
+    wanted = verify(md5, root=root)
+    put(root, SECOND)
+    return md5, wanted, place(root, hashlib.md5(FIRST).hexdigest())
+
+
+def test_another_content_with_the_same_md5_is_refused_by_its_sha256(root, tmp_path):
+    md5, wanted, _ = collide(root)
+    checkout(md5, tmp_path / "by_md5", root=root)  # nothing else is known of an older version
+    assert (tmp_path / "by_md5/weights").read_bytes() == SECOND
+    sha256 = hashlib.sha256(FIRST).hexdigest()
+    with pytest.raises(
+        ValueError, match=rf"^weights: expected sha256 {sha256}, got {hashlib.sha256(SECOND).hexdigest()}, although the md5"
+    ):
+        checkout(md5, tmp_path / "model", root=root, sha256=wanted)
+    with pytest.raises(ValueError, match=rf"^md5 {md5}: expected sha256 {folder_sha256(wanted)}, got \w+, although the md5 is right"):
+        checkout(md5, tmp_path / "model", root=root, sha256=folder_sha256(wanted))
+    assert not (tmp_path / "model").exists()
+    for known in (wanted, folder_sha256(wanted)):
+        with pytest.raises(ValueError, match="although the md5 is right"):
+            checkout(md5, tmp_path / "by_md5", root=root, sha256=known)  # what lies there already is no better
+    put(root, FIRST)
+    for known in (wanted, folder_sha256(wanted)):
+        checkout(md5, tmp_path / "model", root=root, sha256=known)
+    assert sha256_of_files(tmp_path / "model") == wanted
+
+
+def test_the_gate_does_not_load_an_incumbent_of_another_content(root, tmp_path, monkeypatch):
+    from tasks.gate_reward import measure_incumbent
+
+    md5, wanted, _ = collide(root)
+    monkeypatch.chdir(root)
+    incumbent = IncumbentConfig(version="v1.0.0", md5=md5, sha256=folder_sha256(wanted))
+    gate = load_params(ROOT / "params.yaml").gate.model_copy(update={"incumbent": incumbent})
+    with pytest.raises(ValueError, match="although the md5 is right"):
+        measure_incumbent(None, gate, scratch=tmp_path, how={})
+
+
+def test_the_sha256_of_a_folder_can_be_had_from_a_shell(tmp_path):
+    for name in ("b/é.bin", "a.json", "b/1", "B", "b.x"):
+        (tmp_path / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "model" / name).write_text(name)
+    command = r"find . -type f -printf '%P\n' | LC_ALL=C sort | xargs -d '\n' sha256sum | sha256sum"
+    done = subprocess.run(command, shell=True, cwd=tmp_path / "model", check=True, capture_output=True, text=True)
+    assert done.stdout.split()[0] == folder_sha256(sha256_of_files(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"{}", b"[1]", b'[{"relpath": "a"}]', b'[{"relpath": "", "md5": "' + b"0" * 32 + b'"}]', b"[" * 100_000, b"\xff"),
+        *(b'[{"relpath": "a", "md5": "../../../../etc/passwd"}]', b'[{"relpath": "a\\nb", "md5": "' + b"0" * 32 + b'"}]'),
+    ],
+)
+def test_a_list_of_files_that_is_none_is_refused(root, content):
+    """It comes from a remote, and a tag's commit says which one is meant."""
+    with pytest.raises(ValueError, match=r"md5 \w+\.dir: expected (a list of files|names of files inside the folder), got .*don't use it"):
+        listing(put(root, content, ".dir"), root / ".dvc/elsewhere/files/md5")

@@ -357,10 +357,22 @@ def test_the_gate_shows_slices_calibration_and_the_incumbent(tmp_path, monkeypat
     subsets = [{"subset": "chat", "accuracy": 0.8, "low": 0.7, "high": 0.9, "ties": 0, "n": 50}]
     file = {"name": "bench", "path": "p", "sha256": "s", "accuracy": 0.8, "low": 0.7, "high": 0.9, "ties": 0, "n": 50, "prompts": 50}
     external = [file | {"not_scored": 0, "threshold": None, "subsets": subsets}]
-    edit_metrics(workspace, "gate", {"incumbent": incumbent, "external": external})
+    anchor = incumbent | {"version": "v<1>", "md5": "n", "difference": -0.004, "low": -0.012, "high": 0.004}
+    earlier = [
+        {"number": k, "model": f"{k:032x}.dir", "run": f"run/<{k}>", "passed": None if k == 30 else k == 31, "accuracy": 0.7}
+        | {"confidence": None if k == 30 else 0.95}
+        for k in range(1, 32)
+    ]
+    look = {"number": 32, "level": 2.5e-5, "split": "s", "model": "f" * 32 + ".dir", "earlier": earlier}
+    changes = {"incumbent": incumbent, "anchor": anchor, "external": external, "look": look, "confidence": 0.99995}
+    edit_metrics(workspace, "gate", changes)
     page = render_in(workspace, monkeypatch)
     gate_part = page[page.index('<section id="gate">') : page.index('<section id="evaluation">')]
     assert "Against the incumbent, v3" in gate_part and "+0.2 points (−0.6 to +1.0)" in gate_part
+    assert "Against the anchor, v&lt;1&gt;, the most accurate" in gate_part and "−0.4 points (−1.2 to +0.4)" in gate_part
+    assert "Look 32 at these test pairs" in gate_part and "31 other reward models were judged on them before" in gate_part
+    assert "run/&lt;31&gt;" in gate_part and "run/&lt;11&gt;" not in gate_part and "The last 20 of 31 earlier looks" in gate_part
+    assert gate_part.count("no verdict was reached") == 1 and "Intervals of 99.995%" in gate_part
     assert 'data-figure="gate_reliability"' in gate_part and 'data-figure="gate_external"' in gate_part
     assert "The weakest slice is category “&lt;script&gt;" in gate_part and "shown, not judged" in gate_part
     figures = json.loads(re.search(r'<script type="application/json" id="figures">(.*?)</script>', page)[1])["figures"]

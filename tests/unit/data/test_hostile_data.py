@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import resource
+import subprocess
 import sys
 import zlib
 from pathlib import Path
@@ -20,10 +22,12 @@ from gate_pairs import write_slices
 from hostile import NASTY_VALUES, is_clear, mangled
 
 from rlhf_core.config import SourceConfig
+from rlhf_core.data import sources
 from rlhf_core.data.messages import MAX_CHARACTERS
 from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.sources import Loaded, load_source
 
+ROOT = Path(__file__).parents[3]
 PAIR = {"prompt": "What is 1 + 1?", "chosen": "2", "rejected": "3", "label": "2"}
 CSV = b'prompt,chosen,rejected,label\r\n"What, is ""1 + 1""?",2,3,2\r\nb,c,d,2\r\n'
 HH = {"chosen": "\n\nHuman: hello\n\nAssistant: hi", "rejected": "\n\nHuman: hello\n\nAssistant: go"}
@@ -157,6 +161,57 @@ def test_a_gzip_bomb_is_refused_before_it_fills_the_memory(tmp_path, part):
     bomb(tmp_path / "d.jsonl.gz", part, 30, lines(PAIR))
     message = assert_whole_or_refused(tmp_path / "d.jsonl.gz")
     assert "expected" in message and ("times its size" in message or "characters" in message), message
+
+
+BOMBS = {  # name -> rows, characters of one text, how it is written
+    "a dictionary": (1000, 1_600_000, {}),
+    "shared beginnings": (100, 1_600_000, {"use_dictionary": False, "column_encoding": {"chosen": "DELTA_BYTE_ARRAY"}}),
+    "one page": (2, 100_000_000, {"use_dictionary": False}),
+    "long texts": (64, 40_000_000, {}),
+}
+READ_PARQUET = """
+import resource, sys
+from tests.unit.data.test_hostile_data import Path, _refusal
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(_refusal(Path(sys.argv[1])))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_parquet_file_that_unpacks_to_gigabytes_is_refused_in_little_memory(tmp_path, kind):
+    """In a process of its own, whose memory is measured."""
+    rows, characters, how = BOMBS[kind]
+    path = tmp_path / "d.parquet"
+    pq.write_table(repeated(rows, characters, dense="use_dictionary" in how), path, compression="zstd", **how)
+    assert path.stat().st_size < 20_000
+    done = subprocess.run([sys.executable, "-c", READ_PARQUET, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    message, kilobytes = done.stdout.strip().splitlines()
+    assert "at most 200 times its size" in message or "rows of at most 1073741824 bytes" in message
+    assert int(kilobytes) < 300_000, done.stdout
+
+
+def repeated(rows: int, characters: int, *, dense: bool = False) -> pa.Table:
+    """A table of pairs whose chosen responses are one text."""
+    chosen = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array(["x" * characters]))
+    return pa.table({"prompt": ["q"] * rows, "chosen": chosen.dictionary_decode() if dense else chosen, "rejected": ["b"] * rows})
+
+
+def test_a_batch_that_does_not_fit_is_refused_whatever_the_file_says(tmp_path, monkeypatch):
+    """As of a file whose figures lie: neither its ratio nor its own sizes stop it."""
+    monkeypatch.setattr(sources, "PARQUET_FREE_BYTES", 2**40)
+    monkeypatch.setattr(sources, "BATCH_BYTES", 2**28)
+    pq.write_table(repeated(64, 60_000_000), tmp_path / "d.parquet")
+    assert "expected 64 rows of at most 268435456 bytes in memory, got more after 0 rows" in _refusal(tmp_path / "d.parquet")
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
+
+
+def test_a_table_of_repeated_texts_is_no_bomb(tmp_path):
+    prompt = "You are a helpful assistant. " * 20
+    records = [{"prompt": f"{prompt}What is {i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": "I don't know."} for i in range(5000)]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "d.parquet", compression="zstd")
+    assert len(load(tmp_path / "d.parquet").rows["preference"]) == 5000
 
 
 def test_a_text_that_compresses_well_is_no_bomb(tmp_path):

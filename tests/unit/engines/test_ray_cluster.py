@@ -7,12 +7,23 @@ import subprocess
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import psutil
 import pytest
 import requests
 
-from rlhf_core.engines.ray_cluster import SMALLEST_STORE, ClusterError, _Patience, _Pulse, _submit, _wait_until_up, run_job, store_bytes
+from rlhf_core.engines.ray_cluster import (
+    SMALLEST_STORE,
+    ClusterError,
+    _Patience,
+    _Pulse,
+    _submit,
+    _wait_until_up,
+    python_path,
+    run_job,
+    store_bytes,
+)
 from rlhf_core.trainers.rl_job import beat
 
 DROPPED = requests.exceptions.ConnectionError("Remote end closed connection without response")
@@ -125,3 +136,10 @@ def test_a_driver_is_silent_when_its_file_no_longer_changes(tmp_path):
     assert time.monotonic() > began + 0.2
     path.write_text("again")
     assert not pulse.is_silent()
+
+
+def test_a_job_finds_packages_where_its_submitter_does_and_the_project_first(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/packages:/more")
+    assert python_path(Path("/project")) == "/project:/packages:/more"
+    monkeypatch.delenv("PYTHONPATH")
+    assert python_path(Path("/project")) == "/project"

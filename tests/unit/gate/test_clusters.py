@@ -7,7 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from rlhf_core.gate.clusters import bootstrap, cluster_codes, mean_interval, percentile_interval, share_interval
+from rlhf_core.gate.clusters import (
+    accuracy_needed,
+    bootstrap,
+    cluster_codes,
+    mean_interval,
+    percentile_interval,
+    share_interval,
+)
 from rlhf_core.statistics import wilson_interval
 
 
@@ -82,3 +89,17 @@ def test_bootstrap_draws_whole_prompts_and_agrees_with_students_interval_of_a_me
 
 def test_codes():
     assert cluster_codes(np.array(["b", "a", "b"], dtype=object)).tolist() == [1, 0, 1]
+
+
+def test_an_interval_surer_than_its_draws_can_tell_grows_as_a_normal_one():
+    # At 95% the quantiles 0.025 and 0.975 themselves, read between draws; at 99.9% 3.290527 / 1.959964 times as far from the median.
+    drawn = np.arange(401.0)
+    assert percentile_interval(drawn, 0.95) == pytest.approx((10, 390))
+    assert percentile_interval(drawn, 0.999) == pytest.approx((200 - 190 * 1.678871, 200 + 190 * 1.678871), rel=1e-5)
+
+
+def test_accuracy_needed_is_where_the_interval_begins_at_the_threshold():
+    # 0.75 + 1.959964 * sqrt(0.1875 / 1000) = 0.776838; Wilson's lower end of 776.838 of 1000 is 0.75.
+    needed = accuracy_needed(0.75, 1000, 0.95)
+    assert needed == pytest.approx(0.776838, abs=1e-6)
+    assert wilson_interval(1000 * needed, 1000, 0.95)[0] == pytest.approx(0.75)

@@ -1,0 +1,37 @@
+"""What the planner says of the memory of a training step, for the settings that are measured."""
+
+from __future__ import annotations
+
+from rlhf_core.planning.hardware import GIB
+from rlhf_core.planning.memory import activations, frozen_weights, logits, training_states
+from rlhf_core.planning.shape import ModelShape
+
+RESERVE = 3 * GIB  # of a GPU that no role gets, as rlhf_core/planning has it
+NF4_BYTES = 0.5 + 4 / 64  # of a rounded number and its share of a block's float32 scale (rlhf_core/models/quantized.py)
+
+
+def trained_bytes(shape: ModelShape, *, tokens: int, scalar: bool = False) -> float:
+    """States of full training in bfloat16 on one GPU, and one pass of so many tokens.
+
+    Args:
+        scalar: a reward model: no vocabulary's head, no logits.
+    """
+    states = training_states(shape.scalar_parameters if scalar else shape.parameters, ranks=1, zero_stage=2)
+    one_pass = activations(shape, tokens, checkpointing=False) + (0 if scalar else logits(shape, tokens, training=True))
+    return states.weights + states.gradients + states.optimizer + one_pass
+
+
+def adapted_bytes(shape: ModelShape, *, tokens: int, rank: int, quantized: bool) -> float:
+    """The same of adapters on every linear layer of a frozen language model. The planner itself counts no adapters; this has its parts."""
+    base = frozen_weights(shape.parameters, ranks=1, zero_stage=2)
+    if quantized:
+        base += shape.active_trunk * (NF4_BYTES - 2)
+    states = training_states(adapter_parameters(shape, rank), ranks=1, zero_stage=2)
+    one_pass = activations(shape, tokens, checkpointing=False) + logits(shape, tokens, training=True)
+    return base + states.weights + states.gradients + states.optimizer + one_pass
+
+
+def adapter_parameters(shape: ModelShape, rank: int) -> int:
+    """Of A and B of all seven linear layers of each layer."""
+    h, q, kv, m = shape.hidden, shape.attention_width, shape.kv_width, shape.intermediate
+    return shape.layers * rank * (2 * (h + q) + 2 * (h + kv) + 3 * (h + m))

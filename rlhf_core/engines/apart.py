@@ -1,0 +1,159 @@
+"""A rollout engine in a process of its own, for a stage that computes with other models before or after it.
+
+On a GPU vLLM can't share a process with them: what it holds of the GPU comes back for certain only when its process ends, and the classes of
+transformers that it runs are marked for compiling, after which nobody else in the process can make such a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.engines.weights import pack, unpack
+from rlhf_core.quiet import be_quiet, show_own_log
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlhf_core.sampling import Sample
+
+ANSWER_SECONDS = 24 * 3600.0  # a stage's own time is limited by flow.stage_timeout, and a dead process is noticed at once
+END_SECONDS = 60.0
+
+log = logging.getLogger("rlhf")
+
+
+class EngineLost(RuntimeError):
+    """The engine's process has ended, or doesn't answer."""
+
+
+class EngineApart:
+    """What `open_here` opens, in a process that ends with `close`, or with this one.
+
+    Args:
+        open_here: called in the new process; a function of a module.
+        settings: its arguments.
+    Raises:
+        ValueError: the engine refuses the model or the settings.
+        EngineLost: the process has ended.
+    """
+
+    def __init__(self, open_here: Callable[..., Any], **settings: Any):
+        started = multiprocessing.get_context("spawn")  # a process that has used CUDA can't be forked
+        self._pipe, theirs = started.Pipe()
+        self._process = started.Process(target=_serve, args=(theirs, os.getpid(), open_here, settings), name="rollout engine")
+        self._process.start()
+        theirs.close()
+        self.version = 0
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[list[Sample]]:
+        """As the engine does."""
+        return self._call("generate", *args, **kwargs)
+
+    def probe(self, ids: Sequence[int]) -> list[float]:
+        """As the engine does."""
+        return self._call("probe", ids)
+
+    def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
+        """As the engine does. Weights travel one at a time."""
+        self._send(("load_weights", (len(state_dict), version), {}))
+        for name, packed in pack(state_dict).items():
+            self._send((name, packed))
+        self.version = self._answer()
+        return self.version
+
+    def close(self) -> None:
+        """End the process; all that it held is free afterwards."""
+        with contextlib.suppress(OSError, EngineLost):
+            self._send(None)
+        self._process.join(END_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(END_SECONDS)
+        self._pipe.close()
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self._send((method, args, kwargs))
+        return self._answer()
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._pipe.send(message)
+        except OSError as error:
+            raise self._lost() from error
+
+    def _answer(self) -> Any:
+        if self._pipe not in wait([self._pipe, self._process.sentinel], timeout=ANSWER_SECONDS):
+            raise self._lost()
+        try:
+            refusal, answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise self._lost() from error
+        if refusal is not None:
+            raise refusal
+        return answer
+
+    def _lost(self) -> EngineLost:
+        self._process.join(1.0)
+        code = self._process.exitcode
+        got = f"none within {ANSWER_SECONDS:.0f} s" if code is None else f"the end of its process with exit code {code}"
+        return EngineLost(f"rollout engine: expected an answer, got {got}; what it printed above says why")
+
+
+def _serve(pipe: Connection, parent: int, open_here: Callable[..., Any], settings: dict[str, Any]) -> None:
+    """The engine's process: one answer for each message, (refusal, answer), until an empty one or the end of the other process."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # the stage is told too, and ends the engine when it has finished with it
+        signal.signal(number, signal.SIG_IGN)
+    _end_with_parent(parent)
+    show_own_log()
+    be_quiet()
+    with contextlib.suppress(EOFError, OSError):
+        engine = _answered(pipe, partial(open_here, **settings), tell=False)
+        while engine is not None and (message := pipe.recv()) is not None:
+            _answered(pipe, partial(_do, engine, message, pipe))
+
+
+def _answered(pipe: Connection, work: Callable[[], Any], *, tell: bool = True) -> Any:
+    """What some work returns, which is the answer if it is to be told; or None, and why there is nothing is the answer."""
+    try:
+        found = work()
+    except ValueError as error:
+        pipe.send((ValueError(str(error)), None))
+        return None
+    except Exception as error:
+        log.exception("rollout engine")
+        pipe.send((RuntimeError(f"rollout engine: {type(error).__name__}: {error}"), None))
+        return None
+    pipe.send((None, found if tell else None))
+    return found
+
+
+def _do(engine: Any, message: Any, pipe: Connection) -> Any:
+    method, args, kwargs = message
+    if method == "load_weights":
+        count, version = args
+        return engine.load_weights(unpack(dict(pipe.recv() for _ in range(count))), version)
+    return getattr(engine, method)(*args, **kwargs)
+
+
+def _end_with_parent(parent: int) -> None:
+    """SIGKILL when the thread that started this process ends: it may be killed at any time, and the GPU must not stay taken."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

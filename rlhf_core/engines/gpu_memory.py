@@ -1,0 +1,70 @@
+"""How much of a GPU that it shares a vLLM engine has for keys and values, computed ahead and not measured beside what another one loads."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+OWN_BYTES = 3 << 29  # CUDA's context, libraries' workspaces, captured graphs: 1.5 GiB
+LOGIT_COPIES = 4  # in float32: logits, those the sampler changes, log-probabilities, and noise to draw by
+BLOCK = 128  # tokens; no backend of vLLM has larger blocks
+
+
+def cache_bytes(
+    model_path: str,
+    *,
+    share: int,
+    dtype: torch.dtype,
+    max_length: int,
+    sequences: int,
+    batched_tokens: int,
+    trust_remote_code: bool,
+) -> int:
+    """Bytes for keys and values: what weights and a pass leave of the engine's share, and no more than all sequences can fill.
+
+    Args:
+        share: bytes of the GPU that are the engine's.
+        batched_tokens: of a forward pass.
+        sequences: at a time.
+    Raises:
+        ValueError: there is no room for a single sequence.
+    """
+    from transformers import AutoConfig
+
+    from rlhf_core.models.build import kv_cache_bytes
+    from rlhf_core.models.folder import count_parameters
+    from rlhf_core.models.masks import layer_kinds
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    weights = count_parameters(model_path) * dtype.itemsize
+    working = pass_bytes(config, element_bytes=dtype.itemsize, tokens=batched_tokens, sequences=sequences)
+    left = share - weights - working
+    of_sequence = kv_cache_bytes(config, element_bytes=dtype.itemsize) * BLOCK * (math.ceil(max_length / BLOCK) + 1)
+    if left < of_sequence:
+        needed = weights + working + of_sequence
+        raise ValueError(
+            f"rollout.gpu_memory_fraction: expected a share of the GPU of at least {_gib(needed)}, for {_gib(weights)} of weights, "
+            f"{_gib(working)} of a pass and a sequence of model.max_length={max_length} tokens, got {_gib(share)}; raise it or "
+            "rollout.gpus_per_engine, or use fewer engines or a larger GPU"
+        )
+    # Among several kinds of layers vLLM deals blocks out in its own way.
+    return left if len(layer_kinds(config.get_text_config())) > 1 else min(left, sequences * of_sequence)
+
+
+def pass_bytes(config: PretrainedConfig, *, element_bytes: int, tokens: int, sequences: int) -> int:
+    """Of a forward pass without gradients: hidden states, queries, keys and values (8 hidden sizes), the widest layer's gate, up and
+    product (3 intermediate sizes, for each expert of a token), logits; and what the process has beside.
+    """
+    shape = config.get_text_config()
+    experts = getattr(shape, "num_experts_per_tok", None) or 1
+    inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size
+    activations = tokens * (8 * shape.hidden_size + 3 * experts * inner) * element_bytes
+    return OWN_BYTES + activations + sequences * shape.vocab_size * 4 * LOGIT_COPIES
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB"

@@ -1,0 +1,209 @@
+"""Which models were judged on a held-out split, in which order, and how sure the gate must be at each of these looks.
+
+When one model after the other is judged on the same pairs until one passes, one of them passes by chance. The ledger counts the models of
+a split, and the level gets stricter with their number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from rlhf_core.config import ConfigError, GateConfig, Section, shown
+
+LEDGER = "rlhf-gate-looks.jsonl"
+LOCK_DEADLINE = 60.0  # seconds
+_GIT_ASIDE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # a hook's, which would name another repository
+
+
+def look_level(confidence: float, number: int) -> float:
+    """The one-sided level of a split's look `number`, from 1.
+
+    alpha = (1 - confidence) / 2,  level_1 = alpha,  level_k = alpha / (k (k - 1)) for k > 1
+    The levels of all later looks together are alpha once more, since 1 / (k (k - 1)) = 1 / (k - 1) - 1 / k. So the chance that any of
+    any number of models below the threshold passes is at most 2 alpha, however their results depend on each other.
+    Source: alpha-spending, Tian and Ramdas 2021, https://arxiv.org/abs/1910.04900
+    """
+    alpha = (1 - confidence) / 2
+    return alpha if number == 1 else alpha / (number * (number - 1))
+
+
+def at_look(config: GateConfig, number: int) -> GateConfig:
+    """The gate's settings with the two-sided confidence of a look's one-sided level."""
+    return config if number == 1 else config.model_copy(update={"confidence": 1 - 2 * look_level(config.confidence, number)})
+
+
+def split_hash(rows: Sequence[dict[str, Any]]) -> str:
+    """sha256 of the texts of held-out pairs, in whatever order they come: messages, chosen, rejected."""
+    texts = sorted(json.dumps([row[key] for key in ("messages", "chosen", "rejected")], sort_keys=True) for row in rows)
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
+class _Line(Section):
+    """A line of the ledger. look: this model begins to be judged on this split; result: what came of it.
+
+    split: as split_hash. model: md5 of its folder, as in dvc.lock. run: branch, or folder where there is no git. at: ISO 8601.
+    confidence: of the intervals that decided.
+    """
+
+    kind: Literal["look", "result"]
+    split: str = Field(pattern=r"^[0-9a-f]{64}$")
+    model: str = Field(pattern=r"^[0-9a-f]{32}\.dir$")
+    run: str
+    at: str
+    passed: bool | None = None
+    accuracy: float | None = None
+    confidence: float | None = None
+
+
+@dataclass(frozen=True)
+class Look:
+    """number: from 1, in the order in which models came to the split; earlier: the looks before it, as gate.json has them."""
+
+    number: int
+    split: str
+    model: str
+    earlier: list[dict[str, Any]]
+
+
+def ledger_path(root: Path) -> Path:
+    """In git's common folder, which all worktrees share; without git in the folder itself.
+
+    Raises:
+        ConfigError: git refuses to say.
+    """
+    done = _git(root, "rev-parse", "--path-format=absolute", "--git-common-dir")
+    if done is None:
+        return root / LEDGER
+    if done.returncode == 0:
+        return Path(done.stdout.strip()) / LEDGER
+    if "not a git repository" in done.stderr:
+        return root / LEDGER
+    raise ConfigError(
+        f"{LEDGER}: expected git to say where it keeps this repository, got: {' '.join(done.stderr.split())}; mend that first"
+    )
+
+
+def take_look(split: str, model: str, root: Path = Path()) -> Look:
+    """The look of a model at a split: a new one is written down, one that was taken before keeps its number.
+
+    To be called before anything is measured: who is interrupted then has looked.
+
+    Raises:
+        ConfigError: the ledger can't be read or written.
+    """
+    with _opened(root) as file:
+        lines = _read(file)
+        looks = [line for line in lines if line.kind == "look" and line.split == split]
+        if model not in (line.model for line in looks):
+            looks.append(_Line(kind="look", split=split, model=model, run=run_name(root), at=_now()))
+            _append(file, looks[-1])
+    number = next(k for k, line in enumerate(looks, start=1) if line.model == model)
+    results = _first_results(lines, split)
+    earlier = [_shown(k, line, results.get(line.model)) for k, line in enumerate(looks[: number - 1], start=1)]
+    return Look(number, split, model, earlier)
+
+
+def write_result(split: str, model: str, *, passed: bool, accuracy: float | None, confidence: float, root: Path = Path()) -> None:
+    """What came of a look; the same result again is not written again.
+
+    Raises:
+        ConfigError: the ledger can't be read or written.
+    """
+    found = {"passed": passed, "accuracy": None if accuracy is None else round(accuracy, 6), "confidence": confidence}
+    line = _Line(kind="result", split=split, model=model, run=run_name(root), at=_now(), **found)
+    with _opened(root) as file:
+        of_look = [x for x in _read(file) if (x.kind, x.split, x.model) == ("result", split, model)]
+        if not of_look or of_look[-1].model_dump(include=set(found)) != found:
+            _append(file, line)
+
+
+def run_name(root: Path) -> str:
+    """The branch that is checked out; without one the folder's name."""
+    done = _git(root, "symbolic-ref", "--short", "--quiet", "HEAD")
+    return root.resolve().name if done is None or done.returncode else done.stdout.strip()
+
+
+def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None:
+    """None: there is no git on this machine."""
+    environment = {key: value for key, value in os.environ.items() if key not in _GIT_ASIDE} | {"LC_ALL": "C"}
+    try:
+        return subprocess.run(["git", *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+
+
+def _first_results(lines: list[_Line], split: str) -> dict[str, _Line]:
+    """By model. The first, and not a later one with other thresholds, so that what gate.json says of earlier looks does not change."""
+    return {line.model: line for line in reversed(lines) if line.kind == "result" and line.split == split}
+
+
+def _shown(number: int, line: _Line, result: _Line | None) -> dict[str, Any]:
+    known = {key: getattr(result, key, None) for key in ("passed", "accuracy", "confidence")}
+    return {"number": number, "model": line.model, "run": line.run, **known}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@contextlib.contextmanager
+def _opened(root: Path) -> Iterator[IO[bytes]]:
+    """The ledger, held by this process alone."""
+    path = ledger_path(root)
+    try:
+        file = path.open("a+b")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: expected to be able to write the gate's looks there, got: {error.strerror}; change its rights"
+        ) from error
+    until = time.monotonic() + LOCK_DEADLINE
+    with file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise ConfigError(f"{path}: expected to be free within {LOCK_DEADLINE:.0f} s, got another process at work") from None
+                time.sleep(0.05)
+        yield file
+
+
+def _read(file: IO[bytes]) -> list[_Line]:
+    file.seek(0)
+    found = []
+    for number, text in enumerate(file.read().splitlines(), start=1):
+        try:
+            found.append(_Line.model_validate_json(text))
+        except ValidationError as error:
+            got = shown(text.decode(errors="replace"))
+            raise ConfigError(
+                f"{file.name}, line {number}: expected one that the gate wrote, got {got!r}; correct or remove that line"
+            ) from error
+    return found
+
+
+def _append(file: IO[bytes], line: _Line) -> None:
+    """One line, on the disk when this returns; or none."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        file.write(line.model_dump_json(exclude_none=True).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file.fileno(), end)
+        raise ConfigError(f"{file.name}: expected to write a look there, got: {error.strerror}; make room") from error

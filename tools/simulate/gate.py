@@ -1,0 +1,147 @@
+"""How often the gate lets a bad reward model pass, how far a chain of promotions slides, and how often a good model passes.
+
+The gate's own checks (rlhf_core/gate) decide, on points drawn from a Gaussian copula: a pair is right where a normal variable, a sum of
+parts of its prompt, of itself and of the model, is below the quantile of the model's true accuracy. Models that share the parts of prompts
+and pairs are right on the same ones, as models of one recipe are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy.special import ndtri
+
+from rlhf_core.config import GateConfig, load_params
+from rlhf_core.gate.checks import all_checks
+from rlhf_core.gate.clusters import mean_interval, share_interval
+from rlhf_core.gate.heldout import nothing_measured
+from rlhf_core.gate.incumbent import compare
+from rlhf_core.gate.looks import at_look
+from rlhf_core.gate.pairs import Pairs, summarize
+from tools.simulate.rows import Row
+
+PROMPTS, PAIRS = 720, 6  # pairs of each prompt: about the size of the built-in data's test split
+OF_PROMPT, OF_PAIR = 0.08, 0.75  # of the variance: a design effect of 1.2, and two models of 0.85 that disagree on 11% of the pairs
+THRESHOLD, START, STEP, CHAIN, MARGIN = 0.75, 0.88, 0.005, 30, 0.02
+BETTER = 0.775
+
+
+@dataclass(frozen=True)
+class Split:
+    """One draw of held-out pairs: [N] the shared part of each pair's variable, and the prompts [N] that they are of."""
+
+    shared: np.ndarray
+    prompts: np.ndarray
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator, prompts: int = PROMPTS) -> Split:
+        of_prompt = np.repeat(rng.standard_normal(prompts), PAIRS)
+        shared = math.sqrt(OF_PROMPT) * of_prompt + math.sqrt(OF_PAIR) * rng.standard_normal(prompts * PAIRS)
+        return cls(shared, np.repeat(np.arange(prompts), PAIRS))
+
+    def points(self, accuracy: float, rng: np.random.Generator) -> np.ndarray:
+        """[N] of a model with this true accuracy."""
+        own = math.sqrt(1 - OF_PROMPT - OF_PAIR) * rng.standard_normal(len(self.shared))
+        return (self.shared + own < ndtri(accuracy)).astype(float)
+
+
+def passes(split: Split, points: np.ndarray, config: GateConfig, **promoted: np.ndarray) -> bool:
+    """The gate's verdict on points alone. promoted: points of the incumbent and of the anchor, where there are such."""
+    n = len(points)
+    none = np.zeros(n, dtype=int)
+    pairs = Pairs(points, np.full(n, 0.5), none, none, none, split.prompts, none)
+    compared = {role: compare(points, other, split.prompts, config.confidence) | {"md5": role} for role, other in promoted.items()}
+    gate = {**nothing_measured(config), **summarize(pairs, config.confidence), **compared}
+    return all(check.passed is not False for check in all_checks(gate, config, exact_scores=True))
+
+
+def any_passes(rng: np.random.Generator, config: GateConfig, *, tries: int, counted: bool, same_pairs: bool) -> bool:
+    """Whether one of several models that are truly at the threshold passes; not same_pairs: each is judged on pairs of its own."""
+    split = Split.draw(rng)
+    for number in range(1, tries + 1):
+        if number > 1 and not same_pairs:
+            split = Split.draw(rng)
+        if passes(split, split.points(THRESHOLD, rng), at_look(config, number) if counted else config):
+            return True
+    return False
+
+
+def chain(rng: np.random.Generator, config: GateConfig, *, guarded: bool) -> float:
+    """The true accuracy at the end of a chain of candidates, each truly worse by STEP than what is promoted, which replace it if they pass.
+
+    Args:
+        guarded: with the anchor and counted looks; False: the incumbent alone, and every look as the first.
+    """
+    split = Split.draw(rng)
+    truth = START
+    incumbent = anchor = split.points(START, rng)
+    for number in range(2, CHAIN + 2):  # the first promoted one was look 1
+        candidate = split.points(truth - STEP, rng)
+        promoted = {"incumbent": incumbent} | ({"anchor": anchor} if guarded else {})
+        if passes(split, candidate, at_look(config, number) if guarded else config, **promoted):
+            truth, incumbent = truth - STEP, candidate
+            anchor = max(anchor, candidate, key=np.mean)  # of equal ones the older
+    return truth
+
+
+def power(rng: np.random.Generator, config: GateConfig, number: int) -> tuple[bool, bool]:
+    """Whether a model of BETTER passes the threshold at a look; and one of START beside an incumbent and an anchor of START."""
+    split = Split.draw(rng)
+    config = at_look(config, number)
+    equal, incumbent, anchor = (split.points(START, rng) for _ in range(3))
+    return passes(split, split.points(BETTER, rng), config), passes(split, equal, config, incumbent=incumbent, anchor=anchor)
+
+
+def worse_passes(rng: np.random.Generator, config: GateConfig) -> bool:
+    """Whether a model passes that is worse than the incumbent by the whole margin."""
+    split = Split.draw(rng)
+    return passes(split, split.points(START - MARGIN, rng), config, incumbent=split.points(START, rng))
+
+
+def covered(rng: np.random.Generator) -> tuple[bool, bool]:
+    """Whether the interval of an accuracy, and that of a difference on the same pairs, holds the truth."""
+    split = Split.draw(rng)
+    ours, theirs = split.points(0.85, rng), split.points(0.86, rng)
+    accuracy = share_interval(ours, split.prompts, 0.95)
+    low, high = mean_interval(ours - theirs, split.prompts, 0.95)
+    return accuracy.low <= 0.85 <= accuracy.high, low <= -0.01 <= high
+
+
+def settings() -> GateConfig:
+    """Those of params.yaml, with the threshold and the margin that the rows name."""
+    return load_params(Path("params.yaml")).gate.model_copy(update={"min_accuracy": THRESHOLD, "max_regression": MARGIN})
+
+
+def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
+    config = settings()
+    found = [covered(rng) for _ in range(replications)]
+    rows = [
+        Row(f"95% interval of {what} holds the truth", "0.95", sum(f[k] for f in found), replications)
+        for k, what in enumerate(("an accuracy of 0.85", "a difference of 0.01 on the same pairs"))
+    ]
+    for tries in (1, 10, 30):
+        for same_pairs in (True, False) if tries > 1 else (True,):
+            for counted in (False, True) if tries > 1 else (True,):
+                hits = sum(any_passes(rng, config, tries=tries, counted=counted, same_pairs=same_pairs) for _ in range(replications))
+                where = "" if tries == 1 else ", on the same pairs" if same_pairs else ", each on pairs of its own"
+                how = "" if tries == 1 else ", looks counted" if counted else ", each judged as the first look"
+                case = f"{'a model' if tries == 1 else f'any of {tries} models'} at the threshold passes{where}{how}"
+                rows.append(Row(case, "at most 0.025" if tries == 1 else "at most 0.05", hits, replications))
+    for guarded in (False, True):
+        ends = np.array([chain(rng, config, guarded=guarded) for _ in range(replications)])
+        how = "with the anchor, looks counted" if guarded else "against the incumbent alone, each judged as the first look"
+        case = (
+            f"{CHAIN} candidates from {START}, each truly worse by {STEP}, end more than {MARGIN} below, {how} "
+            f"(at {ends.mean():.3f} in the mean, {ends.min():.3f} at worst)"
+        )
+        rows.append(Row(case, "at most 0.05", int((ends < START - MARGIN - STEP / 2).sum()), replications))
+    worse = sum(worse_passes(rng, config) for _ in range(replications))
+    rows.append(Row(f"a model that is worse than the incumbent by {MARGIN} passes", "at most 0.025", worse, replications))
+    for number in (1, 2, 5, 10, 30):
+        found = [power(rng, config, number) for _ in range(replications)]
+        for k, what in enumerate((f"a model of {BETTER}", f"a model as good as incumbent and anchor ({START})")):
+            rows.append(Row(f"{what} passes at look {number}", "high", sum(f[k] for f in found), replications))
+    return rows
