@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import bdtr, ndtr, ndtri, stdtr, stdtrit
+from scipy.special import bdtr, nctdtrinc, ndtr, ndtri, stdtr, stdtrit
 
 POWER = 0.8  # with which a difference that is called detectable would be found
 BISECTIONS = 60  # of the range in which an end is looked for: down to rounding
@@ -79,8 +79,9 @@ def paired_interval(ahead: int, behind: int, n: int, confidence: float) -> tuple
     The ends are the differences d between -1 and 1 at which the score statistic is z and -z:
     (ahead - behind - n d) / sqrt(n (2 q + d (1 - d))),  q the likeliest share of `behind` given d:
     q = (sqrt(B^2 - 8 n C) - B) / 4n,  B = -ahead - behind + (2n - ahead + behind) d,  C = -behind d (1 - d)
-    Source: Tango 1998, Statistics in Medicine 17, 891-908, https://pubmed.ncbi.nlm.nih.gov/9595618/. How often neither side is ahead varies
-    from sample to sample, and the interval allows for it. docs/statistics.md has its coverage and that of the alternatives.
+    Source: Tango 1998, Statistics in Medicine 17, 891-908, https://www.niph.go.jp/soshiki/gijutsu/staffs/tango/sm_eng2.html. How often
+    neither side is ahead varies from sample to sample, and the interval allows for it. docs/statistics.md has its coverage and that of the
+    alternatives.
 
     Args:
         n: with the prompts on which neither is ahead; 0 gives (-1, 1), for nothing is known.
@@ -264,31 +265,22 @@ def detectable_difference(low: float, high: float, confidence: float, *, tests: 
     return (float(ndtri(1 - a / 2 / tests)) + float(ndtri(POWER))) * deviation
 
 
-def difference_interval(first: tuple[float, int], second: tuple[float, int], confidence: float) -> tuple[float, float]:
-    """Interval (low, high) of the difference of two shares, first minus second, from their Wilson intervals.
+def detectable_mean_difference(low: float, high: float, n: int, confidence: float, *, tests: int = 1) -> float:
+    """The same for the mean of few values, n of them, from Student's interval: the noncentral t distribution's own quantile.
 
-    low = d - sqrt((p1 - low1)^2 + (high2 - p2)^2), high = d + sqrt((high1 - p1)^2 + (p2 - low2)^2), d = p1 - p2
-    Source: Newcombe 1998, method 10, Statistics in Medicine 17, 873-890
-
-    Two models that answered the same prompts are treated as independent, which usually makes the interval too wide.
-
-    Args:
-        first, second: (successes, n) of each group.
-    Raises:
-        ValueError: a group is empty, or a count or the confidence is out of range.
+    The true mean, in standard errors, at which a t statistic with n - 1 degrees of freedom is above its critical value with probability
+    POWER. Source: Owen 1965, https://doi.org/10.1093/biomet/52.3-4.437
     """
-    if min(first[1], second[1]) < 1:
-        raise ValueError(f"n: expected at least 1 in each group, got {first[1]} and {second[1]}; there is nothing to compare")
-    return difference_of_intervals(
-        (first[0] / first[1], *wilson_interval(*first, confidence)), (second[0] / second[1], *wilson_interval(*second, confidence))
-    )
+    a = 1 - confidence
+    deviation = (high - low) / 2 / float(stdtrit(n - 1, 1 - a / 2))
+    return float(nctdtrinc(n - 1, 1 - POWER, stdtrit(n - 1, 1 - a / 2 / tests))) * deviation
 
 
 def difference_of_intervals(first: tuple[float, float, float], second: tuple[float, float, float]) -> tuple[float, float]:
     """Interval (low, high) of the difference of two quantities, first minus second, from each one's (value, low, high).
 
     low = d - sqrt((v1 - low1)^2 + (high2 - v2)^2), high = d + sqrt((high1 - v1)^2 + (v2 - low2)^2), d = v1 - v2
-    Source: Zou and Donner 2008, Statistics in Medicine 27, 1693-1702; both intervals of one confidence, the quantities independent.
+    Source: Zou and Donner 2008, https://doi.org/10.1002/sim.3095; both intervals of one confidence, the quantities independent.
     """
     (v1, low1, high1), (v2, low2, high2) = first, second
     return v1 - v2 - math.hypot(v1 - low1, high2 - v2), v1 - v2 + math.hypot(high1 - v1, v2 - low2)

@@ -76,9 +76,9 @@ def calibration_error(margins: np.ndarray, points: np.ndarray, clusters: np.ndar
     r * sum |d_b| at the r where M(r) is what was found, 0 where M(0) is more than that. The interval's ends have what was found
     z standard deviations of that sum, S(r), above and below M(r): M(r) + z S(r), M(r) - z S(r).
 
-    Source: Naeini et al. 2015, https://doi.org/10.1609/aaai.v29i1.9602, in the form of Guo et al. 2017; its bias by normal errors:
-    Kumar, Liang and Ma 2019, https://arxiv.org/abs/1909.10155, section 5, and Roelofs et al. 2022, https://arxiv.org/abs/2012.08668.
-    The interval is a test turned round, as Wilson's is; its coverage is in docs/statistics.md.
+    Source: Naeini et al. 2015, https://doi.org/10.1609/aaai.v29i1.9602, in the form of Guo et al. 2017. To take off the bias of a binned
+    error: Kumar, Liang and Ma 2019, https://arxiv.org/abs/1909.10155, section 5, for the squared one; see also Roelofs et al. 2022,
+    https://arxiv.org/abs/2012.08668. The interval is a test turned round, as Wilson's is; its coverage is in docs/statistics.md.
 
     Args:
         margins: [N], divided by the temperature. points: [N]. clusters: [N], codes from 0. One cluster alone gives an interval of 0 to 1.

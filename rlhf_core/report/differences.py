@@ -58,7 +58,7 @@ class Difference:
     p_value: of "no difference", where the figure has a better and a worse; one test alone.
     prompts: on which the two were compared one by one; None: as independent.
     tone: good or bad where the p-values of all rows, corrected together (Holm), call the change clear; else "".
-    detectable: of a row that is not clear, the true difference that would be found with 80%; None elsewhere.
+    detectable: of a row that is not clear, the true difference that would be found with 80%; None elsewhere, or where nothing varied.
     """
 
     label: str
@@ -146,7 +146,7 @@ def judged_together(rows: list[Difference], confidence: float) -> list[Differenc
         if p_value < 1 - confidence:
             return replace(row, tone="good" if (row.change > 0) == row.more_is_better else "bad")  # type: ignore[operator]
         found = detectable_difference(row.low, row.high, confidence, tests=unclear)  # type: ignore[arg-type]
-        return replace(row, detectable=found if math.isfinite(found) else None)
+        return replace(row, detectable=found if 0 < found < math.inf else None)
 
     return [told(row, corrected[i]) if i in corrected else row for i, row in enumerate(rows)]
 
@@ -281,7 +281,10 @@ def headline(first: Results, second: Results, rows: list[Difference]) -> tuple[L
     tones = {r.tone for r in by}
     if not by:
         return "open", "There is no judge, and the rewards differ: nothing says which policy is better."
-    if len(tones) != 1 or tones == {""}:
+    if len(tones) > 1:
+        where = "in one of the two modes only" if "" in tones else "in both modes, in opposite directions"
+        return "open", f"The {name} sees a clear difference {where}."
+    if tones == {""}:
         return "open", f"The {name} sees no clear difference between the two policies."
     better = second.name if tones == {"good"} else first.name
     seeds = differ_in_seed_only(first, second)

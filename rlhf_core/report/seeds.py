@@ -14,7 +14,7 @@ from typing import Any
 from tabulate import tabulate
 
 from rlhf_core.report.differences import Results, params_that_differ
-from rlhf_core.statistics import MeanDifference, holm, mean_interval, paired_means
+from rlhf_core.statistics import MeanDifference, detectable_mean_difference, holm, mean_interval, paired_means
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,16 @@ def _differences(runs: Sequence[Trained], confidence: float) -> str:
     if not found:
         return ""
     corrected = holm([difference.p_value for difference in found.values()])
+    unclear = sum(p >= 1 - confidence for p in corrected)
+
+    def verdict(d: MeanDifference, p_value: float) -> str:
+        if p_value < 1 - confidence:
+            return "clear"
+        detectable = detectable_mean_difference(d.low, d.high, d.n, confidence, tests=unclear)
+        return f"not clear; {detectable:.3f} would be found with 80%"
+
     rows = [
-        [name, figure, d.n, f"{d.value:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", f"{p:.3f}", "clear" if p < 1 - confidence else "not clear"]
+        [name, figure, d.n, f"{d.value:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", f"{p:.3f}", verdict(d, p)]
         for ((name, figure), d), p in zip(found.items(), corrected, strict=True)
     ]
     heads = [f"less {first[0]}", "figure", "seeds", "difference", f"{confidence:.0%} interval over seeds", "p, corrected (Holm)", ""]

@@ -106,6 +106,12 @@ def test_win_rates_and_scores_are_paired_means():
         assert found.p_value == pytest.approx(ttest_1samp(difference, 0).pvalue, rel=1e-6)
 
 
+def test_a_figure_that_never_varied_has_no_detectable_difference():
+    same = replace(results(), prompts=by_prompt(greedy_score=[1.0] * 400))
+    found = row(figures_that_count(same, same), "Score, greedy")
+    assert (found.change, found.low, found.high, found.tone, found.detectable) == (0.0, 0.0, 0.0, "", None)
+
+
 def test_the_rows_of_one_table_are_corrected_together():
     def differences(*p_values: float) -> list[Difference]:
         return [Difference("", "share", 0.5, 0.6, 0.1, 0.02, 0.18, True, p) for p in p_values]
@@ -140,6 +146,11 @@ def test_the_judge_says_which_policy_is_better():
     assert headline(worse, better, figures_that_count(worse, better)) == ("good", "two has the better policy by the judge.")
     assert headline(better, worse, figures_that_count(better, worse)) == ("bad", "two has the better policy by the judge.")
     assert headline(worse, worse, figures_that_count(worse, worse))[0] == "open"
+    greedy, sampled = [r for r in figures_that_count(worse, better) if r.label.startswith("Judge")]
+    said = headline(worse, better, [greedy, replace(sampled, tone="")])
+    assert said == ("open", "The judge sees a clear difference in one of the two modes only.")
+    said = headline(worse, better, [greedy, replace(sampled, tone="bad")])
+    assert said == ("open", "The judge sees a clear difference in both modes, in opposite directions.")
 
 
 def test_only_params_that_a_run_has_used_count():

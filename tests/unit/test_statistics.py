@@ -9,13 +9,14 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binom, binomtest, t, ttest_1samp
+from scipy.stats import binom, binomtest, nct, t, ttest_1samp
 
 from rlhf_core.statistics import (
     PairAccuracy,
     accuracy_with_ties,
     detectable_difference,
-    difference_interval,
+    detectable_mean_difference,
+    difference_of_intervals,
     holm,
     interval_p_value,
     mean_interval,
@@ -164,6 +165,14 @@ def test_a_detectable_difference_has_two_quantiles():
     assert detectable_difference(-0.1959964, 0.1959964, CONFIDENCE) == pytest.approx(0.2801585, abs=1e-6)
 
 
+def test_a_detectable_mean_difference_is_found_with_its_power():
+    n, deviation = 4, 0.5
+    half = deviation * float(t.ppf(0.975, n - 1))
+    gain = detectable_mean_difference(-half, half, n, CONFIDENCE)
+    assert nct.sf(t.ppf(0.975, n - 1), n - 1, gain / deviation) == pytest.approx(0.8, abs=1e-6)
+    assert detectable_mean_difference(-half, half, n, CONFIDENCE, tests=3) > gain
+
+
 def test_accuracy_counts_ties_as_half_and_reports_them():
     # right, wrong, tie, right: (1 + 0 + 0.5 + 1) / 4 = 0.625
     assert accuracy_with_ties([1.0, 0.0, 0.3, 2.0], [0.0, 1.0, 0.3, -5.0]) == PairAccuracy(value=0.625, correct=2.5, ties=1, n=4)
@@ -215,19 +224,11 @@ def test_mean_interval_refuses_nan():
 def test_difference_of_56_in_70_and_48_in_80():
     # Wilson: 0.8 in 0.691834 to 0.876953, 0.6 in 0.490455 to 0.700382.
     # low = 0.2 - sqrt(0.108166^2 + 0.100382^2) = 0.2 - 0.147569, high = 0.2 + sqrt(0.076953^2 + 0.109545^2) = 0.2 + 0.133873.
-    # Newcombe's own table has 0.0524 and 0.3339.
-    assert difference_interval((56, 70), (48, 80), CONFIDENCE) == pytest.approx((0.0524, 0.3339), abs=5e-5)
-
-
-def test_difference_of_equal_shares_holds_zero_and_mirrors():
-    low, high = difference_interval((30, 50), (300, 500), CONFIDENCE)
-    assert low < 0 < high
-    assert difference_interval((300, 500), (30, 50), CONFIDENCE) == pytest.approx((-high, -low), abs=1e-12)
-
-
-def test_difference_with_an_empty_group_is_refused():
-    with pytest.raises(ValueError, match="nothing to compare"):
-        difference_interval((0, 0), (1, 2), CONFIDENCE)
+    # Newcombe's own table of independent shares has 0.0524 and 0.3339.
+    first, second = ((k / n, *wilson_interval(k, n, CONFIDENCE)) for k, n in ((56, 70), (48, 80)))
+    low, high = difference_of_intervals(first, second)
+    assert (low, high) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+    assert difference_of_intervals(second, first) == pytest.approx((-high, -low), abs=1e-12)
 
 
 def test_torch_is_imported_only_once_there_is_something_to_judge():
