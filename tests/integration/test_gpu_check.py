@@ -1,20 +1,28 @@
-"""A rehearsal of the whole GPU check: every part runs on the CPU with a tiny shape, as it would on a GPU."""
+"""A rehearsal of the whole GPU check: every part runs on the CPU with a tiny shape, as it would on a GPU, and what it finds makes sense."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import pytest
 
 from bench.gpu.cases import ROOT
-from bench.gpu.harness import FAILED, PARTS, RAN, read_result
+from bench.gpu.harness import PARTS, RAN, Result, read_result
+from bench.gpu.record import Figure
 from bench.gpu.table import REHEARSAL
+from rlhf_core.engines.ray_cluster import MARK
 
 MOST_SECONDS = 1500  # two minutes of computing, on two cores that all other tests use too
+BUDGET = 1e-4  # nats, rl.rollout.max_logprob_difference of params.yaml
+JOBS = ("GRPO, a tiny shape", "PPO, a tiny shape")
 # A figure that each part must have, by the beginning of its name, and how many have a value.
 FIGURES = {
     "tests": ("test_", 0),
@@ -23,26 +31,112 @@ FIGURES = {
     "memory": ("PPO trainer, a tiny shape, bfloat16: policy: gradients", 1),
 }
 
+pytestmark = pytest.mark.timeout(MOST_SECONDS + 60)
 
-@pytest.mark.timeout(MOST_SECONDS + 60)
-def test_a_rehearsal_runs_every_part_and_its_table_has_them_all(tmp_path):
-    began = time.monotonic()
-    command = [sys.executable, "-m", "bench.gpu", "--rehearse", "--minutes", "24", "--out", str(tmp_path / "out")]
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What the command printed and wrote. results: by the part's name; files: all that its folder holds."""
+
+    printed: str
+    table: str
+    results: dict[str, Result]
+    files: list[Path]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory, models: Path) -> Rehearsal:
+    out = tmp_path_factory.mktemp("rehearsal") / "out"
+    command = [sys.executable, "-m", "bench.gpu", "--rehearse", "--minutes", "24", "--out", str(out), "--models", str(models)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MOST_SECONDS)
-    assert time.monotonic() - began < MOST_SECONDS
-    table = (tmp_path / "out" / "gpu.md").read_text()
-    assert table.startswith(REHEARSAL) and table in done.stdout
-    there = [part for part in PARTS if importlib.util.find_spec(part.program) is not None]
-    assert done.returncode == (0 if there == list(PARTS) else 1), done.stdout[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = {part.name: read_result(out / f"{part.name}.json") for part in PARTS}
+    return Rehearsal(done.stdout, (out / "gpu.md").read_text(), results, list(out.iterdir()))
+
+
+def test_every_part_runs_and_the_table_has_them_all(rehearsal):
+    assert rehearsal.table.startswith(REHEARSAL) and rehearsal.table in rehearsal.printed
     for part in PARTS:
-        result = read_result(tmp_path / "out" / f"{part.name}.json")
-        assert result.rehearsal and f"### {part.name}: {part.tells}" in table
-        assert result.outcome == (RAN if part in there else FAILED), (result.reason, done.stdout[-3000:])
-        if part in there:
-            assert result.figures and result.figures[0].what in table
+        result = rehearsal.results[part.name]
+        assert result.rehearsal and result.outcome == RAN, result.reason
+        assert f"### {part.name}: {part.tells}" in rehearsal.table and result.figures[0].what in rehearsal.table
     for name, (beginning, least) in FIGURES.items():
-        figures = [f for f in read_result(tmp_path / "out" / f"{name}.json").figures if f.what.startswith(beginning)]
+        figures = [f for f in rehearsal.results[name].figures if f.what.startswith(beginning)]
         assert figures and sum(bool(f.values) for f in figures) >= least, name
-    files = list((tmp_path / "out").iterdir())
-    assert len(files) == len(PARTS) + 1 <= 8 and all(file.is_file() for file in files)
-    assert json.loads((tmp_path / "out" / "tests.json").read_text())["about"]["torch"]
+    assert len(rehearsal.files) == len(PARTS) + 1 <= 8 and all(file.is_file() for file in rehearsal.files)
+    (tests,) = (file for file in rehearsal.files if file.name == "tests.json")
+    assert json.loads(tests.read_text())["about"]["torch"]
+
+
+def values(figures: list[Figure], *words: str) -> list[float]:
+    """Of the figures whose names have all of the words; there is one at least."""
+    chosen = [figure for figure in figures if all(word in figure.what for word in words)]
+    assert chosen and all(figure.values for figure in chosen), words
+    return [value for figure in chosen for value in figure.values]
+
+
+def test_log_probabilities_of_engine_and_trainer_agree_in_every_job(rehearsal):
+    for job in JOBS:
+        apart = values(rehearsal.results["rl"].figures, job, "log-probabilities", ", max")
+        assert len(apart) == 2 and max(apart) < BUDGET, job
+        assert max(values(rehearsal.results["rl"].figures, job, "log-probabilities", ", mean")) <= max(apart)
+        assert max(values(rehearsal.results["rl"].figures, job, "entropy")) < 7.3, (
+            "of 2,048 tokens with the same probability it is 7.6: any two models agree"
+        )
+
+
+def test_phases_are_parts_of_a_step_and_samples_follow_from_it(rehearsal):
+    for job in JOBS:
+        (step,) = values(rehearsal.results["rl"].figures, job, ": a step")
+        phases = [values(rehearsal.results["rl"].figures, job, f": {name}")[0] for name in ("score", "forward", "update", "sync")]
+        assert min(phases) > 0 and sum(phases) < step
+        assert values(rehearsal.results["rl"].figures, job, ": samples") == pytest.approx([16 / step])
+        assert values(rehearsal.results["rl"].figures, job, ": start")[0] > 1.0
+        assert min(values(rehearsal.results["rl"].figures, job, ": most resident set")) > 0.1  # of both actors, with their libraries
+        assert len(values(rehearsal.results["rl"].figures, job, ": most resident set")) == 2
+
+
+def test_our_engine_is_measured_beside_vllm_and_its_new_weights_are_those_it_was_given(rehearsal):
+    figures = rehearsal.results["vllm"].figures
+    assert min(values(figures, "generated tokens by")) > 0
+    ratios = values(figures, "our engine's speed over that of vLLM alone", "8 prompts")
+    assert len(ratios) == 4 and all(0.05 < ratio < 20 for ratio in ratios)
+    assert max(values(figures, "after load_weights", ", max")) < BUDGET
+    assert values(figures, "bytes of load_weights")[0] > 4 * 100_000
+
+
+def test_trl_does_the_same_steps(rehearsal):
+    figures = rehearsal.results["trl"].figures
+    assert len(values(figures, "tokens by ours")) == len(values(figures, "tokens by TRL")) == 1
+    (ratio,) = values(figures, "our speed over TRL's")
+    assert ratio == pytest.approx(values(figures, "tokens by ours")[0] / values(figures, "tokens by TRL")[0])
+
+
+def test_a_part_that_is_killed_with_its_group_leaves_no_process_of_its_head(tmp_path, models, rehearsal):
+    """The head has a session of its own, which the signal doesn't reach."""
+    command = [sys.executable, "-m", "bench.gpu.rl", "--out", str(tmp_path / "rl.json"), "--models", str(models), "--rehearse"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **quiet) as process:
+        until = time.monotonic() + 120
+        while len(came := descendants(process.pid)) < 8 and time.monotonic() < until:
+            time.sleep(0.2)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert len(came) >= 8 and any(MARK in environment(p) for p in came)
+    _, alive = psutil.wait_procs(came, timeout=30)
+    assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
