@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-# What it is -> what it looks like. Prefixes are those that their issuers document.
+# What it is -> what it looks like. Prefixes are those that their issuers document. Each is searched in time that grows with the text alone.
 _SHAPES = {
-    "a password in an address": r"[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s?#@:]*:[^/\s?#@]+@|https?://[^/\s?#@]+@",
+    "a password in an address": r"://[^/\s?#@:]*:[^/\s?#@]+@|https?://[^/\s?#@]+@",
     "a key in an address": r"[?&](?:access_token|token|api_?key|key|secret|password|sig|signature|X-Amz-Signature)=[^&\s]{8,}",
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY",
     "a token of Hugging Face": r"\bhf_[A-Za-z0-9]{20,}",
@@ -16,7 +16,7 @@ _SHAPES = {
     "a token of GitLab": r"\bglpat-[A-Za-z0-9_-]{20,}",
     "a token of Slack": r"\bxox[abeprs]-[A-Za-z0-9-]{10,}",
     "a key of Google": r"\bAIza[A-Za-z0-9_-]{35}",
-    "a signed token": r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.",
+    "a signed token": r"\beyJ[A-Za-z0-9_-]{10,500}\.eyJ[A-Za-z0-9_-]{10,4000}\.",
 }
 _PATTERNS = {what: re.compile(shape, re.IGNORECASE if "address" in what else 0) for what, shape in _SHAPES.items()}
 

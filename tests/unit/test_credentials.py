@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,11 @@ def test_the_command_line_refuses_it_before_anything_is_written(tmp_path, monkey
 @pytest.mark.parametrize("text", HARMLESS)
 def test_what_only_resembles_one_is_taken(text):
     assert credential_in(text) is None
+
+
+@pytest.mark.parametrize("piece", ["x", "eyJ-", "http://", "://", "?key=", "sk-", "hf_", "-----BEGIN "])
+def test_a_long_text_is_searched_at_once(piece):
+    """Of a million characters; with a pattern that looks back from every place it would take minutes."""
+    text, began = piece * (1_000_000 // len(piece)), time.process_time()
+    credential_in(text)
+    assert time.process_time() - began < 10
