@@ -144,6 +144,17 @@ def test_the_rounds_file_is_read_as_it_was_written_and_a_broken_one_refused(work
         read_rounds()
 
 
+def test_a_series_goes_on_after_its_ninth_round(workspace):
+    """YAML sorts names as text: 10 stands before 2."""
+    params = load_params("params.yaml")
+    for number in range(1, 13):
+        assert series.current_round(workspace, params, start=SFT, last=12) == number
+        finish(workspace, number, accepted=number % 4 == 0)
+    rounds = read_rounds()
+    assert list(rounds) == list(range(1, 13)) and rounds[12].policy.path == "rounds/8/policy"
+    assert [b.comparison for b in budgets()] == list(range(1, 13))
+
+
 def test_a_stage_of_a_round_knows_its_work_by_what_the_round_began_with(workspace):
     params = load_params("params.yaml")
     series.current_round(workspace, params, start=SFT, last=1)
