@@ -11,6 +11,7 @@ import numpy as np
 from scipy.special import bdtr, nctdtrinc, ndtr, ndtri, stdtr, stdtrit
 
 POWER = 0.8  # with which a difference that is called detectable would be found
+ROUNDING = 1e-9  # of differences, relative to the largest: less than that is none
 BISECTIONS = 60  # of the range in which an end is looked for: down to rounding
 
 
@@ -209,11 +210,17 @@ class MeanDifference:
     p_value: float
     n: int
 
+    @property
+    def varied(self) -> bool:
+        """Whether the differences differ; an interval of no width shows nothing of how much they scatter."""
+        return self.high > self.low
+
 
 def paired_means(first: Sequence[float], second: Sequence[float], confidence: float) -> MeanDifference:
     """Mean of the differences, position by position; those of which one is NaN or infinite are left out and not counted in n.
 
-    Where all differences are the same the p-value is 1 at 0 and 0 elsewhere; with fewer than two it is 1.
+    Where all n differences are the same the p-value is that of `sign_test`, 0.5^n, and 1 at 0; with fewer than two it is 1. Shares over a
+    few hundred prompts are multiples of one step, so that two or three of their differences are often equal by accident.
 
     Raises:
         ValueError: the lengths differ, or confidence is not between 0 and 1.
@@ -226,11 +233,11 @@ def paired_means(first: Sequence[float], second: Sequence[float], confidence: fl
     known = both[np.isfinite(both)]
     low, high = mean_interval(known, confidence)
     n, value = len(known), float(known.mean()) if len(known) else math.nan
-    deviation = float(known.std(ddof=1)) if n > 1 else math.inf
-    if deviation > 0 and n:
-        p_value = 2 * float(stdtr(n - 1, -abs(value) / deviation * math.sqrt(n))) if n > 1 else 1.0
-    else:
-        p_value = float(value == 0 or n == 0)
+    if n < 2:
+        return MeanDifference(value, low, high, 1.0, n)
+    if float(np.ptp(known)) <= ROUNDING * float(np.abs(known).max()):
+        return MeanDifference(value, value, value, sign_test(n, 0) if value else 1.0, n)
+    p_value = 2 * float(stdtr(n - 1, -abs(value) / float(known.std(ddof=1)) * math.sqrt(n)))
     return MeanDifference(value, low, high, p_value, n)
 
 

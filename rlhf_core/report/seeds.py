@@ -117,11 +117,13 @@ def _differences(runs: Sequence[Trained], confidence: float) -> str:
     def verdict(d: MeanDifference, p_value: float) -> str:
         if p_value < 1 - confidence:
             return "clear"
+        if not d.varied:
+            return "not clear; all seeds differ by the same, so that nothing shows how much seeds scatter"
         detectable = detectable_mean_difference(d.low, d.high, d.n, confidence, tests=unclear)
         return f"not clear; {detectable:.3f} would be found with 80%"
 
     rows = [
-        [name, figure, d.n, f"{d.value:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", f"{p:.3f}", verdict(d, p)]
+        [name, figure, d.n, f"{d.value:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}" if d.varied else "", f"{p:.3f}", verdict(d, p)]
         for ((name, figure), d), p in zip(found.items(), corrected, strict=True)
     ]
     heads = [f"less {first[0]}", "figure", "seeds", "difference", f"{confidence:.0%} interval over seeds", "p, corrected (Holm)", ""]

@@ -65,6 +65,14 @@ def test_methods_are_compared_seed_by_seed():
     assert not any("SFT" in line for line in text.splitlines() if line.startswith("| kto") and "clear" in line)
 
 
+def test_two_seeds_that_gain_the_same_show_nothing_of_how_seeds_scatter():
+    runs = [("dpo", 0, evaluation(0.4, 0.6)), ("dpo", 1, evaluation(0.4, 0.7))]
+    runs += [("kto", 0, evaluation(0.4, 0.65)), ("kto", 1, evaluation(0.4, 0.75))]
+    row = next(line for line in methods_table(runs, 0.95).splitlines() if line.startswith("| kto") and "judge, sampled, policy" in line)
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells[2:5] == ["2", "+0.050", ""] and cells[6].startswith("not clear; all seeds differ by the same")
+
+
 def runs_of(**seeds_of) -> list[Results]:
     """Name -> (learning rate, seed, share that the judge accepts)."""
     found = []
