@@ -45,7 +45,7 @@ def accuracy_with_ties(chosen_scores: Sequence[float], rejected_scores: Sequence
     return PairAccuracy(correct / len(chosen) if len(chosen) else math.nan, correct, ties, len(chosen))
 
 
-def wilson_interval(successes: float, n: int, confidence: float) -> tuple[float, float]:
+def wilson_interval(successes: float, n: float, confidence: float) -> tuple[float, float]:
     """Score interval of a share, (low, high), by Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953
 
     With p = successes / n and z the (1 + confidence) / 2 quantile of the normal distribution:
@@ -54,7 +54,7 @@ def wilson_interval(successes: float, n: int, confidence: float) -> tuple[float,
     Args:
         successes: may be a half-integer, where ties count half. A tie varies less than a success or a failure, so the
             interval is then a little wider than it has to be.
-        n: independent trials; 0 gives (0, 1), for nothing is known.
+        n: independent trials, or the effective number of others; 0 gives (0, 1), for nothing is known.
     Raises:
         ValueError: successes is not between 0 and n, or confidence not between 0 and 1.
     """

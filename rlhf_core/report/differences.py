@@ -125,9 +125,10 @@ def same_rewards(first: Results, second: Results) -> bool:
 def figures_that_count(first: Results, second: Results) -> list[Difference]:
     """In the order of the chain; a figure that neither run has is left out."""
     tables = _paired_tables(first, second)
+    gates = _gate(first, _confidence(second)), _gate(second, _confidence(second))
     rows = [
         _plain(first, second, "SFT: held-out loss", ("train_sft", "heldout_loss"), "number"),
-        _apart(first, second, "Reward model: accuracy on test pairs", "share", (_gate(first), _gate(second)), more_is_better=True),
+        _apart(first, second, "Reward model: accuracy on test pairs", "share", gates, more_is_better=True),
         *(row for mode in ("greedy", "sampled") for row in _evaluated(first, second, mode, tables)),
     ]
     return judged_together([row for row in rows if row.first is not None or row.second is not None], _confidence(second))
@@ -195,8 +196,12 @@ def find(results: Results, *path: str) -> Any:
     return node
 
 
-def _gate(results: Results) -> Interval | None:
-    return _triple(find(results, "gate_reward"), "accuracy", "low", "high")
+def _gate(results: Results, confidence: float) -> Interval | None:
+    """The reward model's accuracy. The interval in gate.json is that of its look, and wider at a later one."""
+    accuracy, n = (find(results, "gate_reward", key) for key in ("accuracy", "n_effective"))
+    if accuracy is None or not n:  # a baseline from before there were looks has the ends alone
+        return _triple(find(results, "gate_reward"), "accuracy", "low", "high")
+    return accuracy, *wilson_interval(accuracy * n, n, confidence)
 
 
 def _interval(results: Results, stage: str, path: tuple[str, ...], prefix: str) -> Interval | None:
