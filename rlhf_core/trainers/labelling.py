@@ -96,7 +96,7 @@ def promotion_prompts(
     if len(fitting) < count:
         raise ValueError(
             f"iterative.promotion.prompts: expected at most the {len(fitting)} different prompts of the promotion split with at most "
-            f"{longest} tokens, got {count}; lower it, or raise data.promotion_fraction"
+            f"{longest} tokens, got {count}; lower it, or raise data.promotion_fraction, in another series"
         )
     order = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
     return choose_prompts(fitting, tokenizer, longest=longest, count=count, seed=order)
