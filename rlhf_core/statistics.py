@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import bdtr, nctdtrinc, ndtr, ndtri, stdtr, stdtrit
 
-POWER = 0.8  # with which a difference that is called detectable would be found
+POWER = 0.8  # with which a difference or gain that is called detectable would be found
 ROUNDING = 1e-9  # of differences, relative to the largest: less than that is none
 BISECTIONS = 60  # of the range in which an end is looked for: down to rounding
 

@@ -267,7 +267,7 @@ def test_a_minimum_advantage_is_in_points_of_the_metric():
     assert verdict(wins(600, 400), low, FIRST)["accepted"] and not verdict(wins(600, 400), high, FIRST)["accepted"]
     by_judge = BY_JUDGE.model_copy(update={"min_advantage": 0.06})
     assert verdict(wins(600, 400), by_judge, FIRST)["accepted"]  # 20 points more are accepted by the judge
-    assert "of no more than iterative.promotion.min_advantage=0.06" in verdict(wins(600, 400), high, FIRST)["reason"]
+    assert 'its p-value for "no more than iterative.promotion.min_advantage=0.06", ' in verdict(wins(600, 400), high, FIRST)["reason"]
 
 
 def test_an_entry_that_spends_more_than_the_budget_is_refused():
