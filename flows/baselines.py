@@ -115,7 +115,8 @@ def whole_run(name: str, read: Read) -> Baseline | None:
 
 def _trimmed(results: Results, params: dict[str, Any]) -> Baseline:
     metrics = {stage: tree for stage, tree in results.metrics.items() if stage in FIGURES}
-    metrics["gate_reward"] = {key: metrics["gate_reward"][key] for key in OF_THE_GATE}
+    gate = metrics["gate_reward"]
+    metrics["gate_reward"] = {key: gate[key] for key in OF_THE_GATE} | {"n_effective": gate.get("n_effective")}  # older runs lack it
     return {"name": results.name, "params": params, "outs": dict(results.outs), "metrics": metrics, "prompts": results.prompts}
 
 

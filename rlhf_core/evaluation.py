@@ -14,7 +14,6 @@ import torch
 from rlhf_core.config import ModelConfig
 from rlhf_core.data.batching import microbatches
 from rlhf_core.data.judge import Judgement, judgement
-from rlhf_core.data.split import conversation_text
 from rlhf_core.engines.deepspeed_engine import device, release_memory
 from rlhf_core.models.build import frozen, load_language_model
 from rlhf_core.models.side_by_side import can_run_side_by_side, side_by_side
@@ -150,14 +149,6 @@ def load_policy(folder: str | Path, model: ModelConfig) -> PolicyModule:
     release_memory()
     language_model = load_language_model(folder, trust_remote_code=model.trust_remote_code, training_dtype=model.dtype)
     return frozen(PolicyModule(language_model), device=device(), dtype=getattr(torch, model.dtype))
-
-
-def distinct_prompts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first row of each conversation: an answer that is asked for twice is no second observation."""
-    first: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        first.setdefault(conversation_text(row["messages"]), row)
-    return list(first.values())
 
 
 def by_prompt(answers: dict[str, dict[str, list[Answer]]]) -> list[dict[str, Any]]:

@@ -96,9 +96,10 @@ def read_rounds(root: Path = Path()) -> dict[int, Round]:
             "can't go on: begin another with --series NAME, from its last policy with iterative.start=registry (docs/iterative_dpo.md)"
         )
     try:
-        rounds = {int(number): Round.model_validate(entry) for number, entry in (tree or {}).items()}
+        found = {int(number): Round.model_validate(entry) for number, entry in (tree or {}).items()}
     except (ValueError, AttributeError, ValidationError) as error:
         raise ConfigError(f"{ROUNDS_FILE}: expected an entry for each round, got: {error}; restore it with git") from error
+    rounds = dict(sorted(found.items()))  # the file has them by name, 10 before 2
     if list(rounds) != list(range(1, len(rounds) + 1)):
         raise ConfigError(f"{ROUNDS_FILE}: expected rounds 1, 2, 3 and so on, got {list(rounds)}; restore it with git")
     return rounds

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import bdtr, nctdtrinc, ndtr, ndtri, stdtr, stdtrit
 
-POWER = 0.8  # with which a difference that is called detectable would be found
+POWER = 0.8  # with which a difference or gain that is called detectable would be found
+ROUNDING = 1e-9  # of differences, relative to the largest: less than that is none
 BISECTIONS = 60  # of the range in which an end is looked for: down to rounding
 
 
@@ -44,7 +45,7 @@ def accuracy_with_ties(chosen_scores: Sequence[float], rejected_scores: Sequence
     return PairAccuracy(correct / len(chosen) if len(chosen) else math.nan, correct, ties, len(chosen))
 
 
-def wilson_interval(successes: float, n: int, confidence: float) -> tuple[float, float]:
+def wilson_interval(successes: float, n: float, confidence: float) -> tuple[float, float]:
     """Score interval of a share, (low, high), by Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953
 
     With p = successes / n and z the (1 + confidence) / 2 quantile of the normal distribution:
@@ -53,7 +54,7 @@ def wilson_interval(successes: float, n: int, confidence: float) -> tuple[float,
     Args:
         successes: may be a half-integer, where ties count half. A tie varies less than a success or a failure, so the
             interval is then a little wider than it has to be.
-        n: independent trials; 0 gives (0, 1), for nothing is known.
+        n: independent trials, or the effective number of others; 0 gives (0, 1), for nothing is known.
     Raises:
         ValueError: successes is not between 0 and n, or confidence not between 0 and 1.
     """
@@ -209,11 +210,17 @@ class MeanDifference:
     p_value: float
     n: int
 
+    @property
+    def varied(self) -> bool:
+        """Whether the differences differ; an interval of no width shows nothing of how much they scatter."""
+        return self.high > self.low
+
 
 def paired_means(first: Sequence[float], second: Sequence[float], confidence: float) -> MeanDifference:
     """Mean of the differences, position by position; those of which one is NaN or infinite are left out and not counted in n.
 
-    Where all differences are the same the p-value is 1 at 0 and 0 elsewhere; with fewer than two it is 1.
+    Where all n differences are the same the p-value is that of `sign_test`, 0.5^n, and 1 at 0; with fewer than two it is 1. Shares over a
+    few hundred prompts are multiples of one step, so that two or three of their differences are often equal by accident.
 
     Raises:
         ValueError: the lengths differ, or confidence is not between 0 and 1.
@@ -226,11 +233,11 @@ def paired_means(first: Sequence[float], second: Sequence[float], confidence: fl
     known = both[np.isfinite(both)]
     low, high = mean_interval(known, confidence)
     n, value = len(known), float(known.mean()) if len(known) else math.nan
-    deviation = float(known.std(ddof=1)) if n > 1 else math.inf
-    if deviation > 0 and n:
-        p_value = 2 * float(stdtr(n - 1, -abs(value) / deviation * math.sqrt(n))) if n > 1 else 1.0
-    else:
-        p_value = float(value == 0 or n == 0)
+    if n < 2:
+        return MeanDifference(value, low, high, 1.0, n)
+    if float(np.ptp(known)) <= ROUNDING * float(np.abs(known).max()):
+        return MeanDifference(value, value, value, sign_test(n, 0) if value else 1.0, n)
+    p_value = 2 * float(stdtr(n - 1, -abs(value) / float(known.std(ddof=1)) * math.sqrt(n)))
     return MeanDifference(value, low, high, p_value, n)
 
 

@@ -17,6 +17,7 @@ from rlhf_core.data.schema import read_rows
 from rlhf_core.error_budget import spent_after
 from rlhf_core.exact_test import p_value, smallest_gain
 from rlhf_core.rounds import ROUNDS_FILE, BudgetPin, Round, read_round, round_folder
+from rlhf_core.statistics import POWER
 from tasks.stage import PREPARED, REWARD_MODEL, Stage, read_json, source_judges, write_json
 
 MICROBATCH_TOKENS = 8192
@@ -25,7 +26,6 @@ DECIDES = "sampled"  # the policy as it is sampled from in the next round
 SPLIT = "promotion"  # which nothing but the promotion of rounds reads
 MIN_DECIDED = 20  # prompts on which one policy is ahead; with fewer nothing is accepted
 ROUNDING = 1e-9  # of a sum of levels
-POWER = 0.8  # with which the smallest gain that is told would be found
 
 log = logging.getLogger("rlhf")
 
@@ -110,7 +110,7 @@ def _reason(shown: dict[str, Any], config: PromotionConfig, advantage: float, *,
     if shown["decided"] < MIN_DECIDED:
         return f"{found}; too few decided comparisons, {shown['decided']} of at least {MIN_DECIDED}"
     relation = "is at most" if accepted else "is above"
-    above = f" of no more than iterative.promotion.min_advantage={config.min_advantage:g}" if config.min_advantage else ""
+    above = f' for "no more than iterative.promotion.min_advantage={config.min_advantage:g}"' if config.min_advantage else ""
     gain = shown["smallest_gain"]
     power = "no outcome of so few would be accepted" if gain is None else f"a gain of {gain:.3f} would be found with {POWER:.0%} power"
     return (

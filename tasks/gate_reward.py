@@ -225,7 +225,8 @@ def explain(gate: dict[str, Any]) -> Iterator[str]:
         worst = gate["worst_slice"]
         yield f"worst slice: {worst['column']}={worst['value']}, accuracy {worst['accuracy']:.4f}"
     for external in gate["external"]:
-        yield f"external {external['name']}: accuracy {external['accuracy']:.4f} on {external['n']} pairs"
+        found = "no pair got a score" if not external["n"] else f"accuracy {external['accuracy']:.4f} on {external['n']} pairs"
+        yield f"external {external['name']}: {found}"
     if gate["passed"] or not gate["needed"]:
         yield gate["message"]
     elif gate["override"] is not None:

@@ -41,8 +41,7 @@ def reliability(margins: np.ndarray, points: np.ndarray, clusters: np.ndarray, c
     Args:
         margins: [N], divided by the temperature. points: [N], 1 for the right order, 0.5 for a tie.
     """
-    claimed = expit(np.abs(margins))
-    at = np.minimum(((claimed - 0.5) * 2 * BINS).astype(int), BINS - 1)
+    claimed, at = _claims(margins)
     found = []
     for k in range(BINS):
         inside = at == k
@@ -96,10 +95,15 @@ def calibration_error(margins: np.ndarray, points: np.ndarray, clusters: np.ndar
     return CalibrationError(min(1.0, value), min(1.0, low), min(1.0, high), total)
 
 
+def _claims(margins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[N] the confidence of each pair, and the number of its bin."""
+    claimed = expit(np.abs(margins))
+    return claimed, np.minimum(((claimed - 0.5) * 2 * BINS).astype(int), BINS - 1)
+
+
 def _gaps(margins: np.ndarray, points: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     """[clusters, BINS]: sum of point less claim."""
-    claimed = expit(np.abs(margins))
-    at = np.minimum(((claimed - 0.5) * 2 * BINS).astype(int), BINS - 1)
+    claimed, at = _claims(margins)
     m = int(clusters.max()) + 1
     return np.bincount(clusters * BINS + at, weights=points - claimed, minlength=m * BINS).reshape(m, BINS)
 

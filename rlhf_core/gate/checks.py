@@ -240,6 +240,8 @@ def percent(confidence: float) -> str:
 
 
 def _any_reason(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
+    if check.value is None:
+        return f"rejected: {check.name}: expected figures to hold against {check.threshold:g}, got none (n={check.n}); {check.way_out}."
     interval = "" if check.low is None else f" ({check.low:.4f} to {check.high:.4f})"
     return (
         f"rejected: {check.name}: expected {check.threshold:g} to be met by the whole interval, got {check.value:.4g}{interval} "

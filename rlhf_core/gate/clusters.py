@@ -60,16 +60,7 @@ def share_interval(points: np.ndarray, clusters: np.ndarray, confidence: float) 
     design_effect = max(1.0, variance * n / (p * (1 - p)))
     quantile = (1 + confidence) / 2
     n_effective = n / design_effect * (float(ndtri(quantile)) / float(stdtrit(m - 1, quantile))) ** 2
-    low, high = _wilson_of_share(p, n_effective, confidence)
-    return ShareInterval(low, high, design_effect, n_effective, m)
-
-
-def _wilson_of_share(p: float, n: float, confidence: float) -> tuple[float, float]:
-    """Wilson's interval where the number of trials is no whole one; 0 < p < 1."""
-    z = float(ndtri((1 + confidence) / 2))
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    centre, scale = p + z * z / (2 * n), 1 + z * z / n
-    return (centre - half) / scale, (centre + half) / scale
+    return ShareInterval(*wilson_interval(p * n_effective, n_effective, confidence), design_effect, n_effective, m)
 
 
 def accuracy_needed(threshold: float, n_effective: float, confidence: float) -> float:

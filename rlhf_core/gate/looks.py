@@ -99,21 +99,21 @@ def ledger_path(root: Path) -> Path:
 def take_look(split: str, model: str, root: Path = Path()) -> Look:
     """The look of a model at a split: a new one is written down, one that was taken before keeps its number.
 
-    To be called before anything is measured: who is interrupted then has looked.
+    To be called before anything is measured: who is interrupted then has looked. Of earlier looks it tells what was known when this one
+    began: the same again whenever the stage is repeated, whatever ran beside it.
 
     Raises:
         ConfigError: the ledger can't be read or written.
     """
     with _opened(root) as file:
         lines = _read(file)
-        looks = [line for line in lines if line.kind == "look" and line.split == split]
-        if model not in (line.model for line in looks):
-            looks.append(_Line(kind="look", split=split, model=model, run=run_name(root), at=_now()))
-            _append(file, looks[-1])
-    number = next(k for k, line in enumerate(looks, start=1) if line.model == model)
-    results = _first_results(lines, split)
-    earlier = [_shown(k, line, results.get(line.model)) for k, line in enumerate(looks[: number - 1], start=1)]
-    return Look(number, split, model, earlier)
+        at = next((i for i, line in enumerate(lines) if (line.kind, line.split, line.model) == ("look", split, model)), len(lines))
+        if at == len(lines):
+            _append(file, _Line(kind="look", split=split, model=model, run=run_name(root), at=_now()))
+    before = [line for line in lines[:at] if line.split == split]
+    looks, results = [line for line in before if line.kind == "look"], _first_results(before)
+    earlier = [_shown(k, line, results.get(line.model)) for k, line in enumerate(looks, start=1)]
+    return Look(len(earlier) + 1, split, model, earlier)
 
 
 def write_result(split: str, model: str, *, passed: bool, accuracy: float | None, confidence: float, root: Path = Path()) -> None:
@@ -145,9 +145,9 @@ def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None
         return None
 
 
-def _first_results(lines: list[_Line], split: str) -> dict[str, _Line]:
+def _first_results(lines: list[_Line]) -> dict[str, _Line]:
     """By model. The first, and not a later one with other thresholds, so that what gate.json says of earlier looks does not change."""
-    return {line.model: line for line in reversed(lines) if line.kind == "result" and line.split == split}
+    return {line.model: line for line in reversed(lines) if line.kind == "result"}
 
 
 def _shown(number: int, line: _Line, result: _Line | None) -> dict[str, Any]:

@@ -31,8 +31,9 @@ Interval = tuple[float, float, float]  # value, low, high
 Tables = tuple[pd.DataFrame, pd.DataFrame]  # results by prompt, of the first and the second run
 
 METHODS = ("rl", "dpo", "kto", "rejection_sampling", "conditional_sft")
-# Sections that change no figure, and what a flow writes by itself.
-IGNORED = ("cluster", "tracking", "flow", "report", "iterative")
+# Sections that change no figure of a run.
+IGNORED = ("cluster", "tracking", "flow", "report", "iterative", "promotion")
+OF_THE_REGISTRY = ("incumbent", "anchor", "rolled_back")  # of the section gate: what flows/pins.py wrote when the run began
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,10 @@ def same_rewards(first: Results, second: Results) -> bool:
 def figures_that_count(first: Results, second: Results) -> list[Difference]:
     """In the order of the chain; a figure that neither run has is left out."""
     tables = _paired_tables(first, second)
+    gates = _gate(first, _confidence(second)), _gate(second, _confidence(second))
     rows = [
         _plain(first, second, "SFT: held-out loss", ("train_sft", "heldout_loss"), "number"),
-        _apart(first, second, "Reward model: accuracy on test pairs", "share", (_gate(first), _gate(second)), more_is_better=True),
+        _apart(first, second, "Reward model: accuracy on test pairs", "share", gates, more_is_better=True),
         *(row for mode in ("greedy", "sampled") for row in _evaluated(first, second, mode, tables)),
     ]
     return judged_together([row for row in rows if row.first is not None or row.second is not None], _confidence(second))
@@ -195,8 +197,12 @@ def find(results: Results, *path: str) -> Any:
     return node
 
 
-def _gate(results: Results) -> Interval | None:
-    return _triple(find(results, "gate_reward"), "accuracy", "low", "high")
+def _gate(results: Results, confidence: float) -> Interval | None:
+    """The reward model's accuracy. The interval in gate.json is that of its look, and wider at a later one."""
+    accuracy, n = (find(results, "gate_reward", key) for key in ("accuracy", "n_effective"))
+    if accuracy is None or not n:  # a baseline from before there were looks has the ends alone
+        return _triple(find(results, "gate_reward"), "accuracy", "low", "high")
+    return accuracy, *wilson_interval(accuracy * n, n, confidence)
 
 
 def _interval(results: Results, stage: str, path: tuple[str, ...], prefix: str) -> Interval | None:
@@ -261,11 +267,20 @@ def _plain(first: Results, second: Results, label: str, path: tuple[str, ...], f
     return Difference(label, form, values[0], values[1], change, None, None, None)
 
 
+def of_one_configuration(first: Results, second: Results) -> bool:
+    """Whether two runs' params are the same but for the seed, and for what was promoted when each of them began."""
+    return not params_that_differ(_configuration(first.params), _configuration(second.params))
+
+
+def _configuration(params: Tree) -> dict[str, Any]:
+    gate = {key: value for key, value in (params.get("gate") or {}).items() if key not in OF_THE_REGISTRY}
+    return {key: value for key, value in params.items() if key != "seed"} | {"gate": gate}
+
+
 def differ_in_seed_only(first: Results, second: Results) -> tuple[Any, Any] | None:
     """The two seeds of one configuration; None for two configurations, or one run twice."""
-    one, other = ({k: v for k, v in r.params.items() if k != "seed"} for r in (first, second))
     seeds = tuple(r.params.get("seed") for r in (first, second))
-    return None if params_that_differ(one, other) or seeds[0] == seeds[1] else seeds  # type: ignore[return-value]
+    return None if seeds[0] == seeds[1] or not of_one_configuration(first, second) else seeds  # type: ignore[return-value]
 
 
 def headline(first: Results, second: Results, rows: list[Difference]) -> tuple[Literal["good", "bad", "open"], str]:

@@ -25,7 +25,7 @@ HEADS = (
     "p",
     "level",
     "spent",
-    "gain found",
+    "found with 80%",
     "KL",
     "KL, origin",
     "verdict",
@@ -36,7 +36,7 @@ def table(rows: Sequence[Row]) -> str:
     """Markdown: per round where it led (prompts of the promotion split, sampled unless said otherwise), and whether its policy was kept.
 
     p, level, spent: the comparison's p-value, the largest that accepts, and what the series has spent of its error budget after it.
-    gain found: the smallest advantage that would be found with the power of `promotion` in metrics/evaluate.json.
+    found with 80%: the smallest advantage that would be accepted with that probability.
     """
     lines = [
         (

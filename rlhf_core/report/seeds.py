@@ -8,25 +8,29 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tabulate import tabulate
 
-from rlhf_core.report.differences import Results, params_that_differ
+from rlhf_core.report.differences import Results, of_one_configuration
 from rlhf_core.statistics import MeanDifference, detectable_mean_difference, holm, mean_interval, paired_means
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One run of a configuration. figures: name -> value, in the order of the table; the same names in all runs that are compared."""
+    """One run of a configuration.
+
+    figures: name -> value, in the order of the table; the same names in all runs that are compared. None: a run without this one, such as
+    a win rate where no answer has a score; the tables leave it out.
+    """
 
     configuration: str
     seed: int
-    figures: Mapping[str, float]
+    figures: Mapping[str, float | None]
 
 
-def evaluated(evaluation: Mapping[str, Any], *, judge: bool) -> dict[str, float]:
+def evaluated(evaluation: Mapping[str, Any], *, judge: bool) -> dict[str, float | None]:
     """The figures of metrics/evaluate.json: by the judge, or by the score."""
     key, what = ("judge_ok", "judge") if judge else ("score_mean", "score")
     found = {}
@@ -36,7 +40,7 @@ def evaluated(evaluation: Mapping[str, Any], *, judge: bool) -> dict[str, float]
 
 
 def trained(runs: Sequence[Results]) -> list[Trained]:
-    """Runs with those grouped that differ in `seed` only; a configuration has the name of its first run.
+    """Runs with those grouped that are `of_one_configuration`; a configuration has the name of its first run.
 
     Raises:
         ValueError: a run has no evaluation, or one configuration has two runs of one seed.
@@ -45,7 +49,7 @@ def trained(runs: Sequence[Results]) -> list[Trained]:
     for run in runs:
         if "evaluate" not in run.metrics:
             raise ValueError(f"{run.name}: expected a run with an evaluation, got none; run it to its end")
-        same = (name for name, group in names.items() if not params_that_differ(_but_seed(group[0]), _but_seed(run)))
+        same = (name for name, group in names.items() if of_one_configuration(group[0], run))
         names.setdefault(next(same, run.name), []).append(run)
     for name, group in names.items():
         if len({run.params["seed"] for run in group}) < len(group):
@@ -57,12 +61,10 @@ def trained(runs: Sequence[Results]) -> list[Trained]:
     ]
 
 
-def _but_seed(run: Results) -> dict[str, Any]:
-    return {key: value for key, value in run.params.items() if key != "seed"}
-
-
 def tables(runs: Sequence[Trained], confidence: float) -> str:
     """Each configuration's means and, where there are seeds in common, the differences from the first; as Markdown, with how to read it."""
+    missing = {name for run in runs for name, value in run.figures.items() if value is None}
+    runs = [replace(run, figures={name: run.figures[name] for name in run.figures if name not in missing}) for run in runs]
     parts = [_means(runs, confidence), _note(runs, confidence)]
     differences = _differences(runs, confidence)
     return "\n".join([*parts, *([f"\n{differences}"] if differences else [])]) + "\n"
@@ -117,11 +119,13 @@ def _differences(runs: Sequence[Trained], confidence: float) -> str:
     def verdict(d: MeanDifference, p_value: float) -> str:
         if p_value < 1 - confidence:
             return "clear"
+        if not d.varied:
+            return "not clear; all seeds differ by the same, so that nothing shows how much seeds scatter"
         detectable = detectable_mean_difference(d.low, d.high, d.n, confidence, tests=unclear)
         return f"not clear; {detectable:.3f} would be found with 80%"
 
     rows = [
-        [name, figure, d.n, f"{d.value:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", f"{p:.3f}", verdict(d, p)]
+        [name, figure, d.n, f"{d.value:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}" if d.varied else "", f"{p:.3f}", verdict(d, p)]
         for ((name, figure), d), p in zip(found.items(), corrected, strict=True)
     ]
     heads = [f"less {first[0]}", "figure", "seeds", "difference", f"{confidence:.0%} interval over seeds", "p, corrected (Holm)", ""]

@@ -78,6 +78,14 @@ def choose_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, long
     return [prompts[i] for i in order[:count]]
 
 
+def distinct_prompts(rows: list[dict]) -> list[dict]:
+    """The first row of each conversation: an answer that is asked for twice is no second observation."""
+    first: dict[str, dict] = {}
+    for row in rows:
+        first.setdefault(conversation_text(row["messages"]), row)
+    return list(first.values())
+
+
 def promotion_prompts(
     rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, longest: int, count: int, seed: int, number: int
 ) -> list[Prompt]:
@@ -91,12 +99,11 @@ def promotion_prompts(
     Raises:
         ValueError: there are fewer.
     """
-    different = {conversation_text(row["messages"]): row for row in rows}.values()  # one answered twice is no second observation
-    fitting = [row for row in different if len(encode_prompt(tokenizer, row["messages"])) <= longest]
+    fitting = [row for row in distinct_prompts(rows) if len(encode_prompt(tokenizer, row["messages"])) <= longest]
     if len(fitting) < count:
         raise ValueError(
             f"iterative.promotion.prompts: expected at most the {len(fitting)} different prompts of the promotion split with at most "
-            f"{longest} tokens, got {count}; lower it, or raise data.promotion_fraction"
+            f"{longest} tokens, got {count}; lower it, or raise data.promotion_fraction, in another series"
         )
     order = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
     return choose_prompts(fitting, tokenizer, longest=longest, count=count, seed=order)

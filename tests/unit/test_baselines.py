@@ -50,7 +50,7 @@ def test_the_run_before_in_the_same_folder_with_the_params_it_had(workspace):
     found = pinned(workspace)
     assert found["params"]["seed"] == 0 and found["outs"] == {"models/sft": "m1.dir"}
     assert set(found["metrics"]) == {"train_sft", "gate_reward", "evaluate"}
-    assert set(found["metrics"]["gate_reward"]) == {"accuracy", "low", "high"}
+    assert set(found["metrics"]["gate_reward"]) == {"accuracy", "low", "high", "n_effective"}
 
 
 def test_a_run_that_is_taken_up_again_keeps_what_it_began_with(workspace):

@@ -17,6 +17,7 @@ from scipy.stats import ttest_1samp
 
 from flows.compare_runs import main
 from rlhf_core.config import TrackingConfig, apply_overrides
+from rlhf_core.gate.looks import look_level
 from rlhf_core.report.differences import (
     Difference,
     Results,
@@ -28,7 +29,7 @@ from rlhf_core.report.differences import (
     read_as,
 )
 from rlhf_core.report.times import read_times, summarize
-from rlhf_core.statistics import mean_interval, paired_interval, sign_test
+from rlhf_core.statistics import mean_interval, paired_interval, sign_test, wilson_interval
 from rlhf_core.tracking import MetricsLog
 
 PARAMS = {
@@ -66,6 +67,25 @@ def test_shares_are_held_against_each_other_by_newcombes_interval():
     judged = row(figures_that_count(results(ok=0.25), results(ok=0.25)), "Judge accepts, sampled")
     # Wilson of 100 of 400: 0.21008 to 0.29468; so -+ sqrt((0.25 - 0.21008)^2 + (0.29468 - 0.25)^2) = 0.05991.
     assert judged.low == pytest.approx(-0.05991, abs=1e-5) and judged.high == pytest.approx(0.05991, abs=1e-5) and judged.tone == ""
+
+
+def test_a_reward_models_accuracy_has_the_pages_interval_whatever_its_look_was():
+    """400 of 500 against 425 of 500; the second was look 10, whose own interval is of 99.94%."""
+
+    def judged_at(accuracy: float, confidence: float) -> Results:
+        low, high = wilson_interval(accuracy * 500, 500, confidence)
+        gate = {"accuracy": accuracy, "low": low, "high": high, "confidence": confidence, "n_effective": 500.0}
+        return replace(results(), metrics=results().metrics | {"gate_reward": gate})
+
+    found, alike = (
+        row(figures_that_count(judged_at(0.8, 0.95), judged_at(0.85, confidence)), "Reward model: accuracy on test pairs")
+        for confidence in (1 - 2 * look_level(0.95, 10), 0.95)
+    )
+    # Wilson: 0.762711 to 0.832715 and 0.816039 to 0.878624; 0.05 - sqrt(0.033961^2 + 0.032715^2), 0.05 + sqrt(0.028624^2 + 0.037289^2)
+    assert (found.low, found.high) == pytest.approx((0.002845, 0.097009), abs=1e-5) and found == alike
+    ends_alone = replace(results(), metrics=results().metrics | {"gate_reward": {"accuracy": 0.8, "low": 0.762711, "high": 0.832715}})
+    old = row(figures_that_count(ends_alone, judged_at(0.85, 0.95)), "Reward model: accuracy on test pairs")
+    assert old.low == pytest.approx(found.low, abs=1e-5)
 
 
 def by_prompt(**columns) -> str:

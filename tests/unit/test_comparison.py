@@ -12,7 +12,7 @@ import pytest
 from flows.compare import method_overrides
 from rlhf_core.config import ConfigError
 from rlhf_core.report.comparison import Run, draw, methods_table, table
-from rlhf_core.report.differences import Results
+from rlhf_core.report.differences import Results, differ_in_seed_only
 from rlhf_core.report.seeds import trained
 
 
@@ -65,6 +65,14 @@ def test_methods_are_compared_seed_by_seed():
     assert not any("SFT" in line for line in text.splitlines() if line.startswith("| kto") and "clear" in line)
 
 
+def test_two_seeds_that_gain_the_same_show_nothing_of_how_seeds_scatter():
+    runs = [("dpo", 0, evaluation(0.4, 0.6)), ("dpo", 1, evaluation(0.4, 0.7))]
+    runs += [("kto", 0, evaluation(0.4, 0.65)), ("kto", 1, evaluation(0.4, 0.75))]
+    row = next(line for line in methods_table(runs, 0.95).splitlines() if line.startswith("| kto") and "judge, sampled, policy" in line)
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells[2:5] == ["2", "+0.050", ""] and cells[6].startswith("not clear; all seeds differ by the same")
+
+
 def runs_of(**seeds_of) -> list[Results]:
     """Name -> (learning rate, seed, share that the judge accepts)."""
     found = []
@@ -81,6 +89,22 @@ def test_runs_that_differ_in_their_seed_only_are_one_configuration():
         trained(runs_of(a=(1.0, 0, 0.6), b=(1.0, 0, 0.7)))
     with pytest.raises(ValueError, match="c: expected a run with an evaluation"):
         trained([replace(runs_of(c=(1.0, 0, 0.6))[0], metrics={})])
+
+
+def test_what_was_promoted_when_a_run_began_makes_no_other_configuration():
+    one, other = runs_of(a=(1.0, 0, 0.6), b=(1.0, 1, 0.7))
+    gates = {"min_accuracy": 0.75, "incumbent": None, "anchor": None, "rolled_back": []}
+    promoted = gates | {"incumbent": {"version": "v1.0.0", "md5": "0.dir"}, "anchor": {"version": "v1.0.0", "md5": "0.dir"}}
+    pair = [replace(one, params=one.params | {"gate": gates}), replace(other, params=other.params | {"gate": promoted})]
+    assert [r.configuration for r in trained(pair)] == ["a", "a"] and differ_in_seed_only(*pair) == (0, 1)
+    pair[1] = replace(pair[1], params=pair[1].params | {"gate": promoted | {"min_accuracy": 0.8}})
+    assert [r.configuration for r in trained(pair)] == ["a", "b"] and differ_in_seed_only(*pair) is None
+
+
+def test_a_figure_that_a_run_lacks_is_left_out():
+    without = evaluation(0.4, 0.6) | {"win_rate": {"sampled": {"value": None}}}
+    text = methods_table([("dpo", 0, evaluation(0.4, 0.6)), ("kto", 0, without)], 0.95)
+    assert "win rate" not in text and "judge, sampled, policy" in text
 
 
 def test_a_method_may_name_its_loss():

@@ -14,7 +14,6 @@ from rlhf_core.evaluation import (
     Answer,
     by_prompt,
     differences,
-    distinct_prompts,
     judge_difference,
     judged,
     response_logprobs,
@@ -133,11 +132,6 @@ def test_results_by_prompt():
         {"id": "id", "greedy_judge_ok": 1, "greedy_score": 1.0, "greedy_points": 1.0},
         {"id": "id", "greedy_judge_ok": None, "greedy_score": None, "greedy_points": None},
     ]
-
-
-def test_a_conversation_is_asked_once():
-    rows = [{"id": str(i), "messages": [{"role": "user", "content": text}]} for i, text in enumerate(("a", "b", "A ", "c", "b"))]
-    assert [row["id"] for row in distinct_prompts(rows)] == ["0", "1", "3"]
 
 
 @torch.no_grad()

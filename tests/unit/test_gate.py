@@ -350,3 +350,11 @@ def test_an_override_lets_the_chain_go_on(workspace):
     write_heldout(workspace, [("the-bad-one", "test", math.inf, 0.0)])
     done, gate = run_gate(workspace)
     assert done.returncode == 0 and not gate["passed"] and "a demonstration" in done.stdout
+
+
+def test_an_external_file_without_a_pair_that_can_be_scored_is_a_rejection_with_its_reason():
+    found = {"name": "rb", "path": "rb.jsonl", "accuracy": None, "low": 0.0, "high": 1.0, "ties": 0, "n": 0, "prompts": 0, "subsets": []}
+    gate = judge(pairs(right_and_wrong(900, 100)), external=[found | {"not_scored": 5, "threshold": 0.7}])
+    assert not gate["passed"] and verdicts(gate)["external: rb"] is False
+    assert "rejected: external: rb: expected figures to hold against 0.7, got none (n=0); train a better reward model" in gate["message"]
+    assert "external rb: no pair got a score" in explain(gate | {"override": None})

@@ -418,7 +418,7 @@ def test_the_gate_shows_slices_calibration_and_the_incumbent(tmp_path, monkeypat
     assert "Against the anchor, v&lt;1&gt;, the most accurate" in gate_part and "−0.4 points (−1.2 to +0.4)" in gate_part
     assert "Look 32 at these test pairs" in gate_part and "31 other reward models were judged on them before" in gate_part
     assert "run/&lt;31&gt;" in gate_part and "run/&lt;11&gt;" not in gate_part and "The last 20 of 31 earlier looks" in gate_part
-    assert gate_part.count("no verdict was reached") == 1 and "Intervals of 99.995%" in gate_part
+    assert gate_part.count("no verdict by then") == 1 and "Intervals of 99.995%" in gate_part
     assert 'data-figure="gate_reliability"' in gate_part and 'data-figure="gate_external"' in gate_part
     assert "The weakest slice is category “&lt;script&gt;" in gate_part and "shown, not judged" in gate_part
     figures = json.loads(re.search(r'<script type="application/json" id="figures">(.*?)</script>', page)[1])["figures"]

@@ -145,8 +145,15 @@ def test_paired_means_are_a_t_test_of_the_differences():
     differences = [0.5, -0.5, 2.0, 1.0]
     assert (found.value, found.n) == (0.75, 4) and (found.low, found.high) == mean_interval(differences, CONFIDENCE)
     assert found.p_value == pytest.approx(ttest_1samp(differences, 0).pvalue)
-    assert (paired_means([1, 1], [1, 1], CONFIDENCE).p_value, paired_means([1, 1], [0, 0], CONFIDENCE).p_value) == (1.0, 0.0)
     assert (paired_means([1], [0], CONFIDENCE).p_value, paired_means([], [], CONFIDENCE).p_value) == (1.0, 1.0)
+
+
+def test_equal_differences_are_a_sign_test_for_nothing_shows_their_scatter():
+    # 0.85 - 0.80 and 0.90 - 0.85 differ by rounding alone, and would be 10^15 standard errors from 0.
+    found = paired_means([0.85, 0.9], [0.8, 0.85], CONFIDENCE)
+    assert (found.p_value, found.varied) == (0.25, False)  # 0.5^2
+    assert paired_means([1.0] * 10, [0.0] * 10, CONFIDENCE).p_value == pytest.approx(0.5**10)
+    assert (paired_means([1, 1], [1, 1], CONFIDENCE).p_value, paired_means([1, 1], [0, 0.01], CONFIDENCE).varied) == (1.0, True)
 
 
 def test_holm_by_hand():

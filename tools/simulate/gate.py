@@ -23,7 +23,7 @@ from rlhf_core.gate.looks import at_look
 from rlhf_core.gate.pairs import Pairs, summarize
 from tools.simulate.rows import Row
 
-PROMPTS, PAIRS = 720, 6  # pairs of each prompt: about the size of the built-in data's test split
+PROMPTS, PAIRS = 720, 6  # pairs of each prompt: the built-in data's test split with data.test_fraction 0.12
 OF_PROMPT, OF_PAIR = 0.08, 0.75  # of the variance: a design effect of 1.2, and two models of 0.85 that disagree on 11% of the pairs
 THRESHOLD, START, STEP, CHAIN, MARGIN = 0.75, 0.88, 0.005, 30, 0.02
 BETTER = 0.775

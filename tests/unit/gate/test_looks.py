@@ -83,6 +83,15 @@ def test_other_thresholds_change_no_earlier_look(repository):
     assert [json.loads(line).get("passed") for line in ledger_path(repository).read_text().splitlines()] == [None, False, None, True]
 
 
+def test_a_look_that_ends_after_another_began_changes_nothing_of_that_one(repository):
+    """Two runs at once: the second one's gate.json must not depend on who was faster."""
+    take_look(SPLIT, MODELS[0], repository)
+    second = take_look(SPLIT, MODELS[1], repository)
+    write_result(SPLIT, MODELS[0], passed=False, accuracy=0.7, confidence=0.95, root=repository)
+    assert take_look(SPLIT, MODELS[1], repository) == second and second.earlier[0]["passed"] is None
+    assert take_look(SPLIT, MODELS[2], repository).earlier[0]["passed"] is False
+
+
 def look_at(job: tuple[str, str, Path]) -> int:
     return take_look(*job).number
 

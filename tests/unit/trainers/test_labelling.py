@@ -14,7 +14,15 @@ from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import CHAT_TEMPLATE, encode_conversation, encode_prompt
 from rlhf_core.sampling import Sample, request_seeds
 from rlhf_core.trainers.conditional import asking_tokenizer, with_quality
-from rlhf_core.trainers.labelling import ResponseScorer, ScoredResponse, best_responses, choose_prompts, promotion_prompts, promotion_seeds
+from rlhf_core.trainers.labelling import (
+    ResponseScorer,
+    ScoredResponse,
+    best_responses,
+    choose_prompts,
+    distinct_prompts,
+    promotion_prompts,
+    promotion_seeds,
+)
 from rlhf_core.types import Prompt
 
 ROWS = [
@@ -119,3 +127,8 @@ def test_the_best_finished_response_is_kept_and_prompts_without_one_are_counted(
     assert dropped == {"cut_off": 1, "unscored": 1, "below_min_score": 0}
     kept, dropped = best_responses(groups, min_score=-1.0)  # the least that is enough
     assert kept == [groups[0][2], groups[1][1]] and dropped == {"cut_off": 1, "unscored": 1, "below_min_score": 1}
+
+
+def test_a_conversation_is_asked_once():
+    rows = [{"id": str(i), "messages": [{"role": "user", "content": text}]} for i, text in enumerate(("a", "b", "A ", "c", "b"))]
+    assert [row["id"] for row in distinct_prompts(rows)] == ["0", "1", "3"]
