@@ -232,7 +232,9 @@ def _check_event(tag: Tag, event: Event, so_far: Registry) -> None:
     if event.previous != (before and before.version):
         was = before.version if before else "nothing"
         raise not_ours(tag.name, f"one that follows {event.previous or 'nothing'} where {was} was promoted, as if a tag was missing")
-    chosen = versions[event.version or event.previous or ""]
+    if event.version is None and event.previous is None:
+        raise not_ours(tag.name, "one by which nothing takes the place of nothing")
+    chosen = versions[event.version or event.previous]
     if tag.commit != chosen.commit:
         raise not_ours(tag.name, f"one at commit {tag.commit[:10]}, where its version isn't")
     if event.action == "promote" and event.override is None and (refusal := why_not(so_far, chosen)):
