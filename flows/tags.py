@@ -26,6 +26,7 @@ _HASH = r"[0-9a-f]{40,64}"
 _HEAD = re.compile(rf"object (?P<commit>{_HASH})\ntype commit\ntag (?P<name>[^\n]+)\ntagger (?P<tagger>[^\n]*)")
 # What git takes for the beginning of a signature: the last line that starts with one of these.
 _SIGNATURE = re.compile(r"^-----BEGIN (?:PGP SIGNATURE|PGP MESSAGE|SIGNED MESSAGE|SSH SIGNATURE)-----", re.MULTILINE)
+MAX_NAME = 300  # characters of a tag's name in a message; git takes no more than a file system does
 Verdict = Literal["passed", "rejected", "not needed"]
 
 
@@ -220,7 +221,8 @@ def read_tags(root: Path, patterns: Sequence[str], signers: Signers | None = Non
 
 def _signed(tag: Tag, signature: Signature) -> Tag | BadTag:
     if signature.signer is None:
-        return BadTag(tag.name, f"tag {tag.name}: expected a signature of an allowed signer, got {signature.problem}; don't use it")
+        subject = f"tag {shown(tag.name, MAX_NAME)}"
+        return BadTag(tag.name, f"{subject}: expected a signature of an allowed signer, got {signature.problem}; don't use it")
     return replace(tag, signer=signature.signer)
 
 
@@ -309,6 +311,7 @@ def _check(tag: Tag, form: type[_Form]) -> _Form:
 
 def not_ours(tag: str, got: str) -> ConfigError:
     """The refusal of a tag. Its name may be anything that git takes, and the command is there to be copied into a shell."""
+    tag = shown(tag, MAX_NAME)
     return ConfigError(f"tag {tag}: expected one made by `python -m flows.promote`, got {got}; remove it with `git tag -d {_quoted(tag)}`")
 
 
