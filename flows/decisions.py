@@ -15,6 +15,7 @@ from flows.tag_writer import next_number, write_tag
 from flows.tags import Event, Version
 from flows.worktree import git
 from rlhf_core.config import ConfigError, shown
+from rlhf_core.config.credentials import credential_in
 
 LOCK_DEADLINE = 60.0  # seconds
 
@@ -135,6 +136,8 @@ def _assign(root: Path, registry: Registry, action: str, version: str | None, *,
             raise ConfigError(f"{name}: expected some words, got none; it is kept with the decision")
         if not value.replace("\n", " ").isprintable():
             raise ConfigError(f"{name}: expected words, got {shown(repr(value))}; write them without control characters")
+        if found := credential_in(value):  # params.yaml of the next runs, which has reasons of rollbacks, would refuse it
+            raise ConfigError(f"{name}: expected words, got {found}; it would be shared with the tag: write it without")
     artifact, previous = registry.artifact, registry.current
     entry = {"action": action, "version": version, "previous": previous and previous.version, "by": by, "reason": reason}
     entry["override"] = override

@@ -15,7 +15,7 @@ from flows.registry import read_for_decision
 from flows.tags import Version
 from flows.versions import fetch
 from flows.worktree import commit, prepare_worktree, worktree_path
-from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params
+from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params, shown
 from rlhf_core.rounds import dvc_md5
 
 INCUMBENT, ANCHOR, ROLLED_BACK = "gate.incumbent", "gate.anchor", "gate.rolled_back"
@@ -98,8 +98,8 @@ def check_not_rolled_back(root: Path, workspace: Path, scorers: list[ScorerConfi
             continue
         version, event = taken_back[md5]
         raise ConfigError(
-            f"scorer {scorer.name}: expected a reward model that was not rolled back, got {version}, which was, {event.who}: "
-            f"{event.reason}; take another one, or write a reason to use it into gate.override of a new run"
+            f"scorer {scorer.name}: expected a reward model that was not rolled back, got {version}, which was, "
+            f"{shown(f'{event.who}: {event.reason}', 1000)}; take another one, or write a reason to use it into gate.override of a new run"
         )
 
 

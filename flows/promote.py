@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(plain(COMMANDS[asked.command](Path.cwd(), asked)))
         return 0
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(plain(str(error)), file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED

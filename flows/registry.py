@@ -232,7 +232,9 @@ def _check_event(tag: Tag, event: Event, so_far: Registry) -> None:
     if event.previous != (before and before.version):
         was = before.version if before else "nothing"
         raise not_ours(tag.name, f"one that follows {event.previous or 'nothing'} where {was} was promoted, as if a tag was missing")
-    chosen = versions[event.version or event.previous or ""]
+    if event.version is None and event.previous is None:
+        raise not_ours(tag.name, "one by which nothing takes the place of nothing")
+    chosen = versions[event.version or event.previous]
     if tag.commit != chosen.commit:
         raise not_ours(tag.name, f"one at commit {tag.commit[:10]}, where its version isn't")
     if event.action == "promote" and event.override is None and (refusal := why_not(so_far, chosen)):
@@ -250,8 +252,10 @@ def _check_event(tag: Tag, event: Event, so_far: Registry) -> None:
 def why_not(registry: Registry, chosen: Version) -> str | None:
     """Why a version may not be promoted without an override; None: it may."""
     if (taken_back := registry.rolled_back.get(chosen.version)) is not None:
-        return f"expected a version that was not rolled back, got one that was, {taken_back.who}: {taken_back.reason}"
+        why = shown(f"{taken_back.who}: {taken_back.reason}", 1000)
+        return f"expected a version that was not rolled back, got one that was, {why}"
     gate = chosen.lineage["gate"]
     if chosen.artifact == "reward-model" and not (gate and gate["passed"]):
-        return f"expected one that passed its gate, got one that didn't: {gate['message'] if gate else 'there is no gate.json'}"
+        message = shown(gate["message"], 1000) if gate else "there is no gate.json"
+        return f"expected one that passed its gate, got one that didn't: {message}"
     return None

@@ -6,6 +6,7 @@ Whoever may push tags may write anything into one. A tag that isn't as it was ma
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta, timezone
@@ -25,6 +26,7 @@ _HASH = r"[0-9a-f]{40,64}"
 _HEAD = re.compile(rf"object (?P<commit>{_HASH})\ntype commit\ntag (?P<name>[^\n]+)\ntagger (?P<tagger>[^\n]*)")
 # What git takes for the beginning of a signature: the last line that starts with one of these.
 _SIGNATURE = re.compile(r"^-----BEGIN (?:PGP SIGNATURE|PGP MESSAGE|SIGNED MESSAGE|SSH SIGNATURE)-----", re.MULTILINE)
+MAX_NAME = 300  # characters of a tag's name in a message; git takes no more than a file system does
 Verdict = Literal["passed", "rejected", "not needed"]
 
 
@@ -207,8 +209,9 @@ def read_tags(root: Path, patterns: Sequence[str], signers: Signers | None = Non
     Args:
         signers: who may have signed them; each tag then needs a signature, and git is called for each.
     """
-    listed = git(root, "for-each-ref", "--format=%(objectname) %(refname:strip=2)", *patterns).splitlines()
-    refs = [(oid, name) for oid, _, name in (line.partition(" ") for line in listed)]
+    # Lines end with \n alone, and names come first: a name may hold what Python takes for the end of a line, or for space at its end.
+    listed = git(root, "for-each-ref", "--format=%(refname:strip=2) %(objectname)", *patterns).split("\n")
+    refs = [(oid, name) for name, _, oid in (line.partition(" ") for line in listed if line)]
     found = [_read(name, oid, content) for (oid, name), content in zip(refs, read_objects(root, [oid for oid, _ in refs]), strict=True)]
     if signers is None:
         return found
@@ -218,7 +221,8 @@ def read_tags(root: Path, patterns: Sequence[str], signers: Signers | None = Non
 
 def _signed(tag: Tag, signature: Signature) -> Tag | BadTag:
     if signature.signer is None:
-        return BadTag(tag.name, f"tag {tag.name}: expected a signature of an allowed signer, got {signature.problem}; don't use it")
+        subject = f"tag {shown(tag.name, MAX_NAME)}"
+        return BadTag(tag.name, f"{subject}: expected a signature of an allowed signer, got {signature.problem}; don't use it")
     return replace(tag, signer=signature.signer)
 
 
@@ -306,5 +310,10 @@ def _check(tag: Tag, form: type[_Form]) -> _Form:
 
 
 def not_ours(tag: str, got: str) -> ConfigError:
-    """The refusal of a tag."""
-    return ConfigError(f"tag {tag}: expected one made by `python -m flows.promote`, got {got}; remove it with `git tag -d '{tag}'`")
+    """The refusal of a tag. Its name may be anything that git takes, and the command is there to be copied into a shell."""
+    tag = shown(tag, MAX_NAME)
+    return ConfigError(f"tag {tag}: expected one made by `python -m flows.promote`, got {got}; remove it with `git tag -d {_quoted(tag)}`")
+
+
+def _quoted(tag: str) -> str:
+    return f"'{tag}'" if "'" not in tag else shlex.quote(tag)

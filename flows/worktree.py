@@ -83,8 +83,8 @@ def slug(text: str) -> str:
 def commit(path: Path, message: str, files: list[str]) -> str | None:
     """Commit these files, and nothing else that lies there or is staged, where one changed. Works without a git identity.
 
-    The user's hooks run, with a deadline, and can refuse; what a hook makes of the files is taken back, since dvc.lock has their hashes.
-    Commits are not signed: that may ask for a passphrase.
+    The user's hooks run, with a deadline, and can refuse; what a hook makes of the files is taken back, since dvc.lock has their hashes,
+    and a commit that has it is none. Commits are not signed: that may ask for a passphrase.
 
     Returns:
         Why there is no commit; None: there is one, or nothing to commit.
@@ -94,6 +94,7 @@ def commit(path: Path, message: str, files: list[str]) -> str | None:
     if not present or git(path, "status", "--porcelain", "--", *present) == "":
         return None
     git(path, "add", "--all", "--", *present)
+    head = git(path, "rev-parse", "HEAD")
     before = {file: (path / file).read_bytes() for file in present if (path / file).is_file()}
     identity = () if has_identity(path) else IDENTITY
     refusal = _run_commit(path, [*identity, "commit", "--quiet", "--no-gpg-sign", "-m", message, "--only", "--", *present])
@@ -102,6 +103,11 @@ def commit(path: Path, message: str, files: list[str]) -> str | None:
         (path / file).write_bytes(before[file])
     if changed:
         log.warning("git commit: a hook changed %s, whose hashes dvc.lock has; put back", ", ".join(changed))
+    if refusal is None and (other := git(path, "diff", "--name-only", "HEAD", "--", *present)):
+        git(path, "update-ref", "HEAD", head, git(path, "rev-parse", "HEAD"))
+        git(path, "add", "--all", "--", *present)
+        names = shown(", ".join(other.splitlines()))
+        return f"git commit: expected the repository's hooks to leave the files as they are, got another content of {names} in the commit"
     return refusal
 
 
@@ -143,7 +149,11 @@ def commit_results(path: Path, message: str, files: list[str], inputs: list[str]
     Args:
         inputs: what stages depend on; those that git doesn't have as they are here are named, since the commit can't be rebuilt without.
     """
-    if (refusal := commit(path, message, files)) is not None:
+    try:
+        refusal = commit(path, message, files)
+    except ConfigError as error:  # another git has the index, or there is no room
+        refusal = str(error)
+    if refusal is not None:
         log.warning("%s: not committed; its files are there. %s", path.name, refusal)
     listed = git(path, "ls-files", "--modified", "--others", "--exclude-standard", "-z", "--", *inputs) if inputs else ""
     changed = sorted({file for file in listed.split("\0") if file and file not in files})

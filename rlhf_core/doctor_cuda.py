@@ -16,6 +16,7 @@ QUERY = ("name", "driver_version", "memory.total", "memory.free")  # memory in M
 # The oldest driver for programs of a CUDA version, by its major number; CUDA's release notes, table 2 (minor-version compatibility).
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 SETUP = "make setup EXTRAS=gpu,dev"
+ANSWER_SECONDS = 60.0  # of the driver's tool; without persistence mode a machine with eight GPUs takes ten
 MOSTLY = 0.5  # of a GPU's memory
 COMPILERS = ("gcc", "cc", "clang")
 
@@ -49,7 +50,11 @@ def ask_driver() -> list[Gpu] | Finding:
     if tool is None:
         return Finding("CUDA", "no driver", "note", "everything runs on the CPU")
     command = [tool, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        remark = f"no answer within {ANSWER_SECONDS:g} s; programs that use the GPU may hang as well: reset it, or restart the machine"
+        return Finding("CUDA", "driver doesn't answer", "broken", remark)
     rows = [[part.strip() for part in line.split(",")] for line in done.stdout.strip().splitlines()]
     if done.returncode or not rows or any(len(row) != len(QUERY) or not (row[2] + row[3]).isdigit() for row in rows):
         said = (done.stdout.strip() or done.stderr.strip())[:100]

@@ -22,14 +22,16 @@ NAMES = frozenset(
         *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy"),
         *("https_proxy", "all_proxy", "no_proxy", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM"),
         *("LD_LIBRARY_PATH", "LD_PRELOAD", "LIBRARY_PATH", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "CC", "CXX"),
-        *("CFLAGS", "CXXFLAGS", "LDFLAGS", "MAX_JOBS", "CONDA_PREFIX", "MASTER_ADDR", "MASTER_PORT", "USE_TORCH"),
-        *("USE_TF", "MPLCONFIGDIR", "HF_HUB_DISABLE_IMPLICIT_TOKEN"),
+        *("CFLAGS", "CXXFLAGS", "LDFLAGS", "MAX_JOBS", "CUDACXX", "CUDAHOSTCXX", "CONDA_PREFIX", "MASTER_ADDR", "MASTER_PORT"),
+        *("USE_TORCH", "USE_TF", "MPLCONFIGDIR", "HF_HUB_DISABLE_IMPLICIT_TOKEN"),
+        # What engines/ray_cluster.py leaves to a user who has set it.
+        *("DASHBOARD_METRIC_PORT", "REPORTER_UPDATE_INTERVAL_MS", "METRICS_RECORD_INTERVAL_S"),
     )
 )
 # Settings of the libraries that stages use, of accelerators, threads and the scheduler.
 PREFIXES = (
     *("LC_", "XDG_", "PYTHON", "RLHF_", "COVERAGE_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "OMP_", "GOMP_", "KMP_"),
-    *("MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "MALLOC_", "DNNL_", "ONEDNN_", "ATEN_", "GLOO_", "CUDA_", "CUDNN_"),
+    *("MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "RAYON_", "NVCC_", "MALLOC_", "DNNL_", "ONEDNN_", "ATEN_", "GLOO_", "CUDA_", "CUDNN_"),
     *("CUBLAS_", "NVIDIA_", "NCCL_", "NVSHMEM_", "HIP_", "HSA_", "ROCM_", "ROCR_", "RCCL_", "MIOPEN_", "UCX_", "FI_"),
     *("TORCH", "PYTORCH_", "TRITON_", "FLASHINFER_", "FLASH_ATTENTION_", "BNB_", "DS_", "DEEPSPEED_", "VLLM_"),
     *("RAY_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_", "ACCELERATE_", "WANDB_"),

@@ -144,14 +144,16 @@ def listing(md5: str, cache: Path) -> dict[str, str]:
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"md5 {md5}: expected a list of files, got another one ({shown(first['msg'])}); don't use it") from error
+    names = {entry.relpath for entry in entries}
     for entry in entries:
-        if (
-            (path := PurePosixPath(entry.relpath)).is_absolute()
-            or ".." in path.parts
-            or not entry.relpath.isprintable()
-            or "\\" in entry.relpath
-        ):
+        path = PurePosixPath(entry.relpath)
+        inside = not path.is_absolute() and path.parts and ".." not in path.parts and path.as_posix() == entry.relpath
+        if not inside or not entry.relpath.isprintable() or "\\" in entry.relpath:
             raise ValueError(f"md5 {md5}: expected names of files inside the folder, got {shown(repr(entry.relpath))}; don't use it")
+        if above := next((parent.as_posix() for parent in path.parents if parent.as_posix() in names), None):
+            raise ValueError(f"md5 {md5}: expected files, got one inside another, {shown(repr(above))}; don't use it")
+    if len(names) < len(entries):
+        raise ValueError(f"md5 {md5}: expected each file once, got one twice; don't use it")
     return {entry.relpath: entry.md5 for entry in entries}
 
 

@@ -1,4 +1,4 @@
-"""What works on this GPU, and how fast: python -m bench.gpu [--parts tests training ...] [--minutes M] [--out FOLDER] [--rehearse]
+"""What works on this GPU, and how fast: python -m bench.gpu [--parts tests,training,...] [--minutes M] [--out FOLDER] [--rehearse]
 
 Writes <part>.json for each part and gpu.md into --out. --write FOLDER ... puts the results of such folders into docs/gpu.md instead; of
 a part that is in several, the last one's count. Ends with 1 where a part failed, was stopped or didn't run.

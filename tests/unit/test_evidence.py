@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from registry_tags import GATE, git, sound_commit, write_tag
 
-from flows import decisions, evidence, promote
+from flows import decisions, evidence, promote, registry
 from flows.evidence import check_version, gates, read_files
 from flows.pins import registry_params
 from flows.registry import read_promoted, read_registry
@@ -230,10 +230,32 @@ def test_a_terminal_takes_no_orders_from_a_tag(root, monkeypatch, capsys):
         assert "\\x1b" in told and told.replace("\n", "").isprintable()
 
 
+def test_a_terminal_takes_no_orders_from_a_refusal(root, monkeypatch, capsys):
+    lineage = sound_commit(root)
+    promoted(root, lineage)
+    event = {"action": "rollback", "version": None, "previous": "v1.0.0", "by": "\x1b]0;Ann", "reason": "bad\x1b[2J", "override": None}
+    write_tag(root, f"{NAME}#prod!#2", event, lineage["commit"])
+    monkeypatch.chdir(root)
+    assert promote.main(["promote", NAME, "v1.0.0", "--by", "Ann", "--reason", "again"]) == 2
+    told = "".join(capsys.readouterr())
+    assert "got one that was, stated by \\x1b]0;Ann: bad\\x1b[2J" in told and told.replace("\n", "").isprintable()
+
+
+def test_a_reason_with_a_credential_is_refused_before_it_is_shared(root):
+    """The params of the next run repeat it, and would be refused."""
+    promoted(root, sound_commit(root))
+    with pytest.raises(ConfigError, match="reason: expected words, got a password in an address; it would be shared") as refusal:
+        decisions.rollback(root, NAME, None, by="Ann", reason="see https://ann:hunter2@host/issue/1")
+    assert "hunter2" not in str(refusal.value)
+    decisions.rollback(root, NAME, None, by="Ann <ann@example.org>", reason="see https://host/issue/1")
+    assert registry_params(root)["gate.rolled_back"][0]["reason"] == "see https://host/issue/1"
+
+
 def test_a_left_out_tag_is_named_when_something_is_decided(root, caplog):
     lineage = sound_commit(root)
     promoted(root, lineage)
     write_tag(root, f"{NAME}@v2.0.0", f"garbage of {root.name}".encode(), lineage["commit"])
+    registry._warn.cache_clear()  # which remembers what another test was told
     with caplog.at_level("WARNING", logger="rlhf.flows"):
         assert registry_params(root)["gate.incumbent"]["version"] == "v1.0.0"
     assert f"tag {NAME}@v2.0.0: expected one made by" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -115,6 +116,30 @@ def test_an_assignment_made_by_hand_is_refused_by_name(root, name):
     clear(root)
     git(root, "update-ref", f"refs/tags/{NAME}{name}", git(root, "rev-parse", "HEAD"))
     assert f"tag {NAME}{name}: expected one made by `python -m flows.promote`" in refusal(root)
+
+
+def test_a_tag_is_read_by_its_whole_name(root):
+    """Of a name with what Python takes for the end of a line, the first part is another tag's name."""
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    write_tag(root, f"{NAME}@v2.0.0", version(root, md5=OTHER))
+    made = git(root, "rev-parse", f"refs/tags/{NAME}@v2.0.0")
+    for end in ("\u2028", "\u2028x", "\u0085", "\u3000"):
+        clear(root)
+        write_tag(root, f"{NAME}@v1.0.0", version(root))
+        git(root, "update-ref", f"refs/tags/{NAME}@v2.0.0{end}", made)
+        (bad,) = read_registry(root, NAME).bad
+        assert bad.name == f"{NAME}@v2.0.0{end}" and is_clear(bad.problem)
+        assert list(read_registry(root, NAME).versions) == ["v1.0.0"]
+        git(root, "update-ref", "-d", f"refs/tags/{NAME}@v2.0.0{end}")
+
+
+def test_the_command_that_removes_a_tag_is_one_word_for_a_shell(root):
+    clear(root)
+    name = f"{NAME}@v1';touch${{IFS}}here;'"
+    git(root, "update-ref", f"refs/tags/{name}", git(root, "rev-parse", "HEAD"))
+    command = read_registry(root, NAME).bad[0].problem.rpartition("remove it with `")[2].removesuffix("`")
+    assert shlex.split(command) == ["git", "tag", "-d", name]
 
 
 def test_an_event_about_a_version_that_is_not_there_is_refused(root):
@@ -239,6 +264,13 @@ def test_a_promotion_that_could_not_have_been_made_is_refused(root, changes, sai
     write_tag(root, f"{NAME}@v2.0.0", version(root, gate=rejected, md5=OTHER))
     write_tag(root, f"{NAME}#prod#1", event(**changes))
     assert re.search(said, refusal(root)), refusal(root)
+
+
+def test_a_rollback_of_nothing_to_nothing_is_refused(root):
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    write_tag(root, f"{NAME}#prod!#1", event(action="rollback", version=None))
+    assert "one by which nothing takes the place of nothing" in refusal(root)
 
 
 def test_a_removed_decision_is_noticed_by_the_next_one(root):

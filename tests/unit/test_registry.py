@@ -78,11 +78,19 @@ def test_a_listing_that_is_missing_changed_or_points_outside_is_refused(root, tm
     place(root, md5).unlink()
     with pytest.raises(ValueError, match=r"the list of its files: expected md5 .* in DVC's cache, got nothing"):
         checkout(md5, tmp_path / "model", root=root)
-    for name in ("../escaped", "/tmp/escaped"):
+    for name in ("../escaped", "/tmp/escaped", ".", "./a", "a/", "a//b"):
         with pytest.raises(ValueError, match="expected names of files inside the folder"):
             checkout(put_folder(root, {name: b""}), tmp_path / "model", root=root)
     with pytest.raises(ValueError, match=r"ends in \.dir"):
         checkout(put(root, b"one file"), tmp_path / "model", root=root)
+
+
+def test_names_that_can_not_all_be_files_are_refused(root, tmp_path):
+    with pytest.raises(ValueError, match="expected files, got one inside another, 'a'; don't use it"):
+        checkout(put_folder(root, {"a": b"", "a/b": b""}), tmp_path / "model", root=root)
+    entries = [{"relpath": "a", "md5": put(root, content)} for content in (b"one", b"two")]
+    with pytest.raises(ValueError, match="expected each file once, got one twice"):
+        checkout(put(root, json.dumps(entries).encode(), ".dir"), tmp_path / "model", root=root)
 
 
 def test_another_content_in_the_folder_is_not_overwritten(root, tmp_path):

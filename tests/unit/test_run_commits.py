@@ -122,6 +122,28 @@ def test_what_a_hook_makes_of_a_result_is_taken_back(project, caplog):
     assert "a hook changed metrics/sft.json" in caplog.text
 
 
+def test_a_commit_with_what_a_hook_made_of_a_result_is_none(project):
+    """Formatters that stage what they have changed let the commit go on."""
+    head = git(project, "rev-parse", "HEAD")
+    add_hook(project, "echo '{}' > metrics/sft.json; git add metrics/sft.json")
+    leave_results(project)
+    refusal = commit(project, "Results", result_paths(project))
+    assert "expected the repository's hooks to leave the files as they are, got another content of metrics/sft.json" in refusal
+    assert git(project, "rev-parse", "HEAD") == head and git(project, "symbolic-ref", "HEAD") == "refs/heads/main"
+    assert (project / "metrics/sft.json").read_text() == "content of metrics/sft.json"
+    add_hook(project, "exit 0")
+    assert commit(project, "Results", result_paths(project)) is None and committed(project) == RESULTS
+    assert git(project, "show", "HEAD:metrics/sft.json") == "content of metrics/sft.json"
+
+
+def test_results_that_git_can_not_take_now_are_no_failure_of_the_run(project, caplog):
+    leave_results(project)
+    (project / ".git/index.lock").touch()
+    with caplog.at_level(logging.WARNING, logger="rlhf.flows"):
+        commit_results(project, "Results", result_paths(project), input_paths(project))
+    assert "not committed; its files are there" in caplog.text and "index.lock" in caplog.text
+
+
 @pytest.mark.parametrize("script", ["exec sleep 600", "trap '' TERM; while true; do sleep 1; done"])
 def test_a_hook_that_does_not_end_is_ended_and_git_works_on(project, monkeypatch, script):
     monkeypatch.setattr(worktree, "HOOK_SECONDS", 1.0)

@@ -95,3 +95,22 @@ def test_the_engine_ends_with_a_stage_that_is_killed(folders, tmp_path):
     holder.wait()
     gone, _ = psutil.wait_procs([engine], timeout=10)
     assert gone or engine.status() == psutil.STATUS_ZOMBIE
+
+
+FAILING = """
+import types
+from rlhf_core.engines.apart import EngineApart
+
+def open_here():
+    return types.SimpleNamespace()
+
+if __name__ == "__main__":
+    engine = EngineApart(open_here)
+    raise SystemExit(3)
+"""
+
+
+def test_a_stage_that_fails_before_it_has_closed_the_engine_ends(tmp_path):
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    assert subprocess.run([sys.executable, str(script)], timeout=60, check=False).returncode == 3
