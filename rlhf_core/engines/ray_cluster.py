@@ -93,7 +93,7 @@ def local_head(
 
 def python_path(root: Path) -> str:
     """PYTHONPATH of a job's processes: the project's folder, then what this process has, where packages may be too."""
-    return os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    return os.pathsep.join(dict.fromkeys([str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
 
 
 def store_bytes(weights: int) -> int:

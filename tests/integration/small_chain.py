@@ -255,7 +255,8 @@ def alive_processes(workspace: Path) -> list[psutil.Process]:
     for process in psutil.process_iter(["cmdline", "environ"]):
         line = " ".join(process.info["cmdline"] or [])
         ours = f"{workspace}/" in line or f"{temporary(workspace)}/" in line
-        if (ours or (process.info["environ"] or {}).get("PYTHONPATH") == str(workspace)) and process.pid != os.getpid():
+        imports = (process.info["environ"] or {}).get("PYTHONPATH", "").split(os.pathsep)
+        if (ours or str(workspace) in imports) and process.pid != os.getpid():
             found[process.pid] = process
     return list(found.values())
 
