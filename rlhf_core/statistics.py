@@ -74,7 +74,7 @@ def wilson_interval(successes: float, n: float, confidence: float) -> tuple[floa
     return low, high
 
 
-def paired_interval(ahead: int, behind: int, n: int, confidence: float) -> tuple[float, float]:
+def paired_interval(ahead: float, behind: float, n: float, confidence: float) -> tuple[float, float]:
     """Score interval (low, high) of (ahead - behind) / n over n independent prompts, on each of which one of two sides is ahead or none.
 
     The ends are the differences d between -1 and 1 at which the score statistic is z and -z:
@@ -85,7 +85,7 @@ def paired_interval(ahead: int, behind: int, n: int, confidence: float) -> tuple
     alternatives.
 
     Args:
-        n: with the prompts on which neither is ahead; 0 gives (-1, 1), for nothing is known.
+        n: with the prompts on which neither is ahead; 0 gives (-1, 1), for nothing is known. Effective numbers need not be whole.
     Raises:
         ValueError: ahead and behind don't fit into n, or confidence is not between 0 and 1.
     """
@@ -99,7 +99,7 @@ def paired_interval(ahead: int, behind: int, n: int, confidence: float) -> tuple
     return _tango_end(ahead, behind, n, z, (-1.0, value)), _tango_end(ahead, behind, n, -z, (value, 1.0))
 
 
-def _tango_end(ahead: int, behind: int, n: int, target: float, between: tuple[float, float]) -> float:
+def _tango_end(ahead: float, behind: float, n: float, target: float, between: tuple[float, float]) -> float:
     """The difference at which the score statistic, which falls as the difference grows, is `target`; by halving."""
     low, high = between
     for _ in range(BISECTIONS):

@@ -114,10 +114,11 @@ def _shift(name: str, probe: dict[str, Any], limit: float | None) -> Check:
 
 def _others(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
     if gate["incumbent"] is not None:
-        yield _not_worse("incumbent_difference", gate["incumbent"], config, "keep the incumbent, or raise gate.max_regression knowingly")
+        way_out = "keep the incumbent, or raise gate.max_regression knowingly"
+        yield _not_worse("incumbent_difference", gate, "incumbent", config, way_out)
     if gate["anchor"] is not None and (gate["incumbent"] is None or gate["anchor"]["md5"] != gate["incumbent"]["md5"]):
         way_out = "keep the incumbent, raise gate.max_regression knowingly, or roll the anchor back if it is no good"
-        yield _not_worse("anchor_difference", gate["anchor"], config, way_out)
+        yield _not_worse("anchor_difference", gate, "anchor", config, way_out)
     if gate["judge"] is not None:
         j = gate["judge"]
         yield Check("judge_correlation", j["spearman"], j["spearman_low"], j["spearman_high"], None, j["n"], None)
@@ -126,12 +127,16 @@ def _others(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
         yield at_least(f"external: {external['name']}", external, external["threshold"], way_out)
 
 
-def _not_worse(name: str, compared: dict[str, Any], config: GateConfig, way_out: str) -> Check:
+def _not_worse(name: str, gate: dict[str, Any], role: str, config: GateConfig, way_out: str) -> Check:
     """Non-inferiority: passed when the lower end of the difference is not below minus the margin.
 
-    Pairs too few to see a difference as large as the margin (`too_few_to_compare`) decide nothing in the candidate's favour.
+    Pairs too few to see a difference as large as the margin (`too_few_to_compare`) decide nothing in the candidate's favour. A model is no
+    worse than itself, on however few pairs.
     """
+    compared = gate[role]
     check = at_least(name, compared, -config.max_regression, way_out, value="difference")
+    if gate["look"] is not None and compared["md5"] == gate["look"]["model"]:
+        return replace(check, passed=True)
     return replace(check, passed=False) if check.n < config.min_pairs or too_few_to_compare(check, config.max_regression) else check
 
 
@@ -224,8 +229,11 @@ def _look(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> str 
     if judged.passed:
         return f"{said}."
     needed = accuracy_needed(config.min_accuracy, gate["n_effective"], config.confidence)
-    said += f": accuracy {needed:.4f} is needed."
+    at_first = accuracy_needed(config.min_accuracy, gate["n_effective"], 1 - 2 * gate["look"]["level"] * number * (number - 1))
+    said += f": accuracy {needed:.4f} is needed, {at_first:.4f} at look 1."
     best = max([gate["accuracy"], *(earlier["accuracy"] for earlier in gate["look"]["earlier"] if earlier["accuracy"] is not None)])
+    if best < at_first:
+        return f"{said} The best of all looks has {best:.4f}, too little for look 1 too: train a better reward model."
     if best < needed:
         said += (
             f" The best of all looks has {best:.4f}: the split is worn out. Hold out more pairs (add preference data, or raise "

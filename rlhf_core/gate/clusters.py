@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-from rlhf_core.statistics import wilson_interval
+from rlhf_core.statistics import paired_interval, wilson_interval
 
 DRAWS = 400  # of a bootstrap: its 95% ends then rest on 10 draws each
 OUTERMOST = 10 / DRAWS  # the outermost quantile that is read off the draws
@@ -84,6 +84,34 @@ def mean_interval(values: np.ndarray, clusters: np.ndarray, confidence: float) -
     variance = m / (m - 1) * float((residuals**2).sum()) / len(values) ** 2
     half = float(stdtrit(m - 1, (1 + confidence) / 2)) * math.sqrt(variance)
     return mean - half, mean + half
+
+
+def difference_interval(differences: np.ndarray, clusters: np.ndarray, confidence: float) -> tuple[float, float]:
+    """Score interval of a mean of differences between -1 and 1 over clusters: `paired_interval` with the effective number of trials.
+
+    n_effective is as in `share_interval`, with the variance of the differences in the place of p (1 - p). Where all differences are equal
+    the clusters count as one trial each. A difference of a half counts half for the side that is ahead. Student's interval would not do:
+    its width goes to 0 with the number of pairs on which the two differ. (-inf, inf) with fewer than two clusters.
+
+    Args:
+        differences: [n], of two models' points on each pair. clusters: [n], codes from 0.
+    """
+    n, m = len(differences), int(clusters.max()) + 1 if len(clusters) else 0
+    if m < 2:
+        return -math.inf, math.inf
+    ahead, behind = float(differences[differences > 0].sum()), -float(differences[differences < 0].sum())
+    alone = float(differences.var()) / n
+    if m == n:
+        n_effective = float(n)
+    elif alone == 0:
+        n_effective = float(m)
+    else:
+        residuals = np.bincount(clusters, weights=differences - differences.mean())
+        variance = m / (m - 1) * float((residuals**2).sum()) / n**2
+        quantile = (1 + confidence) / 2
+        n_effective = n / max(1.0, variance / alone) * (float(ndtri(quantile)) / float(stdtrit(m - 1, quantile))) ** 2
+    share = n_effective / n
+    return paired_interval(ahead * share, behind * share, max(n_effective, (ahead + behind) * share), confidence)
 
 
 def bootstrap(statistic: Callable[[np.ndarray], float], clusters: np.ndarray, *, draws: int = DRAWS) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from scipy.special import bdtr
 
-from rlhf_core.gate.clusters import mean_interval
+from rlhf_core.gate.clusters import difference_interval
 
 
 def mcnemar_exact(first_only: int, second_only: int) -> float:
@@ -29,7 +29,7 @@ def compare(candidate: np.ndarray, incumbent: np.ndarray, clusters: np.ndarray, 
     Where one has a tie and the other not, the one with more points is the one that has the pair right.
     """
     differences = candidate - incumbent
-    low, high = mean_interval(differences, clusters, confidence)
+    low, high = difference_interval(differences, clusters, confidence)
     candidate_only, incumbent_only = int((differences > 0).sum()), int((differences < 0).sum())
     return {
         "n": len(differences),

@@ -25,6 +25,7 @@ from rlhf_core.gate.incumbent import compare
 from rlhf_core.gate.looks import LEDGER
 from rlhf_core.gate.scoring import LoadedModel
 from rlhf_core.rounds import dvc_md5
+from rlhf_core.statistics import wilson_interval
 from tasks.gate_reward import COLUMNS, UnusableScores, explain, read_heldout, with_registry, with_verdict
 from tasks.stage import write_json
 
@@ -129,15 +130,15 @@ def test_rejected_on_a_slice():
 
 @pytest.mark.parametrize(("own", "passed"), [(700, True), (690, True), (600, False)])
 def test_the_incumbent_wins_where_the_candidate_may_be_worse_by_more_than_is_allowed(own, passed):
-    # Of 1000 prompts the incumbent has 700 right and the candidate the first `own` of them. 10 of 1000 worse: the difference of -0.01 has
-    # an interval of half 1.9623 * sqrt(0.01 * 0.99 / 999) = 0.00618, down to -0.0162, and -0.02 is allowed. 100 worse: down to -0.1186.
+    # Of 1000 prompts the incumbent has 700 right and the candidate the first `own` of them. Never ahead, 10 of 1000 behind: the interval
+    # goes down to -0.0183, minus Wilson's upper end of 10 in 1000, and -0.02 is allowed. 100 behind: down to -0.1202.
     candidate, incumbent = ((np.arange(1000) < right).astype(float) for right in (own, 700))
     found = {"version": "v1", "md5": "0.dir", "not_scored": 0, **compare(candidate, incumbent, np.arange(1000), 0.95)}
     gate = judge(pairs(right_and_wrong(own, 1000 - own)), gate_config(min_accuracy=0.5), incumbent=found)
     assert gate["passed"] is passed and verdicts(gate)["incumbent_difference"] is passed
     assert ("the incumbent v1 wins" in gate["message"]) is not passed
     if own == 690:
-        assert gate["incumbent"]["low"] == pytest.approx(-0.01618, abs=1e-5)
+        assert gate["incumbent"]["low"] == pytest.approx(-wilson_interval(10, 1000, 0.95)[1], abs=1e-6)
 
 
 def test_an_incumbent_that_can_score_too_few_of_the_pairs_decides_nothing():

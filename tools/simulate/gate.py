@@ -16,14 +16,14 @@ from scipy.special import ndtri
 
 from rlhf_core.config import GateConfig, load_params
 from rlhf_core.gate.checks import all_checks
-from rlhf_core.gate.clusters import mean_interval, share_interval
+from rlhf_core.gate.clusters import difference_interval, share_interval
 from rlhf_core.gate.heldout import nothing_measured
 from rlhf_core.gate.incumbent import compare
-from rlhf_core.gate.looks import at_look
+from rlhf_core.gate.looks import at_look, look_level
 from rlhf_core.gate.pairs import Pairs, summarize
 from tools.simulate.rows import Row
 
-PROMPTS, PAIRS = 720, 6  # pairs of each prompt: the built-in data's test split with data.test_fraction 0.12
+PROMPTS, PAIRS = 720, 6  # pairs of each prompt; about the size of the built-in data's test split
 OF_PROMPT, OF_PAIR = 0.08, 0.75  # of the variance: a design effect of 1.2, and two models of 0.85 that disagree on 11% of the pairs
 THRESHOLD, START, STEP, CHAIN, MARGIN = 0.75, 0.88, 0.005, 30, 0.02
 BETTER = 0.775
@@ -101,12 +101,24 @@ def worse_passes(rng: np.random.Generator, config: GateConfig) -> bool:
     return passes(split, split.points(START - MARGIN, rng), config, incumbent=split.points(START, rng))
 
 
+def loser_passes(rng: np.random.Generator, config: GateConfig, *, prompts: int, number: int, replications: int) -> int:
+    """How often a model passes that is worse than the incumbent by the whole margin and right on no pair that the incumbent has wrong."""
+    split = Split(np.zeros(prompts), np.arange(prompts))
+    right = np.ones(prompts)
+    config, verdicts, hits = at_look(config, number), {}, 0
+    for lost in rng.binomial(prompts, MARGIN, replications):
+        if lost not in verdicts:
+            verdicts[lost] = passes(split, np.where(np.arange(prompts) < lost, 0.0, 1.0), config, incumbent=right)
+        hits += verdicts[lost]
+    return hits
+
+
 def covered(rng: np.random.Generator) -> tuple[bool, bool]:
     """Whether the interval of an accuracy, and that of a difference on the same pairs, holds the truth."""
     split = Split.draw(rng)
     ours, theirs = split.points(0.85, rng), split.points(0.86, rng)
     accuracy = share_interval(ours, split.prompts, 0.95)
-    low, high = mean_interval(ours - theirs, split.prompts, 0.95)
+    low, high = difference_interval(ours - theirs, split.prompts, 0.95)
     return accuracy.low <= 0.85 <= accuracy.high, low <= -0.01 <= high
 
 
@@ -140,6 +152,11 @@ def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
         rows.append(Row(case, "at most 0.05", int((ends < START - MARGIN - STEP / 2).sum()), replications))
     worse = sum(worse_passes(rng, config) for _ in range(replications))
     rows.append(Row(f"a model that is worse than the incumbent by {MARGIN} passes", "at most 0.025", worse, replications))
+    for prompts in (200, PROMPTS):
+        for number in (1, 3, 10):
+            hits = loser_passes(rng, config, prompts=prompts, number=number, replications=replications)
+            case = f"the same on {prompts} prompts of one pair, right on no pair that the incumbent has wrong, at look {number}"
+            rows.append(Row(case, f"at most {look_level(config.confidence, number):.2g}", hits, replications))
     for number in (1, 2, 5, 10, 30):
         found = [power(rng, config, number) for _ in range(replications)]
         for k, what in enumerate((f"a model of {BETTER}", f"a model as good as incumbent and anchor ({START})")):

@@ -20,13 +20,13 @@ def against(candidate: int, other: int, n: int, *, version: str = "v1", md5: str
 
 
 def test_pairs_too_few_to_see_the_margin_decide_nothing():
-    # 310 and 299 of 400: they differ on 90 and 101 pairs, by 0.0275. Half 1.965927 * sqrt((191 / 400 - 0.0275^2) / 399) = 0.067952, more
-    # than the margin 0.02: 400 * (0.067952 / 0.02)^2 = 4,618 pairs. With the margin 0.07 the same interval passes.
+    # 310 and 299 of 400: they differ on 101 and 90 pairs, by 0.0275. Half 0.067692 of the interval is more than the margin 0.02:
+    # 400 * (0.067692 / 0.02)^2 = 4,583 pairs. With the margin 0.07 the same interval passes.
     found = against(310, 299, 400)
-    assert (found["low"], found["high"]) == pytest.approx((-0.04045, 0.09545), abs=1e-5)
+    assert (found["low"], found["high"]) == pytest.approx((-0.040313, 0.095071), abs=1e-6)
     gate = judge(pairs(right_and_wrong(310, 90)), gate_config(min_accuracy=0.5), incumbent=found)
-    assert not gate["passed"] and "too few pairs to compare with the incumbent v1: half-width 0.0680" in gate["message"]
-    assert "exceeds gate.max_regression=0.02 on 400 pairs; about 4,618 pairs are needed" in gate["message"]
+    assert not gate["passed"] and "too few pairs to compare with the incumbent v1: half-width 0.0677" in gate["message"]
+    assert "exceeds gate.max_regression=0.02 on 400 pairs; about 4,583 pairs are needed" in gate["message"]
     assert judge(pairs(right_and_wrong(310, 90)), gate_config(min_accuracy=0.5, max_regression=0.07), incumbent=found)["passed"]
 
 
@@ -80,6 +80,14 @@ def test_an_anchor_that_is_the_incumbent_is_judged_once():
     assert verdicts(judge(pairs(right_and_wrong(3440, 560)), anchor=both))["anchor_difference"]
 
 
+def test_a_model_is_no_worse_than_itself_on_however_few_pairs():
+    rows = pairs(right_and_wrong(280, 20))
+    itself = against(280, 280, 300, md5="m", confidence=0.999)
+    assert itself["low"] < -0.02
+    assert verdicts(judge(rows, incumbent=itself, look=look(1)))["incumbent_difference"]
+    assert not verdicts(judge(rows, incumbent=itself | {"md5": "another"}, look=look(1)))["incumbent_difference"]
+
+
 def look(number: int, *accuracies: float) -> dict[str, Any]:
     known = {"model": "m", "run": "r", "passed": False, "confidence": 0.95}
     earlier = [{"number": k, "accuracy": a, **known} for k, a in enumerate(accuracies, start=1)]
@@ -93,10 +101,16 @@ def test_a_later_look_needs_more_and_says_so():
     config = at_look(gate_config(), 2)
     gate = judge(rows, config, look=look(2, 0.81))
     assert not gate["passed"] and gate["confidence"] == pytest.approx(0.975)
-    assert "This is look 2 on the split, for which the intervals are those of 97.5%: accuracy 0.7807 is needed." in gate["message"]
+    assert (
+        "This is look 2 on the split, for which the intervals are those of 97.5%: accuracy 0.7807 is needed, 0.7768 at look 1."
+        in gate["message"]
+    )
     assert "worn out" not in gate["message"]  # a model with 0.81 has been seen
     worn_out = judge(rows, config, look=look(2, 0.7))
     assert "The best of all looks has 0.7800: the split is worn out. Hold out more pairs" in worn_out["message"]
+    weak = judge(pairs(right_and_wrong(760, 240)), config, look=look(2, 0.7))
+    assert "The best of all looks has 0.7600, too little for look 1 too: train a better reward model." in weak["message"]
+    assert "worn out" not in weak["message"]
     passed = judge(pairs(right_and_wrong(900, 100)), config, look=look(2, 0.81))
     assert passed["passed"] and passed["message"].startswith("passed: ")
     assert passed["message"].endswith(" This is look 2 on the split, for which the intervals are those of 97.5%.")
