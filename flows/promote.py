@@ -92,6 +92,8 @@ def show(root: Path, asked: argparse.Namespace) -> str:
         if asked.json:
             return json.dumps([describe(found, version, problems[version.version]) for version in found.versions.values()], indent=1)
         return versions_table(found, problems)
+    if asked.version == "promoted":
+        found.check_decisions()
     version = found.get(None if asked.version == "promoted" else asked.version)
     problem = problem_of(root, version)
     _warn(filter(None, [problem]))
@@ -99,9 +101,9 @@ def show(root: Path, asked: argparse.Namespace) -> str:
 
 
 def _read(root: Path, artifact: str) -> Registry:
-    """With a warning for each tag that is left out."""
+    """With a warning of each tag that is left out."""
     found = read_registry(root, artifact)
-    _warn(tag.problem for tag in found.bad)
+    _warn(found.problems())
     return found
 
 
@@ -188,28 +190,26 @@ def versions_table(found: Registry, problems: dict[str, str | None]) -> str:
     """Args: problems: of each version's verdict, as `flows.evidence.gates` finds them."""
     rows = [
         (
-            *(v.version, found.state(v.version), v.lineage["run"], v.commit[:SHORT], v.md5[:SHORT], (v.sha256 or "md5 only")[:SHORT]),
+            *(v.version, found.known_state(v.version), v.lineage["run"], v.commit[:SHORT], v.md5[:SHORT], (v.sha256 or "md5 only")[:SHORT]),
             *(f"{v.verdict}: false" if problems[v.version] else v.verdict, _look_number(v), who(v.by, v.signer), v.at),
         )
         for v in found.versions.values()
     ]
     headers = ["version", "state", "run", "commit", "md5", "sha256", "gate", "look", "registered", "at"]
-    return (
-        tabulate(rows, headers=headers) if rows else f"{found.artifact}: no version registered; a clone needs its tags: `git fetch --tags`"
-    )
+    return tabulate(rows, headers=headers) if rows else f"{found.artifact}: registered versions: {found.none_known}"
 
 
 def describe(found: Registry, version: Version, problem: str | None) -> dict[str, Any]:
     """All that is known of a version, as JSON has it. problem: of its tag, by its commit; None: none was found."""
     events = [asdict(event) for event in found.events if version.version in (event.version, event.previous)]
-    return {**asdict(version), "sha256": version.sha256, "state": found.state(version.version), "problem": problem, "events": events}
+    return {**asdict(version), "sha256": version.sha256, "state": found.known_state(version.version), "problem": problem, "events": events}
 
 
 def summary(found: Registry, version: Version, problem: str | None = None) -> str:
     """All that is known of a version, but for the whole of its params, on some lines. problem: as for `describe`."""
     line = version.lineage
     facts = {
-        "state": found.state(version.version),
+        "state": found.known_state(version.version),
         "registered": f"{version.at}, {who(version.by, version.signer)}",
         "commit": f"{version.commit} ({line['run']})",
         "its commit": problem or "says the same as the tag",

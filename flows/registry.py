@@ -18,12 +18,13 @@ from typing import Literal
 
 from flows.evidence import check_version
 from flows.signatures import allowed_signers
-from flows.tags import BadTag, Event, Tag, Version, as_event, as_version, not_ours, read_tags
+from flows.tags import BadTag, Event, Tag, Version, as_event, as_version, is_decision, not_ours, read_tags
 from rlhf_core.config import ConfigError, shown
 
 ARTIFACTS = ("reward-model", "policy")  # as in dvc.yaml
 STAGE = "prod"
 State = Literal["promoted", "rolled back", "superseded", "registered"]
+RESTORE = "`git fetch --tags --force` from where it was pushed, or from a backup"
 
 log = logging.getLogger("rlhf.flows")
 
@@ -72,13 +73,37 @@ class Registry:
             return "rolled back"
         return "superseded" if any(event.version == version for event in self.events) else "registered"
 
+    def known_state(self, version: str) -> State | Literal["unknown"]:
+        """For tables: where a decision was left out, nothing is known of what the others say together."""
+        return "unknown" if self.bad_decisions else self.state(version)
+
+    @property
+    def bad_decisions(self) -> list[BadTag]:
+        return [tag for tag in self.bad if is_decision(tag.name)]
+
+    @property
+    def none_known(self) -> str:
+        """Why there is no version."""
+        if self.bad:
+            return f"none; all its tags are bad: {shown(', '.join(tag.name for tag in self.bad), 1000)}"
+        return "none; a clone needs its tags: `git fetch --tags`"
+
+    def problems(self) -> list[str]:
+        """What is wrong with the tags that were left out; of those that one bad tag takes with it only the names."""
+        told = []
+        for tag in self.bad:
+            if tag.cause is None:
+                taken = [other.name for other in self.bad if other.cause == tag.name]
+                told.append(f"{tag.problem}; left out with it: {shown(', '.join(taken), 1000)}" if taken else tag.problem)
+        return told
+
     def get(self, version: str | None) -> Version:
         """A version by its name; None: the promoted one.
 
         Raises:
             ConfigError: there is none.
         """
-        known = ", ".join(self.versions) or "none; a clone needs its tags: `git fetch --tags`"
+        known = ", ".join(self.versions) or self.none_known
         if version is None:
             if self.current is None:
                 raise ConfigError(f"{self.artifact}: expected a promoted version, got none (registered: {known}); promote one")
@@ -103,7 +128,7 @@ class Registry:
         Raises:
             ConfigError: a tag of a decision was left out, and could have changed that.
         """
-        if bad := [tag for tag in self.bad if tag.name.startswith(f"{self.artifact}#")]:
+        if bad := self.bad_decisions:
             raise ConfigError(f"{bad[0].problem}; until then nothing is decided by what {self.artifact} is promoted")
 
     def newest_version(self) -> str | None:
@@ -136,10 +161,17 @@ def read_registry(root: Path, artifact: str) -> Registry:
     found = read_tags(root, patterns, allowed_signers(root))
     bad = [tag for tag in found if isinstance(tag, BadTag)]
     tags = [tag for tag in found if isinstance(tag, Tag)]
-    versions = _versions(artifact, [tag for tag in tags if "@" in tag.name], bad)
+    versions = _versions(artifact, [tag for tag in tags if not is_decision(tag.name)], bad)
     newest = max((tag.second for tag in tags), default=0)
-    events = _events([tag for tag in tags if "@" not in tag.name], Registry(artifact, versions, [], newest, tuple(bad)), bad)
-    return Registry(artifact, versions, events, newest, tuple(bad))
+    events = _events([tag for tag in tags if is_decision(tag.name)], Registry(artifact, versions, [], newest, tuple(bad)), bad)
+    return _with_remedies(Registry(artifact, versions, events, newest, tuple(bad)))
+
+
+def _with_remedies(found: Registry) -> Registry:
+    """Bad decisions say what helps, and what would be promoted without them: it may be what the decision took back."""
+    promoted = found.current.version if found.current else "nothing"
+    remedy = f"bring the true one back with {RESTORE}; removing a decision is no remedy: {promoted} would then be promoted"
+    return replace(found, bad=tuple(replace(t, problem=f"{t.problem}; {remedy}") if is_decision(t.name) else t for t in found.bad))
 
 
 def read_for_decision(root: Path, artifact: str) -> Registry:
@@ -149,8 +181,8 @@ def read_for_decision(root: Path, artifact: str) -> Registry:
         ConfigError: a tag of a decision isn't as it was made.
     """
     found = read_registry(root, artifact)
-    for tag in found.bad:
-        _warn(tag.problem)
+    for problem in found.problems():
+        _warn(problem)
     found.check_decisions()
     return found
 
@@ -216,22 +248,40 @@ def _events(tags: list[Tag], empty: Registry, bad: list[BadTag]) -> list[Event]:
             if event is not None:
                 _check_event(tag, event, so_far)
                 so_far = replace(so_far, events=[*so_far.events, event])
+        except LeftOut as error:
+            bad.append(BadTag(tag.name, str(error), error.cause or _cause(number, bad)))
         except ConfigError as error:
             bad.append(BadTag(tag.name, str(error)))
     return so_far.events
+
+
+class LeftOut(ConfigError):
+    """A decision that may be sound, but for another tag. cause: the bad version's tag; None: a decision before it."""
+
+    def __init__(self, message: str, cause: str | None = None):
+        super().__init__(message)
+        self.cause = cause
+
+
+def _cause(number: int, bad: list[BadTag]) -> str | None:
+    """The bad tag behind the last decision before this one that was left out; None: there is none."""
+    before = [(int(found["number"]), tag) for tag in bad if (found := _ASSIGNMENT.fullmatch(tag.name)) and int(found["number"]) < number]
+    last = max(before, key=lambda pair: pair[0], default=(0, None))[1]
+    return last and (last.cause or last.name)
 
 
 def _check_event(tag: Tag, event: Event, so_far: Registry) -> None:
     """A decision is about versions that are there and might have been made; its model is still the one of the version's tag."""
     versions, before = so_far.versions, so_far.current
     if unknown := [name for name in (event.version, event.previous) if name is not None and name not in versions]:
-        left_out = next(
-            (b.problem for b in so_far.bad if b.name == f"{so_far.artifact}@{unknown[0]}"), "a clone needs its tags: `git fetch --tags`"
-        )
-        raise ConfigError(f"tag {tag.name}: expected a registered version, got {shown(repr(unknown[0]))}; {left_out}")
+        cause = next((b for b in so_far.bad if b.name == f"{so_far.artifact}@{unknown[0]}"), None)
+        why = cause.problem if cause else "a clone needs its tags: `git fetch --tags`"
+        refusal = f"tag {tag.name}: expected a registered version, got {shown(repr(unknown[0]))}; {why}"
+        raise LeftOut(refusal, cause.name) if cause else ConfigError(refusal)
     if event.previous != (before and before.version):
         was = before.version if before else "nothing"
-        raise not_ours(tag.name, f"one that follows {event.previous or 'nothing'} where {was} was promoted, as if a tag was missing")
+        got = f"one that follows {event.previous or 'nothing'} where {was} was promoted, as if a tag was missing"
+        raise LeftOut(str(not_ours(tag.name, got)))
     if event.version is None and event.previous is None:
         raise not_ours(tag.name, "one by which nothing takes the place of nothing")
     chosen = versions[event.version or event.previous]

@@ -28,7 +28,10 @@ def next_number(root: Path, artifact: str) -> int:
     numbered = {int(found[1]): name for name in names if (found := _NUMBER.search(name))}
     last = max(numbered, default=0)
     if last == MAX_NUMBER:
-        raise ConfigError(f"tag {numbered[last]}: expected a number with one above it, got the last one; remove the tag with `git tag -d`")
+        raise ConfigError(
+            f"tag {numbered[last]}: expected a number with one above it, got the last one, which nothing here gives; look with `show` and "
+            "`history` what is promoted, remove the tag, and look whether that is still so"
+        )
     return last + 1
 
 

@@ -48,10 +48,11 @@ class Tag:
 
 @dataclass(frozen=True)
 class BadTag:
-    """A tag that is left out, and why."""
+    """A tag that is left out, and why. cause: the name of another bad tag, without which this one would not be left out."""
 
     name: str
     problem: str
+    cause: str | None = None
 
 
 @dataclass(frozen=True)
@@ -310,9 +311,18 @@ def _check(tag: Tag, form: type[_Form]) -> _Form:
 
 
 def not_ours(tag: str, got: str) -> ConfigError:
-    """The refusal of a tag. Its name may be anything that git takes, and the command is there to be copied into a shell."""
+    """The refusal of a tag. Its name may be anything that git takes, and the command is there to be copied into a shell.
+
+    A decision is not to be removed: the one before it would count. `flows.registry` says what helps.
+    """
     tag = shown(tag, MAX_NAME)
-    return ConfigError(f"tag {tag}: expected one made by `python -m flows.promote`, got {got}; remove it with `git tag -d {_quoted(tag)}`")
+    removal = "" if is_decision(tag) else f"; remove it with `git tag -d {_quoted(tag)}`"
+    return ConfigError(f"tag {tag}: expected one made by `python -m flows.promote`, got {got}{removal}")
+
+
+def is_decision(tag: str) -> bool:
+    """Whether a tag of the registry has the name of an assignment, not of a version."""
+    return "#" in tag.partition("@")[0]
 
 
 def _quoted(tag: str) -> str:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from hostile import NASTY_VALUES, NESTED, is_clear, mangled
 from registry_tags import sound_lineage
 
+from flows import promote as command
 from flows.decisions import add_version, promote, rollback
 from flows.registry import read_for_decision, read_registry
 from rlhf_core.config import ConfigError
@@ -111,7 +112,7 @@ def test_a_version_made_by_hand_is_refused_by_name(root, name):
         assert f"tag {NAME}@{name}: expected " in refusal(root)
 
 
-@pytest.mark.parametrize("name", ["#prod#1", "#prod!#2", "#prod#x", "#prod#01", "#prod!#"])
+@pytest.mark.parametrize("name", ["#prod#1", "#prod!#2", "#prod#x", "#prod#01", "#prod!#", "#prod#@v1.0.0"])
 def test_an_assignment_made_by_hand_is_refused_by_name(root, name):
     clear(root)
     git(root, "update-ref", f"refs/tags/{NAME}{name}", git(root, "rev-parse", "HEAD"))
@@ -138,8 +139,8 @@ def test_the_command_that_removes_a_tag_is_one_word_for_a_shell(root):
     clear(root)
     name = f"{NAME}@v1';touch${{IFS}}here;'"
     git(root, "update-ref", f"refs/tags/{name}", git(root, "rev-parse", "HEAD"))
-    command = read_registry(root, NAME).bad[0].problem.rpartition("remove it with `")[2].removesuffix("`")
-    assert shlex.split(command) == ["git", "tag", "-d", name]
+    removal = read_registry(root, NAME).bad[0].problem.rpartition("remove it with `")[2].removesuffix("`")
+    assert shlex.split(removal) == ["git", "tag", "-d", name]
 
 
 def test_an_event_about_a_version_that_is_not_there_is_refused(root):
@@ -220,7 +221,7 @@ def test_one_bad_version_leaves_the_others_readable(root):
         found.get("v2.0.0")
 
 
-@pytest.mark.parametrize("name", ["#prod#2", "#prod!#2", "#prod#1000", "#prod#x"])
+@pytest.mark.parametrize("name", ["#prod#2", "#prod!#2", "#prod#1000", "#prod#x", "#prod#x@v1"])
 def test_a_bad_assignment_stops_decisions_and_no_reading(root, name):
     """It could have been a rollback of what is promoted."""
     clear(root)
@@ -319,3 +320,63 @@ def test_a_tag_is_read_within_limits(root, content, said):
     clear(root)
     write_tag(root, f"{NAME}@v1.0.0", b"head\n\n" + content)
     assert said in refusal(root)
+
+
+def rolled_back_registry(root: Path) -> None:
+    """v1.0.0 and v2.0.0 were promoted, and v2.0.0 was taken back by decision 3."""
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root))
+    write_tag(root, f"{NAME}@v2.0.0", version(root, md5=OTHER))
+    write_tag(root, f"{NAME}#prod#1", event())
+    write_tag(root, f"{NAME}#prod#2", event(version="v2.0.0", previous="v1.0.0"))
+    write_tag(root, f"{NAME}#prod#3", event(action="rollback", previous="v2.0.0"))
+
+
+def test_removing_a_bad_decision_is_not_advised(root):
+    """Without the rollback the version that it took back is promoted, and nothing could notice."""
+    rolled_back_registry(root)
+    write_tag(root, f"{NAME}#prod#3", event(action="rollback", version="v7.0.0", previous="v2.0.0"))
+    with pytest.raises(ConfigError) as told:
+        read_for_decision(root, NAME)
+    for problem in (refusal(root), str(told.value)):
+        assert "git tag -d" not in problem and "remove it with" not in problem
+        assert "bring the true one back with `git fetch --tags --force` from where it was pushed, or from a backup" in problem
+        assert "removing a decision is no remedy: v2.0.0 would then be promoted" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "promoted"),
+    [("#prod#4", "v1.0.0"), ("#prod!#9", "v1.0.0"), ("#prod#x", "v1.0.0"), ("#prod#2", "v1.0.0"), ("#prod#1", "nothing")],
+)
+def test_a_bad_decision_says_what_would_be_promoted_without_it(root, name, promoted):
+    rolled_back_registry(root)
+    write_tag(root, f"{NAME}{name}", b"garbage")
+    problem = next(bad.problem for bad in read_registry(root, NAME).bad if bad.name == f"{NAME}{name}")
+    assert "git tag -d" not in problem and f"removing a decision is no remedy: {promoted} would then be promoted" in problem
+    assert is_clear(problem)
+
+
+def test_a_moved_version_is_warned_of_once_and_states_are_unknown(root, monkeypatch, capsys):
+    """Its decisions are left out with it: v2.0.0, which was taken back, may not look like one that never was promoted."""
+    rolled_back_registry(root)
+    write_tag(root, f"{NAME}@v1.0.0", version(root, commit="0" * 40))
+    monkeypatch.chdir(root)
+    assert command.main(["show", NAME]) == 0
+    table, warned = capsys.readouterr()
+    assert warned.count("someone moved it") == 1 and warned.count(f"{NAME}@v1.0.0") == 1
+    assert f"left out with it: {NAME}#prod#1, {NAME}#prod#2, {NAME}#prod#3" in warned
+    assert re.search(r"v2\.0\.0 +unknown ", table) and "registered " not in table.splitlines()[2].split("main")[0]
+    assert command.main(["show", NAME, "promoted"]) == 2
+    assert "until then nothing is decided" in capsys.readouterr().err
+
+
+def test_show_with_bad_tags_only_names_them(root, monkeypatch, capsys):
+    clear(root)
+    write_tag(root, f"{NAME}@v1.0.0", b"garbage")
+    write_tag(root, f"{NAME}@v2.0.0", b"garbage")
+    monkeypatch.chdir(root)
+    assert command.main(["show", NAME]) == 0
+    told = capsys.readouterr().out
+    assert f"all its tags are bad: {NAME}@v1.0.0, {NAME}@v2.0.0" in told and "a clone needs its tags" not in told
+    assert command.main(["show", NAME, "v3.0.0"]) == 2
+    assert f"all its tags are bad: {NAME}@v1.0.0, {NAME}@v2.0.0" in capsys.readouterr().err
