@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from rlhf_core.report.inputs import ReportInputs, need
-from rlhf_core.report.verdict import MODES, judge_direction, judged, outcome, reward_direction
+from rlhf_core.report.verdict import MODES, by_mode, judge_direction, judged, outcome, reward_direction
 
 LEARNED = 0.98  # a loss that is still above this share of where it began has not been learned from
 OVERFITTED = 1.15  # a held-out loss this many times its lowest value has been passed long ago
@@ -195,7 +195,8 @@ def _offline(inputs: ReportInputs) -> Iterator[Blame]:
 
 
 def _too_close(inputs: ReportInputs) -> Blame:
-    """No stage has a figure against it: either too few prompts were asked, or what was learned is not what counts."""
+    """No stage has a figure against it: too few prompts were asked, the modes differ, or what was learned is not what counts."""
+    confidence = need(inputs.params, "evaluation", "confidence")
     gains = [need(inputs.evaluation, "win_rate", mode, "value") - 0.5 for mode in MODES]
     source = "win rate"
     if need(inputs.evaluation, "judge"):
@@ -205,6 +206,14 @@ def _too_close(inputs: ReportInputs) -> Blame:
         f"{source}: {100 * gains[0]:+.1f} points greedy, {100 * gains[1]:+.1f} sampled, "
         f"on {need(inputs.evaluation, 'greedy', 'sft', 'n')} prompts"
     )
+    apart = by_mode(inputs.evaluation, "judge" if need(inputs.evaluation, "judge") else "reward", confidence)
+    if apart is not None and not apart.worse_alone:
+        return Blame(
+            "evaluate",
+            figure,
+            f"No figure of an earlier stage explains it: {apart.sentence}",
+            ("samples of both modes beside the SFT model’s", "rl.kl.coef and the steps, if it is worse in one mode", "evaluation.prompts"),
+        )
     if min(gains) > 0:
         return Blame(
             "evaluate",

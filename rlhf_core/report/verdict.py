@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf_core.report.inputs import Stopped, need
+from rlhf_core.report.texts import number
 from rlhf_core.statistics import detectable_difference, holm
 
 MODES = ("greedy", "sampled")
@@ -39,8 +40,12 @@ def outcome(
     rewarder = rewarded_by(scorers)
     judge, reward = judge_direction(evaluation, confidence), reward_direction(evaluation, confidence)
     details = [_win_rates(evaluation, rewarder, confidence)]
+    tone: Tone
     if judge is None:
         tone, headline = _BY_REWARD_ALONE[reward]
+        if (apart := by_mode(evaluation, "reward", confidence)) is not None:
+            tone, headline = "bad" if apart.worse_alone else "open", f"By the {{}}, {apart.sentence}"
+            details += apart.details
         details.append(
             f"There is no judge for this data: only the {rewarder} has compared the answers, and a policy trained on it pleases it."
         )
@@ -52,7 +57,57 @@ def outcome(
         details.append("The judge was part of the reward: the policy was trained to please it too.")
     details += selected
     tone, headline = _BY_JUDGE[judge, reward]
+    if (apart := by_mode(evaluation, "judge", confidence)) is not None:
+        tone = "bad" if apart.worse_alone or (judge, reward) == ("worse", "better") else "open"
+        headline = f"{_HACKED if reward == 'better' and judge == 'worse' else ''} By the judge, {apart.sentence}".lstrip()
+        details += apart.details
     return Verdict(tone, headline.format(rewarder), tuple(details))
+
+
+@dataclass(frozen=True)
+class ByMode:
+    """A policy that is clearly better or worse in one mode, and not so in the other.
+
+    worse_alone: worse in one mode, and better in none. sentence: of both modes, without its subject's judge.
+    """
+
+    worse_alone: bool
+    sentence: str
+    details: tuple[str, ...]
+
+
+def by_mode(evaluation: Mapping[str, Any], who: str, confidence: float) -> ByMode | None:
+    """None: the same can be said of both modes.
+
+    Args:
+        who: judge, or reward.
+    """
+    signs = {mode: sign for (of, mode), sign in _signs(evaluation, confidence).items() if of == who}
+    if len(set(signs.values())) == 1:
+        return None
+    words = {1: "better", 0: "not clearly different", -1: "worse"}
+    told = [f"{words[signs[mode]]} {mode} ({_figure(evaluation, who, mode)})" for mode in reversed(MODES)]
+    details = [_scores(evaluation)]
+    if 0 not in signs.values():
+        details.append("The two modes disagree: sampled answers are what RL trains, greedy ones take the likeliest token at each place.")
+        if signs["greedy"] < 0:
+            details.append("A greedy answer loses by however little its score is lower: look at the size of the change too.")
+    return ByMode(1 not in signs.values(), f"the policy is {' and '.join(told)}.", tuple(details))
+
+
+def _figure(evaluation: Mapping[str, Any], who: str, mode: str) -> str:
+    if who == "reward":
+        return f"win rate {need(evaluation, 'win_rate', mode, 'value'):.1%}"
+    sft, policy = (need(evaluation, mode, model, "judge_ok") for model in ("sft", "policy"))
+    return f"{sft:.1%} → {policy:.1%} accepted"
+
+
+def _scores(evaluation: Mapping[str, Any]) -> str:
+    def change(mode: str) -> str:
+        sft, policy = (need(evaluation, mode, model, "score_mean") for model in ("sft", "policy"))
+        return f"{mode} {number(sft)} → {number(policy)}"
+
+    return f"Mean score: {', '.join(change(mode) for mode in reversed(MODES))}."
 
 
 def judge_selects(params: Mapping[str, Any]) -> list[str]:
@@ -118,7 +173,13 @@ def reward_direction(evaluation: Mapping[str, Any], confidence: float) -> Direct
 
 
 def _directions(evaluation: Mapping[str, Any], confidence: float) -> dict[str, Direction]:
-    """Of the reward and, where there is one, the judge. Clear: by the sign tests of both and of both modes, corrected together (Holm)."""
+    """Of the reward and, where there is one, the judge."""
+    signs = _signs(evaluation, confidence)
+    return {who: _direction([sign for (of, _), sign in signs.items() if of == who]) for who in dict.fromkeys(of for of, _ in signs)}
+
+
+def _signs(evaluation: Mapping[str, Any], confidence: float) -> dict[tuple[str, str], int]:
+    """1, -1 or 0 (not clear) of reward and judge in each mode, by the sign tests of both and of both modes, corrected together (Holm)."""
     changes, p_values = {}, {}
     for mode in MODES:
         rate = need(evaluation, "win_rate", mode)
@@ -127,8 +188,7 @@ def _directions(evaluation: Mapping[str, Any], confidence: float) -> dict[str, D
             difference = need(evaluation, "difference", mode, "judge_ok")
             changes["judge", mode], p_values["judge", mode] = difference["value"], difference["p_value"]
     corrected = dict(zip(p_values, holm(list(p_values.values())), strict=True))
-    signs = {key: 0 if corrected[key] >= 1 - confidence else 1 if changes[key] > 0 else -1 for key in changes}
-    return {who: _direction([sign for (of, _), sign in signs.items() if of == who]) for who in dict.fromkeys(of for of, _ in signs)}
+    return {key: 0 if corrected[key] >= 1 - confidence else 1 if changes[key] > 0 else -1 for key in changes}
 
 
 def _direction(signs: list[int]) -> Direction:

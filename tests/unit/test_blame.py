@@ -153,6 +153,17 @@ def test_without_a_judge_the_win_rate_counts():
     assert (found.stage, found.figure) == ("evaluate", "win rate: +2.0 points greedy, +2.0 sampled, on 400 prompts")
 
 
+def test_a_policy_that_is_better_in_one_mode_is_not_called_no_better():
+    inputs = run(judge=False)
+    for mode, win in (("greedy", 0.37), ("sampled", 0.8)):
+        inputs.evaluation["win_rate"][mode] = win_rate(round(400 * win), 0)
+    found = blame(inputs)
+    assert (found.stage, found.figure) == ("evaluate", "win rate: -13.0 points greedy, +30.0 sampled, on 400 prompts")
+    assert "the policy is better sampled (win rate 80.0%) and worse greedy (win rate 37.0%)." in found.sentence
+    inputs.evaluation["win_rate"]["sampled"] = win_rate(200, 0)
+    assert blame(inputs).stage == "train_policy"
+
+
 def test_a_limit_that_ended_the_training_is_told_of_a_good_run_too():
     policy = metrics(judge=True)["train_policy"] | {"monitor": {"stopped": STOPPED, "warnings": [], "chosen_step": 20}}
     assert blame(replace(run(), policy=policy)) == Blame(

@@ -92,6 +92,43 @@ def test_better_needs_both_modes_and_worse_only_one():
     assert outcome(mixed, [REWARD_MODEL], confidence=0.95).tone == "bad"
 
 
+def with_win_rates(*, greedy: float, sampled: float) -> dict:
+    """Without a judge."""
+    result = with_results(sft=0.5, policy=0.5, win=0.5, judge=False)
+    for mode, win in (("greedy", greedy), ("sampled", sampled)):
+        result["win_rate"][mode] = win_rate(round(400 * win), 0)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("greedy", "sampled", "tone", "words"),
+    [
+        (0.37, 0.8, "open", "better sampled (win rate 80.0%) and worse greedy (win rate 37.0%)."),
+        (0.8, 0.37, "open", "worse sampled (win rate 37.0%) and better greedy (win rate 80.0%)."),
+        (0.5, 0.8, "open", "better sampled (win rate 80.0%) and not clearly different greedy (win rate 50.0%)."),
+        (0.37, 0.5, "bad", "not clearly different sampled (win rate 50.0%) and worse greedy (win rate 37.0%)."),
+    ],
+)
+def test_modes_of_which_not_the_same_can_be_said_are_both_told(greedy, sampled, tone, words):
+    verdict = outcome(with_win_rates(greedy=greedy, sampled=sampled), [REWARD_MODEL], confidence=0.95)
+    assert (verdict.tone, verdict.headline) == (tone, f"By the reward model, the policy is {words}")
+    said = " ".join(verdict.details)
+    assert "Mean score: sampled " in said and ("The two modes disagree" in said) is (0.5 not in (greedy, sampled))
+    assert ("by however little" in said) is (greedy < 0.5 < sampled)
+
+
+def test_the_judge_decides_about_modes_that_differ_too():
+    mixed = with_results(sft=0.5, policy=0.9, win=ACROSS)
+    set_shares(mixed, "sampled", sft=0.5, policy=0.2)
+    verdict = outcome(mixed, [REWARD_MODEL], confidence=0.95)
+    words = "worse sampled (50.0% → 20.0% accepted) and better greedy (50.0% → 90.0% accepted)."
+    assert (verdict.tone, verdict.headline) == ("open", f"By the judge, the policy is {words}")
+    hacked = with_results(sft=0.5, policy=0.9, win=ABOVE)
+    set_shares(hacked, "sampled", sft=0.5, policy=0.2)
+    verdict = outcome(hacked, [REWARD_MODEL], confidence=0.95)
+    assert verdict.tone == "bad" and "hack its reward" in verdict.headline and words in verdict.headline
+
+
 @pytest.mark.parametrize(("win", "tone"), [(ABOVE, "good"), (ACROSS, "open"), (BELOW, "bad")])
 def test_without_a_judge_the_win_rate_decides_and_says_who_speaks(win, tone):
     verdict = outcome(with_results(sft=0, policy=0, win=win, judge=False), [REWARD_MODEL], confidence=0.95)
