@@ -60,10 +60,12 @@ def _policy(m: dict[str, Any]) -> str:
 
 
 def _evaluation(m: dict[str, Any]) -> str:
-    greedy, name, key = m["greedy"], "judge", "judge_ok"
-    if key not in greedy["policy"]:
-        name, key = "score", "score_mean"
-    return f"{name} {greedy['sft'][key]:.2f} -> {greedy['policy'][key]:.2f} (greedy), win rate {m['win_rate']['greedy']['value']:.2f}"
+    name, key = ("judge", "judge_ok") if "judge_ok" in m["greedy"]["policy"] else ("score", "score_mean")
+
+    def told(mode: str) -> str:
+        return f"{m[mode]['sft'][key]:.2f} -> {m[mode]['policy'][key]:.2f} ({mode}, wins {m['win_rate'][mode]['value']:.2f})"
+
+    return f"{name} {told('sampled')}, {told('greedy')}"
 
 
 # Stage -> its key figure, from its metrics file. A stage without a line here shows none.

@@ -1,0 +1,22 @@
+"""The key figures of the table that a run ends with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from flows.summary import key_figure
+
+
+def test_an_evaluation_shows_both_modes(tmp_path):
+    (tmp_path / "metrics").mkdir()
+    shutil.copy(Path(__file__).parents[2] / "dvc.yaml", tmp_path)
+
+    def mode(sft: float, policy: float) -> dict:
+        return {"sft": {"score_mean": sft}, "policy": {"score_mean": policy}}
+
+    wins = {"greedy": {"value": 0.37}, "sampled": {"value": 0.8}}
+    metrics = {"greedy": mode(0.9, 0.87), "sampled": mode(0.51, 1.26), "win_rate": wins}
+    (tmp_path / "metrics/evaluate.json").write_text(json.dumps(metrics))
+    assert key_figure(tmp_path, "evaluate") == "score 0.51 -> 1.26 (sampled, wins 0.80), 0.90 -> 0.87 (greedy, wins 0.37)"
