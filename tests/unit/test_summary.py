@@ -11,7 +11,8 @@ from flows.summary import key_figure
 
 def test_an_evaluation_shows_both_modes(tmp_path):
     (tmp_path / "metrics").mkdir()
-    shutil.copy(Path(__file__).parents[2] / "dvc.yaml", tmp_path)
+    for name in ("dvc.yaml", "params.yaml"):
+        shutil.copy(Path(__file__).parents[2] / name, tmp_path)
 
     def mode(sft: float, policy: float) -> dict:
         return {"sft": {"score_mean": sft}, "policy": {"score_mean": policy}}
