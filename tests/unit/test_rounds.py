@@ -328,6 +328,15 @@ def test_table_and_figure_show_every_round(tmp_path):
     draw(rows[2:], tmp_path / "refused.svg")
 
 
+def test_a_round_without_scores_is_shown_all_the_same(tmp_path):
+    rows = [finished_round(1, accepted=False), finished_round(2, accepted=False)]
+    rows[0]["win_rate"] = {"sampled": {"value": None, "low": None, "high": None}}
+    rows[0]["sampled"]["after"] = {"judge_ok": 0.5, "score_mean": None}
+    assert [cell.strip() for cell in table(rows).splitlines()[2].split("|")][6:8] == ["1.00 -> none", "none"]
+    draw(rows, tmp_path / "rounds.svg")
+    draw(rows[:1], tmp_path / "rounds.svg")
+
+
 def test_scorers_of_rounds_that_lack_what_they_need_are_refused_before_anything_is_made(workspace):
     overrides = {"reward.enabled": False, "rl.algorithm": "grpo", "rl.reward.scorers": [JUDGE]}
     with pytest.raises(ConfigError, match="expected none of kind reward_model without a path"):
