@@ -304,6 +304,24 @@ def test_a_policy_is_accepted_by_an_exact_test_at_the_level_of_its_round(config)
     )
 
 
+@pytest.mark.parametrize("config", [BY_WINS, BY_JUDGE], ids=["win_rate", "judge"])
+def test_a_policy_that_is_not_accepted_says_how_many_prompts_would_show_its_gain(config):
+    not_shown = verdict(wins(60, 40), config, FIRST)
+    needed = not_shown["promotion"]["prompts_needed"]
+    assert f"about {needed} prompts would find a gain of this size with 80%" in not_shown["reason"]
+    assert 2500 < needed < 4000  # (3.00 sqrt(0.1) + 0.84 sqrt(0.0996))^2 / 0.02^2 = 3690
+    assert verdict(wins(35, 15), config, FIRST)["promotion"]["prompts_needed"] > 1000  # nearly shown: more than there were
+    assert "about" in verdict(wins(9, 4), config, FIRST)["reason"]  # too few decided
+    for shown in (verdict(wins(40, 60), config, FIRST), verdict(wins(50, 50), config, FIRST), verdict(wins(600, 100), config, FIRST)):
+        assert shown["promotion"]["prompts_needed"] is None and "about" not in shown["reason"]
+
+
+def test_a_comparison_of_no_scores_accepts_nothing():
+    rate = dict.fromkeys(("value", "low", "high"), float("nan")) | dict.fromkeys(("wins", "losses", "ties", "n"), 0)
+    found = verdict({"win_rate": {"sampled": rate}}, BY_WINS, FIRST)
+    assert not found["accepted"] and found["promotion"]["prompts_needed"] is None and "too few decided" in found["reason"]
+
+
 def test_a_minimum_advantage_is_in_points_of_the_metric():
     # 600 against 400: win rate 0.6. A gain of more than 0.03 can be shown, of more than 0.06 it can't.
     low, high = (BY_WINS.model_copy(update={"min_advantage": bar}) for bar in (0.03, 0.06))
