@@ -15,6 +15,7 @@ from flows.overrides import check
 from flows.pins import prepare_run, promoted_version, start_from_registry
 from flows.results import input_paths, result_paths
 from flows.stages import stage_order
+from flows.user_files import check_user_files
 from flows.worktree import commit, commit_results, prepare_worktree, worktree_path
 from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, PromotionConfig, ScorerConfig, load_params, read_yaml
 from rlhf_core.data.pool import check_promotion_rows, prompts_of_round
@@ -55,6 +56,7 @@ def prepare_series(root: Path, series: str, overrides: dict[str, Any]) -> Path:
         wanted.check_scorers("iterative.scorers", wanted.iterative.scorers)
     except ValueError as error:
         raise ConfigError(f"series {series}: {error}; change it, or what it needs") from error
+    check_user_files(root, series, wanted, rounds=True)
     if path.exists() and read_rounds(path):
         before, after = (params.model_dump(exclude=set(UNTRACKED_SECTIONS)) for params in (load_params(path / "params.yaml"), wanted))
         changed = [section for section in before if before[section] != after[section]]
