@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from flows.evidence import check_version
+from flows.overrides import check
 from flows.registry import read_for_decision
 from flows.tags import Version
+from flows.user_files import check_user_files
 from flows.versions import fetch
 from flows.worktree import commit, prepare_worktree, worktree_path
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params, shown
@@ -29,9 +31,10 @@ def prepare_run(root: Path, name: str | None, overrides: dict[str, Any]) -> Path
     """The folder that a run works in, its params with what the registry says: the current one, or the worktree of a named run.
 
     Raises:
-        ConfigError: as prepare_worktree; or a reward model with a path of its own was taken back.
+        ConfigError: as prepare_worktree; a file that params name is missing; or a reward model with a path of its own was taken back.
     """
     fresh = name is None or not worktree_path(root, name).exists()
+    check_user_files(root, name, check((root if fresh else worktree_path(root, name)) / "params.yaml", overrides))
     workspace = root if name is None else prepare_worktree(root, name, overrides)
     if pin_registry(root, workspace, chosen=overrides, fresh=fresh) and name is not None:
         refusal = commit(workspace, f"Run {name}: what the registry says", ["params.yaml"])

@@ -15,9 +15,10 @@ from flows.overrides import check
 from flows.pins import prepare_run, promoted_version, start_from_registry
 from flows.results import input_paths, result_paths
 from flows.stages import stage_order
+from flows.user_files import check_user_files
 from flows.worktree import commit, commit_results, prepare_worktree, worktree_path
 from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, PromotionConfig, ScorerConfig, load_params, read_yaml
-from rlhf_core.data.pool import prompts_of_round
+from rlhf_core.data.pool import check_promotion_rows, prompts_of_round
 from rlhf_core.data.schema import read_rows
 from rlhf_core.error_budget import next_budget
 from rlhf_core.report.rounds import draw, table
@@ -55,15 +56,36 @@ def prepare_series(root: Path, series: str, overrides: dict[str, Any]) -> Path:
         wanted.check_scorers("iterative.scorers", wanted.iterative.scorers)
     except ValueError as error:
         raise ConfigError(f"series {series}: {error}; change it, or what it needs") from error
+    check_user_files(root, series, wanted, rounds=True)
     if path.exists() and read_rounds(path):
         before, after = (params.model_dump(exclude=set(UNTRACKED_SECTIONS)) for params in (load_params(path / "params.yaml"), wanted))
-        if changed := [section for section in before if before[section] != after[section]]:
+        changed = [section for section in before if before[section] != after[section]]
+        if changed and forget_unmade(path):
+            return prepare_run(root, series, overrides)
+        if changed:
             raise ConfigError(
                 f"series {series}: expected the params that its rounds were made with, got others in {', '.join(changed)}; begin another "
                 "series with --series NAME"
             )
         return prepare_worktree(root, series, overrides)
     return prepare_run(root, series, overrides)
+
+
+def forget_unmade(workspace: Path) -> bool:
+    """Take back the beginning of the first round if nothing has come of it: a stage refused what it began with, say.
+
+    Nothing was sampled or compared, so the series may begin with other params, and its error budget is whole.
+
+    Returns:
+        Whether there is no round any more.
+    """
+    made = (file for file in (workspace / round_folder(1)).rglob("*") if file.is_file() and file.name != ".gitignore")
+    if list(read_rounds(workspace)) != [1] or any(made):
+        return False
+    write_rounds({}, workspace)
+    if (refusal := commit(workspace, "Take back the beginning of round 1", [str(ROUNDS_FILE)])) is not None:
+        log.warning("Round 1: that its beginning was taken back is not committed; %s", refusal)
+    return True
 
 
 def chain_before_rounds(workspace: Path, params: Params) -> list[str]:
@@ -163,17 +185,17 @@ def new_round(workspace: Path, rounds: dict[int, Round], params: Params, start: 
 
 
 def check_promotion_split(workspace: Path, params: Params) -> None:
-    """There are as many prompts to compare policies on as are asked for.
+    """There is what policies are to be compared on: as many different prompts as are asked for, and their judges if one decides.
 
     Raises:
-        ConfigError: there are fewer.
+        ConfigError: there isn't.
     """
-    found, wanted = len(read_rows(workspace / PREPARED, "prompt", "promotion")), params.iterative.promotion.prompts
-    if found < wanted:
-        raise ConfigError(
-            f"iterative.promotion.prompts: expected at most the {found} prompts of the promotion split, got {wanted}; lower it, or raise "
-            f"data.promotion_fraction={params.data.promotion_fraction:g}, in another series if this one has rounds"
-        )
+    sources = _read(workspace / PREPARED / "sources.json") or {}
+    judged = {name for name, source in sources.items() if source["judge"]}
+    try:
+        check_promotion_rows(read_rows(workspace / PREPARED, "prompt", "promotion"), params.iterative.promotion, judged=judged)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def budget_of_next(workspace: Path, rounds: dict[int, Round], config: PromotionConfig) -> BudgetPin:

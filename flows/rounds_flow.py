@@ -15,6 +15,7 @@ from flows.rlhf_flow import end_state, publish_gate, run_with_retries
 from flows.rounds import (
     FIGURE,
     chain_before_rounds,
+    check_promotion_split,
     check_reward_model,
     current_round,
     last_round_of_run,
@@ -63,6 +64,8 @@ def _chain(root: Path, workspace: Path, params: Params) -> State | None:
         for stage in order:
             run_with_retries(stage, workspace, params.flow, skip=stage in skipped)
             publish_gate(workspace, stage)
+            if stage == "prepare_data":  # and not after reward model and policy were paid for
+                check_promotion_split(workspace, params)
     except StageFailed as failure:
         publish_gate(workspace, failure.stage)
         return end_state(workspace, failure)

@@ -1,5 +1,5 @@
-"""Stage check_model: a small copy of the configured model goes through training and rollouts before anything is trained; and the machine's
-GPUs, where it has some, are enough for the RL job.
+"""Stage check_model: a small copy of the configured model goes through training and rollouts before anything is trained; functions that
+score are loaded; and the machine's GPUs, where it has some, are enough for the RL job.
 
 What would be computed wrongly is refused here, in seconds, and not after SFT, reward model and gate were paid for. The copy has every kind
 of layer of the model and the model's own heads, ties and windows (rlhf_core/model_check). Figures differ from machine to machine, so they
@@ -45,6 +45,7 @@ log = logging.getLogger("rlhf")
 
 def main() -> None:
     with Stage("check_model", resumable=False) as stage:
+        check_functions(stage.params)
         check_gpus(stage.params)
         stage.use_threads()
         name, findings = try_all(stage.params, stage.scratch / "trial")
@@ -57,6 +58,17 @@ def main() -> None:
         if refused := [message(name, finding, stage.params) for finding in findings if finding.refusal is not None]:
             raise StageFailed("\n".join(refused))
         write_json(METRICS / "model_accepted.json", {"model": name, "accepted": True})
+
+
+def check_functions(params: Params) -> None:
+    """The functions that will score can be loaded, in a stage's environment, and take what they will be called with.
+
+    Raises:
+        ValueError: one can't, or doesn't.
+    """
+    from rlhf_core.scorers.text import TextScorers
+
+    TextScorers(0, [scorer for scorer in scorers(params) if scorer.kind == "function"], {})
 
 
 def check_gpus(params: Params) -> None:

@@ -41,8 +41,9 @@ def heldout_prompts(stage: Stage, tokenizers: dict) -> dict[str, list]:
 
     The same for every model, each in the words of that model's own template: a policy's may ask for something that the SFT model's doesn't.
     """
+    from rlhf_core.data.pool import distinct_prompts
     from rlhf_core.models.tokenizer import encode_prompt
-    from rlhf_core.trainers.labelling import choose_prompts, distinct_prompts
+    from rlhf_core.trainers.labelling import choose_prompts
 
     params = stage.params
     longest = params.model.max_length - params.evaluation.max_new_tokens

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from rlhf_core.config import PromotionConfig
 from rlhf_core.data.schema import read_rows
 from rlhf_core.error_budget import spent_after
-from rlhf_core.exact_test import p_value, smallest_gain
+from rlhf_core.exact_test import p_value, prompts_needed, smallest_gain
 from rlhf_core.rounds import ROUNDS_FILE, BudgetPin, Round, read_round, round_folder
 from rlhf_core.statistics import POWER
 from tasks.stage import PREPARED, REWARD_MODEL, Stage, read_json, source_judges, write_json
@@ -87,9 +88,17 @@ def verdict(metrics: dict[str, Any], config: PromotionConfig, budget: BudgetPin)
         "spent": spent_after(budget, accepted=accepted),
         "smallest_gain": None if gain is None else gain * counts["points"],
         "power": POWER,
+        "prompts_needed": None if accepted else _needed(counts, budget.level, margin),
     }
     reason = _reason(shown, config, counts["advantage"]["value"], accepted=accepted)
     return {"accepted": accepted, "reason": reason, "metric": config.metric, "advantage": counts["advantage"], "promotion": shown}
+
+
+def _needed(counts: dict[str, Any], level: float, margin: float) -> int | None:
+    """About how many prompts would find a gain of the size that was seen; None: none was seen, or no more than the margin."""
+    n, decided = counts["n"], counts["ahead"] + counts["behind"]
+    found = prompts_needed((counts["ahead"] - counts["behind"]) / n, decided / n, level, margin=margin, power=POWER) if n else None
+    return None if found is None else max(found, n + 1, math.ceil(MIN_DECIDED * n / decided))
 
 
 def comparisons(metrics: dict[str, Any], metric: str) -> dict[str, Any]:
@@ -107,15 +116,16 @@ def comparisons(metrics: dict[str, Any], metric: str) -> dict[str, Any]:
 def _reason(shown: dict[str, Any], config: PromotionConfig, advantage: float, *, accepted: bool) -> str:
     what = "win rate less a half" if config.metric == "win_rate" else "the judge's share less the one before"
     found = f"{what}: {advantage:+.3f} on {shown['n']} prompts of the split {SPLIT}, ahead on {shown['ahead']}, behind on {shown['behind']}"
+    more = f"; about {shown['prompts_needed']} prompts would find a gain of this size with {POWER:.0%}" if shown["prompts_needed"] else ""
     if shown["decided"] < MIN_DECIDED:
-        return f"{found}; too few decided comparisons, {shown['decided']} of at least {MIN_DECIDED}"
+        return f"{found}; too few decided comparisons, {shown['decided']} of at least {MIN_DECIDED}{more}"
     relation = "is at most" if accepted else "is above"
     above = f' for "no more than iterative.promotion.min_advantage={config.min_advantage:g}"' if config.min_advantage else ""
     gain = shown["smallest_gain"]
     power = "no outcome of so few would be accepted" if gain is None else f"a gain of {gain:.3f} would be found with {POWER:.0%} power"
     return (
         f"{found}; its p-value{above}, {shown['p_value']:.2g}, {relation} the level {shown['level']:.2g} of comparison "
-        f"{shown['comparison']}; spent of iterative.promotion.error_budget={config.error_budget:g}: {shown['spent']:.2g}; {power}"
+        f"{shown['comparison']}; spent of iterative.promotion.error_budget={config.error_budget:g}: {shown['spent']:.2g}; {power}{more}"
     )
 
 

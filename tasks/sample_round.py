@@ -24,7 +24,7 @@ def main() -> None:
         rows = prompts_of(entry, number, stage)
         judges = source_judges()
         override = check_inputs(stage.params.iterative, rows, judges)
-        check_promotion(stage, entry, number)
+        check_promotion(stage, entry, number, judges)
         groups, dropped = sample(stage, entry, rows, judges)
         aside = stage.scratch / "data"
         figures = write_data(aside, groups, stage.params.iterative.min_margin)
@@ -58,7 +58,7 @@ def check_inputs(config: IterativeConfig, rows: list[dict], judges: dict[str, st
         As check_gate.
     Raises:
         StageFailed: the chain's own reward model is asked and did not pass its gate.
-        ValueError: a scorer lacks what it needs, or the judge is to decide where there is none.
+        ValueError: a scorer lacks what it needs.
     """
     from rlhf_core.scorers.needs import check_scorers, uses_own_reward_model
 
@@ -69,17 +69,16 @@ def check_inputs(config: IterativeConfig, rows: list[dict], judges: dict[str, st
         source_judges=judges,
         has_labels=lambda: any(row["label"] is not None for row in rows),
     )
-    if config.promotion.metric == "judge" and not all(row["source"] in judges for row in rows):
-        raise ValueError("iterative.promotion.metric: expected win_rate for data without a judge, got judge; change it")
     return override
 
 
-def check_promotion(stage: Stage, entry: Round, number: int) -> None:
-    """The round can be compared when it is done: the promotion split has the prompts for it.
+def check_promotion(stage: Stage, entry: Round, number: int, judges: dict[str, str]) -> None:
+    """The round can be compared when it is done: the promotion split has the prompts for it, and their judges if one decides.
 
     Raises:
-        ValueError: it has fewer.
+        ValueError: it hasn't.
     """
+    from rlhf_core.data.pool import check_promotion_rows
     from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.trainers.labelling import promotion_prompts
 
@@ -87,6 +86,7 @@ def check_promotion(stage: Stage, entry: Round, number: int) -> None:
     tokenizer = load_tokenizer(entry.policy.path, trust_remote_code=params.model.trust_remote_code)
     longest = params.model.max_length - params.evaluation.max_new_tokens
     rows, count = read_rows(PREPARED, "prompt", "promotion"), params.iterative.promotion.prompts
+    check_promotion_rows(rows, params.iterative.promotion, judged=judges)
     promotion_prompts(rows, tokenizer, longest=longest, count=count, seed=params.seed, number=number)
 
 

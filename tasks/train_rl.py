@@ -79,7 +79,7 @@ def run(stage: Stage, output: Path) -> None:
     """Submit the job, or follow it where it already runs, and pass its output on."""
     from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
     from rlhf_core.models.folder import weight_files
-    from rlhf_core.trainers.rl_job import REFUSED
+    from rlhf_core.trainers.rl_job import REFUSED, refusal_of
 
     params = stage.params
     description = stage.scratch / "job.json"
@@ -114,7 +114,7 @@ def run(stage: Stage, output: Path) -> None:
     if stage.stop_requested or code == STOPPED_BY_SIGNAL:
         raise StageStopped
     if code == REFUSED:
-        raise StageFailed("RL job: expected to be able to train, got the refusal above; change what it names")
+        raise StageFailed(f"RL job: {refusal_of(job)}")
     if code != 0:
         raise JobCrashed(f"RL job: expected exit code 0, got {code}; its output above ends with the reason; run it again to go on")
 

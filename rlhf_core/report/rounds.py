@@ -5,6 +5,7 @@ A row is a round's metrics/evaluate.json with the figures of its samples (metric
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def table(rows: Sequence[Row]) -> str:
             _change(row, "sampled", "score_mean"),
             _win_rate(row),
             *_test(row),
-            *(f"{row['kl'][name]:.2f}" if row["trained"] else "" for name in ("before", "origin")),
+            *(_shown(row["kl"][name]) if row["trained"] else "" for name in ("before", "origin")),
             "accepted" if row["accepted"] else "not better" if row["trained"] else "refused",
         )
         for row in rows
@@ -60,13 +61,20 @@ def table(rows: Sequence[Row]) -> str:
 def _change(row: Row, mode: str, key: str) -> str:
     if not row["trained"] or key not in row[mode]["after"]:
         return ""
-    return f"{row[mode]['before'][key]:.2f} -> {row[mode]['after'][key]:.2f}"
+    return f"{_shown(row[mode]['before'][key])} -> {_shown(row[mode]['after'][key])}"
+
+
+def _shown(value: float | None) -> str:
+    """None: it could not be measured, such as a mean of no scores."""
+    return "none" if value is None else f"{value:.2f}"
 
 
 def _win_rate(row: Row) -> str:
     if not row["trained"]:
         return ""
     rate = row["win_rate"]["sampled"]
+    if rate["value"] is None:  # no prompt has both scores
+        return "none"
     return f"{rate['value']:.3f} ({rate['low']:.3f} to {rate['high']:.3f})"
 
 
@@ -114,14 +122,19 @@ def _kept(rows: Sequence[Row], mode: str, key: str) -> tuple[list[int], list[flo
     kept = [row for row in rows if row["accepted"]]
     start = [(0, rows[0][mode]["before"][key])] if rows else []
     points = [*start, *((row["round"], row[mode]["after"][key]) for row in kept)]
-    return [round_ for round_, _ in points], [value for _, value in points]
+    return [round_ for round_, _ in points], [_number(value) for _, value in points]
+
+
+def _number(value: float | None) -> float:
+    """For matplotlib, which leaves NaN out."""
+    return math.nan if value is None else value
 
 
 def _curve(axis, rows: Sequence[Row], mode: str, key: str, label: str, color: str) -> None:
     """A line through the policies that were kept, and a cross for each that wasn't."""
     axis.plot(*_kept(rows, mode, key), marker="o", markersize=4, color=color, label=label)
     refused = [row for row in rows if not row["accepted"]]
-    axis.plot([r["round"] for r in refused], [r[mode]["after"][key] for r in refused], linestyle="", marker="x", color=color)
+    axis.plot([r["round"] for r in refused], [_number(r[mode]["after"][key]) for r in refused], linestyle="", marker="x", color=color)
 
 
 def _draw_judge(axis, rows: Sequence[Row]) -> None:
@@ -135,6 +148,7 @@ def _draw_score(axis, rows: Sequence[Row]) -> None:
 
 
 def _draw_win_rate(axis, rows: Sequence[Row]) -> None:
+    rows = [row for row in rows if row["win_rate"]["sampled"]["value"] is not None]
     rates = [row["win_rate"]["sampled"] for row in rows]
     below, above = [r["value"] - r["low"] for r in rates], [r["high"] - r["value"] for r in rates]
     axis.errorbar([row["round"] for row in rows], [r["value"] for r in rates], yerr=[below, above], fmt="o", capsize=3, color="tab:blue")
@@ -143,4 +157,5 @@ def _draw_win_rate(axis, rows: Sequence[Row]) -> None:
 
 def _draw_kl(axis, rows: Sequence[Row]) -> None:
     for name, label, color in (("origin", "from the first policy", "tab:blue"), ("before", "from the round's policy", "tab:orange")):
-        axis.plot([row["round"] for row in rows], [row["kl"][name] for row in rows], marker="o", markersize=4, color=color, label=label)
+        values = [_number(row["kl"][name]) for row in rows]
+        axis.plot([row["round"] for row in rows], values, marker="o", markersize=4, color=color, label=label)

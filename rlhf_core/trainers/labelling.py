@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import ModelConfig, SamplingConfig, ScorerConfig
 from rlhf_core.data.batching import batch_indices
-from rlhf_core.data.split import conversation_text
+from rlhf_core.data.pool import distinct_prompts
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.engines.in_process import open_engine
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
@@ -76,14 +76,6 @@ def choose_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, long
         raise ValueError(f"prompts: expected some of at most {longest} tokens, got none of {len(rows)}; raise model.max_length")
     order = batch_indices(0, batch_size=len(prompts), num_examples=len(prompts), seed=seed)
     return [prompts[i] for i in order[:count]]
-
-
-def distinct_prompts(rows: list[dict]) -> list[dict]:
-    """The first row of each conversation: an answer that is asked for twice is no second observation."""
-    first: dict[str, dict] = {}
-    for row in rows:
-        first.setdefault(conversation_text(row["messages"]), row)
-    return list(first.values())
 
 
 def promotion_prompts(

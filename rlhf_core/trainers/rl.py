@@ -25,7 +25,7 @@ from rlhf_core.trainers.rl_data import (
     read_prompts,
     with_old_logprobs,
 )
-from rlhf_core.trainers.rl_job import FULL, REFUSED, STOPPED, RlJob
+from rlhf_core.trainers.rl_job import FULL, STOPPED, RlJob, refuse
 from rlhf_core.trainers.rl_metrics import (
     Clock,
     LogprobMismatch,
@@ -62,8 +62,7 @@ def run(job: RlJob, actors: Actors, stop: Stop) -> int:
             if finished:
                 export(job, workers, progress)
     except (LogprobMismatch, TooManyUnscored, ValueError) as error:
-        log.error("%s", error)
-        return REFUSED
+        return refuse(job, error)
     except NoSpace as error:
         log.error("%s", error)
         return FULL

@@ -14,7 +14,7 @@ from rlhf_core.engines.ray_actors import RoleLost
 from rlhf_core.environment import keep_visible, named
 from rlhf_core.quiet import be_quiet, show_own_log
 from rlhf_core.trainers.rl_actors import Actors
-from rlhf_core.trainers.rl_job import LOST, REFUSED, RlJob, beat
+from rlhf_core.trainers.rl_job import LOST, RlJob, beat, forget_refusal, refuse
 from rlhf_core.trainers.rl_stop import Stop
 
 log = logging.getLogger("rlhf")
@@ -26,6 +26,7 @@ def main() -> int:
     stop = Stop()
     signal.signal(signal.SIGTERM, stop.ask)
     job = RlJob.read(Path(sys.argv[1]))
+    forget_refusal(job)
     keep_visible(named() | ({"WANDB_API_KEY"} if job.tracking.wandb_project is not None else set()))
     try:
         with beat(job.pulse), Actors(job) as actors:
@@ -34,8 +35,7 @@ def main() -> int:
 
             return run(job, actors, stop)
     except ValueError as refused:  # more GPUs than the cluster has
-        log.error("%s", refused)
-        return REFUSED
+        return refuse(job, refused)
     except RoleLost as lost:
         log.error("%s", lost)
         return LOST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from pydantic import model_validator
 
 from rlhf_core.checkpoint import StoreSettings
 from rlhf_core.config import ModelConfig, RlConfig, Section, TrackingConfig
+
+log = logging.getLogger("rlhf")
 
 # The job's exit codes. Any other is a crash, worth another try.
 REFUSED = 65  # the same again would end the same; EX_DATAERR of sysexits.h
@@ -70,6 +73,32 @@ class RlJob(Section):
     @classmethod
     def read(cls, path: Path) -> RlJob:
         return cls.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+def refuse(job: RlJob, error: Exception) -> int:
+    """Log why the job can't be done, and leave it for the stage, which tells it last. Returns the exit code."""
+    log.error("%s", error)
+    with contextlib.suppress(OSError):  # the log has it
+        _refusal_file(job).write_text(" ".join(str(error).split()), encoding="utf-8")
+    return REFUSED
+
+
+def forget_refusal(job: RlJob) -> None:
+    """Of a driver before this one."""
+    with contextlib.suppress(OSError):
+        _refusal_file(job).unlink(missing_ok=True)
+
+
+def refusal_of(job: RlJob) -> str:
+    """Why a driver that ended with REFUSED did so, on one line."""
+    with contextlib.suppress(OSError):
+        if told := _refusal_file(job).read_text(encoding="utf-8"):
+            return told
+    return "expected to be able to train, got a refusal in its output; change what that names"
+
+
+def _refusal_file(job: RlJob) -> Path:
+    return Path(job.work) / "refusal.txt"
 
 
 @contextlib.contextmanager

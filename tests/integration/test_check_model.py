@@ -22,7 +22,7 @@ NARROW = {"model": {"architecture": {"heads": 4}}}  # of width 16, which vLLM's 
 def workspace(tmp_path: Path) -> Path:
     for name in ("dvc.yaml", "params.yaml"):
         shutil.copy(ROOT / name, tmp_path / name)
-    for package in ("tasks", "rlhf_core"):  # dependencies of the stage, which its fingerprint covers
+    for package in ("tasks", "rlhf_core", "rewards"):  # dependencies of the stage, which its fingerprint covers
         (tmp_path / package).symlink_to(ROOT / package)
     change_params(tmp_path, SMALL)
     build_tokenizer([f"Double {i}. It is {i}. No." for i in range(20)], vocab_size=300).save_pretrained(tmp_path / "models" / "tokenizer")
@@ -48,6 +48,23 @@ def test_the_default_model_agrees_with_vllm_and_the_figures_say_how_far(workspac
     figures = json.loads((workspace / "reports/check_model.json").read_text())["findings"]
     assert len(figures) == 4 and all(finding["difference"] < 1e-4 for finding in figures)
     assert not list((workspace / "scratch/check_model").glob("*/*"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def score(prompts, responses): ...", "expected it to take (prompts, responses, labels, metadata), got (prompts, responses)"),
+        ("import os; os.environ['TABLE_FILE']", "got KeyError ('TABLE_FILE'); TABLE_FILE is set outside, and stages don't see it"),
+    ],
+)
+def test_a_function_that_cannot_score_is_refused_before_anything_is_trained(workspace, monkeypatch, source, message):
+    monkeypatch.setenv("TABLE_FILE", "somewhere")
+    (workspace / "mine.py").write_text(source)
+    scorer = {"name": "mine", "kind": "function", "path": "mine.py:score", "weight": 1.0, "normalization": "none"}
+    change_params(workspace, {"rl": {"algorithm": "grpo", "reward": {"scorers": [scorer]}}})
+    code, printed = run(workspace)
+    assert code == 1 and "check_model: scorer function mine.py:score: expected" in printed and message in printed, printed
+    assert "Traceback" not in printed and not (workspace / "metrics/model_accepted.json").exists()
 
 
 def test_a_shape_that_vllm_lacks_is_refused_with_what_to_set_which_then_passes(workspace):

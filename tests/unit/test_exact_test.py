@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom, multinomial
 
-from rlhf_core.exact_test import UNCERTAIN, p_value, smallest_gain
+from rlhf_core.exact_test import UNCERTAIN, p_value, prompts_needed, smallest_gain
 
 
 def test_the_sign_test_counts_decided_comparisons_only():
@@ -64,3 +64,15 @@ def test_more_prompts_find_smaller_gains_and_too_few_find_none():
 def test_counts_and_margins_that_cannot_be_are_refused(counts, margin):
     with pytest.raises(ValueError, match="expected"):
         p_value(*counts, margin=margin)
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.02])
+@pytest.mark.parametrize("gain", [0.06, 0.15])
+def test_so_many_prompts_find_the_gain_that_they_are_said_to_find(margin, gain):
+    needed = prompts_needed(gain, 0.5, 0.00133, margin=margin, power=0.8)
+    assert smallest_gain(round(0.5 * needed), needed, 0.00133, margin=margin, power=0.8) == pytest.approx(gain, rel=0.02)
+
+
+def test_no_number_of_prompts_shows_what_is_no_gain():
+    assert prompts_needed(0.0, 0.5, 0.01) is None and prompts_needed(-0.1, 0.5, 0.01) is None
+    assert prompts_needed(0.02, 0.5, 0.01, margin=0.02) is None and prompts_needed(-0.01, 0.5, 0.01, margin=-0.02) is None

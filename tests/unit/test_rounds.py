@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from flows import rounds as series
 from rlhf_core.config import ConfigError, PromotionConfig, load_params
-from rlhf_core.data.schema import write_rows
+from rlhf_core.data.schema import read_rows, write_rows
 from rlhf_core.error_budget import next_budget
 from rlhf_core.report.rounds import draw, table
 from rlhf_core.rounds import BudgetPin, Pin, dvc_md5, read_round_stages, read_rounds, round_folder, write_rounds
@@ -28,6 +28,19 @@ JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none
 
 def md5(text: str) -> str:
     return hashlib.md5(text.encode()).hexdigest()
+
+
+def prompt(name: str, text: str, *, source: str = "clerk") -> dict:
+    """A row of the promotion split."""
+    return {"id": name, "source": source, "split": "promotion", "messages": [{"role": "user", "content": text}], "label": None}
+
+
+def change_promotion(**changes) -> None:
+    with Path("params.yaml").open() as file:
+        params = YAML(typ="safe", pure=True).load(file)
+    params["iterative"]["promotion"] |= changes
+    with Path("params.yaml").open("w") as file:
+        YAML(typ="safe", pure=True).dump(params, file)
 
 
 @pytest.fixture
@@ -46,8 +59,9 @@ def workspace(tmp_path, monkeypatch) -> Path:
         (tmp_path / "models" / model / "weights").write_text(model)
     write_json(tmp_path / "metrics/gate.json", {"passed": True, "message": "fine"})
     rows = [{"id": f"p{i}", "source": "clerk", "split": "train", "messages": [], "label": None} for i in range(10)]
-    rows += [{"id": f"c{i}", "source": "clerk", "split": "promotion", "messages": [], "label": None} for i in range(3)]
+    rows += [prompt(f"c{i}", f"Question {i}?") for i in range(3)]
     write_rows(tmp_path / "data/prepared", "prompt", rows)
+    write_json(tmp_path / "data/prepared/sources.json", {"clerk": {"judge": "clerk"}, "mine": {"judge": None}})
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -213,15 +227,44 @@ def test_a_series_from_before_the_error_budget_is_refused_with_what_to_do(worksp
 
 
 def test_too_few_promotion_prompts_are_refused_before_the_round_begins(workspace):
-    with Path("params.yaml").open() as file:
-        params = YAML(typ="safe", pure=True).load(file)
-    params["iterative"]["promotion"]["prompts"] = 4
-    with Path("params.yaml").open("w") as file:
-        YAML(typ="safe", pure=True).dump(params, file)
-    expected = r"iterative\.promotion\.prompts: expected at most the 3 prompts of the promotion split, got 4; lower it, or raise data"
+    change_promotion(prompts=4)
+    rows = [prompt(f"c{i}", f"Question {i}?") for i in range(3)] + [prompt("c3", " question  2?")]  # which is none more
+    write_rows(workspace / "data/prepared", "prompt", [*read_rows(workspace / "data/prepared", "prompt", "train"), *rows])
+    expected = (
+        r"iterative\.promotion\.prompts: expected at most the 3 different prompts of the promotion split, got 4; lower it, or raise data"
+    )
     with pytest.raises(ConfigError, match=expected):
         series.current_round(workspace, load_params("params.yaml"), start=SFT, last=1)
     assert read_rounds() == {}
+
+
+def test_a_judge_that_decides_must_know_every_promotion_prompt_before_the_round_begins(workspace):
+    """Prompts without a judge would only leave the comparison with fewer, and nobody would be told."""
+    change_promotion(metric="judge")
+    series.check_promotion_split(workspace, load_params("params.yaml"))
+    rows = [*read_rows(workspace / "data/prepared", "prompt"), prompt("m0", "Another?", source="mine")]
+    write_rows(workspace / "data/prepared", "prompt", rows)
+    expected = (
+        r"iterative\.promotion\.metric: expected a judge for every source of the promotion split, got none for \['mine'\]; set win_rate"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        series.current_round(workspace, load_params("params.yaml"), start=SFT, last=1)
+    assert read_rounds() == {}
+    change_promotion(metric="win_rate")
+    series.check_promotion_split(workspace, load_params("params.yaml"))
+
+
+def test_a_first_round_that_has_made_nothing_is_begun_anew_with_other_params(workspace):
+    """A stage may refuse what the round began with: prompts too long for the policy's template, say."""
+    series.current_round(workspace, load_params("params.yaml"), start=SFT, last=1)
+    series.forget_unmade(workspace)
+    assert read_rounds() == {}
+    assert subprocess.run(["git", "status", "--porcelain", "rounds/rounds.yaml"], check=True, capture_output=True, text=True).stdout == ""
+    assert series.current_round(workspace, load_params("params.yaml"), start=SFT, last=1) == 1
+    (workspace / "rounds/1/data").mkdir(parents=True)
+    (workspace / "rounds/1/data/preference.parquet").write_text("pairs")
+    series.forget_unmade(workspace)
+    assert list(read_rounds()) == [1]
 
 
 PROMOTION = {"prompts": 1000, "error_budget": 0.05, "rounds": 30, "min_advantage": 0.0}
@@ -259,6 +302,24 @@ def test_a_policy_is_accepted_by_an_exact_test_at_the_level_of_its_round(config)
     assert (
         verdict(wins(35, 15), config, later)["accepted"] is False and verdict(wins(36, 14), config, later)["promotion"]["comparison"] == 2
     )
+
+
+@pytest.mark.parametrize("config", [BY_WINS, BY_JUDGE], ids=["win_rate", "judge"])
+def test_a_policy_that_is_not_accepted_says_how_many_prompts_would_show_its_gain(config):
+    not_shown = verdict(wins(60, 40), config, FIRST)
+    needed = not_shown["promotion"]["prompts_needed"]
+    assert f"about {needed} prompts would find a gain of this size with 80%" in not_shown["reason"]
+    assert 2500 < needed < 4000  # (3.00 sqrt(0.1) + 0.84 sqrt(0.0996))^2 / 0.02^2 = 3690
+    assert verdict(wins(35, 15), config, FIRST)["promotion"]["prompts_needed"] > 1000  # nearly shown: more than there were
+    assert "about" in verdict(wins(9, 4), config, FIRST)["reason"]  # too few decided
+    for shown in (verdict(wins(40, 60), config, FIRST), verdict(wins(50, 50), config, FIRST), verdict(wins(600, 100), config, FIRST)):
+        assert shown["promotion"]["prompts_needed"] is None and "about" not in shown["reason"]
+
+
+def test_a_comparison_of_no_scores_accepts_nothing():
+    rate = dict.fromkeys(("value", "low", "high"), float("nan")) | dict.fromkeys(("wins", "losses", "ties", "n"), 0)
+    found = verdict({"win_rate": {"sampled": rate}}, BY_WINS, FIRST)
+    assert not found["accepted"] and found["promotion"]["prompts_needed"] is None and "too few decided" in found["reason"]
 
 
 def test_a_minimum_advantage_is_in_points_of_the_metric():
@@ -326,6 +387,15 @@ def test_table_and_figure_show_every_round(tmp_path):
     draw(rows, tmp_path / "rounds.svg")
     assert (tmp_path / "rounds.svg").read_bytes() == first
     draw(rows[2:], tmp_path / "refused.svg")
+
+
+def test_a_round_without_scores_is_shown_all_the_same(tmp_path):
+    rows = [finished_round(1, accepted=False), finished_round(2, accepted=False)]
+    rows[0]["win_rate"] = {"sampled": {"value": None, "low": None, "high": None}}
+    rows[0]["sampled"]["after"] = {"judge_ok": 0.5, "score_mean": None}
+    assert [cell.strip() for cell in table(rows).splitlines()[2].split("|")][6:8] == ["1.00 -> none", "none"]
+    draw(rows, tmp_path / "rounds.svg")
+    draw(rows[:1], tmp_path / "rounds.svg")
 
 
 def test_scorers_of_rounds_that_lack_what_they_need_are_refused_before_anything_is_made(workspace):

@@ -16,7 +16,7 @@ import pytest
 from rlhf_core.checkpoint import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import write_rows
-from rlhf_core.trainers.rl_job import RlJob
+from rlhf_core.trainers.rl_job import REFUSED, RlJob, forget_refusal, refusal_of, refuse
 from tasks.stage import StageFailed
 from tasks.train_rl import TAIL, check_rewards, describe, final_figures
 
@@ -99,7 +99,21 @@ def test_demonstrations_in_the_update_need_some(workspace):
         (workspace / "data/prepared/sft.parquet").unlink(missing_ok=True)
 
 
+def test_what_the_driver_refuses_is_told_by_the_stage_in_its_own_words(workspace):
+    """The stage's last line goes into the flow's state and the page of a stopped chain, where there is no log above it."""
+    given = job(workspace, params())
+    assert refusal_of(given) == "expected to be able to train, got a refusal in its output; change what that names"
+    assert (
+        refuse(given, ValueError("scorer function mine.py:score: expected an importable module,\n got KeyError ('TABLE'); name it"))
+        == REFUSED
+    )
+    assert refusal_of(given) == "scorer function mine.py:score: expected an importable module, got KeyError ('TABLE'); name it"
+    forget_refusal(given)
+    assert "a refusal in its output" in refusal_of(given)
+
+
 def job(workspace: Path, given: Params) -> RlJob:
+    (workspace / "scratch").mkdir(exist_ok=True)
     frame = {"fingerprint": "0" * 64, "scratch": workspace / "scratch", "store_settings": lambda **how: StoreSettings(**how)}
     return describe(SimpleNamespace(params=given, **frame), workspace / "out")
 

@@ -19,6 +19,7 @@ from rlhf_core.data.measures import measure
 from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.validation import NO_ID, Finding, summary, validate
 from rlhf_core.models.tokenizer import build_tokenizer, encode_conversation, turn_end
+from tasks.validate_round import in_rounds
 
 CONFIG = ValidationConfig(
     max_empty_fraction=0.0,
@@ -206,6 +207,16 @@ def test_an_unpaired_text_that_is_both_good_and_bad_is_a_contradiction(rows, tok
         unpaired = row("unpaired", i, messages=user("Double 3."), chosen=None, rejected=None)
         rows["preference"].append(unpaired | {"split": SPLIT[3], side: "Six."})
     assert failures(check(rows, tokenizer, only="preference")) == [("preference", "contradictory_pairs", 2, ("unpaired00", "unpaired01"))]
+
+
+def test_pairs_of_a_round_come_with_advice_for_a_round(rows, tokenizer):
+    """On the policy's own samples no reward model is trained, and nobody balances them by hand."""
+    for pair in rows["preference"]:
+        pair["rejected"] = "No."
+    found = {f.name: f for f in check(rows, tokenizer, only="preference")}
+    assert "a reward model would learn length: balance the pairs" in found["length_bias"].message()
+    assert "; DPO would learn length" in in_rounds(found["length_bias"]).message()
+    assert "reward model" not in in_rounds(found["length_bias"]).message() and in_rounds(found["min_pairs"]) == found["min_pairs"]
 
 
 def test_data_of_unpaired_rows_only_has_no_length_bias_to_speak_of(rows, tokenizer):

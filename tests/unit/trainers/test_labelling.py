@@ -10,6 +10,7 @@ import torch
 from tiny_models import tiny_params
 
 from rlhf_core.config import ScorerConfig
+from rlhf_core.data.pool import distinct_prompts
 from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import CHAT_TEMPLATE, encode_conversation, encode_prompt
 from rlhf_core.sampling import Sample, request_seeds
@@ -19,7 +20,6 @@ from rlhf_core.trainers.labelling import (
     ScoredResponse,
     best_responses,
     choose_prompts,
-    distinct_prompts,
     promotion_prompts,
     promotion_seeds,
 )
