@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,15 @@ def _check_gate_is_of_this_model(version: Version, lock: dict[str, Any], gate: s
         )
 
 
-def gates(root: Path, versions: list[Version]) -> dict[str, str | None]:
+@dataclass(frozen=True)
+class GateProblem:
+    """A tag's verdict that its commit doesn't have. says: the whole of it; short: of the commit, for a table."""
+
+    says: str
+    short: str
+
+
+def gates(root: Path, versions: list[Version]) -> dict[str, GateProblem | None]:
     """Of each version's name: what is wrong with the verdict in its tag by gate.json of its commit; None: they are the same. With one look.
 
     For tables: `check_version` looks at all that the tag says.
@@ -202,17 +211,24 @@ def gates(root: Path, versions: list[Version]) -> dict[str, str | None]:
     return {version.version: _gate_problem(version, content) for version, content in zip(versions, found, strict=True)}
 
 
-def _gate_problem(version: Version, found: Object | None) -> str | None:
+def _gate_problem(version: Version, found: Object | None) -> GateProblem | None:
     subject = f"{GATE} of commit {version.commit[:10]}"
     try:
         text = _text(found, subject)
         gate = None if text is None else parse_json(text, subject)
     except ConfigError as error:
-        return str(error)
-    if gate == version.lineage["gate"]:
+        return GateProblem(str(error), "commit's can't be read")
+    said = version.lineage["gate"]
+    if gate == said:
         return None
-    where, wanted, got = _difference("gate", gate, version.lineage["gate"])
-    return f"tag {version.artifact}@{version.version}: expected what {subject} says, {where}: {wanted}, got {got}; don't use it"
+    where, wanted, got = _difference("gate", gate, said)
+    problem = f"tag {version.artifact}@{version.version}: expected what {subject} says, {where}: {wanted}, got {got}; don't use it"
+    if gate is None:
+        return GateProblem(problem, "commit has none")
+    passed = gate.get("passed") if isinstance(gate, dict) else None
+    if not isinstance(passed, bool) or passed is (said or {}).get("passed"):
+        return GateProblem(problem, "commit differs")
+    return GateProblem(problem, f"commit says {'passed' if passed else 'rejected'}")
 
 
 def _difference(key: str, wanted: Any, got: Any) -> tuple[str, str, str]:

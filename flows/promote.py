@@ -16,7 +16,7 @@ from typing import Any
 from tabulate import tabulate
 
 from flows import decisions, versions
-from flows.evidence import check_version, gates
+from flows.evidence import GateProblem, check_version, gates
 from flows.full_pipeline import INTERRUPTED, REFUSED, show_own_log
 from flows.registry import ARTIFACTS, Registry, read_registry
 from flows.tags import Event, Version, who
@@ -80,7 +80,7 @@ def register(root: Path, asked: argparse.Namespace) -> str:
     version = versions.register(root, asked.artifact, asked.run, asked.round)
     return (
         f"Registered {asked.artifact} {version.version}: commit {version.commit[:SHORT]} of {version.lineage['run']}, {version.identity}\n"
-        f"{_gate_line(version)}\n{share(asked.artifact)}"
+        f"{gate_of(asked.artifact).capitalize()}: {_gate_text(version)}\n{share(asked.artifact)}"
     )
 
 
@@ -88,9 +88,10 @@ def show(root: Path, asked: argparse.Namespace) -> str:
     found = _read(root, asked.artifact)
     if asked.version is None:
         problems = gates(root, list(found.versions.values()))
-        _warn(filter(None, problems.values()))
+        said = {name: problem and problem.says for name, problem in problems.items()}
+        _warn(filter(None, said.values()))
         if asked.json:
-            return json.dumps([describe(found, version, problems[version.version]) for version in found.versions.values()], indent=1)
+            return json.dumps([describe(found, version, said[version.version]) for version in found.versions.values()], indent=1)
         return versions_table(found, problems)
     if asked.version == "promoted":
         found.check_decisions()
@@ -186,17 +187,26 @@ def share(artifact: str) -> str:
     return f"To share it: git push origin 'refs/tags/{artifact}*', and dvc push"
 
 
-def versions_table(found: Registry, problems: dict[str, str | None]) -> str:
+def versions_table(found: Registry, problems: dict[str, GateProblem | None]) -> str:
     """Args: problems: of each version's verdict, as `flows.evidence.gates` finds them."""
     rows = [
         (
             *(v.version, found.known_state(v.version), v.lineage["run"], v.commit[:SHORT], v.md5[:SHORT], (v.sha256 or "md5 only")[:SHORT]),
-            *(f"{v.verdict}: false" if problems[v.version] else v.verdict, _look_number(v), who(v.by, v.signer), v.at),
+            *(_verdict(v, problems[v.version]), _look_number(v), who(v.by, v.signer), v.at),
         )
         for v in found.versions.values()
     ]
-    headers = ["version", "state", "run", "commit", "md5", "sha256", "gate", "look", "registered", "at"]
+    headers = ["version", "state", "run", "commit", "md5", "sha256", gate_of(found.artifact), "look", "registered", "at"]
     return tabulate(rows, headers=headers) if rows else f"{found.artifact}: registered versions: {found.none_known}"
+
+
+def _verdict(version: Version, problem: GateProblem | None) -> str:
+    return version.verdict if problem is None else f"says {version.verdict}, {problem.short}"
+
+
+def gate_of(artifact: str) -> str:
+    """What a version's gate is called: a policy has none of its own."""
+    return "gate" if artifact == "reward-model" else "gate of its reward model"
 
 
 def describe(found: Registry, version: Version, problem: str | None) -> dict[str, Any]:
@@ -214,7 +224,7 @@ def summary(found: Registry, version: Version, problem: str | None = None) -> st
         "commit": f"{version.commit} ({line['run']})",
         "its commit": problem or "says the same as the tag",
         "files": f"{line['path']}: {line['files']} files, {line['size']} bytes, {version.identity}",
-        "gate": _gate_line(version).removeprefix("Gate: "),
+        gate_of(found.artifact): _gate_text(version),
         "look": _look_line(version),
         "data": line["data"],
         "parents": ", ".join(f"{path} {md5}" for path, md5 in line["parents"].items()),
@@ -244,12 +254,12 @@ def _look(version: Version) -> dict[str, Any] | None:
     return (version.lineage["gate"] or {}).get("look")
 
 
-def _gate_line(version: Version) -> str:
+def _gate_text(version: Version) -> str:
     gate = version.lineage["gate"]
     if gate is None:
-        return "Gate: none"
+        return "none"
     used = f" Override: {gate['override']}" if gate["override"] else ""
-    return f"Gate: {gate['message']}{used}"
+    return f"{gate['message']}{used}"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from flows import decisions
 from flows.evidence import check_version
-from flows.promote import decided, identity, plain, summary
+from flows.promote import decided, gate_of, identity, plain, summary
 from flows.registry import Registry, read_for_decision, why_not
 from flows.tags import Event, Version
 from rlhf_core.config import ConfigError, RegistryConfig, load_params, parse_json
@@ -104,8 +104,9 @@ def asked_about(note: Path, found: Registry, version: str | None, *, resumed: bo
 
 def question(chosen: Version) -> str:
     """Which model, from where and with which verdict: not a name alone, which may be given to another one."""
+    gate = "its gate" if chosen.artifact == "reward-model" else f"the {gate_of(chosen.artifact)}"
     return (
-        f"May {chosen.artifact} {chosen.version} be used from now on? It is {chosen.identity}, of commit {chosen.commit}; its gate: "
+        f"May {chosen.artifact} {chosen.version} be used from now on? It is {chosen.identity}, of commit {chosen.commit}; {gate}: "
         f"{chosen.verdict}."
     )
 

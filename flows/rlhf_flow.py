@@ -199,5 +199,7 @@ def _finish(workspace: Path, order: list[str], results: list[StageResult], faile
     page = report_of(workspace, failed)
     if page is not None:
         create_link_artifact(page.resolve().as_uri(), link_text=page.name, key="report", description=str(page))
-    if failed is None and (workspace / ".git").is_file():
-        commit_results(workspace, f"Results of run {workspace.name}", result_paths(workspace), input_paths(workspace))
+    if (workspace / ".git").is_file():
+        # Of a stopped run too: dvc.lock has the stages that ended well, and a reward model that its gate rejected may be registered.
+        message = f"Results of run {workspace.name}" + (f", stopped at {failed}" if failed else "")
+        commit_results(workspace, message, result_paths(workspace), input_paths(workspace))

@@ -11,6 +11,7 @@ from prefect.client.schemas.objects import State, StateType
 from flows.locks import only_flow
 from flows.overrides import Overrides
 from flows.pins import check_not_rolled_back
+from flows.results import input_paths, result_paths
 from flows.rlhf_flow import end_state, publish_gate, run_with_retries
 from flows.rounds import (
     FIGURE,
@@ -26,6 +27,7 @@ from flows.rounds import (
     verdict,
 )
 from flows.stages import StageFailed, unchanged
+from flows.worktree import commit_results
 from rlhf_core.config import ConfigError, Params, load_params
 
 ROUND_REFUSED = "RoundRefused"
@@ -68,6 +70,8 @@ def _chain(root: Path, workspace: Path, params: Params) -> State | None:
                 check_promotion_split(workspace, params)
     except StageFailed as failure:
         publish_gate(workspace, failure.stage)
+        message = f"Results of run {workspace.name}, stopped at {failure.stage}"
+        commit_results(workspace, message, result_paths(workspace), input_paths(workspace))
         return end_state(workspace, failure)
     check_reward_model(workspace, params)
     if params.gate.override is None:

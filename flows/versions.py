@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from flows.decisions import add_version, registry_lock
 from flows.dvc_fetch import fetch_from_remote
-from flows.evidence import check_version, decision, decision_of_round, read_locks
+from flows.evidence import GATE, LOCK, ROUNDS_LOCK, check_version, decision, decision_of_round, read_locks
 from flows.registry import Registry, read_registry
 from flows.stages import dvc_environment
 from flows.tags import Version
@@ -22,7 +23,6 @@ from rlhf_core.quiet import quietly
 from rlhf_core.registry import cache_folder, checkout, missing, verify
 from rlhf_core.rounds import PIPELINE, round_folder
 
-GATE = "metrics/gate.json"
 LAST_STAGE = {"reward-model": "gate_reward", "policy": "train_policy"}  # up to here DVC must find nothing to do
 
 log = logging.getLogger("rlhf.flows")
@@ -40,9 +40,7 @@ def register(root: Path, artifact: str, run: str | None, round_number: int | Non
     workspace = root if run is None else worktree_path(root, run)
     if not (workspace / "dvc.yaml").is_file():
         raise ConfigError(f"{workspace.name}: expected the worktree of a run, got none; `git worktree list` shows them")
-    if changed := git(workspace, "status", "--porcelain", "--untracked-files=no"):
-        files = ", ".join(line.split()[-1] for line in changed.splitlines())
-        raise ConfigError(f"{workspace.name}: expected all committed, got changes in {files}; commit them, for a version is a commit's")
+    _check_committed(workspace)
     commit, branch = git(workspace, "rev-parse", "HEAD"), git(workspace, "rev-parse", "--abbrev-ref", "HEAD")
     lock, gate = read_locks(workspace, commit), _read(workspace, GATE)
     if artifact == "reward-model" and not gate["needed"]:
@@ -64,6 +62,24 @@ def register(root: Path, artifact: str, run: str | None, round_number: int | Non
     made_of["reward_model_version"] = known.get(made_of["parents"].get(REWARD_MODEL))
     with registry_lock(root):
         return add_version(root, artifact, made_of)
+
+
+def _check_committed(workspace: Path) -> None:
+    """A version is a commit's. What else lies there untracked may stay.
+
+    Raises:
+        ConfigError: git has another content of a file, or not yet the lock or the verdict; naming those and the results beside them.
+    """
+    from flows.results import result_paths  # pandas comes with it, which the flow's command line is not to wait for
+
+    changed = {line.split()[-1] for line in git(workspace, "status", "--porcelain", "--untracked-files=no").splitlines()}
+    results = set(git(workspace, "ls-files", "--others", "--exclude-standard", "--", *result_paths(workspace)).splitlines())
+    if changed or results & {LOCK, ROUNDS_LOCK, GATE}:
+        files = sorted(changed | results)
+        raise ConfigError(
+            f"{workspace.name}: expected all committed, got changes in {', '.join(files)}; commit them (`git add {shlex.join(files)}`, "
+            "`git commit`) in its folder, for a version is a commit's"
+        )
 
 
 def _of_round(workspace: Path, artifact: str, number: int) -> tuple[str, str, dict[str, Any]]:

@@ -69,17 +69,19 @@ def read_folders(folders: list[Path]) -> list[Result]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--parts", type=names, default=names(",".join(part.name for part in PARTS)), help="separated by commas; all of them"
-    )
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = [part.name for part in PARTS]
+    parts = f"some of {', '.join(every)}, separated by commas or spaces; without it all"
+    parser.add_argument("--parts", type=names, nargs="+", metavar="PART", default=[every], help=parts)
     parser.add_argument("--minutes", type=minutes, default=20.0, help="for all parts; those that no longer fit are not run")
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "gpu")
     parser.add_argument("--models", type=Path, help="folder for models with random weights, which stay; a temporary one if not given")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on whatever is there: shows that the check runs")
     parser.add_argument("--write", type=Path, nargs="+", metavar="FOLDER", help="put results into the document, and run nothing")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="of --write")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.parts = [name for given in arguments.parts for name in given]
+    return arguments
 
 
 def names(text: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.gpu.harness import NOT_RUN, PARTS, Part, Result
+from bench.gpu.harness import NOT_RUN, PARTS, RAN, Part, Result
 from bench.gpu.record import Figure
 
 BEGIN = "<!-- figures: written by python -m bench.gpu --write -->"
@@ -40,7 +40,9 @@ def _outcome(result: Result) -> str:
     where = f" on {result.about['device']}, {result.about['date']}" if result.about and result.outcome != NOT_RUN else ""
     took = f", {result.seconds:.0f} s" if result.seconds else ""
     why = f": {_cell(result.reason)}" if result.reason else ""
-    return f"Outcome: {result.outcome}{took}{where}{why}."
+    # A test that was skipped is a figure without a value: a part of nothing else has checked nothing.
+    skipped = result.part == "tests" and result.outcome == RAN and not any(figure.values for figure in result.figures)
+    return f"Outcome: {result.outcome}{', all skipped' if skipped else ''}{took}{where}{why}."
 
 
 def _row(figure: Figure) -> str:

@@ -167,6 +167,10 @@ def test_a_rejected_gate_has_a_state_of_its_own_and_no_retry(tmp_path, server):
     page = workspace / "runs/strict/reports/stopped.html"
     assert page.read_text() == "--stopped-at gate_reward --because gate_reward: accuracy 0.9 against 0.95 ![x](https://host/p.png) ⟨U+202E⟩"
     assert not page.with_name("report.html").exists() and f"{page.relative_to(workspace)} (stopped at gate_reward)" in done.stdout
+    worktree = workspace / "runs/strict"  # a rejected model may be registered, for which all must be committed
+    assert git(worktree, "status", "--porcelain") == ""
+    assert git(worktree, "log", "-1", "--format=%s") == "Results of run strict, stopped at gate_reward"
+    assert {"dvc.lock", "metrics/gate.json"} <= set(git(worktree, "ls-files").splitlines())
 
 
 def test_crash_and_kills_of_dvc_and_stage_are_retried_from_the_checkpoint(tmp_path, server):

@@ -80,7 +80,8 @@ def test_the_policy_of_an_accepted_round_is_a_version_too(project, capsys):
     assert "expected one whose policy was accepted, got one that wasn't: no better" in register("policy", "--round", "2")
     assert "expected rounds/3/metrics/evaluate.json in the last commit, got none" in register("policy", "--round", "3")
     assert "expected the policy with a round, got another model" in register(NAME, "--round", "1")
-    assert "Registered policy v1.0.0" in register("policy", "--round", "1")
+    told = register("policy", "--round", "1")
+    assert "Registered policy v1.0.0" in told and "Gate of its reward model: passed" in told
     version = read_registry(project, "policy").get("v1.0.0")
     assert version.md5 == dvc_md5(worktree / "rounds/1/policy") and version.lineage["path"] == "rounds/1/policy"
     assert version.lineage["decided"] == {"by": "evaluate_round@1", "split": "promotion", "level": 0.001}
@@ -175,6 +176,12 @@ def test_what_can_not_be_registered(made, tmp_path):
     (worktree / "params.yaml").write_text((worktree / "params.yaml").read_text() + "\n# a note\n")
     assert "expected all committed, got changes in params.yaml" in refused(made, "register", "--run", "another")
     git(worktree, "checkout", "--quiet", "params.yaml")
+    git(worktree, "rm", "--quiet", "--cached", "dvc.lock")
+    git(worktree, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "Without its lock")
+    (worktree / "notes.txt").write_text("no result")
+    said = refused(made, "register", "--run", "another")
+    assert "expected all committed, got changes in dvc.lock; commit them (`git add dvc.lock`, `git commit`) in its folder" in said
+    git(worktree, "reset", "--quiet", "--hard", "HEAD~1")
     apply_overrides(worktree / "params.yaml", {"sft.steps": 7})
     commit(worktree, "Other params, nothing computed")
     said = refused(made, "register", "--run", "another")

@@ -16,6 +16,7 @@ from registry_tags import GATE, git, sound_commit, write_tag
 from flows import decisions, evidence, promote, registry
 from flows.evidence import check_version, gates, read_files
 from flows.pins import registry_params
+from flows.promotion_flow import question
 from flows.registry import read_promoted, read_registry
 from flows.versions import fetch
 from rlhf_core.config import ConfigError
@@ -184,7 +185,7 @@ def test_show_names_a_false_verdict_and_a_bad_tag(root, monkeypatch, capsys):
     monkeypatch.chdir(root)
     assert promote.main(["show", NAME]) == 0
     table, warnings = capsys.readouterr()
-    assert "passed: false" in table and "stated by A" in table
+    assert "says passed, commit says rejected" in table and "stated by A" in table
     assert f"warning: tag {NAME}@v2.0.0: expected one made by" in warnings
     assert f"warning: tag {NAME}@v1.0.0: expected what metrics/gate.json of commit" in warnings
     assert promote.main(["show", NAME, "v1.0.0"]) == 0
@@ -192,6 +193,26 @@ def test_show_names_a_false_verdict_and_a_bad_tag(root, monkeypatch, capsys):
     assert promote.main(["history", NAME]) == 0
     assert "stated by Ann" in capsys.readouterr().out
     assert promote.main(["fetch", NAME]) == 2
+
+
+def test_show_says_of_a_sound_verdict_with_another_message_that_the_commit_differs(root, monkeypatch, capsys):
+    lineage = sound_commit(root)
+    write_tag(root, f"{NAME}@v1.0.0", lie(lineage, "gate.message", "passed: by far"), lineage["commit"])
+    monkeypatch.chdir(root)
+    assert promote.main(["show", NAME]) == 0
+    assert "says passed, commit differs" in capsys.readouterr().out
+
+
+def test_the_gate_of_a_policy_is_that_of_its_reward_model(root, monkeypatch, capsys):
+    lineage = sound_commit(root)
+    write_tag(root, "policy@v1.0.0", {**lineage, "path": "models/policy"}, lineage["commit"])
+    version = read_registry(root, "policy").get("v1.0.0")
+    monkeypatch.chdir(root)
+    for command in (["show", "policy", "v1.0.0"], ["show", "policy"]):
+        assert promote.main(command) == 0
+        told = capsys.readouterr().out
+        assert "gate of its reward model" in told.lower() and "\nGate: " not in told and "\ngate  " not in told
+    assert "the gate of its reward model: passed" in question(version)
 
 
 def test_a_table_of_two_hundred_tags_needs_few_calls_of_git(root, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from bench.gpu.__main__ import parse
 from bench.gpu.cases import ROOT, measure_apart
 from bench.gpu.harness import FAILED, NOT_RUN, PARTS, RAN, STOPPED, Result, read_result
 from bench.gpu.record import Figure, Record
@@ -186,6 +187,14 @@ def test_parts_without_a_result_say_that_they_were_not_run():
     assert "|" not in written and REHEARSAL not in written
 
 
+def test_tests_that_were_all_skipped_are_no_check():
+    skipped = [Figure("test_a", "s", (), "there is no second GPU"), Figure("test_b", "s", (), "there is no vLLM")]
+    assert "Outcome: ran, all skipped, 60 s" in markdown([result(part="tests", figures=skipped)])
+    passed = Figure("test_c", "s", (1.0,), "passed")
+    assert "Outcome: ran, 60 s" in markdown([result(part="tests", figures=[*skipped, passed])])
+    assert "Outcome: failed, 60 s" in markdown([result(part="tests", outcome=FAILED, figures=skipped)])
+
+
 def test_a_figure_has_its_median_and_spread_and_one_without_values_none():
     written = markdown([result()])
     assert "| SFT \\| steps | 12,000 | 10,000 to 13,000 | tokens/s | a note |" in written
@@ -214,12 +223,16 @@ def test_the_document_has_a_place_for_every_part():
         put_into(ROOT / "README.md", [])
 
 
-def test_the_command_line_refuses_what_it_does_not_know_and_a_machine_without_a_gpu(tmp_path):
+def test_the_command_line_refuses_what_it_does_not_know_and_a_machine_without_a_gpu(tmp_path, monkeypatch):
     def check(*arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run([sys.executable, "-m", "bench.gpu", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100)
 
     unknown = check("--parts", "tests,rollouts")
     assert unknown.returncode == 2 and "expected some of tests, training" in unknown.stderr and "got rollouts" in unknown.stderr
+    for parts in (["tests", "training"], ["tests,training"], ["tests,", "training"]):
+        monkeypatch.setattr(sys, "argv", ["__main__.py", "--parts", *parts])
+        assert parse().parts == ["tests", "training"]
+    assert "usage: python -m bench.gpu [" in check("--help").stdout
     empty = check("--write", str(tmp_path))
     assert empty.returncode == 2 and "expected a folder with results" in empty.stderr
     if not torch.cuda.is_available():

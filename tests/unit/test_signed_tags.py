@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,10 +16,13 @@ from registry_tags import PARAMS, git, sound_commit, write_tag
 from flows import decisions, promote
 from flows.decisions import add_version
 from flows.registry import read_for_decision, read_promoted, read_registry
+from flows.tags import who
 from rlhf_core.config import ConfigError
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="makes SSH keys, and there is no ssh-keygen")
 NAME = "reward-model"
+DOCS = Path(__file__).parents[2] / "docs/registry.md"
+UMA = {"GIT_COMMITTER_NAME": "uma", "GIT_COMMITTER_EMAIL": "uma@example.org"}  # who signs again
 EVENT = {"action": "promote", "version": "v1.0.0", "previous": None, "by": "Ann", "reason": "good", "override": None}
 
 
@@ -27,8 +32,8 @@ def root(tmp_path: Path) -> Path:
     root = tmp_path / "project"
     root.mkdir()
     git(root, "init", "--quiet")
-    for who in ("ann", "eve"):
-        key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", who, "-f", str(tmp_path / who)]
+    for name in ("ann", "eve"):
+        key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(tmp_path / name)]
         subprocess.run(key, check=True, stdin=subprocess.DEVNULL)
     (tmp_path / "signers").write_text(f"ann@example.org {(tmp_path / 'ann.pub').read_text()}")
     git(root, "config", "user.signingKey", str(tmp_path / "ann"))
@@ -125,6 +130,24 @@ def test_a_list_of_signers_that_is_not_there_stops_all(root):
     demand_signatures(root, "../gone")
     with pytest.raises(ConfigError, match=r"promotion\.allowed_signers: expected a file of allowed signers, got No such file"):
         read_registry(root, NAME)
+
+
+def test_tags_signed_again_as_documented_keep_who_registered(root):
+    """Else whoever signs would be said to have registered the model."""
+    lineage = sound_commit(root)
+    write_tag(root, f"{NAME}@v1.0.0", lineage, lineage["commit"])
+    write_tag(root, f"{NAME}#prod#1", EVENT, lineage["commit"])
+    before = read_registry(root, NAME).versions["v1.0.0"]
+    lines = DOCS.read_text().partition("git config gpg.format ssh")[2].splitlines()[1:]
+    commands = itertools.takewhile(lambda line: line.startswith("    "), lines)
+    git(root, "config", "gpg.format", "ssh")
+    subprocess.run(["sh", "-ec", "\n".join(commands)], cwd=root, check=True, env={**os.environ, **UMA})
+    demand_signatures(root)
+    after = read_registry(root, NAME)
+    version = after.versions["v1.0.0"]
+    assert who(version.by, version.signer) == "signed by ann@example.org, stated by A"
+    assert (version.by, version.at, version.lineage) == (before.by, before.at, before.lineage) and after.bad == ()
+    assert after.events[0].who == "signed by ann@example.org, stated by Ann"
 
 
 def test_a_subfolder_asks_for_the_same_signatures(root):
