@@ -62,7 +62,9 @@ def workspace(tmp_path, monkeypatch) -> Path:
     rows += [prompt(f"c{i}", f"Question {i}?") for i in range(3)]
     write_rows(tmp_path / "data/prepared", "prompt", rows)
     write_json(tmp_path / "data/prepared/sources.json", {"clerk": {"judge": "clerk"}, "mine": {"judge": None}})
-    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    name = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+    for command in (["init", "--quiet"], [*name, "commit", "--quiet", "--allow-empty", "-m", "The project"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

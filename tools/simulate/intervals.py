@@ -123,7 +123,7 @@ def equal_models(rng: np.random.Generator) -> dict:
         low, high = interval(first, second, PROMPTS)
         difference = {"value": (first - second) / PROMPTS, "low": low, "high": high, "p_value": sign(first, second)}
         found["difference"][mode] = {"judge_ok": difference}
-        found[mode] = {model: {"judge_ok": 0.8} for model in ("sft", "policy")}
+        found[mode] = {model: {"judge_ok": 0.8, "score_mean": 0.0} for model in ("sft", "policy")}
     return found
 
 
