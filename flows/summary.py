@@ -45,7 +45,9 @@ def _reward(m: dict[str, Any]) -> str:
 def _gate(m: dict[str, Any]) -> str:
     if not m["needed"]:
         return "not needed"
-    return f"accuracy {m['accuracy']:.3f}, at least {m['low']:.3f} (needs {m['threshold']:.3f}): {'passed' if m['passed'] else 'rejected'}"
+    look = f", look {m['look']['number']}" if m["look"] is not None and m["look"]["number"] > 1 else ""
+    verdict = "passed" if m["passed"] else "rejected"
+    return f"accuracy {m['accuracy']:.3f}, at least {m['low']:.3f} (needs {m['threshold']:.3f}){look}: {verdict}"
 
 
 def _policy(m: dict[str, Any]) -> str:

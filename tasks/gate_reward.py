@@ -227,6 +227,10 @@ def explain(gate: dict[str, Any]) -> Iterator[str]:
     for external in gate["external"]:
         found = "no pair got a score" if not external["n"] else f"accuracy {external['accuracy']:.4f} on {external['n']} pairs"
         yield f"external {external['name']}: {found}"
+    for role in ("incumbent", "anchor"):
+        if (other := gate[role]) is not None:
+            difference = f"{other['difference']:+.4f} ({other['low']:+.4f} to {other['high']:+.4f})"
+            yield f"{role} {other['version']}: accuracy {other['accuracy']:.4f} on {other['n']} pairs; this model's is {difference} from it"
     if gate["passed"] or not gate["needed"]:
         yield gate["message"]
     elif gate["override"] is not None:

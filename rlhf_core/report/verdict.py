@@ -40,6 +40,10 @@ def outcome(
     rewarder = rewarded_by(scorers)
     judge, reward = judge_direction(evaluation, confidence), reward_direction(evaluation, confidence)
     details = [_win_rates(evaluation, rewarder, confidence)]
+    if shared := evaluation.get("prompts_of_gate"):
+        details.append(
+            f"{shared} of the prompts were read by the gate too: a reward model that was chosen on them looks better here than it is."
+        )
     tone: Tone
     if judge is None:
         tone, headline = _BY_REWARD_ALONE[reward]

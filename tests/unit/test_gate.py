@@ -139,6 +139,8 @@ def test_the_incumbent_wins_where_the_candidate_may_be_worse_by_more_than_is_all
     assert ("the incumbent v1 wins" in gate["message"]) is not passed
     if own == 690:
         assert gate["incumbent"]["low"] == pytest.approx(-wilson_interval(10, 1000, 0.95)[1], abs=1e-6)
+        told = "incumbent v1: accuracy 0.7000 on 1000 pairs; this model's is -0.0100 (-0.0183 to"
+        assert any(line.startswith(told) for line in explain(gate | {"override": None}))
 
 
 def test_an_incumbent_that_can_score_too_few_of_the_pairs_decides_nothing():

@@ -136,6 +136,13 @@ def test_without_a_judge_the_win_rate_decides_and_says_who_speaks(win, tone):
     assert "There is no judge for this data" in verdict.details[1]
 
 
+def test_prompts_that_the_gate_has_read_are_told():
+    results = with_results(sft=0.5, policy=0.9, win=ABOVE)
+    said = "12 of the prompts were read by the gate too"
+    assert any(said in detail for detail in outcome(results | {"prompts_of_gate": 12}, [REWARD_MODEL], confidence=0.95).details)
+    assert not any("read by the gate" in detail for detail in outcome(results, [REWARD_MODEL], confidence=0.95).details)
+
+
 def test_a_reward_that_is_no_reward_model_is_not_called_one():
     results = with_results(sft=0.5, policy=0.9, win=ABOVE)
     verdict = outcome(results, [JUDGE, REWARD_MODEL | {"weight": 0.0}], confidence=0.95)
