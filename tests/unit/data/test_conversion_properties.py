@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Iterator
@@ -80,6 +81,7 @@ def test_a_pair_comes_out_as_it_went_in(talk, spelling, shape):
     """Whole conversations (without a prompt, with its first or last question, with its beginning, going on from it), answers, texts."""
     asked = {"first": talk.users[0], "last": talk.users[-1]}.get(shape, spelled(talk.messages, spelling))
     assume(not isinstance(asked, str) or asked.strip())
+    assume(shape != "rest" or plain(talk.users[0]) not in map(plain, talk.users[1:]))  # it could be the whole conversation or what follows
     record: dict[str, Any] = {} if shape == "none" else {"prompt": asked}
     cut = 0
     if shape in ("list", "rest"):
@@ -155,6 +157,24 @@ def test_graded_completions_come_out_as_they_went_in(talk, more, whole):
 def test_prompts_and_texts_come_out_as_they_went_in(talk, text):
     assert convert({"prompt": talk.messages}, source("prompt"))["prompt"] == [{"messages": talk.plain, "label": None}]
     assert convert({"text": text}, source("text", uses=["pretrain"])) == {"pretrain": [{"text": plain(text)}]}
+
+
+@given(
+    rows=st.lists(st.tuples(SAID, TEXT, TEXT), min_size=1, max_size=4),
+    names=st.lists(SAID.filter(lambda text: not set(text) & set(",;\t|")), min_size=3, max_size=3, unique_by=str.strip),
+    delimiter=st.sampled_from([",", ";", "\t", "|"]),
+    ends=st.sampled_from(["\n", "\r\n"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_table_comes_out_as_it_went_in(tmp_path_factory, rows, names, delimiter, ends):
+    """Whatever its fields hold and its columns are called."""
+    path = tmp_path_factory.getbasetemp() / "table.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, delimiter=delimiter, lineterminator=ends, quoting=csv.QUOTE_ALL).writerows([names, *rows])
+    columns = dict(zip(("prompt", "chosen", "rejected"), names, strict=True))
+    loaded = load_source(source("preference", uses=["preference"], path=str(path), columns=columns), seed=0)
+    found = [(row["messages"][0]["content"], row["chosen"], row["rejected"]) for row in loaded.rows["preference"]]
+    assert found == [tuple(map(plain, row)) for row in rows] and not loaded.dropped
 
 
 ROLE = st.sampled_from(["system", "user", "assistant", "tool", "developer", "function", "human", "gpt", "robot"])
