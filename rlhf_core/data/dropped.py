@@ -72,7 +72,7 @@ class LeftOut(Counter[str]):
         return f"left out: {dict(self) or 'nothing'}{f'; the first: {first.where}: {first.excerpt}' if first else ''}"
 
 
-def excerpt(values: Mapping[str, Any]) -> str:
+def excerpt(values: Any) -> str:
     """The beginning of a record as JSON, on one line, without what a terminal takes as an order. Long texts and lists cost nothing."""
     pieces: list[str] = []
     length = 0

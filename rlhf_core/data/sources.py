@@ -96,7 +96,8 @@ def _converted(records: Iterable[Found], source: SourceConfig, dropped: LeftOut)
     misfits, fits = 0, False
     for where, values, note in records:
         dropped.read += 1
-        dropped.unmapped.update(unmapped(values, source))
+        if columns := unmapped(values, source):
+            dropped.unmapped.update(columns)
         try:
             converted = convert(values, source)
         except Dropped as reason:
@@ -120,7 +121,8 @@ def _converted(records: Iterable[Found], source: SourceConfig, dropped: LeftOut)
         raise refused
     for column, number in dropped.unmapped.items():
         log.warning(
-            "source %s: %d records have a column %r, which is not used; map it in the source's columns if it belongs to the conversation",
+            "source %s: %d records have a column %r, which is not used; if it belongs to the conversation, map it in the source's columns, or "
+            "leave these records out",
             *(source.name, number, column),
         )
 

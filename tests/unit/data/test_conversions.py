@@ -47,11 +47,12 @@ def test_the_conversation_that_holds_the_prompt_is_kept_whole(tmp_path, prompt):
 
 @pytest.mark.parametrize(
     ("prompt", "turns"),
-    [(TURNS, []), (TURNS, [Q2]), ([SYSTEM, Q1], [A1, Q2])],
-    ids=["answers alone", "the last question again", "going on"],
+    [(TURNS, []), (TURNS, [Q2]), ([SYSTEM, Q1], [A1, Q2]), (TURNS, None)],
+    ids=["answers alone", "the last question again", "going on", "messages without a list"],
 )
 def test_a_prompt_with_what_follows_it_is_kept_whole(tmp_path, prompt, turns):
-    [row] = load(tmp_path, {"prompt": prompt, "chosen": [*turns, GOOD], "rejected": [*turns, BAD]}).rows["preference"]
+    sides = (GOOD, BAD) if turns is None else ([*turns, GOOD], [*turns, BAD])
+    [row] = load(tmp_path, {"prompt": prompt, "chosen": sides[0], "rejected": sides[1]}).rows["preference"]
     assert (row["messages"], row["chosen"], row["rejected"]) == (TURNS, "good", "bad")
 
 
@@ -209,7 +210,7 @@ def test_a_table_is_read_with_the_delimiter_of_its_header(tmp_path, name, delimi
     ("content", "told", "message"),
     [
         ("prompt#chosen#rejected\nq#a#b\n", {}, r"got prompt#chosen#rejected; .*separated by ','; set the source's delimiter"),
-        ("prompt;chosen;rejected\nq;a\n", {}, r"line 2: expected 3 fields as in the header, got 2; quote fields that contain ';'"),
+        ("prompt;chosen;rejected\nq;a\n", {}, r"line 2: expected 3 fields as in the header, got 2: {.*"prompt": "q".*; quote fields that contain ';'"),
         ("prompt,chosen;x\nq,a;b\n", {}, r"expected a header with one way .*, got 2 of each with ',' and ';'; set the source's delimiter"),
         ("prompt;chosen;rejected\nq;a;b\n", {"delimiter": ","}, r"got prompt;chosen;rejected; .*separated by ','"),
     ],
