@@ -121,8 +121,8 @@ def _converted(records: Iterable[Found], source: SourceConfig, dropped: LeftOut)
         raise refused
     for column, number in dropped.unmapped.items():
         log.warning(
-            "source %s: %d records have a column %r, which is not used; if it belongs to the conversation, map it in the source's columns, or "
-            "leave these records out",
+            "source %s: %d records have a column %r, which is not used; if it belongs to the conversation, map it in the source's "
+            "columns, or leave these records out",
             *(source.name, number, column),
         )
 
