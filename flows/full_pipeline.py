@@ -18,7 +18,8 @@ from flows.pins import prepare_run
 from flows.server import use_server
 from flows.stages import StageResult, stage_order, up_to_date
 from flows.summary import report_line, stage_table
-from flows.worktree import derive_name, worktree_path
+from flows.updates import check_run
+from flows.worktree import derive_name
 from rlhf_core.config import ConfigError
 
 FAILED, REFUSED, GATE_REJECTED, INTERRUPTED = 1, 2, 3, 130
@@ -46,6 +47,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--run", metavar="NAME", help="work in the worktree runs/NAME; with overrides and without a name, one is derived from them"
     )
+    parser.add_argument("--update", action="store_true", help="change the params of a run that exists, which is refused otherwise")
     return parser.parse_args(arguments)
 
 
@@ -63,8 +65,7 @@ def choose(root: Path, arguments: argparse.Namespace) -> tuple[dict[str, Any], s
     if name is None and overrides:
         check(root / "params.yaml", overrides)
         name = derive_name(root, overrides, arguments.recipes)
-    found = name is not None and worktree_path(root, name).exists()
-    check((worktree_path(root, name) if found else root) / "params.yaml", overrides)
+    check_run(root, name, overrides)
     stage_order(root)
     return overrides, name
 
@@ -84,11 +85,11 @@ def run(root: Path, overrides: dict[str, Any], name: str | None) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     show_own_log()
-    root = Path.cwd()
+    root, asked = Path.cwd(), parse_arguments(arguments)
     try:
-        overrides, name = choose(root, parse_arguments(arguments))
+        overrides, name = choose(root, asked)
         with only_flow(root, name):
-            workspace = prepare_run(root, name, overrides)
+            workspace = prepare_run(root, name, overrides, update=asked.update)
             if up_to_date(workspace):
                 order = stage_order(workspace)
                 print(f"{stage_table(workspace, order, [StageResult(s, 'cached', 0.0) for s in order])}\n\n{report_line(workspace)}")

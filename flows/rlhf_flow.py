@@ -88,31 +88,34 @@ def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *,
 
 
 @flow(name="rlhf", persist_result=False)
-def rlhf(overrides: Overrides = {}, run: str | None = None) -> State | None:  # noqa: B006 (Prefect shows the default in its form)
+def rlhf(overrides: Overrides = {}, run: str | None = None, update: bool = False) -> State | None:  # noqa: B006 (Prefect's form)
     """From preference data to an aligned, evaluated policy.
 
     Args:
         overrides: dotted keys of params.yaml and their values, such as {"rl.algorithm": "grpo"}.
         run: the name of the run's worktree, runs/<run>. Without overrides and name, a run from the command line works in
             the current folder, and a deployment's run in a worktree named after the flow run.
+        update: change the params of a run that exists, which is refused otherwise.
     """
     log, root = get_run_logger(), Path.cwd()
     try:
         name = _name(root, overrides, run)
         with only_flow(root, name):
-            return _chain(root, overrides, name, log)
+            return _chain(root, overrides, name, log, update=update)
     except ConfigError as error:
         log.error("%s", error)
         return State(type=StateType.FAILED, name="Refused", message=str(error))
 
 
-def _chain(root: Path, overrides: dict[str, Any], name: str | None, log: logging.Logger | logging.LoggerAdapter) -> State | None:
+def _chain(
+    root: Path, overrides: dict[str, Any], name: str | None, log: logging.Logger | logging.LoggerAdapter, *, update: bool
+) -> State | None:
     """Every stage in its order; a state where one failed.
 
     Raises:
         ConfigError: params or workspace are refused.
     """
-    workspace = prepare_run(root, name, overrides)
+    workspace = prepare_run(root, name, overrides, update=update)
     params = load_params(workspace / "params.yaml")
     order = stage_order(workspace)
     pin_baselines(root, workspace)

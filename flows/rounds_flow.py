@@ -34,7 +34,12 @@ ROUND_REFUSED = "RoundRefused"
 
 
 @flow(name="iterative-dpo", persist_result=False)
-def iterative_dpo(overrides: Overrides = {}, rounds: int = 1, series: str = "iterative-dpo") -> State | None:  # noqa: B006 (Prefect's form)
+def iterative_dpo(
+    overrides: Overrides = {},  # noqa: B006 (Prefect's form)
+    rounds: int = 1,
+    series: str = "iterative-dpo",
+    update: bool = False,
+) -> State | None:
     """Rounds of iterative DPO in the worktree runs/<series>; the same series goes on where it ended.
 
     A policy that isn't better is not kept, and the next round goes on from the one before. Pairs that fail validation end the run.
@@ -43,13 +48,14 @@ def iterative_dpo(overrides: Overrides = {}, rounds: int = 1, series: str = "ite
         overrides: dotted keys of params.yaml and their values; only before the first round of a series.
         rounds: how many; one that was interrupted counts.
         series: the name of the worktree.
+        update: change the params of a series that has no round yet, which is refused otherwise.
     """
     root, log = Path.cwd(), get_run_logger()
     try:
         if rounds < 1:
             raise ConfigError(f"rounds: expected at least 1, got {rounds}; say how many")
         with only_flow(root, series):
-            workspace = prepare_series(root, series, overrides)
+            workspace = prepare_series(root, series, overrides, update=update)
             params = load_params(workspace / "params.yaml")
             log.info("Workspace: %s", workspace)
             return _chain(root, workspace, params) or _rounds(root, workspace, params, rounds)
