@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flows import run_record
+from flows.command_line import run_flow
 from flows.full_pipeline import FAILED, GATE_REJECTED, INTERRUPTED, REFUSED, show_own_log
 from flows.overrides import parse_assignment, read_recipe
-from flows.server import use_server
 from flows.updates import check_run
 from rlhf_core.config import ConfigError
 
@@ -36,16 +37,18 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def run(root: Path, overrides: dict[str, Any], rounds: int, series: str, *, update: bool) -> int:
     """The flow, under a Prefect server. Imports Prefect."""
-    with use_server(root):
-        from flows.rlhf_flow import GATE_REJECTED as REJECTED
-        from flows.rounds_flow import ROUND_REFUSED as BAD_ROUND
+
+    def load() -> Any:
         from flows.rounds_flow import iterative_dpo
 
-    state = iterative_dpo(overrides, rounds, series, update, return_state=True)
+        return iterative_dpo
+
+    state = run_flow(root, load, overrides, rounds, series, update)
     if state.is_completed():
         return 0
     print(f"\n{state.name}: {state.message}", file=sys.stderr)
-    return {REJECTED: GATE_REJECTED, BAD_ROUND: ROUND_REFUSED, "Refused": REFUSED}.get(state.name, FAILED)
+    codes = {run_record.GATE_REJECTED: GATE_REJECTED, run_record.ROUND_REFUSED: ROUND_REFUSED, run_record.REFUSED: REFUSED}
+    return codes.get(state.name, FAILED)
 
 
 def main(arguments: list[str] | None = None) -> int:

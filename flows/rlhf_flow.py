@@ -26,14 +26,13 @@ from flows.locks import only_flow
 from flows.overrides import Overrides, check
 from flows.pins import prepare_run
 from flows.results import input_paths, read_side, result_paths
+from flows.run_record import GATE_REJECTED, REFUSED, note, recording
 from flows.stages import StageFailed, StageResult, read_stages, stage_environment, stage_order, unchanged
 from flows.summary import read_metrics, report_line, report_of, stage_table
 from flows.worktree import commit_results, derive_name, slug
 from rlhf_core.config import ConfigError, FlowConfig, load_params, reordering_shown
 from rlhf_core.report.sketch import sketch
 from rlhf_core.report.texts import markdown_text
-
-GATE_REJECTED = "GateRejected"
 
 
 class LogThrottle:
@@ -104,7 +103,7 @@ def rlhf(overrides: Overrides = {}, run: str | None = None, update: bool = False
             return _chain(root, overrides, name, log, update=update)
     except ConfigError as error:
         log.error("%s", error)
-        return State(type=StateType.FAILED, name="Refused", message=str(error))
+        return State(type=StateType.FAILED, name=REFUSED, message=str(error))
 
 
 def _chain(
@@ -116,6 +115,13 @@ def _chain(
         ConfigError: params or workspace are refused.
     """
     workspace = prepare_run(root, name, overrides, update=update)
+    with recording(workspace):
+        state = _stages(root, workspace, log)
+        note(workspace, **outcome_of(state))
+        return state
+
+
+def _stages(root: Path, workspace: Path, log: logging.Logger | logging.LoggerAdapter) -> State | None:
     params = load_params(workspace / "params.yaml")
     order = stage_order(workspace)
     pin_baselines(root, workspace)
@@ -136,6 +142,13 @@ def _chain(
     return None
 
 
+def outcome_of(state: State | None) -> dict[str, str]:
+    """For the run's record."""
+    if state is None:
+        return {"outcome": "done", "message": ""}
+    return {"outcome": state.name if state.name != "Failed" else "failed", "message": state.message or ""}
+
+
 def _name(root: Path, overrides: dict[str, Any], run: str | None) -> str | None:
     """Of the worktree to work in; None: the current folder. See the flow."""
     check(root / "params.yaml", overrides)
@@ -146,6 +159,7 @@ def _name(root: Path, overrides: dict[str, Any], run: str | None) -> str | None:
 
 
 def run_with_retries(stage: str, workspace: Path, config: FlowConfig, *, skip: bool = False) -> StageResult:
+    note(workspace, stage=stage)
     task = run_through_dvc.with_options(name=stage, task_run_name=stage, retries=config.retries, retry_delay_seconds=config.retry_delay)
     return task(stage, str(workspace), config.stage_timeout, config.stop_grace, skip=skip)
 

@@ -12,7 +12,7 @@ from flows.locks import only_flow
 from flows.overrides import Overrides
 from flows.pins import check_not_rolled_back
 from flows.results import input_paths, result_paths
-from flows.rlhf_flow import end_state, publish_gate, run_with_retries
+from flows.rlhf_flow import end_state, outcome_of, publish_gate, run_with_retries
 from flows.rounds import (
     FIGURE,
     chain_before_rounds,
@@ -26,11 +26,10 @@ from flows.rounds import (
     round_stages,
     verdict,
 )
+from flows.run_record import REFUSED, ROUND_REFUSED, note, recording
 from flows.stages import StageFailed, unchanged
 from flows.worktree import commit_results
 from rlhf_core.config import ConfigError, Params, load_params
-
-ROUND_REFUSED = "RoundRefused"
 
 
 @flow(name="iterative-dpo", persist_result=False)
@@ -58,10 +57,13 @@ def iterative_dpo(
             workspace = prepare_series(root, series, overrides, update=update)
             params = load_params(workspace / "params.yaml")
             log.info("Workspace: %s", workspace)
-            return _chain(root, workspace, params) or _rounds(root, workspace, params, rounds)
+            with recording(workspace):
+                state = _chain(root, workspace, params) or _rounds(root, workspace, params, rounds)
+                note(workspace, **outcome_of(state))
+            return state
     except ConfigError as error:
         log.error("%s", error)
-        return State(type=StateType.FAILED, name="Refused", message=str(error))
+        return State(type=StateType.FAILED, name=REFUSED, message=str(error))
 
 
 def _chain(root: Path, workspace: Path, params: Params) -> State | None:
