@@ -22,6 +22,7 @@ from prefect.client.schemas.objects import State, StateType, TaskRun
 
 from flows.baselines import pin_baselines
 from flows.cache import run_checked
+from flows.console import tell, tell_end
 from flows.locks import only_flow
 from flows.overrides import Overrides, check
 from flows.pins import prepare_run
@@ -74,7 +75,7 @@ def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *,
 
     def on_line(line: str) -> None:
         line = reordering_shown(line)
-        print(line, flush=True)
+        tell(line)
         throttle.add(line)
 
     try:
@@ -118,7 +119,9 @@ def _chain(
     with recording(workspace):
         state = _stages(root, workspace, log)
         note(workspace, **outcome_of(state))
-        return state
+    if state is not None:
+        tell_end(state.name, state.message)
+    return state
 
 
 def _stages(root: Path, workspace: Path, log: logging.Logger | logging.LoggerAdapter) -> State | None:
@@ -208,7 +211,7 @@ def publish_figures(workspace: Path, reached: set[str | None]) -> None:
 
 def _finish(workspace: Path, order: list[str], results: list[StageResult], failed: str | None = None) -> None:
     """Table, report and, in a run's worktree, the commit of what the run has shown."""
-    print(f"\n{stage_table(workspace, order, results, failed)}\n\n{report_line(workspace, failed)}", flush=True)
+    tell(f"\n{stage_table(workspace, order, results, failed)}\n\n{report_line(workspace, failed)}")
     create_markdown_artifact(
         stage_table(workspace, order, results, failed, style="github"), key="stages", description="The stages of this run"
     )

@@ -8,6 +8,7 @@ from prefect import flow, get_run_logger, runtime
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.client.schemas.objects import State, StateType
 
+from flows.console import tell, tell_end
 from flows.locks import only_flow
 from flows.overrides import Overrides
 from flows.pins import check_not_rolled_back
@@ -60,6 +61,8 @@ def iterative_dpo(
             with recording(workspace):
                 state = _chain(root, workspace, params) or _rounds(root, workspace, params, rounds)
                 note(workspace, **outcome_of(state))
+            if state is not None:
+                tell_end(state.name, state.message)
             return state
     except ConfigError as error:
         log.error("%s", error)
@@ -109,7 +112,7 @@ def _rounds(root: Path, workspace: Path, params: Params, rounds: int) -> State |
 def _show(workspace: Path, number: int) -> None:
     """Table and figure of all rounds so far."""
     text = publish(workspace, number)
-    print(f"\n{text}", flush=True)
+    tell(f"\n{text}")
     create_markdown_artifact(text, key="rounds", description=f"Rounds of {workspace.name}")
     if (workspace / FIGURE).is_file():
         path = (workspace / FIGURE).resolve()
