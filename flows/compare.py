@@ -34,6 +34,7 @@ SHARED = "gate_reward"  # up to here the runs of a seed are the same
 FIGURE, TABLE = Path("reports/compare.svg"), Path("reports/compare.md")
 METHODS_TABLE = Path("reports/compare_methods.md")
 EVALUATION = Path("metrics/evaluate.json")
+THREADS = "cluster.threads"  # as many as --jobs leaves to each
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -46,6 +47,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; they share the machine's cores")
     parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="KEY=VALUE", help="for all runs")
+    parser.add_argument("--update", action="store_true", help="change the params of runs that exist, which is refused otherwise")
     return parser.parse_args(arguments)
 
 
@@ -54,10 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
     root = Path.cwd()
     try:
         variants = {name: method_overrides(name) for name in asked.methods} or {name: {"rl.algorithm": name} for name in asked.algorithms}
-        common = read_recipe(RECIPE) | {"cluster.threads": max(1, (os.cpu_count() or 1) // asked.jobs)}
+        common = read_recipe(RECIPE) | {THREADS: max(1, (os.cpu_count() or 1) // asked.jobs)}
         common |= dict(map(parse_assignment, asked.assignments))
         workspaces = {
-            (name, seed): _workspace(root, f"{name}-{seed}", {**common, **overrides, "seed": seed})
+            (name, seed): _workspace(root, f"{name}-{seed}", {**common, **overrides, "seed": seed}, update=asked.update)
             for seed in asked.seeds
             for name, overrides in variants.items()
         }
@@ -104,9 +106,9 @@ def method_overrides(name: str) -> dict[str, Any]:
     return {"alignment.method": method} | ({f"{method}.loss": loss} if colon else {})
 
 
-def _workspace(root: Path, name: str, overrides: dict[str, Any]) -> Path:
+def _workspace(root: Path, name: str, overrides: dict[str, Any], *, update: bool) -> Path:
     check(root / "params.yaml", overrides)
-    return prepare_run(root, f"compare-{slug(name)}", overrides)
+    return prepare_run(root, f"compare-{slug(name)}", overrides, update=update, free=[THREADS])
 
 
 def _repro(workspace: Path, stage: str) -> str | None:

@@ -12,13 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flows import run_record
+from flows.command_line import run_flow
 from flows.locks import only_flow
 from flows.overrides import check, parse_assignment, read_recipe
 from flows.pins import prepare_run
-from flows.server import use_server
 from flows.stages import StageResult, stage_order, up_to_date
 from flows.summary import report_line, stage_table
-from flows.worktree import derive_name, worktree_path
+from flows.updates import check_run
+from flows.worktree import derive_name
 from rlhf_core.config import ConfigError
 
 FAILED, REFUSED, GATE_REJECTED, INTERRUPTED = 1, 2, 3, 130
@@ -46,6 +48,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--run", metavar="NAME", help="work in the worktree runs/NAME; with overrides and without a name, one is derived from them"
     )
+    parser.add_argument("--update", action="store_true", help="change the params of a run that exists, which is refused otherwise")
     return parser.parse_args(arguments)
 
 
@@ -63,37 +66,39 @@ def choose(root: Path, arguments: argparse.Namespace) -> tuple[dict[str, Any], s
     if name is None and overrides:
         check(root / "params.yaml", overrides)
         name = derive_name(root, overrides, arguments.recipes)
-    found = name is not None and worktree_path(root, name).exists()
-    check((worktree_path(root, name) if found else root) / "params.yaml", overrides)
+    check_run(root, name, overrides)
     stage_order(root)
     return overrides, name
 
 
-def run(root: Path, overrides: dict[str, Any], name: str | None) -> int:
+def run(root: Path, overrides: dict[str, Any], name: str | None, *, update: bool) -> int:
     """The flow, under a Prefect server. Imports Prefect."""
-    with use_server(root):
-        from flows.rlhf_flow import GATE_REJECTED as REJECTED
+
+    def load() -> Any:
         from flows.rlhf_flow import rlhf
 
-    state = rlhf(overrides, name, return_state=True)
+        return rlhf
+
+    state = run_flow(root, load, overrides, name, update)
     if state.is_completed():
         return 0
     print(f"\n{state.name}: {state.message}", file=sys.stderr)
-    return GATE_REJECTED if state.name == REJECTED else FAILED
+    return GATE_REJECTED if state.name == run_record.GATE_REJECTED else FAILED
 
 
 def main(arguments: list[str] | None = None) -> int:
     show_own_log()
-    root = Path.cwd()
+    root, asked = Path.cwd(), parse_arguments(arguments)
     try:
-        overrides, name = choose(root, parse_arguments(arguments))
+        overrides, name = choose(root, asked)
         with only_flow(root, name):
-            workspace = prepare_run(root, name, overrides)
+            workspace = prepare_run(root, name, overrides, update=asked.update)
             if up_to_date(workspace):
+                run_record.note(workspace, outcome="done", message="")
                 order = stage_order(workspace)
                 print(f"{stage_table(workspace, order, [StageResult(s, 'cached', 0.0) for s in order])}\n\n{report_line(workspace)}")
                 return 0
-            return run(root, overrides, name)
+            return run(root, overrides, name, update=asked.update)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return REFUSED

@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flows import run_record
+from flows.command_line import run_flow
 from flows.full_pipeline import FAILED, GATE_REJECTED, INTERRUPTED, REFUSED, show_own_log
-from flows.overrides import check, parse_assignment, read_recipe
-from flows.server import use_server
-from flows.worktree import worktree_path
+from flows.overrides import parse_assignment, read_recipe
+from flows.updates import check_run
 from rlhf_core.config import ConfigError
 
 ROUND_REFUSED = 4
@@ -30,21 +31,24 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--params", dest="recipes", action="append", default=[], type=Path, metavar="FILE", help="lay a recipe over params.yaml"
     )
+    parser.add_argument("--update", action="store_true", help="change the params of a series that has no round, which is refused otherwise")
     return parser.parse_args(arguments)
 
 
-def run(root: Path, overrides: dict[str, Any], rounds: int, series: str) -> int:
+def run(root: Path, overrides: dict[str, Any], rounds: int, series: str, *, update: bool) -> int:
     """The flow, under a Prefect server. Imports Prefect."""
-    with use_server(root):
-        from flows.rlhf_flow import GATE_REJECTED as REJECTED
-        from flows.rounds_flow import ROUND_REFUSED as BAD_ROUND
+
+    def load() -> Any:
         from flows.rounds_flow import iterative_dpo
 
-    state = iterative_dpo(overrides, rounds, series, return_state=True)
+        return iterative_dpo
+
+    state = run_flow(root, load, overrides, rounds, series, update)
     if state.is_completed():
         return 0
     print(f"\n{state.name}: {state.message}", file=sys.stderr)
-    return {REJECTED: GATE_REJECTED, BAD_ROUND: ROUND_REFUSED, "Refused": REFUSED}.get(state.name, FAILED)
+    codes = {run_record.GATE_REJECTED: GATE_REJECTED, run_record.ROUND_REFUSED: ROUND_REFUSED, run_record.REFUSED: REFUSED}
+    return codes.get(state.name, FAILED)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,9 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         for recipe in asked.recipes:
             overrides |= read_recipe(recipe)
         overrides |= dict(map(parse_assignment, asked.assignments))
-        worktree = worktree_path(root, asked.series)
-        check((worktree if worktree.exists() else root) / "params.yaml", overrides)
-        return run(root, overrides, asked.rounds, asked.series)
+        check_run(root, asked.series, overrides)
+        return run(root, overrides, asked.rounds, asked.series, update=asked.update)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return REFUSED

@@ -1,15 +1,24 @@
-"""Runs that a killed server or worker has left behind: Prefect has them as running for ever, refuses to retry them, and counts them
-as the one run that a deployment may have at a time.
+"""Runs that a killed server, worker or command line has left behind: Prefect has them as running for ever, refuses to retry them, and
+counts them as the one run that a deployment may have at a time.
+
+A run from the command line has a sign of life: a file in PREFECT_HOME that its process keeps locked, named as a tag of the flow run. The
+kernel frees the lock however the process ends. Only runs of such a file are ever set to Crashed, so none of another machine is.
 """
 
 from __future__ import annotations
 
 import base64
+import fcntl
+import hashlib
 import json
+import os
+import secrets
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +27,9 @@ AT_WORK = ["RUNNING", "PENDING", "CANCELLING"]
 REQUEST_SECONDS = 90.0  # on SQLite the server has stood still for sixty
 BUSY = 503
 MESSAGE = "Its process is gone, and nobody was there to hear of its end; a retry goes on from the last checkpoint."
+SAME_COMMAND = "Its process is gone, and nobody was there to hear of its end; the same command goes on from the last checkpoint."
+SIGNS = "alive"  # folder of PREFECT_HOME
+DATABASES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")  # other than the one in PREFECT_HOME
 
 
 def end_lost_runs(url: str, secret: str) -> list[str]:
@@ -37,9 +49,82 @@ def end_lost_runs(url: str, secret: str) -> list[str]:
     alive = _at_work() if runs else set()
     lost = [run for run in runs if run["id"] not in alive]
     for run in lost:
-        state = {"type": "CRASHED", "name": "Crashed", "message": MESSAGE}
-        _ask(url, secret, f"flow_runs/{run['id']}/set_state", {"state": state, "force": True})
+        _crash(url, secret, run["id"], MESSAGE)
     return [run["name"] for run in lost]
+
+
+@contextmanager
+def sign_of_life(home: Path, given_url: str | None) -> Iterator[str]:
+    """A tag for the flow run that this process works on, and its locked file as long as it does.
+
+    The file stays where the block ends with an exception: whether Prefect has heard of the end is for `end_lost_command_lines` to see.
+
+    Args:
+        home: PREFECT_HOME. given_url: of the server, where the user named one.
+    """
+    tag = f"process:{secrets.token_hex(4)}"
+    folder = home / SIGNS
+    folder.mkdir(exist_ok=True)
+    path, aside = folder / f"{tag}.json", folder / f".{tag}"
+    with aside.open("w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        json.dump({"database": _database(home, given_url), **_machine()}, file)
+        file.flush()
+        aside.replace(path)  # who finds it finds it locked
+        yield tag
+        path.unlink()
+
+
+def end_lost_command_lines(home: Path, url: str, secret: str | None, given_url: str | None) -> list[str]:
+    """Set the runs of command lines whose process is gone to Crashed.
+
+    Args:
+        home, given_url: as for `sign_of_life`. url: of Prefect's API. secret: user:password, if it wants one.
+    Returns:
+        Their names.
+    Raises:
+        OSError: as for `end_lost_runs`.
+    """
+    ended = []
+    for path in sorted((home / SIGNS).glob("*.json")):
+        with suppress(FileNotFoundError, BlockingIOError), path.open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it lives: BlockingIOError
+            said = json.load(file)
+            if said["database"] != _database(home, given_url) or not _is_here(said):
+                continue
+            wanted = {"state": {"type": {"any_": AT_WORK}}, "tags": {"all_": [path.stem]}}
+            for run in _ask(url, secret, "flow_runs/filter", {"flow_runs": wanted}):
+                _crash(url, secret, run["id"], SAME_COMMAND)
+                ended.append(run["name"])
+            path.unlink()
+    return ended
+
+
+def _database(home: Path, given_url: str | None) -> str:
+    """Which database has a run, as a hash: addresses may have passwords in them."""
+    other = next((os.environ[name] for name in DATABASES if name in os.environ), str(home.resolve()))
+    return hashlib.sha256((given_url or other).encode()).hexdigest()[:16]
+
+
+def _machine() -> dict[str, str]:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return {"host": os.uname().nodename, "boot": boot.read_text(encoding="utf-8").strip() if boot.exists() else ""}
+
+
+def _is_here(said: dict[str, str]) -> bool:
+    """Whether a free lock proves the end: the process was on this kernel, or on this machine before it started anew. PREFECT_HOME may lie
+    on a disk that other machines share, and not every such disk shares locks.
+    """
+    here = _machine()
+    return said["host"] == here["host"] or (said["boot"] == here["boot"] != "")
+
+
+def _crash(url: str, secret: str | None, run: str, message: str) -> None:
+    state = {"type": "CRASHED", "name": "Crashed", "message": message}
+    tasks = {"flow_run_id": {"any_": [run]}, "state": {"type": {"any_": AT_WORK}}}
+    for task in _ask(url, secret, "task_runs/filter", {"task_runs": tasks}):
+        _ask(url, secret, f"task_runs/{task['id']}/set_state", {"state": state, "force": True})
+    _ask(url, secret, f"flow_runs/{run}/set_state", {"state": state, "force": True})
 
 
 def _at_work() -> set[str]:
@@ -51,9 +136,12 @@ def _at_work() -> set[str]:
     return found
 
 
-def _ask(url: str, secret: str, path: str, body: dict[str, Any]) -> Any:
-    password = base64.b64encode(secret.encode()).decode()
-    headers = {"Content-Type": "application/json", "Authorization": f"Basic {password}"}
+def _ask(url: str, secret: str | None, path: str, body: dict[str, Any]) -> Any:
+    headers = {"Content-Type": "application/json"}
+    if secret is not None:
+        headers["Authorization"] = f"Basic {base64.b64encode(secret.encode()).decode()}"
+    elif "PREFECT_API_KEY" in os.environ:
+        headers["Authorization"] = f"Bearer {os.environ['PREFECT_API_KEY']}"
     request = urllib.request.Request(f"{url}/{path}", json.dumps(body).encode(), headers)
     until = time.monotonic() + REQUEST_SECONDS
     while True:

@@ -46,12 +46,15 @@ def check(params_file: Path, overrides: dict[str, Any]) -> Params:
     Raises:
         ConfigError: naming the key that is unknown or whose value is refused.
     """
-    tree = copy.deepcopy(read_yaml(params_file))
-    if not overrides:
-        return parse_params(tree, subject=params_file.name)
+    return overridden(read_yaml(params_file), overrides, subject=params_file.name)
+
+
+def overridden(tree: dict[str, Any], overrides: dict[str, Any], *, subject: str) -> Params:
+    """`check` for params that were read; subject: where they come from."""
+    changed = copy.deepcopy(tree)
     for key, value in overrides.items():
-        set_key(tree, key, value)
-    return parse_params(tree, subject="override")
+        set_key(changed, key, value)
+    return parse_params(changed, subject="override" if overrides else subject)
 
 
 def overrides_schema() -> dict[str, Any]:

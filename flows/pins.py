@@ -7,16 +7,17 @@ back. A run keeps the incumbent and the anchor that it began with; what was take
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from flows.evidence import check_version
-from flows.overrides import check
 from flows.registry import read_for_decision
 from flows.tags import Version
+from flows.updates import check_run, check_update, has_begun
 from flows.user_files import check_user_files
 from flows.versions import fetch
-from flows.worktree import commit, prepare_worktree, worktree_path
+from flows.worktree import commit, prepare_worktree
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params, shown
 from rlhf_core.rounds import dvc_md5
 
@@ -27,14 +28,19 @@ PROMOTED = Path("models/promoted")  # of a workspace: versions from the registry
 log = logging.getLogger("rlhf.flows")
 
 
-def prepare_run(root: Path, name: str | None, overrides: dict[str, Any]) -> Path:
+def prepare_run(root: Path, name: str | None, overrides: dict[str, Any], *, update: bool = False, free: Iterable[str] = ()) -> Path:
     """The folder that a run works in, its params with what the registry says: the current one, or the worktree of a named run.
 
+    Args:
+        update, free: as for check_update.
     Raises:
-        ConfigError: as prepare_worktree; a file that params name is missing; or a reward model with a path of its own was taken back.
+        ConfigError: as check_update and prepare_worktree; a file that params name is missing; or a reward model with a path of its own
+            was taken back.
     """
-    fresh = name is None or not worktree_path(root, name).exists()
-    check_user_files(root, name, check((root if fresh else worktree_path(root, name)) / "params.yaml", overrides))
+    fresh = name is None or not has_begun(root, name)
+    if name is not None:
+        check_update(root, name, overrides, update=update, free=free)
+    check_user_files(root, name, check_run(root, name, overrides))
     workspace = root if name is None else prepare_worktree(root, name, overrides)
     if pin_registry(root, workspace, chosen=overrides, fresh=fresh) and name is not None:
         refusal = commit(workspace, f"Run {name}: what the registry says", ["params.yaml"])

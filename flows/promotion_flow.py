@@ -15,6 +15,7 @@ from prefect.input import RunInput
 from pydantic import Field
 
 from flows import decisions
+from flows.console import tell, tell_end
 from flows.evidence import check_version
 from flows.promote import decided, gate_of, identity, plain, summary
 from flows.registry import Registry, read_for_decision, why_not
@@ -62,6 +63,7 @@ def promote(
         if not decision.approve:
             log.info("%s %s: not approved", artifact, chosen.version)
             message = f"{artifact} {chosen.version}: stated by {decision.by}: {decision.reason}"
+            tell_end(NOT_APPROVED, message)
             return State(type=StateType.FAILED, name=NOT_APPROVED, message=message)
         how = {"by": decision.by, "reason": decision.reason, "override": override}
         event = decisions.promote(root, artifact, chosen.version, asked=chosen.model, **how)
@@ -132,6 +134,6 @@ def _given(root: Path, by: str | None, reason: str | None) -> Approval:
 
 def _show(artifact: str, event: Event) -> None:
     text = plain(decided(artifact, event))
-    print(text, flush=True)
+    tell(text)
     lines = [markdown_text(line) for line in text.splitlines()]
     create_markdown_artifact("\n\n".join(lines), key=f"promoted-{artifact}", description=lines[0])

@@ -22,18 +22,18 @@ from prefect.client.schemas.objects import State, StateType, TaskRun
 
 from flows.baselines import pin_baselines
 from flows.cache import run_checked
+from flows.console import tell, tell_end
 from flows.locks import only_flow
 from flows.overrides import Overrides, check
 from flows.pins import prepare_run
 from flows.results import input_paths, read_side, result_paths
+from flows.run_record import GATE_REJECTED, REFUSED, note, recording
 from flows.stages import StageFailed, StageResult, read_stages, stage_environment, stage_order, unchanged
 from flows.summary import read_metrics, report_line, report_of, stage_table
 from flows.worktree import commit_results, derive_name, slug
 from rlhf_core.config import ConfigError, FlowConfig, load_params, reordering_shown
 from rlhf_core.report.sketch import sketch
 from rlhf_core.report.texts import markdown_text
-
-GATE_REJECTED = "GateRejected"
 
 
 class LogThrottle:
@@ -75,7 +75,7 @@ def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *,
 
     def on_line(line: str) -> None:
         line = reordering_shown(line)
-        print(line, flush=True)
+        tell(line)
         throttle.add(line)
 
     try:
@@ -88,31 +88,43 @@ def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *,
 
 
 @flow(name="rlhf", persist_result=False)
-def rlhf(overrides: Overrides = {}, run: str | None = None) -> State | None:  # noqa: B006 (Prefect shows the default in its form)
+def rlhf(overrides: Overrides = {}, run: str | None = None, update: bool = False) -> State | None:  # noqa: B006 (Prefect's form)
     """From preference data to an aligned, evaluated policy.
 
     Args:
         overrides: dotted keys of params.yaml and their values, such as {"rl.algorithm": "grpo"}.
         run: the name of the run's worktree, runs/<run>. Without overrides and name, a run from the command line works in
             the current folder, and a deployment's run in a worktree named after the flow run.
+        update: change the params of a run that exists, which is refused otherwise.
     """
     log, root = get_run_logger(), Path.cwd()
     try:
         name = _name(root, overrides, run)
         with only_flow(root, name):
-            return _chain(root, overrides, name, log)
+            return _chain(root, overrides, name, log, update=update)
     except ConfigError as error:
         log.error("%s", error)
-        return State(type=StateType.FAILED, name="Refused", message=str(error))
+        return State(type=StateType.FAILED, name=REFUSED, message=str(error))
 
 
-def _chain(root: Path, overrides: dict[str, Any], name: str | None, log: logging.Logger | logging.LoggerAdapter) -> State | None:
+def _chain(
+    root: Path, overrides: dict[str, Any], name: str | None, log: logging.Logger | logging.LoggerAdapter, *, update: bool
+) -> State | None:
     """Every stage in its order; a state where one failed.
 
     Raises:
         ConfigError: params or workspace are refused.
     """
-    workspace = prepare_run(root, name, overrides)
+    workspace = prepare_run(root, name, overrides, update=update)
+    with recording(workspace):
+        state = _stages(root, workspace, log)
+        note(workspace, **outcome_of(state))
+    if state is not None:
+        tell_end(state.name, state.message)
+    return state
+
+
+def _stages(root: Path, workspace: Path, log: logging.Logger | logging.LoggerAdapter) -> State | None:
     params = load_params(workspace / "params.yaml")
     order = stage_order(workspace)
     pin_baselines(root, workspace)
@@ -133,6 +145,13 @@ def _chain(root: Path, overrides: dict[str, Any], name: str | None, log: logging
     return None
 
 
+def outcome_of(state: State | None) -> dict[str, str]:
+    """For the run's record."""
+    if state is None:
+        return {"outcome": "done", "message": ""}
+    return {"outcome": state.name if state.name != "Failed" else "failed", "message": state.message or ""}
+
+
 def _name(root: Path, overrides: dict[str, Any], run: str | None) -> str | None:
     """Of the worktree to work in; None: the current folder. See the flow."""
     check(root / "params.yaml", overrides)
@@ -143,6 +162,7 @@ def _name(root: Path, overrides: dict[str, Any], run: str | None) -> str | None:
 
 
 def run_with_retries(stage: str, workspace: Path, config: FlowConfig, *, skip: bool = False) -> StageResult:
+    note(workspace, stage=stage)
     task = run_through_dvc.with_options(name=stage, task_run_name=stage, retries=config.retries, retry_delay_seconds=config.retry_delay)
     return task(stage, str(workspace), config.stage_timeout, config.stop_grace, skip=skip)
 
@@ -191,7 +211,7 @@ def publish_figures(workspace: Path, reached: set[str | None]) -> None:
 
 def _finish(workspace: Path, order: list[str], results: list[StageResult], failed: str | None = None) -> None:
     """Table, report and, in a run's worktree, the commit of what the run has shown."""
-    print(f"\n{stage_table(workspace, order, results, failed)}\n\n{report_line(workspace, failed)}", flush=True)
+    tell(f"\n{stage_table(workspace, order, results, failed)}\n\n{report_line(workspace, failed)}")
     create_markdown_artifact(
         stage_table(workspace, order, results, failed, style="github"), key="stages", description="The stages of this run"
     )

@@ -11,10 +11,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from flows.overrides import check
 from flows.pins import prepare_run, promoted_version, start_from_registry
 from flows.results import input_paths, result_paths
 from flows.stages import stage_order
+from flows.updates import check_run, check_update
 from flows.user_files import check_user_files
 from flows.worktree import commit, commit_results, prepare_worktree, worktree_path
 from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, PromotionConfig, ScorerConfig, load_params, read_yaml
@@ -44,14 +44,14 @@ GATE, PREPARED, REWARD_MODEL = Path("metrics/gate.json"), Path("data/prepared"),
 log = logging.getLogger("rlhf.flows")
 
 
-def prepare_series(root: Path, series: str, overrides: dict[str, Any]) -> Path:
+def prepare_series(root: Path, series: str, overrides: dict[str, Any], *, update: bool = False) -> Path:
     """The worktree of a series, made or found again.
 
     Raises:
         ConfigError: an override is refused, would change what earlier rounds were made with, or the scorers lack what they need.
     """
     path = worktree_path(root, series)
-    wanted = check((path if path.exists() else root) / "params.yaml", overrides)
+    wanted = check_run(root, series, overrides)
     try:
         wanted.check_scorers("iterative.scorers", wanted.iterative.scorers)
     except ValueError as error:
@@ -60,32 +60,36 @@ def prepare_series(root: Path, series: str, overrides: dict[str, Any]) -> Path:
     if path.exists() and read_rounds(path):
         before, after = (params.model_dump(exclude=set(UNTRACKED_SECTIONS)) for params in (load_params(path / "params.yaml"), wanted))
         changed = [section for section in before if before[section] != after[section]]
-        if changed and forget_unmade(path):
-            return prepare_run(root, series, overrides)
+        if changed and unmade(path):
+            check_update(root, series, overrides, update=update)
+            forget_unmade(path)
+            return prepare_run(root, series, overrides, update=update)
         if changed:
             raise ConfigError(
                 f"series {series}: expected the params that its rounds were made with, got others in {', '.join(changed)}; begin another "
                 "series with --series NAME"
             )
+        check_update(root, series, overrides, update=update)
         return prepare_worktree(root, series, overrides)
-    return prepare_run(root, series, overrides)
+    return prepare_run(root, series, overrides, update=update)
 
 
-def forget_unmade(workspace: Path) -> bool:
-    """Take back the beginning of the first round if nothing has come of it: a stage refused what it began with, say.
+def unmade(workspace: Path) -> bool:
+    """Whether there is one round, and nothing has come of it: a stage refused what it began with, say."""
+    made = (file for file in (workspace / round_folder(1)).rglob("*") if file.is_file() and file.name != ".gitignore")
+    return list(read_rounds(workspace)) == [1] and not any(made)
+
+
+def forget_unmade(workspace: Path) -> None:
+    """Take back the beginning of the first round if nothing has come of it.
 
     Nothing was sampled or compared, so the series may begin with other params, and its error budget is whole.
-
-    Returns:
-        Whether there is no round any more.
     """
-    made = (file for file in (workspace / round_folder(1)).rglob("*") if file.is_file() and file.name != ".gitignore")
-    if list(read_rounds(workspace)) != [1] or any(made):
-        return False
+    if not unmade(workspace):
+        return
     write_rounds({}, workspace)
     if (refusal := commit(workspace, "Take back the beginning of round 1", [str(ROUNDS_FILE)])) is not None:
         log.warning("Round 1: that its beginning was taken back is not committed; %s", refusal)
-    return True
 
 
 def chain_before_rounds(workspace: Path, params: Params) -> list[str]:

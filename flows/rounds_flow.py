@@ -8,11 +8,12 @@ from prefect import flow, get_run_logger, runtime
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.client.schemas.objects import State, StateType
 
+from flows.console import tell, tell_end
 from flows.locks import only_flow
 from flows.overrides import Overrides
 from flows.pins import check_not_rolled_back
 from flows.results import input_paths, result_paths
-from flows.rlhf_flow import end_state, publish_gate, run_with_retries
+from flows.rlhf_flow import end_state, outcome_of, publish_gate, run_with_retries
 from flows.rounds import (
     FIGURE,
     chain_before_rounds,
@@ -26,15 +27,19 @@ from flows.rounds import (
     round_stages,
     verdict,
 )
+from flows.run_record import REFUSED, ROUND_REFUSED, note, recording
 from flows.stages import StageFailed, unchanged
 from flows.worktree import commit_results
 from rlhf_core.config import ConfigError, Params, load_params
 
-ROUND_REFUSED = "RoundRefused"
-
 
 @flow(name="iterative-dpo", persist_result=False)
-def iterative_dpo(overrides: Overrides = {}, rounds: int = 1, series: str = "iterative-dpo") -> State | None:  # noqa: B006 (Prefect's form)
+def iterative_dpo(
+    overrides: Overrides = {},  # noqa: B006 (Prefect's form)
+    rounds: int = 1,
+    series: str = "iterative-dpo",
+    update: bool = False,
+) -> State | None:
     """Rounds of iterative DPO in the worktree runs/<series>; the same series goes on where it ended.
 
     A policy that isn't better is not kept, and the next round goes on from the one before. Pairs that fail validation end the run.
@@ -43,19 +48,25 @@ def iterative_dpo(overrides: Overrides = {}, rounds: int = 1, series: str = "ite
         overrides: dotted keys of params.yaml and their values; only before the first round of a series.
         rounds: how many; one that was interrupted counts.
         series: the name of the worktree.
+        update: change the params of a series that has no round yet, which is refused otherwise.
     """
     root, log = Path.cwd(), get_run_logger()
     try:
         if rounds < 1:
             raise ConfigError(f"rounds: expected at least 1, got {rounds}; say how many")
         with only_flow(root, series):
-            workspace = prepare_series(root, series, overrides)
+            workspace = prepare_series(root, series, overrides, update=update)
             params = load_params(workspace / "params.yaml")
             log.info("Workspace: %s", workspace)
-            return _chain(root, workspace, params) or _rounds(root, workspace, params, rounds)
+            with recording(workspace):
+                state = _chain(root, workspace, params) or _rounds(root, workspace, params, rounds)
+                note(workspace, **outcome_of(state))
+            if state is not None:
+                tell_end(state.name, state.message)
+            return state
     except ConfigError as error:
         log.error("%s", error)
-        return State(type=StateType.FAILED, name="Refused", message=str(error))
+        return State(type=StateType.FAILED, name=REFUSED, message=str(error))
 
 
 def _chain(root: Path, workspace: Path, params: Params) -> State | None:
@@ -101,7 +112,7 @@ def _rounds(root: Path, workspace: Path, params: Params, rounds: int) -> State |
 def _show(workspace: Path, number: int) -> None:
     """Table and figure of all rounds so far."""
     text = publish(workspace, number)
-    print(f"\n{text}", flush=True)
+    tell(f"\n{text}")
     create_markdown_artifact(text, key="rounds", description=f"Rounds of {workspace.name}")
     if (workspace / FIGURE).is_file():
         path = (workspace / FIGURE).resolve()

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import secrets
 import signal
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import IO
 
 from flows.children import end_with, stop_session
-from flows.lost_runs import end_lost_runs
+from flows.lost_runs import DATABASES, end_lost_command_lines, end_lost_runs
 from rlhf_core.config import ConfigError
 from rlhf_core.engines.ports import free_ports
 from rlhf_core.quiet import be_quiet, quietly
@@ -33,9 +34,10 @@ from rlhf_core.quiet import be_quiet, quietly
 HOST = "127.0.0.1"
 WORK_POOL = "local"
 START_DEADLINE = 120.0  # seconds
-_DATABASES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")  # other than the one in PREFECT_HOME
+log = logging.getLogger("rlhf.flows")
 _QUIET = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",  # the stages' lines are printed as they come
+    "PREFECT_LOGGING_SETTINGS_PATH": str(Path(__file__).with_name("logging.yml")),
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     "PREFECT_CLI_PROMPT": "false",
 }
@@ -87,12 +89,14 @@ def use_server(root: Path) -> Iterator[None]:
         ConfigError: the server ended, or did not answer in time.
     """
     home = use_home(root)
-    if "PREFECT_API_URL" in os.environ:
+    if given := os.environ.get("PREFECT_API_URL"):
+        _end_lost(home, given, given)
         yield
         return
     os.environ["PREFECT_API_AUTH_STRING"] = auth_string(home)
     if url := running_server(home):
         os.environ["PREFECT_API_URL"] = url
+        _end_lost(home, url, None)
         yield
         return
     (port,) = free_ports(1)
@@ -106,6 +110,16 @@ def use_server(root: Path) -> Iterator[None]:
         atexit.register(stop, server)
         yield
         wait_for(url, server)
+    _end_lost(home, url, None)
+
+
+def _end_lost(home: Path, url: str, given_url: str | None) -> None:
+    """Runs of command lines that were killed end as Crashed. That they can't be ended now must not keep this run from its start."""
+    try:
+        for name in end_lost_command_lines(home, url, os.environ.get("PREFECT_API_AUTH_STRING"), given_url):
+            log.warning("Run %s: its process is gone; it is Crashed now, and the same command goes on with it", name)
+    except (OSError, ValueError, KeyError) as error:
+        log.warning("Runs of killed command lines: expected to set them to Crashed, got: %s; the next start tries again", error)
 
 
 @contextlib.contextmanager
@@ -207,8 +221,9 @@ def serve(root: Path, port: int) -> int:
             protection = {"PREFECT_SERVER_API_AUTH_STRING": secret, "PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
             children.append(start(command, log, **protection))
             wait_for(url, children[0])
-        for name in [] if any(name in os.environ for name in _DATABASES) else end_lost_runs(url, secret):
+        for name in [] if any(name in os.environ for name in DATABASES) else end_lost_runs(url, secret):
             print(f"Run {name}: its process is gone; it is Crashed now, and `prefect flow-run retry` goes on with it", flush=True)
+        _end_lost(home, url, None)
         subprocess.run(
             [*prefect, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"], check=True, stdout=subprocess.DEVNULL
         )

@@ -14,9 +14,9 @@ from flows.decisions import add_version, registry_lock
 from flows.dvc_fetch import fetch_from_remote
 from flows.evidence import GATE, LOCK, ROUNDS_LOCK, check_version, decision, decision_of_round, read_locks
 from flows.registry import Registry, read_registry
-from flows.stages import dvc_environment
+from flows.stages import STATUS_DEADLINE, dvc_environment
 from flows.tags import Version
-from flows.worktree import git, worktree_path
+from flows.worktree import git, run_within, worktree_path
 from rlhf_core.config import ConfigError, parse_json, read_yaml_text
 from rlhf_core.lineage import REWARD_MODEL, hashes_of_outs, history, lineage
 from rlhf_core.quiet import quietly
@@ -188,5 +188,4 @@ def fetch(root: Path, registry: Registry, version: str | None, folder: Path) -> 
 
 
 def _dvc(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    how = {"cwd": workspace, "env": dvc_environment(workspace), "check": False}
-    return subprocess.run(quietly("dvc", *arguments), capture_output=True, text=True, **how)
+    return run_within(STATUS_DEADLINE, quietly("dvc", *arguments), workspace, dvc_environment(workspace))

@@ -30,8 +30,9 @@ log = logging.getLogger("rlhf.flows")
 
 FOLDER = "runs"
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")
-HOOK_SECONDS = 300.0  # for all hooks of a commit together
+HOOK_SECONDS = 300.0  # for all hooks of a commit, or of a worktree, together
 HOOK_GRACE = 5.0  # seconds, for a hook that was told to end
+COMMAND_SECONDS = 600.0  # for any other command of git or DVC that runs nothing of the user's
 NO_HOOKS = "GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=core.hooksPath GIT_CONFIG_VALUE_0=/dev/null"
 IDENTITY = ("-c", "user.name=rlhf pipeline", "-c", "user.email=rlhf@localhost")
 
@@ -97,7 +98,9 @@ def commit(path: Path, message: str, files: list[str]) -> str | None:
     head = git(path, "rev-parse", "HEAD")
     before = {file: (path / file).read_bytes() for file in present if (path / file).is_file()}
     identity = () if has_identity(path) else IDENTITY
-    refusal = _run_commit(path, [*identity, "commit", "--quiet", "--no-gpg-sign", "-m", message, "--only", "--", *present])
+    refusal = _run_with_hooks(
+        path, [*identity, "commit", "--quiet", "--no-gpg-sign", "-m", message, "--only", "--", *present], "git commit"
+    )
     changed = [file for file, content in before.items() if not (path / file).is_file() or (path / file).read_bytes() != content]
     for file in changed:
         (path / file).write_bytes(before[file])
@@ -111,8 +114,8 @@ def commit(path: Path, message: str, files: list[str]) -> str | None:
     return refusal
 
 
-def _run_commit(path: Path, arguments: list[str]) -> str | None:
-    """Why there is no commit: the hooks' last words, or that one didn't end. Hooks are ended first, so that git takes its locks away."""
+def _run_with_hooks(path: Path, arguments: list[str], what: str) -> str | None:
+    """Why git has not done it: the hooks' last words, or that one didn't end. Hooks are ended first, so that git takes its locks away."""
     with tempfile.TemporaryFile() as output:
         how = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
         child = subprocess.Popen(["git", *arguments], cwd=path, env=git_environment(), **how)
@@ -133,7 +136,7 @@ def _run_commit(path: Path, arguments: list[str]) -> str | None:
         output.seek(0)
         said = shown(" ".join(output.read().decode(errors="replace").split()[-60:]), 600)
         got = f"none within {HOOK_SECONDS:.0f} s" if late else f"exit code {child.returncode}"
-        return f"git commit: expected the repository's hooks to accept it, got {got}: {said or 'no output'}"
+        return f"{what}: expected the repository's hooks to accept it, got {got}: {said or 'no output'}"
 
 
 def _tell_hooks(git_process: subprocess.Popen, number: int) -> None:
@@ -166,14 +169,20 @@ def commit_results(path: Path, message: str, files: list[str], inputs: list[str]
 
 
 def _add(root: Path, path: Path, name: str) -> None:
+    """Raises ConfigError where git or a hook refuses; nothing is left of it then."""
     branch = f"run/{name}"
     git(root, "worktree", "prune")
-    if git(root, "branch", "--list", branch):
-        git(root, "worktree", "add", "--quiet", str(path), branch)
-        return
-    if git(root, "status", "--porcelain", "--untracked-files=no"):
+    known = bool(git(root, "branch", "--list", branch))
+    if not known and git(root, "status", "--porcelain", "--untracked-files=no"):
         log.warning("%s: starts from the last commit; changes that aren't committed take no part", branch)
-    git(root, "worktree", "add", "--quiet", "-b", branch, str(path), "HEAD")
+    how = [str(path), branch] if known else ["-b", branch, str(path), "HEAD"]
+    if (refusal := _run_with_hooks(root, ["worktree", "add", "--quiet", *how], "git worktree add")) is not None:
+        with suppress(ConfigError):  # it may not have come to a worktree or a branch
+            git(root, "worktree", "remove", "--force", str(path))
+        with suppress(ConfigError):
+            if not known:
+                git(root, "branch", "-D", branch)
+        raise ConfigError(f"run {name}: {refusal}; correct what it names, or run with {NO_HOOKS}")
 
 
 def share_cache(root: Path, path: Path) -> None:
@@ -215,9 +224,39 @@ def git(path: Path, *arguments: str) -> str:
 
 
 def _run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
-    settings = {"cwd": folder, "env": environment or dvc_environment(folder), "check": False}
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="backslashreplace", **settings)
+    """What a command of git or DVC prints.
+
+    Raises:
+        ConfigError: it failed, or didn't end within COMMAND_SECONDS.
+    """
+    done = run_within(COMMAND_SECONDS, command, folder, environment or dvc_environment(folder))
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise ConfigError(f"{' '.join(command[:4])}: expected to succeed in this checkout, got: {said}")
     return done.stdout.strip()
+
+
+def run_within(seconds: float, command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A command to its end, its output as text.
+
+    Files take the output: a pipe would be waited for as long as any process that the command has left behind holds it.
+
+    Raises:
+        ConfigError: its time was up; it and what it had started are ended.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        how = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors, "start_new_session": True}
+        child = subprocess.Popen(command, cwd=folder, env=environment, **how)
+        try:
+            child.wait(seconds)
+        except BaseException as error:
+            stop_session(child, HOOK_GRACE)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            subject = " ".join(command[:4])
+            raise ConfigError(f"{subject}: expected an end within {seconds:g} s, got none; look whether the disk answers") from error
+        said = []
+        for file in (output, errors):
+            file.seek(0)
+            said.append(file.read().decode("utf-8", errors="backslashreplace"))
+    return subprocess.CompletedProcess(command, child.returncode, *said)

@@ -137,7 +137,8 @@ def with_registry(gate: dict[str, Any], config: GateConfig) -> dict[str, Any]:
             check = {"name": "rolled_back", "value": 1, "low": None, "high": None, "threshold": 0, "n": 1, "passed": False}
             gate = {**gate, "checks": [*gate["checks"], check]}
             message = f"rejected: version {entry.version} was rolled back ({entry.reason}), and this is the same model."
-            gate |= {"passed": False, "message": f"{message} {gate['message']}"}
+            beside = f"Without that it would have {gate['message']}" if gate["passed"] else gate["message"]
+            gate |= {"passed": False, "message": f"{message} {beside}"}
     return {**gate, "override": None if gate["passed"] or not gate["needed"] else config.override}
 
 

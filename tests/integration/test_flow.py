@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.lost_runs import end_lost_command_lines, sign_of_life
+from flows.run_record import read_record
 from flows.server import HOST, start, stop, wait_for
 from flows.stages import stage_environment
 from rlhf_core.engines.ports import free_ports
@@ -191,15 +194,56 @@ def test_crash_and_kills_of_dvc_and_stage_are_retried_from_the_checkpoint(tmp_pa
 
 def test_a_flow_that_is_stopped_or_killed_leaves_nothing_behind_and_is_resumed(tmp_path, server):
     workspace = make_workspace(tmp_path / "project", steps=SLOW_STEPS)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+    earlier, states = {run["id"] for run in all_flow_runs(server)}, ["Crashed", "Crashed", "Crashed", "Running"]
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -signal.SIGKILL)):
         before = len(steps_done(workspace))
         flow = begin_flow(workspace, server)
         wait_until(training_has_begun(workspace, before + 3), 60, "training")
         flow.send_signal(number)
-        assert flow.wait(timeout=60) in (130, -signal.SIGTERM, -signal.SIGKILL)
+        assert flow.wait(timeout=60) == code
         wait_until(lambda: not processes_in(workspace), 15, "the end of DVC and the stage")
         assert before + 3 <= len(steps_done(workspace)) < SLOW_STEPS
+        assert read_record(workspace)["outcome"] == ("running" if number == signal.SIGKILL else "stopped")
+    runs = [run for run in all_flow_runs(server) if run["id"] not in earlier]
+    assert [run["state"]["name"] for run in runs] == states, (tmp_path / "project.log").read_text()
+    assert "termination signal" in runs[1]["state"]["message"]
 
     last = run_flow(workspace, PREFECT_API_URL=server)
     assert last.returncode == 0, last.stderr
-    assert_resumed(workspace, SLOW_STEPS, processes=4)
+    assert f"Run {runs[3]['name']}: its process is gone; it is Crashed now" in last.stderr
+    after = {run["id"]: run["state"] for run in all_flow_runs(server)}
+    assert after[runs[3]["id"]]["name"] == "Crashed" and list(after.values())[-1]["name"] == "Completed"
+    tasks = ask_server(server, "task_runs/filter", task_runs={"flow_run_id": {"any_": [runs[3]["id"]]}})
+    assert {t["name"]: t["state"]["type"] for t in tasks} == {"prepare_data": "COMPLETED", "train_sft": "CRASHED"}
+    assert not list((workspace / ".prefect/alive").iterdir())
+    assert read_record(workspace)["outcome"] == "done"
+    assert_resumed(workspace, SLOW_STEPS, processes=5)
+
+
+def all_flow_runs(server: str) -> list[dict]:
+    return ask_server(server, "flow_runs/filter", sort="START_TIME_ASC")
+
+
+DIE = "import os, pathlib, sys; from flows.lost_runs import sign_of_life; print(sign_of_life(pathlib.Path(sys.argv[1]), sys.argv[2]).__enter__(), flush=True); os._exit(9)"  # noqa: E501
+
+
+def test_only_a_run_of_the_command_line_whose_process_is_gone_is_ended(tmp_path, server):
+    def begin(tag: str) -> str:
+        flow = ask_server(server, "flows/", name="rlhf")["id"]
+        return ask_server(server, "flow_runs/", flow_id=flow, tags=[tag], state={"type": "RUNNING"})["id"]
+
+    def dead(given_url: str) -> str:
+        command = [sys.executable, "-c", DIE, str(tmp_path), given_url]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    lost, elsewhere, another = dead(server), dead(server), dead("http://127.0.0.1:9/api")
+    sign = tmp_path / "alive" / f"{elsewhere}.json"  # PREFECT_HOME on a disk that machines share
+    sign.write_text(json.dumps(json.loads(sign.read_text()) | {"host": "another", "boot": "another"}))
+    with sign_of_life(tmp_path, server) as living:
+        ids = {tag: begin(tag) for tag in (lost, elsewhere, another, living, "process:unknown")}
+        (name,) = end_lost_command_lines(tmp_path, server, None, server)
+        assert end_lost_command_lines(tmp_path, server, None, server) == []
+    states = {run["id"]: (run["name"], run["state"]["name"]) for run in all_flow_runs(server)}
+    assert states[ids.pop(lost)] == (name, "Crashed")
+    assert {states[i][1] for i in ids.values()} == {"Running"}
+    assert sorted(p.stem for p in (tmp_path / "alive").iterdir()) == sorted([elsewhere, another])

@@ -89,7 +89,7 @@ def test_a_deployments_run_refused_started_killed_and_retried(served):
     assert list((workspace / "runs").glob("[!.]*")) == [worktree]
     assert_resumed(worktree, STEPS, processes=2)
     assert git(worktree, "status", "--porcelain") == "" and (worktree / "dvc.lock").exists()
-    printed = (workspace.parent / "server.log").read_text()
+    printed = (workspace.parent / "server.log").read_text().replace(f"{completed['name']} | ", "")
     assert outcomes(printed) == {**dict.fromkeys(ORDER, "ran"), "prepare_data": "cached"}
     assert_only_lost_runs_are_ended(workspace, prefect, completed)
 
@@ -164,3 +164,30 @@ def test_a_promotion_waits_for_a_person_and_does_as_told(served):
     assert becomes(approved)["name"] == "Completed", state(approved)["message"]
     (event,) = read_registry(project, NAME).events
     assert (event.action, event.version, event.by, event.reason) == ("promote", "v1.0.0", "Ben", "read forty samples")
+
+
+def test_the_console_names_each_runs_lines_and_has_no_traceback_of_a_verdict(served):
+    workspace, prefect = served
+    (deployment,) = prefect.ask("deployments/filter", deployments={"name": {"any_": ["full-pipeline"]}})
+    path, log = f"deployments/{deployment['id']}/create_flow_run", workspace.parent / "server.log"
+    wait_until(lambda: "started!" in log.read_text(), 60, "a worker")
+    begins = len(log.read_text())
+    wanted = {"GateRejected": {"gate.min_accuracy": 0.95}, "Refused": {"rl.minibatch_size": 100}}
+    asked = {
+        name: prefect.ask(path, state={"type": "SCHEDULED"}, parameters={"overrides": overrides}, idempotency_key=name)
+        for name, overrides in wanted.items()
+    }
+
+    def ended() -> bool:
+        states = {run["id"]: run["state"]["name"] for run in flow_runs(prefect, "full-pipeline")}
+        return {name: states[run["id"]] for name, run in asked.items()} == {name: name for name in asked}
+
+    wait_until(ended, 180, "the ends of both runs", every=0.5)
+    wait_until(lambda: log.read_text()[begins:].count("exited with status code") == 2, 60, "the ends of both processes")
+    lines = log.read_text()[begins:].splitlines()
+    rejected, refused = (asked[name]["name"] for name in wanted)
+    assert not [line for line in lines if not line.startswith((f"{rejected} |", f"{refused} |"))], "\n".join(lines)
+    assert not [line for line in lines if "Traceback" in line or "FailedRun" in line], "\n".join(lines)
+    assert f"{rejected} | GateRejected: accuracy 0.9 against 0.95" in lines
+    assert any(line.startswith(f"{refused} |") and "expected a multiple of minibatch_size=100" in line for line in lines)
+    assert len(lines) < 60

@@ -171,3 +171,23 @@ def test_a_run_whose_params_a_hook_refuses_does_not_begin(project):
     os.remove(project / ".git/hooks/pre-commit")
     assert "seed: 7" in (prepare_worktree(project, "one", {"seed": 7}) / "params.yaml").read_text()
     assert git(project / "runs/one", "log", "-1", "--format=%s") == 'Run one: {"seed": 7}'
+
+
+@pytest.mark.parametrize(("script", "said"), [("sleep 600 & wait", "got none within 1 s"), ("echo no room; exit 1", "no room")])
+def test_a_hook_of_a_new_worktree_has_a_deadline_and_leaves_nothing_half_made(project, monkeypatch, script, said):
+    monkeypatch.setattr(worktree, "HOOK_SECONDS", 1.0)
+    monkeypatch.setattr(worktree, "HOOK_GRACE", 2.0)
+    add_hook(project, script, "post-checkout")
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=f"run one: git worktree add: expected the repository's hooks to accept it.*{said}"):
+        prepare_worktree(project, "one", {"seed": 7})
+    assert time.monotonic() - started < 30
+    assert not (project / "runs/one").exists() and git(project, "branch", "--list", "run/one") == ""
+
+
+def test_a_command_of_git_has_a_deadline_though_a_child_holds_its_output(project, monkeypatch):
+    monkeypatch.setattr(worktree, "COMMAND_SECONDS", 1.0)
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="expected an end within 1 s, got none"):
+        worktree.git(project, "-c", "alias.slow=!sleep 600 & sleep 600", "slow")
+    assert time.monotonic() - started < 30
