@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         for recipe in asked.recipes:
             overrides |= read_recipe(recipe)
         overrides |= dict(map(parse_assignment, asked.assignments))
-        check_run(root, asked.series, overrides)
+        check_run(root, asked.series, overrides, rounds=True)
         return run(root, overrides, asked.rounds, asked.series, update=asked.update)
     except ConfigError as error:
         print(error, file=sys.stderr)

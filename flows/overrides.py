@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from rlhf_core.config import ConfigError, Params, Section, parse_params, parse_yaml, read_yaml, set_key, shown
+from rlhf_core.config import ConfigError, Params, Section, parse_params, parse_yaml, read_yaml, set_keys, shown
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -40,21 +40,22 @@ def _leaves(node: dict[str, Any], path: tuple[str, ...], section: type[Section])
             yield ".".join(here), value
 
 
-def check(params_file: Path, overrides: dict[str, Any]) -> Params:
+def check(params_file: Path, overrides: dict[str, Any], *, rounds: bool = False) -> Params:
     """The params that the overrides would give; nothing is written.
 
+    Args:
+        rounds: for a series of rounds of iterative DPO.
     Raises:
-        ConfigError: naming the key that is unknown or whose value is refused.
+        ConfigError: naming every key that is unknown, whose value is refused or doesn't fit the others.
     """
-    return overridden(read_yaml(params_file), overrides, subject=params_file.name)
+    return overridden(read_yaml(params_file), overrides, subject=params_file.name, rounds=rounds)
 
 
-def overridden(tree: dict[str, Any], overrides: dict[str, Any], *, subject: str) -> Params:
+def overridden(tree: dict[str, Any], overrides: dict[str, Any], *, subject: str, rounds: bool = False) -> Params:
     """`check` for params that were read; subject: where they come from."""
     changed = copy.deepcopy(tree)
-    for key, value in overrides.items():
-        set_key(changed, key, value)
-    return parse_params(changed, subject="override" if overrides else subject)
+    problems = set_keys(changed, overrides)
+    return parse_params(changed, subject="override" if overrides else subject, problems=problems, rounds=rounds)
 
 
 def overrides_schema() -> dict[str, Any]:

@@ -51,11 +51,7 @@ def prepare_series(root: Path, series: str, overrides: dict[str, Any], *, update
         ConfigError: an override is refused, would change what earlier rounds were made with, or the scorers lack what they need.
     """
     path = worktree_path(root, series)
-    wanted = check_run(root, series, overrides)
-    try:
-        wanted.check_scorers("iterative.scorers", wanted.iterative.scorers)
-    except ValueError as error:
-        raise ConfigError(f"series {series}: {error}; change it, or what it needs") from error
+    wanted = check_run(root, series, overrides, rounds=True)
     check_user_files(root, series, wanted, rounds=True)
     if path.exists() and read_rounds(path):
         before, after = (params.model_dump(exclude=set(UNTRACKED_SECTIONS)) for params in (load_params(path / "params.yaml"), wanted))

@@ -63,9 +63,13 @@ def _policy(m: dict[str, Any]) -> str:
 
 def _evaluation(m: dict[str, Any]) -> str:
     name, key = ("judge", "judge_ok") if "judge_ok" in m["greedy"]["policy"] else ("score", "score_mean")
+    if m["greedy"]["policy"][key] is None:
+        return f"neither score nor judge; KL {m['kl']['sampled']:.2f}"
 
     def told(mode: str) -> str:
-        return f"{m[mode]['sft'][key]:.2f} -> {m[mode]['policy'][key]:.2f} ({mode}, wins {m['win_rate'][mode]['value']:.2f})"
+        wins = m["win_rate"][mode]["value"]
+        of_score = "" if wins is None else f", wins {wins:.2f}"
+        return f"{m[mode]['sft'][key]:.2f} -> {m[mode]['policy'][key]:.2f} ({mode}{of_score})"
 
     return f"{name} {told('sampled')}, {told('greedy')}"
 

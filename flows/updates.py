@@ -72,14 +72,18 @@ def has_begun(root: Path, name: str) -> bool:
     return git(root, "log", "--max-count=1", "--fixed-strings", *words, "--format=%H", branch) != ""
 
 
-def check_run(root: Path, name: str | None, overrides: dict[str, Any]) -> Params:
+def check_run(root: Path, name: str | None, overrides: dict[str, Any], *, rounds: bool = False) -> Params:
     """The params that a run would have: its own or, where it isn't made yet, those of the current folder, with the overrides.
 
+    Args:
+        rounds: for a series of rounds of iterative DPO.
     Raises:
-        ConfigError: naming the key that is unknown or whose value is refused.
+        ConfigError: as `check`.
     """
     tree = None if name is None else run_params(root, name)
-    return check(root / "params.yaml", overrides) if tree is None else overridden(tree, overrides, subject=f"params.yaml of run {name}")
+    if tree is None:
+        return check(root / "params.yaml", overrides, rounds=rounds)
+    return overridden(tree, overrides, subject=f"params.yaml of run {name}", rounds=rounds)
 
 
 def differences(before: Params, after: Params) -> list[tuple[str, Any, Any]]:

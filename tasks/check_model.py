@@ -122,7 +122,7 @@ def try_all(params: Params, scratch: Path) -> tuple[str, list[Finding]]:
 
 def adapters(params: Params) -> tuple[LoraConfig, ...]:
     """Of all stages, each once."""
-    sections = (params.sft, params.reward, getattr(params, params.alignment.method))
+    sections = (params.sft, *[params.reward] * params.reward.enabled, getattr(params, params.alignment.method))
     return tuple({repr(section.lora): section.lora for section in sections if section.lora is not None}.values())
 
 
@@ -137,7 +137,7 @@ def backends(params: Params) -> dict[str, RolloutBackend]:
 def scorers(params: Params) -> list[ScorerConfig]:
     """Those of RL and the evaluation, and of rejection sampling, where it is the way to the policy; of two with one name the first."""
     further = params.rejection_sampling.scorers if params.alignment.method == "rejection_sampling" else []
-    return list({scorer.name: scorer for scorer in [*further, *params.rl.reward.scorers]}.values())
+    return list({scorer.name: scorer for scorer in [*further, *params.evaluation_scorers]}.values())
 
 
 def named(finding: Finding) -> str:

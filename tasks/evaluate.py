@@ -123,7 +123,7 @@ def score_and_judge(stage: Stage, tokenizers: dict, ends: dict[str, tuple[int, .
     from rlhf_core.trainers.labelling import ResponseScorer
 
     judges = source_judges()
-    scorer = ResponseScorer(stage.params.rl.reward.scorers, reward_model=REWARD_MODEL, source_judges=judges, model=stage.params.model)
+    scorer = ResponseScorer(stage.params.evaluation_scorers, reward_model=REWARD_MODEL, source_judges=judges, model=stage.params.model)
 
     def answers(name: str, groups: list) -> list:
         return [judged(r, judges) for (r,) in scorer(prompts[name], groups, tokenizers[name], stops=ends[name])]

@@ -32,7 +32,7 @@ COLUMNS = (
     *("prompt", "prompt_tokens", "chosen_std", "rejected_std"),
 )
 MAX_IDS = 10  # named in a message
-NOT_NEEDED = "not needed: no reward model was trained, for reward.enabled is false; the rewards then come from other scorers."
+NOT_NEEDED = "not needed: no reward model was trained, for reward.enabled is false."
 
 log = logging.getLogger("rlhf")
 

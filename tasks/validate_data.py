@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlhf_core.config import needs_pairs, rows_needed
 from rlhf_core.data.schema import SCHEMAS, open_rows
 from tasks.stage import DATA_DOCS, METRICS, PREPARED, TOKENIZER, Stage, StageFailed, publish, write_json
 
@@ -32,10 +33,11 @@ def main() -> None:
         logging.getLogger("great_expectations").setLevel(logging.WARNING)
         from rlhf_core.data.validation import summary, validate  # takes seconds; parameters and files can be read by now
 
-        config, needs_pairs = stage.params.validation, stage.params.reward.enabled
+        config = stage.params.validation
         tokenizer = load(TOKENIZER, trust_remote_code=stage.params.model.trust_remote_code)
         docs = stage.scratch / "data_docs"
-        findings = validate(tables, tokenizer, config, max_length=stage.params.model.max_length, reward_model=needs_pairs, docs=docs)
+        wanted = {"needed": rows_needed(stage.params), "pairs": needs_pairs(stage.params)}
+        findings = validate(tables, tokenizer, config, max_length=stage.params.model.max_length, docs=docs, **wanted)
         write_json(METRICS / "validation.json", summary(findings, tables, max_reported_ids=config.max_reported_ids))
         if docs.is_dir():
             publish(docs, DATA_DOCS)

@@ -18,10 +18,13 @@ from rlhf_core.config.alignment import (
     SamplingConfig,
 )
 from rlhf_core.config.base import ConfigError, RolloutBackend, Section, reordering_shown, shown
+from rlhf_core.config.conflicts import conflicts
 from rlhf_core.config.data import CLERK_JUDGE, ClerkConfig, DataConfig, SamplesConfig, SourceConfig, ValidationConfig
 from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConfig, RolledBackConfig
+from rlhf_core.config.in_use import keys_in_use, needs_pairs, rows_needed
 from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig
-from rlhf_core.config.overrides import apply_overrides, set_key
+from rlhf_core.config.nearest import did_you_mean
+from rlhf_core.config.overrides import apply_overrides, set_key, set_keys
 from rlhf_core.config.params import Params
 from rlhf_core.config.reading import MAX_BYTES, load_params, parse_json, parse_params, parse_yaml, read_yaml, read_yaml_text
 from rlhf_core.config.rl import Algorithm, RlConfig, curve_columns
@@ -77,9 +80,13 @@ __all__ = [
     "TrainingConfig",
     "ValidationConfig",
     "apply_overrides",
+    "conflicts",
     "curve_columns",
+    "did_you_mean",
     "fill_in",
+    "keys_in_use",
     "load_params",
+    "needs_pairs",
     "parse_json",
     "parse_params",
     "parse_yaml",
@@ -87,6 +94,8 @@ __all__ = [
     "read_yaml",
     "read_yaml_text",
     "reordering_shown",
+    "rows_needed",
     "set_key",
+    "set_keys",
     "shown",
 ]

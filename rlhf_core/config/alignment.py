@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_core.config.base import RolloutBackend, Section
-from rlhf_core.config.scorers import ScorerConfig, check_raw_scorers
+from rlhf_core.config.scorers import ScorerConfig, raw_scorer_conflicts
 from rlhf_core.config.training import TrainingConfig
 
 PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo", "apo_zero", "apo_down"]
@@ -26,22 +27,20 @@ class DpoConfig(TrainingConfig):
     nll_coef: float = Field(ge=0)
     reference: Literal["precomputed", "live"]
 
-    @model_validator(mode="after")
-    def _combinations_make_sense(self):
+    def conflicts(self) -> Iterator[str]:
         if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
-            raise ValueError(
+            yield (
                 f"label_smoothing: expected 0 with loss {self.loss}, got {self.label_smoothing}; sigmoid (conservative) and robust have it"
             )
         if self.loss == "robust" and not self.label_smoothing:
-            raise ValueError("label_smoothing: expected above 0 with loss robust, got 0; it is the share of flipped labels that is assumed")
+            yield "label_smoothing: expected above 0 with loss robust, got 0; it is the share of flipped labels that is assumed"
         if self.nll_coef and self.loss == "orpo":
-            raise ValueError(
+            yield (
                 f"nll_coef: expected 0 with loss orpo, got {self.nll_coef}; it has the likelihood of the chosen response as a term of its "
                 "own, and beta says what that weighs against the odds"
             )
         if self.length_normalize and self.loss in ("ipo", *REFERENCE_FREE):
-            raise ValueError(f"length_normalize: expected false with loss {self.loss}, got true; it is one per token already")
-        return self
+            yield f"length_normalize: expected false with loss {self.loss}, got true; it is one per token already"
 
 
 class KtoConfig(TrainingConfig):
@@ -54,13 +53,11 @@ class KtoConfig(TrainingConfig):
     undesirable_weight: float = Field(ge=0)
     reference: Literal["precomputed", "live"]
 
-    @model_validator(mode="after")
-    def _something_to_learn(self):
+    def conflicts(self) -> Iterator[str]:
         if not self.desirable_weight and not self.undesirable_weight:
-            raise ValueError("desirable_weight: expected above 0 here or in undesirable_weight, got 0 in both; nothing would be learned")
+            yield "desirable_weight: expected above 0 here or in undesirable_weight, got 0 in both; nothing would be learned"
         if self.loss == "kto" and self.batch_size < 2:
-            raise ValueError("batch_size: expected at least 2 with loss kto, got 1; its KL is estimated with other rows' responses")
-        return self
+            yield "batch_size: expected at least 2 with loss kto, got 1; its KL is estimated with other rows' responses"
 
 
 class SamplingConfig(Section):
@@ -84,10 +81,8 @@ class RejectionSamplingConfig(TrainingConfig):
     scorers: list[ScorerConfig] = Field(min_length=1)
     min_score: float | None
 
-    @model_validator(mode="after")
-    def _scores_are_raw(self):
-        check_raw_scorers(self.scorers)
-        return self
+    def conflicts(self) -> Iterator[str]:
+        yield from raw_scorer_conflicts(self.scorers)
 
 
 class ConditionalSftConfig(TrainingConfig):
@@ -98,13 +93,11 @@ class ConditionalSftConfig(TrainingConfig):
     levels: int = Field(ge=2, le=10)
     wanted: int = Field(ge=0)
 
-    @model_validator(mode="after")
-    def _levels_exist(self):
+    def conflicts(self) -> Iterator[str]:
         if self.wanted >= self.levels:
-            raise ValueError(f"wanted: expected a level from 0 to {self.levels - 1}, got {self.wanted}; the highest is the best")
+            yield f"wanted: expected a level from 0 to {self.levels - 1}, got {self.wanted}; the highest is the best"
         if self.label_by == "preference" and self.levels != 2:
-            raise ValueError(f"levels: expected 2 with label_by preference (rejected, chosen), got {self.levels}; scores give more")
-        return self
+            yield f"levels: expected 2 with label_by preference (rejected, chosen), got {self.levels}; scores give more"
 
 
 class PromotionConfig(Section):
@@ -146,16 +139,10 @@ class IterativeConfig(Section):
     min_pairs: int = Field(ge=1)
     promotion: PromotionConfig
 
-    @model_validator(mode="after")
-    def _prompts_are_counted(self):
+    def conflicts(self) -> Iterator[str]:
         if self.sampling.prompts is None:
-            raise ValueError("sampling.prompts: expected a number of prompts per round, got null; rounds share the pool of prompts")
-        return self
-
-    @model_validator(mode="after")
-    def _scores_are_raw(self):
-        check_raw_scorers(self.scorers)
-        return self
+            yield "sampling.prompts: expected a number of prompts per round, got null; rounds share the pool of prompts"
+        yield from raw_scorer_conflicts(self.scorers)
 
 
 Method = Literal["rl", "dpo", "kto", "rejection_sampling", "conditional_sft"]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+
+COLLECTED = "conflicts are collected"  # validation context: whoever validates asks for the conflicts of all sections himself
 
 
 class ConfigError(ValueError):
@@ -18,6 +21,17 @@ _REORDERING = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+    def conflicts(self) -> Iterator[str]:
+        """What doesn't fit together in this section, each as `key: expected X, got Y; what to do`, the key relative to the section."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _fits_together(self, info: ValidationInfo):
+        """Of a section on its own; those of params.yaml are asked all together (rlhf_core/config/conflicts.py)."""
+        if COLLECTED not in (info.context or ()) and (found := list(self.conflicts())):
+            raise ValueError("\n".join(found))
+        return self
 
 
 def shown(text: str, limit: int = 200) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_core.config.base import Fraction, Section
 
@@ -90,67 +91,63 @@ class SourceConfig(Section):
     slices: dict[str, str] = Field(default_factory=dict)  # a name for the gate's slices -> their column
     label_pattern: str | None = None  # regular expression that finds the label inside its column; its first group, if it has one
 
-    @model_validator(mode="after")
-    def _complete(self):
+    def conflicts(self) -> Iterator[str]:
         if self.kind == "clerk":
             if self.clerk is None:
-                raise ValueError(f"source {self.name}: kind clerk expects a clerk section, got none; copy it from the default params.yaml")
+                yield f"source {self.name}: kind clerk expects a clerk section, got none; copy it from the default params.yaml"
             if self.judge is not None:
-                raise ValueError(f"source {self.name}: kind clerk expects no judge, got {self.judge}; it has its own, so take that out")
+                yield f"source {self.name}: kind clerk expects no judge, got {self.judge}; it has its own, so take that out"
         elif self.kind == "samples":
-            self._check_samples()
+            yield from self._sample_conflicts()
         elif self.path is None or self.format is None:
-            raise ValueError(
-                f"source {self.name}: kind {self.kind} expects path and format, got path={self.path} format={self.format}; set both"
-            )
+            yield (f"source {self.name}: kind {self.kind} expects path and format, got path={self.path} format={self.format}; set both")
         else:
-            self._check_format(*FORMATS[self.format])
-        self._check_reading()
-        return self
+            yield from self._format_conflicts(*FORMATS[self.format])
+        yield from self._reading_conflicts()
 
     @property
     def judge_name(self) -> str | None:
         """Of whom `find_judge` finds for the source's rows; None: they have none."""
         return CLERK_JUDGE if self.kind == "clerk" else self.judge
 
-    def _check_samples(self) -> None:
+    def _sample_conflicts(self) -> Iterator[str]:
         if self.samples is None or self.judge is None:
             got = "no samples section" if self.samples is None else "no judge"
-            raise ValueError(f"source {self.name}: kind samples expects samples and judge, got {got}; see recipes/stories.yaml")
+            yield f"source {self.name}: kind samples expects samples and judge, got {got}; see recipes/stories.yaml"
         if "pretrain" in self.uses:
-            raise ValueError(f"source {self.name}: kind samples expects uses among sft, preference, prompt, got pretrain; take that out")
+            yield f"source {self.name}: kind samples expects uses among sft, preference, prompt, got pretrain; take that out"
 
-    def _check_reading(self) -> None:
+    def _reading_conflicts(self) -> Iterator[str]:
         subject = f"source {self.name}"
         if self.kind != "file" and (self.delimiter is not None or self.encoding != "utf-8"):
-            raise ValueError(f"{subject}: delimiter and encoding expect kind file, got {self.kind}; take them out")
+            yield f"{subject}: delimiter and encoding expect kind file, got {self.kind}; take them out"
         try:
             "a".encode(self.encoding)
-        except (LookupError, ValueError) as error:
+        except (LookupError, ValueError):
             got = f"{self.encoding[:60]!r}; correct it"
-            raise ValueError(f"{subject}: encoding expects a name such as utf-8, utf-16 or cp1252, got {got}") from error
+            yield f"{subject}: encoding expects a name such as utf-8, utf-16 or cp1252, got {got}"
         if self.delimiter in ('"', "\n", "\r"):
-            raise ValueError(f"{subject}: delimiter expects a character between fields, got {self.delimiter!r}; correct it")
+            yield f"{subject}: delimiter expects a character between fields, got {self.delimiter!r}; correct it"
         if self.implicit_prompt and (self.format != "preference" or "prompt" in self.columns):
             got = "a mapped prompt" if "prompt" in self.columns else f"format {self.format}"
-            raise ValueError(f"{subject}: implicit_prompt expects format preference without a prompt column, got {got}; take it out")
+            yield f"{subject}: implicit_prompt expects format preference without a prompt column, got {got}; take it out"
 
-    def _check_format(self, uses: tuple[str, ...], columns: tuple[str, ...]) -> None:
+    def _format_conflicts(self, uses: tuple[str, ...], columns: tuple[str, ...]) -> Iterator[str]:
         subject = f"source {self.name}"
         if unserved := [use for use in self.uses if use not in uses]:
-            raise ValueError(f"{subject}: format {self.format} expects uses among {list(uses)}, got {unserved}; take those out")
+            yield f"{subject}: format {self.format} expects uses among {list(uses)}, got {unserved}; take those out"
         if unknown := [column for column in self.columns if column not in columns]:
-            raise ValueError(f"{subject}: format {self.format} expects columns named {list(columns)}, got {unknown}; map ours to theirs")
+            yield f"{subject}: format {self.format} expects columns named {list(columns)}, got {unknown}; map ours to theirs"
         if lists := [column for column, theirs in self.columns.items() if isinstance(theirs, list) and column != "completions"]:
-            raise ValueError(f"{subject}: columns {lists} expect one column each, got lists; only completions takes several")
+            yield f"{subject}: columns {lists} expect one column each, got lists; only completions takes several"
         if taken := [name for name in self.slices if name in BUILT_IN_SLICES]:
-            raise ValueError(f"{subject}: slices expect names other than {list(BUILT_IN_SLICES)}, got {taken}; rename them")
+            yield f"{subject}: slices expect names other than {list(BUILT_IN_SLICES)}, got {taken}; rename them"
         if self.label_pattern is not None:
             try:
                 re.compile(self.label_pattern)
             except re.error as error:
                 message = f"{subject}: label_pattern expects a regular expression, got {self.label_pattern!r} ({error}); correct it"
-                raise ValueError(message) from error
+                yield message
 
 
 class DataConfig(Section):
@@ -161,22 +158,16 @@ class DataConfig(Section):
     max_unrenderable_fraction: float = Field(default=0.05, ge=0, le=1)
     sources: list[SourceConfig] = Field(min_length=1)
 
-    @model_validator(mode="after")
-    def _something_is_left(self):
+    def conflicts(self) -> Iterator[str]:
         aside = self.validation_fraction + self.test_fraction + self.promotion_fraction
         if aside >= 1:
-            raise ValueError(
+            yield (
                 f"validation_fraction, test_fraction and promotion_fraction: expected less than 1 together, got {aside:g}; leave something "
                 "to train on"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _names_differ(self):
         names = [s.name for s in self.sources]
         if len(set(names)) < len(names):
-            raise ValueError(f"sources: expected different names, got {names}; rename one")
-        return self
+            yield f"sources: expected different names, got {names}; rename one"
 
 
 class ValidationConfig(Section):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_core.config.base import Fraction, Section
 
@@ -57,9 +58,7 @@ class GateConfig(Section):
     rolled_back: list[RolledBackConfig]
     override: str | None = Field(min_length=1)
 
-    @model_validator(mode="after")
-    def _names_differ(self):
+    def conflicts(self) -> Iterator[str]:
         for key, names in (("slices", self.slices), ("external", [e.name for e in self.external])):
             if len(set(names)) < len(names):
-                raise ValueError(f"{key}: expected different names, got {names}; take one out")
-        return self
+                yield f"{key}: expected different names, got {names}; take one out"

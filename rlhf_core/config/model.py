@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import date
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_core.config.base import Section, shown
 
@@ -17,14 +18,12 @@ class ArchitectureConfig(Section):
     heads: int = Field(gt=0)
     vocab_size: int = Field(ge=300)
 
-    @model_validator(mode="after")
-    def _heads_divide(self):
+    def conflicts(self) -> Iterator[str]:
         if self.hidden_size % self.heads or (self.hidden_size // self.heads) % 2:
-            raise ValueError(
+            yield (
                 f"hidden_size: expected an even multiple of heads={self.heads}, got {self.hidden_size}; "
                 "each head needs an even width for rotary positions"
             )
-        return self
 
 
 class ModelConfig(Section):
@@ -37,19 +36,15 @@ class ModelConfig(Section):
     template_options: dict[str, Any]
     architecture: ArchitectureConfig
 
-    @model_validator(mode="after")
-    def _template_is_sound(self) -> ModelConfig:
+    def conflicts(self) -> Iterator[str]:
         try:
             date.fromisoformat(self.template_date)
-        except ValueError as error:
-            raise ValueError(
-                f"template_date: expected a day such as 2024-07-26, got {shown(repr(self.template_date))}; correct it"
-            ) from error
+        except ValueError:
+            yield (f"template_date: expected a day such as 2024-07-26, got {shown(repr(self.template_date))}; correct it")
         if self.template_options and self.path is None:
-            raise ValueError("template_options: expected none without model.path, whose template reads them, got some; remove them")
+            yield "template_options: expected none without model.path, whose template reads them, got some; remove them"
         if self.chat_template is not None and self.path is None:
-            raise ValueError(f"chat_template: expected null while path is null, whose tokenizer has its own, got {self.chat_template!r}")
-        return self
+            yield f"chat_template: expected null while path is null, whose tokenizer has its own, got {self.chat_template!r}"
 
 
 class LoraConfig(Section):

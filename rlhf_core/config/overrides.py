@@ -9,6 +9,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from rlhf_core.config.base import ConfigError, shown
+from rlhf_core.config.nearest import did_you_mean, keys_of
 from rlhf_core.config.params import Params
 from rlhf_core.config.reading import check_size, parse_params, read_yaml
 
@@ -28,10 +29,9 @@ def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
     yaml.representer.add_representer(type(None), lambda representer, _: representer.represent_scalar("tag:yaml.org,2002:null", "null"))
     read_yaml(path)  # for its error messages
     tree = yaml.load(path.read_text(encoding="utf-8"))
-    for dotted, value in overrides.items():
-        set_key(tree, dotted, value)
+    problems = set_keys(tree, overrides)
     check_size(tree, "override")
-    params = parse_params(_plain(tree), subject="override")
+    params = parse_params(_plain(tree), subject="override", problems=problems)
     aside = path.with_name(path.name + ".tmp")
     with aside.open("w", encoding="utf-8") as file:
         yaml.dump(tree, file)
@@ -39,8 +39,23 @@ def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
     return params
 
 
+def set_keys(tree: Any, overrides: dict[str, Any]) -> list[str]:
+    """Replace existing keys. Returns what is wrong with the others, a line for each, by key."""
+    problems = []
+    for dotted, value in sorted(overrides.items()):
+        try:
+            set_key(tree, dotted, value)
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
+
+
 def set_key(tree: Any, dotted: str, value: Any) -> None:
-    """Replace an existing key; list items are addressed by their number, as in data.sources.0.weight."""
+    """Replace an existing key; list items are addressed by their number, as in data.sources.0.weight.
+
+    Raises:
+        ConfigError: there is no such key; with the nearest one.
+    """
     *parents, last = dotted.split(".")
     node = tree
     for part in [*parents, last]:
@@ -50,16 +65,17 @@ def set_key(tree: Any, dotted: str, value: Any) -> None:
         elif isinstance(holder, dict) and part in holder:
             node = holder[part]
         else:
-            known = (
-                ", ".join(map(str, holder))
-                if isinstance(holder, dict)
-                else f"0 to {len(holder) - 1}"
-                if isinstance(holder, list)
-                else "nothing"
-            )
-            got = f"{shown(part)!r} (known here: {shown(known, 1000)})"
-            raise ConfigError(f"override {shown(dotted)}: expected a key of params.yaml, got {got}; correct its spelling")
+            raise ConfigError(f"override {shown(dotted)}: expected a key of params.yaml, got {_unknown(tree, holder, dotted, part)}")
     holder[int(last) if isinstance(holder, list) else last] = value
+
+
+def _unknown(tree: Any, holder: Any, dotted: str, part: str) -> str:
+    """What is wrong with a part of a dotted key, and what to do."""
+    if isinstance(holder, list):
+        return f"{shown(part)!r} of a list; its items are 0 to {len(holder) - 1}"
+    where = dotted.split(".")[0]
+    in_section = f"the keys of {shown(where)} are in params.yaml" if isinstance(tree.get(where), dict) else "see params.yaml"
+    return f"{shown(part)!r}; {did_you_mean(dotted, keys_of(tree)) or in_section}"
 
 
 def _plain(node: Any) -> Any:

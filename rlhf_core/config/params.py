@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from collections.abc import Iterator
+
+from pydantic import Field
 
 from rlhf_core.config.alignment import (
     AlignmentConfig,
@@ -26,7 +28,7 @@ from rlhf_core.config.run import (
     ReportConfig,
     TrackingConfig,
 )
-from rlhf_core.config.scorers import ScorerConfig
+from rlhf_core.config.scorers import ScorerConfig, weight_conflicts
 from rlhf_core.config.training import RewardConfig, SftConfig
 
 
@@ -55,8 +57,36 @@ class Params(Section):
     flow: FlowConfig
     promotion: RegistryConfig
 
-    @model_validator(mode="after")
-    def _responses_fit(self):
+    @property
+    def evaluation_scorers(self) -> list[ScorerConfig]:
+        """What scores the answers of the evaluation: rl.reward.scorers that there are. Without a reward model its scorers are left out."""
+        return [s for s in self.rl.reward.scorers if self.reward.enabled or not s.is_own_reward_model]
+
+    @property
+    def method_scorers(self) -> tuple[str, list[ScorerConfig]] | None:
+        """Key and list of the scorers that the way to the policy learns from; None: it learns from data."""
+        lists = {
+            "rl": ("rl.reward.scorers", self.rl.reward.scorers),
+            "rejection_sampling": ("rejection_sampling.scorers", self.rejection_sampling.scorers),
+        }
+        return lists.get(self.alignment.method)
+
+    def conflicts(self) -> Iterator[str]:
+        """Across sections. Those about what isn't read don't count: `rlhf_core.config.in_use` says what is."""
+        yield from self._length_conflicts()
+        yield from self._sample_conflicts()
+        if self.alignment.method == "rl":
+            yield from (f"rl.reward.{conflict}" for conflict in weight_conflicts(self.rl.reward.scorers))
+        lists = [("rl.reward.scorers", self.evaluation_scorers), ("iterative.scorers", self.iterative.scorers)]
+        for key, scorers in dict([*lists, *filter(None, [self.method_scorers])]).items():
+            yield from self._scorer_conflicts(key, scorers)
+        prompted = [s.name for s in self.data.sources if "prompt" in s.uses]
+        if unknown := set(self.rl.prompt_weights) - set(prompted):
+            yield f"rl.prompt_weights: expected sources of prompts, {prompted}, got {sorted(unknown)}; correct the names"
+        if not self.reward.enabled:
+            yield from self._reward_model_conflicts()
+
+    def _length_conflicts(self) -> Iterator[str]:
         for key, new in (
             ("rl.rollout", self.rl.rollout.max_new_tokens),
             ("rejection_sampling.sampling", self.rejection_sampling.sampling.max_new_tokens),
@@ -64,71 +94,50 @@ class Params(Section):
             ("evaluation", self.evaluation.max_new_tokens),
         ):
             if new >= self.model.max_length:
-                raise ValueError(
+                yield (
                     f"{key}.max_new_tokens: expected less than model.max_length={self.model.max_length}, got {new}; "
                     "no token would be left for the prompt"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _samples_have_a_model(self):
-        for source in self.data.sources:
-            if source.kind != "samples":
-                continue
-            if self.model.path is None:
-                raise ValueError(
-                    f"model.path: expected a pretrained model, which source {source.name} of kind samples draws from, got null; set it"
-                )
-            new = source.samples.opening_tokens + source.samples.max_new_tokens
+    def _sample_conflicts(self) -> Iterator[str]:
+        sources = [source for source in self.data.sources if source.kind == "samples"]
+        if sources and self.model.path is None:
+            yield (f"model.path: expected a pretrained model, which source {sources[0].name} of kind samples draws from, got null; set it")
+        for source in sources:
+            new = 0 if source.samples is None else source.samples.opening_tokens + source.samples.max_new_tokens
             if new >= self.model.max_length:
-                raise ValueError(
+                yield (
                     f"data.sources.{source.name}.samples: expected opening_tokens and max_new_tokens of less than "
                     f"model.max_length={self.model.max_length} together, got {new}; no token would be left for the opening"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _scorers_exist(self):
-        self.check_scorers("rl.reward.scorers", self.rl.reward.scorers)
-        if self.alignment.method == "rejection_sampling":
-            self.check_scorers("rejection_sampling.scorers", self.rejection_sampling.scorers)
-        prompted = [s.name for s in self.data.sources if "prompt" in s.uses]
-        if unknown := set(self.rl.prompt_weights) - set(prompted):
-            raise ValueError(f"rl.prompt_weights: expected sources of prompts, {prompted}, got {sorted(unknown)}; correct the names")
-        return self
-
-    @model_validator(mode="after")
-    def _own_reward_model_exists(self):
-        if self.reward.enabled:
-            return self
-        if self.alignment.method == "rl" and self.rl.algorithm == "ppo" and self.rl.ppo.starts_from_reward_model:
-            raise ValueError(
+    def _reward_model_conflicts(self) -> Iterator[str]:
+        """Of what starts from the reward model that isn't there."""
+        if self.rl.algorithm == "ppo" and self.rl.ppo.starts_from_reward_model:
+            yield (
                 f"rl.ppo.critic_init: expected sft while reward.enabled is false, got {self.rl.ppo.critic_init}; there is no reward model "
-                "to start from"
+                "to start from: set it to sft"
             )
-        if self.alignment.method == "conditional_sft" and self.conditional_sft.label_by == "scores":
-            raise ValueError(
-                "conditional_sft.label_by: expected preference while reward.enabled is false, got scores; they are the reward model's"
+        if self.conditional_sft.label_by == "scores":
+            yield (
+                "conditional_sft.label_by: expected preference while reward.enabled is false, got scores; they are the reward model's: set "
+                "it to preference, levels to 2 and wanted to 1"
             )
-        return self
 
-    def check_scorers(self, key: str, scorers: list[ScorerConfig]) -> None:
-        """What a list of scorers at `key` asks for is there: the chain's own reward model, data that the judge knows.
-
-        For every section that is in use; whoever reads `iterative` asks for that one.
-
-        Raises:
-            ValueError: it isn't.
-        """
-        own = [s.name for s in scorers if s.kind == "reward_model" and s.path is None]
+    def _scorer_conflicts(self, key: str, scorers: list[ScorerConfig]) -> Iterator[str]:
+        """What a list of scorers at `key` lacks: the chain's own reward model, data that the judge knows."""
+        own = [s for s in scorers if s.is_own_reward_model]
         if own and not self.reward.enabled:
-            raise ValueError(f"{key}: expected none of kind reward_model without a path while reward.enabled is false, got {own}")
-        for scorer in scorers:
-            if scorer.name in own and scorer.members != self.reward.ensemble:
-                raise ValueError(
+            yield (
+                f"{key}: expected none of kind reward_model without a path while reward.enabled is false, got {[s.name for s in own]}; put "
+                "other scorers in their place, or set reward.enabled to true"
+            )
+        for scorer in own:
+            if scorer.members != self.reward.ensemble:
+                yield (
                     f"{key}: expected members={self.reward.ensemble} of {scorer.name}, as reward.ensemble (the gate judges it as a whole), "
                     f"got {scorer.members}; set both to the same"
                 )
         others = [s.name for s in self.data.sources if "prompt" in s.uses and s.judge_name is None]
         if others and any(s.kind == "judge" for s in scorers):
-            raise ValueError(f"{key}: expected no judge for prompts of sources {others}, which have none; give them a rule as `judge`")
+            yield f"{key}: expected no judge for prompts of sources {others}, which have none; give them a rule as `judge`"

@@ -10,6 +10,8 @@ import copy
 import json
 import math
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -19,14 +21,18 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from rlhf_core.config.base import ConfigError, shown
+from rlhf_core.config.base import COLLECTED, ConfigError, Section, shown
+from rlhf_core.config.conflicts import conflicts, conflicts_below, key_of
 from rlhf_core.config.credentials import credential_in
+from rlhf_core.config.in_use import is_in_use, keys_in_use
+from rlhf_core.config.nearest import did_you_mean, section_keys
 from rlhf_core.config.params import Params
 
 MAX_BYTES = 2**20  # of a YAML file
 MAX_VALUES = 100_000  # in one, aliases followed
 MAX_DEPTH = 60
 MAX_BRACKETS = 200
+MAX_PROBLEMS = 40  # lines of one message
 MAX_WHOLE_NUMBER = 2**53  # above it JSON and torch don't keep whole numbers
 
 
@@ -160,19 +166,51 @@ def check_size(tree: Any, subject: str) -> None:
         raise ConfigError(f"{subject}: expected a tree, got one that is deeper than {MAX_DEPTH} levels; does an alias hold itself?")
 
 
-def parse_params(tree: dict[str, Any], subject: str = "params") -> Params:
+def parse_params(tree: dict[str, Any], subject: str = "params", *, problems: Sequence[str] = (), rounds: bool = False) -> Params:
     """The typed params of a tree.
 
+    Args:
+        problems: that are known already, each a line; they are told with those found here.
+        rounds: for a series of rounds of iterative DPO, which reads further sections.
     Raises:
-        ConfigError: naming the key.
+        ConfigError: with a line for each key that is unknown or missing, or whose value is refused or doesn't fit the others, by key.
     """
     check_size(tree, subject)
-    if problems := [f"{subject}: {problem}" for problem in _unfit(tree, ())]:
-        raise ConfigError("\n".join(problems[:10]))
-    try:
-        return Params.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(subject, e) for e in error.errors()[:10])) from error
+    found = [f"{subject}: {problem}" for problem in _unfit(tree, ())]
+    params = None
+    if not found:
+        try:
+            params = Params.model_validate(tree, context={COLLECTED})
+            found = [f"{subject}: {shown(conflict, 2000)}" for conflict in conflicts(params, rounds=rounds)]
+        except ValidationError as error:
+            found = [_explain(subject, e) for e in error.errors()]
+            found += [f"{subject}: {shown(conflict, 2000)}" for conflict in _conflicts_of_sound_sections(tree)]
+    if params is None or problems or found:
+        raise ConfigError(_listed(sorted([*problems, *found], key=lambda line: line.removeprefix(subject).lstrip(": "))))
+    return params
+
+
+def _listed(problems: list[str]) -> str:
+    """A line each; of very many the first ones."""
+    more = len(problems) - MAX_PROBLEMS
+    return "\n".join([*problems[:MAX_PROBLEMS], *([f"and {more} more of the kind"] if more > 0 else [])])
+
+
+def _conflicts_of_sound_sections(tree: dict[str, Any]) -> Iterator[str]:
+    """Where types and keys of some section are wrong: the conflicts inside the others. What holds across sections waits for those."""
+    sound: dict[str, Any] = {}
+    for name, field in Params.model_fields.items():
+        with suppress(ValidationError, TypeError):
+            sound[name] = field.annotation.model_validate(tree.get(name), context={COLLECTED}) if _is_section(field.annotation) else None
+    if not {"reward", "alignment"} <= set(sound):
+        return
+    used = keys_in_use(Params.model_construct(**sound))
+    found = (conflict for name, section in sound.items() if section is not None for conflict in conflicts_below(section, f"{name}."))
+    yield from (conflict for conflict in found if is_in_use(key_of(conflict), used))
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def _unfit(node: Any, path: tuple[str, ...]) -> list[str]:
@@ -211,14 +249,21 @@ def _is_text(text: str) -> bool:
 def _explain(subject: str, error: dict[str, Any]) -> str:
     key = shown(".".join(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
-        return f"{subject}: {key}: expected a known key, got one that nothing reads; remove it or correct its spelling"
+        meant = did_you_mean(key, section_keys(Params, item=next((str(part) for part in error["loc"] if isinstance(part, int)), "0")))
+        return f"{subject}: {key}: expected a known key, got one that nothing reads; {meant or 'remove it or correct its spelling'}"
     if error["type"] == "missing":
         return f"{subject}: {key}: expected a value, got nothing; take it from the default params.yaml"
     if error["type"] == "value_error":
         message = shown(str(error["ctx"]["error"]), 2000)
         return f"{subject}: {key + '.' if key else ''}{message}"
     expected = re.sub(r"^Input should be ", "", error["msg"])
-    return f"{subject}: {key}: expected {expected}, got {_shown_value(error['input'])}; correct it there or in the override"
+    meant = did_you_mean(error["input"], _choices(error)) if isinstance(error["input"], str) else ""
+    return f"{subject}: {key}: expected {expected}, got {_shown_value(error['input'])}; {meant or 'correct it there or in the override'}"
+
+
+def _choices(error: dict[str, Any]) -> list[str]:
+    """Where one of some words is expected, those."""
+    return re.findall(r"'([^']*)'", error.get("ctx", {}).get("expected", "")) if error["type"] == "literal_error" else []
 
 
 def _shown_value(value: Any) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_core.config.base import Section
 from rlhf_core.config.model import LoraConfig
@@ -119,127 +120,119 @@ class RlConfig(Section):
         """Whether the old log-probabilities are the engine's: those of the policy that sampled, one step before the one that is trained."""
         return self.rollout.one_step_off_policy and self.correction.kind == "none"
 
-    @model_validator(mode="after")
-    def _batches_divide(self):
+    def conflicts(self) -> Iterator[str]:
+        yield from self._batch_conflicts()
+        yield from self._combination_conflicts()
+        yield from self._critic_conflicts()
+        yield from self._limit_conflicts()
+
+    def _batch_conflicts(self) -> Iterator[str]:
         for what, divisor in (
             (f"{self.algorithm}.group_size", self.group_size),
             ("minibatch_size", self.minibatch_size),
         ):
             if self.samples_per_step % divisor:
-                raise ValueError(
-                    f"samples_per_step: expected a multiple of {what}={divisor}, got {self.samples_per_step}; change one of them"
-                )
+                yield (f"samples_per_step: expected a multiple of {what}={divisor}, got {self.samples_per_step}; change one of them")
         for what, divided in (
             ("minibatch_size", self.minibatch_size),
             *((("ptx.batch_size", self.ptx.batch_size),) if self.ptx.coef else ()),
         ):
             if divided % self.trainer.ranks:
-                raise ValueError(f"{what}: expected a multiple of trainer.ranks={self.trainer.ranks}, got {divided}; change one of them")
-        return self
+                yield f"{what}: expected a multiple of trainer.ranks={self.trainer.ranks}, got {divided}; change one of them"
 
-    @model_validator(mode="after")
-    def _combinations_make_sense(self):
+    def _combination_conflicts(self) -> Iterator[str]:
         if self.policy_loss == "gspo" and self.aggregation != "sequence_mean":
-            raise ValueError(
+            yield (
                 f"loss_aggregation: expected sequence_mean or auto with policy_loss gspo, got {self.loss_aggregation}; its ratio is one "
                 "per sequence, and other means would weigh long responses again"
             )
         if self.dual_clip is not None and self.policy_loss != "ppo_clip":
-            raise ValueError(f"dual_clip: expected null with policy_loss {self.policy_loss}, got {self.dual_clip}; it belongs to ppo_clip")
+            yield f"dual_clip: expected null with policy_loss {self.policy_loss}, got {self.dual_clip}; it belongs to ppo_clip"
         if self.lora is not None and self.lora.dropout:
-            raise ValueError(
+            yield (
                 f"lora.dropout: expected 0 in rl, got {self.lora.dropout}; the ratio compares log-probabilities before and after an "
                 "update, and dropout would change them by itself"
             )
         if self.correction.kind != "none" and self.rollout.recomputed_fraction < 1:
-            raise ValueError(
+            yield (
                 f"rollout.recomputed_fraction: expected 1 with a correction, got {self.rollout.recomputed_fraction}; where the trainer "
                 "takes over the engine's log-probabilities there is nothing to correct"
             )
         if self.rollout.one_step_off_policy:
-            self._can_draw_ahead()
+            yield from self._draw_ahead_conflicts()
         if self.dynamic_sampling.enabled and self.group_size < 2:
-            raise ValueError(
+            yield (
                 f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; a group of one is always "
                 "all right or all wrong"
             )
         if self.algorithm == "remax" and self.kl.in_reward and self.rollout_batch_size < self.trainer.ranks:
-            raise ValueError(
+            yield (
                 f"remax.group_size: expected at least trainer.ranks={self.trainer.ranks} prompts a step, got {self.rollout_batch_size}; "
                 "each rank looks at greedy responses for their KL: lower it"
             )
         if self.reward.overlong is not None and self.reward.overlong.buffer > self.rollout.max_new_tokens:
-            raise ValueError(
+            yield (
                 f"reward.overlong.buffer: expected at most rollout.max_new_tokens={self.rollout.max_new_tokens}, got "
                 f"{self.reward.overlong.buffer}; lower it"
             )
         if self.kl.target is not None and self.kl.horizon <= self.samples_per_step / 5:
-            raise ValueError(
+            yield (
                 f"kl.horizon: expected more than a fifth of samples_per_step={self.samples_per_step} with a target, got {self.kl.horizon}; "
                 "one step could make the coefficient 0"
             )
         known = ("score", *(s.name for s in self.reward.scorers))
         if self.evaluation.metric not in known:
-            raise ValueError(
-                f"evaluation.metric: expected one of {list(known)}, got {self.evaluation.metric!r}; name the score or a scorer"
-            )
+            yield (f"evaluation.metric: expected one of {list(known)}, got {self.evaluation.metric!r}; name the score or a scorer")
         if any(weight <= 0 for weight in self.prompt_weights.values()):
-            raise ValueError(
-                f"prompt_weights: expected weights above 0, got {self.prompt_weights}; leave a source out of data.sources instead"
-            )
-        return self
+            yield (f"prompt_weights: expected weights above 0, got {self.prompt_weights}; leave a source out of data.sources instead")
 
-    @model_validator(mode="after")
-    def _critic_starts_in_the_rewards_units(self):
+    def _critic_conflicts(self) -> Iterator[str]:
         if self.algorithm != "ppo" or self.ppo.critic_init != "reward_model":
-            return self
+            return
         key, own = "ppo.critic_init: expected reward_model_trunk or sft", self.reward.own_reward_models
         if not own:
-            raise ValueError(
+            yield (
                 f"{key} where no rewarded scorer is the chain's reward model, got reward_model; its scores are in no units of the reward"
             )
         if running := [s.name for s in own if s.normalization == "running"]:
-            raise ValueError(
+            yield (
                 f"{key} with normalization running of {running}, got reward_model; how its scores relate to the rewards isn't known "
                 "before the first step, and moves"
             )
         if ensembles := [s.name for s in own if s.members > 1]:
-            raise ValueError(
+            yield (
                 f"{key} with several members of {ensembles}, got reward_model; a critic is one model, and the rewards are in the units of "
                 "all members' scores together; reward_model_trunk starts from the first one's layers"
             )
-        return self
 
-    def _can_draw_ahead(self) -> None:
+    def _draw_ahead_conflicts(self) -> Iterator[str]:
         key = "rollout.one_step_off_policy: expected false"
         if self.dynamic_sampling.enabled:
-            raise ValueError(f"{key} with dynamic_sampling, got true; which prompts a step needs is known only when it has its scores")
+            yield f"{key} with dynamic_sampling, got true; which prompts a step needs is known only when it has its scores"
         if self.algorithm == "remax":
-            raise ValueError(f"{key} with remax, got true; its baselines are the sampling policy's greedy responses, and that has moved on")
+            yield f"{key} with remax, got true; its baselines are the sampling policy's greedy responses, and that has moved on"
         if self.trusts_engine and not self.rollout.samples_whole_distribution:
-            raise ValueError(
+            yield (
                 f"{key} with top_p, top_k or min_new_tokens and without a correction, got true; the ratio would be to the engine's "
                 "probabilities, which are then of another distribution than the policy's: set correction.kind"
             )
 
-    @model_validator(mode="after")
-    def _limits_watch_what_is_measured(self):
+    def _limit_conflicts(self) -> Iterator[str]:
         known = [column for column in curve_columns(self) if column not in ("step", "scorer_metrics")]
         for name, limit in self.limits.items():
             key = f"monitor.{name}"
             if limit.metric not in known:
-                raise ValueError(f"{key}.metric: expected a column of the curves, one of {known}, got {limit.metric!r}; correct it")
+                yield f"{key}.metric: expected a column of the curves, one of {known}, got {limit.metric!r}; correct it"
             if limit.metric in KL_COLUMNS and not self.kl.keeps_reference:
-                raise ValueError(
+                yield (
                     f"{key}.metric: expected one that is measured, got {limit.metric} with kl.coef 0 and kl.measure false; set kl.measure "
                     f"to true or {key} to null"
                 )
             if limit.action == "rollback" and self.evaluation.every is None:
-                raise ValueError(
+                yield (
                     f"{key}.action: expected evaluation.every with rollback, got null; without an evaluation nothing says which policy was "
                     "the best"
                 )
-        return self
 
 
 # Of the curves of RL: what needs a reference, and what every step's update says.

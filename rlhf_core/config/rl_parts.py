@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_core.config.base import Fraction, RolloutBackend, Section
 
@@ -65,18 +66,12 @@ class KlConfig(Section):
         """Whether the divergence is subtracted from the rewards."""
         return self.coef > 0 and self.placement == "reward"
 
-    @model_validator(mode="after")
-    def _k1_has_no_useful_gradient(self):
+    def conflicts(self) -> Iterator[str]:
         if self.placement == "loss" and self.estimator == "k1":
-            raise ValueError("estimator: expected k2 or k3 with placement loss, got k1; the gradient of k1 is zero in expectation")
-        return self
-
-    @model_validator(mode="after")
-    def _nothing_without_a_coefficient(self):
+            yield "estimator: expected k2 or k3 with placement loss, got k1; the gradient of k1 is zero in expectation"
         for name, value in (("target", self.target), ("refresh_reference_every", self.refresh_reference_every)):
             if self.coef == 0 and value is not None:
-                raise ValueError(f"{name}: expected null with coef 0, got {value}; raise coef or remove it")
-        return self
+                yield f"{name}: expected null with coef 0, got {value}; raise coef or remove it"
 
 
 class CorrectionConfig(Section):
@@ -84,11 +79,9 @@ class CorrectionConfig(Section):
     low: float = Field(ge=0)
     high: float = Field(gt=0)
 
-    @model_validator(mode="after")
-    def _ordered(self):
+    def conflicts(self) -> Iterator[str]:
         if self.low >= self.high:
-            raise ValueError(f"low: expected less than high={self.high}, got {self.low}; swap or change them")
-        return self
+            yield f"low: expected less than high={self.high}, got {self.low}; swap or change them"
 
 
 class DynamicSamplingConfig(Section):
@@ -107,11 +100,9 @@ class PeriodicEvaluationConfig(Section):
     metric: str
     keep_best: bool
 
-    @model_validator(mode="after")
-    def _best_of_something(self):
+    def conflicts(self) -> Iterator[str]:
         if self.keep_best and self.every is None:
-            raise ValueError("keep_best: expected a number of steps in every, got null; nothing would be compared")
-        return self
+            yield "keep_best: expected a number of steps in every, got null; nothing would be compared"
 
 
 class RolloutConfig(Section):
@@ -143,23 +134,17 @@ class RolloutConfig(Section):
         """Whether the engine's log-probabilities are the policy's own at every token."""
         return self.samples_any_token and self.min_new_tokens == 0
 
-    @model_validator(mode="after")
-    def _trusts_only_what_is_the_same(self):
+    def conflicts(self) -> Iterator[str]:
         if self.recomputed_fraction < 1 and not self.samples_whole_distribution:
-            raise ValueError(
+            yield (
                 f"recomputed_fraction: expected 1 with top_p, top_k or min_new_tokens, got {self.recomputed_fraction}; "
                 "the engine then draws from another distribution than the policy's"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _min_within_max(self):
         if self.min_new_tokens >= self.max_new_tokens:
-            raise ValueError(
+            yield (
                 f"min_new_tokens: expected less than max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}; lower it: what comes "
                 "after it is what the engines' weights are checked by, and may be the end token"
             )
-        return self
 
 
 LimitAction = Literal["warn", "stop", "rollback"]
@@ -181,12 +166,10 @@ class LimitConfig(Section):
     from_step: int = Field(default=1, gt=0)
     action: LimitAction
 
-    @model_validator(mode="after")
-    def _one_limit(self):
+    def conflicts(self) -> Iterator[str]:
         given = {name: value for name in ("above", "below", "fall") if (value := getattr(self, name)) is not None}
         if len(given) != 1:
-            raise ValueError(f"limit: expected exactly one of above, below and fall, got {given or 'none'}; split it or add one")
-        return self
+            yield f"limit: expected exactly one of above, below and fall, got {given or 'none'}; split it or add one"
 
 
 class TrainerConfig(Section):
@@ -196,14 +179,12 @@ class TrainerConfig(Section):
     offload_optimizer: bool
     microbatch_tokens: int = Field(gt=0)
 
-    @model_validator(mode="after")
-    def _ranks_have_gpus_of_their_own(self):
+    def conflicts(self) -> Iterator[str]:
         if self.ranks > 1 and self.gpus_per_rank != "auto" and self.gpus_per_rank <= 0.5:
-            raise ValueError(
+            yield (
                 f"gpus_per_rank: expected auto or more than 0.5 with ranks={self.ranks}, got {self.gpus_per_rank}; two ranks could land on "
                 "one GPU, which NCCL refuses"
             )
-        return self
 
 
 class DeadlineConfig(Section):

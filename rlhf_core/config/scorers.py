@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_core.config.base import Fraction, Section
 
@@ -28,43 +29,51 @@ class ScorerConfig(Section):
     target_length: int | None = Field(default=None, gt=0)  # length: tokens
     timeout: float = Field(default=60.0, gt=0)  # seconds for a step's responses
 
-    @model_validator(mode="after")
-    def _has_what_its_kind_needs(self):
+    @property
+    def is_own_reward_model(self) -> bool:
+        """Whether it asks the reward model that the chain trains."""
+        return self.kind == "reward_model" and self.path is None
+
+    def conflicts(self) -> Iterator[str]:
         needed = {"function": "path", "regex": "pattern", "length": "target_length"}.get(self.kind)
         allowed = {"reward_model": {"path", "label"}}.get(self.kind, {needed})
         for field in ("path", "label", "pattern", "target_length"):
             given = getattr(self, field) is not None
             if given and field not in allowed:
-                raise ValueError(f"{field}: expected none for a scorer of kind {self.kind}, got {getattr(self, field)!r}; remove it")
+                yield f"{field}: expected none for a scorer of kind {self.kind}, got {getattr(self, field)!r}; remove it"
             if not given and field == needed:
-                raise ValueError(f"{field}: expected a value for a scorer of kind {self.kind}, got none; set it")
+                yield f"{field}: expected a value for a scorer of kind {self.kind}, got none; set it"
         if self.members > 1 and self.kind != "reward_model":
-            raise ValueError(f"members: expected 1 for a scorer of kind {self.kind}, got {self.members}; only reward models are ensembles")
+            yield f"members: expected 1 for a scorer of kind {self.kind}, got {self.members}; only reward models are ensembles"
         if self.std_coef and self.members == 1:
-            raise ValueError(f"std_coef: expected 0 with one member, got {self.std_coef}; one does not disagree with itself; raise members")
+            yield f"std_coef: expected 0 with one member, got {self.std_coef}; one does not disagree with itself; raise members"
         if self.pattern is not None:
             try:
                 re.compile(self.pattern)
             except re.error as error:
-                raise ValueError(f"pattern: expected a regular expression, got {self.pattern!r} ({error}); correct it") from error
-        return self
+                yield f"pattern: expected a regular expression, got {self.pattern!r} ({error}); correct it"
 
 
-def _check_names_and_weights(scorers: list[ScorerConfig]) -> None:
+def _name_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
     names = [s.name for s in scorers]
     if len(set(names)) < len(names):
-        raise ValueError(f"scorers: expected different names, got {names}; rename one")
+        yield f"scorers: expected different names, got {names}; rename one"
     if taken := [name for name in names if name in RESERVED_NAMES]:
-        raise ValueError(f"scorers: expected names other than {list(RESERVED_NAMES)}, which the curves use, got {taken}; rename them")
+        yield f"scorers: expected names other than {list(RESERVED_NAMES)}, which the curves use, got {taken}; rename them"
+
+
+def weight_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
+    """Of a list that something is learned from."""
     if not any(s.weight for s in scorers):
-        raise ValueError("scorers: expected one with a weight other than 0, got none; nothing would be learned")
+        yield "scorers: expected one with a weight other than 0, got none; nothing would be learned"
 
 
-def check_raw_scorers(scorers: list[ScorerConfig]) -> None:
+def raw_scorer_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
     """Of a list whose weighted sum only ranks responses."""
-    _check_names_and_weights(scorers)
+    yield from _name_conflicts(scorers)
+    yield from weight_conflicts(scorers)
     if normalized := [s.name for s in scorers if s.normalization != "none"]:
-        raise ValueError(f"scorers: expected normalization none, got another of {normalized}; scores are only compared here, raw")
+        yield f"scorers: expected normalization none, got another of {normalized}; scores are only compared here, raw"
 
 
 class OverlongConfig(Section):
@@ -75,7 +84,7 @@ class OverlongConfig(Section):
 
 
 class ScoreConfig(Section):
-    scorers: list[ScorerConfig] = Field(min_length=1)
+    scorers: list[ScorerConfig]  # none: nothing scores the evaluation's answers; RL needs one
     normalization_samples: int = Field(ge=16)
     clip: float | None = Field(gt=0)
     no_eos_penalty: float = Field(ge=0)
@@ -86,9 +95,7 @@ class ScoreConfig(Section):
     @property
     def own_reward_models(self) -> list[ScorerConfig]:
         """Rewarded scorers that are the chain's own reward model."""
-        return [s for s in self.scorers if s.weight and s.kind == "reward_model" and s.path is None]
+        return [s for s in self.scorers if s.weight and s.is_own_reward_model]
 
-    @model_validator(mode="after")
-    def _names_and_weights(self):
-        _check_names_and_weights(self.scorers)
-        return self
+    def conflicts(self) -> Iterator[str]:
+        yield from _name_conflicts(self.scorers)

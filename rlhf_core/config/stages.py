@@ -9,10 +9,11 @@ from typing import Any
 from rlhf_core.config.base import ConfigError
 from rlhf_core.config.reading import read_yaml_text
 
+EVALUATED_BY = ("rl.rollout.backend", "rl.rollout.stop", "rl.reward.scorers")
 # Which sections of params.yaml, or single keys, each stage reads; dvc.yaml says the same (a contract test compares them).
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "prepare_data": ("seed", "data", "model"),
-    "validate_data": ("validation", "model", "reward"),
+    "validate_data": ("validation", "model", "reward.enabled", "alignment"),
     "check_model": (
         *("model", "alignment", "sft.lora", "sft.zero_stage", "reward.enabled", "reward.lora", "rl.reward.scorers"),
         *("rl.trainer.ranks", "rl.trainer.gpus_per_rank", "rl.rollout.engines", "rl.rollout.gpus_per_engine"),
@@ -22,7 +23,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "train_reward": ("seed", "model", "reward"),
     "gate_reward": ("model", "reward", "gate"),
     "train_policy": ("seed", "model", "sft.train_on", "sft.train_on_thoughts", "${alignment.method}"),
-    "evaluate": ("seed", "model", "rl", "evaluation"),
+    "evaluate": ("seed", "model", "reward.enabled", *EVALUATED_BY, "evaluation"),
     "report": (
         *("seed", "model", "data", "sft", "reward", "gate", "alignment", "rl"),
         *("dpo", "kto", "rejection_sampling", "conditional_sft", "evaluation", "report"),

@@ -79,13 +79,14 @@ class Check:
     of_observed: Callable[[float], float] | None = None
 
 
-def checks_for(use: str, frame: pd.DataFrame, config: ValidationConfig, *, max_length: int) -> list[Check]:
-    """The checks of one use's measured rows; those of pairs and of unpaired rows where there are any."""
+def checks_for(use: str, frame: pd.DataFrame, config: ValidationConfig, *, max_length: int, pairs: bool = True) -> list[Check]:
+    """The checks of one use's measured rows; those of pairs and of unpaired rows where there are any, their number where `pairs`."""
     checks = [*_rows(use), *_texts(use, config, max_length)]
     if use != "pretrain":
         checks += _conversations(use)
     if use == "preference":
         checks += _pairs(config, any_pairs=bool(frame["chosen_is_longer"].notna().any()))
+        checks += [_enough_pairs(config.min_pairs)] if pairs else []
         checks += _unpaired(config) if frame["is_chosen"].notna().any() else []
     return checks
 
@@ -188,7 +189,6 @@ def _pairs(config: ValidationConfig, *, any_pairs: bool) -> list[Check]:
         column_list=["pair", "preference"], ignore_row_if="any_value_is_missing", mostly=_mostly(config.max_duplicate_fraction)
     )
     agree = ExpectColumnAToDetermineColumnB(column_A="pair", column_B="preference", mostly=_mostly(config.max_contradictory_fraction))
-    enough = gxe.ExpectColumnSumToBeBetween(column="is_pair", min_value=config.min_pairs)
     fix = "drop these rows, or raise validation."
     return [
         Check("nulls.chosen_and_rejected", either, "a row has chosen, rejected or both", 0.0, "fill one of them or drop the row"),
@@ -202,17 +202,21 @@ def _pairs(config: ValidationConfig, *, any_pairs: bool) -> list[Check]:
             f"{fix}max_contradictory_fraction",
         ),
         *([_length_bias(config.max_length_bias)] if any_pairs else []),
-        Check(
-            "min_pairs",
-            enough,
-            "there are enough pairs to learn from",
-            config.min_pairs,
-            "add preference data, or lower validation.min_pairs (of a round: iterative.min_pairs)",
-            "at least",
-            "number of pairs",
-            float,
-        ),
     ]
+
+
+def _enough_pairs(least: int) -> Check:
+    return Check(
+        "min_pairs",
+        gxe.ExpectColumnSumToBeBetween(column="is_pair", min_value=least),
+        "there are enough pairs to learn from",
+        least,
+        "add preference data, or lower validation.min_pairs (of a round: iterative.min_pairs); single responses with a label are for "
+        "alignment.method kto without a reward model",
+        "at least",
+        "number of pairs",
+        float,
+    )
 
 
 def _length_bias(limit: float) -> Check:

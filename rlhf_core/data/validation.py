@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ALL_USES = "all"
-# What the later stages read: without rows there they have nothing to do.
+# What the later stages read with a reward model and RL; `config.rows_needed` has it for each method. Without it they have nothing to do.
 READ_LATER = (("sft", "train"), ("preference", "train"), ("preference", "test"), ("prompt", "train"), ("prompt", "test"))
+SIDES = ("chosen", "rejected")
 IDS_IN_MESSAGE = 5
 NO_ID = "(no id)"
 DOCS_SITE = "validation"
@@ -134,8 +135,8 @@ def validate(
     config: ValidationConfig,
     *,
     max_length: int,
-    reward_model: bool = True,
     needed: Sequence[tuple[str, str]] = READ_LATER,
+    pairs: bool = True,
     docs: Path | None = None,
 ) -> list[Finding]:
     """Every check of every use. `tables` has those that prepare_data made; `docs`: a folder for the Data Docs.
@@ -143,8 +144,8 @@ def validate(
     A use whose schema is wrong is not looked at further. Findings don't depend on the order of the rows.
 
     Args:
-        reward_model: whether one is trained, for which there must be preferences.
         needed: uses and splits in which there must be rows.
+        pairs: whether preferences are learned from as pairs: then there must be enough of them, not only single responses with a label.
     """
     validator, findings, places = Validator(), [], {}
     for use in (u for u in SCHEMAS if u in tables):
@@ -152,9 +153,9 @@ def validate(
         findings += schema
         if all(f.passed for f in schema):
             frame, places[use] = measure_table(use, tables[use], tokenizer)
-            findings += validator.run(use, use, frame, checks_for(use, frame, config, max_length=max_length))
+            findings += validator.run(use, use, frame, checks_for(use, frame, config, max_length=max_length, pairs=pairs))
             del frame  # before the next one is made
-    findings += validator.run("rows", ALL_USES, _row_counts(tables, needed, reward_model=reward_model), presence_checks())
+    findings += validator.run("rows", ALL_USES, _row_counts(tables, needed, pairs=pairs), presence_checks())
     findings += validator.run("splits", ALL_USES, across_uses(tables, places), leakage_checks())
     if docs is not None:
         _write_docs(validator, docs)
@@ -216,16 +217,22 @@ def _types(use: str, schema: pa.Schema) -> dict[str, str]:
     return {f.name: str(expected[f.name] if any(f.type.equals(k) for k in accepted.get(f.name, ())) else f.type) for f in schema}
 
 
-def _row_counts(tables: dict[str, pq.ParquetFile], needed: Sequence[tuple[str, str]], *, reward_model: bool) -> pd.DataFrame:
+def _row_counts(tables: dict[str, pq.ParquetFile], needed: Sequence[tuple[str, str]], *, pairs: bool) -> pd.DataFrame:
     """id (`<use>:<split>`) and rows, of what later stages read."""
-    read = [(use, split) for use, split in needed if reward_model or use != "preference"]
-    counts = {use: _splits(table) for use, table in tables.items() if "split" in table.schema_arrow.names}
-    rows = [counts.get(use, Counter())[split] for use, split in read]
-    return pd.DataFrame({"id": [f"{use}:{split}" for use, split in read], "rows": rows})
+    counts = {use: _splits(table, SIDES if pairs and use == "preference" else ()) for use, table in tables.items()}
+    rows = [counts.get(use, Counter())[split] for use, split in needed]
+    return pd.DataFrame({"id": [f"{use}:{split}" for use, split in needed], "rows": rows})
 
 
-def _splits(table: pq.ParquetFile) -> Counter[Any]:
-    return Counter(split for batch in read_batches(table, ["split"]) for split in batch["split"].to_pylist())
+def _splits(table: pq.ParquetFile, filled: Sequence[str]) -> Counter[Any]:
+    """Rows of each split in which the columns `filled` aren't null; none where the table lacks a column."""
+    columns = ["split", *filled]
+    if not set(columns) <= set(table.schema_arrow.names):
+        return Counter()
+    found: Counter[Any] = Counter()
+    for batch in read_batches(table, columns):
+        found.update(split for split, *texts in zip(*(batch[c].to_pylist() for c in columns), strict=True) if None not in texts)
+    return found
 
 
 def _write_docs(validator: Validator, folder: Path) -> None:

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 import pandas as pd
 
 from rlhf_core.report.inputs import ReportInputs, need
-from rlhf_core.report.verdict import MODES, by_mode, judge_direction, judged, outcome, reward_direction
+from rlhf_core.report.verdict import (
+    MODES,
+    NOT_COMPARED,
+    by_mode,
+    evaluation_scorers,
+    judge_direction,
+    judged,
+    outcome,
+    reward_direction,
+)
 
 LEARNED = 0.98  # a loss that is still above this share of where it began has not been learned from
 OVERFITTED = 1.15  # a held-out loss this many times its lowest value has been passed long ago
@@ -37,16 +46,15 @@ class Blame:
 
 
 def blame(inputs: ReportInputs) -> Blame | None:
-    """None: the policy is better than the SFT model, every stage has accepted its work, and no limit ended the training.
+    """None: the policy is better than the SFT model or nothing compared the two, every stage has accepted its work, and no limit ended the
+    training.
 
     A stage's own refusal (data that failed validation, a reward model that failed its gate and was used all the same, a limit of the
     monitor) is named whatever the outcome; a suspicion (a loss that didn't fall) only where the outcome is not good.
     """
     refused = next(_refusals(inputs), None)
-    good = outcome(
-        inputs.evaluation, need(inputs.params, "rl", "reward", "scorers"), confidence=need(inputs.params, "evaluation", "confidence")
-    )
-    if good.tone == "good":
+    good = outcome(inputs.evaluation, evaluation_scorers(inputs.params), confidence=need(inputs.params, "evaluation", "confidence"))
+    if good.tone == "good" or good == NOT_COMPARED:
         return refused
     order = ["validate_data", "train_sft", "train_reward", "gate_reward", "train_policy", "evaluate"]
     found = [*([refused] if refused else []), *_suspicions(inputs)]

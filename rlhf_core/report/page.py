@@ -26,7 +26,18 @@ from rlhf_core.report.figures import Figures, all_figures, logprob_limit
 from rlhf_core.report.inputs import ReportInputError, ReportInputs, need
 from rlhf_core.report.texts import count, measured, number, share, signed, visible
 from rlhf_core.report.times import StageTime
-from rlhf_core.report.verdict import MODES, data_verdict, gate_verdict, judge_selects, judged, outcome, rewarded_by, stopped_verdict
+from rlhf_core.report.verdict import (
+    MODES,
+    data_verdict,
+    evaluation_scorers,
+    gate_verdict,
+    is_scored,
+    judge_selects,
+    judged,
+    outcome,
+    rewarded_by,
+    stopped_verdict,
+)
 from rlhf_core.statistics import holm, wilson_interval
 
 USES = ("pretrain", "sft", "preference", "prompt")  # in the order of the chain
@@ -97,13 +108,15 @@ EVALUATION_ROWS = (
 
 def render(inputs: ReportInputs) -> str:
     """The whole page, or what there is of it where the chain stopped; the same inputs give the same text in every process."""
-    scorers = need(inputs.params, "rl", "reward", "scorers")
+    scorers = evaluation_scorers(inputs.params)
     content = {
         "title": inputs.title if inputs.stopped is None else f"Stopped: {inputs.title}",
         "method_title": METHOD_TITLES[inputs.method],
         "method_name": method_name(inputs.params),
         "rewarder": rewarded_by(scorers),
         "scorers": scorers,
+        "method_scores": inputs.method in ("rl", "rejection_sampling"),
+        "scored": inputs.evaluation is not None and is_scored(inputs.evaluation),
         "stopped": inputs.stopped,
         "gate_verdict": None if inputs.gate is None else gate_verdict(inputs.gate),
         "data_verdict": None if inputs.validation is None else data_verdict(inputs.validation),
@@ -219,7 +232,7 @@ def tiles(evaluation: Mapping[str, Any], rewarder: str, confidence: float) -> It
             low, high = wilson_interval(accepted, n, confidence)
             note = f"accepted by the judge; {confidence:.0%} interval {share(low)} to {share(high)}"
             yield {"label": f"Judge, {mode}", "before": share(sft["judge_ok"]), "after": share(policy["judge_ok"]), "note": note}
-        else:
+        elif is_scored(evaluation):
             low, high = measured(policy["score_low"], "score"), measured(policy["score_high"], "score")
             note = f"by the {rewarder}; {confidence:.0%} interval {low} to {high}"
             yield {
@@ -228,9 +241,10 @@ def tiles(evaluation: Mapping[str, Any], rewarder: str, confidence: float) -> It
                 "after": measured(policy["score_mean"], "score"),
                 "note": note,
             }
-    rate = need(evaluation, "win_rate", "greedy")
-    note = f"by the {rewarder}, greedy; {share(rate['low'])} to {share(rate['high'])}, {count(rate['ties'])} of {count(rate['n'])} tied"
-    yield {"label": "Win rate", "before": "", "after": share(rate["value"]), "note": note}
+    if is_scored(evaluation):
+        rate = need(evaluation, "win_rate", "greedy")
+        note = f"by the {rewarder}, greedy; {share(rate['low'])} to {share(rate['high'])}, {count(rate['ties'])} of {count(rate['n'])} tied"
+        yield {"label": "Win rate", "before": "", "after": share(rate["value"]), "note": note}
     kl = need(evaluation, "kl", "sampled")
     yield {"label": "Distance", "before": "", "after": f"{number(kl)} nats", "note": "KL to the SFT model per sampled response"}
 
@@ -310,6 +324,8 @@ def evaluation_rows(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str
 
 def _figure_rows(evaluation: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for label, key, form, more_is_better in EVALUATION_ROWS:
+        if key == "score_mean" and not is_scored(evaluation):
+            continue
         if key not in need(evaluation, "greedy", "policy"):
             if key == "judge_ok":
                 continue

@@ -34,12 +34,14 @@ def outcome(
     was kept, a sentence says so.
 
     Args:
-        scorers: rl.reward.scorers, which say what was rewarded.
+        scorers: `evaluation_scorers`, which say what was rewarded.
         selected: sentences of `judge_selects`.
     """
     rewarder = rewarded_by(scorers)
     judge, reward = judge_direction(evaluation, confidence), reward_direction(evaluation, confidence)
-    details = [_win_rates(evaluation, rewarder, confidence)]
+    if judge is None and reward is None:
+        return NOT_COMPARED
+    details = [NO_SCORE if reward is None else _win_rates(evaluation, rewarder, confidence)]
     if shared := evaluation.get("prompts_of_gate"):
         details.append(
             f"{shared} of the prompts were read by the gate too: a reward model that was chosen on them looks better here than it is."
@@ -60,12 +62,37 @@ def outcome(
     if any(s["kind"] == "judge" and s["weight"] > 0 for s in scorers):
         details.append("The judge was part of the reward: the policy was trained to please it too.")
     details += selected
-    tone, headline = _BY_JUDGE[judge, reward]
+    tone, headline = _BY_JUDGE[judge, reward or _AS_IF[judge]]
     if (apart := by_mode(evaluation, "judge", confidence)) is not None:
         tone = "bad" if apart.worse_alone or (judge, reward) == ("worse", "better") else "open"
         headline = f"{_HACKED if reward == 'better' and judge == 'worse' else ''} By the judge, {apart.sentence}".lstrip()
         details += apart.details
     return Verdict(tone, headline.format(rewarder), tuple(details))
+
+
+NO_SCORE = "Nothing scored the answers: there is no reward model, and rl.reward.scorers has nothing else that counts."
+# Where neither a judge nor a score is there.
+NOT_COMPARED = Verdict(
+    "open",
+    "Whether the policy is better can’t be said: nothing compared its answers with those of the SFT model.",
+    (
+        f"{NO_SCORE} And there is no judge for this data.",
+        "What is known is how long the answers are, how many are cut off, and how far the policy has moved from the SFT model. Read the "
+        "samples, or give a data source a rule as `judge`, set reward.enabled to true, or put a scorer into rl.reward.scorers, and run "
+        "the evaluation again.",
+    ),
+)
+
+
+def evaluation_scorers(params: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Those of rl.reward.scorers by which the evaluation scored: without a reward model the chain's own is left out."""
+    enabled = need(params, "reward", "enabled")
+    return [s for s in need(params, "rl", "reward", "scorers") if enabled or s["kind"] != "reward_model" or s["path"] is not None]
+
+
+def is_scored(evaluation: Mapping[str, Any]) -> bool:
+    """Whether any prompt has a score of both models' answers."""
+    return any(need(evaluation, "win_rate", mode, "n") for mode in MODES)
 
 
 @dataclass(frozen=True)
@@ -91,7 +118,7 @@ def by_mode(evaluation: Mapping[str, Any], who: str, confidence: float) -> ByMod
         return None
     words = {1: "better", 0: "not clearly different", -1: "worse"}
     told = [f"{words[signs[mode]]} {mode} ({_figure(evaluation, who, mode)})" for mode in reversed(MODES)]
-    details = [_scores(evaluation)]
+    details = [_scores(evaluation)] if is_scored(evaluation) else []
     if 0 not in signs.values():
         details.append("The two modes disagree: sampled answers are what RL trains, greedy ones take the likeliest token at each place.")
         if signs["greedy"] < 0:
@@ -152,6 +179,7 @@ _BY_REWARD_ALONE: dict[Direction, tuple[Tone, str]] = {
     "worse": ("bad", "The {} prefers the SFT model’s answers to those of the policy."),
     "unclear": ("open", "The {} sees no clear difference between the policy and the SFT model."),
 }
+_AS_IF: dict[Direction, Direction] = {"better": "better", "unclear": "unclear", "worse": "unclear"}  # without a score, in _BY_JUDGE
 _HACKED = "The policy pleases the {} more and the judge less: it has learned to hack its reward."
 _BY_JUDGE: dict[tuple[Direction, Direction], tuple[Tone, str]] = {
     ("better", "better"): ("good", "The policy is better than the SFT model it started from."),
@@ -171,13 +199,13 @@ def judge_direction(evaluation: Mapping[str, Any], confidence: float) -> Directi
     return _directions(evaluation, confidence).get("judge")
 
 
-def reward_direction(evaluation: Mapping[str, Any], confidence: float) -> Direction:
-    """The same for wins against losses by the score."""
-    return _directions(evaluation, confidence)["reward"]
+def reward_direction(evaluation: Mapping[str, Any], confidence: float) -> Direction | None:
+    """The same for wins against losses by the score. None: no score."""
+    return _directions(evaluation, confidence).get("reward")
 
 
 def _directions(evaluation: Mapping[str, Any], confidence: float) -> dict[str, Direction]:
-    """Of the reward and, where there is one, the judge."""
+    """Of the reward and the judge, where they are there."""
     signs = _signs(evaluation, confidence)
     return {who: _direction([sign for (of, _), sign in signs.items() if of == who]) for who in dict.fromkeys(of for of, _ in signs)}
 
@@ -186,8 +214,9 @@ def _signs(evaluation: Mapping[str, Any], confidence: float) -> dict[tuple[str, 
     """1, -1 or 0 (not clear) of reward and judge in each mode, by the sign tests of both and of both modes, corrected together (Holm)."""
     changes, p_values = {}, {}
     for mode in MODES:
-        rate = need(evaluation, "win_rate", mode)
-        changes["reward", mode], p_values["reward", mode] = rate["wins"] - rate["losses"], rate["p_value"]
+        if is_scored(evaluation):
+            rate = need(evaluation, "win_rate", mode)
+            changes["reward", mode], p_values["reward", mode] = rate["wins"] - rate["losses"], rate["p_value"]
         if need(evaluation, "judge"):
             difference = need(evaluation, "difference", mode, "judge_ok")
             changes["judge", mode], p_values["judge", mode] = difference["value"], difference["p_value"]

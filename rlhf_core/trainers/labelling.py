@@ -49,7 +49,7 @@ class ScoredResponse:
 
     response_ids: up to and including the end token, if it came.
     finished: the model ended the response itself; False: it was cut off by length.
-    score: the raw scores' weighted sum; NaN: one that counts could not score it.
+    score: the raw scores' weighted sum; NaN: one that counts could not score it, or none counts.
     components: each scorer's raw score, by name; NaN: that one could not.
     """
 
@@ -196,7 +196,9 @@ class ResponseScorer:
         said = [without_stop(sample.response_ids, stops, finished=sample.finished) for sample in answers]
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in said]
         components = self._components(asked, answers, texts, tokenizer, stops)
-        scores = weighted_score({name: torch.tensor(values) for name, values in components.items()}, self._scorers).tolist()
+        counts = any(scorer.weight for scorer in self._scorers)
+        raw = {name: torch.tensor(values) for name, values in components.items()}
+        scores = weighted_score(raw, self._scorers).tolist() if counts else [math.nan] * len(asked)
         scored = (
             ScoredResponse(prompt, sample.response_ids, text, sample.finished, score, {name: v[i] for name, v in components.items()})
             for i, (prompt, sample, text, score) in enumerate(zip(asked, answers, texts, scores, strict=True))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flows.overrides import check, overrides_schema, parse_assignment, read_recipe
-from rlhf_core.config import ConfigError, apply_overrides, load_params, parse_params, read_yaml, set_key
+from rlhf_core.config import ConfigError, apply_overrides, load_params, needs_pairs, parse_params, read_yaml, rows_needed, set_key
 
 DEFAULT = Path(__file__).parents[2] / "params.yaml"
 
@@ -258,10 +258,11 @@ def test_what_does_not_fit_together_in_rl_is_refused(changes, message):
 
 
 def test_orpo_with_a_second_likelihood_term_is_refused():
-    with pytest.raises(ConfigError) as error:
-        parse_params(changed("dpo.loss", "orpo"))
-    assert "params: dpo.nll_coef: expected 0 with loss orpo, got 0.5; it has the likelihood of the chosen" in str(error.value)
     tree = changed("dpo.loss", "orpo")
+    tree["alignment"]["method"] = "dpo"
+    with pytest.raises(ConfigError) as error:
+        parse_params(tree)
+    assert "params: dpo.nll_coef: expected 0 with loss orpo, got 0.5; it has the likelihood of the chosen" in str(error.value)
     tree["dpo"]["nll_coef"] = 0.0
     assert parse_params(tree).dpo.loss == "orpo"
 
@@ -326,8 +327,10 @@ def test_the_splits_leave_something_to_train_on():
     ],
 )
 def test_scorers_that_only_rank_are_raw_and_have_names_and_a_weight(section, scorers, message):
+    tree = changed(f"{section}.scorers", scorers)
+    tree["alignment"]["method"] = "rejection_sampling"
     with pytest.raises(ConfigError) as error:
-        parse_params(changed(f"{section}.scorers", scorers))
+        parse_params(tree, rounds=True)
     assert f"params: {section}.{message}" in str(error.value)
 
 
@@ -359,9 +362,9 @@ def test_only_the_method_that_is_used_needs_a_reward_model(method, message):
 def test_whoever_reads_the_scorers_of_rounds_asks_whether_they_exist():
     tree = changed("rl.reward.scorers", [JUDGE])
     tree["reward"]["enabled"], tree["alignment"]["method"] = False, "dpo"
-    params = parse_params(tree)
-    with pytest.raises(ValueError, match=r"iterative\.scorers: expected none of kind reward_model"):
-        params.check_scorers("iterative.scorers", params.iterative.scorers)
+    parse_params(tree)
+    with pytest.raises(ConfigError, match=r"iterative\.scorers: expected none of kind reward_model"):
+        parse_params(tree, rounds=True)
 
 
 def test_unknown_and_missing_keys_are_all_named():
@@ -371,7 +374,7 @@ def test_unknown_and_missing_keys_are_all_named():
         parse_params(tree)
     lines = str(error.value).splitlines()
     assert "params: rl.learning_rate: expected a value, got nothing; take it from the default params.yaml" in lines
-    assert "params: rl.leraning_rate: expected a known key, got one that nothing reads; remove it or correct its spelling" in lines
+    assert "params: rl.leraning_rate: expected a known key, got one that nothing reads; did you mean rl.learning_rate?" in lines
 
 
 @pytest.mark.parametrize(
@@ -423,8 +426,11 @@ def test_back_to_the_old_value_gives_the_old_params(params_file):
     ("overrides", "message"),
     [
         ({"rl.algoritm": "grpo"}, "override rl.algoritm: expected a key of params.yaml, got 'algoritm'"),
-        ({"data.sources.1.weight": 1.0}, "override data.sources.1.weight: expected a key of params.yaml, got '1' (known here: 0 to 0)"),
-        ({"seed.deeper": 1}, "override seed.deeper: expected a key of params.yaml, got 'deeper' (known here: nothing)"),
+        (
+            {"data.sources.1.weight": 1.0},
+            "override data.sources.1.weight: expected a key of params.yaml, got '1' of a list; its items are 0 to 0",
+        ),
+        ({"seed.deeper": 1}, "override seed.deeper: expected a key of params.yaml, got 'deeper'; see params.yaml"),
         ({"rl.steps": 5, "rl.epochs": "two"}, "override: rl.epochs: expected a valid integer, got 'two'"),
     ],
 )
@@ -551,3 +557,116 @@ def test_sources_name_their_judge():
     set_key(tree, "data.sources", [read_yaml(DEFAULT)["data"]["sources"][0] | {"judge": "rules.py:good"}])
     with pytest.raises(ConfigError, match=r"source clerk: kind clerk expects no judge, got rules.py:good; it has its own"):
         parse_params(tree)
+
+
+def refused(changes: dict[str, Any], **how: Any) -> list[str]:
+    """The lines of the message with which overrides of the default are refused."""
+    with pytest.raises(ConfigError) as error:
+        check(DEFAULT, changes, **how)
+    return str(error.value).splitlines()
+
+
+NO_REWARD_MODEL = {"reward.enabled": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        (NO_REWARD_MODEL, ["rl.ppo.critic_init", "rl.reward.scorers"]),
+        (NO_REWARD_MODEL | {"alignment.method": "rejection_sampling"}, ["rejection_sampling.scorers"]),
+        (NO_REWARD_MODEL | {"alignment.method": "conditional_sft"}, ["conditional_sft.label_by"]),
+        ({"rl.trainer.ranks": 3, "rl.kl.placement": "loss", "model.max_length": 32, "gate.slices": ["source", "source"]},
+         ["evaluation.max_new_tokens", "gate.slices", "rl.kl.estimator", "rl.minibatch_size", "rl.rollout.max_new_tokens"]),
+        ({"rl.stepz": 3, "rl.algorithm": "gropo", "data.validation_fraction": 0.45, "data.test_fraction": 0.45,
+          "data.promotion_fraction": 0.45}, ["data.validation_fraction, test_fraction and promotion_fraction", "rl.algorithm", "rl.stepz"]),
+    ],
+)  # fmt: skip
+def test_all_conflicts_are_told_at_once_sorted_by_their_keys(changes, keys):
+    lines = refused(changes)
+    assert [line.removeprefix("override").lstrip(": ").partition(": ")[0] for line in lines] == keys
+    assert all("; " in line for line in lines)  # what to do
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_method_that_learns_from_data_asks_nothing_of_other_sections(method):
+    others = {"rl.kl.placement": "loss", "rl.reward.scorers": [], "rl.rollout.max_new_tokens": 500, "gate.slices": ["source", "source"]}
+    others |= {"rejection_sampling.sampling.max_new_tokens": 500, "rl.prompt_weights": {"nobody": 1.0}, "iterative.scorers": [JUDGE, JUDGE]}
+    params = check(DEFAULT, NO_REWARD_MODEL | others | {"alignment.method": method})
+    assert params.evaluation_scorers == []
+
+
+def test_without_a_reward_model_the_evaluation_scores_by_the_scorers_that_are_left():
+    scorers = [scorer("reward_model"), scorer("reward_model", name="other", path="a/folder"), JUDGE]
+    params = check(DEFAULT, NO_REWARD_MODEL | {"alignment.method": "dpo", "rl.reward.scorers": scorers})
+    assert [s.name for s in params.evaluation_scorers] == ["other", "judge"]
+    params = check(DEFAULT, {"alignment.method": "dpo", "rl.reward.scorers": scorers})
+    assert [s.name for s in params.evaluation_scorers] == ["reward_model", "other", "judge"]
+
+
+def test_rl_without_anything_to_be_rewarded_is_refused():
+    (line,) = refused({"rl.reward.scorers": []})
+    assert line.startswith("override: rl.reward.scorers: expected one with a weight other than 0, got none")
+
+
+PREFERENCES = [("preference", "test"), ("preference", "train")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "pairs"),
+    [
+        ({}, [*PREFERENCES, ("prompt", "test"), ("prompt", "train"), ("sft", "train")], True),
+        ({"alignment.method": "dpo"}, [*PREFERENCES, ("prompt", "test"), ("sft", "train")], True),
+        (NO_REWARD_MODEL | {"alignment.method": "dpo"}, [("preference", "train"), ("prompt", "test"), ("sft", "train")], True),
+        (NO_REWARD_MODEL | {"alignment.method": "kto"}, [("preference", "train"), ("prompt", "test"), ("sft", "train")], False),
+        (
+            NO_REWARD_MODEL | {"rl.reward.scorers": [JUDGE], "rl.ppo.critic_init": "sft"},
+            [("prompt", "test"), ("prompt", "train"), ("sft", "train")],
+            False,
+        ),
+    ],
+)
+def test_data_must_have_the_rows_that_the_method_reads(changes, rows, pairs):
+    params = check(DEFAULT, changes)
+    assert (list(rows_needed(params)), needs_pairs(params)) == (rows, pairs)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("rl.max_new_tokens", "rl.rollout.max_new_tokens"),
+        ("rollout.backend", "rl.rollout.backend"),
+        ("rl.lerning_rate", "rl.learning_rate"),
+        ("alignement.method", "alignment.method"),
+        ("reward.scorers", "rl.reward.scorers"),
+        ("data.sources.0.wieght", "data.sources.0.weight"),
+    ],
+)
+def test_an_unknown_key_of_an_override_gets_the_nearest_one(key, meant):
+    (line,) = refused({key: 1})
+    assert line.endswith(f"; did you mean {meant}?") and len(line) < 200
+
+
+def test_a_key_of_several_sections_gets_them_all_and_a_strange_one_none():
+    (line,) = refused({"max_new_tokens": 1})
+    assert line.endswith("did you mean rl.rollout.max_new_tokens, rejection_sampling.sampling.max_new_tokens, "
+                         "iterative.sampling.max_new_tokens or evaluation.max_new_tokens?")  # fmt: skip
+    assert refused({"xyzzy": 1}) == ["override xyzzy: expected a key of params.yaml, got 'xyzzy'; see params.yaml"]
+    (line,) = refused({"rl.xyzzy": 1})
+    assert line.endswith("got 'xyzzy'; the keys of rl are in params.yaml")
+
+
+def test_an_unknown_key_of_the_file_gets_one_that_the_file_need_not_have():
+    tree = read_yaml(DEFAULT)
+    tree["data"]["sources"][0]["judg"] = "a:b"
+    tree["rollout"] = {}
+    with pytest.raises(ConfigError) as error:
+        parse_params(tree)
+    lines = str(error.value).splitlines()
+    assert [line.partition("; ")[2] for line in lines] == ["did you mean data.sources.0.judge?", "did you mean rl.rollout?"]
+
+
+def test_a_word_that_is_almost_one_of_several_gets_that():
+    (line,) = refused({"alignment.method": "rejektion-sampling"})
+    assert line.endswith("got 'rejektion-sampling'; did you mean rejection_sampling?")
+    (line,) = refused({"alignment.method": "sarsa"})
+    assert line.endswith("got 'sarsa'; correct it there or in the override")

@@ -161,10 +161,23 @@ def test_uses_and_splits_that_later_stages_read_must_have_rows(rows, tokenizer):
     assert found == [("all", "rows_present", 3, ("preference:test", "prompt:test", "prompt:train"))]
 
 
-def test_without_a_reward_model_no_preferences_are_missed(rows, tokenizer):
+def test_rows_that_no_stage_reads_are_not_missed(rows, tokenizer):
     del rows["preference"], rows["prompt"]
-    findings = validate(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, reward_model=False)
-    assert failures(findings) == [("all", "rows_present", 2, ("prompt:test", "prompt:train"))]
+    rows["sft"] = rows["sft"][:1]
+    needed = (("sft", "train"), ("prompt", "train"))
+    findings = validate(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, needed=needed, pairs=False)
+    assert failures(findings) == [("all", "rows_present", 1, ("prompt:train",))]
+
+
+def test_single_responses_are_enough_where_nothing_learns_from_pairs(rows, tokenizer):
+    for i, r in enumerate(rows["preference"]):
+        r["rejected" if i % 2 else "chosen"] = None
+    needed = (("preference", "train"), ("preference", "test"))
+    findings = validate(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, needed=needed, pairs=False)
+    assert failures(findings) == [] and "min_pairs" not in {f.name for f in findings}
+    as_pairs = failures(validate(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, needed=needed))
+    assert [(use, name) for use, name, *_ in as_pairs] == [("preference", "min_pairs"), ("all", "rows_present")]
+    assert as_pairs[-1][2:] == (2, ("preference:test", "preference:train"))  # rows are there, but no pair
 
 
 def test_files_without_rows_are_reported_and_nothing_breaks(rows, tokenizer):
