@@ -34,7 +34,8 @@ _USE_LANGUAGE_MODEL = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer, model = AutoTokenizer.from_pretrained("."), AutoModelForCausalLM.from_pretrained(".")  # this folder
-prompt = tokenizer.apply_chat_template([{"role": "user", "content": "..."}], add_generation_prompt=True, return_tensors="pt")
+asked = [{"role": "user", "content": "..."}]
+prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 answer = model.generate(**prompt, max_new_tokens=64)[0, prompt["input_ids"].shape[1] :]
 print(tokenizer.decode(answer, skip_special_tokens=True))
 ```
@@ -161,6 +162,8 @@ def counting(params: Mapping[str, Any]) -> dict[str, Any]:
         return _named(node) if isinstance(node, str) and node.startswith(("/", "~")) else node
 
     found = kept(params)
+    if isinstance(found.get("model"), dict) and found["model"].get("path") is not None:
+        found["model"].pop("architecture", None)  # of a model from nothing
     if algorithm is not None:
         found["rl"] = {key: value for key, value in found["rl"].items() if key not in unused}
     return found

@@ -16,7 +16,7 @@ FACTS = CardFacts(
     base="owner/small-model",
     params={
         "seed": 3,
-        "model": {"path": "/home/somebody/models/mine", "dtype": "float32"},
+        "model": {"path": "/home/somebody/models/mine", "dtype": "float32", "architecture": {"layers": 3}},
         "rl": {"algorithm": "grpo", "steps": 5, "ppo": {"gamma": 1.0}, "grpo": {"group_size": 8}, "checkpoint_every": 4, "deadlines": {}},
     },
     sources={
