@@ -20,14 +20,15 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.checkpoint import NoSpace, Origin, StoreSettings
 from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params, reordering_shown
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.quiet import be_quiet, show_own_log
-from tasks.work import SCRATCH, metrics_path, prepare_scratch, read_work
+from tasks.work import SCRATCH, input_hashes, metrics_path, prepare_scratch, read_work
 
 PREPARED = Path("data/prepared")
 TOKENIZER = Path("models/tokenizer")
@@ -43,6 +44,9 @@ DATA_DOCS = Path("reports/data_docs")
 REPORT = Path("reports/report.html")
 TIMINGS = Path("reports/timings")  # not for DVC: no two runs take the same time
 CERTIFICATES = Path("reports/certificates")  # of a stage's last checkpoints, which go with its scratch; likewise
+
+if TYPE_CHECKING:
+    from rlhf_core.models.card import CardFacts
 
 # Exit codes. The flow retries all but the first, which would end the same again.
 REFUSED = 1  # wrong params, data or a model that isn't acceptable
@@ -196,6 +200,32 @@ class Stage:
 
         return float(pd.read_csv(self.scratch / "curves.csv")[column].tail(steps).mean())
 
+    def card(self, kind: str, method: str, metrics: Mapping[str, Any], *, gate: Mapping[str, Any] | None = None):
+        """What the stage knows of the model that it has trained, for the model's card.
+
+        Args:
+            kind: sft, reward or policy. metrics: of which the held-out figures are kept.
+            gate: what gate_reward wrote, where the method asks the reward model; None: neither has a part in the model.
+        """
+        from rlhf_core.models.card import CardFacts
+
+        inputs = input_hashes(self.name, self._round_number)
+        if kind == "policy" and gate is None:
+            inputs = {path: md5 for path, md5 in inputs.items() if path != REWARD_MODEL.as_posix()}
+        figures = {name: value for name, value in metrics.items() if name.startswith("heldout_") and isinstance(value, float)}
+        gone_on = "Training went on from a checkpoint of other work (`checkpoints.go_on_from`)."
+        return CardFacts(
+            kind=kind,
+            method=method,
+            base=self.params.model.path,
+            params={name: value for name, value in self.work.params.items() if ":" not in name},
+            sources=read_json(PREPARED / "sources.json"),
+            inputs=inputs,
+            gate=gate,
+            figures=figures,
+            notes=[gone_on] * bool(self.gone_on_from),
+        )
+
     def _note_where_it_began(self) -> None:
         """Work that took over other work's checkpoint says so in its metrics: nothing else tells it from work done from the start."""
         path = metrics_path(self.name, self._round_number)
@@ -299,25 +329,44 @@ def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def publish_policy(stage: Stage, model: Any, weights: dict[str, Any], tokenizer: Any, metrics: dict[str, Any]) -> None:
+def publish_policy(
+    stage: Stage, model: Any, weights: dict[str, Any], tokenizer: Any, metrics: dict[str, Any], *, gate: dict[str, Any] | None = None
+) -> None:
     """All that stage train_policy makes, of a policy that was trained in its own process.
 
     Args:
-        model: as loaded; weights: what it has become.
+        model: as loaded; weights: what it has become. gate: see `Stage.card`.
     """
     from rlhf_core.models.build import save_model
 
     aside = stage.scratch / "model"
     save_model(model, weights, tokenizer, aside)
-    publish(aside, POLICY_MODEL)
+    publish_model(aside, POLICY_MODEL, stage.card("policy", metrics["method"], metrics, gate=gate))
     PLOTS.mkdir(exist_ok=True)
     shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_policy.csv")
     write_json(METRICS / "train_policy.json", metrics)
 
 
+def publish_model(aside: Path, final: Path, facts: CardFacts) -> None:
+    """Give a finished model's folder its card and move it to its place."""
+    from rlhf_core.models.card import write_card
+
+    write_card(aside, facts)
+    publish(aside, final)
+
+
 def publish(aside: Path, final: Path) -> None:
-    """Move a finished file or folder to its place; a partial one is never seen there."""
+    """Move a finished file or folder to its place, readable as any new file is; a partial one is never seen there."""
+    like_new(aside)
     final.parent.mkdir(parents=True, exist_ok=True)
     if final.is_dir():
         shutil.rmtree(final)
     shutil.move(aside, final)
+
+
+def like_new(path: Path) -> None:
+    """Modes as the umask gives new files and folders: safetensors makes its files readable for their owner alone."""
+    umask = os.umask(0o077)  # it can't be read without being set
+    os.umask(umask)
+    for found in [path, *(path.rglob("*") if path.is_dir() else ())]:
+        found.chmod((0o777 if found.is_dir() else 0o666) & ~umask)

@@ -27,7 +27,8 @@ log = logging.getLogger("rlhf")
 def main() -> None:
     with Stage("train_policy") as stage:
         config = stage.params.conditional_sft
-        override = check_gate(read_json(METRICS / "gate.json")) if config.label_by == "scores" else None
+        gate = read_json(METRICS / "gate.json") if config.label_by == "scores" else None
+        override = None if gate is None else check_gate(gate)
         from rlhf_core.models.tokenizer import load_tokenizer
         from rlhf_core.trainers.conditional import asking_tokenizer
         from rlhf_core.trainers.supervised import Interrupted
@@ -39,7 +40,7 @@ def main() -> None:
         except Interrupted as stop:
             raise StageStopped from stop
         asking = asking_tokenizer(tokenizer, levels=config.levels, wanted=config.wanted)
-        publish_policy(stage, trained.model, trained.engine.state_dict(), asking, {**metrics, "override": override})
+        publish_policy(stage, trained.model, trained.engine.state_dict(), asking, {**metrics, "override": override}, gate=gate)
 
 
 def train(stage: Stage, tokenizer):

@@ -37,6 +37,7 @@ def main() -> None:
     with Stage("train_policy") as stage:
         override = check_inputs(stage)
         from rlhf_core.models.tokenizer import load_tokenizer
+        from rlhf_core.scorers.needs import uses_own_reward_model
         from rlhf_core.trainers.supervised import Interrupted
 
         stage.use_threads()
@@ -48,7 +49,8 @@ def main() -> None:
             raise StageStopped from stop
         metrics["dropped"]["too_long"] = too_long
         metrics["override"] = override
-        publish_policy(stage, trained.model, trained.engine.state_dict(), tokenizer, metrics)
+        gate = read_json(METRICS / "gate.json") if uses_own_reward_model(stage.params.rejection_sampling.scorers) else None
+        publish_policy(stage, trained.model, trained.engine.state_dict(), tokenizer, metrics, gate=gate)
 
 
 def check_inputs(stage: Stage) -> str | None:

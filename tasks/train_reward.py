@@ -17,7 +17,19 @@ from collections.abc import Iterator
 
 from rlhf_core.data.schema import read_rows
 from rlhf_core.data.split import conversation_text
-from tasks.stage import METRICS, PLOTS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, SFT_MODEL, Stage, StageStopped, publish, write_json
+from tasks.stage import (
+    METRICS,
+    PLOTS,
+    PREPARED,
+    REWARD_HELDOUT,
+    REWARD_MODEL,
+    SFT_MODEL,
+    Stage,
+    StageStopped,
+    publish,
+    publish_model,
+    write_json,
+)
 
 log = logging.getLogger("rlhf")
 
@@ -76,7 +88,7 @@ def train_members(stage: Stage) -> None:
         scores.append(score_splits(stage, engine, encoder))
         save_model(model, engine.state_dict(), tokenizer, aside / f"member_{member}" if member else aside)
     metrics["heldout_pairs"] = write_heldout_scores(scores, encoder, tokenizer)
-    publish(aside, REWARD_MODEL)
+    publish_model(aside, REWARD_MODEL, stage.card("reward", "Bradley-Terry on pairs", metrics))
     PLOTS.mkdir(exist_ok=True)
     shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_reward.csv")
     write_json(METRICS / "train_reward.json", metrics)

@@ -27,7 +27,7 @@ from tasks.stage import (
     StageStopped,
     check_gate,
     has_labels,
-    publish,
+    publish_model,
     read_json,
     source_judges,
     write_json,
@@ -43,13 +43,15 @@ class JobCrashed(RuntimeError):
 
 def main() -> None:
     with Stage("train_policy") as stage:
-        override = check_rewards(stage.params.rl, read_json(METRICS / "gate.json"))
+        rl, gate = stage.params.rl, read_json(METRICS / "gate.json")
+        override = check_rewards(rl, gate)
         output = stage.scratch / "policy"
         run(stage, output)
-        publish(output, POLICY_MODEL)
+        facts = stage.card("policy", f"rl ({rl.algorithm})", {}, gate=gate if asks_reward_model(rl) else None)
+        publish_model(output, POLICY_MODEL, facts)
         PLOTS.mkdir(exist_ok=True)
         shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_policy.csv")
-        write_json(METRICS / "train_policy.json", final_figures(stage.scratch, stage.params.rl) | {"override": override})
+        write_json(METRICS / "train_policy.json", final_figures(stage.scratch, rl) | {"override": override})
 
 
 def check_rewards(rl: RlConfig, gate: dict) -> str | None:
@@ -61,14 +63,19 @@ def check_rewards(rl: RlConfig, gate: dict) -> str | None:
         StageFailed: the chain's own reward model is used and did not pass its gate.
         ValueError: a reward model's folder, a label, a function or a demonstration is missing.
     """
-    from rlhf_core.scorers.needs import check_scorers, uses_own_reward_model
+    from rlhf_core.scorers.needs import check_scorers
 
-    asked = starts_critic_from_reward_model(rl) or uses_own_reward_model(rl.reward.scorers)
-    override = check_gate(gate) if asked else None
+    override = check_gate(gate) if asks_reward_model(rl) else None
     check_scorers(rl.reward.scorers, reward_model=REWARD_MODEL, source_judges=source_judges(), has_labels=has_labels)
     if rl.ptx.coef > 0 and not ((PREPARED / "sft.parquet").exists() and read_rows(PREPARED, "sft", "train")):
         raise ValueError(f"rl.ptx.coef: expected 0 without demonstrations, got {rl.ptx.coef}; add a source with the use sft")
     return override
+
+
+def asks_reward_model(rl: RlConfig) -> bool:
+    from rlhf_core.scorers.needs import uses_own_reward_model
+
+    return starts_critic_from_reward_model(rl) or uses_own_reward_model(rl.reward.scorers)
 
 
 def starts_critic_from_reward_model(rl: RlConfig) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from rlhf_core.rounds import Round, read_round, round_folder
-from tasks.stage import Stage, StageStopped, publish, read_json, write_json
+from tasks.stage import Stage, StageStopped, publish, publish_model, read_json, write_json
 
 log = logging.getLogger("rlhf")
 
@@ -29,12 +29,13 @@ def main() -> None:
         aside = stage.scratch / "model"
         if read_json(folder / "metrics" / "validation.json")["passed"]:
             metrics = {"trained": True, **train(stage, entry, folder, aside)}
+            publish_model(aside, folder / "policy", stage.card("policy", f"dpo, round {number} of iterative DPO", metrics))
         else:
             metrics = {"trained": False, "reason": "the round's pairs were refused"}
             write_json(aside / "not_trained.json", metrics)
             (stage.scratch / "curves.csv").write_text("step,loss\n")
             log.info("train_round@%d: nothing to train: %s", number, metrics["reason"])
-        publish(aside, folder / "policy")
+            publish(aside, folder / "policy")
         publish(stage.scratch / "curves.csv", folder / "plots" / "train.csv")
         write_json(folder / "metrics" / "train.json", metrics)
 

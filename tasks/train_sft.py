@@ -6,7 +6,7 @@ import copy
 import shutil
 
 from rlhf_core.data.schema import read_rows
-from tasks.stage import METRICS, PLOTS, PREPARED, SFT_MODEL, TOKENIZER, Stage, StageStopped, publish, write_json
+from tasks.stage import METRICS, PLOTS, PREPARED, SFT_MODEL, TOKENIZER, Stage, StageStopped, publish_model, write_json
 
 COLUMNS = ("step", "phase", "loss", "heldout_loss", "learning_rate", "grad_norm")
 
@@ -29,7 +29,7 @@ def main() -> None:
             raise StageStopped from stop
         aside = stage.scratch / "model"
         save_model(model, engine.state_dict(), tokenizer, aside)
-        publish(aside, SFT_MODEL)
+        publish_model(aside, SFT_MODEL, stage.card("sft", "supervised fine-tuning", metrics))
         PLOTS.mkdir(exist_ok=True)
         shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_sft.csv")
         write_json(METRICS / "train_sft.json", metrics)

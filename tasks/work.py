@@ -22,7 +22,7 @@ from typing import Any
 from rlhf_core.checkpoint import Origin, checkpoint_steps
 from rlhf_core.config import CheckpointsConfig, ConfigError, read_stages, read_yaml
 from rlhf_core.manifest import MANIFEST
-from rlhf_core.rounds import read_round_stages
+from rlhf_core.rounds import dvc_md5, read_round_stages
 
 SCRATCH = Path("scratch")
 WORK = "work.json"  # in a scratch folder: what its work is made of
@@ -86,6 +86,13 @@ def read_work(stage: str, round_number: int | None = None) -> Work:
             with path.open("rb") as file:
                 files[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
     return Work(definition["cmd"], dict(_tracked(definition["params"], tree)), files)
+
+
+def input_hashes(stage: str, round_number: int | None = None) -> dict[str, str]:
+    """Data and models that a stage depends on, and the md5 of each, as dvc.lock will have them; a file outside the project by its name."""
+    stages = read_stages(Path("dvc.yaml"), read_yaml(Path("params.yaml"))) if round_number is None else read_round_stages(round_number)
+    inputs = [Path(d) for d in stages[stage]["deps"] if not is_code(d) and not d.startswith("metrics/")]
+    return {path.name if path.is_absolute() else path.as_posix(): dvc_md5(path) for path in inputs}
 
 
 def metrics_path(stage: str, round_number: int | None) -> Path | None:

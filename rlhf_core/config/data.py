@@ -89,6 +89,7 @@ class SourceConfig(Section):
     columns: dict[str, str | list[str]] = Field(default_factory=dict)  # our name -> theirs; dots reach into nested columns
     implicit_prompt: bool = False  # preference as text without a prompt column: what chosen and rejected begin with is the prompt
     slices: dict[str, str] = Field(default_factory=dict)  # a name for the gate's slices -> their column
+    license: str | None = Field(default=None, min_length=1)  # of the data, for the card of an exported model; changes nothing else
     label_pattern: str | None = None  # regular expression that finds the label inside its column; its first group, if it has one
 
     def conflicts(self) -> Iterator[str]:

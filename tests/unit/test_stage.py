@@ -11,9 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from ruamel.yaml import YAML
+from safetensors.torch import save_file
 
-from rlhf_core.config import ConfigError
-from tasks.stage import CRASHED, REFUSED, STOPPED_BY_SIGNAL, publish, read_json, write_json
+from rlhf_core.config import ConfigError, load_params
+from rlhf_core.rounds import dvc_md5
+from tasks.stage import CRASHED, REFUSED, STOPPED_BY_SIGNAL, Stage, publish, read_json, write_json
 from tasks.work import read_work
 
 ROOT = Path(__file__).parents[2]
@@ -231,6 +235,49 @@ def test_publish_replaces_a_folder_and_a_file(tmp_path):
         (aside / round_).write_text(round_)
         publish(aside, tmp_path / "deep/final")
     assert [p.name for p in (tmp_path / "deep/final").iterdir()] == ["two"] and not (tmp_path / "aside").exists()
+
+
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o007, 0o660, 0o770)])
+def test_what_is_published_has_the_modes_of_new_files(tmp_path, umask, file, folder):
+    aside = tmp_path / "aside"
+    (aside / "member_1").mkdir(parents=True, mode=0o700)
+    for name in ("model.safetensors", "member_1/model.safetensors"):
+        save_file({"w": torch.zeros(2)}, aside / name)
+    before = os.umask(umask)
+    try:
+        publish(aside, tmp_path / "models/sft")
+    finally:
+        os.umask(before)
+    modes = {p.relative_to(tmp_path / "models").as_posix(): p.stat().st_mode & 0o777 for p in (tmp_path / "models").rglob("*")}
+    assert modes == {
+        "sft": folder,
+        "sft/member_1": folder,
+        "sft/model.safetensors": file,
+        "sft/member_1/model.safetensors": file,
+    }
+
+
+def test_a_card_names_the_inputs_that_count_and_their_md5s(workspace):
+    (workspace / "data/prepared").mkdir(parents=True)
+    (workspace / "data/prepared/sources.json").write_text('{"mine": {"kind": "file", "path": "x", "rows": {"sft": {"train": 7}}}}')
+    dvc = YAML(typ="safe", pure=True).load(DVC)
+    dvc["stages"]["train_policy"] = {
+        "cmd": "exec python -m tasks.train_dpo",
+        "params": ["seed", "model", "dpo"],
+        "deps": ["work.py", "data/prepared", "inputs", "models/reward", "metrics/gate.json"],
+    }
+    with (workspace / "dvc.yaml").open("w") as file:
+        YAML(typ="safe", pure=True).dump(dvc, file)
+    for name in ("models/reward/model.safetensors", "metrics/gate.json"):
+        (workspace / name).parent.mkdir(parents=True)
+        (workspace / name).write_text("{}")
+    stage = Stage("train_policy")  # not entered: signals and environment are this process's
+    stage.params, stage.work, stage.gone_on_from = load_params(), read_work("train_policy"), []
+    facts = stage.card("policy", "dpo", {"heldout_loss": 0.5, "heldout_pairs": 3, "loss": 0.4})
+    asked = stage.card("policy", "rl (rloo)", {}, gate={"passed": True, "message": "good"})
+    assert facts.inputs == {name: dvc_md5(workspace / name) for name in ("data/prepared", "inputs")}
+    assert asked.inputs == facts.inputs | {"models/reward": dvc_md5(workspace / "models/reward")}
+    assert facts.figures == {"heldout_loss": 0.5} and facts.gate is None and facts.params.keys() == {"seed", "model", "dpo"}
 
 
 def test_sigterm_ends_a_stage_that_writes_no_checkpoints_where_it_is(workspace):

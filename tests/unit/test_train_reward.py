@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from tasks.stage import Stage, StageStopped
 from tasks.train_reward import COLUMNS, train_members
 from tasks.work import Work
 
+ROOT = Path(__file__).parents[2]
 STEPS = 4  # of each member: 8 conversations, 2 a step, one pass
 
 
@@ -52,6 +54,9 @@ def make_workspace(folder: Path, sft_folder: Path) -> Path:
         for i in range(count)
     ]
     write_rows(folder / "data/prepared", "preference", rows)
+    (folder / "data/prepared/sources.json").write_text("{}")
+    for name in ("dvc.yaml", "params.yaml"):
+        shutil.copy(ROOT / name, folder / name)
     return folder
 
 

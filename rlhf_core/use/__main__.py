@@ -1,0 +1,166 @@
+"""Chat with a model that a run has made, serve it, or copy it to hand it on.
+
+    python -m rlhf_core.use chat  [--run NAME | --model FOLDER | --version policy@v1.0.0] [--beside sft] [--system TEXT] [--temperature 0.7]
+    python -m rlhf_core.use serve [the same] [--port 8000] [--host 127.0.0.1] [--api-key-env NAME]
+    python -m rlhf_core.use export FOLDER [the same]
+
+Without a choice: models/policy of the folder that it is started in. Exit code 2: refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from rlhf_core.config import ConfigError
+from rlhf_core.quiet import be_quiet
+
+REFUSED, INTERRUPTED = 2, 130
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhf_core.use", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    added = commands.add_parser("chat", help="talk to it, a line a message; works with pipes", allow_abbrev=False)
+    _choice(added)
+    _running(added)
+    added.add_argument("--beside", metavar="sft|FOLDER", help="ask the SFT model, or the model in a folder, the same")
+    added.add_argument("--system", metavar="TEXT", help="a system message before each conversation")
+    added.add_argument("--temperature", type=_not_negative, default=0.7, help="0: always the likeliest token (%(default)s)")
+    added.add_argument("--top-p", type=_share, default=1.0)
+    added.add_argument("--top-k", type=_count)
+    added.add_argument("--max-new-tokens", type=_count, default=256, help="of an answer, its end included (%(default)s)")
+    added.add_argument("--seed", type=int, default=0, help="the same seed and messages give the same answers (%(default)s)")
+    added.add_argument(
+        "--threads", type=_count, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    )
+    added = commands.add_parser("serve", help="serve it by vLLM's OpenAI server", allow_abbrev=False)
+    _choice(added)
+    _running(added)
+    added.add_argument("--host", default="127.0.0.1", help="other machines need a key: --api-key-env (%(default)s)")
+    added.add_argument("--port", type=_count, default=8000, help="(%(default)s)")
+    added.add_argument("--api-key-env", metavar="NAME", help="the environment variable that holds the key that requests have to bear")
+    added.add_argument("--start-timeout", type=_count, default=600, metavar="SECONDS", help="until it answers (%(default)s)")
+    added = commands.add_parser("export", help="copy it, with a card that has the evaluation", allow_abbrev=False)
+    added.add_argument("folder", type=Path, metavar="FOLDER", help="to be made")
+    _choice(added)
+    return parser.parse_args(arguments)
+
+
+def _choice(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--run", metavar="NAME", help="the policy in runs/NAME")
+    group.add_argument("--model", type=Path, metavar="FOLDER", help="a model's folder, such as rounds/3/policy")
+    group.add_argument("--version", metavar="VERSION", help="of the registry, such as policy@v1.0.0; its files are fetched and checked")
+
+
+def _running(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-length", type=_count, metavar="TOKENS", help="of a conversation; what the model has, up to 4096")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that is in the model's folder")
+
+
+def _count(value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {value}")
+    return int(value)
+
+
+def _not_negative(value: str) -> float:
+    return _number(value, lambda number: number >= 0, "a number of at least 0")
+
+
+def _share(value: str) -> float:
+    return _number(value, lambda number: 0 < number <= 1, "a number above 0 and up to 1")
+
+
+def _number(value: str, fits, expected: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not fits(number) or number == float("inf"):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {value}")
+    return number
+
+
+def main(arguments: list[str] | None = None) -> int:
+    asked = parse_arguments(arguments)
+    be_quiet()
+    try:
+        return {"chat": _chat, "serve": _serve, "export": _export}[asked.command](asked)
+    except ValueError as error:  # ConfigError is one
+        from rlhf_core.use.chat import plain
+
+        print(plain(str(error)), file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read the answers has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _chosen(asked: argparse.Namespace):
+    from rlhf_core.use.choice import choose
+
+    return choose(run=asked.run, model=asked.model, version=asked.version)
+
+
+def _chat(asked: argparse.Namespace) -> int:
+    from rlhf_core.sampling import SamplingSettings
+    from rlhf_core.use.chat import Partner, chat, introduction, typed_lines
+    from rlhf_core.use.choice import beside, check_language_model
+
+    models = [_chosen(asked)]
+    if asked.beside is not None:
+        models.append(beside(models[0], asked.beside))
+    for model in models:
+        check_language_model(model)
+    sampling = SamplingSettings(asked.max_new_tokens, asked.temperature, top_p=asked.top_p, top_k=asked.top_k)
+    how = {"max_length": asked.max_length, "system": asked.system, "seed": asked.seed, "threads": asked.threads}
+    partners = [Partner(model, sampling, trust=asked.trust_remote_code, **how) for model in models]
+    print(introduction(partners, sampling), file=sys.stderr, flush=True)
+    chat(partners, typed_lines(), sys.stdout, sys.stderr)
+    return 0
+
+
+def _serve(asked: argparse.Namespace) -> int:
+    from rlhf_core.engines.vllm_server import ServerSettings
+    from rlhf_core.use.choice import check_language_model, context_length, saved_dtype
+    from rlhf_core.use.serve import check_address, check_servable, serve
+
+    trust = asked.trust_remote_code
+    key = None if asked.api_key_env is None else os.environ.get(asked.api_key_env)
+    if asked.api_key_env is not None and not key:
+        raise ConfigError(f"--api-key-env: expected a key in the environment variable {asked.api_key_env}, got nothing; set it")
+    chosen = _chosen(asked)
+    check_language_model(chosen)
+    settings = ServerSettings(
+        name=chosen.name,
+        folder=chosen.folder,
+        host=asked.host,
+        port=asked.port,
+        api_key=key,
+        max_length=context_length(chosen, asked.max_length, trust_remote_code=trust),
+        dtype=saved_dtype(chosen, trust_remote_code=trust),
+        trust_remote_code=trust,
+        start_seconds=asked.start_timeout,
+    )
+    check_address(settings)
+    check_servable(chosen, trust_remote_code=trust)
+    return serve(settings, sys.stdout, key_variable=asked.api_key_env)
+
+
+def _export(asked: argparse.Namespace) -> int:
+    from rlhf_core.use.export import export
+
+    print(f"{export(_chosen(asked), asked.folder)}: the model with its card")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Which model is meant: a run's policy, a folder or a version of the registry."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import ConfigError, shown
+from rlhf_core.models.folder import check_model_folder, read_settings
+
+POLICY, SFT = Path("models/policy"), Path("models/sft")
+RUNS, FETCHED = Path("runs"), Path("models/promoted")
+FETCH = ("flows.promote", "fetch")  # a command of its own, which holds the version's tag against its commit and every file against its hash
+FETCH_SECONDS = 3600.0
+MAX_CONTEXT = 4096  # tokens, where nobody says how many: memory for keys and values grows with it
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_VERSION = re.compile(r"(policy|reward-model)@(v\d+\.\d+\.\d+)")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """name: what the model is called. folder: its files. project: the folder with the metrics of its run; None: there is none."""
+
+    name: str
+    folder: Path
+    project: Path | None
+
+
+def choose(*, run: str | None = None, model: Path | None = None, version: str | None = None) -> Chosen:
+    """The model that was asked for; without any, the policy of this folder. At most one of the three is given.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    if version is not None:
+        return _version(version)
+    if model is not None:
+        folder = model
+        found = Chosen(folder.resolve().name, folder, _project_of(folder))
+    elif run is not None:
+        folder = RUNS / run / POLICY
+        found = Chosen(run, folder, RUNS / run)
+        if not _NAME.fullmatch(run) or not folder.is_dir():
+            raise ConfigError(f"--run: expected a run with a policy, got {shown(run)}, and nothing at {shown(str(folder))}; {_runs_here()}")
+    else:
+        found = Chosen("policy", POLICY, Path())
+        if not POLICY.is_dir():
+            raise ConfigError(f"{POLICY}: expected this folder's policy, got nothing; name a run, a folder or a version: {_runs_here()}")
+    return _checked(found)
+
+
+def beside(chosen: Chosen, other: str) -> Chosen:
+    """The model to be asked the same: `sft`, the one that the chosen model started from, or a folder.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    if other != "sft":
+        return _checked(Chosen(Path(other).resolve().name, Path(other), None))
+    folder = None if chosen.project is None else chosen.project / SFT
+    if folder is None or not folder.is_dir():
+        raise ConfigError(f"--beside sft: expected an SFT model beside {chosen.name}, got none; give the folder of another model")
+    return _checked(Chosen("sft", folder, chosen.project))
+
+
+def check_language_model(chosen: Chosen) -> None:
+    """Raises: ConfigError: the model gives scores and writes nothing."""
+    kinds = read_settings(chosen.folder, "config.json").get("architectures") or []
+    if kinds and all(str(kind).endswith("ForSequenceClassification") for kind in kinds):
+        raise ConfigError(f"{chosen.folder}: expected a language model, got {shown(str(kinds[0]))}, a reward model; choose a policy")
+
+
+def context_length(chosen: Chosen, wanted: int | None, *, trust_remote_code: bool) -> int:
+    """Tokens of a conversation with its answers.
+
+    Raises:
+        ConfigError: more are wanted than the model has positions for.
+    """
+    positions = _text_config(chosen, trust_remote_code).get("max_position_embeddings")
+    if wanted is not None and positions is not None and wanted > positions:
+        raise ConfigError(f"--max-length: expected at most {positions}, which {chosen.name} has positions for, got {wanted}; lower it")
+    return wanted or min(positions or MAX_CONTEXT, MAX_CONTEXT)
+
+
+def saved_dtype(chosen: Chosen, *, trust_remote_code: bool) -> str:
+    """The precision of the model's files, in which it is run."""
+    found = str(_text_config(chosen, trust_remote_code).get("dtype")).removeprefix("torch.")
+    return found if found in _DTYPES else "float32"
+
+
+def head_width(chosen: Chosen, *, trust_remote_code: bool) -> int | None:
+    """Of an attention head; None: the configuration doesn't say, or has no such heads."""
+    config = _text_config(chosen, trust_remote_code)
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    return config.get("head_dim") or (width // heads if width and heads else None)
+
+
+def _text_config(chosen: Chosen, trust_remote_code: bool) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    from rlhf_core.models.folder import refusals
+
+    with refusals(chosen.folder):
+        config = AutoConfig.from_pretrained(chosen.folder, trust_remote_code=trust_remote_code).get_text_config()
+    names = ("max_position_embeddings", "dtype", "hidden_size", "num_attention_heads", "head_dim")
+    return {name: getattr(config, name, None) for name in names}
+
+
+def _version(version: str) -> Chosen:
+    asked = _VERSION.fullmatch(version)
+    if asked is None:
+        raise ConfigError(f"--version: expected a version of the registry such as policy@v1.0.0, got {shown(version)}; correct it")
+    artifact, number = asked.groups()
+    folder = FETCHED / f"{artifact}-{number}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", *FETCH, artifact, "--version", number, "--to", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_SECONDS, check=False)
+    if done.returncode != 0:
+        raise ConfigError(f"--version {version}: expected files of that version, got: {shown(done.stderr.strip(), 1000) or 'no reason'}")
+    return _checked(Chosen(version, folder, None))
+
+
+def _checked(found: Chosen) -> Chosen:
+    try:
+        check_model_folder(found.folder.absolute())
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return found
+
+
+def _project_of(folder: Path) -> Path | None:
+    """The run or checkout that a model's folder is part of."""
+    parents = folder.absolute().parents
+    return next((p for p in parents[1:4] if (p / "dvc.yaml").is_file() and (p / "params.yaml").is_file()), None)
+
+
+def _runs_here() -> str:
+    found = sorted(path.parts[1] for path in RUNS.glob(f"*/{POLICY}")) if RUNS.is_dir() else []
+    return f"runs with one: {', '.join(found)}" if found else "there is no run with one yet"
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None: there is no such file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

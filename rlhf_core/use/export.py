@@ -1,0 +1,144 @@
+"""A copy of a model's folder to hand on, with a card that also has what came after the training: evaluation, gate, licences, commit, tags.
+
+Figures of a run are taken only where dvc.lock says that they are of this very model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import ConfigError, read_yaml_text
+from rlhf_core.models.card import CARD, split_card, table, verdict, with_metadata
+from rlhf_core.rounds import dvc_md5
+from rlhf_core.use.choice import Chosen
+
+GIT_SECONDS = 60.0
+READ = Callable[[str], str | None]  # path inside the project -> its text; None: there is no such file
+METRICS = {"gate": "metrics/gate.json", "evaluation": "metrics/evaluate.json"}
+COLUMNS = (("judge_ok", "judge accepts"), ("score_mean", "mean score"), ("cut_off_fraction", "cut off"), ("length_mean", "mean tokens"))
+
+
+def export(chosen: Chosen, folder: Path, *, root: Path = Path()) -> Path:
+    """Copy the model into a new folder, card and all. Returns the folder.
+
+    Raises:
+        ConfigError: the folder is there already, or the model has no card of ours.
+    """
+    if folder.exists():
+        raise ConfigError(f"{folder}: expected a folder that isn't there yet, got one; choose another, or remove it")
+    path = chosen.folder / CARD
+    if not path.is_file():
+        raise ConfigError(f"{path}: expected the model's card, got none; the model is of another tool or an older version: train it again")
+    try:
+        head, body = split_card(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    md5 = dvc_md5(chosen.folder)
+    commit, read = _source(chosen, root)
+    sections = [body, *_after_training(md5, read), *_licences(read), _origin(md5, commit, root)]
+    aside = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        shutil.copytree(chosen.folder, aside, copy_function=shutil.copyfile)
+        (aside / CARD).write_text(with_metadata(head, "\n".join(sections)), encoding="utf-8", newline="\n")
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def _source(chosen: Chosen, root: Path) -> tuple[str | None, READ]:
+    """The commit that the model's run has now, where git knows it, and how to read the run's files: of a version those of its commit."""
+    if "@" in chosen.name and chosen.project is None:
+        commit = _git(root, "rev-parse", "--verify", f"refs/tags/{chosen.name}^{{commit}}")
+        return commit, lambda path: _git(root, "show", f"{commit}:{path}", strip=False) if commit else None
+    if chosen.project is None:
+        return None, lambda _: None
+    project = chosen.project
+    return _git(
+        project, "rev-parse", "--verify", "HEAD"
+    ), lambda path: (project / path).read_text(encoding="utf-8") if (project / path).is_file() else None
+
+
+def _after_training(md5: str, read: READ) -> Iterator[str]:
+    """What gate and evaluation say of this model."""
+    stages = (_yaml(read, "dvc.lock") or {}).get("stages", {})
+    name, path = next(((n, o["path"]) for n, stage in stages.items() for o in stage.get("outs", []) if o["md5"] == md5), (None, None))
+    if name is None:
+        yield "## Evaluation\n\nNone: no run's `dvc.lock` was found that has this model.\n"
+        return
+    found = {key: _of_this_model(stages, path, md5, metrics, read) for key, metrics in METRICS.items()}
+    if path == "models/reward" and found["gate"] is not None:
+        yield f"## Gate\n\n{verdict(found['gate'])}\n"
+    if path == "models/policy":
+        yield "## Evaluation\n\n" + (
+            "None yet: the run's evaluation is of another model, or was not made.\n"
+            if found["evaluation"] is None
+            else _evaluation(found["evaluation"])
+        )
+
+
+def _of_this_model(stages: dict[str, Any], path: str, md5: str, metrics: str, read: READ) -> dict[str, Any] | None:
+    """A metrics file whose stage, by dvc.lock, has read this model and written this very file."""
+    import hashlib
+
+    text = read(metrics)
+    for stage in stages.values():
+        deps = {dep["path"]: dep["md5"] for dep in stage.get("deps", [])}
+        outs = {out["path"]: out["md5"] for out in stage.get("outs", [])}
+        if metrics in outs and deps.get(path) == md5 and text is not None:
+            same = outs[metrics] == hashlib.md5(text.encode()).hexdigest()  # as DVC names files
+            return json.loads(text) if same else None
+    return None
+
+
+def _evaluation(found: dict[str, Any]) -> str:
+    """SFT model and policy on the test split's prompts."""
+    rows = [
+        (mode, name, *(_figure(found[mode][name].get(key)) for key, _ in COLUMNS))
+        for mode in ("greedy", "sampled")
+        for name in ("sft", "policy")
+    ]
+    wins = (f"{mode} {_figure(win['value'])} ({_figure(win['low'])} to {_figure(win['high'])})" for mode, win in found["win_rate"].items())
+    return (
+        "On held-out prompts, beside the SFT model that the policy started from.\n\n"
+        + table(("answers", "model", *(label for _, label in COLUMNS)), rows)
+        + f"\nWin rate of the policy: {'; '.join(wins)}.\n"
+    )
+
+
+def _licences(read: READ) -> Iterator[str]:
+    sources = ((_yaml(read, "params.yaml") or {}).get("data") or {}).get("sources") or []
+    rows = [(source["name"], source.get("license") or "not stated") for source in sources]
+    if rows:
+        yield "## Licences of the data\n\n" + table(("source", "licence"), rows)
+
+
+def _origin(md5: str, commit: str | None, root: Path) -> str:
+    tags = (_git(root, "tag", "--points-at", commit) or "").split() if commit else []
+    rows = [("md5 of the model's folder (DVC)", md5), ("commit", commit or "unknown"), ("tags", ", ".join(tags) or "none")]
+    return "## Origin\n\n" + table(("", ""), rows)
+
+
+def _yaml(read: READ, path: str) -> dict[str, Any] | None:
+    text = read(path)
+    return None if text is None else read_yaml_text(text, path)
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, int | float) else "-"
+
+
+def _git(root: Path, *command: str, strip: bool = True) -> str | None:
+    """What git says; None: it refuses, or isn't there."""
+    try:
+        done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, timeout=GIT_SECONDS, check=False)
+    except OSError:
+        return None
+    return (done.stdout.strip() if strip else done.stdout) if done.returncode == 0 else None

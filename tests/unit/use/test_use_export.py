@@ -1,0 +1,92 @@
+"""A model's copy to hand on: what its card takes from the run, and that figures of another model are left out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from ruamel.yaml import YAML
+
+from rlhf_core.config import ConfigError, load_params
+from rlhf_core.models.card import CardFacts, write_card
+from rlhf_core.rounds import dvc_md5
+from rlhf_core.use.choice import choose
+from rlhf_core.use.export import export
+
+ROOT = Path(__file__).parents[3]
+FACTS = CardFacts("policy", "dpo", None, {"seed": 0}, {}, {})
+FIGURES = {"score_mean": 0.25, "judge_ok": 0.7, "cut_off_fraction": 0.0, "length_mean": 12.5}
+EVALUATION = {mode: {"sft": FIGURES, "policy": FIGURES | {"judge_ok": 0.91234}} for mode in ("greedy", "sampled")}
+EVALUATION["win_rate"] = {"greedy": {"value": 0.8, "low": 0.7, "high": 0.9}}
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch, sft_folder) -> Path:
+    """A run that was evaluated, and committed with a tag."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(sft_folder, "models/policy")
+    write_card(Path("models/policy"), FACTS)
+    Path("metrics").mkdir()
+    Path("metrics/evaluate.json").write_text(json.dumps(EVALUATION))
+    params = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text())
+    params["data"]["sources"][0]["license"] = "CC-BY-4.0"
+    write("params.yaml", params)
+    load_params("params.yaml")
+    write("dvc.yaml", {})
+    lock(dvc_md5(Path("models/policy")))
+    git("init", "--quiet")
+    git("add", "dvc.lock", "params.yaml", "metrics")
+    git("-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "--quiet", "-m", "Results")
+    git("tag", "v7")
+    return tmp_path
+
+
+def write(path: str, content: dict) -> None:
+    with Path(path).open("w") as file:
+        YAML(typ="safe", pure=True).dump(content, file)
+
+
+def git(*command: str) -> str:
+    return subprocess.run(["git", *command], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def lock(evaluated: str) -> None:
+    policy = {"path": "models/policy", "md5": dvc_md5(Path("models/policy"))}
+    metrics = {"path": "metrics/evaluate.json", "md5": dvc_md5(Path("metrics/evaluate.json"))}
+    evaluate = {"deps": [{"path": "models/policy", "md5": evaluated}], "outs": [metrics]}
+    write("dvc.lock", {"stages": {"train_policy": {"outs": [policy]}, "evaluate": evaluate}})
+
+
+def test_the_card_has_evaluation_licences_commit_and_tags(project):
+    folder = export(choose(), project / "out/mine")
+    text = (folder / "README.md").read_text()
+    assert "| greedy | policy | 0.912 | 0.250 | 0.000 | 12.500 |" in text and "greedy 0.800 (0.700 to 0.900)" in text
+    assert "| clerk | CC-BY-4.0 |" in text and git("rev-parse", "HEAD") in text and "| tags | v7 |" in text
+    assert dvc_md5(project / "models/policy") in text and "evaluation" not in (project / "models/policy/README.md").read_text().lower()
+    assert ModelCard(text).data.pipeline_tag == "text-generation"
+    names = {p.name for p in (project / "models/policy").iterdir()}
+    assert {p.name for p in folder.iterdir()} == names and [p.name for p in folder.parent.iterdir()] == ["mine"]
+    for name in names - {"README.md"}:
+        assert (folder / name).read_bytes() == (project / "models/policy" / name).read_bytes()
+
+
+def test_an_evaluation_of_another_model_and_a_changed_one_are_left_out(project):
+    lock("0" * 32 + ".dir")
+    assert "None yet" in (export(choose(), project / "a") / "README.md").read_text()
+    lock(dvc_md5(project / "models/policy"))
+    (project / "metrics/evaluate.json").write_text(json.dumps(EVALUATION | {"more": 1}))
+    text = (export(choose(), project / "b") / "README.md").read_text()
+    assert "None yet" in text and "0.912" not in text
+
+
+def test_a_folder_that_is_there_and_a_model_without_a_card_are_refused(project, sft_folder):
+    (project / "out").mkdir()
+    with pytest.raises(ConfigError, match="expected a folder that isn't there yet"):
+        export(choose(), project / "out")
+    with pytest.raises(ConfigError, match=r"README.md: expected the model's card, got none"):
+        export(choose(model=sft_folder), project / "new")
+    assert not (project / "new").exists()
