@@ -60,12 +60,25 @@ def load_source(source: SourceConfig, *, seed: int) -> Loaded:
     return Loaded(rows, dict(sorted(dropped.items())))
 
 
-def read_source(source: SourceConfig, *, seed: int, dropped: Counter[str], writer: Writer | None = None) -> Iterator[tuple[str, dict]]:
+def records_of(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each record stands and the record, of a source of kind file or huggingface. Raises what `read_source` does."""
+    return _file_records(locate(source.path)) if source.kind == "file" else _hub_records(source)
+
+
+def read_source(
+    source: SourceConfig,
+    *,
+    seed: int,
+    dropped: Counter[str],
+    writer: Writer | None = None,
+    records: Iterable[tuple[str, dict[str, Any]]] | None = None,
+) -> Iterator[tuple[str, dict]]:
     """Use and row, one after the other, for the uses the source is declared for; of its prompts a hash of each stays in memory.
 
     Args:
         dropped: counts, by reason, the records that are left out; complete after the last row.
         writer: the model whose samples a source of kind samples is made of.
+        records: instead of all of `records_of`.
     Raises:
         ValueError: a file, a line or a column is not what the source says, or (after the last row) there is nothing for one of the uses.
         FileNotFoundError: the path doesn't exist.
@@ -76,8 +89,7 @@ def read_source(source: SourceConfig, *, seed: int, dropped: Counter[str], write
     if source.kind == "samples":
         rows = sample_rows(source, seed=seed, writer=writer, dropped=dropped)
     else:
-        records = _file_records(locate(source.path)) if source.kind == "file" else _hub_records(source)
-        rows = _converted(records, source, dropped)
+        rows = _converted(records_of(source) if records is None else records, source, dropped)
     prompts: set[bytes] = set()
     given: Counter[str] = Counter()
     repeated = 0

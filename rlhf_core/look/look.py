@@ -1,0 +1,265 @@
+"""From a path to what is to be said of it: the readings that fit, and of each the records as they are trained on, counts and YAML."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config import ConfigError, Params, SourceConfig, shown
+from rlhf_core.config.data import FORMATS
+from rlhf_core.data.formats import convert
+from rlhf_core.data.messages import Dropped
+from rlhf_core.data.schema import SCHEMAS
+from rlhf_core.data.sources import locate, read_source, records_of
+from rlhf_core.data.split import conversation_text, split_of
+from rlhf_core.look.columns import Column, columns_of
+from rlhf_core.look.guess import Reading, known_as, left_aside, propose, settle, without_answer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf_core.look.counts import UseCounts
+    from rlhf_core.look.encoded import Sequence
+
+GUESSED_FROM = 2000  # records, at most
+GUESSED_CHARACTERS = 2**27  # of them, at most
+MEANINGFUL = ("system", "history", "tools", "functions", "input", "context", "instruction", "reasoning_content", "thinking")
+MOSTLY = 0.5  # share of the records that a reading has to take where another takes nearly all
+
+Record = tuple[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the data is, and how it is read: the keys of a source that don't depend on its format."""
+
+    kind: str
+    path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def source(self, format_: str, uses: Iterable[str], columns: Mapping[str, Any], options: Mapping[str, Any]) -> SourceConfig:
+        given = {**self.options, **options, "columns": dict(columns), "uses": list(uses)}
+        return SourceConfig(name=name_of(self.path), kind=self.kind, path=self.path, format=format_, weight=1.0, **given)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A reading and what came of it. refused: why it doesn't fit; None: it does. taken, dropped: records of the sample."""
+
+    reading: Reading
+    source: SourceConfig
+    taken: int
+    dropped: Mapping[str, int]
+    refused: str | None
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What the sample looks like.
+
+    known: a data set with such columns. records: in the sample; whole: there are no further ones.
+    fitting: the readings to choose from; one is the guess. others: readings that don't fit, or that a fitting one contains.
+    """
+
+    known: str | None
+    columns: Mapping[str, Column]
+    records: list[Record]
+    whole: bool
+    fitting: list[Tried]
+    others: list[Tried]
+    unreadable: str | None
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A reading's records as they are trained on, and the counts.
+
+    samples: where each record stands, and the sequences or refusals of its rows.
+    read: records that were looked at.
+    """
+
+    tried: Tried
+    tokenizer: PreTrainedTokenizerBase
+    read: int
+    dropped: Mapping[str, int]
+    examples: Mapping[str, list[tuple[str, str]]]
+    samples: list[tuple[str, list[Sequence | str]]]
+    counts: Mapping[str, UseCounts]
+
+
+def name_of(path: str) -> str:
+    """A name for the source, of the letters that names may have."""
+    stem = re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(path).name, flags=re.IGNORECASE)
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.") or "data"
+
+
+def place_of(path: str, options: Mapping[str, Any]) -> Place:
+    """A file or folder, or else the name of a data set on the hub. Options that are None are left out.
+
+    Raises:
+        ValueError: it can only be a file's path, and there is none, or an option is for the other kind.
+    """
+    there = locate(path)
+    saved = any((there / name).exists() for name in ("dataset_dict.json", "state.json"))
+    if there.exists() or there.is_symlink():
+        kind = "huggingface" if saved else "file"
+    elif (
+        path.startswith((".", "/", "~"))
+        or path.count("/") > 1
+        or Path(path).suffix.lower() in (".jsonl", ".json", ".csv", ".parquet", ".gz")
+    ):
+        raise FileNotFoundError(
+            f"{shown(path)}: expected a data file, a folder or the name of a data set, got nothing there; correct the path"
+        )
+    else:
+        kind = "huggingface"
+    given = {key: value for key, value in options.items() if value is not None}
+    return Place(kind, path, given)
+
+
+def sample_of(place: Place, limit: int) -> tuple[list[Record], bool]:
+    """The first records, and whether these are all."""
+    anything = place.source("text", ["pretrain"], {}, {})
+    records: list[Record] = []
+    characters = 0
+    for where, values in records_of(anything):
+        if len(records) == limit or characters > GUESSED_CHARACTERS:
+            return records, False
+        records.append((where, values))
+        characters += len(str(values))
+    return records, True
+
+
+def guess(place: Place, records: list[Record], *, whole: bool, format_: str | None, columns: Mapping[str, Any]) -> Guess:
+    """The readings that fit the sample.
+
+    Args:
+        format_, columns: what the user has chosen, which is tried alone.
+    """
+    found = columns_of([values for _, values in records])
+    readings = [r for r in propose(found) if _agrees(r, format_, columns)]
+    if format_ is not None and not readings:
+        readings = [Reading(format_, dict(columns), ("you chose it",))]
+    tried = [attempt(place, reading, records) for reading in readings]
+    fits = [t for t in tried if t.refused is None]
+    best = max((t.taken for t in fits), default=0)
+    fits = [t for t in fits if t.taken >= MOSTLY * best]
+    kept = settle([t.reading for t in fits], found) if format_ is None else [t.reading for t in fits]
+    fitting = [_with_warnings(t, found) for t in fits if t.reading in kept]
+    others = [t for t in tried if t.reading not in kept]
+    unreadable = without_answer(found) if not any(t.source.format in ("preference", "hh", "graded", "unpaired") for t in fitting) else None
+    known = known_as(found, {t.reading.format for t in fitting})
+    return Guess(known, found, records, whole, fitting, others, None if format_ is not None else unreadable)
+
+
+def _agrees(reading: Reading, format_: str | None, columns: Mapping[str, Any]) -> bool:
+    """Whether it is what the user chose: the format, and their columns for the ones they named."""
+    return format_ in (None, reading.format) and all(reading.columns.get(ours, ours) == theirs for ours, theirs in columns.items())
+
+
+def attempt(place: Place, reading: Reading, records: list[Record]) -> Tried:
+    """Convert the sample as prepare_data would; the uses are those that get rows."""
+    try:
+        source = place.source(reading.format, FORMATS[reading.format][0], reading.columns, reading.options)
+    except ValueError as error:
+        raise ConfigError(f"{place.path}: {shown(str(error), 600)}") from error
+    taken, dropped, uses = 0, Counter[str](), Counter[str]()
+    for where, values in records:
+        try:
+            rows = convert(values, source)
+        except Dropped as reason:
+            dropped[str(reason)] += 1
+            continue
+        except ValueError as error:
+            return Tried(reading, source, taken, dropped, f"{where}: {error}")
+        taken += 1
+        uses.update(use for use, of_use in rows.items() if of_use)
+    if not taken:
+        return Tried(reading, source, 0, dropped, f"no record is left: {dict(dropped)}")
+    given = [use for use in source.uses if uses[use]]
+    return Tried(replace(reading, uses=tuple(given)), source.model_copy(update={"uses": given}), taken, dropped, None)
+
+
+def _with_warnings(tried: Tried, columns: Mapping[str, Column]) -> Tried:
+    """With what the reading leaves aside."""
+    aside = left_aside(tried.reading, columns)
+    meant = [path for path in aside if path in MEANINGFUL]
+    told = [f"column {shown(path, 60)} is not read, though it may belong to the conversation" for path in meant]
+    if rest := [shown(path, 60) for path in aside if path not in meant]:
+        told.append(f"not read: {', '.join(rest)}")
+    return replace(tried, reading=replace(tried.reading, unsure=(*tried.reading.unsure, *told)))
+
+
+def look(
+    tried: Tried,
+    records: Iterable[Record],
+    params: Params,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    show: int,
+) -> Looked:
+    """Read the records with `read_source`, keep the first ones as sequences and count the rest.
+
+    Args:
+        tokenizer: of the model; None: one is trained on the sample's texts, as prepare_data trains it on those of all sources.
+        show: records to keep.
+    Raises:
+        What `read_source` does.
+    """
+    from rlhf_core.look.counts import Counting
+    from rlhf_core.look.encoded import sequences
+    from rlhf_core.models.turns import Unrenderable
+
+    reading = _Reader(tried.source, records, params)
+    rows = iter(reading)
+    if tokenizer is None:
+        first = list(islice(rows, GUESSED_FROM * 8))
+        tokenizer = _own_tokenizer(first, params)
+        rows = chain(first, rows)
+    counting = Counting(tokenizer, params)
+    samples: dict[str, list[Sequence | str]] = {}
+    for where, use, row in rows:
+        if where in samples or len(samples) < show:
+            of_record = samples.setdefault(where, [])
+            try:
+                of_record += sequences(use, row, tokenizer, params)
+            except Unrenderable as error:
+                of_record.append(f"{use}: {error}")
+        counting.add(use, row)
+    return Looked(tried, tokenizer, reading.read, reading.dropped, {}, list(samples.items()), counting.done())
+
+
+class _Reader:
+    """Rows with where their record stands; how many records there were, and why some were left out, is known when the rows are."""
+
+    def __init__(self, source: SourceConfig, records: Iterable[Record], params: Params):
+        self.read = 0
+        self.dropped: Counter[str] = Counter()
+        self._source, self._records, self._params = source, records, params
+        self._where = ""
+
+    def __iter__(self) -> Iterator[tuple[str, str, dict]]:
+        for use, row in read_source(self._source, seed=self._params.seed, dropped=self.dropped, records=self._counted()):
+            yield self._where, use, row
+
+    def _counted(self) -> Iterator[Record]:
+        for where, values in self._records:
+            self.read += 1
+            self._where = where
+            yield where, values
+
+
+def _own_tokenizer(rows: list[tuple[str, str, dict]], params: Params) -> PreTrainedTokenizerBase:
+    """Of the training split's texts, use after use, as prepare_data has them."""
+    from rlhf_core.models.given import new_tokenizer
+
+    data = params.data
+    fractions = {name: getattr(data, name) for name in ("validation_fraction", "test_fraction", "promotion_fraction")}
+    in_order = (row for use in SCHEMAS for _, of, row in rows if of == use)
+    texts = ({**row, "split": split_of(row.get("text") or conversation_text(row["messages"]), **fractions)} for row in in_order)
+    return new_tokenizer(params.model, texts)
