@@ -190,7 +190,10 @@ def _conversations(columns: Columns) -> Iterator[Reading]:
 
 
 def _instructions(columns: Columns) -> Iterator[Reading]:
-    for instruction, output in product(pick(columns, INSTRUCTION, TEXT), pick(columns, OUTPUT, TEXT)):
+    outputs = pick(columns, OUTPUT, TEXT)
+    if {"solution", "answer"} <= {*outputs}:  # as MATH has them: the answer is the result of the solution
+        outputs = ["solution"]
+    for instruction, output in product(pick(columns, INSTRUCTION, TEXT), outputs):
         if instruction == output:
             continue
         mapped: Mapped = {"instruction": instruction, "output": output}

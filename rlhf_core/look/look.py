@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 GUESSED_FROM = 2000  # records, at most
 GUESSED_CHARACTERS = 2**27  # of them, at most
-MEANINGFUL = ("system", "history", "tools", "functions", "input", "context", "instruction", "reasoning_content", "thinking")
+# Columns at the top that belong to what is said, wherever they are.
+MEANINGFUL = {
+    *("system", "history", "tools", "functions", "input", "context", "instruction", "reasoning_content", "thinking"),
+    *("response", "output", "completion", "answer"),
+}
 MOSTLY = 0.5  # share of the records that a reading has to take where another takes nearly all
 
 Record = tuple[str, Mapping[str, Any]]
@@ -142,9 +146,7 @@ def guess(place: Place, records: list[Record], *, whole: bool, format_: str | No
         format_, columns: what the user has chosen, which is tried alone.
     """
     found = columns_of([values for _, values in records])
-    readings = [r for r in propose(found) if _agrees(r, format_, columns)]
-    if format_ is not None and not readings:
-        readings = [Reading(format_, dict(columns), ("you chose it",))]
+    readings = _chosen(propose(found), format_, columns)
     tried = [attempt(place, reading, records) for reading in readings]
     fits = [t for t in tried if t.refused is None]
     best = max((t.taken for t in fits), default=0)
@@ -157,9 +159,17 @@ def guess(place: Place, records: list[Record], *, whole: bool, format_: str | No
     return Guess(known, found, records, whole, fitting, others, None if format_ is not None else unreadable)
 
 
-def _agrees(reading: Reading, format_: str | None, columns: Mapping[str, Any]) -> bool:
-    """Whether it is what the user chose: the format, and their columns for the ones they named."""
-    return format_ in (None, reading.format) and all(reading.columns.get(ours, ours) == theirs for ours, theirs in columns.items())
+def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, Any]) -> list[Reading]:
+    """With what the user chose: the format, and their columns for the ones they named."""
+    fits = [r for r in readings if format_ in (None, r.format) and set(columns) <= set(FORMATS[r.format][1])]
+    if format_ is not None and not fits:
+        fits = [Reading(format_, {}, ("you chose the format",))]
+    chosen: list[Reading] = []
+    for reading in fits:
+        mapped = replace(reading, columns={**reading.columns, **columns})
+        if all(mapped.columns != other.columns or mapped.format != other.format for other in chosen):
+            chosen.append(mapped)
+    return chosen
 
 
 def attempt(place: Place, reading: Reading, records: list[Record]) -> Tried:

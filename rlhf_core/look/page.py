@@ -49,7 +49,8 @@ def _reading(title: str, tried: Tried) -> Iterator[str]:
 
 
 def _mapping(columns: Mapping[str, Any]) -> str:
-    named = ", ".join(f"{ours} from {shown(str(theirs), 80)}" for ours, theirs in columns.items())
+    theirs = {ours: ", ".join(value) if isinstance(value, list) else value for ours, value in columns.items()}
+    named = "; ".join(f"{ours} from {shown(value, 120)}" for ours, value in theirs.items())
     return f" ({named})" if named else ""
 
 
@@ -158,7 +159,7 @@ def _counts(found: Looked, params: Params) -> Iterator[str]:
         )
         if values.get("pairs"):
             longer = values["chosen_is_longer"] / values["pairs"]
-        yield f"  the chosen response is the longer one in {longer:.0%} of {values['pairs']} pairs"
+            yield f"  the chosen response is the longer one in {longer:.0%} of {values['pairs']} pairs"
         yield from (f"  {objection(kind, count, values['rows'], params)}" for kind, count in values["objections"].items())
 
 
