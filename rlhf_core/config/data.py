@@ -42,9 +42,9 @@ class SamplesConfig(Section):
 
 DataUse = Literal["pretrain", "sft", "preference", "prompt"]
 DataFormat = Literal[
-    "preference",  # prompt, chosen, rejected; text or message lists; without a prompt column the shared prefix is the prompt
+    "preference",  # prompt, chosen, rejected; text or message lists, whose shared turns are the prompt where no column is
     "hh",  # Anthropic-HH transcripts in chosen and rejected
-    "instruction",  # instruction (and input), output
+    "instruction",  # instruction (and input, and a history of earlier turns), output
     "messages",  # one column with a conversation whose last message is the assistant's
     "unpaired",  # prompt, completion, boolean label
     "graded",  # prompt and several completions, each marked good or bad: every good one against every bad one
@@ -55,13 +55,13 @@ DataFormat = Literal[
 
 # Format -> the uses it can serve, and our names of its columns.
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "preference": (("sft", "preference", "prompt"), ("prompt", "chosen", "rejected")),
+    "preference": (("sft", "preference", "prompt"), ("prompt", "chosen", "rejected", "system")),
     "hh": (("sft", "preference", "prompt"), ("chosen", "rejected")),
-    "instruction": (("sft", "prompt"), ("instruction", "input", "output", "label")),
-    "messages": (("sft", "prompt"), ("messages", "label")),
-    "unpaired": (("sft", "preference", "prompt"), ("prompt", "completion", "label")),
-    "graded": (("sft", "preference", "prompt"), ("prompt", "completions", "completion", "good")),
-    "prompt": (("prompt",), ("prompt", "label")),
+    "instruction": (("sft", "prompt"), ("instruction", "input", "output", "label", "system", "history")),
+    "messages": (("sft", "prompt"), ("messages", "label", "system")),
+    "unpaired": (("sft", "preference", "prompt"), ("prompt", "completion", "label", "system")),
+    "graded": (("sft", "preference", "prompt"), ("prompt", "completions", "completion", "good", "system")),
+    "prompt": (("prompt",), ("prompt", "label", "system")),
     "text": (("pretrain",), ("text",)),
 }
 
@@ -80,10 +80,13 @@ class SourceConfig(Section):
     samples: SamplesConfig | None = None
     judge: str | None = None  # a rule of yours, file.py:name or package.module:name; of kind samples it labels the pairs too
     path: str | None = None  # a file, a folder, or the name of a Hugging Face data set
+    delimiter: str | None = Field(default=None, min_length=1, max_length=1)  # of a CSV file; null: found in its header
+    encoding: str = "utf-8"  # of text files
     subset: str | None = None  # of a Hugging Face data set
     dataset_split: str = "train"  # of a Hugging Face data set
     format: DataFormat | None = None
     columns: dict[str, str | list[str]] = Field(default_factory=dict)  # our name -> theirs; dots reach into nested columns
+    implicit_prompt: bool = False  # preference as text without a prompt column: what chosen and rejected begin with is the prompt
     slices: dict[str, str] = Field(default_factory=dict)  # a name for the gate's slices -> their column
     label_pattern: str | None = None  # regular expression that finds the label inside its column; its first group, if it has one
 
@@ -102,6 +105,7 @@ class SourceConfig(Section):
             )
         else:
             self._check_format(*FORMATS[self.format])
+        self._check_reading()
         return self
 
     @property
@@ -115,6 +119,21 @@ class SourceConfig(Section):
             raise ValueError(f"source {self.name}: kind samples expects samples and judge, got {got}; see recipes/stories.yaml")
         if "pretrain" in self.uses:
             raise ValueError(f"source {self.name}: kind samples expects uses among sft, preference, prompt, got pretrain; take that out")
+
+    def _check_reading(self) -> None:
+        subject = f"source {self.name}"
+        if self.kind != "file" and (self.delimiter is not None or self.encoding != "utf-8"):
+            raise ValueError(f"{subject}: delimiter and encoding expect kind file, got {self.kind}; take them out")
+        try:
+            "a".encode(self.encoding)
+        except (LookupError, ValueError) as error:
+            got = f"{self.encoding[:60]!r}; correct it"
+            raise ValueError(f"{subject}: encoding expects a name such as utf-8, utf-16 or cp1252, got {got}") from error
+        if self.delimiter in ('"', "\n", "\r"):
+            raise ValueError(f"{subject}: delimiter expects a character between fields, got {self.delimiter!r}; correct it")
+        if self.implicit_prompt and (self.format != "preference" or "prompt" in self.columns):
+            got = "a mapped prompt" if "prompt" in self.columns else f"format {self.format}"
+            raise ValueError(f"{subject}: implicit_prompt expects format preference without a prompt column, got {got}; take it out")
 
     def _check_format(self, uses: tuple[str, ...], columns: tuple[str, ...]) -> None:
         subject = f"source {self.name}"

@@ -1,82 +1,26 @@
 """Records of other people's data sets, in eight formats, as rows of the canonical schema.
 
-A converter takes one record and returns its rows per use, or raises `Dropped` with the reason why the record can't be
-used, which is counted. A record that doesn't have the format at all raises ValueError: the mapping is wrong, not the record.
+A converter takes one record and returns its rows per use: all of its texts, none made up. Else it raises `Dropped`, with the reason under
+which the record is counted, or `Misfit` where it doesn't have the format at all.
 
-Texts are stripped: chat templates bring their own white space, and many strip what they are given. Content in several parts and what else
-a chat template may know of a message goes to its field `extra` (rlhf_core.data.schema).
+Texts are stripped, since chat templates bring their own white space and many strip what they are given; CRLF and CR become LF. Content in
+several parts and what else a chat template may know of a message goes to its field `extra` (rlhf_core.data.schema).
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
-from datetime import date, time
-from decimal import Decimal
 from typing import Any
 
 from rlhf_core.config import SourceConfig, shown
-from rlhf_core.data.messages import ROLES, Dropped, read_messages, read_text
+from rlhf_core.data.dropped import Dropped, Misfit
+from rlhf_core.data.messages import ROLES, in_order, kind, read_messages, read_text
+from rlhf_core.data.record import Record, read_boolean, read_scalar
 from rlhf_core.data.schema import Message, extras
 
 Rows = dict[str, list[dict]]  # use -> rows without id, source and split
 _HH_TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
-_MISSING = object()
-
-
-class Record:
-    """One record, seen through the source's column mapping."""
-
-    def __init__(self, values: Mapping[str, Any], source: SourceConfig):
-        self.values = values
-        self.source = source
-
-    def get(self, name: str) -> Any:
-        """The value of one of our columns.
-
-        Raises:
-            ValueError: the record doesn't have that column.
-        """
-        return self.at(self.source.columns.get(name, name), wanted_for=name)
-
-    def optional(self, name: str) -> Any:
-        """The value of a column that the format can do without, unless the mapping names it: then it must be there."""
-        return self.get(name) if name in self.source.columns else self.values.get(name)
-
-    def text(self, name: str) -> str:
-        return read_text(self.get(name), self.source.columns.get(name, name))
-
-    def label(self) -> str | None:
-        """The expected answer, found by `label_pattern` where there is one; stripped.
-
-        Raises:
-            Dropped: the pattern finds nothing.
-        """
-        value = self.optional("label")
-        if value is None:
-            return None
-        text = _scalar(value, "label")
-        if self.source.label_pattern is None:
-            return text
-        match = re.search(self.source.label_pattern, text)
-        if match is None:
-            raise Dropped("label_pattern finds nothing in the label")
-        return match.group(1 if match.re.groups else 0).strip()
-
-    def at(self, path: str, *, wanted_for: str) -> Any:
-        """Follow a dotted path; a column whose own name has dots comes first."""
-        value = self.values.get(path, _MISSING)
-        if value is _MISSING:
-            value = self.values
-            for part in path.split("."):
-                if not isinstance(value, Mapping) or part not in value:
-                    there = ", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
-                    raise ValueError(
-                        f"expected a column {path!r} for {wanted_for!r}, got {shown(there)}; map {wanted_for} in the source's columns"
-                    )
-                value = value[part]
-        return value
 
 
 def convert(values: Mapping[str, Any], source: SourceConfig) -> Rows:
@@ -84,26 +28,37 @@ def convert(values: Mapping[str, Any], source: SourceConfig) -> Rows:
 
     Raises:
         Dropped: the record is left out.
-        ValueError: the record doesn't have the source's format.
+        Misfit: the record doesn't have the source's format.
     """
     record = Record(values, source)
     rows = _CONVERTERS[source.format](record)
     if source.slices and "preference" in rows:
-        slices = {name: _scalar(record.at(column, wanted_for=name), column) for name, column in source.slices.items()}
+        slices = {name: read_scalar(record.at(column, wanted_for=name), column) for name, column in source.slices.items()}
         rows["preference"] = [{**row, "slices": slices} for row in rows["preference"]]
     return rows
 
 
 def _preference(record: Record) -> Rows:
-    prompt, chosen, rejected = record.optional("prompt"), record.get("chosen"), record.get("rejected")
-    if isinstance(chosen, list) != isinstance(rejected, list):
-        kinds = f"{type(chosen).__name__} and {type(rejected).__name__}"
-        raise ValueError(f"expected chosen and rejected of one kind, got {kinds}; use text for both, or lists of messages")
-    if prompt is not None:
-        return _pair(_conversation(prompt, "prompt"), _answer(chosen, "chosen"), _answer(rejected, "rejected"))
-    if isinstance(chosen, list):
-        return _pair_of_conversations(read_messages(chosen, "chosen"), read_messages(rejected, "rejected"))
-    return _pair_with_shared_prefix(read_text(chosen, "chosen"), read_text(rejected, "rejected"))
+    chosen, rejected = record.get("chosen"), record.get("rejected")
+    for name, value in (("chosen", chosen), ("rejected", rejected)):
+        if value is None:
+            raise Dropped(f"{name} is null")
+    in_messages = [isinstance(side, list | Mapping) for side in (chosen, rejected)]
+    if len(set(in_messages)) > 1:
+        kinds = f"{type(chosen).__name__} and {type(rejected).__name__}; use text for both, or lists of messages"
+        raise Misfit(f"expected chosen and rejected of one kind, got {kinds}", "chosen and rejected are of two kinds")
+    if record.has("prompt"):
+        return _with_answers(record, record.prompt(), _side(chosen, "chosen"), _side(rejected, "rejected"))
+    if all(in_messages):
+        return _with_answers(record, [], _side(chosen, "chosen"), _side(rejected, "rejected"))
+    if not record.source.implicit_prompt:
+        got = shown(", ".join(map(str, record.values)))
+        raise Misfit(
+            f"expected a column 'prompt' beside chosen and rejected as text, got {got}; map prompt in the source's columns, or set its "
+            "implicit_prompt: true if both texts begin with the prompt, or format: hh for 'Human:' and 'Assistant:' transcripts",
+            "no column prompt",
+        )
+    return _pair_with_shared_prefix(record, read_text(chosen, "chosen"), read_text(rejected, "rejected"))
 
 
 def _hh(record: Record) -> Rows:
@@ -111,43 +66,55 @@ def _hh(record: Record) -> Rows:
     chosen, rejected = _turns(record.text("chosen")), _turns(record.text("rejected"))
     if chosen[:-1] != rejected[:-1]:
         raise Dropped("the prompts of chosen and rejected differ")
-    return _pair_of_conversations(_joined(chosen), _joined(rejected))
+    return _with_answers(record, [], _joined(chosen), _joined(rejected))
 
 
 def _instruction(record: Record) -> Rows:
-    instruction, context = record.text("instruction"), record.optional("input")
-    content = instruction if context is None or not str(context).strip() else f"{instruction}\n\n{read_text(context, 'input')}"
-    messages = _conversation(content, "instruction")
+    """An instruction, with the text of `input` behind it, after the turns of `history`."""
+    if not (question := record.text("instruction")):
+        raise Dropped("instruction is empty")
+    context = record.optional("input")
+    if context is not None and (more := read_text(context, "input")):
+        question = f"{question}\n\n{more}"
+    messages = _prompt(record, [*_history(record), _user(question)])
     return _with_prompt(messages, record.label(), sft=[{"messages": messages, "response": record.text("output")}])
+
+
+def _history(record: Record) -> list[Message]:
+    """Earlier turns: a list of [question, answer]."""
+    turns = record.mapped("history") or []
+    if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        message = f"column 'history': expected a list of [question, answer], got {kind(turns)} of something else; map another column"
+        raise Misfit(message, "history is no list of [question, answer]")
+    said = [read_text(text, "history") for turn in turns for text in turn]
+    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(said)]
 
 
 def _one_conversation(record: Record) -> Rows:
     *messages, last = read_messages(record.get("messages"), "messages")
-    response = _final_text(last)
-    return _with_prompt(_prompt(messages), record.label(), sft=[{"messages": messages, "response": response}])
+    response, messages = _final_text(last), _prompt(record, messages)
+    return _with_prompt(messages, record.label(), sft=[{"messages": messages, "response": response}])
 
 
 def _unpaired(record: Record) -> Rows:
-    messages = _conversation(record.get("prompt"), "prompt")
-    completion, good = _answer(record.get("completion"), "completion"), _boolean(record.get("label"), "label")
+    good = read_boolean(record.get("label"), "label")
+    messages, [completion] = _placed(record, record.prompt(), [_side(record.get("completion"), "completion")])
     pair = {"messages": messages, "chosen": completion if good else None, "rejected": None if good else completion}
     return _with_prompt(messages, None, preference=[pair], sft=[{"messages": messages, "response": completion}] if good else [])
 
 
 def _graded(record: Record) -> Rows:
     """Every good completion against every bad one; completions are several columns, or one that holds a list."""
-    messages = _conversation(record.get("prompt"), "prompt")
     columns = record.source.columns.get("completions", "completions")
     graded = [record.at(c, wanted_for="completions") for c in columns] if isinstance(columns, list) else record.get("completions")
     if not isinstance(graded, list) or not all(isinstance(item, Mapping) for item in graded):
-        raise ValueError(
-            f"column {columns!r}: expected completions with a text and a mark each, got {type(graded).__name__}; see the recipe for GSM8K"
-        )
-    good: list[str] = []
-    bad: list[str] = []
-    for item in graded:
-        inner = Record(item, record.source)
-        (good if _boolean(inner.get("good"), "good") else bad).append(inner.text("completion"))
+        got = f"{kind(graded)}; see the recipe for GSM8K"
+        message = f"column {columns!r}: expected completions with a text and a mark each, got {got}"
+        raise Misfit(message, "completions have no text and mark each")
+    inner = [Record(item, record.source) for item in graded]
+    marks = [read_boolean(item.get("good"), "good") for item in inner]
+    messages, texts = _placed(record, record.prompt(), [_side(item.get("completion"), "completion") for item in inner])
+    good, bad = ([text for text, mark in zip(texts, marks, strict=True) if mark is wanted] for wanted in (True, False))
     return _with_prompt(
         messages,
         None,
@@ -157,7 +124,7 @@ def _graded(record: Record) -> Rows:
 
 
 def _prompt_only(record: Record) -> Rows:
-    return _with_prompt(_conversation(record.get("prompt"), "prompt"), record.label())
+    return _with_prompt(_prompt(record, record.prompt()), record.label())
 
 
 def _plain_text(record: Record) -> Rows:
@@ -176,6 +143,10 @@ _CONVERTERS: dict[str, Callable[[Record], Rows]] = {
 }
 
 
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
 def _with_prompt(messages: list[Message], label: str | None, **rows: list[dict]) -> Rows:
     return {**rows, "prompt": [{"messages": messages, "label": label}]}
 
@@ -189,15 +160,54 @@ def _pair(messages: list[Message], chosen: str, rejected: str) -> Rows:
     )
 
 
-def _pair_of_conversations(chosen: list[Message], rejected: list[Message]) -> Rows:
-    """Two conversations that differ in their last message only, which is the assistant's."""
-    texts = [_final_text(side[-1]) for side in (chosen, rejected)]
-    if chosen[:-1] != rejected[:-1]:
+def _with_answers(record: Record, prompt: list[Message], chosen: list[Message], rejected: list[Message]) -> Rows:
+    messages, [better, worse] = _placed(record, prompt, [chosen, rejected])
+    return _pair(messages, better, worse)
+
+
+def _placed(record: Record, prompt: list[Message], sides: list[list[Message]]) -> tuple[list[Message], list[str]]:
+    """The conversation before the answers, and the answers' texts.
+
+    Args:
+        prompt: what the record has as its prompt; empty: the sides' own turns are.
+        sides: an answer each, with or without turns before it.
+    Raises:
+        Dropped: the turns before the answers differ, or don't go with the prompt.
+    """
+    answers = [_final_text(side[-1]) for side in sides]
+    earlier = [side[:-1] for side in sides]
+    if any(turns != earlier[0] for turns in earlier):
         raise Dropped("the prompts of chosen and rejected differ")
-    return _pair(_prompt(chosen[:-1]), *texts)
+    turns = earlier[0] if sides else []
+    if not turns or not prompt:
+        return _prompt(record, prompt or turns), answers
+    if _holds(turns, prompt):
+        return _prompt(record, turns), answers
+    if len(prompt) >= len(turns) and _begins(prompt[-len(turns) :], turns):
+        return _prompt(record, prompt), answers
+    if turns[0]["role"] == "assistant":  # the turns go on where the prompt ends
+        return _prompt(record, [*prompt, *turns]), answers
+    raise Dropped("the turns before the answer don't hold the prompt")
 
 
-def _pair_with_shared_prefix(chosen: str, rejected: str) -> Rows:
+def _holds(turns: list[Message], prompt: list[Message]) -> bool:
+    """Whether a conversation has the prompt: as its beginning, or as what the user says first or last."""
+    own = turns[1:] if turns[0]["role"] == "system" and prompt[0]["role"] != "system" else turns
+    if _begins(own, prompt):
+        return True
+    said = [turn for turn in turns if turn["role"] == "user"]
+    return len(prompt) == 1 and any(_begins([turn], prompt) for turn in (*said[:1], *said[-1:]))
+
+
+def _begins(turns: list[Message], prompt: list[Message]) -> bool:
+    """Whether all that the prompt has is in the first of the turns."""
+    return len(turns) >= len(prompt) and all(
+        (own["role"], own["content"]) == (wanted["role"], wanted["content"]) and wanted.get("extra") in (None, own.get("extra"))
+        for own, wanted in zip(turns, prompt, strict=False)
+    )
+
+
+def _pair_with_shared_prefix(record: Record, chosen: str, rejected: str) -> Rows:
     """Two texts whose shared beginning, up to the last whole word, is the prompt."""
     length = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
     shared = chosen[:length]
@@ -206,18 +216,21 @@ def _pair_with_shared_prefix(chosen: str, rejected: str) -> Rows:
         shared = shared[: max((i + 1 for i, c in enumerate(shared) if c.isspace()), default=0)]
     if not shared.strip():
         raise Dropped("chosen and rejected share no beginning")
-    return _pair(_conversation(shared, "prompt"), chosen[len(shared) :].strip(), rejected[len(shared) :].strip())
+    return _pair(_prompt(record, [_user(shared.strip())]), chosen[len(shared) :].strip(), rejected[len(shared) :].strip())
 
 
 def _turns(text: str) -> list[Message]:
     """The turns of an Anthropic-HH transcript as they stand.
 
     Raises:
-        ValueError: the text has no turns.
+        Misfit: the text has no turns.
     """
     before, *parts = _HH_TURN.split(text)
     if not parts or before.strip():
-        raise ValueError(f"expected a transcript of 'Human:' and 'Assistant:' turns, got {text[:60]!r}; use another format")
+        got = f"{shown(repr(text[:60]))}; use another format"
+        raise Misfit(
+            f"expected a transcript of 'Human:' and 'Assistant:' turns, got {got}", "no transcript of 'Human:' and 'Assistant:' turns"
+        )
     return [{"role": ROLES[who.lower()], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
 
 
@@ -231,22 +244,25 @@ def _joined(turns: list[Message]) -> list[Message]:
     return joined
 
 
-def _conversation(value: Any, column: str) -> list[Message]:
-    """A prompt, given as text or as messages."""
-    return _prompt(read_messages(value, column) if isinstance(value, list) else [{"role": "user", "content": read_text(value, column)}])
-
-
-def _prompt(messages: list[Message]) -> list[Message]:
+def _prompt(record: Record, messages: list[Message]) -> list[Message]:
+    """A conversation that can be answered, with the text of the column `system` before it."""
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise Dropped("the prompt doesn't end with a message of the user or of a tool")
+    system = record.mapped("system")
+    if system is not None and (text := read_text(system, "system")) and messages[0] != (first := {"role": "system", "content": text}):
+        if messages[0]["role"] == "system":
+            raise Dropped("the column system and the conversation have different system messages")
+        messages = [first, *messages]
+    if not in_order(messages):
+        raise Dropped("the turns are out of order")
     return messages
 
 
-def _answer(value: Any, column: str) -> str:
-    """A completion, given as text or as a list whose last message is the assistant's."""
-    if not isinstance(value, list):
-        return read_text(value, column)
-    return _final_text(read_messages(value, column)[-1])
+def _side(value: Any, column: str) -> list[Message]:
+    """A completion, given as text or as a list of messages whose last one is the assistant's."""
+    if isinstance(value, list | Mapping):
+        return read_messages(value, column)
+    return [{"role": "assistant", "content": read_text(value, column)}]
 
 
 def _final_text(last: Message) -> str:
@@ -255,32 +271,6 @@ def _final_text(last: Message) -> str:
         raise Dropped("the last message is not the assistant's")
     if "tool_calls" in extras(last):
         raise Dropped("the last message calls a tool: it is no text")
+    if "reasoning_content" in extras(last):
+        raise Dropped("the last message has reasoning_content beside its text")
     return last["content"]
-
-
-def _scalar(value: Any, column: str) -> str:
-    """Text, a number or a truth value, as text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"column {column!r}: expected a finite number or text, got {value}; correct it, or leave it out as null")
-    if value is not None and not isinstance(value, str | int | float | Decimal | date | time):
-        raise ValueError(f"column {column!r}: expected text or a number, got {type(value).__name__}; map another column")
-    return read_text(value if isinstance(value, str) else _digits(value, column), column)
-
-
-def _digits(value: Any, column: str) -> str:
-    try:
-        return str(value)
-    except ValueError as error:  # Python refuses to write integers of thousands of digits
-        raise ValueError(f"column {column!r}: expected a number, got one of thousands of digits; correct it") from error
-
-
-def _boolean(value: Any, column: str) -> bool:
-    """True or false, also as 1 or 0, or as their names (CSV has nothing else)."""
-    named = {"true": True, "1": True, "false": False, "0": False}
-    if isinstance(value, int) and value in (0, 1):
-        return bool(value)
-    key = value.strip().lower() if isinstance(value, str) else None
-    if key not in named:
-        got = shown(repr(value[:200])) if isinstance(value, str) else str(value) if isinstance(value, float) else type(value).__name__
-        raise ValueError(f"column {column!r}: expected true or false, got {got}; convert it first")
-    return named[key]

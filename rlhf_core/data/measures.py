@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from rlhf_core.data.messages import ROLE_ORDER
 from rlhf_core.data.schema import SCHEMAS, Message
 from rlhf_core.data.split import conversation_text
 from rlhf_core.models.tokenizer import encode_conversation, encode_texts, in_parts
@@ -27,7 +28,6 @@ TEXT_COLUMNS: dict[str, tuple[str, ...]] = {
     "preference": ("chosen", "rejected"),
     "prompt": (),
 }
-ROLE_ORDER = r"^(?:system,)?user(?:,assistant,(?:user|tool(?:,tool)*(?:,user)?))*$"
 
 
 def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:

@@ -3,61 +3,85 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from rlhf_core.config import shown
+from rlhf_core.data.dropped import Dropped, Misfit
 from rlhf_core.data.schema import Message, joined_parts
 
 ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "prompter": "user",
     "assistant": "assistant",
     "gpt": "assistant",
     "bot": "assistant",
+    "model": "assistant",
     "tool": "tool",
+    "function": "tool",
 }
-FURTHER = ("tool_calls", "tool_call_id", "name")  # what a message may have beside role and content
+ROLE_ORDER = r"^(?:system,)?user(?:,assistant,(?:user|tool(?:,tool)*(?:,user)?))*$"  # of the messages before a response
+FURTHER = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # what a message may have beside role and content
 MAX_CHARACTERS = 2**24  # of a text or a record, four million tokens or so: whatever is longer is no text, and would fill the memory
-
-
-class Dropped(Exception):
-    """This record is left out; the message is the reason under which it is counted."""
+_IN_ORDER = re.compile(ROLE_ORDER)
 
 
 def read_messages(value: Any, column: str) -> list[Message]:
-    """A list of {role, content}, or {from, value} as ShareGPT has it.
+    """A list of {role, content}, or {from, value} as ShareGPT has it; a message alone is a list of one.
 
     Raises:
-        Dropped: the list is empty.
-        ValueError: it is no such list.
+        Dropped: the list is null or empty, or a message has what the schema doesn't.
+        Misfit: it is no such list.
     """
-    if not isinstance(value, list) or not all(isinstance(m, Mapping) for m in value):
-        raise ValueError(f"column {column!r}: expected a list of messages, got {type(value).__name__}; use another format or column")
-    if not value:
+    if value is None:
+        raise Dropped(f"{column} is null")
+    messages = [value] if isinstance(value, Mapping) else value
+    if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
+        got = f"{kind(value)}; use another format or column"
+        raise Misfit(f"column {column!r}: expected a list of messages, got {got}", f"{column} is no list of messages")
+    if not messages:
         raise Dropped("a conversation without messages")
-    return [_message(m, column) for m in value]
+    return [_message(m, column) for m in messages]
+
+
+def in_order(messages: list[Message]) -> bool:
+    """Whether a model can be asked for the next message: system at most once and first, user and assistant in turn, tools behind a call."""
+    return _IN_ORDER.match(",".join(message["role"] for message in messages)) is not None
 
 
 def _message(message: Mapping[str, Any], column: str) -> Message:
-    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    role, content = _either(message, "role", "from"), _either(message, "content", "value")
     further = {name: message[name] for name in FURTHER if message.get(name)}
+    if message.get("function_call"):  # as OpenAI had it before tool_calls
+        further["tool_calls"] = [{"type": "function", "function": message["function_call"]}, *further.get("tool_calls", [])]
     if content is None and "tool_calls" in further:
         content = ""
-    if not isinstance(role, str) or role not in ROLES or not isinstance(content, str | list):
-        given = shown(repr(role), 60) if isinstance(role, str) else f"of type {type(role).__name__}"
-        got = f"a role {given} and content of type {type(content).__name__}"
-        raise ValueError(f"column {column!r}: expected messages with role ({', '.join(ROLES)}) and content, got {got}; convert them first")
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        got = shown(repr(role), 60) if isinstance(role, str) else kind(role)
+        raise Misfit(
+            f"column {column!r}: expected messages with role (one of {', '.join(ROLES)}) and content, got a role {got}; convert them first",
+            "a message has an unknown role",
+        )
+    if content is None:
+        raise Dropped("a message has no content")
     if isinstance(content, list):
         parts = _parts(content, column)
         content = joined_parts(parts)
         further |= {"content": parts} if len(parts) > 1 else {}
     if "tool_calls" in further:
         further["tool_calls"] = _tool_calls(further["tool_calls"], column)
-    plain: Message = {"role": ROLES[role], "content": read_text(content, column)}
+    plain: Message = {"role": ROLES[role.lower()], "content": read_text(content, column)}
     return {**plain, "extra": _json(further, column)} if further else plain
+
+
+def _either(message: Mapping[str, Any], key: str, other: str) -> Any:
+    """Tables have both keys where some of their messages have the other one."""
+    return message.get(other) if message.get(key) is None else message[key]
 
 
 def _parts(content: list, column: str) -> list[dict[str, str]]:
@@ -67,7 +91,9 @@ def _parts(content: list, column: str) -> list[dict[str, str]]:
         Dropped: a part isn't text.
     """
     if not all(isinstance(part, Mapping) for part in content):
-        raise ValueError(f"column {column!r}: expected content as text or a list of parts, got a list of something else; convert it first")
+        got = "a list of something else; convert it first"
+        message = f"column {column!r}: expected content as text or a list of parts, got {got}"
+        raise Misfit(message, "a message's content is neither text nor parts")
     if any(part.get("type") != "text" for part in content):
         raise Dropped("a message has parts that are not text")
     return [{"type": "text", "text": read_text(part.get("text"), column)} for part in content]
@@ -76,7 +102,8 @@ def _parts(content: list, column: str) -> list[dict[str, str]]:
 def _tool_calls(calls: Any, column: str) -> list[dict[str, Any]]:
     """With arguments as objects, as chat templates take them; OpenAI's are JSON text."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise ValueError(f"column {column!r}: expected tool_calls as a list of objects, got {type(calls).__name__}; convert them first")
+        message = f"column {column!r}: expected tool_calls as a list of objects, got {kind(calls)}; convert them first"
+        raise Misfit(message, "tool_calls are no list of objects")
     return [{key: _arguments(value) if key in ("arguments", "function") else value for key, value in call.items()} for call in calls]
 
 
@@ -93,20 +120,50 @@ def _arguments(value: Any) -> Any:
 def _json(value: dict[str, Any], column: str) -> str:
     try:
         return read_text(json.dumps(value, ensure_ascii=False, allow_nan=False), column)
+    except Misfit:
+        raise
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"column {column!r}: expected tool_calls of JSON values, got: {shown(str(error))}; convert them first") from error
+        message = f"column {column!r}: expected tool_calls of JSON values, got: {shown(str(error))}; convert them first"
+        raise Misfit(message, "tool_calls are no JSON") from error
 
 
 def read_text(value: Any, column: str) -> str:
-    """Text; null counts as empty, which validate_data reports."""
+    """Text, stripped, with line feeds as its only line breaks.
+
+    Raises:
+        Dropped: it is null.
+        Misfit: it is no text.
+    """
     if value is None:
-        return ""
+        raise Dropped(f"{column} is null")
     if not isinstance(value, str):
-        raise ValueError(f"column {column!r}: expected text, got {type(value).__name__}; map another column")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise not_finite(value, column)
+        raise Misfit(f"column {column!r}: expected text, got {kind(value)}; map another column, or convert it", f"{column} is no text")
     if len(value) > MAX_CHARACTERS:
-        raise ValueError(f"column {column!r}: expected at most {MAX_CHARACTERS} characters, got {len(value)}; split or remove it")
+        message = f"column {column!r}: expected at most {MAX_CHARACTERS} characters, got {len(value)}; split or remove it"
+        raise Misfit(message, f"{column} is too long for any text")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"column {column!r}: expected text, got half a character ({error.reason}); write it again as UTF-8") from error
-    return value.strip()
+        message = f"column {column!r}: expected text, got half a character ({error.reason}); write it again as UTF-8"
+        raise Misfit(message, f"{column} has half a character") from error
+    return (value.replace("\r\n", "\n").replace("\r", "\n") if "\r" in value else value).strip()
+
+
+def not_finite(value: float, column: str) -> Misfit:
+    """NaN, which is what pandas makes of a missing value, or an infinity."""
+    name = "NaN (no value)" if math.isnan(value) else "an infinite number"
+    reason = f"{column} is {'NaN' if math.isnan(value) else 'infinite'}"
+    return Misfit(f"column {column!r}: expected text or a finite number, got {name}; correct or remove the record", reason)
+
+
+def kind(value: Any) -> str:
+    """What a value is, for a message."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return shown(repr(value[:60]), 60)
+    if isinstance(value, bool) or (isinstance(value, int) and value.bit_length() < 64):
+        return f"{type(value).__name__} {value}"
+    return type(value).__name__

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_core.config import DataConfig, SourceConfig
+from rlhf_core.data.dropped import LeftOut
 from rlhf_core.data.samples import Writer
 from rlhf_core.data.schema import SCHEMAS, SLICES_SCHEMA, RowWriter, open_rows, read_batches, slice_rows
 from rlhf_core.data.sources import read_source
@@ -73,7 +74,7 @@ def _lay_aside(
     source: SourceConfig, config: DataConfig, scratch: Path, *, seed: int, writer: Writer | None
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
     """Write all rows of a source, with ids, splits and slices; return the ids by use, of those that have rows, and what was left out."""
-    dropped: Counter[str] = Counter()
+    dropped = LeftOut()
     numbers = {use: array("Q") for use in source.uses}
     ids = {use: Ids(source.name) for use in source.uses}
     with ExitStack() as stack:

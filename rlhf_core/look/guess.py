@@ -92,8 +92,19 @@ def known_as(columns: Columns, formats: Iterable[str]) -> str | None:
 
 def propose(columns: Columns) -> list[Reading]:
     """Every reading whose columns are there, the more specific first; none is tried."""
-    found = [reading for make in _PROPOSALS for reading in make(columns)]
+    found = [_with_earlier(reading, columns) for make in _PROPOSALS for reading in make(columns)]
     return [replace(reading, columns=_mapping(reading)) for reading in found]
+
+
+def _with_earlier(reading: Reading, columns: Columns) -> Reading:
+    """With the columns for what comes before the prompt, which are read only where they are named."""
+    ours = FORMATS[reading.format][1]
+    earlier = [("system", path) for path in ("system", "system_prompt") if path in columns and columns[path].kinds == TEXT][:1]
+    if "history" in columns and columns["history"].kinds == {"list"}:
+        earlier.append(("history", "history"))
+    mapped = {name: path for name, path in earlier if name in ours}
+    why = tuple(f"{path} comes before the prompt" for path in mapped.values())
+    return replace(reading, columns={**reading.columns, **mapped}, why=(*reading.why, *why)) if mapped else reading
 
 
 def _mapping(reading: Reading) -> Mapped:
@@ -131,8 +142,9 @@ def _pairs(columns: Columns) -> Iterator[Reading]:
             yield Reading("preference", {"prompt": prompt, "chosen": chosen, "rejected": rejected}, (*why, f"{prompt} is the prompt"))
         if not prompts:
             reading = Reading("preference", {"chosen": chosen, "rejected": rejected}, why)
-            shared = "beginning of both texts" if texts else "turns of both conversations"
-            yield replace(reading, unsure=(f"no prompt column: the shared {shared} is taken as the prompt; look whether it is one",))
+            shared = "beginning of both texts is" if texts else "turns of both conversations are"
+            unsure = f"no prompt column: the shared {shared} taken as the prompt; look whether that is right"
+            yield replace(reading, unsure=(unsure,), options={"implicit_prompt": True} if texts else {})
 
 
 def _side(columns: Columns, pair: tuple[str, str], end: str) -> tuple[str, str] | None:

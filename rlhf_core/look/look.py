@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import ConfigError, Params, SourceConfig, shown
 from rlhf_core.config.data import FORMATS
+from rlhf_core.data.dropped import Dropped, LeftOut, Misfit
+from rlhf_core.data.files import Found, locate
 from rlhf_core.data.formats import convert
-from rlhf_core.data.messages import Dropped
 from rlhf_core.data.schema import SCHEMAS
-from rlhf_core.data.sources import locate, read_source, records_of
+from rlhf_core.data.sources import read_source, records_of
 from rlhf_core.data.split import conversation_text, split_of
 from rlhf_core.look.columns import Column, columns_of
 from rlhf_core.look.guess import Reading, known_as, left_aside, propose, settle, without_answer
@@ -30,12 +31,10 @@ GUESSED_FROM = 2000  # records, at most
 GUESSED_CHARACTERS = 2**27  # of them, at most
 # Columns at the top that belong to what is said, wherever they are.
 MEANINGFUL = {
-    *("system", "history", "tools", "functions", "input", "context", "instruction", "reasoning_content", "thinking"),
+    *("system", "system_prompt", "history", "tools", "functions", "input", "context", "instruction", "reasoning_content", "thinking"),
     *("response", "output", "completion", "answer"),
 }
 MOSTLY = 0.5  # share of the records that a reading has to take where another takes nearly all
-
-Record = tuple[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Tried:
-    """A reading and what came of it. refused: why it doesn't fit; None: it does. taken, dropped: records of the sample."""
+    """A reading and what came of it. taken: records of the sample. refused: why it doesn't fit; None: it does."""
 
     reading: Reading
     source: SourceConfig
     taken: int
-    dropped: Mapping[str, int]
     refused: str | None
 
 
@@ -72,7 +70,7 @@ class Guess:
 
     known: str | None
     columns: Mapping[str, Column]
-    records: list[Record]
+    records: list[Found]
     whole: bool
     fitting: list[Tried]
     others: list[Tried]
@@ -84,14 +82,12 @@ class Looked:
     """A reading's records as they are trained on, and the counts.
 
     samples: where each record stands, and the sequences or refusals of its rows.
-    read: records that were looked at.
+    dropped: what was left out, and how many records were read.
     """
 
     tried: Tried
     tokenizer: PreTrainedTokenizerBase
-    read: int
-    dropped: Mapping[str, int]
-    examples: Mapping[str, list[tuple[str, str]]]
+    dropped: LeftOut
     samples: list[tuple[str, list[Sequence | str]]]
     counts: Mapping[str, UseCounts]
 
@@ -126,26 +122,26 @@ def place_of(path: str, options: Mapping[str, Any]) -> Place:
     return Place(kind, path, given)
 
 
-def sample_of(place: Place, limit: int) -> tuple[list[Record], bool]:
+def sample_of(place: Place, limit: int) -> tuple[list[Found], bool]:
     """The first records, and whether these are all."""
     anything = place.source("text", ["pretrain"], {}, {})
-    records: list[Record] = []
+    records: list[Found] = []
     characters = 0
-    for where, values in records_of(anything):
+    for record in records_of(anything):
         if len(records) == limit or characters > GUESSED_CHARACTERS:
             return records, False
-        records.append((where, values))
-        characters += len(str(values))
+        records.append(record)
+        characters += len(str(record.values))
     return records, True
 
 
-def guess(place: Place, records: list[Record], *, whole: bool, format_: str | None, columns: Mapping[str, Any]) -> Guess:
+def guess(place: Place, records: list[Found], *, whole: bool, format_: str | None, columns: Mapping[str, Any]) -> Guess:
     """The readings that fit the sample.
 
     Args:
         format_, columns: what the user has chosen, which is tried alone.
     """
-    found = columns_of([values for _, values in records])
+    found = columns_of([record.values for record in records])
     readings = _chosen(propose(found), format_, columns)
     tried = [attempt(place, reading, records) for reading in readings]
     fits = [t for t in tried if t.refused is None]
@@ -165,34 +161,37 @@ def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, 
     if format_ is not None and not fits:
         fits = [Reading(format_, {}, ("you chose the format",))]
     chosen: list[Reading] = []
-    for reading in fits:
+    agreeing = [r for r in fits if all(r.columns.get(ours, ours) == theirs for ours, theirs in columns.items())]
+    for reading in agreeing or fits:
         mapped = replace(reading, columns={**reading.columns, **columns})
         if all(mapped.columns != other.columns or mapped.format != other.format for other in chosen):
             chosen.append(mapped)
     return chosen
 
 
-def attempt(place: Place, reading: Reading, records: list[Record]) -> Tried:
+def attempt(place: Place, reading: Reading, records: list[Found]) -> Tried:
     """Convert the sample as prepare_data would; the uses are those that get rows."""
     try:
         source = place.source(reading.format, FORMATS[reading.format][0], reading.columns, reading.options)
     except ValueError as error:
         raise ConfigError(f"{place.path}: {shown(str(error), 600)}") from error
-    taken, dropped, uses = 0, Counter[str](), Counter[str]()
-    for where, values in records:
+    taken, dropped, uses, refused = 0, LeftOut(), Counter[str](), ""
+    for where, values, note in records:
         try:
             rows = convert(values, source)
         except Dropped as reason:
-            dropped[str(reason)] += 1
+            dropped.add(str(reason), where, values)
             continue
-        except ValueError as error:
-            return Tried(reading, source, taken, dropped, f"{where}: {error}")
+        except Misfit as error:
+            dropped.add(error.reason, where, values)
+            refused = refused or f"{where}: {error}{note}"
+            continue
         taken += 1
         uses.update(use for use, of_use in rows.items() if of_use)
     if not taken:
-        return Tried(reading, source, 0, dropped, f"no record is left: {dict(dropped)}")
+        return Tried(reading, source, 0, refused or dropped.told())
     given = [use for use in source.uses if uses[use]]
-    return Tried(replace(reading, uses=tuple(given)), source.model_copy(update={"uses": given}), taken, dropped, None)
+    return Tried(replace(reading, uses=tuple(given)), source.model_copy(update={"uses": given}), taken, None)
 
 
 def _with_warnings(tried: Tried, columns: Mapping[str, Column]) -> Tried:
@@ -207,7 +206,7 @@ def _with_warnings(tried: Tried, columns: Mapping[str, Column]) -> Tried:
 
 def look(
     tried: Tried,
-    records: Iterable[Record],
+    records: Iterable[Found],
     params: Params,
     tokenizer: PreTrainedTokenizerBase | None,
     *,
@@ -225,15 +224,16 @@ def look(
     from rlhf_core.look.encoded import sequences
     from rlhf_core.models.turns import Unrenderable
 
-    reading = _Reader(tried.source, records, params)
-    rows = iter(reading)
+    dropped = LeftOut()
+    rows = read_source(tried.source, seed=params.seed, dropped=dropped, records=records)
     if tokenizer is None:
         first = list(islice(rows, GUESSED_FROM * 8))
         tokenizer = _own_tokenizer(first, params)
         rows = chain(first, rows)
     counting = Counting(tokenizer, params)
     samples: dict[str, list[Sequence | str]] = {}
-    for where, use, row in rows:
+    for use, row in rows:
+        where = row["origin"]
         if where in samples or len(samples) < show:
             of_record = samples.setdefault(where, [])
             try:
@@ -241,35 +241,15 @@ def look(
             except Unrenderable as error:
                 of_record.append(f"{use}: {error}")
         counting.add(use, row)
-    return Looked(tried, tokenizer, reading.read, reading.dropped, {}, list(samples.items()), counting.done())
+    return Looked(tried, tokenizer, dropped, list(samples.items()), counting.done())
 
 
-class _Reader:
-    """Rows with where their record stands; how many records there were, and why some were left out, is known when the rows are."""
-
-    def __init__(self, source: SourceConfig, records: Iterable[Record], params: Params):
-        self.read = 0
-        self.dropped: Counter[str] = Counter()
-        self._source, self._records, self._params = source, records, params
-        self._where = ""
-
-    def __iter__(self) -> Iterator[tuple[str, str, dict]]:
-        for use, row in read_source(self._source, seed=self._params.seed, dropped=self.dropped, records=self._counted()):
-            yield self._where, use, row
-
-    def _counted(self) -> Iterator[Record]:
-        for where, values in self._records:
-            self.read += 1
-            self._where = where
-            yield where, values
-
-
-def _own_tokenizer(rows: list[tuple[str, str, dict]], params: Params) -> PreTrainedTokenizerBase:
+def _own_tokenizer(rows: list[tuple[str, dict]], params: Params) -> PreTrainedTokenizerBase:
     """Of the training split's texts, use after use, as prepare_data has them."""
     from rlhf_core.models.given import new_tokenizer
 
     data = params.data
     fractions = {name: getattr(data, name) for name in ("validation_fraction", "test_fraction", "promotion_fraction")}
-    in_order = (row for use in SCHEMAS for _, of, row in rows if of == use)
+    in_order = (row for use in SCHEMAS for of, row in rows if of == use)
     texts = ({**row, "split": split_of(row.get("text") or conversation_text(row["messages"]), **fractions)} for row in in_order)
     return new_tokenizer(params.model, texts)

@@ -146,10 +146,11 @@ def _excerpt(parts: list[tuple[str, bool, int, int]]) -> str:
 
 
 def _counts(found: Looked, params: Params) -> Iterator[str]:
-    yield f"{found.read} records read, {sum(found.dropped.values())} left out" + (":" if found.dropped else "")
-    for reason, count in sorted(found.dropped.items(), key=lambda item: -item[1]):
+    dropped = found.dropped
+    yield f"{dropped.read} records read, {dropped.records} left out" + (":" if dropped else "")
+    for reason, count in dropped.most_common():
         yield f"  {count} {shown(reason)}"
-        yield from (f"    {shown(where)}: {shown(text)}" for where, text in found.examples.get(reason, []))
+        yield from (f"    {shown(where)}: {text}" for where, text in dropped.examples.get(reason, []))
     for use, counts in found.counts.items():
         values = counts.values()
         lengths = values["tokens"]
@@ -206,7 +207,8 @@ def _with_found(guess: Guess, found: list[Looked]) -> Iterator[tuple[Tried, Look
 
 def _json_of(found: Looked) -> dict[str, Any]:
     return {
-        "read": found.read,
+        "read": found.dropped.read,
+        "left_out": found.dropped.records,
         "dropped": dict(found.dropped),
         "counts": {use: counts.values() for use, counts in found.counts.items()},
         "samples": [

@@ -59,13 +59,13 @@ def test_preference_as_messages_with_an_implicit_prompt():
     ],
 )
 def test_an_implicit_prompt_is_the_shared_text_up_to_a_whole_word(chosen, rejected, expected):
-    [pair] = convert({"chosen": chosen, "rejected": rejected}, source("preference"))["preference"]
+    [pair] = convert({"chosen": chosen, "rejected": rejected}, source("preference", implicit_prompt=True))["preference"]
     assert (pair["messages"][0]["content"], pair["chosen"], pair["rejected"]) == expected
 
 
 def test_texts_without_a_shared_beginning_are_dropped():
     with pytest.raises(Dropped, match="share no beginning"):
-        convert({"chosen": "yes", "rejected": "no"}, source("preference"))
+        convert({"chosen": "yes", "rejected": "no"}, source("preference", implicit_prompt=True))
 
 
 HH = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: how?\n\nAssistant: "
@@ -178,6 +178,11 @@ def test_half_a_character_is_refused_before_parquet_trips_over_it():
         ({"format": "text", "uses": ["sft"]}, r"format text expects uses among \['pretrain'\], got \['sft'\]"),
         ({"format": "hh", "columns": {"prompt": "p"}}, r"expects columns named \['chosen', 'rejected'\], got \['prompt'\]"),
         ({"format": "hh", "columns": {"chosen": ["a", "b"]}}, "expect one column each"),
+        ({"format": "prompt", "implicit_prompt": True}, "implicit_prompt expects format preference .*, got format prompt"),
+        ({"format": "preference", "implicit_prompt": True, "columns": {"prompt": "q"}}, "implicit_prompt expects .* got a mapped prompt"),
+        ({"format": "prompt", "encoding": "no-such"}, "encoding expects a name such as .*, got 'no-such'"),
+        ({"format": "prompt", "kind": "huggingface", "delimiter": ";"}, "delimiter and encoding expect kind file, got huggingface"),
+        ({"format": "prompt", "delimiter": '"'}, "delimiter expects a character between fields"),
         ({"format": "prompt", "label_pattern": "("}, "label_pattern expects a regular expression"),
     ],
 )

@@ -22,7 +22,7 @@ from gate_pairs import write_slices
 from hostile import NASTY_VALUES, is_clear, mangled
 
 from rlhf_core.config import SourceConfig
-from rlhf_core.data import sources
+from rlhf_core.data import files
 from rlhf_core.data.messages import MAX_CHARACTERS
 from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.sources import Loaded, load_source
@@ -140,12 +140,14 @@ def test_a_quoted_field_that_does_not_end_is_refused(tmp_path):
     assert "expected CSV, got: field larger than field limit" in assert_whole_or_refused(tmp_path / "d.csv")
 
 
-def test_a_text_over_the_limit_is_refused_in_any_kind_of_file(tmp_path):
+def test_a_text_over_the_limit_is_counted_or_refused(tmp_path):
     long = {**PAIR, "chosen": "x" * (MAX_CHARACTERS + 1)}
     pq.write_table(pa.Table.from_pylist([PAIR, long]), tmp_path / "d.parquet")
-    assert f"row 2: column 'chosen': expected at most {MAX_CHARACTERS} characters, got {MAX_CHARACTERS + 1}" in assert_whole_or_refused(
-        tmp_path / "d.parquet"
-    )
+    loaded = load(tmp_path / "d.parquet")
+    assert (len(loaded.rows["preference"]), loaded.dropped) == (1, {"chosen is too long for any text": 1})
+    pq.write_table(pa.Table.from_pylist([long]), tmp_path / "d.parquet")
+    refused = f"row 1: column 'chosen': expected at most {MAX_CHARACTERS} characters, got {MAX_CHARACTERS + 1}"
+    assert refused in assert_whole_or_refused(tmp_path / "d.parquet")
 
 
 def bomb(path: Path, part: bytes, times: int, head: bytes = b"") -> None:
@@ -206,8 +208,8 @@ def repeated(rows: int, characters: int, *, dense: bool = False) -> pa.Table:
 
 def test_a_batch_that_does_not_fit_is_refused_whatever_the_file_says(tmp_path, monkeypatch):
     """As of a file whose figures lie: neither its ratio nor its own sizes stop it."""
-    monkeypatch.setattr(sources, "PARQUET_FREE_BYTES", 2**40)
-    monkeypatch.setattr(sources, "BATCH_BYTES", 2**28)
+    monkeypatch.setattr(files, "PARQUET_FREE_BYTES", 2**40)
+    monkeypatch.setattr(files, "BATCH_BYTES", 2**28)
     pq.write_table(repeated(64, 60_000_000), tmp_path / "d.parquet")
     assert "expected 64 rows of at most 268435456 bytes in memory, got more after 0 rows" in _refusal(tmp_path / "d.parquet")
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY

@@ -140,7 +140,7 @@ def test_csv_marks_are_read_as_true_and_false(tmp_path):
         ({"messages": [ASK, GOOD], "text": "Something else entirely."}, ["messages", "text"]),
         ({"messages": [ASK, GOOD], "instruction": "Add 2 and 3.", "response": "That makes five."}, ["messages", "instruction"]),
         (
-            {"prompt": "2 + 2?", "completions_a": 1, "response": "It is 4.", "output": "It is four, I think."},
+            {"prompt": "2 + 2?", "response": "It is 4.", "answer": "It is four, I think."},
             ["instruction", "instruction"],
         ),
     ],
@@ -171,14 +171,25 @@ def test_marks_and_comparisons_without_a_format_are_told_and_not_passed_over(rec
 
 
 def test_what_a_reading_leaves_aside_is_named(tmp_path):
-    (tried,) = guessed(written(tmp_path, {"prompt": "2?", "chosen": "4", "rejected": "5", "system": "Be kind.", "lang": "en"})).fitting
-    assert any("system is not read" in line for line in tried.reading.unsure)
+    (tried,) = guessed(written(tmp_path, {"prompt": "2?", "chosen": "4", "rejected": "5", "input": "more of it", "lang": "en"})).fitting
+    assert any("input is not read" in line for line in tried.reading.unsure)
     assert "not read: lang" in tried.reading.unsure
 
 
 def test_a_solution_is_learned_and_its_answer_is_the_label(tmp_path):
     (tried,) = guessed(written(tmp_path, {"problem": "2 + 2?", "solution": "2 and 2 make 4.", "answer": "4"})).fitting
     assert dict(tried.source.columns) == {"instruction": "problem", "output": "solution", "label": "answer"}
+
+
+def test_columns_before_the_prompt_are_mapped_since_they_are_read_only_so(tmp_path):
+    record = {"instruction": "And 3?", "output": "It is six.", "system": "Be kind.", "history": [["2 + 2?", "It is 4."]]}
+    (tried,) = guessed(written(tmp_path, record)).fitting
+    assert tried.source.columns == {"system": "system", "history": "history"}
+
+
+def test_texts_without_a_prompt_need_a_word_of_the_user(tmp_path):
+    (tried,) = guessed(written(tmp_path, {"chosen": "The sky is blue.", "rejected": "The sky is green."})).fitting
+    assert tried.source.implicit_prompt and any("beginning of both texts" in line for line in tried.reading.unsure)
 
 
 def test_an_implicit_prompt_is_something_to_look_at(tmp_path):

@@ -1,0 +1,113 @@
+"""What of a source is left out: why, how often, and which records, shown safely."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+from rlhf_core.config import shown
+
+EXAMPLES = 3  # of each reason
+EXCERPT = 200  # characters of a record
+_DEPTH = 6  # of an excerpt
+
+
+class Dropped(Exception):
+    """This record is left out; the message is the reason under which it is counted: a short constant text."""
+
+
+class Misfit(ValueError):
+    """This record doesn't have the source's format. Where no record has, the mapping is wrong; else it is dropped.
+
+    Attributes:
+        reason: under which it is counted: a short constant text.
+    """
+
+    def __init__(self, message: str, reason: str):
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self):
+        return Misfit, (str(self), self.reason)
+
+
+class Example(NamedTuple):
+    """A record that was left out: `where` as in a row's origin, and its beginning."""
+
+    where: str
+    excerpt: str
+
+
+class LeftOut(Counter[str]):
+    """Reason -> how much of a source is left out for it.
+
+    Attributes:
+        read: records so far.
+        records: of them, those that were left out. Some reasons count rows, such as prompts that repeat: they are not in it.
+        examples: reason -> its first records.
+        unmapped: well-known columns that carry meaning and that the source doesn't map -> records that have them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = 0
+        self.records = 0
+        self.examples: dict[str, list[Example]] = {}
+        self.unmapped: Counter[str] = Counter()
+
+    def add(self, reason: str, where: str, values: Mapping[str, Any]) -> None:
+        """Count a record."""
+        self[reason] += 1
+        self.records += 1
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < EXAMPLES:
+            examples.append(Example(shown(where), excerpt(values)))
+
+    def told(self) -> str:
+        """The counts, and the first record, for a message."""
+        first = next((example for examples in self.examples.values() for example in examples), None)
+        return f"left out: {dict(self) or 'nothing'}{f'; the first: {first.where}: {first.excerpt}' if first else ''}"
+
+
+def excerpt(values: Mapping[str, Any]) -> str:
+    """The beginning of a record as JSON, on one line, without what a terminal takes as an order. Long texts and lists cost nothing."""
+    pieces: list[str] = []
+    length = 0
+    for piece in _pieces(values, _DEPTH):
+        pieces.append(piece)
+        length += len(piece)
+        if length > EXCERPT:
+            break
+    return shown("".join(pieces), EXCERPT)
+
+
+def _pieces(value: Any, depth: int) -> Iterator[str]:
+    if isinstance(value, str):
+        yield json.dumps(value[: EXCERPT + 1], ensure_ascii=False)
+    elif isinstance(value, Mapping | list) and not depth:
+        yield "..."
+    elif isinstance(value, Mapping):
+        yield "{"
+        for number, (key, inner) in enumerate(islice(value.items(), EXCERPT)):
+            yield f"{', ' if number else ''}{json.dumps(str(key)[:EXCERPT], ensure_ascii=False)}: "
+            yield from _pieces(inner, depth - 1)
+        yield "}"
+    elif isinstance(value, list):
+        yield "["
+        for number, inner in enumerate(value[:EXCERPT]):
+            yield ", " if number else ""
+            yield from _pieces(inner, depth - 1)
+        yield "]"
+    else:
+        yield _plain(value)
+
+
+def _plain(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a number of many digits"
+    return str(value)[:EXCERPT] if isinstance(value, int | float) else f"({type(value).__name__})"

@@ -1,0 +1,312 @@
+"""Data files, record by record: JSON lines, JSON, tables of text, Parquet; and the limits on what they may hold.
+
+Every error names the file and, where it has one, the line, and what was there instead.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import io
+import itertools
+import json
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlhf_core.config import SourceConfig, shown
+from rlhf_core.data.memory import limited
+from rlhf_core.data.messages import MAX_CHARACTERS
+
+# What no data set has and a hostile file may: see docs/security.md.
+MAX_JSON_BYTES = 2**30  # of a .json file, which is read as a whole
+GZIP_FREE_BYTES = 2**22  # unpacked, before the ratio counts
+MAX_RATIO = 200  # texts shrink to a fifth, a row again and again to a hundredth; zeros to a thousandth
+PARQUET_ROWS = 64  # in memory at once; a text of them may be long
+PARQUET_FREE_BYTES = 2**26  # as GZIP_FREE_BYTES; small tables are mostly what Parquet says of them
+BATCH_BYTES = 2**30  # of memory, for PARQUET_ROWS
+DELIMITERS = (",", ";", "\t", "|")  # that a header is looked at for
+MAX_HEADER_LINES = 100
+
+
+class Found(NamedTuple):
+    """A record. where: its file and line; note: what was assumed in reading it, for errors."""
+
+    where: str
+    values: dict[str, Any]
+    note: str = ""
+
+
+Reader = Callable[[Path, SourceConfig], Iterator[Found]]
+
+
+def locate(path: str) -> Path:
+    """A path relative to the workspace. In a git worktree, one that isn't there is taken relative to the main checkout.
+
+    Runs with overrides work in worktrees under runs/; data that git doesn't track, and paths that leave the checkout
+    such as ../shared/data, are found from there too.
+    """
+    here, link = Path(path), Path(".git")
+    if not here.is_absolute() and not _exists(here) and link.is_file():
+        repository = Path(link.read_text(encoding="utf-8").removeprefix("gitdir:").strip()).parents[1]
+        if _exists(repository.parent / path):
+            return repository.parent / path
+    return here
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something, be it a link to nothing.
+
+    Raises:
+        ValueError: it can't be the path of anything.
+    """
+    try:
+        return os.path.lexists(path) and (path.is_symlink() or path.exists())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{shown(str(path))}: expected a path, got: {shown(str(error))}; correct it") from error
+
+
+def file_records(source: SourceConfig) -> Iterator[Found]:
+    """The records of a file, or of all files of a folder in the order of their names.
+
+    Raises:
+        ValueError, FileNotFoundError: there is no such file, or it can't be read.
+    """
+    path = locate(source.path)
+    if not _exists(path):
+        got = "nothing there; correct the path, relative to the project's folder"
+        raise FileNotFoundError(f"{shown(str(path))}: expected a data file or folder, got {got}")
+    files = sorted(p for p in path.rglob("*") if _reader(p) and not p.is_dir()) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"{path}: expected files that end in {', '.join(_READERS)}, got a folder without any; correct the source's path")
+    for file in files:
+        reader = _reader(file)
+        if reader is None:
+            raise ValueError(f"{file}: expected a name that ends in {', '.join(_READERS)}, got {file.name}; convert or rename it")
+        if not file.is_file():  # a pipe would be waited for, a link to nothing left out
+            got = "something else" if file.exists() else "a link to nothing"
+            raise ValueError(f"{file}: expected a file, got {got}; correct or remove it")
+        name = str(Path(source.path) / file.relative_to(path))  # as in the params, wherever it was found
+        count = 0
+        try:
+            for place, record, note in reader(file, source):
+                count += 1
+                yield Found(f"{name} {place}", record, note)
+        except UnicodeError as error:
+            raise _undecodable(file, source, error, count) from error
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+            raise ValueError(f"{file}: expected a complete gzip file, got: {error}; fetch it again") from error
+        except OSError as error:
+            raise ValueError(f"{file}: expected a readable file, got: {error.strerror}; correct its permissions or its disk") from error
+        if count == 0:
+            raise ValueError(f"{file}: expected at least one record, got an empty file; remove it or correct the source's path")
+
+
+def _undecodable(file: Path, source: SourceConfig, error: UnicodeError, count: int) -> ValueError:
+    what = f"byte {error.object[error.start]:#04x}" if isinstance(error, UnicodeDecodeError) else shown(str(error))
+    with file.open("rb") as raw:
+        likely = "utf-16" if raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "its name, such as cp1252"
+    wanted = "UTF-8" if source.encoding == "utf-8" else source.encoding
+    return ValueError(
+        f"{file}: expected {wanted}, got {what} after about {count} records; convert it to UTF-8, or set the source's encoding to {likely}"
+    )
+
+
+def _reader(path: Path) -> Reader | None:
+    return next((reader for ending, reader in _READERS.items() if path.name.lower().endswith(ending)), None)
+
+
+def _json_lines(path: Path, source: SourceConfig) -> Iterator[Found]:
+    with _open_text(path, source.encoding) as file:
+        for number, line in enumerate(_lines(file, path), start=1):
+            if line.strip():
+                yield Found(f"line {number}", _object(_parse(line, f"{path} line {number}"), f"{path} line {number}"))
+
+
+def _json(path: Path, source: SourceConfig) -> Iterator[Found]:
+    """A JSON file with a list of objects, all of it in memory."""
+    if (size := path.stat().st_size) > MAX_JSON_BYTES:
+        raise ValueError(f"{path}: expected at most {MAX_JSON_BYTES} bytes, got {size}; make it JSON lines, which are read one by one")
+    with _open_text(path, source.encoding) as file:
+        text = file.read()
+    if not text.strip():
+        return
+    records = _parse(text, str(path))
+    if not isinstance(records, list):
+        raise ValueError(f"{path}: expected a list of objects, got {type(records).__name__}; name it .jsonl if it has one object a line")
+    for number, record in enumerate(records, start=1):
+        yield Found(f"record {number}", _object(record, f"{path} record {number}"))
+
+
+def _csv(path: Path, source: SourceConfig) -> Iterator[Found]:
+    """A table with a header; of a .csv file without `delimiter` the header tells which one it has."""
+    csv.field_size_limit(MAX_CHARACTERS)  # the default refuses texts over 131072 characters
+    with _open_text(path, source.encoding, newline="") as file:
+        lines = _lines(file, path)
+        header = _header(lines)
+        delimiter = source.delimiter or ("\t" if path.name.lower().endswith(".tsv") else _delimiter(header, path))
+        note = f"its fields are separated by {_named(delimiter)}; set the source's delimiter if that is wrong"
+        reader = csv.DictReader(itertools.chain(header, lines), delimiter=delimiter, strict=True)
+        try:
+            if twice := [column for column, n in Counter(reader.fieldnames).items() if n > 1]:
+                raise ValueError(f"{path} line 1: expected different columns, got {shown(twice[0])} twice; rename one")
+            for record in reader:
+                if None in record or None in record.values():
+                    fields = sum(v is not None for k, v in record.items() if k is not None) + len(record.get(None, []))
+                    raise ValueError(
+                        f"{path} line {reader.line_num}: expected {len(reader.fieldnames)} fields as in the header, got {fields}; "
+                        f"quote fields that contain {_named(delimiter)}, or set the source's delimiter"
+                    )
+                yield Found(f"line {reader.line_num}", record, note)
+        except csv.Error as error:
+            raise ValueError(f"{path} line {reader.line_num}: expected CSV, got: {error}; correct that line ({note})") from error
+
+
+def _header(lines: Iterator[str]) -> list[str]:
+    """The lines of the header: several where a quoted name has line breaks."""
+    header = list(itertools.islice(lines, 1))
+    while sum(line.count('"') for line in header) % 2 and len(header) < MAX_HEADER_LINES and (more := next(lines, "")):
+        header.append(more)
+    return header
+
+
+def _delimiter(header: list[str], path: Path) -> str:
+    """The one of DELIMITERS that makes the most columns of a header; a comma where none makes several.
+
+    Raises:
+        ValueError: two make as many.
+    """
+    columns = {delimiter: 0 for delimiter in DELIMITERS}
+    for delimiter in DELIMITERS:
+        with suppress(csv.Error, StopIteration):
+            columns[delimiter] = len(next(csv.reader(header, delimiter=delimiter, strict=True)))
+    most = [delimiter for delimiter, number in columns.items() if number == max(columns.values())]
+    if len(most) > 1 and max(columns.values()) > 1:
+        got = f"{columns[most[0]]} of each with {' and '.join(map(_named, most))}"
+        raise ValueError(f"{path} line 1: expected a header with one way to tell its columns, got {got}; set the source's delimiter")
+    return most[0]
+
+
+def _named(delimiter: str) -> str:
+    return "tabs" if delimiter == "\t" else shown(repr(delimiter))
+
+
+def _parquet(path: Path, source: SourceConfig) -> Iterator[Found]:
+    """Rows, a few at a time: a text that is kept once may stand in a million of them, and what a file says of its size may be a lie."""
+    number = unpacked = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            groups = (file.metadata.row_group(group) for group in range(file.num_row_groups))
+            _check_unpacked(path, sum(group.total_byte_size for group in groups))
+            batches = file.iter_batches(batch_size=PARQUET_ROWS)
+            for records in limited((batch.to_pylist() for batch in batches), BATCH_BYTES):
+                unpacked += _characters(records)  # not what Arrow says of the batch: of a text that it keeps once, that is one
+                _check_unpacked(path, unpacked)
+                for record in records:
+                    number += 1
+                    yield Found(f"row {number}", record)
+    except MemoryError as error:
+        got = f"more after {number} rows"
+        raise ValueError(
+            f"{path}: expected {PARQUET_ROWS} rows of at most {BATCH_BYTES} bytes in memory, got {got}; don't use it"
+        ) from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        got = f"{shown(str(error))} after {number} rows"
+        raise ValueError(f"{path}: expected a Parquet file, got: {got}; fetch or convert it again") from error
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in it."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+def _check_unpacked(path: Path, unpacked: int) -> None:
+    """Raises ValueError: a Parquet file holds more than its size allows for."""
+    size = path.stat().st_size
+    if unpacked > max(PARQUET_FREE_BYTES, MAX_RATIO * size):
+        raise ValueError(
+            f"{path}: expected at most {MAX_RATIO} times its size of {size} bytes when unpacked, got more; "
+            "make it JSON lines if that is right"
+        )
+
+
+_READERS: dict[str, Reader] = {
+    ".jsonl": _json_lines,
+    ".jsonl.gz": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".parquet": _parquet,
+}
+
+
+def _open_text(path: Path, encoding: str, newline: str | None = None) -> io.TextIOBase:
+    """Text, plain or gzipped, with or without a byte-order mark."""
+    opener = _Unzipped if path.name.lower().endswith(".gz") else Path.open
+    utf8 = codecs.lookup(encoding).name == "utf-8"
+    return io.TextIOWrapper(opener(path, "rb"), encoding="utf-8-sig" if utf8 else encoding, newline=newline)
+
+
+class _Unzipped(gzip.GzipFile):
+    """What a gzip file unpacks to, as long as that isn't out of all proportion to its size."""
+
+    def __init__(self, path: Path, mode: str):
+        super().__init__(path, mode)
+        self._path, self._size, self._unpacked = path, path.stat().st_size, 0
+
+    def read1(self, size: int = -1) -> bytes:
+        """What the text above asks for.
+
+        Raises:
+            ValueError: it is a bomb.
+        """
+        part = super().read1(size)
+        self._unpacked += len(part)
+        if self._unpacked > max(GZIP_FREE_BYTES, MAX_RATIO * self._size):
+            raise ValueError(
+                f"{self._path}: expected at most {MAX_RATIO} times its size of {self._size} bytes when unpacked, got more; "
+                "unpack it yourself if that is right"
+            )
+        return part
+
+
+def _lines(file: io.TextIOBase, path: Path) -> Iterator[str]:
+    """The lines of a file, none of which may be longer than MAX_CHARACTERS.
+
+    Raises:
+        ValueError: one is.
+    """
+    number = 0
+    while line := file.readline(MAX_CHARACTERS + 1):
+        number += 1
+        if len(line) > MAX_CHARACTERS:
+            raise ValueError(f"{path} line {number}: expected a line of at most {MAX_CHARACTERS} characters, got more; split or remove it")
+        yield line
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f" (line {error.lineno} column {error.colno})" if error.lineno > 1 else f" (column {error.colno})"
+        raise ValueError(f"{where}: expected JSON, got {text[:200].strip()[:60]!r}: {error.msg}{place}; correct it") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets of thousands of levels
+        raise ValueError(f"{where}: expected JSON, got {text[:200].strip()[:60]!r}: {error}; correct it") from error
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(value).__name__}; write one object per record")
+    return value
