@@ -43,15 +43,23 @@ PLAIN = ("text", "content", "document", "story")
 GSM8K = r"####\s*(\S+)"
 FEW_WORDS = 4  # an answer that short may be for training, or only for checking
 MARKS = ("helpfulness", "correctness", "score", "scores", "rating", "reward", "quality", "overall_score", "fine-grained_score")
-SIDES = ("response_a", "response_b", "response1", "response2", "response_1", "response_2", "answer_a", "answer_b")
+SIDES = (
+    ("first", "second"),
+    ("response1", "response2"),
+    ("response_1", "response_2"),
+    ("response_a", "response_b"),
+    ("answer_a", "answer_b"),
+    ("completion_a", "completion_b"),
+)
+COMPARED = ("preference", "overall_preference", "preference_strength")  # numbers below and above 0, as HelpSteer2 and 3 have them
 
 # What other people's data sets are known by: columns that they have, and the format that such data then turns out to have ("": none).
 KNOWN = (
     ("UltraFeedback (binarized)", {"prompt", "prompt_id", "chosen", "rejected", "messages", "score_chosen"}, "preference"),
     ("ORPO-DPO-mix", {"source", "prompt", "chosen", "rejected"}, "preference"),
     ("HelpSteer", {"prompt", "response", "helpfulness", "correctness", "coherence"}, ""),
-    ("HelpSteer2-Preference", {"prompt", "response_1", "response_2", "preference_strength"}, ""),
-    ("HelpSteer3-Preference", {"context", "response1", "response2", "overall_preference"}, ""),
+    ("HelpSteer2-Preference", {"prompt", "response_1", "response_2", "preference_strength"}, "compared"),
+    ("HelpSteer3-Preference", {"context", "response1", "response2", "overall_preference"}, "compared"),
     ("OpenAI's preference files", {"input", "preferred_output", "non_preferred_output"}, "preference"),
     ("TRL's unpaired preference (KTO)", {"prompt", "completion", "label"}, "unpaired"),
     ("TRL's preference", {"prompt", "chosen", "rejected"}, "preference"),
@@ -186,6 +194,18 @@ def _inner(objects: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
     return (texts[0], flags[0]) if texts and flags else None
 
 
+def _compared(columns: Columns) -> Iterator[Reading]:
+    sides = [side for side in SIDES if _side(columns, side, "")]
+    numbers = pick(columns, COMPARED, frozenset({"number"}))
+    for (first, second), number in product(sides[:1], numbers[:1]):
+        why = f"{first} and {second} are two responses, and {number} a number"
+        sure = number in COMPARED[1:]
+        unsure = () if sure else (f"{number} below 0 is read as {first} being better, above 0 as {second}; look whether that is right",)
+        for prompt in pick(columns, PROMPT, TALK):
+            mapped: Mapped = {"prompt": prompt, "first": first, "second": second, "preference": number}
+            yield Reading("compared", mapped, (why,), unsure)
+
+
 def _unpaired(columns: Columns) -> Iterator[Reading]:
     flags = [path for path in pick(columns, GOOD, VALUE) if columns[path].is_flag]
     for prompt, completion, good in product(pick(columns, PROMPT, TALK), pick(columns, COMPLETION, TALK), flags):
@@ -239,6 +259,7 @@ def _plain(columns: Columns) -> Iterator[Reading]:
 _PROPOSALS: tuple[Callable[[Columns], Iterator[Reading]], ...] = (
     _pairs,
     _graded,
+    _compared,
     _unpaired,
     _conversations,
     _instructions,
@@ -246,7 +267,7 @@ _PROPOSALS: tuple[Callable[[Columns], Iterator[Reading]], ...] = (
     _plain,
 )
 # The first of these that a format belongs to speaks for the whole record: what is below reads a part of the same columns.
-_RANK = {"hh": 0, "preference": 0, "graded": 0, "unpaired": 1, "messages": 2, "instruction": 2, "prompt": 3, "text": 2}
+_RANK = {"hh": 0, "preference": 0, "graded": 0, "compared": 0, "unpaired": 1, "messages": 2, "instruction": 2, "prompt": 3, "text": 2}
 
 
 def settle(readings: Sequence[Reading], columns: Columns) -> list[Reading]:
@@ -290,9 +311,9 @@ def left_aside(reading: Reading, columns: Columns) -> list[str]:
 def without_answer(columns: Columns) -> str | None:
     """What to say of data that has responses and marks that none of the formats reads."""
     marks = [name for name in MARKS if name in columns and columns[name].kinds == {"number"} and not columns[name].is_flag]
-    sides = [name for name in SIDES if name in columns]
-    if len(sides) >= 2:
-        return f"{sides[0]} and {sides[1]} are two responses, and which one is better stands in a column that no format reads"
+    sides = [side for side in SIDES if _side(columns, side, "")]
+    if sides:
+        return f"{sides[0][0]} and {sides[0][1]} are two responses, and which one is better stands in a column that no format reads"
     return f"{', '.join(marks)}: numbers that mark a response, which no format reads" if marks else None
 
 

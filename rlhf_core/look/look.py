@@ -150,7 +150,8 @@ def guess(place: Place, records: list[Found], *, whole: bool, format_: str | Non
     kept = settle([t.reading for t in fits], found) if format_ is None else [t.reading for t in fits]
     fitting = [_with_warnings(t, found) for t in fits if t.reading in kept]
     others = [t for t in tried if t.reading not in kept]
-    unreadable = without_answer(found) if not any(t.source.format in ("preference", "hh", "graded", "unpaired") for t in fitting) else None
+    judged = any("preference" in t.source.uses for t in fitting)
+    unreadable = None if judged else without_answer(found)
     known = known_as(found, {t.reading.format for t in fitting})
     return Guess(known, found, records, whole, fitting, others, None if format_ is not None else unreadable)
 

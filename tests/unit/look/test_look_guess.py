@@ -101,6 +101,16 @@ SHAPES = {
         "prompt",
         {"label": "reward_model.ground_truth"},
     ),
+    "helpsteer3": (
+        {"domain": "stem", "context": [ASK], "response1": "It is 5.", "response2": "It is 4.", "overall_preference": 2},
+        "compared",
+        {"prompt": "context", "first": "response1", "second": "response2", "preference": "overall_preference"},
+    ),
+    "helpsteer2": (
+        {"split": "train", "prompt": "2 + 2?", "response_1": "4", "response_2": "5", "preference_strength": -3},
+        "compared",
+        {"first": "response_1", "second": "response_2", "preference": "preference_strength"},
+    ),
     "text": ({"text": "Once upon a time."}, "text", {}),
 }
 
