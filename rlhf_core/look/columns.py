@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 MAX_DEPTH = 4  # of dotted paths
+MOSTLY = 0.6  # share of a column's values
 _FLAGS = ("true", "false", "0", "1")
 _USERS = ("user", "human", "prompter")
 
@@ -16,29 +17,35 @@ _USERS = ("user", "human", "prompter")
 class Column:
     """One column of a sample.
 
-    kinds: text, number, boolean, messages, objects (a list of them), object, list.
+    kinds: how many values are text, number, boolean, messages, objects (a list of them), object or list.
     values: those that are neither null nor empty, in order.
     """
 
     path: str
-    kinds: frozenset[str]
+    kinds: Counter[str]
     values: Sequence[Any]
+
+    def holds(self, kinds: Collection[str]) -> bool:
+        """Whether it has values and most are of these kinds: a few odd ones are records to drop."""
+        return sum(self.kinds[kind] for kind in kinds) > MOSTLY * len(self.values)
+
+    def of(self, *kinds: str) -> list[Any]:
+        """The values of these kinds."""
+        return [value for value in self.values if kind_of(value) in kinds]
 
     @property
     def is_flag(self) -> bool:
-        """Whether every value is true or false, also as 1 or 0 or as text."""
-        return all(
-            isinstance(v, bool) or (isinstance(v, int) and v in (0, 1)) or (isinstance(v, str) and v.strip().lower() in _FLAGS)
-            for v in self.values
-        )
+        """Whether nearly every value is true or false, also as 1 or 0 or as text."""
+        return self.share(lambda v: v in (0, 1) if isinstance(v, bool | int | float) else str(v).strip().lower() in _FLAGS) > 0.9
 
     @property
     def ends_with_user(self) -> bool:
         """Of conversations: whether most wait for an answer."""
-        last = [str(v[-1].get("role", v[-1].get("from"))).lower() in _USERS for v in self.values]
+        talks = self.of("messages")
+        last = [str(talk[-1].get("role") or talk[-1].get("from")).lower() in _USERS for talk in talks]
         return sum(last) * 2 > len(last)
 
-    def share(self, holds) -> float:
+    def share(self, holds: Callable[[Any], bool]) -> float:
         """Share of the values of which `holds` is true."""
         return sum(map(bool, map(holds, self.values))) / max(1, len(self.values))
 
@@ -59,24 +66,24 @@ def kind_of(value: Any) -> str:
 
 def columns_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
     """Columns by path, in the order of their first appearance; an object is a column, and so are its keys."""
-    kinds: dict[str, set[str]] = {}
+    kinds: dict[str, Counter[str]] = {}
     values: dict[str, list[Any]] = {}
     for record in records:
         for path, value in _walk(record, ""):
-            of_path, filled = kinds.setdefault(path, set()), values.setdefault(path, [])
+            of_path, filled = kinds.setdefault(path, Counter()), values.setdefault(path, [])
             if value is None or value == [] or (isinstance(value, str) and not value.strip()):
                 continue
-            of_path.add(kind_of(value))
+            of_path[kind_of(value)] += 1
             filled.append(value)
-    return {path: Column(path, frozenset(kinds[path]), values[path]) for path in kinds}
+    return {path: Column(path, kinds[path], values[path]) for path in kinds}
 
 
 def same_keys(columns: Mapping[str, Column]) -> list[list[str]]:
     """Groups of two and more objects at the top that have the same keys."""
     by_keys: dict[frozenset[str], list[str]] = {}
     for path, column in columns.items():
-        if "." not in path and column.kinds == {"object"}:
-            keys = Counter(key for value in column.values for key in value)
+        if "." not in path and column.holds({"object"}):
+            keys = {key for value in column.values if isinstance(value, Mapping) for key in value}
             by_keys.setdefault(frozenset(keys), []).append(path)
     return [paths for paths in by_keys.values() if len(paths) > 1]
 

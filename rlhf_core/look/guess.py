@@ -6,6 +6,7 @@ readings stand side by side the guess says so and picks none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -107,8 +108,8 @@ def propose(columns: Columns) -> list[Reading]:
 def _with_earlier(reading: Reading, columns: Columns) -> Reading:
     """With the columns for what comes before the prompt, which are read only where they are named."""
     ours = FORMATS[reading.format][1]
-    earlier = [("system", path) for path in ("system", "system_prompt") if path in columns and columns[path].kinds == TEXT][:1]
-    if "history" in columns and columns["history"].kinds == {"list"}:
+    earlier = [("system", path) for path in ("system", "system_prompt") if path in columns and columns[path].holds(TEXT)][:1]
+    if "history" in columns and columns["history"].holds({"list"}):
         earlier.append(("history", "history"))
     mapped = {name: path for name, path in earlier if name in ours}
     why = tuple(f"{path} comes before the prompt" for path in mapped.values())
@@ -126,7 +127,7 @@ def pick(columns: Columns, names: Iterable[str], kinds: frozenset[str]) -> list[
     names = list(names)
 
     def fits(path: str) -> bool:
-        return bool(columns[path].kinds) and columns[path].kinds <= kinds
+        return columns[path].holds(kinds)
 
     if names[0] in columns and fits(names[0]):
         return names[:1]
@@ -137,7 +138,7 @@ def pick(columns: Columns, names: Iterable[str], kinds: frozenset[str]) -> list[
 def _pairs(columns: Columns) -> Iterator[Reading]:
     sides = [side for pair in PAIRS for end in ("", ".messages", ".content", ".value") if (side := _side(columns, pair, end))]
     for chosen, rejected in sides[:1] or _nested_sides(columns):
-        texts = columns[chosen].kinds == TEXT
+        texts = columns[chosen].holds(TEXT)
         if texts and columns[chosen].share(_is_transcript) > 0.5:
             yield Reading("hh", {"chosen": chosen, "rejected": rejected}, ("both texts are transcripts of Human: and Assistant: turns",))
             return
@@ -157,7 +158,7 @@ def _pairs(columns: Columns) -> Iterator[Reading]:
 
 def _side(columns: Columns, pair: tuple[str, str], end: str) -> tuple[str, str] | None:
     names = tuple(f"{side}{end}" for side in pair)
-    fits = all(name in columns and columns[name].kinds and columns[name].kinds <= TALK for name in names)
+    fits = all(name in columns and columns[name].holds(TALK) for name in names)
     return (names[0], names[1]) if fits else None
 
 
@@ -169,12 +170,12 @@ def _nested_sides(columns: Columns) -> list[tuple[str, str]]:
 
 def _graded(columns: Columns) -> Iterator[Reading]:
     for group in same_keys(columns):
-        inner = [_inner(columns[path].values) for path in group]
+        inner = [_inner(columns[path].of("object")) for path in group]
         if inner[0] is not None and all(found == inner[0] for found in inner):
             text, good = inner[0]
             yield from _graded_readings(columns, group, text, good, f"{', '.join(group)} have a text and a mark each")
     for path in pick(columns, COMPLETIONS, frozenset({"objects", "messages"})):
-        inner = _inner([item for value in columns[path].values for item in value])
+        inner = _inner([item for value in columns[path].of("objects", "messages") for item in value])
         if inner is not None:
             yield from _graded_readings(columns, path, *inner, f"{path} holds completions with a text and a mark each")
 
@@ -190,7 +191,7 @@ def _inner(objects: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
     values = {key: [item[key] for item in objects if item.get(key) is not None] for key in keys}
     text_keys = [key for key in (*COMPLETION, "text", "content") if values.get(key)]
     texts = [key for key in text_keys if all(isinstance(v, str) for v in values[key])]
-    flags = [key for key in GOOD if values.get(key) and Column(key, frozenset(), values[key]).is_flag]
+    flags = [key for key in GOOD if values.get(key) and Column(key, Counter(), values[key]).is_flag]
     return (texts[0], flags[0]) if texts and flags else None
 
 
@@ -217,7 +218,7 @@ def _unpaired(columns: Columns) -> Iterator[Reading]:
 def _conversations(columns: Columns) -> Iterator[Reading]:
     for path in pick(columns, TALKS, frozenset({"messages"})):
         if not columns[path].ends_with_user:
-            roles = sorted({str(m.get("role", m.get("from"))) for value in columns[path].values[:200] for m in value})
+            roles = sorted({str(m.get("role", m.get("from"))) for value in columns[path].of("messages")[:200] for m in value})
             yield Reading("messages", {"messages": path}, (f"{path} is a conversation of {', '.join(shown(r, 20) for r in roles[:6])}",))
 
 
@@ -232,7 +233,7 @@ def _instructions(columns: Columns) -> Iterator[Reading]:
         if context := _unlike(pick(columns, CONTEXT, TEXT), instruction, output):
             mapped["input"] = context[0]
         reading = Reading("instruction", mapped, (f"{instruction} is a text and {output} its answer",))
-        if columns[output].share(lambda text: "####" in text) > 0.9:
+        if columns[output].share(lambda text: "####" in str(text)) > 0.9:
             why = (*reading.why, f"{output} ends with #### and the result, which becomes the label")
             yield replace(reading, columns={**mapped, "label": output}, options={"label_pattern": GSM8K}, why=why)
         elif label := _unlike(pick(columns, LABEL, VALUE), instruction, output, *context[:1]):
@@ -287,7 +288,7 @@ def _with_answers(left: list[Reading], readings: Sequence[Reading], columns: Col
     if first.format != "instruction" or "label_pattern" in first.options or "label" in first.columns:
         return left
     output = str(first.columns.get("output", "output"))
-    if output in LABEL and columns[output].share(lambda text: len(text.split()) <= FEW_WORDS) > 0.9:
+    if output in LABEL and columns[output].share(lambda text: len(str(text).split()) <= FEW_WORDS) > 0.9:
         return [*left, *(reading for reading in readings if reading.format == "prompt" and "label" in reading.columns)]
     return left
 
@@ -298,19 +299,21 @@ def _is_derived(reading: Reading, others: Sequence[Reading], columns: Columns) -
         return False
     text = columns[str(reading.columns.get("text", "text"))]
     outputs = [columns[str(r.columns.get("output", "output"))] for r in others if r.format == "instruction"]
-    return any(sum(o in t for t, o in zip(text.values, output.values, strict=False)) > 0.9 * len(output.values) for output in outputs)
+    return any(
+        sum(str(o) in str(t) for t, o in zip(text.values, output.values, strict=False)) > 0.9 * len(output.values) for output in outputs
+    )
 
 
 def left_aside(reading: Reading, columns: Columns) -> list[str]:
     """Paths at the top that the reading doesn't read, with something in them."""
     ours = {*FORMATS[reading.format][1]} - {"system", "history"} - {*reading.columns}
     read = {path.split(".")[0] for path in (*reading.theirs(), *ours)}
-    return [path for path, column in columns.items() if "." not in path and path not in read and column.kinds]
+    return [path for path, column in columns.items() if "." not in path and path not in read and column.values]
 
 
 def without_answer(columns: Columns) -> str | None:
     """What to say of data that has responses and marks that none of the formats reads."""
-    marks = [name for name in MARKS if name in columns and columns[name].kinds == {"number"} and not columns[name].is_flag]
+    marks = [name for name in MARKS if name in columns and columns[name].holds({"number"}) and not columns[name].is_flag]
     sides = [side for side in SIDES if _side(columns, side, "")]
     if sides:
         return f"{sides[0][0]} and {sides[0][1]} are two responses, and which one is better stands in a column that no format reads"
@@ -321,5 +324,5 @@ def _unlike(paths: list[str], *others: str) -> list[str]:
     return [path for path in paths if path not in others]
 
 
-def _is_transcript(text: str) -> bool:
-    return text.lstrip().startswith(("Human:", "Assistant:")) and "Assistant:" in text
+def _is_transcript(text: Any) -> bool:
+    return isinstance(text, str) and text.lstrip().startswith(("Human:", "Assistant:")) and "Assistant:" in text

@@ -10,6 +10,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from rlhf_core.config import ConfigError, Params, SourceConfig, shown
 from rlhf_core.config.data import FORMATS
 from rlhf_core.data.dropped import Dropped, LeftOut, Misfit
@@ -123,15 +125,15 @@ def place_of(path: str, options: Mapping[str, Any]) -> Place:
 
 
 def sample_of(place: Place, limit: int) -> tuple[list[Found], bool]:
-    """The first records, and whether these are all."""
+    """The first records, and whether these are known to be all: nothing behind the limit is read."""
     anything = place.source("text", ["pretrain"], {}, {})
     records: list[Found] = []
     characters = 0
     for record in records_of(anything):
-        if len(records) == limit or characters > GUESSED_CHARACTERS:
-            return records, False
         records.append(record)
         characters += len(str(record.values))
+        if len(records) == limit or characters > GUESSED_CHARACTERS:
+            return records, False
     return records, True
 
 
@@ -164,7 +166,8 @@ def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, 
     chosen: list[Reading] = []
     agreeing = [r for r in fits if all(r.columns.get(ours, ours) == theirs for ours, theirs in columns.items())]
     for reading in agreeing or fits:
-        mapped = replace(reading, columns={**reading.columns, **columns})
+        options = {key: value for key, value in reading.options.items() if key != "implicit_prompt" or "prompt" not in columns}
+        mapped = replace(reading, columns={**reading.columns, **columns}, options=options)
         if all(mapped.columns != other.columns or mapped.format != other.format for other in chosen):
             chosen.append(mapped)
     return chosen
@@ -174,8 +177,8 @@ def attempt(place: Place, reading: Reading, records: list[Found]) -> Tried:
     """Convert the sample as prepare_data would; the uses are those that get rows."""
     try:
         source = place.source(reading.format, FORMATS[reading.format][0], reading.columns, reading.options)
-    except ValueError as error:
-        raise ConfigError(f"{place.path}: {shown(str(error), 600)}") from error
+    except ValidationError as error:
+        raise ConfigError("; ".join(shown(str(e["msg"]), 600).removeprefix("Value error, ") for e in error.errors())) from error
     taken, dropped, uses, refused = 0, LeftOut(), Counter[str](), ""
     for where, values, note in records:
         try:
