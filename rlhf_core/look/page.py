@@ -108,7 +108,7 @@ def _tokens(sequence: Sequence, parts: list[tuple[str, bool, int, int]]) -> Iter
 def _safe(text: str) -> str:
     """Without orders to a terminal, changes of direction and marks like ours; line breaks stay."""
     lines = text.replace(OPEN, "\\u27e6").replace(CLOSE, "\\u27e7").split("\n")
-    return "\n".join(shown(line, len(line)) for line in lines)
+    return "\n".join(shown(line, 10 * len(line)) for line in lines)
 
 
 def _one_line(text: str) -> str:
