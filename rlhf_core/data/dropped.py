@@ -106,8 +106,8 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
 
 
 def _plain(value: Any) -> str:
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool | float):
         return json.dumps(value)
     if isinstance(value, int) and value.bit_length() > 256:
         return "a number of many digits"
-    return str(value)[:EXCERPT] if isinstance(value, int | float) else f"({type(value).__name__})"
+    return str(value) if isinstance(value, int) else f"({type(value).__name__})"

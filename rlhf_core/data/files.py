@@ -111,13 +111,14 @@ def file_records(source: SourceConfig) -> Iterator[Found]:
 
 
 def _undecodable(file: Path, source: SourceConfig, error: UnicodeError, count: int) -> ValueError:
-    what = f"byte {error.object[error.start]:#04x}" if isinstance(error, UnicodeDecodeError) else shown(str(error))
-    with file.open("rb") as raw:
-        likely = "utf-16" if raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "its name, such as cp1252"
+    got, likely = shown(str(error)), "its name, such as cp1252"
+    if isinstance(error, UnicodeDecodeError):
+        there = error.object[error.start : error.start + 2]
+        got = f"byte {there[0]:#04x}"
+        likely = "utf-16" if there in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else likely
     wanted = "UTF-8" if source.encoding == "utf-8" else source.encoding
-    return ValueError(
-        f"{file}: expected {wanted}, got {what} after about {count} records; convert it to UTF-8, or set the source's encoding to {likely}"
-    )
+    todo = f"convert it to UTF-8, or set the source's encoding to {likely}"
+    return ValueError(f"{file}: expected {wanted}, got {got} after about {count} records; {todo}")
 
 
 def _reader(path: Path) -> Reader | None:

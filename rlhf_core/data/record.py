@@ -114,6 +114,8 @@ def _digits(value: Any, column: str) -> str:
 
 def read_boolean(value: Any, column: str) -> bool:
     """True or false, also as 1 or 0, or as their names (CSV has nothing else)."""
+    if value is None:
+        raise Dropped(f"{column} is null")
     named = {"true": True, "1": True, "false": False, "0": False}
     if isinstance(value, int | float) and value in (0, 1):
         return bool(value)

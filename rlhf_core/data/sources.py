@@ -20,6 +20,7 @@ from rlhf_core.data.split import conversation_text, text_key
 DATA_SET_BYTES = 2**32  # of memory, for the library `datasets` to read a row or to convert a file
 MISFITS = 100  # records in a row without the source's format, at its beginning, after which no further one is read
 EMPTY_HANDED = "nothing in it for the source's uses"
+NO_PAIR = "graded records without a pair: all completions are good, or all bad"
 
 log = logging.getLogger("rlhf")
 
@@ -125,6 +126,8 @@ def _converted(records: Iterable[Found], source: SourceConfig, dropped: LeftOut)
         rows = [(use, row) for use in source.uses for row in converted.get(use, [])]
         if not rows:
             dropped.add(EMPTY_HANDED, where, values)
+        elif "preference" in source.uses and not converted.get("preference"):
+            dropped[NO_PAIR] += 1
         yield from ((use, {**row, "origin": where}) for use, row in rows)
     if refused is not None and not fits:
         raise refused

@@ -20,7 +20,8 @@ REPORTED = ("accuracy", "low", "high", "ties", "n")
 
 
 def score_external(config: ExternalPairsConfig, model: LoadedModel, *, confidence: float) -> dict[str, Any]:
-    """An entry of `external` in gate.json. Pairs with a response that is too long for the model are counted and left out.
+    """An entry of `external` in gate.json. Records that are no pair, and pairs with a response that is too long for the model, are
+    counted and left out.
 
     Raises:
         ValueError, FileNotFoundError: the file is missing, or isn't what its columns say.
@@ -33,9 +34,11 @@ def score_external(config: ExternalPairsConfig, model: LoadedModel, *, confidenc
         path=config.path,
         format=config.format,
         columns=dict(config.columns),
+        implicit_prompt=config.implicit_prompt,
         slices={SUBSET: config.subset} if config.subset is not None else {},
     )
-    rows = load_source(source, seed=0).rows["preference"]
+    loaded = load_source(source, seed=0)
+    rows = loaded.rows["preference"]
     chosen, rejected = (model.score_texts([(row["messages"], row[side]) for row in rows]) for side in ("chosen", "rejected"))
     known = np.isfinite(chosen) & np.isfinite(rejected)
     points = pair_points(chosen[known], rejected[known])
@@ -55,6 +58,7 @@ def score_external(config: ExternalPairsConfig, model: LoadedModel, *, confidenc
         "sha256": _sha256(locate(config.path)),
         **overall,
         "not_scored": int((~known).sum()),
+        "left_out": dict(sorted(loaded.dropped.items())),
         "threshold": config.min_accuracy,
         "subsets": by_subset if config.subset is not None else [],
     }

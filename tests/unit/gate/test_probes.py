@@ -95,6 +95,7 @@ def test_external_pairs_by_subset(model, tmp_path):
         {"question": messages[0]["content"], "good": a, "bad": b, "kind": "x"},
         {"question": messages[0]["content"], "good": b, "bad": a, "kind": "y"},
         {"question": messages[0]["content"], "good": "1 " * 80, "bad": a, "kind": "y"},
+        {"question": None, "good": a, "bad": b, "kind": "y"},
     ]
     (tmp_path / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = ExternalPairsConfig(
@@ -107,6 +108,7 @@ def test_external_pairs_by_subset(model, tmp_path):
     )
     found = score_external(config, model, confidence=0.95)
     assert (found["accuracy"], found["n"], found["prompts"], found["not_scored"], found["threshold"]) == (0.5, 2, 1, 1, 0.9)
+    assert found["left_out"] == {"prompt is null": 1}
     first = float(model.score_texts([TEXTS[0]])[0] > model.score_texts([TEXTS[1]])[0])
     assert [(s["subset"], s["accuracy"], s["n"]) for s in found["subsets"]] == [("x", first, 1), ("y", 1 - first, 1)]
     assert found["sha256"] == sha256((tmp_path / "bench.jsonl").read_bytes()).hexdigest()
