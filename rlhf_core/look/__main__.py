@@ -18,11 +18,12 @@ from rlhf_core.config.data import DataFormat
 from rlhf_core.data.sources import records_of
 from rlhf_core.look import page, yaml
 from rlhf_core.look.look import GUESSED_FROM, Guess, Looked, Tried, guess, look, place_of, sample_of
+from rlhf_core.quiet import be_quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-UNDECIDED = 2
+UNDECIDED, INTERRUPTED = 2, 130
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,6 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
         stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode still shows what is there
     try:
         return run(given)
+    except BrokenPipeError:  # whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except (ConfigError, ValueError, OSError) as error:
         print(f"look: {error}", file=sys.stderr)
         return UNDECIDED
@@ -44,6 +50,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--columns", nargs="+", default=[], metavar="OURS=THEIRS", help="instead of the guess, e.g. prompt=question")
     parser.add_argument("--subset", help="of a Hugging Face data set")
     parser.add_argument("--split", dest="dataset_split", help="of a Hugging Face data set (train)")
+    parser.add_argument("--delimiter", metavar="CHARACTER", help="of a CSV file, instead of what its header tells")
+    parser.add_argument("--encoding", metavar="NAME", help="of text files (utf-8)")
     parser.add_argument("--records", type=_positive, default=GUESSED_FROM, metavar="N", help=f"read the first N records ({GUESSED_FROM})")
     parser.add_argument("--all", action="store_true", help="read all records")
     parser.add_argument("--show", type=_positive, default=3, metavar="N", help="show the first N records (3)")
@@ -62,7 +70,7 @@ def _positive(text: str) -> int:
 
 
 def run(given: argparse.Namespace) -> int:
-    place = place_of(given.path, {"subset": given.subset, "dataset_split": given.dataset_split})
+    place = place_of(given.path, {key: getattr(given, key) for key in ("subset", "dataset_split", "delimiter", "encoding")})
     records, whole = sample_of(place, given.records)
     found = guess(place, records, whole=whole, format_=given.format, columns=columns(given.columns))
     decided = len(found.fitting) == 1 and found.unreadable is None
@@ -122,4 +130,5 @@ def _look(tried: Tried, found: Guess, params: Params, tokenizer: PreTrainedToken
 
 
 if __name__ == "__main__":
+    be_quiet()
     sys.exit(main())

@@ -36,6 +36,7 @@ MEANINGFUL = {
     *("system", "system_prompt", "history", "tools", "functions", "input", "context", "instruction", "reasoning_content", "thinking"),
     *("response", "output", "completion", "answer"),
 }
+MANY = 0.1  # share of the records, which a reading has to leave out for it to be doubtful
 MOSTLY = 0.5  # share of the records that a reading has to take where another takes nearly all
 
 
@@ -121,6 +122,9 @@ def place_of(path: str, options: Mapping[str, Any]) -> Place:
     else:
         kind = "huggingface"
     given = {key: value for key, value in options.items() if value is not None}
+    of_other = ("subset", "dataset_split") if kind == "file" else ("delimiter", "encoding")
+    if wrong := [key for key in of_other if key in given]:
+        raise ValueError(f"{shown(path)}: expected no {wrong[0]} of kind {kind}, got {shown(given[wrong[0]])}; take it out")
     return Place(kind, path, given)
 
 
@@ -160,6 +164,9 @@ def guess(place: Place, records: list[Found], *, whole: bool, format_: str | Non
 
 def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, Any]) -> list[Reading]:
     """With what the user chose: the format, and their columns for the ones they named."""
+    known = {name for of in ([format_] if format_ else FORMATS) for name in FORMATS[of][1]}
+    if unknown := sorted(set(columns) - known):
+        raise ConfigError(f"--columns: expected names among {sorted(known)}, got {shown(unknown[0])}; map ours to theirs")
     fits = [r for r in readings if format_ in (None, r.format) and set(columns) <= set(FORMATS[r.format][1])]
     if format_ is not None and not fits:
         fits = [Reading(format_, {}, ("you chose the format",))]
@@ -195,6 +202,9 @@ def attempt(place: Place, reading: Reading, records: list[Found]) -> Tried:
     if not taken:
         return Tried(reading, source, 0, refused or dropped.told())
     given = [use for use in source.uses if uses[use]]
+    if dropped.records > MANY * len(records):
+        unsure = f"{dropped.records} of {len(records)} records are left out, most often since: {shown(dropped.most_common(1)[0][0])}"
+        reading = replace(reading, unsure=(*reading.unsure, unsure))
     return Tried(replace(reading, uses=tuple(given)), source.model_copy(update={"uses": given}), taken, None)
 
 

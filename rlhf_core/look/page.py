@@ -86,7 +86,7 @@ def _record(sequences: list[Sequence | str], found: Looked, max_length: int, *, 
         ]
         lines = _marked([(text, trained) for text, trained, _, _ in parts], colour).split("\n")
         lines[0] = (f"[prompt as in {same}] " if same else "") + lines[0]
-        yield from (f"    | {line}" for line in lines)
+        yield from (f"    | {line}".rstrip() for line in lines)
         yield from _tokens(sequence, parts) if every_token else [f"    tokens {_excerpt(parts)}"] if parts else []
     if len(sequences) > MAX_SEQUENCES:
         yield f"  and {len(sequences) - MAX_SEQUENCES} more of this record"

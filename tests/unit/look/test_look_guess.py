@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlhf_core.config import ConfigError
 from rlhf_core.look.look import Guess, guess, place_of, sample_of
 
 ASK = {"role": "user", "content": "What is 2 + 2?"}
@@ -220,3 +221,23 @@ def test_a_path_with_nothing_there_is_no_hub_name(path):
 
 def test_a_name_is_one_on_the_hub():
     assert place_of("HuggingFaceH4/ultrafeedback_binarized", {"dataset_split": "train_prefs"}).kind == "huggingface"
+
+
+def test_a_reading_that_leaves_much_out_says_so(tmp_path):
+    pair, other = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, {"question": "3?", "answer": "It is three, as it was."}
+    (tried,) = guessed(written(tmp_path, pair, pair, pair, other)).fitting
+    assert tried.source.format == "preference"
+    assert "1 of 4 records are left out, most often since: no column chosen" in tried.reading.unsure
+
+
+@pytest.mark.parametrize(("options", "path"), [({"subset": "main"}, "here.jsonl"), ({"delimiter": ";"}, "owner/name")])
+def test_an_option_of_the_other_kind_is_refused(options, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, {"a": "b"}, name="here.jsonl")
+    with pytest.raises(ValueError, match=f"expected no {next(iter(options))} of kind"):
+        place_of(path, options)
+
+
+def test_columns_that_no_format_has_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="expected names among"):
+        guessed(written(tmp_path, {"a": "b"}), prompts="a")
