@@ -15,17 +15,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.config import DataConfig, ModelConfig, Params
+from rlhf_core.config import DataConfig, Params
 from rlhf_core.data.judge import find_judge
 from rlhf_core.data.mixing import Mixed, mix
 from rlhf_core.data.samples import Writer
 from rlhf_core.data.schema import SPLITS, WIDE_MESSAGES, open_rows, read_batches
+from rlhf_core.models.given import TEXTS, given_tokenizer, new_tokenizer
 from tasks.stage import METRICS, PLOTS, PREPARED, TOKENIZER, Stage, publish, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEXTS = ("text", "response", "chosen", "rejected")  # columns
 MAX_BINS = 48  # of a histogram of lengths
 LENGTH_COLUMNS = ("use", "column", "low", "high", "texts")
 
@@ -42,7 +42,7 @@ def main() -> None:
         tokenizer = given_tokenizer(params.model)
         mixed = mix(params.data, aside, scratch=sources, seed=params.seed, writer=own_writer(params, tokenizer))
         shutil.rmtree(sources, ignore_errors=True)
-        tokenizer = tokenizer or new_tokenizer(params.model, aside, mixed.uses)
+        tokenizer = tokenizer or new_tokenizer(params.model, _all_rows(aside, mixed.uses))
         if params.model.path is not None or any(has_wide_messages(aside, use) for use in mixed.uses):
             mixed = leave_out_unrenderable(aside, mixed, tokenizer, limit=params.data.max_unrenderable_fraction)
         write_json(aside / "sources.json", describe_sources(params.data, mixed))
@@ -74,26 +74,6 @@ def check_judges(config: DataConfig) -> None:
                 raise ValueError(f"source {source.name}: {error}") from error
 
 
-def given_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the model at `config.path`, which is looked at before any data is; None: there is no such model."""
-    from rlhf_core.models.folder import check_model_folder, locate_model
-    from rlhf_core.models.template import named_template
-    from rlhf_core.models.tokenizer import load_tokenizer, use_all_cores
-
-    use_all_cores()
-    if config.path is None:
-        return None
-    path, wanted = locate_model(config.path), config.chat_template
-    check_model_folder(path)
-    return load_tokenizer(
-        path,
-        trust_remote_code=config.trust_remote_code,
-        chat_template=None if wanted is None else named_template(wanted),
-        template_date=config.template_date,
-        template_options=config.template_options,
-    )
-
-
 def own_writer(params: Params, tokenizer: PreTrainedTokenizerBase | None) -> Writer | None:
     """The model at `model.path`, where a source is made of its samples."""
     if all(source.kind != "samples" for source in params.data.sources):
@@ -102,15 +82,6 @@ def own_writer(params: Params, tokenizer: PreTrainedTokenizerBase | None) -> Wri
     from rlhf_core.trainers.own_samples import ModelWriter
 
     return ModelWriter(locate_model(params.model.path), tokenizer, params.model, seed=params.seed)
-
-
-def new_tokenizer(config: ModelConfig, folder: Path, uses: list[str]) -> PreTrainedTokenizerBase:
-    """One that is trained on the texts of the training split."""
-    from rlhf_core.models.tokenizer import build_tokenizer
-
-    rows = (row for use in uses for part in _rows(folder, use) for row in part)
-    texts = (text for row in rows if row["split"] == "train" for text in _texts(row))
-    return build_tokenizer(texts, vocab_size=config.architecture.vocab_size)
 
 
 def has_wide_messages(folder: Path, use: str) -> bool:
@@ -137,9 +108,8 @@ def _rows(folder: Path, use: str) -> Iterator[list[dict]]:
     return (batch.to_pylist() for batch in read_batches(open_rows(folder / f"{use}.parquet")))
 
 
-def _texts(row: dict) -> Iterator[str]:
-    yield from (message["content"] for message in row.get("messages", []))
-    yield from (row[column] for column in TEXTS if row.get(column))
+def _all_rows(folder: Path, uses: list[str]) -> Iterator[dict]:
+    return (row for use in uses for part in _rows(folder, use) for row in part)
 
 
 def describe_sources(config: DataConfig, mixed: Mixed) -> dict[str, Any]:

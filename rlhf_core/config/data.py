@@ -49,6 +49,7 @@ DataFormat = Literal[
     "messages",  # one column with a conversation whose last message is the assistant's
     "unpaired",  # prompt, completion, boolean label
     "graded",  # prompt and several completions, each marked good or bad: every good one against every bad one
+    "compared",  # prompt, first and second response, and a number: below 0 the first is preferred, above 0 the second
     "prompt",  # prompt and, for verifiable tasks, label
     "text",  # plain text for pretraining
 ]
@@ -62,6 +63,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "messages": (("sft", "prompt"), ("messages", "label", "system")),
     "unpaired": (("sft", "preference", "prompt"), ("prompt", "completion", "label", "system")),
     "graded": (("sft", "preference", "prompt"), ("prompt", "completions", "completion", "good", "system")),
+    "compared": (("sft", "preference", "prompt"), ("prompt", "first", "second", "preference", "system")),
     "prompt": (("prompt",), ("prompt", "label", "system")),
     "text": (("pretrain",), ("text",)),
 }

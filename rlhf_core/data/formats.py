@@ -1,4 +1,4 @@
-"""Records of other people's data sets, in eight formats, as rows of the canonical schema.
+"""Records of other people's data sets, in nine formats, as rows of the canonical schema.
 
 A converter takes one record and returns its rows per use: all of its texts, none made up. Else it raises `Dropped`, with the reason under
 which the record is counted, or `Misfit` where it doesn't have the format at all.
@@ -16,7 +16,7 @@ from typing import Any
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.data.dropped import Dropped, Misfit
 from rlhf_core.data.messages import ROLES, in_order, kind, read_messages, read_text
-from rlhf_core.data.record import Record, read_boolean, read_scalar
+from rlhf_core.data.record import Record, read_boolean, read_number, read_scalar
 from rlhf_core.data.schema import Message, extras
 
 Rows = dict[str, list[dict]]  # use -> rows without id, source and split
@@ -123,6 +123,16 @@ def _graded(record: Record) -> Rows:
     )
 
 
+def _compared(record: Record) -> Rows:
+    """Two responses and a number: below 0 the first one is better, above 0 the second one."""
+    preference = read_number(record.get("preference"), "preference")
+    if preference == 0:
+        raise Dropped("neither response is preferred")
+    first, second = (_side(record.get(name), name) for name in ("first", "second"))
+    chosen, rejected = (first, second) if preference < 0 else (second, first)
+    return _with_answers(record, record.prompt(), chosen, rejected)
+
+
 def _prompt_only(record: Record) -> Rows:
     return _with_prompt(_prompt(record, record.prompt()), record.label())
 
@@ -138,6 +148,7 @@ _CONVERTERS: dict[str, Callable[[Record], Rows]] = {
     "messages": _one_conversation,
     "unpaired": _unpaired,
     "graded": _graded,
+    "compared": _compared,
     "prompt": _prompt_only,
     "text": _plain_text,
 }

@@ -128,3 +128,23 @@ def read_boolean(value: Any, column: str) -> bool:
         got = str(value) if isinstance(value, float) else kind(value)
         raise Misfit(f"column {column!r}: expected true or false, got {got}; convert it first", f"{column} is neither true nor false")
     return named[key]
+
+
+def read_number(value: Any, column: str) -> float:
+    """A finite number, also as text (CSV has nothing else).
+
+    Raises:
+        Dropped: it is null.
+        Misfit: it is no such number.
+    """
+    if value is None:
+        raise Dropped(f"{column} is null")
+    try:
+        number = float(read_scalar(value, column))
+    except ValueError as error:
+        if isinstance(error, Misfit):
+            raise
+        raise Misfit(f"column {column!r}: expected a number, got {kind(value)}; map another column", f"{column} is no number") from error
+    if not math.isfinite(number):
+        raise Misfit(f"column {column!r}: expected a finite number, got {kind(value)}; map another column", f"{column} is no number")
+    return number

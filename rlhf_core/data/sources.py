@@ -47,7 +47,19 @@ def load_source(source: SourceConfig, *, seed: int) -> Loaded:
     return Loaded(rows, dropped)
 
 
-def read_source(source: SourceConfig, *, seed: int, dropped: LeftOut, writer: Writer | None = None) -> Iterator[tuple[str, dict]]:
+def records_of(source: SourceConfig) -> Iterator[Found]:
+    """Of a source of kind file or huggingface. Raises what `read_source` does."""
+    return file_records(source) if source.kind == "file" else _hub_records(source)
+
+
+def read_source(
+    source: SourceConfig,
+    *,
+    seed: int,
+    dropped: LeftOut,
+    writer: Writer | None = None,
+    records: Iterable[Found] | None = None,
+) -> Iterator[tuple[str, dict]]:
     """Use and row, one after the other, for the uses the source is declared for; of its prompts a hash of each stays in memory.
 
     Rows of files and data sets have their `origin`: the file, named as in the params, and the line.
@@ -55,6 +67,7 @@ def read_source(source: SourceConfig, *, seed: int, dropped: LeftOut, writer: Wr
     Args:
         dropped: counts, by reason, the records that are left out; complete after the last row.
         writer: the model whose samples a source of kind samples is made of.
+        records: instead of all of `records_of`.
     Raises:
         ValueError: a file, a line or a column is not what the source says, or (after the last row) there is nothing for one of the uses.
         FileNotFoundError: the path doesn't exist.
@@ -65,7 +78,7 @@ def read_source(source: SourceConfig, *, seed: int, dropped: LeftOut, writer: Wr
     if source.kind == "samples":
         rows = sample_rows(source, seed=seed, writer=writer, dropped=dropped)
     else:
-        rows = _converted(file_records(source) if source.kind == "file" else _hub_records(source), source, dropped)
+        rows = _converted(records_of(source) if records is None else records, source, dropped)
     prompts: set[bytes] = set()
     given: Counter[str] = Counter()
     repeated = 0

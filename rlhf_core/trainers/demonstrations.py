@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 from rlhf_core.data.schema import Message
 from rlhf_core.models.tokenizer import encode_turn
-from rlhf_core.models.wrappers import TokenBatch, collate_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlhf_core.models.wrappers import TokenBatch
 
 TrainOn = Literal["last_turn", "all_turns"]
 
@@ -62,6 +63,8 @@ def encode_texts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_le
 
 def collate_demonstrations(examples: list[Demonstration], *, pad_id: int) -> TokenBatch:
     """Padded, with the trained tokens selected."""
+    from rlhf_core.models.wrappers import collate_tokens  # torch, which a look at the data does without
+
     batch = collate_tokens([e.ids for e in examples], [e.start for e in examples], pad_id=pad_id)
     for row, example in enumerate(examples):
         for first, end in example.skipped:

@@ -1,0 +1,134 @@
+"""Look at data before anything runs: python -m rlhf_core.look PATH_OR_HUB_NAME [--model MODEL] [--format FORMAT] [--yaml-only] [--json].
+
+Guesses the format, shows records as they will be trained on, counts what is left out and what validate_data would object to, and prints
+the YAML for `data.sources`. Ends with 0; with 2 where nothing fits, where several readings do, or where the data can't be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from rlhf_core.config import ConfigError, Params, load_params
+from rlhf_core.config.data import DataFormat
+from rlhf_core.data.sources import records_of
+from rlhf_core.look import page, yaml
+from rlhf_core.look.look import GUESSED_FROM, Guess, Looked, Tried, guess, look, place_of, sample_of
+from rlhf_core.quiet import be_quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+UNDECIDED, INTERRUPTED = 2, 130
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode still shows what is there
+    try:
+        return run(given)
+    except BrokenPipeError:  # whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (ConfigError, ValueError, OSError) as error:
+        print(f"look: {error}", file=sys.stderr)
+        return UNDECIDED
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m rlhf_core.look", description="Look at data before anything runs.")
+    parser.add_argument("path", metavar="PATH_OR_HUB_NAME", help="a file, a folder, or the name of a Hugging Face data set")
+    parser.add_argument("--model", metavar="MODEL", help="instead of model.path: folder or name whose tokenizer and template are used")
+    parser.add_argument("--format", choices=get_args(DataFormat), help="instead of the guess")
+    parser.add_argument("--columns", nargs="+", default=[], metavar="OURS=THEIRS", help="instead of the guess, e.g. prompt=question")
+    parser.add_argument("--subset", help="of a Hugging Face data set")
+    parser.add_argument("--split", dest="dataset_split", help="of a Hugging Face data set (train)")
+    parser.add_argument("--delimiter", metavar="CHARACTER", help="of a CSV file, instead of what its header tells")
+    parser.add_argument("--encoding", metavar="NAME", help="of text files (utf-8)")
+    parser.add_argument("--records", type=_positive, default=GUESSED_FROM, metavar="N", help=f"read the first N records ({GUESSED_FROM})")
+    parser.add_argument("--all", action="store_true", help="read all records")
+    parser.add_argument("--show", type=_positive, default=3, metavar="N", help="show the first N records (3)")
+    parser.add_argument("--tokens", action="store_true", help="list every token with its id")
+    parser.add_argument("--params", default="params.yaml", metavar="FILE", help="whose model, sft and validation sections count")
+    parser.add_argument("--yaml-only", action="store_true", help="print the YAML for data.sources and nothing else")
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
+    return number
+
+
+def run(given: argparse.Namespace) -> int:
+    place = place_of(given.path, {key: getattr(given, key) for key in ("subset", "dataset_split", "delimiter", "encoding")})
+    records, whole = sample_of(place, given.records)
+    found = guess(place, records, whole=whole, format_=given.format, columns=columns(given.columns))
+    decided = len(found.fitting) == 1 and found.unreadable is None
+    if given.yaml_only:
+        print(yaml.lines(found.fitting[0].source) if decided else "\n".join(page.guessed(found, given.path)), file=_out(decided))
+        return 0 if decided else UNDECIDED
+    params = _with_model(load_params(Path(given.params)), given.model)
+    tokenizer = _tokenizer(params) if found.fitting else None
+    looked = (_look(tried, found, params, tokenizer, given) for tried in found.fitting)
+    if given.json:
+        print(json.dumps(page.as_json(found, list(looked), params), indent=2))
+        return 0 if decided else UNDECIDED
+    print("\n".join(page.guessed(found, given.path)))
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    for number, of_reading in enumerate(looked, start=1):
+        if not decided:
+            print(f"\n--- reading {number}: {of_reading.tried.reading.format} ---")
+        print("\n".join(page.looked(of_reading, params, colour=colour, every_token=given.tokens)))
+        print(f"\n{yaml.lines(of_reading.tried.source)}")
+    return 0 if decided else UNDECIDED
+
+
+def _out(decided: bool) -> Any:
+    return sys.stdout if decided else sys.stderr
+
+
+def columns(pairs: list[str]) -> dict[str, Any]:
+    """`prompt=question` and, of several, `completions=a,b`.
+
+    Raises:
+        ConfigError: one has no `=`.
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        ours, equals, theirs = pair.partition("=")
+        if not (ours and equals and theirs):
+            raise ConfigError(f"--columns {pair}: expected OURS=THEIRS, got no {'=' if not equals else 'name'}; write prompt=question")
+        found[ours] = theirs.split(",") if ours == "completions" and "," in theirs else theirs
+    return found
+
+
+def _with_model(params: Params, model: str | None) -> Params:
+    if model is None:
+        return params
+    return params.model_copy(update={"model": params.model.model_copy(update={"path": model})})
+
+
+def _tokenizer(params: Params) -> PreTrainedTokenizerBase | None:
+    from rlhf_core.models.given import given_tokenizer
+
+    return given_tokenizer(params.model)
+
+
+def _look(tried: Tried, found: Guess, params: Params, tokenizer: PreTrainedTokenizerBase | None, given: argparse.Namespace) -> Looked:
+    records = records_of(tried.source) if given.all and not found.whole else iter(found.records)
+    return look(tried, records, params, tokenizer, show=given.show)
+
+
+if __name__ == "__main__":
+    be_quiet()
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""What of a source's rows validate_data would object to, counted part by part; the measures are those of the stage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config import Params
+from rlhf_core.data.split import text_key
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from transformers import PreTrainedTokenizerBase
+
+ROWS_AT_ONCE = 4096
+
+
+@dataclass
+class UseCounts:
+    """Of the rows of one use.
+
+    found: kind of objection -> rows. lengths: tokens of the longest sequence of a row -> rows.
+    pairs: of a pair's key, how many rows prefer it so, by the preferred text.
+    """
+
+    use: str
+    rows: int = 0
+    found: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)
+    pairs: dict[bytes, Counter[bytes]] = field(default_factory=dict)
+
+    def add(self, rows: list[dict], tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+        from rlhf_core.data.measures import TEXT_COLUMNS, measure
+
+        frame = measure(self.use, [{"id": "", "source": "", "split": "", **row} for row in rows], tokenizer)
+        self.rows += len(frame)
+        tokens = frame["tokens"].dropna()
+        self.lengths.update(int(t) for t in tokens)
+        self.found["too_long"] += int((tokens > max_length).sum())
+        texts = [*TEXT_COLUMNS[self.use], *([] if self.use == "pretrain" else ["shortest_message"])]
+        empty = [frame[text].notna() & ~frame[text].str.contains(r"\S", na=False) for text in texts]
+        self.found["empty"] += int(sum(empty).gt(0).sum()) if empty else 0
+        if self.use != "pretrain":
+            self._add_templates(frame)
+        if self.use == "preference":
+            self._add_pairs(frame)
+
+    def _add_templates(self, frame: pd.DataFrame) -> None:
+        from rlhf_core.data.measures import ROLE_ORDER
+
+        self.found["roles out of order"] += int((~frame["roles"].str.match(ROLE_ORDER).eq(True)).sum())
+        self.found["refused by the template"] += int(frame["template_error"].notna().sum())
+
+    def _add_pairs(self, frame: pd.DataFrame) -> None:
+        both = frame["chosen"].notna() & frame["rejected"].notna()
+        self.found["identical"] += int((both & (frame["chosen"].str.strip() == frame["rejected"].str.strip())).sum())
+        self.found["chosen is longer"] += int(frame["chosen_is_longer"].eq(1).sum())
+        self.found["pairs"] += int(both.sum())
+        for pair, preference in zip(frame["pair"], frame["preference"], strict=True):
+            if isinstance(pair, str) and isinstance(preference, str):
+                self.pairs.setdefault(text_key(pair), Counter())[text_key(preference)] += 1
+
+    def objections(self) -> dict[str, int]:
+        """Kind -> rows, of those that there are."""
+        agree = self.pairs.values()
+        found = Counter({kind: n for kind, n in self.found.items() if kind not in ("chosen is longer", "pairs")})
+        found["contradictory"] = sum(of_pair.total() for of_pair in agree if len(of_pair) > 1)
+        found["duplicate"] = sum(n for of_pair in agree for n in of_pair.values() if n > 1)
+        return {kind: n for kind, n in found.items() if n}
+
+    def quantile(self, share: float) -> int:
+        """Tokens that so large a share of the rows doesn't exceed; 0: there is no row."""
+        left = share * self.lengths.total()
+        for tokens, rows in sorted(self.lengths.items()):
+            left -= rows
+            if left <= 0:
+                return tokens
+        return 0
+
+    def values(self) -> dict[str, Any]:
+        lengths = {"median": self.quantile(0.5), "0.95": self.quantile(0.95), "longest": max(self.lengths, default=0)}
+        shares = {"chosen_is_longer": self.found["chosen is longer"], "pairs": self.found["pairs"]} if self.use == "preference" else {}
+        return {"rows": self.rows, "tokens": lengths, **shares, "objections": self.objections()}
+
+
+class Counting:
+    """Rows by use as they come, counted a few thousand at a time."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: Params):
+        self._tokenizer, self._params = tokenizer, params
+        self._waiting: dict[str, list[dict]] = {}
+        self._counts: dict[str, UseCounts] = {}
+
+    def add(self, use: str, row: dict) -> None:
+        waiting = self._waiting.setdefault(use, [])
+        waiting.append(row)
+        if len(waiting) >= ROWS_AT_ONCE:
+            self._flush(use)
+
+    def done(self) -> dict[str, UseCounts]:
+        for use in list(self._waiting):
+            self._flush(use)
+        return self._counts
+
+    def _flush(self, use: str) -> None:
+        rows, self._waiting[use] = self._waiting[use], []
+        if rows:
+            self._counts.setdefault(use, UseCounts(use)).add(rows, self._tokenizer, self._params.model.max_length)

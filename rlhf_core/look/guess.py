@@ -1,0 +1,328 @@
+"""Which of the formats a sample of records has: every reading that converts, with why, and what nobody can tell from the data.
+
+A reading is proposed by the names and kinds of columns and kept only if `convert`, which prepare_data uses, takes the records. Where two
+readings stand side by side the guess says so and picks none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from rlhf_core.config import shown
+from rlhf_core.config.data import FORMATS
+from rlhf_core.look.columns import Column, same_keys
+
+Columns = Mapping[str, Column]
+Mapped = dict[str, str | list[str]]
+TEXT, TALK = frozenset({"text"}), frozenset({"text", "messages"})
+VALUE = frozenset({"text", "number", "boolean"})
+
+PROMPT = ("prompt", "question", "instruction", "query", "problem", "user_prompt", "input.messages", "context", "input")
+PAIRS = (
+    ("chosen", "rejected"),
+    ("preferred_output", "non_preferred_output"),
+    ("preferred", "rejected"),
+    ("chosen_response", "rejected_response"),
+    ("response_chosen", "response_rejected"),
+    ("accepted", "rejected"),
+    ("better", "worse"),
+    ("positive", "negative"),
+)
+COMPLETION = ("completion", "response", "output", "answer", "generation", "solution", "target")
+GOOD = ("label", "good", "is_correct", "correct", "preferred", "liked", "thumbs_up", "passed", "feedback")
+COMPLETIONS = ("completions", "responses", "answers", "generations", "candidates")
+TALKS = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
+INSTRUCTION = ("instruction", "question", "prompt", "query", "problem", "input")
+CONTEXT = ("input", "context")
+OUTPUT = ("output", "response", "answer", "completion", "solution", "target")
+LABEL = ("label", "answer", "ground_truth", "final_answer", "expected", "target", "solution")
+PLAIN = ("text", "content", "document", "story")
+GSM8K = r"####\s*(\S+)"
+FEW_WORDS = 4  # an answer that short may be for training, or only for checking
+MARKS = ("helpfulness", "correctness", "score", "scores", "rating", "reward", "quality", "overall_score", "fine-grained_score")
+SIDES = (
+    ("first", "second"),
+    ("response1", "response2"),
+    ("response_1", "response_2"),
+    ("response_a", "response_b"),
+    ("answer_a", "answer_b"),
+    ("completion_a", "completion_b"),
+)
+COMPARED = ("preference", "overall_preference", "preference_strength")  # numbers below and above 0, as HelpSteer2 and 3 have them
+
+# What other people's data sets are known by: columns that they have, and the format that such data then turns out to have ("": none).
+KNOWN = (
+    ("UltraFeedback (binarized)", {"prompt", "prompt_id", "chosen", "rejected", "messages", "score_chosen"}, "preference"),
+    ("ORPO-DPO-mix", {"source", "prompt", "chosen", "rejected"}, "preference"),
+    ("HelpSteer", {"prompt", "response", "helpfulness", "correctness", "coherence"}, ""),
+    ("HelpSteer2-Preference", {"prompt", "response_1", "response_2", "preference_strength"}, "compared"),
+    ("HelpSteer3-Preference", {"context", "response1", "response2", "overall_preference"}, "compared"),
+    ("OpenAI's preference files", {"input", "preferred_output", "non_preferred_output"}, "preference"),
+    ("TRL's unpaired preference (KTO)", {"prompt", "completion", "label"}, "unpaired"),
+    ("TRL's preference", {"prompt", "chosen", "rejected"}, "preference"),
+    ("Anthropic's HH-RLHF", {"chosen", "rejected"}, "hh"),
+    ("TRL's preference with an implicit prompt", {"chosen", "rejected"}, "preference"),
+    ("ShareGPT", {"conversations"}, "messages"),
+    ("Alpaca", {"instruction", "input", "output"}, "instruction"),
+    ("Dolly", {"instruction", "context", "response"}, "instruction"),
+    ("OpenAI's chat files", {"messages"}, "messages"),
+    ("GSM8K", {"question", "answer"}, "instruction"),
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A format with its columns, as `data.sources` takes them.
+
+    why: what in the data speaks for it. unsure: what the data can't tell, or what this reading leaves aside.
+    options: further keys of the source. uses: None until it is tried.
+    """
+
+    format: str
+    columns: Mapped
+    why: tuple[str, ...]
+    unsure: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    uses: tuple[str, ...] = ()
+
+    def theirs(self) -> set[str]:
+        """Paths of the columns it reads."""
+        return {path for value in self.columns.values() for path in (value if isinstance(value, list) else [value])}
+
+
+def known_as(columns: Columns, formats: Iterable[str]) -> str | None:
+    """The name of a well-known data set that has such columns and, if it has one, one of these formats."""
+    return next((name for name, wanted, format_ in KNOWN if wanted <= set(columns) and format_ in ("", *formats)), None)
+
+
+def propose(columns: Columns) -> list[Reading]:
+    """Every reading whose columns are there, the more specific first; none is tried."""
+    found = [_with_earlier(reading, columns) for make in _PROPOSALS for reading in make(columns)]
+    return [replace(reading, columns=_mapping(reading)) for reading in found]
+
+
+def _with_earlier(reading: Reading, columns: Columns) -> Reading:
+    """With the columns for what comes before the prompt, which are read only where they are named."""
+    ours = FORMATS[reading.format][1]
+    earlier = [("system", path) for path in ("system", "system_prompt") if path in columns and columns[path].holds(TEXT)][:1]
+    if "history" in columns and columns["history"].holds({"list"}):
+        earlier.append(("history", "history"))
+    mapped = {name: path for name, path in earlier if name in ours}
+    why = tuple(f"{path} comes before the prompt" for path in mapped.values())
+    return replace(reading, columns={**reading.columns, **mapped}, why=(*reading.why, *why)) if mapped else reading
+
+
+def _mapping(reading: Reading) -> Mapped:
+    """Without what has our name anyway, but for columns that are read only where they are named."""
+    named = {"system", "history"}
+    return {ours: theirs for ours, theirs in reading.columns.items() if ours != theirs or ours in named}
+
+
+def pick(columns: Columns, names: Iterable[str], kinds: frozenset[str]) -> list[str]:
+    """Paths of such a name and kind; our own name, or else one at the top, settles it."""
+    names = list(names)
+
+    def fits(path: str) -> bool:
+        return columns[path].holds(kinds)
+
+    if names[0] in columns and fits(names[0]):
+        return names[:1]
+    top = [name for name in names if name in columns and fits(name)]
+    return top or [path for path in columns if "." in path and path.rpartition(".")[2] in names and fits(path)]
+
+
+def _pairs(columns: Columns) -> Iterator[Reading]:
+    sides = [side for pair in PAIRS for end in ("", ".messages", ".content", ".value") if (side := _side(columns, pair, end))]
+    for chosen, rejected in sides[:1] or _nested_sides(columns):
+        texts = columns[chosen].holds(TEXT)
+        if texts and columns[chosen].share(_is_transcript) > 0.5:
+            yield Reading("hh", {"chosen": chosen, "rejected": rejected}, ("both texts are transcripts of Human: and Assistant: turns",))
+            return
+        prompts = _unlike(pick(columns, PROMPT, TALK), chosen, rejected) or [
+            path for path in pick(columns, TALKS, frozenset({"messages"})) if columns[path].ends_with_user
+        ]
+        kind = "texts" if texts else "conversations"
+        why = (f"{chosen} and {rejected} are {kind}",)
+        for prompt in prompts:
+            yield Reading("preference", {"prompt": prompt, "chosen": chosen, "rejected": rejected}, (*why, f"{prompt} is the prompt"))
+        if not prompts:
+            reading = Reading("preference", {"chosen": chosen, "rejected": rejected}, why)
+            shared = "beginning of both texts is" if texts else "turns of both conversations are"
+            unsure = f"no prompt column: the shared {shared} taken as the prompt; look whether that is right"
+            yield replace(reading, unsure=(unsure,), options={"implicit_prompt": True} if texts else {})
+
+
+def _side(columns: Columns, pair: tuple[str, str], end: str) -> tuple[str, str] | None:
+    names = tuple(f"{side}{end}" for side in pair)
+    fits = all(name in columns and columns[name].holds(TALK) for name in names)
+    return (names[0], names[1]) if fits else None
+
+
+def _nested_sides(columns: Columns) -> list[tuple[str, str]]:
+    """The same below one object."""
+    heads = {path.rpartition(".")[0] for path in columns if "." in path}
+    return [side for head in sorted(heads) for pair in PAIRS if (side := _side(columns, (f"{head}.{pair[0]}", f"{head}.{pair[1]}"), ""))]
+
+
+def _graded(columns: Columns) -> Iterator[Reading]:
+    for group in same_keys(columns):
+        inner = [_inner(columns[path].of("object")) for path in group]
+        if inner[0] is not None and all(found == inner[0] for found in inner):
+            text, good = inner[0]
+            yield from _graded_readings(columns, group, text, good, f"{', '.join(group)} have a text and a mark each")
+    for path in pick(columns, COMPLETIONS, frozenset({"objects", "messages"})):
+        inner = _inner([item for value in columns[path].of("objects", "messages") for item in value])
+        if inner is not None:
+            yield from _graded_readings(columns, path, *inner, f"{path} holds completions with a text and a mark each")
+
+
+def _graded_readings(columns: Columns, completions: str | list[str], text: str, good: str, why: str) -> Iterator[Reading]:
+    for prompt in pick(columns, PROMPT, TALK):
+        yield Reading("graded", {"prompt": prompt, "completions": completions, "completion": text, "good": good}, (why,))
+
+
+def _inner(objects: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+    """The keys of a completion's text and of its mark."""
+    keys = list(dict.fromkeys(key for item in objects for key in item))
+    values = {key: [item[key] for item in objects if item.get(key) is not None] for key in keys}
+    text_keys = [key for key in (*COMPLETION, "text", "content") if values.get(key)]
+    texts = [key for key in text_keys if all(isinstance(v, str) for v in values[key])]
+    flags = [key for key in GOOD if values.get(key) and Column(key, Counter(), values[key]).is_flag]
+    return (texts[0], flags[0]) if texts and flags else None
+
+
+def _compared(columns: Columns) -> Iterator[Reading]:
+    sides = [side for side in SIDES if _side(columns, side, "")]
+    numbers = pick(columns, COMPARED, frozenset({"number"}))
+    for (first, second), number in product(sides[:1], numbers[:1]):
+        why = f"{first} and {second} are two responses, and {number} a number"
+        sure = number in COMPARED[1:]
+        unsure = () if sure else (f"{number} below 0 is read as {first} being better, above 0 as {second}; look whether that is right",)
+        for prompt in pick(columns, PROMPT, TALK):
+            mapped: Mapped = {"prompt": prompt, "first": first, "second": second, "preference": number}
+            yield Reading("compared", mapped, (why,), unsure)
+
+
+def _unpaired(columns: Columns) -> Iterator[Reading]:
+    flags = [path for path in pick(columns, GOOD, VALUE) if columns[path].is_flag]
+    for prompt, completion, good in product(pick(columns, PROMPT, TALK), pick(columns, COMPLETION, TALK), flags):
+        if len({prompt, completion, good}) == 3:
+            why = f"{good} is true or false and says whether {completion} is good"
+            yield Reading("unpaired", {"prompt": prompt, "completion": completion, "label": good}, (why,))
+
+
+def _conversations(columns: Columns) -> Iterator[Reading]:
+    for path in pick(columns, TALKS, frozenset({"messages"})):
+        if not columns[path].ends_with_user:
+            roles = sorted({str(m.get("role", m.get("from"))) for value in columns[path].of("messages")[:200] for m in value})
+            yield Reading("messages", {"messages": path}, (f"{path} is a conversation of {', '.join(shown(r, 20) for r in roles[:6])}",))
+
+
+def _instructions(columns: Columns) -> Iterator[Reading]:
+    outputs = pick(columns, OUTPUT, TEXT)
+    if {"solution", "answer"} <= {*outputs}:  # as MATH has them: the answer is the result of the solution
+        outputs = ["solution"]
+    for instruction, output in product(pick(columns, INSTRUCTION, TEXT), outputs):
+        if instruction == output:
+            continue
+        mapped: Mapped = {"instruction": instruction, "output": output}
+        if context := _unlike(pick(columns, CONTEXT, TEXT), instruction, output):
+            mapped["input"] = context[0]
+        reading = Reading("instruction", mapped, (f"{instruction} is a text and {output} its answer",))
+        if columns[output].share(lambda text: "####" in str(text)) > 0.9:
+            why = (*reading.why, f"{output} ends with #### and the result, which becomes the label")
+            yield replace(reading, columns={**mapped, "label": output}, options={"label_pattern": GSM8K}, why=why)
+        elif label := _unlike(pick(columns, LABEL, VALUE), instruction, output, *context[:1]):
+            yield replace(reading, columns={**mapped, "label": label[0]}, why=(*reading.why, f"{label[0]} is the label"))
+        else:
+            yield reading
+
+
+def _prompts(columns: Columns) -> Iterator[Reading]:
+    prompts = pick(columns, PROMPT, TALK) or [p for p in pick(columns, TALKS, frozenset({"messages"})) if columns[p].ends_with_user]
+    for prompt in prompts:
+        labels = _unlike(pick(columns, LABEL, VALUE), prompt)
+        mapped: Mapped = {"prompt": prompt} | ({"label": labels[0]} if labels else {})
+        why = f"{prompt} is a prompt" + (f" and {labels[0]} the expected answer" if labels else "")
+        pattern = bool(labels) and columns[labels[0]].share(lambda text: "####" in str(text)) > 0.9
+        yield Reading("prompt", mapped, (why,), options={"label_pattern": GSM8K} if pattern else {})
+
+
+def _plain(columns: Columns) -> Iterator[Reading]:
+    for path in pick(columns, PLAIN, TEXT):
+        yield Reading("text", {"text": path}, (f"{path} is plain text",))
+
+
+_PROPOSALS: tuple[Callable[[Columns], Iterator[Reading]], ...] = (
+    _pairs,
+    _graded,
+    _compared,
+    _unpaired,
+    _conversations,
+    _instructions,
+    _prompts,
+    _plain,
+)
+# The first of these that a format belongs to speaks for the whole record: what is below reads a part of the same columns.
+_RANK = {"hh": 0, "preference": 0, "graded": 0, "compared": 0, "unpaired": 1, "messages": 2, "instruction": 2, "prompt": 3, "text": 2}
+
+
+def settle(readings: Sequence[Reading], columns: Columns) -> list[Reading]:
+    """Those that nothing speaks against; one is a guess, several are a question for the user."""
+    if not readings:
+        return []
+    best = min(_RANK[reading.format] for reading in readings)
+    left = [reading for reading in readings if _RANK[reading.format] == best]
+    if best <= 1:
+        return left
+    return [reading for reading in _with_answers(left, readings, columns) if not _is_derived(reading, left, columns)]
+
+
+def _with_answers(left: list[Reading], readings: Sequence[Reading], columns: Columns) -> list[Reading]:
+    """An instruction with answers of a word or two may be one to learn, or a prompt whose answer is checked."""
+    first = left[0]
+    if first.format != "instruction" or "label_pattern" in first.options or "label" in first.columns:
+        return left
+    output = str(first.columns.get("output", "output"))
+    if output in LABEL and columns[output].share(lambda text: len(str(text).split()) <= FEW_WORDS) > 0.9:
+        return [*left, *(reading for reading in readings if reading.format == "prompt" and "label" in reading.columns)]
+    return left
+
+
+def _is_derived(reading: Reading, others: Sequence[Reading], columns: Columns) -> bool:
+    """Whether plain text is another column's text written out, as Alpaca's is."""
+    if reading.format != "text" or len(others) == 1:
+        return False
+    text = columns[str(reading.columns.get("text", "text"))]
+    outputs = [columns[str(r.columns.get("output", "output"))] for r in others if r.format == "instruction"]
+    return any(
+        sum(str(o) in str(t) for t, o in zip(text.values, output.values, strict=False)) > 0.9 * len(output.values) for output in outputs
+    )
+
+
+def left_aside(reading: Reading, columns: Columns) -> list[str]:
+    """Paths at the top that the reading doesn't read, with something in them."""
+    ours = {*FORMATS[reading.format][1]} - {"system", "history"} - {*reading.columns}
+    read = {path.split(".")[0] for path in (*reading.theirs(), *ours)}
+    return [path for path, column in columns.items() if "." not in path and path not in read and column.values]
+
+
+def without_answer(columns: Columns) -> str | None:
+    """What to say of data that has responses and marks that none of the formats reads."""
+    marks = [name for name in MARKS if name in columns and columns[name].holds({"number"}) and not columns[name].is_flag]
+    sides = [side for side in SIDES if _side(columns, side, "")]
+    if sides:
+        return f"{sides[0][0]} and {sides[0][1]} are two responses, and which one is better stands in a column that no format reads"
+    return f"{', '.join(marks)}: numbers that mark a response, which no format reads" if marks else None
+
+
+def _unlike(paths: list[str], *others: str) -> list[str]:
+    return [path for path in paths if path not in others]
+
+
+def _is_transcript(text: Any) -> bool:
+    return isinstance(text, str) and text.lstrip().startswith(("Human:", "Assistant:")) and "Assistant:" in text

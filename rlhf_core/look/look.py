@@ -1,0 +1,269 @@
+"""From a path to what is to be said of it: the readings that fit, and of each the records as they are trained on, counts and YAML."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from rlhf_core.config import ConfigError, Params, SourceConfig, shown
+from rlhf_core.config.data import FORMATS
+from rlhf_core.data.dropped import Dropped, LeftOut, Misfit
+from rlhf_core.data.files import Found, locate
+from rlhf_core.data.formats import convert
+from rlhf_core.data.schema import SCHEMAS
+from rlhf_core.data.sources import read_source, records_of
+from rlhf_core.data.split import conversation_text, split_of
+from rlhf_core.look.columns import Column, columns_of
+from rlhf_core.look.guess import Reading, known_as, left_aside, propose, settle, without_answer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf_core.look.counts import UseCounts
+    from rlhf_core.look.encoded import Sequence
+
+GUESSED_FROM = 2000  # records, at most
+GUESSED_CHARACTERS = 2**27  # of them, at most
+# Columns at the top that belong to what is said, wherever they are.
+MEANINGFUL = {
+    *("system", "system_prompt", "history", "tools", "functions", "input", "context", "instruction", "reasoning_content", "thinking"),
+    *("response", "output", "completion", "answer"),
+}
+MANY = 0.1  # share of the records, which a reading has to leave out for it to be doubtful
+MOSTLY = 0.5  # share of the records that a reading has to take where another takes nearly all
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the data is, and how it is read: the keys of a source that don't depend on its format."""
+
+    kind: str
+    path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def source(self, format_: str, uses: Iterable[str], columns: Mapping[str, Any], options: Mapping[str, Any]) -> SourceConfig:
+        given = {**self.options, **options, "columns": dict(columns), "uses": list(uses)}
+        return SourceConfig(name=name_of(self.path), kind=self.kind, path=self.path, format=format_, weight=1.0, **given)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A reading and what came of it. taken: records of the sample. refused: why it doesn't fit; None: it does."""
+
+    reading: Reading
+    source: SourceConfig
+    taken: int
+    refused: str | None
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What the sample looks like.
+
+    known: a data set with such columns. records: in the sample; whole: there are no further ones.
+    fitting: the readings to choose from; one is the guess. others: readings that don't fit, or that a fitting one contains.
+    """
+
+    known: str | None
+    columns: Mapping[str, Column]
+    records: list[Found]
+    whole: bool
+    fitting: list[Tried]
+    others: list[Tried]
+    unreadable: str | None
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A reading's records as they are trained on, and the counts.
+
+    samples: where each record stands, and the sequences or refusals of its rows.
+    dropped: what was left out, and how many records were read.
+    """
+
+    tried: Tried
+    tokenizer: PreTrainedTokenizerBase
+    dropped: LeftOut
+    samples: list[tuple[str, list[Sequence | str]]]
+    counts: Mapping[str, UseCounts]
+
+
+def name_of(path: str) -> str:
+    """A name for the source, of the letters that names may have."""
+    stem = re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(path).name, flags=re.IGNORECASE)
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.") or "data"
+
+
+def place_of(path: str, options: Mapping[str, Any]) -> Place:
+    """A file or folder, or else the name of a data set on the hub. Options that are None are left out.
+
+    Raises:
+        ValueError: it can only be a file's path, and there is none, or an option is for the other kind.
+    """
+    there = locate(path)
+    saved = any((there / name).exists() for name in ("dataset_dict.json", "state.json"))
+    if there.exists() or there.is_symlink():
+        kind = "huggingface" if saved else "file"
+    elif (
+        path.startswith((".", "/", "~"))
+        or path.count("/") > 1
+        or Path(path).suffix.lower() in (".jsonl", ".json", ".csv", ".parquet", ".gz")
+    ):
+        raise FileNotFoundError(
+            f"{shown(path)}: expected a data file, a folder or the name of a data set, got nothing there; correct the path"
+        )
+    else:
+        kind = "huggingface"
+    given = {key: value for key, value in options.items() if value is not None}
+    of_other = ("subset", "dataset_split") if kind == "file" else ("delimiter", "encoding")
+    if wrong := [key for key in of_other if key in given]:
+        raise ValueError(f"{shown(path)}: expected no {wrong[0]} of kind {kind}, got {shown(given[wrong[0]])}; take it out")
+    return Place(kind, path, given)
+
+
+def sample_of(place: Place, limit: int) -> tuple[list[Found], bool]:
+    """The first records, and whether these are known to be all: nothing behind the limit is read."""
+    anything = place.source("text", ["pretrain"], {}, {})
+    records: list[Found] = []
+    characters = 0
+    for record in records_of(anything):
+        records.append(record)
+        characters += len(str(record.values))
+        if len(records) == limit or characters > GUESSED_CHARACTERS:
+            return records, False
+    return records, True
+
+
+def guess(place: Place, records: list[Found], *, whole: bool, format_: str | None, columns: Mapping[str, Any]) -> Guess:
+    """The readings that fit the sample.
+
+    Args:
+        format_, columns: what the user has chosen, which is tried alone.
+    """
+    found = columns_of([record.values for record in records])
+    readings = _chosen(propose(found), format_, columns)
+    tried = [attempt(place, reading, records) for reading in readings]
+    fits = [t for t in tried if t.refused is None]
+    best = max((t.taken for t in fits), default=0)
+    fits = [t for t in fits if t.taken >= MOSTLY * best]
+    kept = settle([t.reading for t in fits], found) if format_ is None else [t.reading for t in fits]
+    fitting = [_with_warnings(t, found) for t in fits if t.reading in kept]
+    others = [t for t in tried if t.reading not in kept]
+    judged = any("preference" in t.source.uses for t in fitting)
+    unreadable = None if judged else without_answer(found)
+    known = known_as(found, {t.reading.format for t in fitting})
+    return Guess(known, found, records, whole, fitting, others, None if format_ is not None else unreadable)
+
+
+def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, Any]) -> list[Reading]:
+    """With what the user chose: the format, and their columns for the ones they named."""
+    known = {name for of in ([format_] if format_ else FORMATS) for name in FORMATS[of][1]}
+    if unknown := sorted(set(columns) - known):
+        raise ConfigError(f"--columns: expected names among {sorted(known)}, got {shown(unknown[0])}; map ours to theirs")
+    fits = [r for r in readings if format_ in (None, r.format) and set(columns) <= set(FORMATS[r.format][1])]
+    if format_ is not None and not fits:
+        fits = [Reading(format_, {}, ("you chose the format",))]
+    chosen: list[Reading] = []
+    agreeing = [r for r in fits if all(r.columns.get(ours, ours) == theirs for ours, theirs in columns.items())]
+    for reading in agreeing or fits:
+        options = {key: value for key, value in reading.options.items() if key != "implicit_prompt" or "prompt" not in columns}
+        mapped = replace(reading, columns={**reading.columns, **columns}, options=options)
+        if all(mapped.columns != other.columns or mapped.format != other.format for other in chosen):
+            chosen.append(mapped)
+    return chosen
+
+
+def attempt(place: Place, reading: Reading, records: list[Found]) -> Tried:
+    """Convert the sample as prepare_data would; the uses are those that get rows."""
+    try:
+        source = place.source(reading.format, FORMATS[reading.format][0], reading.columns, reading.options)
+    except ValidationError as error:
+        raise ConfigError("; ".join(shown(str(e["msg"]), 600).removeprefix("Value error, ") for e in error.errors())) from error
+    taken, dropped, uses, refused = 0, LeftOut(), Counter[str](), ""
+    for where, values, note in records:
+        try:
+            rows = convert(values, source)
+        except Dropped as reason:
+            dropped.add(str(reason), where, values)
+            continue
+        except Misfit as error:
+            dropped.add(error.reason, where, values)
+            refused = refused or f"{where}: {error}{note}"
+            continue
+        taken += 1
+        uses.update(use for use, of_use in rows.items() if of_use)
+    if not taken:
+        return Tried(reading, source, 0, refused or dropped.told())
+    given = [use for use in source.uses if uses[use]]
+    if dropped.records > MANY * len(records):
+        unsure = f"{dropped.records} of {len(records)} records are left out, most often since: {shown(dropped.most_common(1)[0][0])}"
+        reading = replace(reading, unsure=(*reading.unsure, unsure))
+    return Tried(replace(reading, uses=tuple(given)), source.model_copy(update={"uses": given}), taken, None)
+
+
+def _with_warnings(tried: Tried, columns: Mapping[str, Column]) -> Tried:
+    """With what the reading leaves aside."""
+    aside = left_aside(tried.reading, columns)
+    meant = [path for path in aside if path in MEANINGFUL]
+    told = [f"column {shown(path, 60)} is not read, though it may belong to the conversation" for path in meant]
+    if rest := [shown(path, 60) for path in aside if path not in meant]:
+        told.append(f"not read: {', '.join(rest)}")
+    return replace(tried, reading=replace(tried.reading, unsure=(*tried.reading.unsure, *told)))
+
+
+def look(
+    tried: Tried,
+    records: Iterable[Found],
+    params: Params,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    show: int,
+) -> Looked:
+    """Read the records with `read_source`, keep the first ones as sequences and count the rest.
+
+    Args:
+        tokenizer: of the model; None: one is trained on the sample's texts, as prepare_data trains it on those of all sources.
+        show: records to keep.
+    Raises:
+        What `read_source` does.
+    """
+    from rlhf_core.look.counts import Counting
+    from rlhf_core.look.encoded import sequences
+    from rlhf_core.models.turns import Unrenderable
+
+    dropped = LeftOut()
+    rows = read_source(tried.source, seed=params.seed, dropped=dropped, records=records)
+    if tokenizer is None:
+        first = list(islice(rows, GUESSED_FROM * 8))
+        tokenizer = _own_tokenizer(first, params)
+        rows = chain(first, rows)
+    counting = Counting(tokenizer, params)
+    samples: dict[str, list[Sequence | str]] = {}
+    for use, row in rows:
+        where = row["origin"]
+        if where in samples or len(samples) < show:
+            of_record = samples.setdefault(where, [])
+            try:
+                of_record += sequences(use, row, tokenizer, params)
+            except Unrenderable as error:
+                of_record.append(f"{use}: {error}")
+        counting.add(use, row)
+    return Looked(tried, tokenizer, dropped, list(samples.items()), counting.done())
+
+
+def _own_tokenizer(rows: list[tuple[str, dict]], params: Params) -> PreTrainedTokenizerBase:
+    """Of the training split's texts, use after use, as prepare_data has them."""
+    from rlhf_core.models.given import new_tokenizer
+
+    data = params.data
+    fractions = {name: getattr(data, name) for name in ("validation_fraction", "test_fraction", "promotion_fraction")}
+    in_order = (row for use in SCHEMAS for of, row in rows if of == use)
+    texts = ({**row, "split": split_of(row.get("text") or conversation_text(row["messages"]), **fractions)} for row in in_order)
+    return new_tokenizer(params.model, texts)

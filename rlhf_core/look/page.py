@@ -1,0 +1,217 @@
+"""What was found, as text for a terminal, a pipe or a file, and as JSON. Texts of the data are shown so that they give no orders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlhf_core.config import Params, shown
+from rlhf_core.look import yaml
+from rlhf_core.look.encoded import Sequence, pieces
+from rlhf_core.look.look import Guess, Looked, Tried
+
+OPEN, CLOSE = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"
+COLOUR, PLAIN = "\x1b[1;32m", "\x1b[0m"
+MAX_CHARACTERS = 3000  # of one sequence, from each end
+MAX_SEQUENCES = 8  # of one record
+MAX_PIECES = 40  # of the list of tokens, around the first trained one
+LIMITS = {"empty": "max_empty_fraction", "identical": "max_identical_fraction", "contradictory": "max_contradictory_fraction"}
+
+
+def guessed(guess: Guess, path: str) -> Iterator[str]:
+    """What the sample is and what it was taken for."""
+    count = f"all {len(guess.records)}" if guess.whole else f"the first {len(guess.records)}"
+    yield f"{shown(path)}: {count} records looked at"
+    yield f"columns: {shown(', '.join(p for p in guess.columns if '.' not in p), 400)}"
+    if guess.known:
+        yield f"these are the columns of {guess.known}"
+    if len(guess.fitting) == 1 and not guess.unreadable:
+        yield from _reading("guess", guess.fitting[0])
+        return
+    if guess.unreadable:
+        yield f"unsure: {guess.unreadable}; docs/data.md says how to make pairs of them"
+    if guess.fitting:
+        several = len(guess.fitting) > 1
+        yield f"unsure: {len(guess.fitting)} readings fit; choose with --format or --columns" if several else "without that column:"
+        for number, tried in enumerate(guess.fitting, start=1):
+            yield from _reading(f"reading {number}", tried)
+        return
+    yield "no format fits; docs/data.md has each format with a record"
+    for tried in guess.others[:6]:
+        yield f"  {tried.reading.format} {_mapping(tried.reading.columns)}: {shown(tried.refused or '', 500)}"
+
+
+def _reading(title: str, tried: Tried) -> Iterator[str]:
+    reading = tried.reading
+    yield f"{title}: format {reading.format}{_mapping(reading.columns)}, for {', '.join(reading.uses)}"
+    yield f"  because {'; '.join(shown(w, 300) for w in reading.why)}"
+    yield from (f"  unsure: {line}" for line in reading.unsure)
+
+
+def _mapping(columns: Mapping[str, Any]) -> str:
+    theirs = {ours: ", ".join(value) if isinstance(value, list) else value for ours, value in columns.items()}
+    named = "; ".join(f"{ours} from {shown(value, 120)}" for ours, value in theirs.items())
+    return f" ({named})" if named else ""
+
+
+def looked(found: Looked, params: Params, *, colour: bool, every_token: bool) -> Iterator[str]:
+    """Records as they are trained on, then the counts."""
+    if params.model.path is None:
+        yield "No model is given: the tokens are those of a new tokenizer, trained on these texts alone; template and mask are the chain's."
+    mark = "bold green" if colour else f"{OPEN}{CLOSE}"
+    yield f"\nAs they are trained on ({mark}: in the loss, or compared; \N{MIDDLE DOT} between tokens):"
+    for where, sequences in found.samples:
+        yield f"\n{shown(where)}"
+        yield from _record(sequences, found, params.model.max_length, colour=colour, every_token=every_token)
+    yield ""
+    yield from _counts(found, params)
+
+
+def _record(sequences: list[Sequence | str], found: Looked, max_length: int, *, colour: bool, every_token: bool) -> Iterator[str]:
+    """A record's sequences; what stands before the first trained token is shown once."""
+    shown_before: list[tuple[list[int], str]] = []
+    for sequence in sequences[:MAX_SEQUENCES]:
+        if isinstance(sequence, str):
+            yield f"  {shown(sequence, 400)}"
+            continue
+        yield _title(sequence, max_length)
+        start = sequence.trained.index(True) if any(sequence.trained) else len(sequence.ids)
+        head = sequence.ids[:start]
+        same = next((name for ids, name in shown_before if ids[: len(head)] == head), None) if start > 1 else None
+        shown_before.append((sequence.ids, sequence.name))
+        parts = [
+            (_safe(text), sequence.trained[first], first, end)
+            for text, first, end in pieces(found.tokenizer, sequence.ids)
+            if same is None or first >= start
+        ]
+        lines = _marked([(text, trained) for text, trained, _, _ in parts], colour).split("\n")
+        lines[0] = (f"[prompt as in {same}] " if same else "") + lines[0]
+        yield from (f"    | {line}".rstrip() for line in lines)
+        yield from _tokens(sequence, parts) if every_token else [f"    tokens {_excerpt(parts)}"] if parts else []
+    if len(sequences) > MAX_SEQUENCES:
+        yield f"  and {len(sequences) - MAX_SEQUENCES} more of this record"
+
+
+def _title(sequence: Sequence, max_length: int) -> str:
+    trained, length = sum(sequence.trained), len(sequence.ids)
+    said = f"  {sequence.name}: {length} tokens, {f'{trained} trained' if trained else 'the policy goes on'}"
+    said += f"; {shown(sequence.remark, 300)}" if sequence.remark else ""
+    return said + (f"; TOO LONG, model.max_length is {max_length}: left out" if length > max_length else "")
+
+
+def _tokens(sequence: Sequence, parts: list[tuple[str, bool, int, int]]) -> Iterator[str]:
+    for text, is_trained, first, end in parts:
+        ids = " ".join(map(str, sequence.ids[first:end]))
+        yield f"    {first:>5} {ids:>8} {'trained' if is_trained else '       '} {_one_line(text)}"
+
+
+def _safe(text: str) -> str:
+    """Without orders to a terminal, changes of direction and marks like ours; line breaks stay."""
+    lines = text.replace(OPEN, "\\u27e6").replace(CLOSE, "\\u27e7").split("\n")
+    return "\n".join(shown(line, 10 * len(line)) for line in lines)
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\n", "\\n")
+
+
+def _marked(parts: list[tuple[str, bool]], colour: bool) -> str:
+    """The text with its trained spans marked, the middle left out of what is very long."""
+    begin, end = (COLOUR, PLAIN) if colour else (OPEN, CLOSE)
+    written, inside, length, cut = [], False, sum(len(text) for text, _ in parts), False
+    at = 0
+    for text, trained in parts:
+        at += len(text)
+        if MAX_CHARACTERS < at <= length - MAX_CHARACTERS:
+            written.append("" if cut else f" [... {length - 2 * MAX_CHARACTERS} characters ...] ")
+            cut = True
+            continue
+        if trained != inside:
+            written.append(begin if trained else end)
+            inside = trained
+        if colour and inside:
+            text = text.replace("\n", f"{end}\n{begin}")
+        written.append(text)
+    return "".join(written) + (end if inside else "")
+
+
+def _excerpt(parts: list[tuple[str, bool, int, int]]) -> str:
+    """The tokens around the first trained one, with its position."""
+    first = next((i for i, part in enumerate(parts) if part[1]), len(parts))
+    low = max(0, min(first, len(parts)) - MAX_PIECES // 2)
+    some = parts[low : low + MAX_PIECES]
+    before = "... " if low else ""
+    after = " ..." if low + MAX_PIECES < len(parts) else ""
+    return before + "\N{MIDDLE DOT}".join(_one_line(text) for text, *_ in some) + after
+
+
+def _counts(found: Looked, params: Params) -> Iterator[str]:
+    dropped = found.dropped
+    yield f"{dropped.read} records read, {dropped.records} left out" + (":" if dropped else "")
+    for reason, count in dropped.most_common():
+        yield f"  {count} {shown(reason)}"
+        yield from (f"    {shown(where)}: {text}" for where, text in dropped.examples.get(reason, []))
+    for use, counts in found.counts.items():
+        values = counts.values()
+        lengths = values["tokens"]
+        yield (
+            f"{use}: {values['rows']} rows; tokens: median {lengths['median']}, 95% at most {lengths['0.95']}, "
+            f"longest {lengths['longest']} (model.max_length {params.model.max_length})"
+        )
+        if values.get("pairs"):
+            longer = values["chosen_is_longer"] / values["pairs"]
+            yield f"  the chosen response is the longer one in {longer:.0%} of {values['pairs']} pairs"
+        yield from (f"  {objection(kind, count, values['rows'], params)}" for kind, count in values["objections"].items())
+
+
+def objection(kind: str, count: int, rows: int, params: Params) -> str:
+    """What is wrong with rows of a kind, and whether validate_data stops at so many."""
+    limit = {**LIMITS, "too_long": "max_too_long_fraction", "duplicate": "max_duplicate_fraction"}.get(kind)
+    share = count / rows
+    said = f"{count} {kind.replace('_', ' ')} ({share:.1%})"
+    if limit is None:
+        return said
+    allowed = getattr(params.validation, limit)
+    return f"{said}; validation.{limit} is {allowed:g}" + (": validate_data stops" if share > allowed else "")
+
+
+def as_json(guess: Guess, found: list[Looked], params: Params) -> dict[str, Any]:
+    """The same as values; texts of the data as they are, token ids and masks whole."""
+    return {
+        "records": len(guess.records),
+        "whole": guess.whole,
+        "known": guess.known,
+        "decided": len(guess.fitting) == 1 and guess.unreadable is None,
+        "unsure": guess.unreadable,
+        "max_length": params.model.max_length,
+        "readings": [
+            {
+                "format": tried.reading.format,
+                "columns": tried.reading.columns,
+                "uses": list(tried.reading.uses),
+                "why": list(tried.reading.why),
+                "unsure": list(tried.reading.unsure),
+                "yaml": yaml.lines(tried.source),
+                **(_json_of(of_reading) if of_reading else {}),
+            }
+            for tried, of_reading in _with_found(guess, found)
+        ],
+        "refused": [{"format": t.reading.format, "columns": t.reading.columns, "reason": t.refused} for t in guess.others if t.refused],
+    }
+
+
+def _with_found(guess: Guess, found: list[Looked]) -> Iterator[tuple[Tried, Looked | None]]:
+    for tried in guess.fitting:
+        yield tried, next((one for one in found if one.tried is tried), None)
+
+
+def _json_of(found: Looked) -> dict[str, Any]:
+    return {
+        "read": found.dropped.read,
+        "left_out": found.dropped.records,
+        "dropped": dict(found.dropped),
+        "counts": {use: counts.values() for use, counts in found.counts.items()},
+        "samples": [
+            {"where": where, "sequences": [s if isinstance(s, str) else vars(s) for s in sequences]} for where, sequences in found.samples
+        ],
+    }

@@ -1,0 +1,44 @@
+"""The format compared: two responses and a number that says which one is better."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rlhf_core.config import SourceConfig
+from rlhf_core.data.dropped import Dropped, Misfit
+from rlhf_core.data.formats import convert
+
+SOURCE = SourceConfig(name="x", kind="file", path="x.jsonl", format="compared", uses=["sft", "preference", "prompt"], weight=1.0)
+
+
+def record(preference, **other) -> dict:
+    return {"prompt": "2 + 2?", "first": "one", "second": "two", "preference": preference, **other}
+
+
+@pytest.mark.parametrize(
+    ("preference", "chosen", "rejected"), [(-3, "one", "two"), (2, "two", "one"), (0.5, "two", "one"), ("-1", "one", "two")]
+)
+def test_the_sign_says_which_response_is_chosen(preference, chosen, rejected):
+    rows = convert(record(preference), SOURCE)
+    messages = [{"role": "user", "content": "2 + 2?"}]
+    assert rows["preference"] == [{"messages": messages, "chosen": chosen, "rejected": rejected}]
+    assert rows["sft"] == [{"messages": messages, "response": chosen}]
+
+
+def test_a_conversation_is_the_prompt_with_all_of_its_turns():
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    assert convert(record(1, prompt=turns), SOURCE)["preference"][0]["messages"] == turns
+
+
+@pytest.mark.parametrize(("preference", "reason"), [(0, "neither response is preferred"), (None, "preference is null")])
+def test_a_record_without_a_preference_is_dropped(preference, reason):
+    with pytest.raises(Dropped, match=reason):
+        convert(record(preference), SOURCE)
+
+
+@pytest.mark.parametrize("preference", ["a", True, math.nan, "nan", "inf", [1]])
+def test_what_is_no_number_is_none(preference):
+    with pytest.raises(Misfit, match="preference"):
+        convert(record(preference), SOURCE)
