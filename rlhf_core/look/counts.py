@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,14 +22,15 @@ class UseCounts:
     """Of the rows of one use.
 
     found: kind of objection -> rows. lengths: tokens of the longest sequence of a row -> rows.
-    pairs: of a pair's key, how many rows prefer it so, by the preferred text.
+    pairs, preferences: of each row that has both, 8 bytes of a hash of its pair and of the text that it prefers.
     """
 
     use: str
     rows: int = 0
     found: Counter[str] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
-    pairs: dict[bytes, Counter[bytes]] = field(default_factory=dict)
+    pairs: array[int] = field(default_factory=lambda: array("Q"))
+    preferences: array[int] = field(default_factory=lambda: array("Q"))
 
     def add(self, rows: list[dict], tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
         from rlhf_core.data.measures import TEXT_COLUMNS, measure
@@ -59,15 +61,24 @@ class UseCounts:
         self.found["pairs"] += int(both.sum())
         for pair, preference in zip(frame["pair"], frame["preference"], strict=True):
             if isinstance(pair, str) and isinstance(preference, str):
-                self.pairs.setdefault(text_key(pair), Counter())[text_key(preference)] += 1
+                self.pairs.append(_number(pair))
+                self.preferences.append(_number(preference))
 
     def objections(self) -> dict[str, int]:
         """Kind -> rows, of those that there are."""
-        agree = self.pairs.values()
         found = Counter({kind: n for kind, n in self.found.items() if kind not in ("chosen is longer", "pairs")})
-        found["contradictory"] = sum(of_pair.total() for of_pair in agree if len(of_pair) > 1)
-        found["duplicate"] = sum(n for of_pair in agree for n in of_pair.values() if n > 1)
+        if self.pairs:
+            found["contradictory"], found["duplicate"] = self._repeated()
         return {kind: n for kind, n in found.items() if n}
+
+    def _repeated(self) -> tuple[int, int]:
+        """Rows whose pair another row prefers the other way round, and rows that another one repeats."""
+        import numpy as np
+
+        rows = np.stack([np.frombuffer(self.pairs, dtype=np.uint64), np.frombuffer(self.preferences, dtype=np.uint64)])
+        judged, times = np.unique(rows, axis=1, return_counts=True)
+        _, pair, ways = np.unique(judged[0], return_inverse=True, return_counts=True)
+        return int(times[ways[pair] > 1].sum()), int(times[times > 1].sum())
 
     def quantile(self, share: float) -> int:
         """Tokens that so large a share of the rows doesn't exceed; 0: there is no row."""
@@ -82,6 +93,10 @@ class UseCounts:
         lengths = {"median": self.quantile(0.5), "0.95": self.quantile(0.95), "longest": max(self.lengths, default=0)}
         shares = {"chosen_is_longer": self.found["chosen is longer"], "pairs": self.found["pairs"]} if self.use == "preference" else {}
         return {"rows": self.rows, "tokens": lengths, **shares, "objections": self.objections()}
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(text_key(text)[:8], "big")
 
 
 class Counting:

@@ -15,7 +15,14 @@ COLOUR, PLAIN = "\x1b[1;32m", "\x1b[0m"
 MAX_CHARACTERS = 3000  # of one sequence, from each end
 MAX_SEQUENCES = 8  # of one record
 MAX_PIECES = 40  # of the list of tokens, around the first trained one
-LIMITS = {"empty": "max_empty_fraction", "identical": "max_identical_fraction", "contradictory": "max_contradictory_fraction"}
+LIMITS = {
+    "empty": "max_empty_fraction",
+    "identical": "max_identical_fraction",
+    "contradictory": "max_contradictory_fraction",
+    "too_long": "max_too_long_fraction",
+    "duplicate": "max_duplicate_fraction",
+}
+DROPPED = ("empty", "identical", "contradictory", "too_long")  # kinds of `drop`
 
 
 def guessed(guess: Guess, path: str) -> Iterator[str]:
@@ -166,13 +173,16 @@ def _counts(found: Looked, params: Params) -> Iterator[str]:
 
 def objection(kind: str, count: int, rows: int, params: Params) -> str:
     """What is wrong with rows of a kind, and whether validate_data stops at so many."""
-    limit = {**LIMITS, "too_long": "max_too_long_fraction", "duplicate": "max_duplicate_fraction"}.get(kind)
+    limit = LIMITS.get(kind)
     share = count / rows
     said = f"{count} {kind.replace('_', ' ')} ({share:.1%})"
     if limit is None:
         return said
     allowed = getattr(params.validation, limit)
-    return f"{said}; validation.{limit} is {allowed:g}" + (": validate_data stops" if share > allowed else "")
+    if share <= allowed:
+        return f"{said}; validation.{limit} is {allowed:g}"
+    advice = f"; with drop: [{kind}] the source leaves them out" if kind in DROPPED else ""
+    return f"{said}; validation.{limit} is {allowed:g}: validate_data stops{advice}"
 
 
 def as_json(guess: Guess, found: list[Looked], params: Params) -> dict[str, Any]:
