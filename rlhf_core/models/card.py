@@ -100,7 +100,11 @@ def render_card(facts: CardFacts) -> str:
 def metadata(facts: CardFacts) -> dict[str, Any]:
     """What Hugging Face reads: https://huggingface.co/docs/hub/model-cards. Names on the hub alone, since others mean nothing there."""
     found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": KINDS[facts.kind][2]}
-    found["tags"] = list(dict.fromkeys(["rlhf", {"reward": "reward-model"}.get(facts.kind, facts.kind), facts.method.partition(" ")[0]]))
+    found["tags"] = {
+        "sft": ["rlhf", "sft"],
+        "reward": ["rlhf", "reward-model"],
+        "policy": ["rlhf", "policy", re.split(r"[ ,]", facts.method)[0]],
+    }[facts.kind]
     if facts.base is not None and is_hub_name(facts.base):
         found["base_model"] = facts.base
     datasets = [s["path"] for s in facts.sources.values() if s["kind"] == "huggingface" and is_hub_name(s["path"])]

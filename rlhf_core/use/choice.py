@@ -142,7 +142,8 @@ def _project_of(folder: Path) -> Path | None:
 
 def _runs_here() -> str:
     found = sorted(path.parts[1] for path in RUNS.glob(f"*/{POLICY}")) if RUNS.is_dir() else []
-    return f"runs with one: {', '.join(found)}" if found else "there is no run with one yet"
+    rounds = "; of a series of rounds give --model runs/SERIES/rounds/N/policy" if any(RUNS.glob("*/rounds/*/policy")) else ""
+    return (f"runs with one: {', '.join(found)}" if found else "there is no run with one yet") + rounds
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

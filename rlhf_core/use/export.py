@@ -5,8 +5,10 @@ Figures of a run are taken only where dvc.lock says that they are of this very m
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -20,7 +22,9 @@ from rlhf_core.use.choice import Chosen
 
 GIT_SECONDS = 60.0
 READ = Callable[[str], str | None]  # path inside the project -> its text; None: there is no such file
-METRICS = {"gate": "metrics/gate.json", "evaluation": "metrics/evaluate.json"}
+LOCKS = ("dvc.lock", "rounds/dvc.lock")
+NOT_LOOKED_AT = "None of this model: the stage hasn't run, or has looked at another one.\n"
+_ROUND = re.compile(r"rounds/(\d+)/policy")
 COLUMNS = (("judge_ok", "judge accepts"), ("score_mean", "mean score"), ("cut_off_fraction", "cut off"), ("length_mean", "mean tokens"))
 
 
@@ -67,34 +71,31 @@ def _source(chosen: Chosen, root: Path) -> tuple[str | None, READ]:
 
 
 def _after_training(md5: str, read: READ) -> Iterator[str]:
-    """What gate and evaluation say of this model."""
-    stages = (_yaml(read, "dvc.lock") or {}).get("stages", {})
-    name, path = next(((n, o["path"]) for n, stage in stages.items() for o in stage.get("outs", []) if o["md5"] == md5), (None, None))
-    if name is None:
+    """What gate, evaluation or a round's comparison say of this model."""
+    stages = {name: stage for lock in LOCKS for name, stage in ((_yaml(read, lock) or {}).get("stages") or {}).items()}
+    path = next((out["path"] for stage in stages.values() for out in stage.get("outs", []) if out["md5"] == md5), None)
+    if path is None:
         yield "## Evaluation\n\nNone: no run's `dvc.lock` was found that has this model.\n"
-        return
-    found = {key: _of_this_model(stages, path, md5, metrics, read) for key, metrics in METRICS.items()}
-    if path == "models/reward" and found["gate"] is not None:
-        yield f"## Gate\n\n{verdict(found['gate'])}\n"
-    if path == "models/policy":
-        yield "## Evaluation\n\n" + (
-            "None yet: the run's evaluation is of another model, or was not made.\n"
-            if found["evaluation"] is None
-            else _evaluation(found["evaluation"])
-        )
+    elif path == "models/reward":
+        gate = _of_this_model(stages, path, md5, "metrics/gate.json", read)
+        yield "## Gate\n\n" + (f"{verdict(gate)}\n" if gate else NOT_LOOKED_AT)
+    elif (number := _ROUND.fullmatch(path)) is not None:
+        found = _of_this_model(stages, path, md5, f"rounds/{number[1]}/metrics/evaluate.json", read)
+        said = "Accepted" if found and found["accepted"] else "Not accepted"
+        yield f"## Comparison of round {number[1]}\n\n" + (f"{said}: {found['reason']}\n" if found else NOT_LOOKED_AT)
+    elif path == "models/policy":
+        found = _of_this_model(stages, path, md5, "metrics/evaluate.json", read)
+        yield "## Evaluation\n\n" + (_evaluation(found) if found else NOT_LOOKED_AT)
 
 
 def _of_this_model(stages: dict[str, Any], path: str, md5: str, metrics: str, read: READ) -> dict[str, Any] | None:
     """A metrics file whose stage, by dvc.lock, has read this model and written this very file."""
-    import hashlib
-
-    text = read(metrics)
     for stage in stages.values():
         deps = {dep["path"]: dep["md5"] for dep in stage.get("deps", [])}
         outs = {out["path"]: out["md5"] for out in stage.get("outs", [])}
-        if metrics in outs and deps.get(path) == md5 and text is not None:
-            same = outs[metrics] == hashlib.md5(text.encode()).hexdigest()  # as DVC names files
-            return json.loads(text) if same else None
+        if metrics in outs and deps.get(path) == md5:
+            text = read(metrics)
+            return None if text is None or hashlib.md5(text.encode()).hexdigest() != outs[metrics] else json.loads(text)
     return None
 
 

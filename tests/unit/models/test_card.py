@@ -43,7 +43,9 @@ def test_hugging_face_reads_the_metadata(tmp_path):
         "base_model": "owner/small-model",
         "datasets": ["owner/pairs"],
     }
-    assert ModelCard(changed(kind="reward")).data.pipeline_tag == "text-classification"
+    reward = ModelCard(changed(kind="reward", method="Bradley-Terry on pairs")).data
+    assert (reward.pipeline_tag, reward.tags) == ("text-classification", ["rlhf", "reward-model"])
+    assert ModelCard(changed(method="dpo, round 2 of iterative DPO")).data.tags == ["rlhf", "policy", "dpo"]
 
 
 def test_data_inputs_figures_and_the_gates_verdict_are_in_it():

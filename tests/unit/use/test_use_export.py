@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -76,11 +77,11 @@ def test_the_card_has_evaluation_licences_commit_and_tags(project):
 
 def test_an_evaluation_of_another_model_and_a_changed_one_are_left_out(project):
     lock("0" * 32 + ".dir")
-    assert "None yet" in (export(choose(), project / "a") / "README.md").read_text()
+    assert "None of this model" in (export(choose(), project / "a") / "README.md").read_text()
     lock(dvc_md5(project / "models/policy"))
     (project / "metrics/evaluate.json").write_text(json.dumps(EVALUATION | {"more": 1}))
     text = (export(choose(), project / "b") / "README.md").read_text()
-    assert "None yet" in text and "0.912" not in text
+    assert "None of this model" in text and "0.912" not in text
 
 
 def test_a_folder_that_is_there_and_a_model_without_a_card_are_refused(project, sft_folder):
@@ -90,3 +91,17 @@ def test_a_folder_that_is_there_and_a_model_without_a_card_are_refused(project, 
     with pytest.raises(ConfigError, match=r"README.md: expected the model's card, got none"):
         export(choose(model=sft_folder), project / "new")
     assert not (project / "new").exists()
+
+
+def test_a_rounds_policy_has_its_comparison(project):
+    folder = Path("rounds/1/policy")
+    shutil.copytree("models/policy", folder)
+    write_card(folder, dataclasses.replace(FACTS, method="dpo, round 1 of iterative DPO"))
+    verdict = Path("rounds/1/metrics/evaluate.json")
+    verdict.parent.mkdir()
+    verdict.write_text(json.dumps({"accepted": True, "reason": "ahead on 80 of 100"}))
+    made = {"path": folder.as_posix(), "md5": dvc_md5(folder)}
+    compared = {"deps": [made], "outs": [{"path": verdict.as_posix(), "md5": dvc_md5(verdict)}]}
+    write("rounds/dvc.lock", {"stages": {"train_round@1": {"outs": [made]}, "evaluate_round@1": compared}})
+    text = (export(choose(model=folder), project / "out") / "README.md").read_text()
+    assert "## Comparison of round 1\n\nAccepted: ahead on 80 of 100" in text
