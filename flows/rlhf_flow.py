@@ -30,6 +30,7 @@ from flows.stages import StageFailed, StageResult, read_stages, stage_environmen
 from flows.summary import read_metrics, report_line, report_of, stage_table
 from flows.worktree import commit_results, derive_name, slug
 from rlhf_core.config import ConfigError, FlowConfig, load_params, reordering_shown
+from rlhf_core.progress import STATUS
 from rlhf_core.report.sketch import sketch
 from rlhf_core.report.texts import markdown_text
 
@@ -75,7 +76,7 @@ def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *,
 
     def on_line(line: str) -> None:
         line = reordering_shown(line)
-        print(line, flush=True)
+        STATUS.tell(line)
         throttle.add(line)
 
     try:
@@ -84,6 +85,7 @@ def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *,
             return StageResult(stage, "cached", 0.0)
         return run_checked(stage, Path(workspace), timeout=timeout, grace=grace, on_line=on_line)
     finally:
+        STATUS.clear()
         throttle.flush()
 
 
