@@ -11,6 +11,7 @@ from prefect.exceptions import FailedRun
 from prefect.logging.formatters import PrefectFormatter
 
 from flows.stages import StageFailed
+from rlhf_core.progress import STATUS
 
 _FLOW_RUN_ID = "PREFECT__FLOW_RUN_ID"  # in the environment of a process that a worker has started for a flow run
 _names: dict[str, str] = {}  # id of this process's flow run -> its name, once known
@@ -22,7 +23,7 @@ def tell(text: str) -> None:
         from prefect import runtime  # Prefect itself imports this module, before it has that one
 
         _names.setdefault(os.environ[_FLOW_RUN_ID], runtime.flow_run.name)
-    print(_named(text, _own_name()), flush=True)
+    STATUS.tell(_named(text, _own_name()))
 
 
 def tell_end(name: str | None, message: str | None) -> None:

@@ -32,6 +32,7 @@ from flows.stages import StageFailed, StageResult, read_stages, stage_environmen
 from flows.summary import read_metrics, report_line, report_of, stage_table
 from flows.worktree import commit_results, derive_name, slug
 from rlhf_core.config import ConfigError, FlowConfig, load_params, reordering_shown
+from rlhf_core.progress import STATUS
 from rlhf_core.report.sketch import sketch
 from rlhf_core.report.texts import markdown_text
 
@@ -84,6 +85,7 @@ def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *,
             return StageResult(stage, "cached", 0.0)
         return run_checked(stage, Path(workspace), timeout=timeout, grace=grace, on_line=on_line)
     finally:
+        STATUS.clear()
         throttle.flush()
 
 

@@ -87,12 +87,18 @@ def quietly(module: str, *arguments: str) -> list[str]:
 def show_own_log() -> None:
     """Our log lines go to stdout as they are; of other libraries only warnings are shown. What would reorder a line is shown by number."""
     from rlhf_core.config import reordering_shown  # by then a process of ours has it; DVC's, which start here too, need none of it
+    from rlhf_core.progress import STATUS
 
     class AsItStands(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
             return reordering_shown(super().format(record))
 
-    handler = logging.StreamHandler(sys.stdout)
+    class BesideTheBar(logging.StreamHandler):
+        def emit(self, record: logging.LogRecord) -> None:
+            with STATUS.aside():
+                super().emit(record)
+
+    handler = BesideTheBar(sys.stdout)
     handler.setFormatter(AsItStands("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("rlhf").setLevel(logging.INFO)

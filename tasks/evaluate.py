@@ -6,6 +6,7 @@ from collections import Counter
 
 from rlhf_core.data.schema import read_rows
 from rlhf_core.data.split import conversation_text
+from rlhf_core.progress import Bar, drawing
 from tasks.stage import (
     EVALUATION_PROMPTS,
     EVALUATION_SAMPLES,
@@ -105,13 +106,15 @@ def generate_all(stage: Stage):
     seeds = request_seeds(params.seed, 0, len(prompts["sft"]))
     samples: dict[str, dict[str, list]] = {mode: {} for mode in MODES}
     try:
-        for name in tokenizers:
-            if name == "policy":
-                engine.load_weights(read_state_dict(POLICY_MODEL), version=1)
-            ids = [p.prompt_ids for p in prompts[name]]
-            for mode in MODES:
-                settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature, stop=stop)
-                samples[mode][name] = engine.generate(ids, seeds, settings, stop_ids=ends[name], group_size=1)
+        with drawing("answer", len(tokenizers) * len(MODES) * len(seeds)) as bar:
+            for name in tokenizers:
+                if name == "policy":
+                    engine.load_weights(read_state_dict(POLICY_MODEL), version=1)
+                ids = [p.prompt_ids for p in prompts[name]]
+                for mode in MODES:
+                    settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature, stop=stop)
+                    samples[mode][name] = engine.generate(ids, seeds, settings, stop_ids=ends[name], group_size=1)
+                    bar.reach(len(seeds) * sum(map(len, samples.values())))
     finally:
         engine.close()  # before another model is loaded
     del engine
@@ -125,10 +128,14 @@ def score_and_judge(stage: Stage, tokenizers: dict, ends: dict[str, tuple[int, .
     judges = source_judges()
     scorer = ResponseScorer(stage.params.evaluation_scorers, reward_model=REWARD_MODEL, source_judges=judges, model=stage.params.model)
 
-    def answers(name: str, groups: list) -> list:
-        return [judged(r, judges) for (r,) in scorer(prompts[name], groups, tokenizers[name], stops=ends[name])]
+    with Bar("scored answer", sum(len(groups) for by_model in samples.values() for groups in by_model.values())) as bar:
 
-    return {mode: {name: answers(name, groups) for name, groups in by_model.items()} for mode, by_model in samples.items()}
+        def answers(name: str, groups: list) -> list:
+            found = [judged(r, judges) for (r,) in scorer(prompts[name], groups, tokenizers[name], stops=ends[name])]
+            bar.step(len(found))
+            return found
+
+        return {mode: {name: answers(name, groups) for name, groups in by_model.items()} for mode, by_model in samples.items()}
 
 
 def measure(stage: Stage, answers, pad_id: int) -> dict:

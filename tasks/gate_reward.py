@@ -23,6 +23,7 @@ from rlhf_core.gate.heldout import Heldout, distinct_responses, measure_ensemble
 from rlhf_core.gate.incumbent import compare
 from rlhf_core.gate.looks import at_look, look_level, split_hash, take_look, write_result
 from rlhf_core.gate.pairs import Pairs, pair_points
+from rlhf_core.progress import Bar
 from rlhf_core.rounds import dvc_md5
 from tasks.stage import METRICS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, Stage, StageFailed, source_judges, write_json
 
@@ -160,14 +161,15 @@ def ask_models(test: Heldout, params: Params, config: GateConfig, *, scratch: Pa
     stored, prompts = scores[which], np.tile(test.pairs.prompts, 2)[which]
     some = np.unique(np.linspace(0, len(which) - 1, min(2 * config.probe_pairs, len(which))).astype(int))
     asked = [responses[i] for i in some]
+    bar = Bar("question", 2 + len(config.external) + sum(promoted is not None for promoted in (config.incumbent, config.anchor)))
     shifts = format_shifts(model, asked, prompts[some], scale=float(stored.std()) or 1.0, confidence=config.confidence)
-    measured: dict[str, Any] = {
-        "probes": {
-            **invariance(model, asked, stored[some]),
-            **{f"format: {name}": shift for name, shift in shifts.items()},
-        },
-        "external": [score_external(external, model, confidence=config.confidence) for external in config.external],
-    }
+    bar.step()
+    probes = {**invariance(model, asked, stored[some]), **{f"format: {name}": shift for name, shift in shifts.items()}}
+    bar.step()
+    measured: dict[str, Any] = {"probes": probes, "external": []}
+    for external in config.external:
+        measured["external"].append(score_external(external, model, confidence=config.confidence))
+        bar.step()
     members = len(model.members)
     del model  # there may be no room for both
     found: dict[str, dict[str, Any]] = {}  # by md5: incumbent and anchor may be one model
@@ -177,6 +179,8 @@ def ask_models(test: Heldout, params: Params, config: GateConfig, *, scratch: Pa
         if promoted.md5 not in found:
             found[promoted.md5] = measure_promoted(test, role, promoted, confidence=config.confidence, scratch=scratch, how=how)
         measured[role] = {**found[promoted.md5], "version": promoted.version}
+        bar.step()
+    bar.close()
     return measured, members
 
 

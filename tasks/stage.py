@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.checkpoint import NoSpace, Origin, StoreSettings
 from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params, reordering_shown
 from rlhf_core.environment import keep_visible, of_stage
+from rlhf_core.progress import name_stage
 from rlhf_core.quiet import be_quiet, show_own_log
 from tasks.work import SCRATCH, input_hashes, metrics_path, prepare_scratch, read_work
 
@@ -95,6 +96,7 @@ class Stage:
         except ConfigError as error:
             self._exit(str(error))
         self._hide_secrets()
+        name_stage(self.name)
         self.scratch = SCRATCH / self.name / self.work.folder_name
         self.scratch.parent.mkdir(parents=True, exist_ok=True)
         self._lock = (self.scratch.parent / "lock").open("a+")

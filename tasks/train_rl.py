@@ -13,6 +13,7 @@ from typing import Any
 from rlhf_core.config import RlConfig, ScorerConfig, reordering_shown
 from rlhf_core.data.schema import read_rows
 from rlhf_core.environment import passed_on
+from rlhf_core.progress import STATUS
 from tasks.stage import (
     METRICS,
     PLOTS,
@@ -131,7 +132,7 @@ def show(text: str) -> None:
     checkpoint.
     """
     try:
-        print(reordering_shown(text), end="", flush=True)
+        STATUS.pass_on(reordering_shown(text))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

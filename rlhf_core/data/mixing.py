@@ -22,6 +22,7 @@ from rlhf_core.data.samples import Writer
 from rlhf_core.data.schema import SCHEMAS, SLICES_SCHEMA, RowWriter, open_rows, read_batches, slice_rows
 from rlhf_core.data.sources import read_source
 from rlhf_core.data.split import Ids, conversation_text, kept, split_of
+from rlhf_core.progress import counted
 
 SLICES = pa.field("slices", pa.map_(pa.string(), pa.string()))
 
@@ -79,7 +80,7 @@ def _lay_aside(
     ids = {use: Ids(source.name) for use in source.uses}
     with ExitStack() as stack:
         files = {use: stack.enter_context(RowWriter(_aside(scratch, use), SCHEMAS[use].append(SLICES))) for use in source.uses}
-        for use, row in read_source(source, seed=seed, dropped=dropped, writer=writer):
+        for use, row in counted(read_source(source, seed=seed, dropped=dropped, writer=writer), f"rows of {source.name}"):
             row_id = ids[use].of_next(row)
             numbers[use].append(int(row_id, 16))
             files[use].add({"id": row_id, "source": source.name, "split": _split(row, config), **row})

@@ -12,6 +12,7 @@ from rlhf_core.models.build import frozen, kv_cache_bytes, load_language_model, 
 from rlhf_core.models.decoding import decoder
 from rlhf_core.models.generation import generate
 from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.progress import drawn
 from rlhf_core.sampling import Sample, SamplingSettings
 
 PROMPT_TOKENS = 32_768  # of a batch, which go through the model at once
@@ -89,6 +90,7 @@ class PytorchEngine:
                 device=self._model.device,
             )
             found.update(zip(chosen, groups, strict=True))
+            drawn(len(chosen) * group_size)
         if self._shares_gpu:
             torch.cuda.empty_cache()
         return [found[i] for i in range(len(prompts))]

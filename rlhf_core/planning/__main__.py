@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_core.config import ConfigError, Params, load_params
+from rlhf_core.planning.assumed import assumed, workload_text, workload_values
 from rlhf_core.planning.describe import text, values
 from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency
 from rlhf_core.planning.phases import predict
@@ -31,16 +32,20 @@ def main() -> int:
         return 0
     try:
         params = load_params(arguments.params)
-        found = plan(params, arguments)
+        work = workload(params, arguments)
+        found = plan(work, params, arguments)
     except (ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     cluster = cluster_of(arguments)
     for notice in notices(params, arguments):
         print(notice, file=sys.stderr)
+    basis = assumed(work, params, arguments)
     if arguments.json:
-        print(json.dumps({name: values(prediction) for name, prediction in found.items()}, indent=2))
+        predicted = {name: values(prediction) for name, prediction in found.items()}
+        print(json.dumps({"workload": workload_values(basis), **predicted}, indent=2))
     else:
+        print(f"{workload_text(basis)}\n")
         for name, prediction in found.items():
             print(f"{name}: {text(prediction, cluster)}\n")
     return 0 if any(prediction.fits for prediction in found.values()) else 1
@@ -56,8 +61,8 @@ def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
     return found
 
 
-def plan(params: Params, arguments: argparse.Namespace) -> dict[str, Prediction]:
-    work, cluster = workload(params, arguments), cluster_of(arguments)
+def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[str, Prediction]:
+    cluster = cluster_of(arguments)
     efficiency = Efficiency(
         arguments.flops_efficiency, arguments.bandwidth_efficiency, arguments.network_efficiency, arguments.decode_overhead
     )

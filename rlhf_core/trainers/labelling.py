@@ -24,6 +24,7 @@ from rlhf_core.data.pool import distinct_prompts
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.engines.in_process import open_engine
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
+from rlhf_core.progress import drawing
 from rlhf_core.sampling import Sample, SamplingSettings, request_seeds
 from rlhf_core.scorers.members import combine_members
 from rlhf_core.scorers.needs import model_folders
@@ -145,12 +146,14 @@ def sample_responses(
     )
     samples: list[list[Sample]] = []
     try:
-        for start in range(0, len(prompts), per_request):
-            if stop_requested():
-                raise SamplingStopped
-            part = slice(start, start + per_request)
-            ids = [p.prompt_ids for p in prompts[part]]
-            samples += engine.generate(ids, seeds[part], settings, stop_ids=ends, group_size=config.samples_per_prompt)
+        with drawing("response", len(prompts) * config.samples_per_prompt) as bar:
+            for start in range(0, len(prompts), per_request):
+                if stop_requested():
+                    raise SamplingStopped
+                part = slice(start, start + per_request)
+                ids = [p.prompt_ids for p in prompts[part]]
+                samples += engine.generate(ids, seeds[part], settings, stop_ids=ends, group_size=config.samples_per_prompt)
+                bar.reach(len(samples) * config.samples_per_prompt)
     finally:
         engine.close()
     return samples

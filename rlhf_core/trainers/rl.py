@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlhf_core.checkpoint import NoSpace
 from rlhf_core.config import RlConfig, curve_columns
+from rlhf_core.progress import Bar
 from rlhf_core.quiet import collect_as_usual, overlook_what_is_imported
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.credit import RewardNormalizer, assign_credit, correct
@@ -36,7 +37,7 @@ from rlhf_core.trainers.rl_metrics import (
     check_logprobs,
     check_scored,
     evaluation_metrics,
-    progress_line,
+    told,
 )
 from rlhf_core.trainers.rl_minibatch import plan_update
 from rlhf_core.trainers.rl_monitor import Finding, holds, observe
@@ -87,6 +88,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
     if rl.algorithm == "ppo":
         workers.set_value_units(value_units(rl, normalizer))
     curves = open_curves(job, first_step=progress.step + 1)
+    bar = Bar("rl step", rl.steps, done=progress.step)
     stopping = False
     while not progress.finished(rl) and not stopping:
         clock, step, kl_coef = Clock(), progress.step, progress.kl_coef
@@ -158,8 +160,9 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         timings = clock.timings(samples=rl.samples_per_step) | {"replacements": workers.replacements.count}
         curves.log(row, timings, drawn.scorer_metrics)
         workers.store.publish()
-        log.info("%s", progress_line(row, rl, clock))
+        bar.step(**told(row, rl, clock))
         tell(found, rl)
+    bar.close()
     workers.store.wait()
     curves.close()
     return progress

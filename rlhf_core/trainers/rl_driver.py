@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rlhf_core.engines.ray_actors import RoleLost
 from rlhf_core.environment import keep_visible, named
+from rlhf_core.progress import name_stage
 from rlhf_core.quiet import be_quiet, show_own_log
 from rlhf_core.trainers.rl_actors import Actors
 from rlhf_core.trainers.rl_job import LOST, RlJob, beat, forget_refusal, refuse
@@ -27,6 +28,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, stop.ask)
     job = RlJob.read(Path(sys.argv[1]))
     forget_refusal(job)
+    name_stage("train_policy")
     keep_visible(named() | ({"WANDB_API_KEY"} if job.tracking.wandb_project is not None else set()))
     try:
         with beat(job.pulse), Actors(job) as actors:

@@ -221,11 +221,7 @@ class Clock:
         return " ".join(f"{phase} {seconds:.2f}" for phase, seconds in self._laps.items())
 
 
-def progress_line(row: Metrics, rl: RlConfig, clock: Clock) -> str:
-    rate = rl.samples_per_step / clock.total
-    entropy = f"  entropy {row['entropy']:.2f}" if "entropy" in row else ""
-    evaluated = f"  validation {row['eval_score']:.3f}" if "eval_score" in row else ""
-    return (
-        f"rl {row['step']}/{rl.steps}  score {row['score_mean']:.3f}  kl {row['kl_mean']:.3f}  length {row['response_length']:.1f}"
-        f"{entropy}{evaluated}  {rate:.0f} samples/s  ({clock} s)"
-    )
+def told(row: Metrics, rl: RlConfig, clock: Clock) -> Metrics:
+    """What is shown of a step while the training goes on."""
+    names = {"score_mean": "score", "kl_mean": "kl", "response_length": "length", "entropy": "entropy", "eval_score": "validation"}
+    return {name: row[key] for key, name in names.items() if key in row} | {"samples/s": rl.samples_per_step / clock.total}

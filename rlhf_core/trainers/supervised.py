@@ -17,6 +17,7 @@ from rlhf_core.checkpoint import CheckpointStore
 from rlhf_core.config import TrainingConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, warmup_cosine
+from rlhf_core.progress import Bar
 from rlhf_core.quiet import collect_as_usual
 from rlhf_core.tracking import MetricsLog
 
@@ -98,20 +99,20 @@ def train_phase(
     engine.train()
     curves = metrics_log(first_step + done)
     try:
-        for step in range(done, phase.steps):
-            row, timings = _train_step(engine, phase, settings, step)
-            if phase.evaluate is not None and ((step + 1) % settings.eval_every == 0 or step + 1 == phase.steps):
-                row |= evaluate(engine, phase.evaluate)
-            last, stop = step + 1 == phase.steps, stop_requested()
-            saving = _save(engine, store, step + 1, row) if last or stop or (step + 1) % settings.checkpoint_every == 0 else 0.0
-            timings |= {"seconds": timings["seconds"] + saving, "seconds_checkpoint": saving}
-            # First the curve, then the checkpoint: a run that is killed between them does the step again, and writes its row again.
-            curves.log({"step": first_step + step, "phase": phase.name, **row}, timings)
-            store.publish()
-            if (step + 1) % 25 == 0 or last:
-                log.info("%s %d/%d  %s", phase.name, step + 1, phase.steps, "  ".join(f"{k} {v:.4g}" for k, v in row.items()))
-            if stop and not last:
-                break
+        with Bar(f"{phase.name} step", phase.steps, done=done) as bar:
+            for step in range(done, phase.steps):
+                row, timings = _train_step(engine, phase, settings, step)
+                if phase.evaluate is not None and ((step + 1) % settings.eval_every == 0 or step + 1 == phase.steps):
+                    row |= evaluate(engine, phase.evaluate)
+                last, stop = step + 1 == phase.steps, stop_requested()
+                saving = _save(engine, store, step + 1, row) if last or stop or (step + 1) % settings.checkpoint_every == 0 else 0.0
+                timings |= {"seconds": timings["seconds"] + saving, "seconds_checkpoint": saving}
+                # First the curve, then the checkpoint: a run that is killed between them does the step again, and writes its row again.
+                curves.log({"step": first_step + step, "phase": phase.name, **row}, timings)
+                store.publish()
+                bar.step(**{name: value for name, value in row.items() if name == "loss" or name.startswith("heldout_")})
+                if stop and not last:
+                    break
         store.wait()
     finally:
         curves.close()

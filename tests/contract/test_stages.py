@@ -43,6 +43,7 @@ FRAME = {
     "tasks/stage.py": "the frame around a stage: locks, signals, messages",
     "rlhf_core/config": "reads params.yaml, whose sections are dependencies themselves",
     "rlhf_core/environment.py": "which environment variables a stage sees",
+    "rlhf_core/progress.py": "what is told while a stage works",
     "rlhf_core/quiet.py": "environment variables that silence libraries",
     "rlhf_core/tracking.py": "where curves are written to",
     "rlhf_core/checkpoint.py": "where unfinished work is kept",
