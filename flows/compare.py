@@ -16,13 +16,16 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, get_args
 
 from flows.children import end_with
+from flows.locks import only_flow
 from flows.overrides import check, parse_assignment, read_recipe
 from flows.pins import prepare_run
 from flows.results import input_paths, result_paths
+from flows.run_record import note
 from flows.stages import stage_environment
 from flows.worktree import commit_results, slug
 from rlhf_core.config import Algorithm, ConfigError, Method, load_params
@@ -53,13 +56,21 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     asked = parse_arguments(arguments)
-    root = Path.cwd()
+    with ExitStack() as held:
+        return compare(Path.cwd(), asked, held)
+
+
+def compare(root: Path, asked: argparse.Namespace, held: ExitStack) -> int:
+    """All runs, and what they have shown; returns the exit code. held: the locks of the runs, to the end."""
     try:
         variants = {name: method_overrides(name) for name in asked.methods} or {name: {"rl.algorithm": name} for name in asked.algorithms}
         common = read_recipe(RECIPE) | {THREADS: max(1, (os.cpu_count() or 1) // asked.jobs)}
         common |= dict(map(parse_assignment, asked.assignments))
+        for seed in asked.seeds:
+            for name in variants:
+                held.enter_context(only_flow(root, run_name(name, seed)))
         workspaces = {
-            (name, seed): _workspace(root, f"{name}-{seed}", {**common, **overrides, "seed": seed}, update=asked.update)
+            (name, seed): _workspace(root, run_name(name, seed), {**common, **overrides, "seed": seed}, update=asked.update)
             for seed in asked.seeds
             for name, overrides in variants.items()
         }
@@ -106,14 +117,19 @@ def method_overrides(name: str) -> dict[str, Any]:
     return {"alignment.method": method} | ({f"{method}.loss": loss} if colon else {})
 
 
+def run_name(variant: str, seed: int) -> str:
+    return f"compare-{slug(f'{variant}-{seed}')}"
+
+
 def _workspace(root: Path, name: str, overrides: dict[str, Any], *, update: bool) -> Path:
     check(root / "params.yaml", overrides)
-    return prepare_run(root, f"compare-{slug(name)}", overrides, update=update, free=[THREADS])
+    return prepare_run(root, name, overrides, update=update, free=[THREADS])
 
 
 def _repro(workspace: Path, stage: str) -> str | None:
     """Bring a run up to a stage; its output goes to compare.log in its worktree. Returns the run's name if that failed."""
     print(f"{workspace.name}: {stage} ...", flush=True)
+    note(workspace, outcome="running", stage=stage, message="")
     with (workspace / "compare.log").open("a") as log:
         done = subprocess.run(
             quietly("dvc", "repro", stage),
@@ -124,6 +140,8 @@ def _repro(workspace: Path, stage: str) -> str | None:
             preexec_fn=end_with(os.getpid()),  # of the thread, too, which lives until all runs have ended
             check=False,
         )
+    failed = {"outcome": "failed", "message": "see compare.log in its folder"}
+    note(workspace, **(failed if done.returncode else {"outcome": "done"}))
     return workspace.name if done.returncode else None
 
 

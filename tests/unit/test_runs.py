@@ -1,0 +1,192 @@
+"""The list of runs, what is shown of one, and what deleting one spares. Git and its worktrees are the real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from registry_tags import sound_lineage, write_tag
+
+from flows import pins, runs
+from flows.full_pipeline import REFUSED
+from flows.locks import only_flow
+from flows.run_record import GATE_REJECTED, note
+from flows.worktree import git
+
+ROOT = Path(__file__).parents[2]
+OURS = {**os.environ, "PYTHONPATH": str(ROOT)}  # this checkout's code in another folder
+GATE = {"needed": True, "passed": True, "accuracy": 0.87, "low": 0.85, "threshold": 0.8, "override": None, "message": "passed"}
+EVALUATION = {"sampled": {"sft": {"judge_ok": 0.4}, "policy": {"judge_ok": 0.7}}}
+STAGES = ("prepare_data", "validate_data", "check_model", "train_sft", "train_reward", "gate_reward", "train_policy", "evaluate", "report")
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    """A repository with this checkout's params and chain."""
+    folder = tmp_path / "project"
+    (folder / ".dvc").mkdir(parents=True)
+    (folder / ".dvc/config").write_text("")
+    (folder / ".dvc/.gitignore").write_text("/config.local\n/tmp\n/cache\n")
+    for name in ("params.yaml", "dvc.yaml", ".gitignore"):
+        shutil.copy(ROOT / name, folder / name)
+    git(tmp_path, "init", "--quiet", "--initial-branch", "main", str(folder))
+    for name, value in (("user.name", "test"), ("user.email", "test@localhost")):
+        git(folder, "config", name, value)
+    commit(folder, "A project")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def commit(folder: Path, message: str) -> None:
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "-m", message)
+
+
+def finish(run: Path, stages: tuple[str, ...] = STAGES, **gate: object) -> None:
+    """What a run leaves that has come so far."""
+    entries = "".join(f"  {stage}:\n    cmd: python -m tasks.{stage}\n" for stage in stages)
+    (run / "dvc.lock").write_text(f"schema: '2.0'\nstages:\n{entries}")
+    (run / "metrics").mkdir(exist_ok=True)
+    (run / "metrics/gate.json").write_text(json.dumps(GATE | gate))
+    (run / "metrics/evaluate.json").write_text(json.dumps(EVALUATION))
+    commit(run, f"Results of run {run.name}")
+
+
+def listed(capsys) -> dict[str, dict]:
+    assert runs.main(["list", "--json"]) == 0
+    return {run["name"]: run for run in json.loads(capsys.readouterr().out)}
+
+
+def test_a_list_says_what_became_of_each_run(project, capsys):
+    assert runs.main(["list"]) == 0 and "No runs" in capsys.readouterr().out
+    for name in ("done", "rejected", "killed", "working", "branch"):
+        finish(pins.prepare_run(project, name, {"alignment.method": "dpo"} if name == "done" else {"seed": 7}))
+    note(project / "runs/done", outcome="done")
+    note(project / "runs/rejected", outcome=GATE_REJECTED, stage="gate_reward", message="too bad")
+    for name in ("killed", "working"):
+        note(project / "runs" / name, outcome="running", stage="train_policy")
+    git(project, "worktree", "remove", "--force", "runs/branch")
+    with only_flow(project, "working"):
+        found = listed(capsys)
+        runs.main(["list"])
+        table = capsys.readouterr().out
+    told = {"done": "done", "rejected": GATE_REJECTED, "killed": "killed", "working": "running", "branch": "done"}
+    assert {name: run["outcome"] for name, run in found.items()} == told
+    assert found["working"]["process"] == str(os.getpid()) and found["killed"]["stage"] == "train_policy"
+    assert [found[name]["method"] for name in ("done", "branch")] == ["dpo", "rl ppo"]
+    assert {name: (run["gate_accuracy"], run["before"], run["after"]) for name, run in found.items()} == {
+        "done": (0.87, 0.4, 0.7),
+        "branch": (0.87, 0.4, 0.7),
+        "rejected": (0.87, None, None),  # the evaluation is of an earlier time
+        "killed": (0.87, None, None),
+        "working": (0.87, None, None),
+    }
+    assert found["branch"]["folder"] is None and found["branch"]["size"] == 0 < found["done"]["size"]
+    for words in ("running at train_policy", "gate rejected", "killed at train_policy", "0.40 -> 0.70", "branch only", "5 runs"):
+        assert words in table
+
+
+@pytest.mark.parametrize(
+    ("stages", "gate", "outcome", "stage"),
+    [
+        ((), {}, "not begun", None),
+        (STAGES[:4], {}, "interrupted", "train_reward"),
+        (STAGES[:5], {"passed": False}, GATE_REJECTED, "gate_reward"),
+        (STAGES, {"passed": False, "override": "a demonstration"}, "done", "report"),
+    ],
+)
+def test_a_run_without_a_record_is_told_by_what_dvc_has_left(project, capsys, stages, gate, outcome, stage):
+    run = pins.prepare_run(project, "one", {"seed": 7})
+    if stages:
+        finish(run, stages, **gate)
+    found = listed(capsys)["one"]
+    assert (found["outcome"], found["stage"]) == (outcome, stage)
+
+
+def test_fifty_runs_are_listed_in_two_seconds_without_prefect_and_torch(project):
+    finish(pins.prepare_run(project, "run-0", {"seed": 7}))
+    for number in range(1, 50):
+        git(project, "worktree", "add", "--quiet", "-b", f"run/run-{number}", f"runs/run-{number}", "run/run-0")
+    program = (
+        "import resource, sys; from flows.runs import main; main(['list']); used = resource.getrusage(resource.RUSAGE_SELF); "
+        "kids = resource.getrusage(resource.RUSAGE_CHILDREN); print(used.ru_utime + used.ru_stime + kids.ru_utime + kids.ru_stime); "
+        "print(sorted({'prefect', 'torch', 'pandas', 'dvc'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=OURS)
+    *table, seconds, loaded = done.stdout.splitlines()
+    assert len([line for line in table if line.startswith("run-")]) == 50 and loaded == "[]"
+    assert float(seconds) < 2.0  # of computing time, on a busy machine
+
+
+def test_show_has_params_stages_and_registered_versions(project, capsys):
+    run = pins.prepare_run(project, "one", {"seed": 7, "rl.algorithm": "grpo"})
+    finish(run)
+    note(run, outcome="failed", stage="train_policy", message="train_policy: no room")
+    assert runs.main(["show", "one", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {(c["key"], c["default"], c["run"]) for c in found["params"]} == {("seed", 0, 7), ("rl.algorithm", "ppo", "grpo")}
+    assert [s["state"] for s in found["stages"] if s["stage"] == "train_policy"] == ["failed"]
+    assert runs.main(["show", "one"]) == 0
+    told = capsys.readouterr().out
+    for words in ("failed at train_policy: train_policy: no room", "rl.algorithm", '"ppo"', '"grpo"', "run/one at ", "runs/one, "):
+        assert words in told
+    assert runs.main(["show", "two"]) == REFUSED and "there are one" in capsys.readouterr().err
+
+
+def test_delete_takes_worktree_branch_and_lock_and_says_what_stays(project, capsys):
+    for name in ("one", "two"):
+        finish(pins.prepare_run(project, name, {"seed": 7}))
+    (project / "runs/one/scratch/big").mkdir(parents=True)
+    with only_flow(project, "one"):
+        pass
+    assert runs.main(["delete", "one"]) == 0
+    said = capsys.readouterr().out
+    assert "Deleted run one: runs/one and run/one" in said and "dvc gc --workspace --all-branches --all-tags" in said
+    assert sorted(path.name for path in (project / "runs").iterdir()) == ["two"]
+    assert git(project, "branch", "--list", "run/*").split()[-1] == "run/two"
+    with only_flow(project, "one"):  # a run of that name may begin anew
+        assert pins.prepare_run(project, "one", {"seed": 9}).exists()
+
+
+def test_delete_is_refused_where_a_flow_works_or_something_would_be_lost(project, capsys):
+    run, other = (pins.prepare_run(project, name, {"seed": 7}) for name in ("one", "two"))
+    (run / "mine.py").write_text("mine = 1\n")
+    with subprocess.Popen([sys.executable, "-c", "input()"], cwd=run, stdin=subprocess.PIPE) as user:
+        assert runs.main(["delete", "two", "one"]) == REFUSED and run.exists() and other.exists()
+        said = capsys.readouterr().err
+        assert "run one: expected all committed, got mine.py" in said and f"process {user.pid}" in said and "--force" in said
+        user.communicate(b"\n")
+    commit(run, "Work of mine")
+    assert runs.main(["delete", "one"]) == REFUSED and "Work of mine" in capsys.readouterr().err
+    program = (
+        "import pathlib; from flows.locks import only_flow; held = only_flow(pathlib.Path(), 'one'); held.__enter__(); "
+        "print(flush=True); input()"
+    )
+    how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": project, "env": OURS}
+    with subprocess.Popen([sys.executable, "-c", program], **how) as flow:
+        flow.stdout.readline()
+        started = time.monotonic()
+        assert runs.main(["delete", "--force", "one"]) == REFUSED and f"process {flow.pid}" in capsys.readouterr().err
+        assert time.monotonic() - started < 10 and run.exists()
+        flow.communicate(b"\n")
+    git(project, "branch", "kept", "run/one")  # then nothing is lost
+    assert runs.main(["delete", "one"]) == 0 and not run.exists()
+    assert runs.main(["delete", "nowhere"]) == REFUSED and "there are two" in capsys.readouterr().err
+    (other / "mine.py").write_text("mine = 1\n")
+    assert runs.main(["delete", "--force", "two"]) == 0 and not other.exists()
+
+
+def test_a_version_of_a_deleted_run_stays_with_its_commit(project, capsys):
+    run = pins.prepare_run(project, "one", {"seed": 7})
+    finish(run)
+    head = git(run, "rev-parse", "HEAD")
+    write_tag(project, "reward-model@v1.0.0", sound_lineage(head, run="run/one"), head)
+    assert runs.main(["delete", "one"]) == 0
+    assert "reward-model v1.0.0: tags keep their commits" in capsys.readouterr().out
+    assert git(project, "cat-file", "-t", head) == "commit" and git(project, "tag", "--list") == "reward-model@v1.0.0"
