@@ -1,4 +1,5 @@
-"""The whole chain from the command line: python -m flows.full_pipeline [--set key=value] [--params recipe] [--run name].
+"""The whole chain from the command line: python -m flows.full_pipeline [--set key=value] [--params recipe] [--run name] [--force stage]
+[--until stage].
 
 Wrong params are refused and a chain that is up to date is shown before Prefect is imported, which alone takes two seconds.
 Exit codes: 0 done, 1 a stage failed, 2 params or workspace refused, 3 a gate rejected the model, 130 and 143 stopped by a signal.
@@ -16,7 +17,7 @@ from flows.locks import only_flow
 from flows.overrides import check, parse_assignment, read_recipe
 from flows.pins import prepare_run
 from flows.server import use_server
-from flows.stages import StageResult, stage_order, up_to_date
+from flows.stages import StageResult, check_chosen, stage_order, stages_until, until_line, up_to_date
 from flows.summary import report_line, stage_table
 from flows.worktree import derive_name, worktree_path
 from rlhf_core.config import ConfigError
@@ -46,6 +47,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--run", metavar="NAME", help="work in the worktree runs/NAME; with overrides and without a name, one is derived from them"
     )
+    parser.add_argument(
+        "--force", metavar="STAGE", help="run this stage again though nothing has changed, and then what its results change"
+    )
+    parser.add_argument("--until", metavar="STAGE", help="end after this stage")
     return parser.parse_args(arguments)
 
 
@@ -65,17 +70,18 @@ def choose(root: Path, arguments: argparse.Namespace) -> tuple[dict[str, Any], s
         name = derive_name(root, overrides, arguments.recipes)
     found = name is not None and worktree_path(root, name).exists()
     check((worktree_path(root, name) if found else root) / "params.yaml", overrides)
-    stage_order(root)
+    order = stage_order(root)
+    check_chosen(order, force=arguments.force, until=arguments.until)
     return overrides, name
 
 
-def run(root: Path, overrides: dict[str, Any], name: str | None) -> int:
+def run(root: Path, overrides: dict[str, Any], name: str | None, force: str | None, until: str | None) -> int:
     """The flow, under a Prefect server. Imports Prefect."""
     with use_server(root):
         from flows.rlhf_flow import GATE_REJECTED as REJECTED
         from flows.rlhf_flow import rlhf
 
-    state = rlhf(overrides, name, return_state=True)
+    state = rlhf(overrides, name, force, until, return_state=True)
     if state.is_completed():
         return 0
     print(f"\n{state.name}: {state.message}", file=sys.stderr)
@@ -86,14 +92,18 @@ def main(arguments: list[str] | None = None) -> int:
     show_own_log()
     root = Path.cwd()
     try:
-        overrides, name = choose(root, parse_arguments(arguments))
+        asked = parse_arguments(arguments)
+        overrides, name = choose(root, asked)
         with only_flow(root, name):
             workspace = prepare_run(root, name, overrides)
-            if up_to_date(workspace):
-                order = stage_order(workspace)
-                print(f"{stage_table(workspace, order, [StageResult(s, 'cached', 0.0) for s in order])}\n\n{report_line(workspace)}")
+            order = stage_order(workspace)
+            check_chosen(order, force=asked.force, until=asked.until)  # the worktree of a run may have other ones
+            wanted = stages_until(order, asked.until)
+            if asked.force is None and up_to_date(workspace, *wanted):
+                last = report_line(workspace) if wanted == order else until_line(wanted[-1])
+                print(f"{stage_table(workspace, order, [StageResult(s, 'cached', 0.0) for s in wanted])}\n\n{last}")
                 return 0
-            return run(root, overrides, name)
+            return run(root, overrides, name, asked.force, asked.until)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return REFUSED

@@ -14,6 +14,7 @@ from typing import Any
 from flows.full_pipeline import FAILED, GATE_REJECTED, INTERRUPTED, REFUSED, show_own_log
 from flows.overrides import check, parse_assignment, read_recipe
 from flows.server import use_server
+from flows.user_files import check_user_files
 from flows.worktree import worktree_path
 from rlhf_core.config import ConfigError
 
@@ -56,7 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
             overrides |= read_recipe(recipe)
         overrides |= dict(map(parse_assignment, asked.assignments))
         worktree = worktree_path(root, asked.series)
-        check((worktree if worktree.exists() else root) / "params.yaml", overrides)
+        params = check((worktree if worktree.exists() else root) / "params.yaml", overrides)
+        check_user_files(root, asked.series, params, rounds=True)  # the flow does so too, but comes with Prefect
         return run(root, overrides, asked.rounds, asked.series)
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -16,6 +16,7 @@ from tasks.stage import (
     SFT_MODEL,
     Stage,
     StageFailed,
+    no_arguments,
     source_judges,
     write_json,
 )
@@ -193,4 +194,5 @@ def write_prompts(answers) -> None:
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

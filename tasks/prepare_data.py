@@ -20,7 +20,7 @@ from rlhf_core.data.judge import find_judge
 from rlhf_core.data.mixing import Mixed, mix
 from rlhf_core.data.samples import Writer
 from rlhf_core.data.schema import SPLITS, WIDE_MESSAGES, open_rows, read_batches
-from tasks.stage import METRICS, PLOTS, PREPARED, TOKENIZER, Stage, publish, write_json
+from tasks.stage import METRICS, PLOTS, PREPARED, TOKENIZER, Stage, no_arguments, publish, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,7 +83,7 @@ def given_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
     use_all_cores()
     if config.path is None:
         return None
-    path, wanted = locate_model(config.path), config.chat_template
+    path, wanted = locate_model(config.path, config.revision), config.chat_template
     check_model_folder(path)
     return load_tokenizer(
         path,
@@ -101,7 +101,7 @@ def own_writer(params: Params, tokenizer: PreTrainedTokenizerBase | None) -> Wri
     from rlhf_core.models.folder import locate_model
     from rlhf_core.trainers.own_samples import ModelWriter
 
-    return ModelWriter(locate_model(params.model.path), tokenizer, params.model, seed=params.seed)
+    return ModelWriter(locate_model(params.model.path, params.model.revision), tokenizer, params.model, seed=params.seed)
 
 
 def new_tokenizer(config: ModelConfig, folder: Path, uses: list[str]) -> PreTrainedTokenizerBase:
@@ -209,4 +209,5 @@ def length_histograms(lengths: dict[str, dict[str, Counter[int]]]) -> Iterator[t
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

@@ -23,6 +23,7 @@ from tasks.stage import (
     StageStopped,
     check_gate,
     has_labels,
+    no_arguments,
     publish_policy,
     read_json,
     source_judges,
@@ -206,4 +207,5 @@ def score_means(groups: list[list], best: list) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

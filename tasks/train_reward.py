@@ -17,7 +17,19 @@ from collections.abc import Iterator
 
 from rlhf_core.data.schema import read_rows
 from rlhf_core.data.split import conversation_text
-from tasks.stage import METRICS, PLOTS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, SFT_MODEL, Stage, StageStopped, publish, write_json
+from tasks.stage import (
+    METRICS,
+    PLOTS,
+    PREPARED,
+    REWARD_HELDOUT,
+    REWARD_MODEL,
+    SFT_MODEL,
+    Stage,
+    StageStopped,
+    no_arguments,
+    publish,
+    write_json,
+)
 
 log = logging.getLogger("rlhf")
 
@@ -216,4 +228,5 @@ def write_heldout(rows: list[tuple]) -> None:
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

@@ -27,6 +27,7 @@ from tasks.stage import (
     StageStopped,
     check_gate,
     has_labels,
+    no_arguments,
     publish,
     read_json,
     source_judges,
@@ -198,4 +199,5 @@ def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

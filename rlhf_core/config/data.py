@@ -82,6 +82,7 @@ class SourceConfig(Section):
     path: str | None = None  # a file, a folder, or the name of a Hugging Face data set
     subset: str | None = None  # of a Hugging Face data set
     dataset_split: str = "train"  # of a Hugging Face data set
+    revision: str | None = None  # of a Hugging Face data set: branch, tag or commit; None: what the cache has, or the newest
     format: DataFormat | None = None
     columns: dict[str, str | list[str]] = Field(default_factory=dict)  # our name -> theirs; dots reach into nested columns
     slices: dict[str, str] = Field(default_factory=dict)  # a name for the gate's slices -> their column
@@ -89,6 +90,8 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _complete(self):
+        if self.revision is not None and self.kind != "huggingface":
+            raise ValueError(f"source {self.name}: revision expects kind huggingface, got kind {self.kind}; take revision out")
         if self.kind == "clerk":
             if self.clerk is None:
                 raise ValueError(f"source {self.name}: kind clerk expects a clerk section, got none; copy it from the default params.yaml")

@@ -9,7 +9,6 @@ import csv
 import gzip
 import io
 import json
-import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,7 @@ from rlhf_core.data.clerk import clerk_rows
 from rlhf_core.data.formats import convert
 from rlhf_core.data.memory import limited, limited_memory
 from rlhf_core.data.messages import MAX_CHARACTERS, Dropped
+from rlhf_core.data.places import data_set_commit, exists, locate
 from rlhf_core.data.samples import Writer, sample_rows
 from rlhf_core.data.split import conversation_text, text_key
 
@@ -117,35 +117,9 @@ def _is_new(prompt: dict, seen: set[bytes]) -> bool:
     return len(seen) > before
 
 
-def locate(path: str) -> Path:
-    """A path relative to the workspace. In a git worktree, one that isn't there is taken relative to the main checkout.
-
-    Runs with overrides work in worktrees under runs/; data that git doesn't track, and paths that leave the checkout
-    such as ../shared/data, are found from there too.
-    """
-    here, link = Path(path), Path(".git")
-    if not here.is_absolute() and not _exists(here) and link.is_file():
-        repository = Path(link.read_text(encoding="utf-8").removeprefix("gitdir:").strip()).parents[1]
-        if _exists(repository.parent / path):
-            return repository.parent / path
-    return here
-
-
-def _exists(path: Path) -> bool:
-    """Whether there is something, be it a link to nothing.
-
-    Raises:
-        ValueError: it can't be the path of anything.
-    """
-    try:
-        return os.path.lexists(path) and (path.is_symlink() or path.exists())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{shown(str(path))}: expected a path, got: {shown(str(error))}; correct it") from error
-
-
 def _file_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where each record stands and the record, of a file or of all files of a folder in the order of their names."""
-    if not _exists(path):
+    if not exists(path):
         got = "nothing there; correct the path, relative to the project's folder"
         raise FileNotFoundError(f"{shown(str(path))}: expected a data file or folder, got {got}")
     files = sorted(p for p in path.rglob("*") if _reader(p) and not p.is_dir()) if path.is_dir() else [path]
@@ -330,6 +304,18 @@ def _object(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
+def _commit(source: SourceConfig) -> str | None:
+    """At which a data set of the hub is read, the one that stage hash_inputs records; None: there is none, as the library then says.
+
+    Raises:
+        ValueError: the cache, which alone may be asked, has another one than the source wants. The library would take that.
+    """
+    commit = data_set_commit(source.path, source.revision, source.subset)
+    if commit is None and source.revision is not None:
+        raise ValueError(f"revision {source.revision} isn't what the cache has")
+    return commit
+
+
 def _hub_records(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """The records of a Hugging Face data set, by name (from the cache unless HF_HUB_OFFLINE=0) or from a local folder."""
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
@@ -340,15 +326,17 @@ def _hub_records(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         with limited_memory(DATA_SET_BYTES):
             if (saved / "dataset_dict.json").exists() or (saved / "state.json").exists():
                 data = load_from_disk(str(saved))
+            elif saved.exists():
+                data = load_dataset(str(saved), source.subset, split=source.dataset_split)
             else:
-                data = load_dataset(str(saved) if saved.exists() else source.path, source.subset, split=source.dataset_split)
+                data = load_dataset(source.path, source.subset, split=source.dataset_split, revision=_commit(source))
     except MemoryError as error:
         raise ValueError(f"{subject}: expected one that is read within {DATA_SET_BYTES} bytes, got more; don't use it") from error
     except (OSError, ValueError) as error:
         reason = shown((str(error).strip() or type(error).__name__).splitlines()[0], 400)
         raise ValueError(
             f"{subject}: expected a cached name or a local folder, got: {reason}; "
-            "correct path, subset or dataset_split, or set HF_HUB_OFFLINE=0 to download"
+            "correct path, subset, dataset_split or revision, or set HF_HUB_OFFLINE=0 to download"
         ) from error
     if isinstance(data, DatasetDict):
         if source.dataset_split not in data:
