@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flows.chosen import check_chosen, stages_until, until_line
 from flows.locks import only_flow
 from flows.overrides import check, parse_assignment, read_recipe
 from flows.pins import prepare_run
 from flows.server import use_server
-from flows.stages import StageResult, check_chosen, stage_order, stages_until, until_line, up_to_date
+from flows.stages import StageResult, stage_order, up_to_date
 from flows.summary import report_line, stage_table
 from flows.worktree import derive_name, worktree_path
 from rlhf_core.config import ConfigError

@@ -23,6 +23,7 @@ from prefect.client.schemas.objects import State, StateType, TaskRun
 
 from flows.baselines import pin_baselines
 from flows.cache import run_checked
+from flows.chosen import check_chosen, stages_until, until_line
 from flows.locks import only_flow
 from flows.overrides import Overrides, check
 from flows.pins import prepare_run
@@ -30,13 +31,10 @@ from flows.results import input_paths, read_side, result_paths
 from flows.stages import (
     StageFailed,
     StageResult,
-    check_chosen,
     read_stages,
     stage_environment,
     stage_order,
-    stages_until,
     unchanged,
-    until_line,
 )
 from flows.summary import read_metrics, report_line, report_of, stage_table
 from flows.worktree import commit_results, derive_name, slug

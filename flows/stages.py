@@ -5,7 +5,6 @@ dvc.yaml is the only list of stages. DVC decides what is up to date; this module
 
 from __future__ import annotations
 
-import difflib
 import fcntl
 import itertools
 import json
@@ -115,30 +114,6 @@ def _needed(stage: dict[str, Any]) -> Iterator[str]:
     """What it depends on: paths, and files of params beside params.yaml, which stages may make."""
     yield from _paths(stage, "deps")
     yield from (file for entry in stage.get("params") or [] if isinstance(entry, dict) for file in entry)
-
-
-def check_chosen(order: list[str], *, force: str | None, until: str | None) -> None:
-    """The stages that somebody named for a run, to be forced and to be the last, are stages, and the run comes to the forced one.
-
-    Raises:
-        ConfigError: otherwise; with the nearest stage.
-    """
-    for option, wanted in (("force", force), ("until", until)):
-        if wanted is not None and wanted not in order:
-            near = difflib.get_close_matches(wanted, order, n=1, cutoff=0.4)
-            advice = f"write {near[0]}" if near else "take one of these"
-            raise ConfigError(f"{option}: expected a stage, one of {', '.join(order)}, got {config.shown(wanted)}; {advice}")
-    if force is not None and force not in stages_until(order, until):
-        raise ConfigError(f"force: expected a stage up to {until}, where the run is to end, got {force}; choose another until, or none")
-
-
-def stages_until(order: list[str], until: str | None) -> list[str]:
-    """The stages up to that one, or all."""
-    return order if until is None else order[: order.index(until) + 1]
-
-
-def until_line(until: str) -> str:
-    return f"Ended after {until}, as asked for; the same command without --until goes on from there"
 
 
 def _overlap(one: str, other: str) -> bool:

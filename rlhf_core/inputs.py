@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -124,12 +124,18 @@ def _local(path: str, workspace: Path, hashes: FileHashes, by: Path | None = Non
     return {"path": path, "size": found.size, "sha256": found.sha256}
 
 
-def changes_since(lock: Path, inputs: Tree, workspace: Path = Path()) -> list[str]:
-    """What is other than when the stages of dvc.lock ran, a line each, and which stages then run again."""
+def changes_since(lock: Path, inputs: Tree, workspace: Path = Path(), *, beside: Collection[str] = ()) -> list[str]:
+    """What is other than when the stages of dvc.lock ran, a line each, and which stages then run again.
+
+    Args:
+        beside: stages that don't count.
+    """
     stages = (read_yaml(lock).get("stages") or {}) if lock.exists() else {}
     said: dict[str, list[str]] = {}
     hashes = FileHashes(workspace)
     for stage, entry in stages.items():
+        if stage in beside:
+            continue
         for section, before in (entry.get("params") or {}).get(str(INPUTS), {}).items():
             for line in _differences(before or {}, inputs.get(section) or {}, hashes):
                 said.setdefault(line, []).append(stage)
