@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
             order = stage_order(workspace)
             check_chosen(order, force=asked.force, until=asked.until)  # the worktree of a run may have other ones
             wanted = stages_until(order, asked.until)
-            if asked.force is None and up_to_date(workspace, *wanted):
+            if asked.force is None and up_to_date(workspace, *(wanted if asked.until else ())):
                 last = report_line(workspace) if wanted == order else until_line(wanted[-1])
                 print(f"{stage_table(workspace, order, [StageResult(s, 'cached', 0.0) for s in wanted])}\n\n{last}")
                 return 0
