@@ -208,3 +208,26 @@ def test_a_run_ends_after_a_stage_and_a_stage_is_forced(project, server):
 def test_a_stage_that_is_none_is_refused_with_the_nearest(project, arguments, said):
     done = run_flow(project, "--run", "new", *arguments, PREFECT_HOME="/proc/nowhere")
     assert done.returncode == 2 and done.stderr.startswith(said) and not (project / "runs/new").exists()
+
+
+def test_a_deployments_run_takes_both_and_refuses_a_stage_that_is_none(project, server):
+    code = (
+        "from flows.rlhf_flow import rlhf; print(sorted(rlhf.parameters.properties)); "
+        "state = rlhf({}, 'new', 'prepare', None, return_state=True); print(state.name, state.message)"
+    )
+    command = [sys.executable, "-c", code]
+    env = environment(PREFECT_API_URL=server)
+    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert "['force', 'overrides', 'run', 'until']\nRefused force: expected a stage, one of hash_inputs, " in done.stdout, done.stderr
+    assert not (project / "runs/new").exists()
+
+
+def test_a_retry_of_a_run_does_not_force_a_stage_that_ended_well(tmp_path, monkeypatch):
+    from flows.rlhf_flow import note_forced, once_in_run
+
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "one")
+    assert once_in_run(tmp_path, "train_sft") == "train_sft" and once_in_run(tmp_path, None) is None
+    note_forced(tmp_path, "train_sft")
+    assert once_in_run(tmp_path, "train_sft") is None and once_in_run(tmp_path, "train_reward") == "train_reward"
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "other")
+    assert once_in_run(tmp_path, "train_sft") == "train_sft"
