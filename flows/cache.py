@@ -13,9 +13,9 @@ from rlhf_core.registry import cache_folder
 from rlhf_core.rounds import dvc_md5
 
 
-def run_checked(stage: str, workspace: Path, *, timeout: float, grace: float, on_line: LineHandler) -> StageResult:
+def run_checked(stage: str, workspace: Path, *, timeout: float, grace: float, on_line: LineHandler, force: bool = False) -> StageResult:
     """As run_stage; what comes out of DVC's cache damaged is removed there, and the stage runs."""
-    result = run_stage(stage, workspace, timeout=timeout, grace=grace, on_line=on_line)
+    result = run_stage(stage, workspace, timeout=timeout, grace=grace, on_line=on_line, force=force)
     damaged = remove_damaged(workspace, stage) if result.outcome == "restored" else []
     if not damaged:
         return result

@@ -31,7 +31,7 @@ LOCK, ROUNDS_LOCK, PARAMS, PIPELINE_FILE, GATE = (
 )
 # Of a lineage, and the file of the commit that says it too.
 SAID_BY = {
-    **{"md5": LOCK, "size": LOCK, "files": LOCK, "data": LOCK, "parents": LOCK, "stages": LOCK},
+    **{"md5": LOCK, "size": LOCK, "files": LOCK, "data": LOCK, "inputs": LOCK, "parents": LOCK, "stages": LOCK},
     **{"params": PARAMS, "gate": GATE, "decided": "the chain or the round"},
 }
 _ROUND = re.compile(rf"{FOLDER}/([1-9][0-9]*)/policy")
@@ -49,6 +49,7 @@ class _Entry(_Form):
 
 
 class _Stage(_Form):
+    params: dict[str, dict[str, Any]] = {}
     deps: list[_Entry] = []
     outs: list[_Entry] = []
 

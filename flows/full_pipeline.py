@@ -1,4 +1,5 @@
-"""The whole chain from the command line: python -m flows.full_pipeline [--set key=value] [--params recipe] [--run name].
+"""The whole chain from the command line: python -m flows.full_pipeline [--set key=value] [--params recipe] [--run name] [--force stage]
+[--until stage].
 
 Wrong params are refused and a chain that is up to date is shown before Prefect is imported, which alone takes two seconds.
 Exit codes: 0 done, 1 a stage failed, 2 params or workspace refused, 3 a gate rejected the model, 130 and 143 stopped by a signal.
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flows import run_record
+from flows.chosen import check_chosen, stages_until, until_line
 from flows.command_line import run_flow
 from flows.locks import only_flow
 from flows.overrides import check, parse_assignment, read_recipe
@@ -49,6 +51,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--run", metavar="NAME", help="work in the worktree runs/NAME; with overrides and without a name, one is derived from them"
     )
     parser.add_argument("--update", action="store_true", help="change the params of a run that exists, which is refused otherwise")
+    parser.add_argument(
+        "--force", metavar="STAGE", help="run this stage again though nothing has changed, and then what its results change"
+    )
+    parser.add_argument("--until", metavar="STAGE", help="end after this stage")
     return parser.parse_args(arguments)
 
 
@@ -67,11 +73,11 @@ def choose(root: Path, arguments: argparse.Namespace) -> tuple[dict[str, Any], s
         check(root / "params.yaml", overrides)
         name = derive_name(root, overrides, arguments.recipes)
     check_run(root, name, overrides)
-    stage_order(root)
+    check_chosen(stage_order(root), force=arguments.force, until=arguments.until)
     return overrides, name
 
 
-def run(root: Path, overrides: dict[str, Any], name: str | None, *, update: bool) -> int:
+def run(root: Path, overrides: dict[str, Any], name: str | None, asked: argparse.Namespace) -> int:
     """The flow, under a Prefect server. Imports Prefect."""
 
     def load() -> Any:
@@ -79,7 +85,7 @@ def run(root: Path, overrides: dict[str, Any], name: str | None, *, update: bool
 
         return rlhf
 
-    state = run_flow(root, load, overrides, name, update)
+    state = run_flow(root, load, overrides, name, asked.update, asked.force, asked.until)
     if state.is_completed():
         return 0
     print(f"\n{state.name}: {state.message}", file=sys.stderr)
@@ -93,12 +99,16 @@ def main(arguments: list[str] | None = None) -> int:
         overrides, name = choose(root, asked)
         with only_flow(root, name):
             workspace = prepare_run(root, name, overrides, update=asked.update)
-            if up_to_date(workspace):
-                run_record.note(workspace, outcome="done", message="")
-                order = stage_order(workspace)
-                print(f"{stage_table(workspace, order, [StageResult(s, 'cached', 0.0) for s in order])}\n\n{report_line(workspace)}")
+            order = stage_order(workspace)
+            check_chosen(order, force=asked.force, until=asked.until)  # the worktree of a run may have other ones
+            wanted = stages_until(order, asked.until)
+            if asked.force is None and up_to_date(workspace, *(wanted if asked.until else ())):
+                if wanted == order:
+                    run_record.note(workspace, outcome="done", message="")
+                last = report_line(workspace) if wanted == order else until_line(wanted[-1])
+                print(f"{stage_table(workspace, order, [StageResult(s, 'cached', 0.0) for s in wanted])}\n\n{last}")
                 return 0
-            return run(root, overrides, name, update=asked.update)
+            return run(root, overrides, name, asked)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return REFUSED

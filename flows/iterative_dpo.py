@@ -16,6 +16,7 @@ from flows.command_line import run_flow
 from flows.full_pipeline import FAILED, GATE_REJECTED, INTERRUPTED, REFUSED, show_own_log
 from flows.overrides import parse_assignment, read_recipe
 from flows.updates import check_run
+from flows.user_files import check_user_files
 from rlhf_core.config import ConfigError
 
 ROUND_REFUSED = 4
@@ -59,7 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
         for recipe in asked.recipes:
             overrides |= read_recipe(recipe)
         overrides |= dict(map(parse_assignment, asked.assignments))
-        check_run(root, asked.series, overrides, rounds=True)
+        params = check_run(root, asked.series, overrides, rounds=True)
+        check_user_files(root, asked.series, params, rounds=True)  # the flow does so too, but comes with Prefect
         return run(root, overrides, asked.rounds, asked.series, update=asked.update)
     except ConfigError as error:
         print(error, file=sys.stderr)

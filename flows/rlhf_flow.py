@@ -6,6 +6,7 @@ Prefect gives order, retries, states and artifacts; what is up to date is DVC's 
 from __future__ import annotations
 
 import base64
+import itertools
 import logging
 import shlex
 import subprocess
@@ -22,6 +23,7 @@ from prefect.client.schemas.objects import State, StateType, TaskRun
 
 from flows.baselines import pin_baselines
 from flows.cache import run_checked
+from flows.chosen import check_chosen, stages_until, until_line
 from flows.console import tell, tell_end
 from flows.locks import only_flow
 from flows.overrides import Overrides, check
@@ -70,8 +72,13 @@ def _worth_a_retry(_task: Any, _run: TaskRun, state: State) -> bool:
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=_worth_a_retry)
-def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *, skip: bool) -> StageResult:
-    """One stage, its output in the terminal and, throttled, in Prefect's log. skip: DVC has said that it has nothing to do."""
+def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *, skip: bool, force: bool = False) -> StageResult:
+    """One stage, its output in the terminal and, throttled, in Prefect's log.
+
+    Args:
+        skip: DVC has said that it has nothing to do.
+        force: it runs all the same.
+    """
     throttle = LogThrottle(get_run_logger())
 
     def on_line(line: str) -> None:
@@ -83,14 +90,20 @@ def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *,
         if skip:
             on_line(f"Stage '{stage}' didn't change, skipping")
             return StageResult(stage, "cached", 0.0)
-        return run_checked(stage, Path(workspace), timeout=timeout, grace=grace, on_line=on_line)
+        return run_checked(stage, Path(workspace), timeout=timeout, grace=grace, on_line=on_line, force=force)
     finally:
         STATUS.clear()
         throttle.flush()
 
 
 @flow(name="rlhf", persist_result=False)
-def rlhf(overrides: Overrides = {}, run: str | None = None, update: bool = False) -> State | None:  # noqa: B006 (Prefect's form)
+def rlhf(
+    overrides: Overrides = {},  # noqa: B006 (Prefect shows the default in its form)
+    run: str | None = None,
+    update: bool = False,
+    force: str | None = None,
+    until: str | None = None,
+) -> State | None:
     """From preference data to an aligned, evaluated policy.
 
     Args:
@@ -98,44 +111,60 @@ def rlhf(overrides: Overrides = {}, run: str | None = None, update: bool = False
         run: the name of the run's worktree, runs/<run>. Without overrides and name, a run from the command line works in
             the current folder, and a deployment's run in a worktree named after the flow run.
         update: change the params of a run that exists, which is refused otherwise.
+        force: a stage that runs again though nothing has changed; those after it run where its results are other ones.
+        until: the stage after which the run ends.
     """
     log, root = get_run_logger(), Path.cwd()
     try:
         name = _name(root, overrides, run)
         with only_flow(root, name):
-            return _chain(root, overrides, name, log, update=update)
+            return _chain(root, overrides, name, log, update=update, force=force, until=until)
     except ConfigError as error:
         log.error("%s", error)
         return State(type=StateType.FAILED, name=REFUSED, message=str(error))
 
 
 def _chain(
-    root: Path, overrides: dict[str, Any], name: str | None, log: logging.Logger | logging.LoggerAdapter, *, update: bool
+    root: Path,
+    overrides: dict[str, Any],
+    name: str | None,
+    log: logging.Logger | logging.LoggerAdapter,
+    *,
+    update: bool,
+    force: str | None,
+    until: str | None,
 ) -> State | None:
-    """Every stage in its order; a state where one failed.
+    """Every stage in its order, up to `until`; a state where one failed.
 
     Raises:
         ConfigError: params or workspace are refused.
     """
+    check_chosen(stage_order(root), force=force, until=until)
     workspace = prepare_run(root, name, overrides, update=update)
     with recording(workspace):
-        state = _stages(root, workspace, log)
-        note(workspace, **outcome_of(state))
+        state = _stages(root, workspace, log, force=force, until=until)
+        note(workspace, **outcome_of(state, None if until == stage_order(workspace)[-1] else until))
     if state is not None:
         tell_end(state.name, state.message)
     return state
 
 
-def _stages(root: Path, workspace: Path, log: logging.Logger | logging.LoggerAdapter) -> State | None:
+def _stages(
+    root: Path, workspace: Path, log: logging.Logger | logging.LoggerAdapter, *, force: str | None, until: str | None
+) -> State | None:
     params = load_params(workspace / "params.yaml")
     order = stage_order(workspace)
+    check_chosen(order, force=force, until=until)  # the worktree of a run may have other ones
     pin_baselines(root, workspace)
     log.info("Workspace: %s", workspace)
     results: list[StageResult] = []
-    skipped = unchanged(workspace, order)
+    forced = once_in_run(workspace, force)
+    skipped = list(itertools.takewhile(lambda stage: stage != forced, unchanged(workspace, order)))
     try:
-        for stage in order:
-            results.append(run_with_retries(stage, workspace, params.flow, skip=stage in skipped))
+        for stage in stages_until(order, until):
+            results.append(run_with_retries(stage, workspace, params.flow, skip=stage in skipped, force=stage == forced))
+            if stage == forced:
+                note_forced(workspace, stage)
             publish_gate(workspace, stage)
     except StageFailed as failure:
         publish_gate(workspace, failure.stage)
@@ -143,15 +172,30 @@ def _stages(root: Path, workspace: Path, log: logging.Logger | logging.LoggerAda
             write_stopped_report(workspace, failure, log)
         _finish(workspace, order, results, failed=failure.stage)
         return end_state(workspace, failure)
-    _finish(workspace, order, results)
+    _finish(workspace, order, results, until=None if until == order[-1] else until)
     return None
 
 
-def outcome_of(state: State | None) -> dict[str, str]:
-    """For the run's record."""
+def outcome_of(state: State | None, until: str | None = None) -> dict[str, str]:
+    """For the run's record. until: the stage that was to be its last, where others follow it."""
     if state is None:
-        return {"outcome": "done", "message": ""}
+        return {"outcome": "done", "message": "" if until is None else f"ended after {until}, as asked for"}
     return {"outcome": state.name if state.name != "Failed" else "failed", "message": state.message or ""}
+
+
+def once_in_run(workspace: Path, force: str | None) -> str | None:
+    """The stage to force; None: none, or this flow run has done it, and is retried because of a later stage."""
+    return None if force is None or _forced_note(workspace, force).exists() else force
+
+
+def note_forced(workspace: Path, stage: str) -> None:
+    path = _forced_note(workspace, stage)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def _forced_note(workspace: Path, stage: str) -> Path:
+    return workspace / "scratch" / "forced" / f"{runtime.flow_run.id}-{stage}"
 
 
 def _name(root: Path, overrides: dict[str, Any], run: str | None) -> str | None:
@@ -163,10 +207,10 @@ def _name(root: Path, overrides: dict[str, Any], run: str | None) -> str | None:
     return derive_name(root, overrides, []) if run is None and overrides else run
 
 
-def run_with_retries(stage: str, workspace: Path, config: FlowConfig, *, skip: bool = False) -> StageResult:
+def run_with_retries(stage: str, workspace: Path, config: FlowConfig, *, skip: bool = False, force: bool = False) -> StageResult:
     note(workspace, stage=stage)
     task = run_through_dvc.with_options(name=stage, task_run_name=stage, retries=config.retries, retry_delay_seconds=config.retry_delay)
-    return task(stage, str(workspace), config.stage_timeout, config.stop_grace, skip=skip)
+    return task(stage, str(workspace), config.stage_timeout, config.stop_grace, skip=skip, force=force)
 
 
 def is_gate(stage: str) -> bool:
@@ -211,17 +255,18 @@ def publish_figures(workspace: Path, reached: set[str | None]) -> None:
             create_image_artifact(url, key="figures", description="The figures of this run; the report has them with hover")
 
 
-def _finish(workspace: Path, order: list[str], results: list[StageResult], failed: str | None = None) -> None:
+def _finish(workspace: Path, order: list[str], results: list[StageResult], failed: str | None = None, until: str | None = None) -> None:
     """Table, report and, in a run's worktree, the commit of what the run has shown."""
-    tell(f"\n{stage_table(workspace, order, results, failed)}\n\n{report_line(workspace, failed)}")
+    last = report_line(workspace, failed) if until is None or failed is not None else until_line(until)
+    tell(f"\n{stage_table(workspace, order, results, failed)}\n\n{last}")
     create_markdown_artifact(
         stage_table(workspace, order, results, failed, style="github"), key="stages", description="The stages of this run"
     )
     publish_figures(workspace, {*(result.stage for result in results), failed})
     page = report_of(workspace, failed)
-    if page is not None:
+    if page is not None and (failed is not None or until is None):  # else it is an earlier run's
         create_link_artifact(page.resolve().as_uri(), link_text=page.name, key="report", description=str(page))
     if (workspace / ".git").is_file():
         # Of a stopped run too: dvc.lock has the stages that ended well, and a reward model that its gate rejected may be registered.
-        message = f"Results of run {workspace.name}" + (f", stopped at {failed}" if failed else "")
+        message = f"Results of run {workspace.name}" + (f", stopped at {failed}" if failed else f", up to {until}" if until else "")
         commit_results(workspace, message, result_paths(workspace), input_paths(workspace))

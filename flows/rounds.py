@@ -21,6 +21,7 @@ from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, PromotionC
 from rlhf_core.data.pool import check_promotion_rows, prompts_of_round
 from rlhf_core.data.schema import read_rows
 from rlhf_core.error_budget import next_budget
+from rlhf_core.inputs import changes_since, read_inputs
 from rlhf_core.report.rounds import draw, table
 from rlhf_core.rounds import (
     FOLDER,
@@ -48,7 +49,8 @@ def prepare_series(root: Path, series: str, overrides: dict[str, Any], *, update
     """The worktree of a series, made or found again.
 
     Raises:
-        ConfigError: an override is refused, would change what earlier rounds were made with, or the scorers lack what they need.
+        ConfigError: an override is refused or would change what earlier rounds were made with, as data or a model have; or the scorers
+            lack what they need.
     """
     path = worktree_path(root, series)
     wanted = check_run(root, series, overrides, rounds=True)
@@ -56,10 +58,16 @@ def prepare_series(root: Path, series: str, overrides: dict[str, Any], *, update
     if path.exists() and read_rounds(path):
         before, after = (params.model_dump(exclude=set(UNTRACKED_SECTIONS)) for params in (load_params(path / "params.yaml"), wanted))
         changed = [section for section in before if before[section] != after[section]]
-        if changed and unmade(path):
+        other = _other_inputs(path, wanted)
+        if (changed or other) and unmade(path):
             check_update(root, series, overrides, update=update)
             forget_unmade(path)
             return prepare_run(root, series, overrides, update=update)
+        if other:
+            raise ConfigError(
+                f"series {series}: expected the data and models that its rounds were made with, got others; put them back, or begin "
+                "another series with --series NAME\n" + "\n".join(other)
+            )
         if changed:
             raise ConfigError(
                 f"series {series}: expected the params that its rounds were made with, got others in {', '.join(changed)}; begin another "
@@ -68,6 +76,13 @@ def prepare_series(root: Path, series: str, overrides: dict[str, Any], *, update
         check_update(root, series, overrides, update=update)
         return prepare_worktree(root, series, overrides)
     return prepare_run(root, series, overrides, update=update)
+
+
+def _other_inputs(workspace: Path, params: Params) -> list[str]:
+    """What isn't the project's own and has changed since the chain and the rounds read it, a line each."""
+    inputs, before = read_inputs(params, workspace), chain_before_rounds(workspace, params)
+    locks = (workspace / "dvc.lock", workspace / PIPELINE.with_suffix(".lock"))
+    return [line for lock in locks for line in changes_since(lock, inputs, workspace, beside=set(stage_order(workspace)) - set(before))]
 
 
 def unmade(workspace: Path) -> bool:

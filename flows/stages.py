@@ -25,6 +25,7 @@ from flows.children import Lines, end_with, stop_session
 from rlhf_core import config
 from rlhf_core.config import ConfigError
 from rlhf_core.environment import keep_visible, of_stage
+from rlhf_core.inputs import read_inputs, read_recorded
 from rlhf_core.quiet import QUIET_ENVIRONMENT, quietly
 
 Outcome = Literal["ran", "cached", "restored"]
@@ -32,6 +33,8 @@ LineHandler = Callable[[str], None]
 
 STATUS_DEADLINE = 1800.0  # seconds; DVC computes the md5 of what has changed, which may be large
 BUSY_SECONDS = 3.0  # between two tries while somebody else's DVC works in the folder
+HASH_INPUTS = "hash_inputs"
+_ALWAYS = "always changed"  # DVC, of a stage that it runs each time
 REFUSED = 1  # a stage's exit code when it says no (params, data, gate); a crash in it has another one
 _SAID = {
     "restored": re.compile(r"^Stage '(.+)' is cached - skipping run"),
@@ -88,7 +91,7 @@ def stage_order(workspace: Path) -> list[str]:
     stages = read_stages(workspace)
     makes = {name: list(_paths(stage, "outs", "metrics", "plots")) for name, stage in stages.items()}
     needs = {
-        name: {other for other, outs in makes.items() if other != name and any(_overlap(d, o) for d in _paths(stage, "deps") for o in outs)}
+        name: {other for other, outs in makes.items() if other != name and any(_overlap(d, o) for d in _needed(stage) for o in outs)}
         for name, stage in stages.items()
     }
     order: list[str] = []
@@ -105,6 +108,12 @@ def _paths(stage: dict[str, Any], *keys: str) -> Iterator[str]:
     for key in keys:
         for entry in stage.get(key) or []:
             yield entry if isinstance(entry, str) else next(iter(entry))
+
+
+def _needed(stage: dict[str, Any]) -> Iterator[str]:
+    """What it depends on: paths, and files of params beside params.yaml, which stages may make."""
+    yield from _paths(stage, "deps")
+    yield from (file for entry in stage.get("params") or [] if isinstance(entry, dict) for file in entry)
 
 
 def _overlap(one: str, other: str) -> bool:
@@ -144,9 +153,9 @@ def dvc_environment(workspace: Path) -> dict[str, str]:
     return {**QUIET_ENVIRONMENT, **inherited, "PATH": path, "PYTHONPATH": code, "PYTHONUNBUFFERED": "1"}
 
 
-def up_to_date(workspace: Path) -> bool:
-    """Whether `dvc repro` would do nothing."""
-    return _changed(workspace) == set()
+def up_to_date(workspace: Path, *stages: str) -> bool:
+    """Whether `dvc repro` would do nothing, of these stages or of all, but look at the inputs, which are looked at here."""
+    return _changed(workspace, *stages) == set()
 
 
 def unchanged(workspace: Path, stages: list[str]) -> list[str]:
@@ -166,11 +175,24 @@ def _changed(workspace: Path, *stages: str) -> set[str] | None:
     how = {"cwd": workspace, "env": dvc_environment(workspace), "timeout": STATUS_DEADLINE}
     with suppress(subprocess.TimeoutExpired, json.JSONDecodeError):
         done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
-        return set(json.loads(done.stdout)) if done.returncode == 0 else None
+        return set(with_something_to_do(workspace, json.loads(done.stdout))) if done.returncode == 0 else None
     return None
 
 
-def run_stage(stage: str, workspace: Path, *, timeout: float, grace: float, on_line: LineHandler) -> StageResult:
+def with_something_to_do(workspace: Path, status: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """`dvc status` without the stage that always counts as changed, where the inputs are those that it has recorded."""
+    same = status.get(HASH_INPUTS) == [_ALWAYS] and inputs_as_recorded(workspace)
+    return {stage: changes for stage, changes in status.items() if not (same and stage == HASH_INPUTS)}
+
+
+def inputs_as_recorded(workspace: Path) -> bool:
+    """Whether data/inputs.json says what lies there now; False where that can't be told, which the stage then says."""
+    with suppress(ConfigError, OSError, ValueError):
+        return read_inputs(config.load_params(workspace / "params.yaml"), workspace) == read_recorded(workspace)
+    return False
+
+
+def run_stage(stage: str, workspace: Path, *, timeout: float, grace: float, on_line: LineHandler, force: bool = False) -> StageResult:
     """`dvc repro --single-item` of one stage, its output passed on line by line.
 
     The subprocess has a session of its own. When we are interrupted or the deadline passes, the stage is told by SIGTERM,
@@ -180,13 +202,15 @@ def run_stage(stage: str, workspace: Path, *, timeout: float, grace: float, on_l
         stage: of dvc.yaml, or as DVC addresses one of another pipeline, such as rounds/dvc.yaml:sample_round@1.
         timeout: seconds.
         grace: seconds.
+        force: though nothing has changed, and without a look into the run cache.
     Raises:
         StageFailed: it exited with an error, or its time was up.
     """
     started, waiting = time.monotonic(), False
     while True:
         said = _Said()
-        child = _repro(stage, workspace, started + timeout, timeout, grace, said, on_line)
+        arguments = [*["--force"] * force, stage]
+        child = _repro(arguments, workspace, started + timeout, timeout, grace, said, on_line)
         if child.returncode == 0:
             return StageResult(stage, said.outcome, time.monotonic() - started)
         if not said.busy or time.monotonic() > started + timeout:
@@ -198,16 +222,19 @@ def run_stage(stage: str, workspace: Path, *, timeout: float, grace: float, on_l
 
 
 def _repro(
-    stage: str, workspace: Path, deadline: float, timeout: float, grace: float, said: _Said, on_line: LineHandler
+    arguments: list[str], workspace: Path, deadline: float, timeout: float, grace: float, said: _Said, on_line: LineHandler
 ) -> subprocess.Popen[str]:
     """DVC, run to its end.
 
+    Args:
+        arguments: of `dvc repro --single-item`, the stage last.
     Raises:
         StageFailed: its time was up.
     """
+    stage = arguments[-1]
     clear_locks(workspace)
     child = subprocess.Popen(
-        quietly("dvc", "repro", "--single-item", stage),
+        quietly("dvc", "repro", "--single-item", *arguments),
         cwd=workspace,
         env=stage_environment(workspace, stage),
         stdin=subprocess.DEVNULL,

@@ -10,8 +10,9 @@ from typing import Any
 
 from tabulate import tabulate
 
-from flows.stages import StageResult, metrics_file
+from flows.stages import HASH_INPUTS, StageResult, metrics_file
 from rlhf_core.config import reordering_shown
+from rlhf_core.inputs import read_recorded, summary
 from rlhf_core.report.texts import markdown_text
 
 REPORT = Path("reports/report.html")
@@ -101,6 +102,9 @@ def key_figure(workspace: Path, stage: str) -> str:
     if stage == "report":
         report = workspace / REPORT
         return f"{report.stat().st_size / 1e6:.1f} MB" if report.is_file() else ""
+    if stage == HASH_INPUTS:
+        inputs = read_recorded(workspace)
+        return "" if inputs is None else summary(inputs)
     metrics, show = read_metrics(workspace, stage), KEY_FIGURES.get(stage)
     if metrics is None or show is None:
         return ""

@@ -1,6 +1,6 @@
-"""Files of a user's that params name (functions that score, rules that judge, a chat template), looked for before the first stage.
+"""What params name and a run reads (data, models, functions that score, rules that judge, a chat template), looked for before all else.
 
-Whether a file is there is all that is asked; nothing of it is run here. Stage check_model loads the functions (docs/scorers.md).
+Nothing of it is loaded or run here. Stage check_model loads the functions (docs/scorers.md).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flows.worktree import FOLDER, git_environment, worktree_path
 from rlhf_core.config import ConfigError, Params, ScorerConfig, shown
+from rlhf_core.inputs import input_problems
 
 
 def check_user_files(root: Path, name: str | None, params: Params, *, rounds: bool = False) -> None:
@@ -23,18 +24,26 @@ def check_user_files(root: Path, name: str | None, params: Params, *, rounds: bo
         name: of the run; None: it works in `root`.
         rounds: of iterative DPO, which has scorers of its own.
     Raises:
-        ConfigError: one is missing.
+        ConfigError: naming all that are missing or can't be read as what they are.
     """
     folder = root if name is None else worktree_path(root, name)
+    problems = [*_missing_functions(root, name, folder, params, rounds)]
+    problems += input_problems(params, folder if folder.exists() else root, rounds=rounds)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _missing_functions(root: Path, name: str | None, folder: Path, params: Params, rounds: bool) -> Iterator[str]:
+    """And a missing chat template."""
     for key, wanted in _functions(params, rounds):
         place = wanted.rpartition(":")[0]
         candidates = [place] if place.endswith(".py") else _module_files(root, place)
         if candidates and not any(_will_be_there(root, folder, path) for path in candidates):
-            _refuse(key, wanted, next((path for path in candidates if (root / path).is_file()), None), root, name)
+            yield _problem(key, wanted, next((path for path in candidates if (root / path).is_file()), None), root, name)
     template = params.model.chat_template or ""
     named = template.endswith(".jinja") and "{{" not in template and "{%" not in template
-    if named and not (_will_be_there(root, folder, template) or (root / template).is_file()):  # either is read (`data.sources.locate`)
-        _refuse("model.chat_template", template, None, root, name)
+    if named and not (_will_be_there(root, folder, template) or (root / template).is_file()):  # either is read (`data.places.locate`)
+        yield _problem("model.chat_template", template, None, root, name)
 
 
 def _functions(params: Params, rounds: bool) -> Iterator[tuple[str, str]]:
@@ -81,14 +90,14 @@ def _has(root: Path, commit: str, path: str | None = None) -> bool:
     return subprocess.run(command, cwd=root, env=git_environment(), capture_output=True, check=False).returncode == 0
 
 
-def _refuse(key: str, wanted: str, in_root: str | None, root: Path, name: str | None) -> None:
+def _problem(key: str, wanted: str, in_root: str | None, root: Path, name: str | None) -> str:
     place = "in the project's folder" if name is None else f"in the worktree {FOLDER}/{name}"
     if name is None or in_root is None:
-        raise ConfigError(f"{key}: expected {shown(wanted)} {place}, got no such file; correct the path, relative to the project's folder")
+        return f"{key}: expected {shown(wanted)} {place}, got no such file; correct the path, relative to the project's folder"
     advice = "commit it: a named run's worktree starts from the last commit"
     if worktree_path(root, name).exists():
         advice += (
             f"; then choose another name, or remove this worktree with `git worktree remove --force {FOLDER}/{name}` and "
             f"`git branch -D run/{name}`"
         )
-    raise ConfigError(f"{key}: expected {shown(wanted)} {place}, got the file only in the project's folder; {advice}")
+    return f"{key}: expected {shown(wanted)} {place}, got the file only in the project's folder; {advice}"

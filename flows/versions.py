@@ -14,7 +14,7 @@ from flows.decisions import add_version, registry_lock
 from flows.dvc_fetch import fetch_from_remote
 from flows.evidence import GATE, LOCK, ROUNDS_LOCK, check_version, decision, decision_of_round, read_locks
 from flows.registry import Registry, read_registry
-from flows.stages import STATUS_DEADLINE, dvc_environment
+from flows.stages import STATUS_DEADLINE, dvc_environment, with_something_to_do
 from flows.tags import Version
 from flows.worktree import git, run_within, worktree_path
 from rlhf_core.config import ConfigError, parse_json, read_yaml_text
@@ -122,6 +122,7 @@ def _check_nothing_to_do(workspace: Path, stage: str) -> None:
     """
     done = _dvc(workspace, "status", "--json", "--with-deps", stage)
     found = json.loads(done.stdout) if done.returncode == 0 else None
+    found = None if found is None else with_something_to_do(workspace, found)
     if found is None:
         raise ConfigError(f"{workspace.name}: expected `dvc status` to succeed, got: {' '.join(done.stderr.split())}")
     if found:

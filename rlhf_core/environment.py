@@ -43,7 +43,7 @@ _SECRET = re.compile(r"(TOKEN|KEYS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTI
 NAMED = "RLHF_ENVIRONMENT"  # what flow.environment names, for processes that read no params.yaml
 WITHHELD = "RLHF_WITHHELD"  # names of what was there and isn't seen, for hints; no values
 TRAINING = ("train_sft", "train_reward", "train_policy", "train_round")  # stages that write curves
-MODEL_READERS = ("prepare_data", "check_model", "train_sft")  # stages that read model.path
+MODEL_READERS = ("hash_inputs", "prepare_data", "check_model", "train_sft")  # stages that read model.path
 
 
 def is_listed(name: str) -> bool:

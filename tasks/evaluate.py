@@ -17,6 +17,7 @@ from tasks.stage import (
     SFT_MODEL,
     Stage,
     StageFailed,
+    no_arguments,
     source_judges,
     write_json,
 )
@@ -200,4 +201,5 @@ def write_prompts(answers) -> None:
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

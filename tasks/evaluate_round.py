@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rlhf_core.error_budget import spent_after
 from rlhf_core.exact_test import p_value, prompts_needed, smallest_gain
 from rlhf_core.rounds import ROUNDS_FILE, BudgetPin, Round, read_round, round_folder
 from rlhf_core.statistics import POWER
-from tasks.stage import PREPARED, REWARD_MODEL, Stage, read_json, source_judges, write_json
+from tasks.stage import PREPARED, REWARD_MODEL, Stage, read_json, round_argument, source_judges, write_json
 
 MICROBATCH_TOKENS = 8192
 MODES = ("greedy", "sampled")
@@ -32,7 +31,7 @@ log = logging.getLogger("rlhf")
 
 
 def main() -> None:
-    number = int(sys.argv[1])
+    number = round_argument(__doc__)
     folder = round_folder(number)
     with Stage("evaluate_round", resumable=False, round_number=number) as stage:
         entry = read_round(number)

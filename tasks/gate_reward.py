@@ -25,7 +25,7 @@ from rlhf_core.gate.looks import at_look, look_level, split_hash, take_look, wri
 from rlhf_core.gate.pairs import Pairs, pair_points
 from rlhf_core.progress import Bar
 from rlhf_core.rounds import dvc_md5
-from tasks.stage import METRICS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, Stage, StageFailed, source_judges, write_json
+from tasks.stage import METRICS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, Stage, StageFailed, no_arguments, source_judges, write_json
 
 SPLIT = "test"  # never looked at during training, unlike validation
 COLUMNS = (
@@ -243,4 +243,5 @@ def explain(gate: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

@@ -21,7 +21,7 @@ from rlhf_core.data.mixing import Mixed, mix
 from rlhf_core.data.samples import Writer
 from rlhf_core.data.schema import SPLITS, WIDE_MESSAGES, open_rows, read_batches
 from rlhf_core.models.given import TEXTS, given_tokenizer, new_tokenizer
-from tasks.stage import METRICS, PLOTS, PREPARED, TOKENIZER, Stage, publish, write_json
+from tasks.stage import METRICS, PLOTS, PREPARED, TOKENIZER, Stage, no_arguments, publish, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +81,7 @@ def own_writer(params: Params, tokenizer: PreTrainedTokenizerBase | None) -> Wri
     from rlhf_core.models.folder import locate_model
     from rlhf_core.trainers.own_samples import ModelWriter
 
-    return ModelWriter(locate_model(params.model.path), tokenizer, params.model, seed=params.seed)
+    return ModelWriter(locate_model(params.model.path, params.model.revision), tokenizer, params.model, seed=params.seed)
 
 
 def has_wide_messages(folder: Path, use: str) -> bool:
@@ -179,4 +179,5 @@ def length_histograms(lengths: dict[str, dict[str, Counter[int]]]) -> Iterator[t
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

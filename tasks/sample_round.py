@@ -7,17 +7,28 @@ Writes rounds/<n>/data: preference.parquet, pairs in the canonical schema, and s
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from rlhf_core.config import IterativeConfig
 from rlhf_core.data.schema import read_rows, write_rows
 from rlhf_core.rounds import Round, prompts_hash, read_round, round_folder
-from tasks.stage import METRICS, PREPARED, REWARD_MODEL, Stage, StageStopped, check_gate, publish, read_json, source_judges, write_json
+from tasks.stage import (
+    METRICS,
+    PREPARED,
+    REWARD_MODEL,
+    Stage,
+    StageStopped,
+    check_gate,
+    publish,
+    read_json,
+    round_argument,
+    source_judges,
+    write_json,
+)
 
 
 def main() -> None:
-    number = int(sys.argv[1])
+    number = round_argument(__doc__)
     with Stage("sample_round", round_number=number) as stage:
         entry = read_round(number)
         entry.check(number)

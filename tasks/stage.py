@@ -10,6 +10,7 @@ its parent (the kernel then sends it SIGTERM) and SIGKILL (the last checkpoint c
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import fcntl
 import json
@@ -56,6 +57,29 @@ STOPPED_BY_SIGNAL = 143  # 128 + SIGTERM, what a shell reports too
 LOCK_DEADLINE = 60.0  # seconds; a stage that was told to stop needs some to write its checkpoint
 
 log = logging.getLogger("rlhf")
+
+
+def no_arguments(about: str | None) -> None:
+    """The command line of a stage that takes none: --help is answered, anything else refused, and nothing runs."""
+    stage_arguments(about).parse_args()
+
+
+def round_argument(about: str | None) -> int:
+    """The command line of a stage of rounds/dvc.yaml: the number of a round."""
+    parser = stage_arguments(about)
+    parser.add_argument("round", type=int, help="number of the round of iterative DPO, from 1")
+    number = parser.parse_args().round
+    if number < 1:
+        parser.error(f"round: expected a number from 1, got {number}; see rounds/rounds.yaml")
+    return number
+
+
+def stage_arguments(about: str | None) -> argparse.ArgumentParser:
+    """With the words of the stage's module as help."""
+    module = sys.modules["__main__"].__spec__
+    how = {"description": about, "epilog": "params.yaml says what the stage does.", "allow_abbrev": False}
+    name = None if module is None else f"python -m {module.name}"
+    return argparse.ArgumentParser(prog=name, formatter_class=argparse.RawDescriptionHelpFormatter, **how)
 
 
 class StageStopped(Exception):

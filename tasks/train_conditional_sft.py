@@ -17,6 +17,7 @@ from tasks.stage import (
     Stage,
     StageStopped,
     check_gate,
+    no_arguments,
     publish_policy,
     read_json,
 )
@@ -110,4 +111,5 @@ def encode(stage: Stage, tokenizer, responses: list, levels: list[int | None]):
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf_core.data.schema import read_rows
-from tasks.stage import PREPARED, SFT_MODEL, Stage, StageStopped, publish_policy
+from tasks.stage import PREPARED, SFT_MODEL, Stage, StageStopped, no_arguments, publish_policy
 
 
 def main() -> None:
@@ -26,4 +26,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

@@ -23,6 +23,7 @@ from tasks.stage import (
     StageStopped,
     check_gate,
     has_labels,
+    no_arguments,
     publish_policy,
     read_json,
     source_judges,
@@ -208,4 +209,5 @@ def score_means(groups: list[list], best: list) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

@@ -26,6 +26,7 @@ from tasks.stage import (
     SFT_MODEL,
     Stage,
     StageStopped,
+    no_arguments,
     publish,
     publish_model,
     write_json,
@@ -228,4 +229,5 @@ def write_heldout(rows: list[tuple]) -> None:
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

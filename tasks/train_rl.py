@@ -28,6 +28,7 @@ from tasks.stage import (
     StageStopped,
     check_gate,
     has_labels,
+    no_arguments,
     publish_model,
     read_json,
     source_judges,
@@ -206,4 +207,5 @@ def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
 from rlhf_core.rounds import Round, read_round, round_folder
-from tasks.stage import Stage, StageStopped, publish, publish_model, read_json, write_json
+from tasks.stage import Stage, StageStopped, publish, publish_model, read_json, round_argument, write_json
 
 log = logging.getLogger("rlhf")
 
 
 def main() -> None:
-    number = int(sys.argv[1])
+    number = round_argument(__doc__)
     folder = round_folder(number)
     with Stage("train_round", round_number=number) as stage:
         entry = read_round(number)

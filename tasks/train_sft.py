@@ -6,7 +6,7 @@ import copy
 import shutil
 
 from rlhf_core.data.schema import read_rows
-from tasks.stage import METRICS, PLOTS, PREPARED, SFT_MODEL, TOKENIZER, Stage, StageStopped, publish_model, write_json
+from tasks.stage import METRICS, PLOTS, PREPARED, SFT_MODEL, TOKENIZER, Stage, StageStopped, no_arguments, publish_model, write_json
 
 COLUMNS = ("step", "phase", "loss", "heldout_loss", "learning_rate", "grad_norm")
 
@@ -101,4 +101,5 @@ def finetune(stage: Stage, model, tokenizer, *, first_step: int):
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

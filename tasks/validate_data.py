@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from rlhf_core.config import needs_pairs, rows_needed
 from rlhf_core.data.schema import SCHEMAS, open_rows
-from tasks.stage import DATA_DOCS, METRICS, PREPARED, TOKENIZER, Stage, StageFailed, publish, write_json
+from tasks.stage import DATA_DOCS, METRICS, PREPARED, TOKENIZER, Stage, StageFailed, no_arguments, publish, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,4 +81,5 @@ def load(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

@@ -9,13 +9,12 @@ round, which trains nothing and keeps the policy before it. The flow says so in 
 from __future__ import annotations
 
 import logging
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf_core.data.schema import open_rows
 from rlhf_core.rounds import round_folder
-from tasks.stage import PREPARED, TOKENIZER, Stage, write_json
+from tasks.stage import PREPARED, TOKENIZER, Stage, round_argument, write_json
 from tasks.validate_data import load
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ log = logging.getLogger("rlhf")
 
 
 def main() -> None:
-    number = int(sys.argv[1])
+    number = round_argument(__doc__)
     with Stage("validate_round", resumable=False, round_number=number) as stage:
         tables = {
             "preference": open_rows(round_folder(number) / "data" / "preference.parquet"),

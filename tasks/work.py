@@ -246,8 +246,9 @@ def _tracked(params: list[str | dict[str, list[str]]], tree: dict[str, Any]) -> 
             yield entry, reduce(getitem, entry.split("."), tree)
             continue
         for file, keys in entry.items():
+            found = read_yaml(Path(file)) if Path(file).exists() else None  # a stage that is run by hand may have no hashes of its inputs
             for key in keys:
-                yield f"{file}:{key}", reduce(getitem, key.split("."), read_yaml(Path(file)))
+                yield f"{file}:{key}", None if found is None else reduce(getitem, key.split("."), found)
 
 
 def _files(path: Path, stage: str) -> Iterator[Path]:

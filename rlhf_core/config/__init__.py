@@ -31,11 +31,12 @@ from rlhf_core.config.rl import Algorithm, RlConfig, curve_columns
 from rlhf_core.config.rl_parts import CorrectionConfig, KlConfig, LimitAction, LimitConfig
 from rlhf_core.config.run import CheckpointsConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.scorers import LABEL_SCORERS, ScoreConfig, ScorerConfig
-from rlhf_core.config.stages import ROUND_STAGE_SECTIONS, STAGE_SECTIONS, UNTRACKED_SECTIONS, fill_in, read_stages
+from rlhf_core.config.stages import INPUT_SECTIONS, ROUND_STAGE_SECTIONS, STAGE_SECTIONS, UNTRACKED_SECTIONS, fill_in, read_stages
 from rlhf_core.config.training import TrainingConfig
 
 __all__ = [
     "CLERK_JUDGE",
+    "INPUT_SECTIONS",
     "LABEL_SCORERS",
     "MAX_BYTES",
     "REFERENCE_FREE",

@@ -87,6 +87,7 @@ class SourceConfig(Section):
     encoding: str = "utf-8"  # of text files
     subset: str | None = None  # of a Hugging Face data set
     dataset_split: str = "train"  # of a Hugging Face data set
+    revision: str | None = None  # of a Hugging Face data set: branch, tag or commit; None: what the cache has, or the newest
     format: DataFormat | None = None
     columns: dict[str, str | list[str]] = Field(default_factory=dict)  # our name -> theirs; dots reach into nested columns
     implicit_prompt: bool = False  # preference as text without a prompt column: what chosen and rejected begin with is the prompt
@@ -95,6 +96,8 @@ class SourceConfig(Section):
     label_pattern: str | None = None  # regular expression that finds the label inside its column; its first group, if it has one
 
     def conflicts(self) -> Iterator[str]:
+        if self.revision is not None and self.kind != "huggingface":
+            yield f"source {self.name}: revision expects kind huggingface, got kind {self.kind}; take revision out"
         if self.kind == "clerk":
             if self.clerk is None:
                 yield f"source {self.name}: kind clerk expects a clerk section, got none; copy it from the default params.yaml"

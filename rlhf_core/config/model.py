@@ -28,6 +28,7 @@ class ArchitectureConfig(Section):
 
 class ModelConfig(Section):
     path: str | None
+    revision: str | None = None
     chat_template: str | None = None
     trust_remote_code: bool
     dtype: Literal["float32", "bfloat16"]
@@ -40,7 +41,9 @@ class ModelConfig(Section):
         try:
             date.fromisoformat(self.template_date)
         except ValueError:
-            yield (f"template_date: expected a day such as 2024-07-26, got {shown(repr(self.template_date))}; correct it")
+            yield f"template_date: expected a day such as 2024-07-26, got {shown(repr(self.template_date))}; correct it"
+        if self.revision is not None and self.path is None:
+            yield "revision: expected none without model.path, whose revision it is, got one; set it to null"
         if self.template_options and self.path is None:
             yield "template_options: expected none without model.path, whose template reads them, got some; remove them"
         if self.chat_template is not None and self.path is None:

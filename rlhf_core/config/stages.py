@@ -12,6 +12,10 @@ from rlhf_core.config.reading import read_yaml_text
 EVALUATED_BY = ("rl.rollout.backend", "rl.rollout.stop", "rl.reward.scorers")
 # Which sections of params.yaml, or single keys, each stage reads; dvc.yaml says the same (a contract test compares them).
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
+    "hash_inputs": (
+        *("model", "data", "alignment.method", "gate.external"),
+        *("rl.reward.scorers", "rejection_sampling.scorers", "iterative.scorers"),
+    ),
     "prepare_data": ("seed", "data", "model"),
     "validate_data": ("validation", "model", "reward.enabled", "alignment"),
     "check_model": (
@@ -31,10 +35,25 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
 }
 # The same of rounds/dvc.yaml, whose stages each round of iterative DPO has.
 ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
+    "hash_inputs": (
+        *("model", "data", "alignment.method", "gate.external"),
+        *("rl.reward.scorers", "rejection_sampling.scorers", "iterative.scorers"),
+    ),
     "sample_round": ("seed", "model", "reward", "iterative", "evaluation.max_new_tokens"),
     "validate_round": ("validation", "model", "iterative"),
     "train_round": ("seed", "model", "dpo", "iterative"),
     "evaluate_round": ("seed", "model", "iterative", "evaluation"),
+}
+# Which sections of data/inputs.json, the hashes of what isn't the project's own, each stage depends on; both pipelines say the same.
+INPUT_SECTIONS: dict[str, tuple[str, ...]] = {
+    "prepare_data": ("sources", "judges", "model", "chat_template"),
+    "check_model": ("model", "scorers"),
+    "train_sft": ("model",),
+    "gate_reward": ("judges", "external"),
+    "train_policy": ("judges", "scorers"),
+    "evaluate": ("judges", "scorers"),
+    "sample_round": ("judges", "round_scorers"),
+    "evaluate_round": ("judges", "round_scorers"),
 }
 # Sections that change no result: no stage depends on them.
 UNTRACKED_SECTIONS = ("checkpoints", "cluster", "tracking", "flow", "promotion")

@@ -11,7 +11,6 @@ import gzip
 import io
 import itertools
 import json
-import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from rlhf_core.config import SourceConfig, shown
 from rlhf_core.data.dropped import excerpt
 from rlhf_core.data.memory import limited
 from rlhf_core.data.messages import MAX_CHARACTERS
+from rlhf_core.data.places import exists, locate
 
 # What no data set has and a hostile file may: see docs/security.md.
 MAX_JSON_BYTES = 2**30  # of a .json file, which is read as a whole
@@ -49,32 +49,6 @@ class Found(NamedTuple):
 Reader = Callable[[Path, SourceConfig], Iterator[Found]]
 
 
-def locate(path: str) -> Path:
-    """A path relative to the workspace. In a git worktree, one that isn't there is taken relative to the main checkout.
-
-    Runs with overrides work in worktrees under runs/; data that git doesn't track, and paths that leave the checkout
-    such as ../shared/data, are found from there too.
-    """
-    here, link = Path(path), Path(".git")
-    if not here.is_absolute() and not _exists(here) and link.is_file():
-        repository = Path(link.read_text(encoding="utf-8").removeprefix("gitdir:").strip()).parents[1]
-        if _exists(repository.parent / path):
-            return repository.parent / path
-    return here
-
-
-def _exists(path: Path) -> bool:
-    """Whether there is something, be it a link to nothing.
-
-    Raises:
-        ValueError: it can't be the path of anything.
-    """
-    try:
-        return os.path.lexists(path) and (path.is_symlink() or path.exists())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{shown(str(path))}: expected a path, got: {shown(str(error))}; correct it") from error
-
-
 def file_records(source: SourceConfig) -> Iterator[Found]:
     """The records of a file, or of all files of a folder in the order of their names.
 
@@ -82,7 +56,7 @@ def file_records(source: SourceConfig) -> Iterator[Found]:
         ValueError, FileNotFoundError: there is no such file, or it can't be read.
     """
     path = locate(source.path)
-    if not _exists(path):
+    if not exists(path):
         got = "nothing there; correct the path, relative to the project's folder"
         raise FileNotFoundError(f"{shown(str(path))}: expected a data file or folder, got {got}")
     files = sorted(p for p in path.rglob("*") if _reader(p) and not p.is_dir()) if path.is_dir() else [path]

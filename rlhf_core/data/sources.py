@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.data.clerk import clerk_rows
 from rlhf_core.data.dropped import Dropped, LeftOut, Misfit, excerpt
-from rlhf_core.data.files import Found, file_records, locate
+from rlhf_core.data.files import Found, file_records
 from rlhf_core.data.formats import convert
 from rlhf_core.data.memory import limited, limited_memory
+from rlhf_core.data.places import data_set_commit, locate
 from rlhf_core.data.record import unmapped
 from rlhf_core.data.samples import Writer, sample_rows
 from rlhf_core.data.split import conversation_text, text_key
@@ -152,6 +153,18 @@ def _is_new(prompt: dict, seen: set[bytes]) -> bool:
     return len(seen) > before
 
 
+def _commit(source: SourceConfig) -> str | None:
+    """At which a data set of the hub is read, the one that stage hash_inputs records; None: there is none, as the library then says.
+
+    Raises:
+        ValueError: the cache, which alone may be asked, has another one than the source wants. The library would take that.
+    """
+    commit = data_set_commit(source.path, source.revision, source.subset)
+    if commit is None and source.revision is not None:
+        raise ValueError(f"revision {source.revision} isn't what the cache has")
+    return commit
+
+
 def _hub_records(source: SourceConfig) -> Iterator[Found]:
     """The records of a Hugging Face data set, by name (from the cache unless HF_HUB_OFFLINE=0) or from a local folder."""
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
@@ -162,15 +175,17 @@ def _hub_records(source: SourceConfig) -> Iterator[Found]:
         with limited_memory(DATA_SET_BYTES):
             if (saved / "dataset_dict.json").exists() or (saved / "state.json").exists():
                 data = load_from_disk(str(saved))
+            elif saved.exists():
+                data = load_dataset(str(saved), source.subset, split=source.dataset_split)
             else:
-                data = load_dataset(str(saved) if saved.exists() else source.path, source.subset, split=source.dataset_split)
+                data = load_dataset(source.path, source.subset, split=source.dataset_split, revision=_commit(source))
     except MemoryError as error:
         raise ValueError(f"{subject}: expected one that is read within {DATA_SET_BYTES} bytes, got more; don't use it") from error
     except (OSError, ValueError) as error:
         reason = shown((str(error).strip() or type(error).__name__).splitlines()[0], 400)
         raise ValueError(
             f"{subject}: expected a cached name or a local folder, got: {reason}; "
-            "correct path, subset or dataset_split, or set HF_HUB_OFFLINE=0 to download"
+            "correct path, subset, dataset_split or revision, or set HF_HUB_OFFLINE=0 to download"
         ) from error
     if isinstance(data, DatasetDict):
         if source.dataset_split not in data:

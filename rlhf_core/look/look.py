@@ -15,8 +15,9 @@ from pydantic import ValidationError
 from rlhf_core.config import ConfigError, Params, SourceConfig, shown
 from rlhf_core.config.data import FORMATS
 from rlhf_core.data.dropped import Dropped, LeftOut, Misfit
-from rlhf_core.data.files import Found, locate
+from rlhf_core.data.files import Found
 from rlhf_core.data.formats import convert
+from rlhf_core.data.places import locate
 from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.sources import read_source, records_of
 from rlhf_core.data.split import conversation_text, split_of

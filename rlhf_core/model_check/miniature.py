@@ -38,7 +38,7 @@ def cut_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Pretr
     if config.path is None:
         shape = config.architecture.model_copy(update={"layers": min(LAYERS, config.architecture.layers)})
         return new_language_model(config.model_copy(update={"architecture": shape}), tokenizer, seed=0).config
-    path = locate_model(config.path)
+    path = locate_model(config.path, config.revision)
     check_model_folder(path)
     with refusals(path):
         full = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)

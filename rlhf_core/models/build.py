@@ -38,7 +38,7 @@ def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
     """
     if config.path is not None:
         how = {"trust_remote_code": config.trust_remote_code, "training_dtype": config.dtype}
-        return load_language_model(locate_model(config.path), max_length=config.max_length, **how)
+        return load_language_model(locate_model(config.path, config.revision), max_length=config.max_length, **how)
     shape = config.architecture
     torch.manual_seed(seed)
     return LlamaForCausalLM(

@@ -16,7 +16,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from rlhf_core.config import shown
-from rlhf_core.data.sources import locate
+from rlhf_core.data.places import locate
 
 CARD = "README.md"
 SPLITS = ("train", "validation", "test", "promotion")

@@ -16,18 +16,23 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import shown
-from rlhf_core.data.sources import locate
+from rlhf_core.data.places import fetch_model, hub_is_asked, is_hub_name, locate, model_commit, model_snapshot
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100 << 20  # bytes; the limit of safetensors itself
 _WIDTHS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "BF16": 2, "I16": 2, "F32": 4, "I32": 4, "F64": 8, "I64": 8}
 
 
-def locate_model(path: str) -> str:
-    """`model.path`: a folder, found as `locate` does, or a Hugging Face name as it is.
+def locate_model(path: str, revision: str | None = None) -> str:
+    """`model.path`: a folder, found as `locate` does, or of a Hugging Face name the folder in the hub's cache, fetched if it may be.
 
+    Args:
+        revision: of the name; None: what the cache has, or else the newest.
+    Returns:
+        The name as it is where the cache has nothing of it and the hub may not be asked: the library says so.
     Raises:
-        ValueError: it can only be a folder's, and there is none.
+        ValueError: it can only be a folder's, and there is none; or the cache lacks the revision.
+        OSError: the hub doesn't give it.
     """
     folder = locate(path)
     if folder.is_dir():
@@ -38,6 +43,14 @@ def locate_model(path: str) -> str:
             f"model.path: expected a folder with a pretrained model, got {shown(path)} with {got} there "
             "(relative to the project's folder); put one there, or set model.path to another folder, or to the Hugging Face name of any "
             "small causal model, which is downloaded with HF_HUB_OFFLINE=0"
+        )
+    if (snapshot := model_snapshot(path, revision)) is not None:
+        return str(snapshot)
+    if hub_is_asked() and is_hub_name(path):
+        return fetch_model(path, model_commit(path, revision))
+    if revision is not None:
+        raise ValueError(
+            f"model.revision: expected {shown(revision)} of {shown(path)} in the hub's cache, got nothing; set HF_HUB_OFFLINE=0 to fetch it"
         )
     return path
 

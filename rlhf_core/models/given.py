@@ -21,7 +21,7 @@ def given_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
     use_all_cores()
     if config.path is None:
         return None
-    path, wanted = locate_model(config.path), config.chat_template
+    path, wanted = locate_model(config.path, config.revision), config.chat_template
     check_model_folder(path)
     return load_tokenizer(
         path,

@@ -32,7 +32,7 @@ def named_template(wanted: str) -> str:
     Raises:
         ValueError: it is none of these.
     """
-    from rlhf_core.data.sources import locate
+    from rlhf_core.data.places import locate
 
     if wanted in NAMED:
         return NAMED[wanted]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhf_core.config import LABEL_SCORERS, ScorerConfig
-from rlhf_core.data.sources import locate
+from rlhf_core.data.places import locate
 from rlhf_core.models.folder import read_settings
 from rlhf_core.scorers.members import member_folders
 from rlhf_core.scorers.text import TextScorers

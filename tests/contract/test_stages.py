@@ -12,9 +12,10 @@ from ruamel.yaml import YAML
 
 from flows import rounds
 from flows.rlhf_flow import is_gate
-from flows.stages import stage_order
+from flows.stages import HASH_INPUTS, stage_order
 from flows.summary import KEY_FIGURES, REPORT
 from rlhf_core.config import (
+    INPUT_SECTIONS,
     ROUND_STAGE_SECTIONS,
     STAGE_SECTIONS,
     UNTRACKED_SECTIONS,
@@ -24,6 +25,9 @@ from rlhf_core.config import (
     load_params,
     read_stages,
 )
+from rlhf_core.data import files
+from rlhf_core.data.places import DATA_ENDINGS
+from rlhf_core.inputs import INPUTS, read_inputs
 from rlhf_core.rounds import PIPELINE, ROUNDS_FILE, read_rounds
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -55,6 +59,7 @@ def test_the_flow_runs_the_stages_of_dvc_yaml_in_the_order_of_the_design():
     order = stage_order(ROOT)
     assert sorted(order) == sorted(STAGES)
     assert order == [
+        "hash_inputs",
         "prepare_data",
         "validate_data",
         "check_model",
@@ -83,15 +88,33 @@ def module(method: str, stage: str) -> str:
 
 def test_sections_of_params_are_those_of_the_stages():
     for method, stage in ALL:
-        assert CHAINS[method][stage]["params"] == [s.replace("${alignment.method}", method) for s in STAGE_SECTIONS[stage]]
-    tracked = {entry.partition(".")[0] for method, stage in ALL for entry in CHAINS[method][stage]["params"]}
+        assert sections(CHAINS[method][stage]) == [s.replace("${alignment.method}", method) for s in STAGE_SECTIONS[stage]]
+    tracked = {entry.partition(".")[0] for method, stage in ALL for entry in sections(CHAINS[method][stage])}
     for stage, definition in ROUND_STAGES.items():
-        sections = [entry for entry in definition["params"] if isinstance(entry, str)]
-        assert sections == list(ROUND_STAGE_SECTIONS[stage])
-        tracked |= {entry.partition(".")[0] for entry in sections}
+        assert sections(definition) == list(ROUND_STAGE_SECTIONS[stage])
+        tracked |= {entry.partition(".")[0] for entry in sections(definition)}
     assert tracked | set(UNTRACKED_SECTIONS) == set(Params.model_fields) and not tracked & set(UNTRACKED_SECTIONS)
     assert set(YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text())) == set(Params.model_fields)
     load_params(ROOT / "params.yaml")
+
+
+def sections(definition: dict) -> list[str]:
+    """Of params.yaml."""
+    return [entry for entry in definition["params"] if isinstance(entry, str)]
+
+
+def test_stages_depend_on_the_hashes_of_what_they_read_and_all_hashes_have_a_reader(tmp_path):
+    for name, definition in {**STAGES, **ROUND_STAGES}.items():
+        named = next((e[str(INPUTS)] for e in definition["params"] if isinstance(e, dict) and str(INPUTS) in e), [])
+        assert tuple(named) == INPUT_SECTIONS.get(name, ()), name
+    assert {section for names in INPUT_SECTIONS.values() for section in names} == set(
+        read_inputs(load_params(ROOT / "params.yaml"), tmp_path)
+    )
+    assert stage_order(ROOT)[0] == HASH_INPUTS and STAGES[HASH_INPUTS]["always_changed"]
+
+
+def test_data_files_end_as_their_readers_know_them():
+    assert set(DATA_ENDINGS) == set(files._READERS)
 
 
 @pytest.mark.parametrize(("method", "stage"), ALL)
@@ -130,7 +153,10 @@ def assert_used(stage: str, dependencies: Iterable[str], needed: set[Path]) -> N
 
 def test_outs_keep_the_run_cache():
     """`persist`, or a plain out with `cache: false`, turns DVC's run cache off; metrics and plots stay in git."""
+    assert STAGES[HASH_INPUTS]["outs"] == [{str(INPUTS): {"cache": False, "persist": True}}]  # which is to run each time
     for name, stage in {**STAGES, **ROUND_STAGES}.items():
+        if name == HASH_INPUTS:
+            continue
         assert all(isinstance(out, str) for out in stage.get("outs", [])), name
         for entry in [*stage.get("metrics", []), *stage.get("plots", [])]:
             (options,) = entry.values()
@@ -146,10 +172,10 @@ def test_the_pipeline_of_rounds_is_the_flows_and_starts_empty():
 
 
 def test_the_table_knows_the_stages():
-    assert set(KEY_FIGURES) | {"report"} == set(STAGES)
+    assert set(KEY_FIGURES) | {"report", HASH_INPUTS} == set(STAGES)
     assert str(REPORT) in STAGES["report"]["outs"]
 
 
-def test_a_changed_template_in_rewards_is_read_anew():
-    """docs/own_samples.md: a file elsewhere needs --force."""
+def test_a_changed_rule_in_rewards_is_read_anew():
+    """One elsewhere is an input (data/inputs.json)."""
     assert all("rewards" in CHAINS[method][stage]["deps"] for method, stage in ALL if stage == "prepare_data")

@@ -50,6 +50,7 @@ def test_lineage_of_a_reward_model_and_of_a_policy():
         and reward["decided"]["split"] == "test"
         and reward["packages"] == package_versions()
     )
+    assert reward["inputs"] == {}  # a lock from before they were recorded
     policy = lineage("models/policy", **given)
     assert policy["parents"] == {"models/sft": "s.dir", "models/reward": "r.dir"} and "train_policy" in policy["stages"]
 
@@ -109,3 +110,12 @@ def test_asking_for_a_version():
         found.get("v9")
     with pytest.raises(ConfigError, match=r"expected a promoted version, got none .*promote one"):
         registry().get(None)
+
+
+def test_lineage_has_the_hashes_of_what_the_stages_behind_a_model_read():
+    sources, rule = {"data.sources.mine": {"path": "../mine.csv", "size": 7, "sha256": "a"}}, {"rl.reward.scorers.rule": {"sha256": "b"}}
+    read = {"prepare_data": {"sources": sources, "model": {}}, "train_sft": {"model": None}, "train_policy": {"scorers": rule}}
+    lock = {"stages": {name: {**entry, "params": {"data/inputs.json": read.get(name)}} for name, entry in LOCK["stages"].items()}}
+    given = {"commit": "c", "run": "run/a", "params": {}, "lock": lock, "gate": None, "decided": None}
+    assert lineage("models/reward", **given)["inputs"] == {"sources": sources}
+    assert lineage("models/policy", **given)["inputs"] == {"sources": sources, "scorers": rule}

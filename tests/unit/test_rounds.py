@@ -12,9 +12,10 @@ import pytest
 from ruamel.yaml import YAML
 
 from flows import rounds as series
-from rlhf_core.config import ConfigError, PromotionConfig, load_params
+from rlhf_core.config import ConfigError, PromotionConfig, apply_overrides, load_params
 from rlhf_core.data.schema import read_rows, write_rows
 from rlhf_core.error_budget import next_budget
+from rlhf_core.inputs import read_inputs
 from rlhf_core.report.rounds import draw, table
 from rlhf_core.rounds import BudgetPin, Pin, dvc_md5, read_round_stages, read_rounds, round_folder, write_rounds
 from tasks.evaluate_round import check_budget, verdict
@@ -405,3 +406,33 @@ def test_scorers_of_rounds_that_lack_what_they_need_are_refused_before_anything_
     with pytest.raises(ConfigError, match="expected none of kind reward_model without a path"):
         series.prepare_series(workspace, "rounds", overrides)
     assert not (workspace / "runs").exists()
+
+
+def test_a_series_whose_data_have_changed_is_not_gone_on_with(workspace):
+    for name in ("dvc.yaml", ".dvc/config"):
+        (workspace / name).parent.mkdir(exist_ok=True)
+        (workspace / name).write_text((ROOT / name).read_text())
+    external = {"name": "hard", "path": "pairs.jsonl", "format": "preference", "columns": {}, "subset": None, "min_accuracy": None}
+    apply_overrides(Path("params.yaml"), {"gate.external": [external]})
+    pairs = workspace / "pairs.jsonl"
+    pairs.write_text("one\n")
+    name = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+    for command in (["add", "params.yaml", "dvc.yaml", "rounds", ".gitignore", ".dvc"], [*name, "commit", "-qm", "All"]):
+        subprocess.run(["git", *command], cwd=workspace, check=True)
+    subprocess.run(["git", "worktree", "add", "-q", "-b", "run/s", "runs/s"], cwd=workspace, check=True)
+    worktree = workspace / "runs/s"
+    params = load_params(worktree / "params.yaml")
+    write_rounds({1: series.new_round(workspace, {}, params, SFT)}, worktree)
+    (worktree / "rounds/1/policy").mkdir(parents=True)
+    (worktree / "rounds/1/policy/weights").write_text("made")
+    read = read_inputs(params, worktree)
+    stages = {"gate_reward": {"params": {"data/inputs.json": {"external": read["external"]}}}}
+    write_json(worktree / "dvc.lock", {"stages": stages})
+    assert series.prepare_series(workspace, "s", {}) == worktree
+    pairs.write_text("mended\n")
+    with pytest.raises(
+        ConfigError, match=r"got others; put them back(.|\n)*gate.external.hard: pairs.jsonl changed: 4 bytes, sha256 .* -> 7"
+    ):
+        series.prepare_series(workspace, "s", {})
+    (worktree / "rounds/1/policy/weights").unlink()
+    assert series.prepare_series(workspace, "s", {}) == worktree and read_rounds(worktree) == {}

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config import SourceConfig
-from rlhf_core.data.sources import load_source, locate
+from rlhf_core.data.places import locate
+from rlhf_core.data.sources import load_source
 
 RECORDS = [{"prompt": f"q{i}, wörtlich", "chosen": f"a{i}\nund", "rejected": "b"} for i in range(3)]
 REAL = Path(__file__).parents[3] / "../shared/data"

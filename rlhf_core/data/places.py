@@ -1,0 +1,158 @@
+"""Where what params name lies: files and folders, seen from a run's worktree too, and commits in the caches of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from rlhf_core.config import shown
+
+# Endings of data files that a source of kind file reads; `data.files` has a reader for each.
+DATA_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet")
+HUB_SECONDS = 30.0  # for an answer of the hub
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")  # of a model's repository
+
+
+def locate(path: str, folder: Path = Path()) -> Path:
+    """A path relative to a workspace. In a git worktree, one that isn't there is taken relative to the main checkout.
+
+    Runs with overrides work in worktrees under runs/; data that git doesn't track, and paths that leave the checkout
+    such as ../shared/data, are found from there too.
+
+    Args:
+        folder: the workspace.
+    Raises:
+        ValueError: it can't be the path of anything.
+    """
+    here, main = folder / path, main_checkout(folder)
+    if not Path(path).is_absolute() and main is not None and not exists(here) and exists(main / path):
+        return main / path
+    return here
+
+
+def main_checkout(folder: Path) -> Path | None:
+    """Of the git worktree that a folder is; None: it isn't one."""
+    link = folder / ".git"
+    if not link.is_file():
+        return None
+    return (folder / link.read_text(encoding="utf-8").removeprefix("gitdir:").strip()).parents[1].parent
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something, be it a link to nothing.
+
+    Raises:
+        ValueError: it can't be the path of anything.
+    """
+    try:
+        return os.path.lexists(path) and (path.is_symlink() or path.exists())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{shown(str(path))}: expected a path, got: {shown(str(error))}; correct it") from error
+
+
+def is_data_file(name: str) -> bool:
+    return name.lower().endswith(DATA_ENDINGS)
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether it can be the name of a model or data set on the hub: `name` or `owner/name`."""
+    return _HUB_NAME.fullmatch(path) is not None and ".." not in path
+
+
+def hub_is_asked() -> bool:
+    """HF_HUB_OFFLINE=0: the hub itself may be asked. Unset, it isn't (rlhf_core/quiet.py)."""
+    return os.environ.get("HF_HUB_OFFLINE", "1").upper() not in ("1", "ON", "YES", "TRUE")
+
+
+def model_snapshot(name: str, revision: str | None) -> Path | None:
+    """The folder in the hub's cache with a model at a revision, by default main as it was last fetched; None: not there, or no weights."""
+    repository = _repository("models", name)
+    commit = cached_commit(repository, revision)
+    snapshot = repository / "snapshots" / (commit or "none")
+    return snapshot if (snapshot / "config.json").is_file() and any(snapshot.glob("*.safetensors")) else None
+
+
+def fetch_model(name: str, revision: str | None) -> str:
+    """The same folder, downloaded where the cache doesn't have it and the hub may be asked."""
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(name, revision=revision, allow_patterns=list(_FETCHED))
+
+
+def cached_data_set(name: str, revision: str | None, subset: str | None) -> str | None:
+    """The commit of a data set that the library `datasets` reads without the hub; None: it would find none.
+
+    Without the hub the library takes what was prepared last, whatever revision is asked for; so the cache of the library decides here too.
+    """
+    owner, _, last = name.rpartition("/")
+    snake = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", last)).lower()
+    folder = _data_sets_cache() / (f"{owner}___{snake}" if owner else snake)
+    prepared = [path for path in folder.glob(f"{subset or '*'}/*/*") if (path / "dataset_info.json").is_file()]
+    newest = max(prepared, key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
+        return None
+    wanted = revision and (cached_commit(_repository("datasets", name), revision) or revision)
+    return newest.name if wanted in (None, newest.name) else None
+
+
+def cached_commit(repository: Path, revision: str | None) -> str | None:
+    """What a branch or tag meant when it was last fetched; a whole commit is itself."""
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return revision
+    reference = repository / "refs" / (revision or "main")
+    return reference.read_text(encoding="utf-8").strip() if reference.is_file() else None
+
+
+def data_set_commit(name: str, revision: str | None, subset: str | None) -> str | None:
+    """The commit that a source's data are read at: of the cache, and where the hub may be asked and the cache has none, the hub's own.
+
+    Raises:
+        OSError: the hub doesn't answer, or has no such data set.
+    """
+    if not hub_is_asked():
+        return cached_data_set(name, revision, subset)
+    return cached_commit(_repository("datasets", name), revision) or _asked("dataset_info", name, revision)
+
+
+def model_commit(name: str, revision: str | None) -> str | None:
+    """The same of a model.
+
+    Raises:
+        OSError: as above.
+    """
+    snapshot = model_snapshot(name, revision)
+    if snapshot is not None:
+        return snapshot.name
+    return _asked("model_info", name, revision) if hub_is_asked() else None
+
+
+def _asked(what: str, name: str, revision: str | None) -> str:
+    from huggingface_hub import HfApi
+
+    try:
+        return getattr(HfApi(), what)(name, revision=revision, timeout=HUB_SECONDS).sha
+    except Exception as error:  # of the hub, of HTTP and of the network, which have no common base
+        said = str(error).strip().splitlines() or [""]
+        raise OSError(f"{shown(name)}: expected the hub's answer, got {type(error).__name__}: {shown(said[0], 300)}") from error
+
+
+def _repository(kind: str, name: str) -> Path:
+    return _hub_cache() / "--".join([kind, *name.split("/")])
+
+
+def _hub_cache() -> Path:
+    """As huggingface_hub finds it, without the time of its import."""
+    old = os.environ.get("HUGGINGFACE_HUB_CACHE")
+    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or old or _home() / "hub"))
+
+
+def _data_sets_cache() -> Path:
+    return Path(os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or _home() / "datasets"))
+
+
+def _home() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")))

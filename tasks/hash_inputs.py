@@ -1,0 +1,32 @@
+"""Stage hash_inputs: the hashes of what a run reads that isn't the project's own, for DVC to watch (rlhf_core/inputs.py).
+
+DVC runs this stage each time; what depends on its file runs when a hash in it has changed. Writes data/inputs.json.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from rlhf_core.inputs import INPUTS, changes_since, input_problems, read_inputs, summary
+from tasks.stage import Stage, StageFailed, no_arguments, write_json
+
+LOCK = Path("dvc.lock")
+
+log = logging.getLogger("rlhf")
+
+
+def main() -> None:
+    with Stage("hash_inputs", resumable=False) as stage:
+        if problems := input_problems(stage.params):
+            raise StageFailed("\n".join(problems))
+        inputs = read_inputs(stage.params)
+        for line in changes_since(LOCK, inputs):
+            log.info("%s", line)
+        write_json(INPUTS, inputs)
+        log.info("hash_inputs: %s", summary(inputs))
+
+
+if __name__ == "__main__":
+    no_arguments(__doc__)
+    main()
