@@ -154,6 +154,8 @@ def _csv(path: Path, source: SourceConfig) -> Iterator[Found]:
     with _open_text(path, source.encoding, newline="") as file:
         lines = _lines(file, path)
         header = _header(lines)
+        if header and not "".join(header).strip():
+            raise ValueError(f"{path} line 1: expected a header with the columns' names, got an empty line; remove it")
         delimiter = source.delimiter or ("\t" if path.name.lower().endswith(".tsv") else _delimiter(header, path))
         note = f"its fields are separated by {_named(delimiter)}; set the source's delimiter if that is wrong"
         reader = csv.DictReader(itertools.chain(header, lines), delimiter=delimiter, strict=True)
