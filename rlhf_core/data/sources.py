@@ -113,9 +113,9 @@ def _converted(records: Iterable[Found], source: SourceConfig, dropped: LeftOut)
         fits = True
         rows = [(use, row) for use in source.uses for row in converted.get(use, [])]
         if not rows:
-            dropped.add(EMPTY_HANDED, where, values)
+            dropped.mention(EMPTY_HANDED, where, values)
         elif "preference" in source.uses and not converted.get("preference"):
-            dropped[NO_PAIR] += 1
+            dropped.mention(NO_PAIR, where, values)
         yield from ((use, {**row, "origin": where}) for use, row in rows)
     if refused is not None and not fits:
         raise refused

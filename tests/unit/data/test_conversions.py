@@ -203,6 +203,7 @@ def test_what_gives_no_row_is_counted(tmp_path):
     feedback = [{"prompt": "q", "completion": "a", "label": label} for label in (True, False, None)]
     loaded = load(tmp_path, *feedback, format="unpaired", uses=("sft",))
     assert loaded.dropped == {"nothing in it for the source's uses": 1, "label is null": 1}
+    assert loaded.dropped.records == 1  # the other one is as it should be
     graded = [{"prompt": "q", "completions": [{"completion": "a", "good": True}, {"completion": "b", "good": good}]} for good in (0, 1)]
     loaded = load(tmp_path, *graded, format="graded", uses=("sft", "preference"))
     assert loaded.dropped == {"graded records without a pair: all completions are good, or all bad": 1}
