@@ -22,10 +22,12 @@ import pyarrow.parquet as pq
 
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.data.clerk import clerk_rows
+from rlhf_core.data.dropped import LeftOut
 from rlhf_core.data.formats import convert
 from rlhf_core.data.memory import limited, limited_memory
 from rlhf_core.data.messages import MAX_CHARACTERS, Dropped
 from rlhf_core.data.samples import Writer, sample_rows
+from rlhf_core.data.schema import ORIGIN
 from rlhf_core.data.split import conversation_text, text_key
 
 # What no data set has and a hostile file may: see docs/security.md.
@@ -54,13 +56,13 @@ class Loaded:
 def load_source(source: SourceConfig, *, seed: int) -> Loaded:
     """All rows of a source in memory. Raises what `read_source` does."""
     rows: dict[str, list[dict]] = {use: [] for use in source.uses}
-    dropped: Counter[str] = Counter()
+    dropped = LeftOut()
     for use, row in read_source(source, seed=seed, dropped=dropped):
         rows[use].append(row)
     return Loaded(rows, dict(sorted(dropped.items())))
 
 
-def read_source(source: SourceConfig, *, seed: int, dropped: Counter[str], writer: Writer | None = None) -> Iterator[tuple[str, dict]]:
+def read_source(source: SourceConfig, *, seed: int, dropped: LeftOut, writer: Writer | None = None) -> Iterator[tuple[str, dict]]:
     """Use and row, one after the other, for the uses the source is declared for; of its prompts a hash of each stays in memory.
 
     Args:
@@ -98,16 +100,21 @@ def read_source(source: SourceConfig, *, seed: int, dropped: Counter[str], write
             )
 
 
-def _converted(records: Iterable[tuple[str, dict[str, Any]]], source: SourceConfig, dropped: Counter[str]) -> Iterator[tuple[str, dict]]:
+def _converted(records: Iterable[tuple[str, dict[str, Any]]], source: SourceConfig, dropped: LeftOut) -> Iterator[tuple[str, dict]]:
+    here = str(locate(source.path))
     for where, values in records:
+        dropped.read += 1
+        origin = shown(
+            source.path + where.removeprefix(here) if where.startswith(here) else where, 500
+        )  # in params, the same in every clone
         try:
             converted = convert(values, source)
         except Dropped as reason:
-            dropped[str(reason)] += 1
+            dropped.add(str(reason), origin, values)
             continue
         except ValueError as error:
             raise ValueError(f"source {source.name}: {where}: {error}") from error
-        yield from ((use, row) for use in source.uses for row in converted.get(use, []))
+        yield from ((use, {**row, ORIGIN: origin}) for use in source.uses for row in converted.get(use, []))
 
 
 def _is_new(prompt: dict, seen: set[bytes]) -> bool:

@@ -35,7 +35,7 @@ def split_of(text: str, *, validation_fraction: float, test_fraction: float, pro
 class Ids:
     """Ids of the rows of one source and use: a hash of source and row and, of equal rows, of how many came before.
 
-    The order of the rows changes no id, nor do slices.
+    The order of the rows changes no id, nor do slices and origins.
     """
 
     def __init__(self, source: str):
@@ -43,7 +43,7 @@ class Ids:
         self._seen: Counter[bytes] = Counter()
 
     def of_next(self, row: dict) -> str:
-        plain = {key: value for key, value in row.items() if key != "slices"}
+        plain = {key: value for key, value in row.items() if key not in ("slices", "origin")}
         content = json.dumps([self._source, plain], sort_keys=True, ensure_ascii=False)
         key = text_key(content)
         before = self._seen[key]
