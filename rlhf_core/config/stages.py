@@ -16,7 +16,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
         *("model", "data", "alignment.method", "gate.external"),
         *("rl.reward.scorers", "rejection_sampling.scorers", "iterative.scorers"),
     ),
-    "prepare_data": ("seed", "data", "model"),
+    "prepare_data": ("seed", "data", "model", "validation.max_dropped_fraction"),
     "validate_data": ("validation", "model", "reward.enabled", "alignment"),
     "check_model": (
         *("model", "alignment", "sft.lora", "sft.zero_stage", "reward.enabled", "reward.lora", "rl.reward.scorers"),
