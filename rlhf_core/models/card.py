@@ -133,9 +133,9 @@ def is_hub_name(path: str) -> bool:
 
 
 def verdict(gate: Mapping[str, Any]) -> str:
-    said = "Passed." if gate["passed"] else "Not passed."
+    said, message = ("Passed:" if gate["passed"] else "Not passed:"), _line(gate["message"])
     reason = "" if gate.get("override") is None else f"\n\nUsed all the same; the reason given: {_line(gate['override'])}"
-    return f"{said} {_line(gate['message'])}{reason}"
+    return f"{said} {message.removeprefix('passed: ').removeprefix('rejected: ')}{reason}"
 
 
 def data_table(sources: Mapping[str, Mapping[str, Any]]) -> str:
