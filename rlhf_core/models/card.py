@@ -16,10 +16,10 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from rlhf_core.config import shown
+from rlhf_core.data.schema import SPLITS
 from rlhf_core.data.sources import locate
 
 CARD = "README.md"
-SPLITS = ("train", "validation", "test", "promotion")
 KINDS = {
     "sft": ("SFT model", "A language model fine-tuned on demonstrations.", "text-generation"),
     "reward": ("Reward model", "A sequence classifier whose one score says how good a response is.", "text-classification"),
