@@ -17,9 +17,9 @@ from ruamel.yaml import YAML
 
 from rlhf_core.config import shown
 from rlhf_core.data.places import locate
+from rlhf_core.data.schema import SPLITS
 
 CARD = "README.md"
-SPLITS = ("train", "validation", "test", "promotion")
 KINDS = {
     "sft": ("SFT model", "A language model fine-tuned on demonstrations.", "text-generation"),
     "reward": ("Reward model", "A sequence classifier whose one score says how good a response is.", "text-classification"),
@@ -133,9 +133,9 @@ def is_hub_name(path: str) -> bool:
 
 
 def verdict(gate: Mapping[str, Any]) -> str:
-    said = "Passed." if gate["passed"] else "Not passed."
+    said, message = ("Passed:" if gate["passed"] else "Not passed:"), _line(gate["message"])
     reason = "" if gate.get("override") is None else f"\n\nUsed all the same; the reason given: {_line(gate['override'])}"
-    return f"{said} {_line(gate['message'])}{reason}"
+    return f"{said} {message.removeprefix('passed: ').removeprefix('rejected: ')}{reason}"
 
 
 def data_table(sources: Mapping[str, Mapping[str, Any]]) -> str:

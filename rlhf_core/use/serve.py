@@ -12,7 +12,7 @@ from rlhf_core.config import ConfigError
 from rlhf_core.engines.vllm_server import ServerSettings, VllmServer, check_port, is_loopback, lacks
 from rlhf_core.use.choice import Chosen, head_width, read_json
 
-INSTEAD = "use `chat`, which runs on PyTorch, serve it on a GPU, or load the folder with transformers"
+INSTEAD = "use `chat`, which runs on PyTorch, or load the folder with transformers; vLLM on a GPU may run it"
 
 
 def check_servable(chosen: Chosen, *, trust_remote_code: bool) -> None:
