@@ -9,6 +9,7 @@ import pty
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,16 @@ def test_work_that_fails_has_no_closing_line(lines):
         bar.step(2)
         raise KeyError
     assert list(lines) == []
+
+
+def test_threads_tell_of_their_pieces_together(lines):
+    with Bar("response", 40_000) as bar:
+        threads = [threading.Thread(target=lambda: [bar.step() for _ in range(10_000)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert list(lines)[-1].startswith("train_sft: response 40,000/40,000 · ")
 
 
 def test_items_of_an_unknown_number_are_counted(lines, monkeypatch):
