@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from flows import stages
 from rlhf_core import progress
 from rlhf_core.progress import Bar, StatusLine, counted, drawing, drawn, duration, is_progress
 
@@ -184,3 +185,14 @@ def test_a_stage_draws_a_bar_in_a_terminal_and_lines_in_a_pipe():
     assert text.endswith("train_sft: sft step 4/4 · loss 2 · 1 s in all\r\n")
     piped = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
     assert piped == "a warning\ntrain_sft: sft step 4/4 · loss 2 · 1 s in all\n"
+
+
+def test_how_far_a_stage_had_come_is_no_reason_for_its_end():
+    said = stages._Said()
+    for line in (
+        "train_sft: sft step 2/9 · 7 s left",
+        "Killed",
+        "ERROR: failed to reproduce 'train_sft': failed to run: x, exited with -9",
+    ):
+        said.listen(line)
+    assert str(said.failure("train_sft", 255)) == "train_sft: exited with -9: Killed"
