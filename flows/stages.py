@@ -26,6 +26,7 @@ from rlhf_core import config
 from rlhf_core.config import ConfigError
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.inputs import read_inputs, read_recorded
+from rlhf_core.progress import is_end, is_progress
 from rlhf_core.quiet import QUIET_ENVIRONMENT, quietly
 
 Outcome = Literal["ran", "cached", "restored"]
@@ -315,7 +316,7 @@ class _Said:
         self.busy = self.busy or _BUSY.search(line) is not None
         if found := _EXITED.search(line):
             self._exit_code = int(found[1])
-        elif line.strip():
+        elif line.strip() and not (is_progress(line) or is_end(line)):  # how far it had come is no reason
             self._last_words = [*self._last_words, line.rstrip()][-3:]
 
     def failure(self, stage: str, dvc_code: int) -> StageFailed:

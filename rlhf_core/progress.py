@@ -12,6 +12,7 @@ import logging
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -108,7 +109,7 @@ def is_end(line: str) -> bool:
 
 
 class Bar:
-    """A stretch of work of `total` pieces; None: nobody knows how many.
+    """A stretch of work of `total` pieces; None: nobody knows how many. Threads may tell of pieces together.
 
     Args:
         what: of what, in the singular: sft step.
@@ -122,6 +123,7 @@ class Bar:
         self._begun = self._told = clock()
         self._first: tuple[float, int] | None = None  # when the first piece was done: what comes before it is a start, and no pace
         self._figures: dict[str, float] = {}
+        self._lock = threading.RLock()
 
     def __enter__(self) -> Bar:
         return self
@@ -139,7 +141,8 @@ class Bar:
 
     def step(self, count: int = 1, **figures: float) -> None:
         """So many further pieces are done. figures: shown beside them until they are given anew."""
-        self.reach(self._done + count, **figures)
+        with self._lock:
+            self.reach(self._done + count, **figures)
 
     def reach(self, done: int, **figures: float) -> None:
         """So many pieces are done."""

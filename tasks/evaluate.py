@@ -149,11 +149,13 @@ def measure(stage: Stage, answers, pad_id: int) -> dict:
     config = stage.params.evaluation
     logprobs = {}
     how = {"pad_id": pad_id, "microbatch_tokens": MICROBATCH_TOKENS, "temperature": config.temperature}
-    for name, folder in MODELS.items():
-        module = load_policy(folder, stage.params.model)
-        for mode in MODES:
-            logprobs[name, mode] = response_logprobs(module, asked_as(answers[mode]["policy"], answers[mode][name]), **how)
-        del module  # before the next one is loaded
+    with Bar("pass for log-probabilities", len(MODELS) * len(MODES)) as bar:
+        for name, folder in MODELS.items():
+            module = load_policy(folder, stage.params.model)
+            for mode in MODES:
+                logprobs[name, mode] = response_logprobs(module, asked_as(answers[mode]["policy"], answers[mode][name]), **how)
+                bar.step()
+            del module  # before the next one is loaded
     metrics = {
         mode: {name: summarize(a, confidence=config.confidence) for name, a in by_model.items()} for mode, by_model in answers.items()
     }

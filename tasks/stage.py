@@ -15,6 +15,7 @@ import ctypes
 import fcntl
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -47,6 +48,8 @@ REPORT = Path("reports/report.html")
 TIMINGS = Path("reports/timings")  # not for DVC: no two runs take the same time
 CERTIFICATES = Path("reports/certificates")  # of a stage's last checkpoints, which go with its scratch; likewise
 
+TAIL = 20  # steps at the end of a training over which final figures are averaged, at most
+
 if TYPE_CHECKING:
     from rlhf_core.models.card import CardFacts
 
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
 REFUSED = 1  # wrong params, data or a model that isn't acceptable
 CRASHED = 70  # an error that nobody foresaw; EX_SOFTWARE of sysexits.h
 STOPPED_BY_SIGNAL = 143  # 128 + SIGTERM, what a shell reports too
+PROBABILITIES = ("p_value", "level", "spent")  # keys of metrics
 LOCK_DEADLINE = 60.0  # seconds; a stage that was told to stop needs some to write its checkpoint
 
 log = logging.getLogger("rlhf")
@@ -220,11 +224,12 @@ class Stage:
         accepted = tuple(Origin(**entry["origin"]) for entry in self.gone_on_from)
         return StoreSettings(wanted.keep_last, wanted.keep_best, self.work.origin, accepted, world_size, zero_stage)
 
-    def recent_mean(self, column: str, *, steps: int = 20) -> float:
-        """Of a column of the training curves, over the last steps."""
+    def recent_mean(self, column: str) -> float:
+        """Of a column of the training curves, over their end."""
         import pandas as pd
 
-        return float(pd.read_csv(self.scratch / "curves.csv")[column].tail(steps).mean())
+        rows = pd.read_csv(self.scratch / "curves.csv")
+        return float(rows[column].tail(steps_at_the_end(len(rows))).mean())
 
     def card(self, kind: str, method: str, metrics: Mapping[str, Any], *, gate: Mapping[str, Any] | None = None):
         """What the stage knows of the model that it has trained, for the model's card.
@@ -292,6 +297,11 @@ class Stage:
         sys.exit(REFUSED)
 
 
+def steps_at_the_end(steps: int) -> int:
+    """Of a training, over which final figures are averaged: its last third, at most TAIL of them."""
+    return min(TAIL, math.ceil(steps / 3))
+
+
 def end_with_parent() -> None:
     """Ask the kernel to send SIGTERM when the parent dies: killing dvc would otherwise leave a trainer behind.
 
@@ -334,20 +344,24 @@ def has_labels() -> bool:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Deterministic JSON, written aside and renamed. NaN and infinities become null, which JSON has."""
+    """Deterministic JSON, written aside and renamed. NaN and infinities become null, which JSON has. Numbers have six decimals,
+    PROBABILITIES six significant digits, since a small one is not 0.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(path.name + ".tmp")
     aside.write_text(json.dumps(_finite(content), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
     aside.replace(path)
 
 
-def _finite(node: Any) -> Any:
+def _finite(node: Any, key: str = "") -> Any:
     if isinstance(node, dict):
-        return {k: _finite(v) for k, v in node.items()}
+        return {k: _finite(v, k) for k, v in node.items()}
     if isinstance(node, list | tuple):
-        return [_finite(v) for v in node]
+        return [_finite(v, key) for v in node]
+    if isinstance(node, float) and not math.isfinite(node):
+        return None
     if isinstance(node, float):
-        return round(node, 6) if node == node and abs(node) != float("inf") else None
+        return float(f"{node:.6g}") if key in PROBABILITIES else round(node, 6)
     return node
 
 

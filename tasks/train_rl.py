@@ -32,10 +32,10 @@ from tasks.stage import (
     publish_model,
     read_json,
     source_judges,
+    steps_at_the_end,
     write_json,
 )
 
-TAIL = 20  # steps over which the final figures are averaged
 LESS_FOR_THE_JOB = 5.0  # seconds of the grace of a stage that its job does not get: the head has to end too
 
 
@@ -190,7 +190,7 @@ def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
     from rlhf_core.trainers.rl_job import PLACEMENT
 
     rows = pd.read_csv(work / "curves.csv")
-    last = rows.tail(TAIL)
+    last = rows.tail(steps_at_the_end(len(rows)))
     means = ("score_mean", "kl_mean", "response_length", "entropy", "cut_off_fraction", *(f"score_{s.name}" for s in rl.reward.scorers))
     means += tuple(f"disagreement_{s.name}" for s in rl.reward.scorers if s.members > 1)
     return {
@@ -198,6 +198,7 @@ def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
         "method": "rl",
         "algorithm": rl.algorithm,
         "steps": len(rows),
+        "averaged_steps": len(last),
         "score_first_step": float(rows["score_mean"].iloc[0]),
         "logprob_difference_max": float(rows["logprob_difference"].max()),
         "monitor": read_json(work / "monitor.json"),

@@ -105,7 +105,7 @@ def format_shifts(model: LoadedModel, texts: Sequence[Text], prompts: np.ndarray
     for name, change in FORMATS.items():
         changed = [(messages, change(response)) for messages, response in texts]
         differs = np.array([a[1] != b[1] for a, b in zip(texts, changed, strict=True)])
-        shifts = np.where(differs, model.score_texts(changed) - before, np.nan) / scale
+        shifts = np.where(differs, model.score_texts(changed, told=False) - before, np.nan) / scale
         known = np.isfinite(shifts)
         value, low, high = None, None, None
         if known.any():

@@ -60,12 +60,16 @@ class LoadedModel:
             device=self.device,
         ).double().mean(1).numpy()  # fmt: skip
 
-    def score_texts(self, texts: Sequence[Text]) -> np.ndarray:
-        """[len(texts)], each distinct one scored once."""
+    def score_texts(self, texts: Sequence[Text], *, told: bool = True) -> np.ndarray:
+        """[len(texts)], each distinct one scored once.
+
+        Args:
+            told: False: nothing is said of those that are too long.
+        """
         position: dict[tuple[int, ...] | None, int] = {}
         places = []
         for messages, response in texts:
-            ids = self.encode(messages, response)
+            ids = self.encode(messages, response, max_length=None if told else self.max_length)
             places.append(position.setdefault(None if ids is None else tuple(ids), len(position)))
         scores = self.score([None if ids is None else list(ids) for ids in position])
         return scores[places] if places else np.zeros(0)

@@ -316,7 +316,9 @@ def read_as(first: Results, second: Results, rows: list[Difference]) -> list[str
     tested = sum(r.p_value is not None for r in rows)
     said = [
         f"Intervals of {_confidence(second):.0%}, each of these two checkpoints: another seed of the same params would give another.",
-        f"Green and red: clear, with the p-values of the table’s {tested} tests corrected together by Holm.",
+        "Green and red: clear by the table’s only test."
+        if tested == 1
+        else f"Green and red: clear, with the p-values of the table’s {tested} tests corrected together by Holm.",
         "A row that is not clear says which true difference would be found with a probability of 80%.",
     ]
     prompts = same_prompts(first, second)

@@ -80,6 +80,7 @@ LABELS = {
     "heldout_loss": "held-out loss",
     "heldout_accuracy": "held-out accuracy",
     "heldout_pairs": "pairs scored for the gate",
+    "averaged_steps": "steps at the end, averaged",
     "score_mean": "mean score at the end",
     "score_first_step": "at the first step",
     "kl_mean": "KL at the end",

@@ -14,6 +14,7 @@ from torch import nn
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.models.side_by_side import can_run_side_by_side, side_by_side
 from rlhf_core.models.wrappers import PolicyModule
+from rlhf_core.progress import Bar
 from rlhf_core.trainers.preference_data import Continuation, PromptGroup, ResponseForward
 
 log = logging.getLogger("rlhf")
@@ -81,10 +82,12 @@ def _digest(items: list[Continuation]) -> str:
 def _compute(module: PolicyModule, items: list[Continuation], forward: ResponseForward) -> torch.Tensor:
     """Summed log-probabilities [items], on the CPU."""
     sums = torch.zeros(len(items))
+    with Bar("response of the reference", len(items)) as bar:
 
-    def look(part: list[PromptGroup]) -> None:
-        positions = [i for group in part for i in group.positions]
-        sums[positions] = forward.logprobs(module, part).float().cpu()
+        def look(part: list[PromptGroup]) -> None:
+            positions = [i for group in part for i in group.positions]
+            sums[positions] = forward.logprobs(module, part).float().cpu()
+            bar.step(len(positions))
 
-    side_by_side(*(partial(look, part) for part in forward.microbatches(items)), at_once=can_run_side_by_side(module))
+        side_by_side(*(partial(look, part) for part in forward.microbatches(items)), at_once=can_run_side_by_side(module))
     return sums

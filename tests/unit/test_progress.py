@@ -9,10 +9,12 @@ import pty
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from flows import stages
 from rlhf_core import progress
 from rlhf_core.progress import Bar, StatusLine, counted, drawing, drawn, duration, is_progress
 
@@ -67,6 +69,16 @@ def test_work_that_fails_has_no_closing_line(lines):
         bar.step(2)
         raise KeyError
     assert list(lines) == []
+
+
+def test_threads_tell_of_their_pieces_together(lines):
+    with Bar("response", 40_000) as bar:
+        threads = [threading.Thread(target=lambda: [bar.step() for _ in range(10_000)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert list(lines)[-1].startswith("train_sft: response 40,000/40,000 · ")
 
 
 def test_items_of_an_unknown_number_are_counted(lines, monkeypatch):
@@ -173,3 +185,14 @@ def test_a_stage_draws_a_bar_in_a_terminal_and_lines_in_a_pipe():
     assert text.endswith("train_sft: sft step 4/4 · loss 2 · 1 s in all\r\n")
     piped = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
     assert piped == "a warning\ntrain_sft: sft step 4/4 · loss 2 · 1 s in all\n"
+
+
+def test_how_far_a_stage_had_come_is_no_reason_for_its_end():
+    said = stages._Said()
+    for line in (
+        "train_sft: sft step 2/9 · 7 s left",
+        "Killed",
+        "ERROR: failed to reproduce 'train_sft': failed to run: x, exited with -9",
+    ):
+        said.listen(line)
+    assert str(said.failure("train_sft", 255)) == "train_sft: exited with -9: Killed"

@@ -23,6 +23,7 @@ from report_workspace import HOSTILE, REMOVED, edit_metrics, evaluation, gate, m
 from rlhf_core.config import STAGE_SECTIONS, apply_overrides, load_params, read_yaml
 from rlhf_core.config.alignment import Method
 from rlhf_core.report.canvas import MAX_POINTS, thin
+from rlhf_core.report.differences import Difference, Results, read_as
 from rlhf_core.report.inputs import ReportInputError
 from rlhf_core.report.page import (
     METHOD_PARAMS,
@@ -151,6 +152,59 @@ def test_a_reward_that_is_no_reward_model_is_not_called_one():
     assert measured_only.details[1].startswith("The reward model prefers the policy") and len(measured_only.details) == 2
     alone = outcome(with_results(sft=0, policy=0, win=BELOW, judge=False), [JUDGE, REWARD_MODEL], confidence=0.95)
     assert alone.headline == "The reward prefers the SFT model’s answers to those of the policy."
+
+
+NO_SCORE = {"value": None, "low": None, "high": None, "wins": 0, "ties": 0, "losses": 0, "p_value": 1.0, "n": 0}
+
+
+def unscored(*, sft: float = 0.0, policy: float = 0.0, judge: bool) -> dict:
+    """No scorer had a say: counts of wins are 0, and every score is null."""
+    result = with_results(sft=sft, policy=policy, win=ACROSS, judge=judge)
+    for mode in ("greedy", "sampled"):
+        result["win_rate"][mode] = dict(NO_SCORE)
+        result["difference"][mode] |= {"score_mean": {"value": None, "low": None, "high": None, "p_value": 1.0, "n": 0}, "scores": {}}
+        for model in ("sft", "policy"):
+            result[mode][model] |= {"score_mean": None, "score_low": None, "score_high": None, "scores": {}}
+    return result
+
+
+@pytest.mark.parametrize(
+    ("sft", "policy", "tone", "headline"),
+    [
+        (0.5, 0.9, "good", "The policy is better than the SFT model it started from."),
+        (0.5, 0.52, "open", "There is no clear difference between the policy and the SFT model."),
+        (0.9, 0.5, "bad", "The policy is worse than the SFT model by the judge."),
+    ],
+)
+def test_the_judge_decides_without_a_score(sft, policy, tone, headline):
+    verdict = outcome(unscored(sft=sft, policy=policy, judge=True), [], confidence=0.95)
+    assert (verdict.tone, verdict.headline) == (tone, headline)
+    said = " ".join(verdict.details)
+    assert "Nothing scored the answers" in said and "prefers" not in said and "The judge accepts" in said
+
+
+@pytest.mark.parametrize("judge", [False, True])
+def test_a_run_that_nothing_scored_says_what_it_cant_say(tmp_path, monkeypatch, judge):
+    workspace = make_workspace(tmp_path, judge=judge)
+    apply_overrides(workspace / "params.yaml", {"alignment.method": "dpo", "reward.enabled": False})
+    (workspace / "metrics/train_reward.json").write_text(json.dumps(NOT_TRAINED))
+    (workspace / "metrics/gate.json").write_text(json.dumps(unjudged(load_params().gate, NOT_NEEDED, needed=False) | {"override": None}))
+    (workspace / "metrics/evaluate.json").write_text(json.dumps(unscored(sft=0.5, policy=0.9, judge=judge)))
+    curves = workspace / "plots/train_policy.csv"
+    pd.read_csv(curves).assign(loss=0.5).to_csv(curves, index=False)
+    page = render_in(workspace, monkeypatch)
+    assert ("can’t be said: nothing compared its answers" in page) is not judge
+    assert "To blame" not in page and "Win rate" not in page and '<th scope="row">Score</th>' not in page
+    assert "The policy learned from the data itself." in page and "Distance" in page
+
+
+def test_one_test_is_not_corrected_for_others():
+    def row(p_value: float | None) -> Difference:
+        return Difference("x", "share", 0.1, 0.2, 0.1, 0.0, 0.2, True, p_value)
+
+    results = Results("a", {"evaluation": {"confidence": 0.95}}, {}, {}, None)
+    assert "Green and red: clear by the table’s only test." in read_as(results, results, [row(0.5), row(None)])
+    assert any("the table’s 2 tests" in line for line in read_as(results, results, [row(0.5), row(0.1)]))
 
 
 def test_gate_and_data_verdicts():
@@ -358,7 +412,7 @@ def test_a_rejected_gate_and_failed_data_are_said_first(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("evaluate", {"win_rate": REMOVED}, "win_rate.greedy: expected the key win_rate, got greedy, sampled, kl, judge"),
+        ("evaluate", {"win_rate": REMOVED}, "win_rate.greedy.n: expected the key win_rate, got greedy, sampled, kl, judge"),
         ("evaluate", {"sampled.policy.judge_n": REMOVED}, "sampled.policy.judge_n: expected the key judge_n, got n, score_mean"),
         ("evaluate", {"greedy.policy.length_mean": REMOVED}, "expected the key length_mean for each model"),
         ("gate", {"passed": REMOVED}, "passed: expected the key passed"),

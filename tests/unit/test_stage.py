@@ -228,6 +228,13 @@ def test_json_is_deterministic_and_finite(tmp_path):
     assert path.read_bytes() == first and list(path.parent.iterdir()) == [path]
 
 
+def test_small_probabilities_are_not_0_in_json(tmp_path):
+    path = tmp_path / "x.json"
+    write_json(path, {"looks": [{"p_value": 1.23456789e-12, "level": 3e-9, "value": 1.23456789e-12}], "p_value": 0.0, "spent": 1 / 3})
+    found = {"p_value": 1.23457e-12, "level": 3e-9, "value": 0.0}
+    assert read_json(path) == {"looks": [found], "p_value": 0.0, "spent": 0.333333}
+
+
 def test_publish_replaces_a_folder_and_a_file(tmp_path):
     for round_ in ("one", "two"):
         aside = tmp_path / "aside"

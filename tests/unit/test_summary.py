@@ -36,3 +36,14 @@ def test_an_evaluation_shows_both_modes(workspace):
     metrics = {"greedy": mode(0.9, 0.87), "sampled": mode(0.51, 1.26), "win_rate": wins}
     (workspace / "metrics/evaluate.json").write_text(json.dumps(metrics))
     assert key_figure(workspace, "evaluate") == "score 0.51 -> 1.26 (sampled, wins 0.80), 0.90 -> 0.87 (greedy, wins 0.37)"
+
+
+def test_an_evaluation_that_nothing_compared_says_so(workspace):
+    nothing = {"sft": {"score_mean": None}, "policy": {"score_mean": None}}
+    wins = {"greedy": {"value": None}, "sampled": {"value": None}}
+    metrics = {"greedy": nothing, "sampled": nothing, "win_rate": wins, "kl": {"sampled": 0.25}}
+    (workspace / "metrics/evaluate.json").write_text(json.dumps(metrics))
+    assert key_figure(workspace, "evaluate") == "neither score nor judge; KL 0.25"
+    judged = {"sft": {"judge_ok": 0.5, "score_mean": None}, "policy": {"judge_ok": 0.75, "score_mean": None}}
+    (workspace / "metrics/evaluate.json").write_text(json.dumps(metrics | {"greedy": judged, "sampled": judged}))
+    assert key_figure(workspace, "evaluate") == "judge 0.50 -> 0.75 (sampled), 0.50 -> 0.75 (greedy)"

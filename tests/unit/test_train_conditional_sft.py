@@ -67,4 +67,4 @@ def test_thoughts_are_trained_on_where_sft_trains_on_them(tokenizer, tmp_path: P
 @pytest.mark.parametrize(("changes", "message"), [({"wanted": 8}, "wanted: expected a level from 0 to 7, got 8")])
 def test_a_level_that_does_not_exist_is_refused(changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        tiny_params(**{f"conditional_sft.{k}": v for k, v in changes.items()})
+        tiny_params(**{"alignment.method": "conditional_sft"} | {f"conditional_sft.{k}": v for k, v in changes.items()})

@@ -17,8 +17,8 @@ from rlhf_core.checkpoint import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import write_rows
 from rlhf_core.trainers.rl_job import REFUSED, RlJob, forget_refusal, refusal_of, refuse
-from tasks.stage import StageFailed
-from tasks.train_rl import TAIL, check_rewards, describe, final_figures
+from tasks.stage import TAIL, StageFailed
+from tasks.train_rl import check_rewards, describe, final_figures
 
 ROOT = Path(__file__).parents[2]
 PASSED = {"passed": True, "message": "passed: it is good."}
@@ -147,12 +147,12 @@ def test_the_job_gets_absolute_folders_of_the_models_it_uses(workspace):
 
 def test_final_figures_are_means_over_the_last_steps_of_every_scorer_too(tmp_path):
     given = params({"kind": "judge"}, {"kind": "length", "target_length": 5}, rl__algorithm="grpo")
-    steps = TAIL + 2
+    steps = 3 * TAIL
     rows = pd.DataFrame({"step": range(1, steps + 1)})
     for name in ("kl_mean", "response_length", "entropy", "cut_off_fraction", "score_length"):
         rows[name] = 1.5
-    rows["score_mean"] = [100.0, 100.0] + [2.0, 4.0] * (TAIL // 2)
-    rows["score_judge"] = [100.0, 100.0] + [0.25, 0.75] * (TAIL // 2)
+    rows["score_mean"] = [100.0] * 2 * TAIL + [2.0, 4.0] * (TAIL // 2)
+    rows["score_judge"] = [100.0] * 2 * TAIL + [0.25, 0.75] * (TAIL // 2)
     rows["logprob_difference"] = [3e-6] + [1e-6] * (steps - 1)
     rows.to_csv(tmp_path / "curves.csv", index=False)
     monitor = {"stopped": None, "warnings": [], "chosen_step": steps}
@@ -167,6 +167,18 @@ def test_final_figures_are_means_over_the_last_steps_of_every_scorer_too(tmp_pat
         tmp_path, params(rl__evaluation__every=10, rl__evaluation__keep_best=True).rl.model_copy(update={"reward": given.rl.reward})
     )
     assert (best["best_step"], best["best_metric"], best["best_value"]) == (20, "judge", 0.8)
+
+
+def test_the_end_of_a_short_run_is_its_last_third(tmp_path):
+    given = params(rl__algorithm="grpo")
+    rows = pd.DataFrame({"step": range(1, 11)})
+    for name in ("kl_mean", "response_length", "entropy", "cut_off_fraction", "score_reward_model", "logprob_difference"):
+        rows[name] = 1.0
+    rows["score_mean"] = [float(step) for step in range(1, 11)]
+    rows.to_csv(tmp_path / "curves.csv", index=False)
+    (tmp_path / "monitor.json").write_text("{}")
+    figures = final_figures(tmp_path, given.rl)
+    assert (figures["score_mean"], figures["averaged_steps"]) == (8.5, 4)  # (7 + 8 + 9 + 10) / 4; a third of 10, rounded up
 
 
 def test_output_that_nobody_reads_any_more_does_not_end_the_stage():

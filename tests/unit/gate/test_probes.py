@@ -88,6 +88,20 @@ def test_shift_of_a_format_is_in_standard_deviations(model):
     assert (nothing["value"], nothing["n"]) == (None, 0)
 
 
+def test_what_a_probe_makes_too_long_is_no_response_without_a_score(model, caplog):
+    from dataclasses import replace
+
+    from rlhf_core.scorers.reasons import Reasons
+
+    tight = replace(model, max_length=max(len(model.encode(*text)) for text in TEXTS), report=Reasons("gate"))
+    stored = tight.score_texts(TEXTS)
+    assert np.isfinite(stored).all()
+    invariance(tight, TEXTS, stored)
+    found = format_shifts(tight, TEXTS, np.array(["a"] * len(TEXTS)), scale=0.5, confidence=0.95)
+    assert found["bold"]["n"] < len(TEXTS)  # the longest has no room for asterisks
+    assert "expected a score for every response" not in caplog.text
+
+
 def test_external_pairs_by_subset(model, tmp_path):
     """A pair and its mirror image: one of the two is right, whatever the model is."""
     messages, a, b = TEXTS[0][0], TEXTS[0][1], TEXTS[1][1]
