@@ -94,8 +94,11 @@ def test_a_run_without_params_of_its_own_that_has_begun_is_one_that_exists(proje
         pins.prepare_run(project, "one", {"seed": 8})
 
 
-def test_what_a_run_keeps_beside_the_params_given_is_said(project, caplog):
+@pytest.mark.parametrize("merged", [False, True])
+def test_what_a_run_keeps_beside_the_params_given_is_said(project, caplog, merged):
     pins.prepare_run(project, "one", {"seed": 7, "sft.steps": 50, "data.sources.0.weight": 2.0})
+    if merged:
+        git(project, "merge", "--quiet", "run/one")
     with caplog.at_level(logging.INFO, "rlhf"):
         pins.prepare_run(project, "one", {"seed": 7})
     assert "run one: goes on, and keeps what was not given: data.sources.0.weight 1.0 -> 2.0, sft.steps" in caplog.text
