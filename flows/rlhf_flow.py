@@ -161,7 +161,7 @@ def _name(root: Path, overrides: dict[str, Any], run: str | None) -> str | None:
 
 
 def run_with_retries(stage: str, workspace: Path, config: FlowConfig, *, skip: bool = False) -> StageResult:
-    note(workspace, stage=stage)
+    note(workspace, stage=stage.rpartition(":")[2])  # of a round, without its pipeline
     task = run_through_dvc.with_options(name=stage, task_run_name=stage, retries=config.retries, retry_delay_seconds=config.retry_delay)
     return task(stage, str(workspace), config.stage_timeout, config.stop_grace, skip=skip)
 

@@ -123,7 +123,7 @@ def show(root: Path, name: str, *, as_json: bool) -> str:
         else "Params: as those it was made from."
     )
     stages = [(s["stage"], s["state"], s["figure"]) for s in known["stages"]]
-    parts.append(tabulate(stages, ("stage", "state", "key figure"), disable_numparse=True))
+    parts.append(tabulate(stages, ("stage", "state", "key figure"), disable_numparse=True) if stages else "")
     parts.append("Lineage:\n" + tabulate(known["outs"].items(), ("path", "md5"), disable_numparse=True) if known["outs"] else "")
     return "\n\n".join(filter(None, parts))
 
