@@ -9,7 +9,6 @@ import base64
 import itertools
 import logging
 import shlex
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -32,7 +31,7 @@ from flows.results import input_paths, read_side, result_paths
 from flows.run_record import GATE_REJECTED, REFUSED, note, recording
 from flows.stages import StageFailed, StageResult, read_stages, stage_environment, stage_order, unchanged
 from flows.summary import read_metrics, report_line, report_of, stage_table
-from flows.worktree import commit_results, derive_name, slug
+from flows.worktree import commit_results, derive_name, run_within, slug
 from rlhf_core.config import ConfigError, FlowConfig, load_params, reordering_shown
 from rlhf_core.progress import STATUS
 from rlhf_core.report.sketch import sketch
@@ -208,7 +207,7 @@ def _name(root: Path, overrides: dict[str, Any], run: str | None) -> str | None:
 
 
 def run_with_retries(stage: str, workspace: Path, config: FlowConfig, *, skip: bool = False, force: bool = False) -> StageResult:
-    note(workspace, stage=stage)
+    note(workspace, stage=stage.rpartition(":")[2])  # of a round, without its pipeline
     task = run_through_dvc.with_options(name=stage, task_run_name=stage, retries=config.retries, retry_delay_seconds=config.retry_delay)
     return task(stage, str(workspace), config.stage_timeout, config.stop_grace, skip=skip, force=force)
 
@@ -239,9 +238,14 @@ def write_stopped_report(workspace: Path, failure: StageFailed, log: logging.Log
     """The page of a chain that ended early, by the command of stage report. That it can't be made must not hide why the chain failed."""
     _, python, *module = shlex.split(read_stages(workspace)["report"]["cmd"])
     command = [sys.executable if python == "python" else python, *module, "--stopped-at", failure.stage, "--because", str(failure)]
-    done = subprocess.run(command, cwd=workspace, env=stage_environment(workspace, "report"), capture_output=True, text=True, check=False)
-    if done.returncode:
-        log.warning("The page of the stopped chain could not be made: %s", done.stderr.strip())
+    seconds = load_params(workspace / "params.yaml").flow.stage_timeout
+    try:
+        done = run_within(seconds, command, workspace, stage_environment(workspace, "report"))
+        problem = done.stderr.strip() if done.returncode else None
+    except ConfigError as error:
+        problem = str(error)
+    if problem is not None:
+        log.warning("The page of the stopped chain could not be made: %s", problem)
 
 
 def publish_figures(workspace: Path, reached: set[str | None]) -> None:

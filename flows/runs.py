@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -115,23 +116,27 @@ def show(root: Path, name: str, *, as_json: bool) -> str:
         "registered": ", ".join(known["registered"]),
     }
     parts = [f"Run {name}", tabulate([fact for fact in facts.items() if fact[1]], tablefmt="plain")]
-    changes = known["params"]
-    parts.append(
-        "Params that differ from those it was made from:\n"
-        + tabulate([(c["key"], _value(c["default"]), _value(c["run"])) for c in changes], ("key", "there", "run"), disable_numparse=True)
-        if changes
-        else "Params: as those it was made from."
-    )
+    parts.append(_params_text(known["params"]))
     stages = [(s["stage"], s["state"], s["figure"]) for s in known["stages"]]
-    parts.append(tabulate(stages, ("stage", "state", "key figure"), disable_numparse=True))
+    parts.append(tabulate(stages, ("stage", "state", "key figure"), disable_numparse=True) if stages else "")
     parts.append("Lineage:\n" + tabulate(known["outs"].items(), ("path", "md5"), disable_numparse=True) if known["outs"] else "")
     return "\n\n".join(filter(None, parts))
+
+
+def _params_text(changes: list[dict[str, Any]] | None) -> str:
+    if changes is None:
+        return "Params: can't be compared with those the run was made from."
+    if not changes:
+        return "Params: as those the run was made from."
+    rows = [(change["key"], _value(change["default"]), _value(change["run"])) for change in changes]
+    return "Params that differ from those the run was made from:\n" + tabulate(rows, ("key", "there", "run"), disable_numparse=True)
 
 
 def details(root: Path, state: RunState) -> dict[str, Any]:
     """What takes longer than a list may: params, lineage, what DVC says of the stages."""
     folder = root / state.folder if state.folder else None
-    page = folder and (report_of(folder, None if state.outcome == "done" else state.stage))
+    ended = state.outcome in ("done", "failed", GATE_REJECTED)  # otherwise a page is of an earlier time
+    page = report_of(folder, None if state.outcome == "done" else state.stage) if folder and ended else None
     return {
         "params": _params(root, state),
         "stages": list(_stages(folder, state)) if folder else [],
@@ -141,12 +146,14 @@ def details(root: Path, state: RunState) -> dict[str, Any]:
     }
 
 
-def _params(root: Path, state: RunState) -> list[dict[str, Any]]:
-    """Empty where the commit that the run was made from can't be told: it has no branch of its own any more."""
+def _params(root: Path, state: RunState) -> list[dict[str, Any]] | None:
+    """None: they can't be compared, without a branch of the run's own or with keys of other code."""
     if state.branch is None:
-        return []
-    params = parse_params(run_params(root, state.name) or {}, subject=f"params.yaml of run {state.name}")
-    return [{"key": key, "default": old, "run": new} for key, old, new in own_params(root, state.name, params)]
+        return None
+    with suppress(ConfigError):
+        params = parse_params(run_params(root, state.name) or {}, subject=f"params.yaml of run {state.name}")
+        return [{"key": key, "default": old, "run": new} for key, old, new in own_params(root, state.name, params)]
+    return None
 
 
 def _stages(folder: Path, state: RunState) -> Iterator[dict[str, str]]:

@@ -37,7 +37,6 @@ START_DEADLINE = 120.0  # seconds
 log = logging.getLogger("rlhf.flows")
 _QUIET = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",  # the stages' lines are printed as they come
-    "PREFECT_LOGGING_SETTINGS_PATH": str(Path(__file__).with_name("logging.yml")),
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     "PREFECT_CLI_PROMPT": "false",
 }
@@ -49,12 +48,29 @@ def use_home(root: Path) -> Path:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     home = Path(os.environ.setdefault("PREFECT_HOME", str(root.resolve() / ".prefect")))
+    if _importable_everywhere() and not (home / "logging.yml").exists():  # a user's own
+        os.environ.setdefault("PREFECT_LOGGING_SETTINGS_PATH", str(Path(__file__).with_name("logging.yml")))
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:  # one that was there before, made by Prefect itself or by hand
         home.chmod(0o700)
     except OSError as error:
         raise ConfigError(f"{home}: expected a folder of this user's, got {error.strerror}; set PREFECT_HOME to one") from error
     return home
+
+
+def _importable_everywhere() -> bool:
+    """Whether a process finds our code in whatever folder it starts, as Prefect's logging needs it: a worker's begin in a temporary one."""
+    code = Path(__file__).parents[1]
+    if any(Path(entry).resolve() == code for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry):
+        return True
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.distribution("rlhf-pipeline") is not None
+    return False
+
+
+def _server_logging(home: Path) -> dict[str, str]:
+    """Prefect's own, at the place where Prefect looks for a user's: the server runs nothing of ours."""
+    return {"PREFECT_LOGGING_SETTINGS_PATH": str(home / "logging.yml")}
 
 
 def auth_string(home: Path) -> str:
@@ -103,7 +119,7 @@ def use_server(root: Path) -> Iterator[None]:
     url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
     # As Prefect starts its own ephemeral server: only the services that record a run, no scheduler that starts others.
     environment = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
-    environment["PREFECT_SERVER_API_AUTH_STRING"] = os.environ["PREFECT_API_AUTH_STRING"]
+    environment |= {"PREFECT_SERVER_API_AUTH_STRING": os.environ["PREFECT_API_AUTH_STRING"], **_server_logging(home)}
     factory = ["--factory", "prefect.server.api.server:create_app", "--host", HOST, "--port", str(port), "--log-level", "error"]
     with first_start(home):
         server = start(quietly("uvicorn", *factory, "--lifespan", "on"), **environment)
@@ -218,7 +234,7 @@ def serve(root: Path, port: int) -> int:
         # Not to the terminal: on SQLite some passes of its services find the database locked and say so at length.
         with first_start(home), (home / "server.log").open("w") as log:
             command = [*prefect, "server", "start", "--host", HOST, "--port", str(port)]
-            protection = {"PREFECT_SERVER_API_AUTH_STRING": secret, "PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
+            protection = {"PREFECT_SERVER_API_AUTH_STRING": secret, "PREFECT_SERVER_LOGGING_LEVEL": "WARNING", **_server_logging(home)}
             children.append(start(command, log, **protection))
             wait_for(url, children[0])
         for name in [] if any(name in os.environ for name in DATABASES) else end_lost_runs(url, secret):

@@ -116,9 +116,19 @@ def own_params(root: Path, name: str, params: Params) -> list[tuple[str, Any, An
     Raises:
         ConfigError: that commit's params can't be read by this code.
     """
-    base = git(root, "merge-base", "HEAD", f"refs/heads/run/{name}")
+    base = _made_from(root, name)
     made_from = parse_params(read_yaml_text(git(root, "show", f"{base}:params.yaml"), f"params.yaml of {base[:9]}"), subject=base[:9])
     return [change for change in differences(made_from, params) if not change[0].startswith(OF_THE_REGISTRY)]
+
+
+def _made_from(root: Path, name: str) -> str:
+    """The commit; of a branch that was merged since, the one before its first params."""
+    branch = f"refs/heads/run/{name}"
+    if not git(root, "rev-list", "--max-count=1", f"HEAD..{branch}"):
+        own = git(root, "log", "--fixed-strings", f"--grep=Run {name}: ", "--format=%H", branch).splitlines()
+        if own:
+            return git(root, "rev-parse", f"{own[-1]}^")
+    return git(root, "merge-base", "HEAD", branch)
 
 
 def _say_what_it_keeps(root: Path, name: str, params: Params, overrides: dict[str, Any]) -> None:

@@ -208,10 +208,7 @@ def _say_what_differs(root: Path, path: Path, name: str) -> None:
 
 
 def has_identity(path: Path) -> bool:
-    return (
-        subprocess.run(["git", "var", "GIT_COMMITTER_IDENT"], cwd=path, env=git_environment(), capture_output=True, check=False).returncode
-        == 0
-    )
+    return run_within(COMMAND_SECONDS, ["git", "var", "GIT_COMMITTER_IDENT"], path, git_environment()).returncode == 0
 
 
 def git_environment() -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flows import pins, rounds
+from flows import compare, pins, rounds
 from flows.full_pipeline import REFUSED, main
 from flows.run_record import note
 from flows.worktree import git, prepare_worktree
@@ -94,8 +94,11 @@ def test_a_run_without_params_of_its_own_that_has_begun_is_one_that_exists(proje
         pins.prepare_run(project, "one", {"seed": 8})
 
 
-def test_what_a_run_keeps_beside_the_params_given_is_said(project, caplog):
+@pytest.mark.parametrize("merged", [False, True])
+def test_what_a_run_keeps_beside_the_params_given_is_said(project, caplog, merged):
     pins.prepare_run(project, "one", {"seed": 7, "sft.steps": 50, "data.sources.0.weight": 2.0})
+    if merged:
+        git(project, "merge", "--quiet", "run/one")
     with caplog.at_level(logging.INFO, "rlhf"):
         pins.prepare_run(project, "one", {"seed": 7})
     assert "run one: goes on, and keeps what was not given: data.sources.0.weight 1.0 -> 2.0, sft.steps" in caplog.text
@@ -113,3 +116,12 @@ def test_a_series_without_a_round_is_changed_only_with_update(project):
         rounds.prepare_series(project, "series", {"seed": 8})
     rounds.prepare_series(project, "series", {"seed": 8}, update=True)
     assert seed_of(run) == 8
+
+
+def test_a_comparison_does_not_change_runs_of_an_earlier_one(project, capsys):
+    (project / "recipes").mkdir()
+    shutil.copy(ROOT / "recipes/compare.yaml", project / "recipes")
+    run = pins.prepare_run(project, "compare-dpo-0", {"alignment.method": "dpo", "sft.steps": 50})
+    assert compare.main(["--methods", "dpo", "--seeds", "0", "--set", "sft.steps=60"]) == REFUSED
+    assert "sft.steps 50 -> 60" in capsys.readouterr().err
+    assert load_params(run / "params.yaml").sft.steps == 50
