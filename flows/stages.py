@@ -182,8 +182,10 @@ def _changed(workspace: Path, *stages: str) -> set[str] | None:
 
 def with_something_to_do(workspace: Path, status: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """`dvc status` without the stage that always counts as changed, where the inputs are those that it has recorded."""
-    same = status.get(HASH_INPUTS) == [_ALWAYS] and inputs_as_recorded(workspace)
-    return {stage: changes for stage, changes in status.items() if not (same and stage == HASH_INPUTS)}
+    if status.get(HASH_INPUTS) != [_ALWAYS]:
+        return status
+    others = {stage: changes for stage, changes in status.items() if stage != HASH_INPUTS}
+    return others if inputs_as_recorded(workspace) else {HASH_INPUTS: ["data, a model or a function have changed"], **others}
 
 
 def inputs_as_recorded(workspace: Path) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -21,9 +22,12 @@ from rlhf_core.data.places import main_checkout
 RACY_NS = 2 * 10**9  # the coarsest times of a file system in use
 TRIES = 3  # of hashing a file that changes meanwhile
 THREADS = 4  # hashing leaves Python's lock alone
+LARGE = 2**31  # bytes; some seconds
 LISTS = 64  # of folders, the newest; they are for messages only
 _NOT_DATA = (".git", "__pycache__")
 _FETCH_NOTES = os.path.join(".cache", "huggingface")  # where the hub's client notes when it fetched a file
+
+log = logging.getLogger("rlhf.inputs")
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class FileHashes:
     """Hashes, with what .dvc/tmp of the main checkout remembers of them, for all runs; without .dvc nothing is remembered."""
 
     def __init__(self, workspace: Path):
-        self._folder = (main_checkout(workspace) or workspace) / ".dvc" / "tmp"
+        main = main_checkout(workspace)
+        self._folder = (main if main is not None and (main / ".dvc").is_dir() else workspace) / ".dvc" / "tmp"
         self._memory = self._folder / "input_hashes.json"
         self._known = self._read()
         self._new: dict[str, list] = {}
@@ -52,6 +57,8 @@ class FileHashes:
         found = self._new.get(key) or self._known.get(key)
         if found is not None and found[:-1] == looks:
             return FileHash(looks[0], found[-1])
+        if looks[0] > LARGE:
+            log.info("%s: %.1f GB are read for their hash, once", path, looks[0] / 1e9)
         for _ in range(TRIES):
             now, looks = time.time_ns(), _looks(path)
             with path.open("rb") as file:

@@ -282,5 +282,5 @@ def summary(inputs: Tree) -> str:
     files = [entry for entry in entries if "size" in entry]
     count, size = sum(entry.get("files", 1) for entry in files), sum(entry["size"] for entry in files)
     commits = len(entries) - len(files)
-    told = [f"{count} files, {size / 1e6:.1f} MB"] * bool(files) + [f"{commits} of a hub"] * bool(commits)
+    told = [f"{count} file{'s' * (count > 1)}, {size / 1e6:.1f} MB"] * bool(files) + [f"{commits} of a hub"] * bool(commits)
     return ", ".join(told) or "none but the project's own"

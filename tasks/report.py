@@ -35,6 +35,7 @@ from tasks.stage import (
 
 # Stage -> what of it the report shows: name of the input -> file.
 FILES: dict[str, dict[str, Path]] = {
+    "hash_inputs": {},
     "prepare_data": {"data": METRICS / "prepare_data.json", "lengths": PLOTS / "token_lengths.csv"},
     "validate_data": {"validation": METRICS / "validation.json"},
     "check_model": {"model_check": METRICS / "check_model.json"},

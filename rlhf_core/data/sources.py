@@ -167,7 +167,7 @@ def _commit(source: SourceConfig) -> str | None:
     """
     commit = data_set_commit(source.path, source.revision, source.subset)
     if commit is None and source.revision is not None:
-        raise ValueError(f"revision {source.revision} isn't what the cache has")
+        raise ValueError(f"revision {shown(source.revision)} isn't the one that the cache has, or that was prepared last in it")
     return commit
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flows.server import HOST, start, stop, wait_for
-from flows.stages import inputs_as_recorded, up_to_date
+from flows.stages import inputs_as_recorded, up_to_date, with_something_to_do
 from rlhf_core.config import apply_overrides
 from rlhf_core.engines.ports import free_ports
 
@@ -108,10 +108,13 @@ def test_dvc_alone_runs_what_changed_data_and_models_change(project):
     assert ran(repro(project)) == STAGES
     again = repro(project)
     assert ran(again) == ["hash_inputs"] and up_to_date(project)
+    assert with_something_to_do(project, {"hash_inputs": ["always changed"], "report": ["x"]}) == {"report": ["x"]}
     recorded = (project / "data/inputs.json").read_bytes()
 
     write(data / "a.jsonl", "mended\n")
     assert not up_to_date(project) and not inputs_as_recorded(project)
+    always = {"hash_inputs": ["always changed"]}  # what `dvc status` says, and what registering a model makes of it
+    assert with_something_to_do(project, always) == {"hash_inputs": ["data, a model or a function have changed"]}
     mended = repro(project)
     assert ran(mended)[:3] == ["hash_inputs", "prepare_data", "train_sft"]
     assert "\ndata.sources.mine: ../data/a.jsonl changed: 6 bytes, sha256 " in mended["printed"]

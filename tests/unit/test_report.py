@@ -472,7 +472,7 @@ def test_a_stopped_chain_leaves_a_page_that_says_so_and_shows_nothing_of_an_earl
     assert "sft right; dpo right; shared prefix on; vllm right." in " ".join(page.split())
     assert not any(f'id="{section}"' in page for section in ("evaluation", "samples")) and 'data-figure="rl_score"' not in page
     assert (
-        page.count('<li class="done">') == 5
+        page.count('<li class="done">') == 6
         and page.count('<li class="stopped-here">') == 1
         and page.count('<li class="not-reached">') == 2
     )
@@ -483,6 +483,8 @@ def test_a_chain_that_stopped_before_anything_was_made_still_gives_a_page(tmp_pa
     (workspace / "metrics/prepare_data.json").unlink()
     (workspace / "plots/token_lengths.csv").unlink()
     monkeypatch.chdir(workspace)
+    write_stopped("hash_inputs", "")
+    assert "Stopped at hash_inputs: the stage ended with an error." in (workspace / "reports/stopped.html").read_text(encoding="utf-8")
     write_stopped("prepare_data", "")
     page = (workspace / "reports/stopped.html").read_text(encoding="utf-8")
     assert "Stopped at prepare_data: the stage ended with an error." in page and 'id="data"' not in page and 'id="lineage"' in page
