@@ -46,7 +46,8 @@ class LeftOut(Counter[str]):
 
     Attributes:
         read: records so far.
-        records: of them, those that were left out. Some reasons count rows, such as prompts that repeat: they are not in it.
+        records: of them, those that can't be used. Reasons that count something else are not in it: rows that repeat, and records
+            that have nothing for the source's uses.
         examples: reason -> its first records.
         unmapped: well-known columns that carry meaning and that the source doesn't map -> records that have them.
     """
@@ -59,9 +60,13 @@ class LeftOut(Counter[str]):
         self.unmapped: Counter[str] = Counter()
 
     def add(self, reason: str, where: str, values: Mapping[str, Any]) -> None:
-        """Count a record."""
-        self[reason] += 1
+        """Count a record that can't be used."""
         self.records += 1
+        self.mention(reason, where, values)
+
+    def mention(self, reason: str, where: str, values: Mapping[str, Any]) -> None:
+        """Count a record of which no row, or not every row, comes, and nothing is wrong with it."""
+        self[reason] += 1
         examples = self.examples.setdefault(reason, [])
         if len(examples) < EXAMPLES:
             examples.append(Example(shown(where), excerpt(values)))
@@ -72,7 +77,7 @@ class LeftOut(Counter[str]):
         return f"left out: {dict(self) or 'nothing'}{f'; the first: {first.where}: {first.excerpt}' if first else ''}"
 
 
-def excerpt(values: Mapping[str, Any]) -> str:
+def excerpt(values: Any) -> str:
     """The beginning of a record as JSON, on one line, without what a terminal takes as an order. Long texts and lists cost nothing."""
     pieces: list[str] = []
     length = 0

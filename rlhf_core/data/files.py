@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_core.config import SourceConfig, shown
+from rlhf_core.data.dropped import excerpt
 from rlhf_core.data.memory import limited
 from rlhf_core.data.messages import MAX_CHARACTERS
 
@@ -153,6 +154,8 @@ def _csv(path: Path, source: SourceConfig) -> Iterator[Found]:
     with _open_text(path, source.encoding, newline="") as file:
         lines = _lines(file, path)
         header = _header(lines)
+        if header and not "".join(header).strip():
+            raise ValueError(f"{path} line 1: expected a header with the columns' names, got an empty line; remove it")
         delimiter = source.delimiter or ("\t" if path.name.lower().endswith(".tsv") else _delimiter(header, path))
         note = f"its fields are separated by {_named(delimiter)}; set the source's delimiter if that is wrong"
         reader = csv.DictReader(itertools.chain(header, lines), delimiter=delimiter, strict=True)
@@ -163,8 +166,8 @@ def _csv(path: Path, source: SourceConfig) -> Iterator[Found]:
                 if None in record or None in record.values():
                     fields = sum(v is not None for k, v in record.items() if k is not None) + len(record.get(None, []))
                     raise ValueError(
-                        f"{path} line {reader.line_num}: expected {len(reader.fieldnames)} fields as in the header, got {fields}; "
-                        f"quote fields that contain {_named(delimiter)}, or set the source's delimiter"
+                        f"{path} line {reader.line_num}: expected {len(reader.fieldnames)} fields as in the header, got {fields}: "
+                        f"{excerpt(record)}; quote fields that contain {_named(delimiter)}, or set the source's delimiter"
                     )
                 yield Found(f"line {reader.line_num}", record, note)
         except csv.Error as error:
@@ -309,5 +312,5 @@ def _parse(text: str, where: str) -> Any:
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(value).__name__}; write one object per record")
+        raise ValueError(f"{where}: expected a JSON object, got {type(value).__name__}: {excerpt(value)}; write one object per record")
     return value

@@ -280,8 +280,9 @@ def _final_text(last: Message) -> str:
     """Of the message that is learned or judged: a text."""
     if last["role"] != "assistant":
         raise Dropped("the last message is not the assistant's")
-    if "tool_calls" in extras(last):
+    more = extras(last) if "extra" in last else {}
+    if "tool_calls" in more:
         raise Dropped("the last message calls a tool: it is no text")
-    if "reasoning_content" in extras(last):
+    if "reasoning_content" in more:
         raise Dropped("the last message has reasoning_content beside its text")
     return last["content"]

@@ -24,7 +24,12 @@ ROLES = {
     "model": "assistant",
     "tool": "tool",
     "function": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
 }
+CALLS = ("function_call", "tool_call")  # roles, in ShareGPT's manner, whose content is a call, or several, as JSON
 ROLE_ORDER = r"^(?:system,)?user(?:,assistant,(?:user|tool(?:,tool)*(?:,user)?))*$"  # of the messages before a response
 FURTHER = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # what a message may have beside role and content
 MAX_CHARACTERS = 2**24  # of a text or a record, four million tokens or so: whatever is longer is no text, and would fill the memory
@@ -58,7 +63,9 @@ def _message(message: Mapping[str, Any], column: str) -> Message:
     role, content = _either(message, "role", "from"), _either(message, "content", "value")
     further = {name: message[name] for name in FURTHER if message.get(name)}
     if message.get("function_call"):  # as OpenAI had it before tool_calls
-        further["tool_calls"] = [{"type": "function", "function": message["function_call"]}, *further.get("tool_calls", [])]
+        if "tool_calls" in further:
+            raise Dropped("a message has both function_call and tool_calls")
+        further["tool_calls"] = [{"type": "function", "function": message["function_call"]}]
     if content is None and "tool_calls" in further:
         content = ""
     if not isinstance(role, str) or role.lower() not in ROLES:
@@ -69,6 +76,8 @@ def _message(message: Mapping[str, Any], column: str) -> Message:
         )
     if content is None:
         raise Dropped("a message has no content")
+    if role.lower() in CALLS and "tool_calls" not in further:
+        further["tool_calls"], content = _written_calls(content, column), ""
     if isinstance(content, list):
         parts = _parts(content, column)
         content = joined_parts(parts)
@@ -105,6 +114,19 @@ def _tool_calls(calls: Any, column: str) -> list[dict[str, Any]]:
         message = f"column {column!r}: expected tool_calls as a list of objects, got {kind(calls)}; convert them first"
         raise Misfit(message, "tool_calls are no list of objects")
     return [{key: _arguments(value) if key in ("arguments", "function") else value for key, value in call.items()} for call in calls]
+
+
+def _written_calls(content: Any, column: str) -> list[dict[str, Any]]:
+    """Calls that are a message's content: JSON of {name, arguments}, or of a list of them."""
+    try:
+        parsed = json.loads(content)
+    except (TypeError, ValueError, RecursionError):
+        parsed = None
+    calls = [parsed] if isinstance(parsed, dict) else parsed
+    if not isinstance(calls, list) or not calls or not all(isinstance(c, dict) and isinstance(c.get("name"), str) for c in calls):
+        message = f"column {column!r}: expected a call of a tool as JSON with a name and arguments, got {kind(content)}; convert it first"
+        raise Misfit(message, "a call of a tool is no JSON with a name")
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _arguments(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import date, time
 from decimal import Decimal
 from typing import Any
@@ -15,7 +15,7 @@ from rlhf_core.data.messages import kind, not_finite, read_messages, read_text
 from rlhf_core.data.schema import Message
 
 # Columns that carry meaning in many data sets. They count only where the source maps them; where it doesn't, that is said.
-WELL_KNOWN = ("system", "system_prompt", "history", "tools", "functions")
+WELL_KNOWN = ("system", "system_prompt", "history", "context", "tools", "functions")
 _MISSING = object()
 
 
@@ -88,10 +88,14 @@ class Record:
         return value
 
 
-def unmapped(values: Mapping[str, Any], source: SourceConfig) -> Iterator[str]:
+def unmapped(values: Mapping[str, Any], source: SourceConfig) -> list[str]:
     """Well-known columns that a record has and the source doesn't use."""
-    used = {column for theirs in source.columns.values() for column in ([theirs] if isinstance(theirs, str) else theirs)}
-    return (name for name in WELL_KNOWN if values.get(name) and name not in used)
+    there = [name for name in WELL_KNOWN if values.get(name)]
+    return there and [name for name in there if all(name not in theirs for theirs in map(_listed, source.columns.values()))]
+
+
+def _listed(theirs: str | list[str]) -> list[str]:
+    return [theirs] if isinstance(theirs, str) else theirs
 
 
 def read_scalar(value: Any, column: str) -> str:

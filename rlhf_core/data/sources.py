@@ -109,7 +109,8 @@ def _converted(records: Iterable[Found], source: SourceConfig, dropped: LeftOut)
     misfits, fits = 0, False
     for where, values, note in records:
         dropped.read += 1
-        dropped.unmapped.update(unmapped(values, source))
+        if columns := unmapped(values, source):
+            dropped.unmapped.update(columns)
         try:
             converted = convert(values, source)
         except Dropped as reason:
@@ -125,15 +126,16 @@ def _converted(records: Iterable[Found], source: SourceConfig, dropped: LeftOut)
         fits = True
         rows = [(use, row) for use in source.uses for row in converted.get(use, [])]
         if not rows:
-            dropped.add(EMPTY_HANDED, where, values)
+            dropped.mention(EMPTY_HANDED, where, values)
         elif "preference" in source.uses and not converted.get("preference"):
-            dropped[NO_PAIR] += 1
+            dropped.mention(NO_PAIR, where, values)
         yield from ((use, {**row, "origin": where}) for use, row in rows)
     if refused is not None and not fits:
         raise refused
     for column, number in dropped.unmapped.items():
         log.warning(
-            "source %s: %d records have a column %r, which is not used; map it in the source's columns if it belongs to the conversation",
+            "source %s: %d records have a column %r, which is not used; if it belongs to the conversation, map it in the source's "
+            "columns, or leave these records out",
             *(source.name, number, column),
         )
 

@@ -47,11 +47,12 @@ def test_the_conversation_that_holds_the_prompt_is_kept_whole(tmp_path, prompt):
 
 @pytest.mark.parametrize(
     ("prompt", "turns"),
-    [(TURNS, []), (TURNS, [Q2]), ([SYSTEM, Q1], [A1, Q2])],
-    ids=["answers alone", "the last question again", "going on"],
+    [(TURNS, []), (TURNS, [Q2]), ([SYSTEM, Q1], [A1, Q2]), (TURNS, None)],
+    ids=["answers alone", "the last question again", "going on", "messages without a list"],
 )
 def test_a_prompt_with_what_follows_it_is_kept_whole(tmp_path, prompt, turns):
-    [row] = load(tmp_path, {"prompt": prompt, "chosen": [*turns, GOOD], "rejected": [*turns, BAD]}).rows["preference"]
+    sides = (GOOD, BAD) if turns is None else ([*turns, GOOD], [*turns, BAD])
+    [row] = load(tmp_path, {"prompt": prompt, "chosen": sides[0], "rejected": sides[1]}).rows["preference"]
     assert (row["messages"], row["chosen"], row["rejected"]) == (TURNS, "good", "bad")
 
 
@@ -134,6 +135,25 @@ def test_roles_tools_and_parts_of_openai_are_kept(tmp_path):
     assert json.loads(older["messages"][2]["extra"]) == {"name": "add"} and older["messages"][2]["role"] == "tool"
 
 
+def test_calls_of_tools_in_sharegpt_are_kept(tmp_path):
+    """As LLaMA-Factory writes them."""
+    turns = [
+        ("human", "Weather?"),
+        ("function_call", '{"name": "look", "arguments": {"at": 1}}'),
+        ("observation", '{"c": 20}'),
+        ("gpt", "Mild."),
+    ]
+    messages = [{"from": who, "value": said} for who, said in turns]
+    broken = [messages[0], messages[1] | {"value": "look(1)"}, *messages[2:]]
+    columns = {"messages": "conversations"}
+    loaded = load(tmp_path, {"conversations": broken}, {"conversations": messages}, format="messages", uses=("sft",), columns=columns)
+    [row] = loaded.rows["sft"]
+    assert [(m["role"], m["content"]) for m in row["messages"]] == [("user", "Weather?"), ("assistant", ""), ("tool", '{"c": 20}')]
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
+    assert json.loads(row["messages"][1]["extra"]) == {"tool_calls": [call]} and row["response"] == "Mild."
+    assert loaded.dropped == {"a call of a tool is no JSON with a name": 1}
+
+
 def test_one_strange_conversation_is_left_out_not_the_source(tmp_path):
     strange = [
         [{"role": "narrator", "content": "x"}, GOOD],
@@ -183,6 +203,7 @@ def test_what_gives_no_row_is_counted(tmp_path):
     feedback = [{"prompt": "q", "completion": "a", "label": label} for label in (True, False, None)]
     loaded = load(tmp_path, *feedback, format="unpaired", uses=("sft",))
     assert loaded.dropped == {"nothing in it for the source's uses": 1, "label is null": 1}
+    assert loaded.dropped.records == 1  # the other one is as it should be
     graded = [{"prompt": "q", "completions": [{"completion": "a", "good": True}, {"completion": "b", "good": good}]} for good in (0, 1)]
     loaded = load(tmp_path, *graded, format="graded", uses=("sft", "preference"))
     assert loaded.dropped == {"graded records without a pair: all completions are good, or all bad": 1}
@@ -209,8 +230,9 @@ def test_a_table_is_read_with_the_delimiter_of_its_header(tmp_path, name, delimi
     ("content", "told", "message"),
     [
         ("prompt#chosen#rejected\nq#a#b\n", {}, r"got prompt#chosen#rejected; .*separated by ','; set the source's delimiter"),
-        ("prompt;chosen;rejected\nq;a\n", {}, r"line 2: expected 3 fields as in the header, got 2; quote fields that contain ';'"),
+        ("prompt;chosen;rejected\nq;a\n", {}, r"line 2: expected 3 fields .*, got 2: {.prompt.: .q., .*; quote fields that contain ';'"),
         ("prompt,chosen;x\nq,a;b\n", {}, r"expected a header with one way .*, got 2 of each with ',' and ';'; set the source's delimiter"),
+        ("\nprompt,chosen,rejected\nq,a,b\n", {}, r"line 1: expected a header with the columns' names, got an empty line"),
         ("prompt;chosen;rejected\nq;a;b\n", {"delimiter": ","}, r"got prompt;chosen;rejected; .*separated by ','"),
     ],
 )
