@@ -38,14 +38,19 @@ def guessed(guess: Guess, path: str) -> Iterator[str]:
     if guess.unreadable:
         yield f"unsure: {guess.unreadable}; docs/data.md says how to make pairs of them"
     if guess.fitting:
-        several = len(guess.fitting) > 1
-        yield f"unsure: {len(guess.fitting)} readings fit; choose with --format or --columns" if several else "without that column:"
+        yield _choice(guess)
         for number, tried in enumerate(guess.fitting, start=1):
             yield from _reading(f"reading {number}", tried)
         return
     yield "no format fits; docs/data.md has each format with a record"
     for tried in guess.others[:6]:
         yield f"  {tried.reading.format} {_mapping(tried.reading.columns)}: {shown(tried.refused or '', 500)}"
+
+
+def _choice(guess: Guess) -> str:
+    if guess.unreadable:
+        return "without these every response would be learned, good or bad; if you want that, choose it with --format:"
+    return f"unsure: {len(guess.fitting)} readings fit; choose with --format or --columns"
 
 
 def _reading(title: str, tried: Tried) -> Iterator[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict
 
 from rlhf_core.config import ConfigError
 from rlhf_core.look.look import Guess, guess, place_of, sample_of
@@ -130,6 +131,22 @@ def test_gsm8k_has_its_label_pattern(tmp_path):
     assert tried.source.label_pattern == r"####\s*(\S+)" and tried.source.uses == ["sft", "prompt"]
 
 
+@pytest.mark.parametrize(
+    ("shape", "known"),
+    [
+        ("ultrafeedback", "UltraFeedback (binarized)"),
+        ("hh", "Anthropic's HH-RLHF"),
+        ("trl_implicit_talk", "TRL's preference with an implicit prompt"),
+        ("gsm8k", "GSM8K"),
+        ("helpsteer3", "HelpSteer3-Preference"),
+        ("renamed", None),
+    ],
+)
+def test_a_known_data_set_is_named(shape, known, tmp_path):
+    assert guessed(written(tmp_path, SHAPES[shape][0])).known == known
+    assert guessed(written(tmp_path, {"question": "2 + 2?", "answer": "4"})).known is None  # the columns of GSM8K, but not its answers
+
+
 def test_nested_parquet_is_read_by_dotted_paths(tmp_path):
     path = tmp_path / "nested.parquet"
     pq.write_table(pa.Table.from_pylist([{"id": 1, "data": {"question": "2 + 2?", "chosen": "4", "rejected": "5"}}]), path)
@@ -217,6 +234,16 @@ def test_nothing_fits_and_each_try_says_why(tmp_path):
 def test_a_path_with_nothing_there_is_no_hub_name(path):
     with pytest.raises(FileNotFoundError, match="got nothing there"):
         place_of(path, {})
+
+
+def test_a_saved_data_set_is_one_of_its_library(tmp_path):
+    DatasetDict({"train_prefs": Dataset.from_list([ULTRAFEEDBACK])}).save_to_disk(tmp_path / "saved")
+    place = place_of(str(tmp_path / "saved"), {"dataset_split": "train_prefs"})
+    records, whole = sample_of(place, 2000)
+    (tried,) = guess(place, records, whole=whole, format_=None, columns={}).fitting
+    assert (tried.source.kind, tried.source.dataset_split, tried.source.format) == ("huggingface", "train_prefs", "preference")
+    with pytest.raises(ValueError, match="expected a split 'train', got \\['train_prefs'\\]"):
+        sample_of(place_of(str(tmp_path / "saved"), {}), 2000)
 
 
 def test_a_name_is_one_on_the_hub():
