@@ -173,6 +173,11 @@ def _counts(found: Looked, params: Params) -> Iterator[str]:
         if values.get("pairs"):
             longer = values["chosen_is_longer"] / values["pairs"]
             yield f"  the chosen response is the longer one in {longer:.0%} of {values['pairs']} pairs"
+        new = params.rl.rollout.max_new_tokens
+        if use == "prompt" and (
+            crowded := counts.longer_than(params.model.max_length - new + 1)
+        ):  # a prompt is counted with one token more
+            yield f"  {crowded} leave no room for rl.rollout.max_new_tokens, {new}: RL leaves them out"
         yield from (f"  {objection(kind, count, values['rows'], params)}" for kind, count in values["objections"].items())
 
 
