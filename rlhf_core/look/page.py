@@ -191,8 +191,9 @@ def objection(kind: str, count: int, rows: int, params: Params) -> str:
     allowed = getattr(params.validation, limit)
     if share <= allowed:
         return f"{said}; validation.{limit} is {allowed:g}"
+    longer = "; raise model.max_length" if kind == "too_long" else ""
     advice = f"; with drop: [{kind}] the source leaves them out" if kind in DROPPED else ""
-    return f"{said}; validation.{limit} is {allowed:g}: validate_data stops{advice}"
+    return f"{said}; validation.{limit} is {allowed:g}: validate_data stops{longer}{advice}"
 
 
 def as_json(guess: Guess, found: list[Looked], params: Params) -> dict[str, Any]:
