@@ -9,9 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlhf_core.config import ConfigError
-from rlhf_core.look.look import Guess, guess, place_of, sample_of
+from rlhf_core.data.files import Found
+from rlhf_core.look import page
+from rlhf_core.look.guess import PROMPT
+from rlhf_core.look.look import Guess, Place, guess, look, place_of, sample_of
+from tests.tiny_models import tiny_params, tiny_tokenizer
 
 ASK = {"role": "user", "content": "What is 2 + 2?"}
 GOOD, BAD = {"role": "assistant", "content": "It is 4."}, {"role": "assistant", "content": "It is 5."}
@@ -268,3 +274,28 @@ def test_an_option_of_the_other_kind_is_refused(options, path, tmp_path, monkeyp
 def test_columns_that_no_format_has_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="expected names among"):
         guessed(written(tmp_path, {"a": "b"}), prompts="a")
+
+
+PARAMS, TOKENIZER = tiny_params(), tiny_tokenizer()
+NAMES = st.sampled_from(
+    [*PROMPT[:4], "chosen", "rejected", "label", "messages", "conversations", "completions", "output", "text", "score", "a.b"]
+)
+TALK = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", 7, None]), "content": st.none() | st.text(max_size=5)})
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=8) | st.lists(TALK, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.lists(st.dictionaries(NAMES, VALUES, max_size=5), min_size=1, max_size=4))
+@settings(max_examples=200, deadline=None)
+def test_any_records_give_readings_that_convert_or_none(records):
+    found = [Found(f"x line {number}", record, "") for number, record in enumerate(records, start=1)]
+    guessed = guess(Place("file", "x.jsonl"), found, whole=True, format_=None, columns={})
+    assert all(tried.taken and tried.source.uses for tried in guessed.fitting)
+    assert "\n".join(page.guessed(guessed, "x.jsonl"))
+    for tried in guessed.fitting:
+        shown = look(tried, found, PARAMS, TOKENIZER, show=3)
+        assert shown.dropped.read == len(records)
+        assert "\n".join(page.looked(shown, PARAMS, colour=False, every_token=True)).replace("\n", "").isprintable()
