@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.config import DataConfig, Params
+from rlhf_core.config import DataConfig, Params, SourceConfig
+from rlhf_core.data.dropping import sources_that_drop, too_long
 from rlhf_core.data.judge import find_judge
-from rlhf_core.data.mixing import Mixed, mix
+from rlhf_core.data.mixing import Mixed, check_shares, mix, without_rows
 from rlhf_core.data.samples import Writer
 from rlhf_core.data.schema import SPLITS, WIDE_MESSAGES, open_rows, read_batches
 from rlhf_core.models.given import TEXTS, given_tokenizer, new_tokenizer
@@ -40,11 +41,13 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
         check_judges(params.data)
         tokenizer = given_tokenizer(params.model)
-        mixed = mix(params.data, aside, scratch=sources, seed=params.seed, writer=own_writer(params, tokenizer))
+        writer, limit = own_writer(params, tokenizer), params.validation.max_dropped_fraction
+        mixed = mix(params.data, aside, scratch=sources, seed=params.seed, writer=writer, max_dropped_fraction=limit)
         shutil.rmtree(sources, ignore_errors=True)
         tokenizer = tokenizer or new_tokenizer(params.model, _all_rows(aside, mixed.uses))
         if params.model.path is not None or any(has_wide_messages(aside, use) for use in mixed.uses):
             mixed = leave_out_unrenderable(aside, mixed, tokenizer, limit=params.data.max_unrenderable_fraction)
+        mixed = leave_out_too_long(aside, mixed, tokenizer, params.data, max_length=params.model.max_length, limit=limit)
         write_json(aside / "sources.json", describe_sources(params.data, mixed))
         tokenizer.save_pretrained(stage.scratch / "tokenizer")
         publish(aside, PREPARED)
@@ -56,8 +59,8 @@ def main() -> None:
         with (PLOTS / "token_lengths.csv").open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file, lineterminator="\n")
             table.writerows([LENGTH_COLUMNS, *length_histograms(lengths)])
-        for use, of_split in metrics["rows"].items():
-            log.info("%s: %s", use, ", ".join(f"{count} {split}" for split, count in of_split.items()))
+        for source in params.data.sources:
+            log.info("%s", account(source, mixed))
 
 
 def check_judges(config: DataConfig) -> None:
@@ -94,13 +97,42 @@ def leave_out_unrenderable(folder: Path, mixed: Mixed, tokenizer: PreTrainedToke
     """What is left where the chat template refuses some conversations; each of its reasons is one for which rows were dropped."""
     from rlhf_core.data.unrenderable import drop_unrenderable
 
-    counts, dropped = Counter(mixed.counts), {source: dict(reasons) for source, reasons in mixed.dropped.items()}
+    counts, tallies = Counter(mixed.counts), {source: tally.copy() for source, tally in mixed.tallies.items()}
     for (source, use, split, words), rows in sorted(drop_unrenderable(folder, mixed.uses, tokenizer, limit=limit).items()):
         counts[source, use, split] -= rows
         reason = f"{use} rows that the chat template refuses ({words})"
-        dropped[source][reason] = dropped[source].get(reason, 0) + rows
-        log.warning("%s: %d %s", source, dropped[source][reason], reason)
-    return Mixed(+counts, dropped)
+        tallies[source].left_out[reason] += rows
+        log.warning("%s: %d %s", source, tallies[source].left_out[reason], reason)
+    return Mixed(+counts, tallies)
+
+
+def leave_out_too_long(
+    folder: Path, mixed: Mixed, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, max_length: int, limit: float
+) -> Mixed:
+    """What is left without the rows that don't fit, of the sources that say so.
+
+    Raises:
+        ValueError: with them more than `limit` of a source is left out.
+    """
+    if names := sources_that_drop(config, "too_long"):
+        for use in mixed.uses:
+            leaves = too_long(use, folder / f"{use}.parquet", names, tokenizer, max_length=max_length)
+            mixed = without_rows(folder, mixed, use, leaves, "too_long")
+        check_shares(config, mixed, limit)
+    return mixed
+
+
+def account(source: SourceConfig, mixed: Mixed) -> str:
+    """One line: what was read of a source, what is kept for each use and split, and what was left out for which reason."""
+    tally = mixed.tallies[source.name]
+    kept = []
+    for use in source.uses:
+        of_split = {split: mixed.counts[source.name, use, split] for split in SPLITS}
+        splits = ", ".join(f"{rows} {split}" for split, rows in of_split.items() if rows)
+        kept.append(f"{use} {sum(of_split.values())}" + (f" ({splits})" if splits else ""))
+    reasons = "; ".join(f"{count} {reason}" for reason, count in tally.left_out.most_common()) or "nothing"
+    read = f"read {tally.left_out.read} records: " if tally.left_out.read else ""
+    return f"{source.name}: {read}kept {', '.join(kept)}; dropped: {reasons}"
 
 
 def _rows(folder: Path, use: str) -> Iterator[list[dict]]:
@@ -135,7 +167,9 @@ def summarize(mixed: Mixed, lengths: dict[str, dict[str, Counter[int]]], vocabul
     return {
         "rows": {use: {split: by_split[use, split] for split in SPLITS} for use in mixed.uses},
         "rows_by_source": by_source,
+        "records": {source: tally.left_out.read for source, tally in mixed.tallies.items() if tally.left_out.read},
         "dropped": mixed.dropped,
+        "dropped_fraction": {source: {use: tally.share(use) for use in tally.read} for source, tally in mixed.tallies.items()},
         "vocabulary_size": vocabulary_size,
         "mean_tokens": {
             use: {column: sum(t * n for t, n in of_column.items()) / of_column.total() for column, of_column in columns.items()}

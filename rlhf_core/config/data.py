@@ -54,6 +54,9 @@ DataFormat = Literal[
 ]
 
 
+# What the expectations of these names count.
+DropKind = Literal["empty", "identical", "contradictory", "too_long"]
+
 # Format -> the uses it can serve, and our names of its columns.
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "preference": (("sft", "preference", "prompt"), ("prompt", "chosen", "rejected", "system")),
@@ -90,6 +93,7 @@ class SourceConfig(Section):
     columns: dict[str, str | list[str]] = Field(default_factory=dict)  # our name -> theirs; dots reach into nested columns
     implicit_prompt: bool = False  # preference as text without a prompt column: what chosen and rejected begin with is the prompt
     slices: dict[str, str] = Field(default_factory=dict)  # a name for the gate's slices -> their column
+    drop: list[DropKind] = Field(default_factory=list)  # rows that are left out and counted, where else validation would refuse them
     label_pattern: str | None = None  # regular expression that finds the label inside its column; its first group, if it has one
 
     @model_validator(mode="after")
@@ -182,6 +186,7 @@ class DataConfig(Section):
 
 
 class ValidationConfig(Section):
+    max_dropped_fraction: float = Field(default=0.1, ge=0, le=1)
     max_empty_fraction: float = Fraction
     max_identical_fraction: float = Fraction
     max_duplicate_fraction: float = Fraction
@@ -189,5 +194,5 @@ class ValidationConfig(Section):
     max_too_long_fraction: float = Fraction
     max_length_bias: float = Field(ge=0, le=0.5)
     min_label_balance: float = Field(ge=0, le=0.5)
-    min_pairs: int = Field(ge=1)
+    min_pairs: int = Field(ge=0)
     max_reported_ids: int = Field(ge=1)

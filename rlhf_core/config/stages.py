@@ -11,7 +11,7 @@ from rlhf_core.config.reading import read_yaml_text
 
 # Which sections of params.yaml, or single keys, each stage reads; dvc.yaml says the same (a contract test compares them).
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
-    "prepare_data": ("seed", "data", "model"),
+    "prepare_data": ("seed", "data", "model", "validation.max_dropped_fraction"),
     "validate_data": ("validation", "model", "reward"),
     "check_model": (
         *("model", "alignment", "sft.lora", "sft.zero_stage", "reward.enabled", "reward.lora", "rl.reward.scorers"),

@@ -69,7 +69,7 @@ class LeftOut(Counter[str]):
         self[reason] += 1
         examples = self.examples.setdefault(reason, [])
         if len(examples) < EXAMPLES:
-            examples.append(Example(shown(where), excerpt(values)))
+            examples.append(Example(where, excerpt(values)))
 
     def told(self) -> str:
         """The counts, and the first record, for a message."""

@@ -145,7 +145,7 @@ def _texts(use: str, config: ValidationConfig, max_length: int) -> list[Check]:
             gxe.ExpectColumnValuesToMatchRegex(column=column, regex=HAS_TEXT, mostly=_mostly(config.max_empty_fraction)),
             f"{name} has more than white space",
             config.max_empty_fraction,
-            "drop these rows, or raise validation.max_empty_fraction",
+            "let their source drop them (`drop: [empty]`), or raise validation.max_empty_fraction",
         )
         for name, column in columns.items()
     ]
@@ -155,7 +155,8 @@ def _texts(use: str, config: ValidationConfig, max_length: int) -> list[Check]:
         fits,
         f"the row fits in model.max_length={max_length} tokens",
         config.max_too_long_fraction,
-        "later stages drop such rows: raise model.max_length, shorten the texts, or accept the loss with validation.max_too_long_fraction",
+        "later stages drop such rows: raise model.max_length, shorten the texts, let their source drop them (`drop: [too_long]`), or "
+        "accept the loss with validation.max_too_long_fraction",
     )
     return [*empty, too_long]
 
@@ -188,31 +189,46 @@ def _pairs(config: ValidationConfig, *, any_pairs: bool) -> list[Check]:
         column_list=["pair", "preference"], ignore_row_if="any_value_is_missing", mostly=_mostly(config.max_duplicate_fraction)
     )
     agree = ExpectColumnAToDetermineColumnB(column_A="pair", column_B="preference", mostly=_mostly(config.max_contradictory_fraction))
-    enough = gxe.ExpectColumnSumToBeBetween(column="is_pair", min_value=config.min_pairs)
-    fix = "drop these rows, or raise validation."
+    fix = "let their source drop them (`drop: [{}]`), or raise validation.{}".format
     return [
         Check("nulls.chosen_and_rejected", either, "a row has chosen, rejected or both", 0.0, "fill one of them or drop the row"),
-        Check("identical_pairs", differ, "chosen differs from rejected", config.max_identical_fraction, f"{fix}max_identical_fraction"),
-        Check("duplicate_pairs", once, "no other row is the same pair", config.max_duplicate_fraction, f"{fix}max_duplicate_fraction"),
+        Check(
+            "identical_pairs",
+            differ,
+            "chosen differs from rejected",
+            config.max_identical_fraction,
+            fix("identical", "max_identical_fraction"),
+        ),
+        Check(
+            "duplicate_pairs",
+            once,
+            "no other row is the same pair",
+            config.max_duplicate_fraction,
+            "remove all but one, or raise validation.max_duplicate_fraction",
+        ),
         Check(
             "contradictory_pairs",
             agree,
             "no other row of the conversation prefers the opposite",
             config.max_contradictory_fraction,
-            f"{fix}max_contradictory_fraction",
+            fix("contradictory", "max_contradictory_fraction"),
         ),
         *([_length_bias(config.max_length_bias)] if any_pairs else []),
-        Check(
-            "min_pairs",
-            enough,
-            "there are enough pairs to learn from",
-            config.min_pairs,
-            "add preference data, or lower validation.min_pairs (of a round: iterative.min_pairs)",
-            "at least",
-            "number of pairs",
-            float,
-        ),
+        *([_enough(config.min_pairs)] if config.min_pairs else []),
     ]
+
+
+def _enough(least: int) -> Check:
+    return Check(
+        "min_pairs",
+        gxe.ExpectColumnSumToBeBetween(column="is_pair", min_value=least),
+        "there are enough pairs to learn from",
+        least,
+        "add preference data, or lower validation.min_pairs (of a round: iterative.min_pairs)",
+        "at least",
+        "number of pairs",
+        float,
+    )
 
 
 def _length_bias(limit: float) -> Check:

@@ -36,10 +36,11 @@ PARQUET_FREE_BYTES = 2**26  # as GZIP_FREE_BYTES; small tables are mostly what P
 BATCH_BYTES = 2**30  # of memory, for PARQUET_ROWS
 DELIMITERS = (",", ";", "\t", "|")  # that a header is looked at for
 MAX_HEADER_LINES = 100
+MAX_NAME = 500  # characters of a file's name, in a row's origin
 
 
 class Found(NamedTuple):
-    """A record. where: its file and line; note: what was assumed in reading it, for errors."""
+    """A record. where: its file and line, safe to show; note: what was assumed in reading it, for errors."""
 
     where: str
     values: dict[str, Any]
@@ -95,7 +96,7 @@ def file_records(source: SourceConfig) -> Iterator[Found]:
         if not file.is_file():  # a pipe would be waited for, a link to nothing left out
             got = "something else" if file.exists() else "a link to nothing"
             raise ValueError(f"{file}: expected a file, got {got}; correct or remove it")
-        name = str(Path(source.path) / file.relative_to(path))  # as in the params, wherever it was found
+        name = shown(str(Path(source.path) / file.relative_to(path)), MAX_NAME)  # as in the params, wherever it was found
         count = 0
         try:
             for place, record, note in reader(file, source):

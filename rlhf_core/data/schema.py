@@ -2,10 +2,10 @@
 
 `data/prepared/` holds one Parquet file per use, with these columns:
 
-    pretrain.parquet     id, source, split, text
-    sft.parquet          id, source, split, messages, response
-    preference.parquet   id, source, split, messages, chosen, rejected
-    prompt.parquet       id, source, split, messages, label
+    pretrain.parquet     id, source, split, text, origin
+    sft.parquet          id, source, split, messages, response, origin
+    preference.parquet   id, source, split, messages, chosen, rejected, origin
+    prompt.parquet       id, source, split, messages, label, origin
 
 messages: the conversation up to and including the last message of the user or of a tool, a list of {"role", "content"}; roles system,
     user, assistant, tool, in turn after an optional system message; tools answer an assistant that calls them. `content` is text. What a
@@ -19,6 +19,8 @@ A source that says so (`slices`) has beside them what its pairs can be told apar
     slices.parquet       id (of a preference row), column, value
 
 id: unique within a use, stable under a change of order: a hash of source and content.
+origin: where the row's record stands: a file's path as in params.yaml and its line, or a data set's name and its row; null where
+    nothing was read. Validation names it; trainers don't read it.
 split: by a hash of the conversation, the same in every use. train; validation: looked at during training; test: for the gate and the
     evaluation; promotion: for the promotion of rounds of iterative DPO, and nothing else.
 """
@@ -45,12 +47,14 @@ class Message(TypedDict):
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 WIDE_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("extra", pa.string())]))
+ORIGIN = "origin"
 _COMMON = [("id", pa.string()), ("source", pa.string()), ("split", pa.string())]
+_ORIGIN = (ORIGIN, pa.string())
 SCHEMAS: dict[str, pa.Schema] = {
-    "pretrain": pa.schema([*_COMMON, ("text", pa.string())]),
-    "sft": pa.schema([*_COMMON, ("messages", MESSAGES), ("response", pa.string())]),
-    "preference": pa.schema([*_COMMON, ("messages", MESSAGES), ("chosen", pa.string()), ("rejected", pa.string())]),
-    "prompt": pa.schema([*_COMMON, ("messages", MESSAGES), ("label", pa.string())]),
+    "pretrain": pa.schema([*_COMMON, ("text", pa.string()), _ORIGIN]),
+    "sft": pa.schema([*_COMMON, ("messages", MESSAGES), ("response", pa.string()), _ORIGIN]),
+    "preference": pa.schema([*_COMMON, ("messages", MESSAGES), ("chosen", pa.string()), ("rejected", pa.string()), _ORIGIN]),
+    "prompt": pa.schema([*_COMMON, ("messages", MESSAGES), ("label", pa.string()), _ORIGIN]),
 }
 
 SLICES_SCHEMA = pa.schema([("id", pa.string()), ("column", pa.string()), ("value", pa.string())])
@@ -172,9 +176,10 @@ def write_rows(folder: Path, use: str, rows: list[dict]) -> None:
 
 
 def read_rows(folder: Path, use: str, split: Split | None = None) -> list[dict]:
-    """The rows of one use, of one split or of all, in file order."""
-    filters = None if split is None else [("split", "=", split)]
-    return pq.read_table(folder / f"{use}.parquet", filters=filters).to_pylist()
+    """The rows of one use, of one split or of all, in file order, without their origin."""
+    path, filters = folder / f"{use}.parquet", None if split is None else [("split", "=", split)]
+    columns = [name for name in pq.read_schema(path).names if name != ORIGIN]
+    return pq.read_table(path, columns=columns, filters=filters).to_pylist()
 
 
 def open_rows(path: Path) -> pq.ParquetFile:

@@ -7,14 +7,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.data.clerk import clerk_rows
 from rlhf_core.data.dropped import Dropped, LeftOut, Misfit, excerpt
-from rlhf_core.data.files import Found, file_records, locate
+from rlhf_core.data.files import MAX_NAME, Found, file_records, locate
 from rlhf_core.data.formats import convert
 from rlhf_core.data.memory import limited, limited_memory
 from rlhf_core.data.record import unmapped
 from rlhf_core.data.samples import Writer, sample_rows
+from rlhf_core.data.schema import ORIGIN
+from rlhf_core.data.seen import Seen, in_parts
 from rlhf_core.data.split import conversation_text, text_key
 
 DATA_SET_BYTES = 2**32  # of memory, for the library `datasets` to read a row or to convert a file
@@ -79,17 +83,10 @@ def read_source(
         rows = sample_rows(source, seed=seed, writer=writer, dropped=dropped)
     else:
         rows = _converted(records_of(source) if records is None else records, source, dropped)
-    prompts: set[bytes] = set()
     given: Counter[str] = Counter()
-    repeated = 0
-    for use, row in rows:
-        if use == "prompt" and not _is_new(row, prompts):
-            repeated += 1
-            continue
+    for use, row in _without_repeated_prompts(rows, dropped):
         given[use] += 1
         yield use, row
-    if repeated:
-        dropped["prompt rows that repeat a conversation"] = repeated
     for use in source.uses:
         if not given[use]:
             raise ValueError(
@@ -129,7 +126,7 @@ def _converted(records: Iterable[Found], source: SourceConfig, dropped: LeftOut)
             dropped.mention(EMPTY_HANDED, where, values)
         elif "preference" in source.uses and not converted.get("preference"):
             dropped.mention(NO_PAIR, where, values)
-        yield from ((use, {**row, "origin": where}) for use, row in rows)
+        yield from ((use, {**row, ORIGIN: where}) for use, row in rows)
     if refused is not None and not fits:
         raise refused
     for column, number in dropped.unmapped.items():
@@ -142,14 +139,23 @@ def _converted(records: Iterable[Found], source: SourceConfig, dropped: LeftOut)
 
 def _refusal(source: SourceConfig, where: str, error: Misfit, values: dict, note: str) -> ValueError:
     """The error of a source of which no record can be used."""
-    return ValueError(f"source {source.name}: {shown(where)}: {error} (the record: {excerpt(values)}{f'; {note}' if note else ''})")
+    return ValueError(f"source {source.name}: {where}: {error} (the record: {excerpt(values)}{f'; {note}' if note else ''})")
 
 
-def _is_new(prompt: dict, seen: set[bytes]) -> bool:
-    """Whether no row before had its conversation: a prompt that comes twice would count twice in an evaluation."""
-    before = len(seen)
-    seen.add(text_key(conversation_text(prompt["messages"])))
-    return len(seen) > before
+def _without_repeated_prompts(rows: Iterable[tuple[str, dict]], dropped: Counter[str]) -> Iterator[tuple[str, dict]]:
+    """A prompt that comes twice would count twice in an evaluation. Of each, 8 bytes of a hash stay in memory.
+
+    Of 10**7 prompts two others are taken for the same with a chance of 10**-5.
+    """
+    seen = Seen()
+    for part in in_parts(rows):
+        keys = [text_key(conversation_text(row["messages"]))[:8] for use, row in part if use == "prompt"]
+        again = iter(seen.count_and_add(np.frombuffer(b"".join(keys), dtype=np.uint64)) > 0)
+        for use, row in part:
+            if use == "prompt" and next(again):
+                dropped["prompt rows that repeat a conversation"] += 1
+            else:
+                yield use, row
 
 
 def _hub_records(source: SourceConfig) -> Iterator[Found]:
@@ -180,7 +186,7 @@ def _hub_records(source: SourceConfig) -> Iterator[Found]:
     number = 0
     try:
         for number, record in enumerate(limited(data, DATA_SET_BYTES), start=1):
-            yield Found(f"{source.path} row {number}", record)
+            yield Found(f"{shown(source.path, MAX_NAME)} row {number}", record)
     except MemoryError as error:
         got = f"more after row {number}"
         raise ValueError(f"{subject}: expected rows that are read within {DATA_SET_BYTES} bytes, got {got}; don't use it") from error

@@ -9,8 +9,8 @@ import html
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from rlhf_core.data.compact import across_uses, measure_table
 from rlhf_core.data.docs import make_offline
 from rlhf_core.data.expectations import Check, checks_for, leakage_checks, presence_checks, schema_checks
 from rlhf_core.data.measures import schema_frame
+from rlhf_core.data.origins import places
 from rlhf_core.data.schema import MESSAGES, SCHEMAS, WIDE_MESSAGES, read_batches
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Finding:
     checked, unexpected: rows; unexpected is None where the expectation is about the whole table.
     observed: the number that is compared with the limit, in `unit`.
     ids: of unexpected rows, sorted and all of them.
+    places: of the first of them, where a check failed: id -> where the row's record stands and how its text starts.
     """
 
     name: str
@@ -64,13 +66,16 @@ class Finding:
     unit: str
     passed: bool
     ids: tuple[str, ...]
+    places: Mapping[str, str] = field(default_factory=dict)
 
     def message(self) -> str:
-        """For people: which expectation, how many rows, the limit, the first ids, what to do."""
+        """For people: which expectation, how many rows, the limit, the first ids and where they come from, what to do."""
         if self.unexpected is None:
             return f"{self.use}: {self.name}: expected {self.unit} {self.bound} {self.limit:g}, got {self.observed:.4g}; {self.advice}"
         more = len(self.ids) - IDS_IN_MESSAGE
-        ids = ", ".join(self.ids[:IDS_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
+        ids = ", ".join(f"{i} ({self.places[i]})" if i in self.places else i for i in self.ids[:IDS_IN_MESSAGE]) + (
+            f" and {more} more" if more > 0 else ""
+        )
         return (
             f"{self.use}: {self.name}: expected that {self.meaning} ({self.unit} that break this: {self.bound} {self.limit:g}), "
             f"got {self.unexpected} of {self.checked} ({self.observed:.4g}): {ids}; {self.advice}"
@@ -158,7 +163,28 @@ def validate(
     findings += validator.run("splits", ALL_USES, across_uses(tables, places), leakage_checks())
     if docs is not None:
         _write_docs(validator, docs)
-    return findings
+    return _located(findings, tables)
+
+
+def _located(findings: list[Finding], tables: dict[str, pq.ParquetFile]) -> list[Finding]:
+    """Those that failed with the places of the rows that their messages name; one pass over each file that has such rows."""
+    asked: dict[str, set[str]] = {}
+    for finding in (f for f in findings if not f.passed):
+        for use, row_id in _named_rows(finding):
+            asked.setdefault(use, set()).add(row_id)
+    found = {use: places(tables[use], ids) for use, ids in asked.items() if use in tables}
+    return [replace(f, places=_places(f, found)) if not f.passed else f for f in findings]
+
+
+def _places(finding: Finding, found: dict[str, dict[str, str]]) -> dict[str, str]:
+    named = zip(finding.ids, _named_rows(finding), strict=False)
+    return {shown: found[use][row_id] for shown, (use, row_id) in named if row_id in found.get(use, {})}
+
+
+def _named_rows(finding: Finding) -> list[tuple[str, str]]:
+    """Use and id of the rows that the message names."""
+    ids = finding.ids[:IDS_IN_MESSAGE]
+    return [tuple(i.split(":", 1)) for i in ids if ":" in i] if finding.use == ALL_USES else [(finding.use, i) for i in ids]
 
 
 def summary(findings: list[Finding], tables: dict[str, pq.ParquetFile], *, max_reported_ids: int) -> dict[str, Any]:
@@ -212,6 +238,7 @@ def _exceptions(info: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _types(use: str, schema: pa.Schema) -> dict[str, str]:
     """Column types as text; equal types read like those of SCHEMAS, which Parquet files name a little differently. Messages may be wide."""
     expected = {field.name: field.type for field in SCHEMAS[use]}
+    schema = schema if "origin" in schema.names else schema.append(pa.field("origin", pa.string()))  # rows need none
     accepted = {name: [kind, WIDE_MESSAGES] if kind.equals(MESSAGES) else [kind] for name, kind in expected.items()}
     return {f.name: str(expected[f.name] if any(f.type.equals(k) for k in accepted.get(f.name, ())) else f.type) for f in schema}
 

@@ -110,6 +110,7 @@ def render(inputs: ReportInputs) -> str:
         "confidence": need(inputs.params, "evaluation", "confidence"),
         "inputs": inputs,
         "uses": [] if inputs.data is None else data_rows(inputs.data),
+        "sources": [] if inputs.data is None else source_rows(inputs.data),
         "expectations": None if inputs.validation is None else expectations(inputs.validation),
         "facts": {stage: list(facts(tree)) for stage in ("sft", "reward", "policy") if (tree := getattr(inputs, stage)) is not None},
         "key_params": list(key_params(inputs.params)),
@@ -241,6 +242,21 @@ def data_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         {"use": use, "splits": splits, "total": sum(splits.values()), "sources": by_source.get(use, {}), "tokens": tokens.get(use, {})}
         for use, splits in sorted(need(data, "rows").items(), key=lambda row: (*USES, row[0]).index(row[0]))
+    ]
+
+
+def source_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row per source: records read (None: it has none), rows kept by use, the largest share dropped, and reasons with their counts."""
+    by_source, records, shares = need(data, "rows_by_source"), data.get("records", {}), data.get("dropped_fraction", {})
+    return [
+        {
+            "source": source,
+            "records": records.get(source),
+            "kept": {use: by_source[use].get(source, 0) for use in USES if use in by_source},
+            "share": max(shares[source].values(), default=0.0) if source in shares else None,
+            "reasons": dict(sorted(reasons.items(), key=lambda entry: -entry[1])),
+        }
+        for source, reasons in need(data, "dropped").items()
     ]
 
 

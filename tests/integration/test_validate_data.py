@@ -72,7 +72,8 @@ def test_data_that_breaks_an_expectation_ends_the_stage_with_an_error_after_the_
     failed = run(workspace)
     assert failed.returncode == 1
     assert "preference: contradictory_pairs: expected that" in failed.stderr
-    assert "at most 0.05), got 2 of 21 (0.09524): p007, swapped; drop these rows" in failed.stderr
+    assert "at most 0.05), got 2 of 21 (0.09524): p007 ('Double 7.'), swapped ('Double 7.'); let their source" in failed.stderr
+    assert "drop them (`drop: [contradictory]`)" in failed.stderr
     assert "preference: min_pairs: expected number of pairs at least 200, got 21; add preference data" in failed.stderr
     assert f"2 of {result(workspace)['checked']} expectations failed" in failed.stderr
     assert "Traceback" not in failed.stderr

@@ -318,6 +318,18 @@ def test_a_run_without_a_reward_model(tmp_path, monkeypatch):
     assert "reward.epochs</dt>" not in page
 
 
+def test_the_data_part_says_what_each_source_lost_and_why(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    reasons = {"prompt is null": 400, "sft rows with a text of white space only (empty)": 12, HOSTILE[0]: 3}
+    changes = {"records": {"clerk": 4000}, "dropped": {"clerk": reasons}, "dropped_fraction": {"clerk": {"sft": 0.103, "prompt": 0.1}}}
+    edit_metrics(workspace, "prepare_data", changes)
+    section = render_in(workspace, monkeypatch).split('<section id="data">')[1].split("</section>")[0]
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", section))
+    assert "What came of the sources" in text and "clerk 4,000 " in text and "10.3%" in text
+    assert "400 prompt is null; 12 sft rows with a text of white space only (empty); 3 " in text
+    assert HOSTILE[0] not in section
+
+
 def test_expectations_that_found_something_stand_first():
     checked = validation()
     checked["expectations"][-1] |= {"passed": False, "unexpected": 3}

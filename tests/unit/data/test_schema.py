@@ -36,7 +36,7 @@ def test_a_large_file_has_several_row_groups_and_the_same_rows(tmp_path, monkeyp
     assert read_rows(tmp_path, "sft") == ROWS
     batches = list(read_batches(open_rows(path)))
     assert max(batch.num_rows for batch in batches) <= 7
-    assert [row for batch in batches for row in batch.to_pylist()] == ROWS
+    assert [row for batch in batches for row in batch.to_pylist()] == [row | {"origin": None} for row in ROWS]
 
 
 def test_without_rows_there_is_no_file_and_a_wrong_type_is_refused(tmp_path):

@@ -309,11 +309,12 @@ def test_the_summary_is_the_same_bytes_for_any_order_of_the_rows_and_caps_ids(ro
 
 
 def test_a_message_names_expectation_count_limit_rows_and_remedy(rows, tokenizer):
-    for r in rows["sft"][:7]:
-        r["response"] = "8" * 60
+    for line, r in enumerate(rows["sft"][:7], start=1):
+        r |= {"response": "8" * 60} | ({"origin": f"mine.jsonl line {line}"} if line < 5 else {})
     (message,) = [f.message() for f in check(rows, tokenizer, max_too_long_fraction=0.1) if not f.passed]
     assert message.startswith("sft: too_long: expected that ")
-    assert "at most 0.1), got 7 of 20 (0.35): sft00, sft01, sft02, sft03, sft04 and 2 more; later stages drop such rows" in message
+    assert "at most 0.1), got 7 of 20 (0.35): sft00 (mine.jsonl line 1: 'Double 0.'), sft01 (mine.jsonl line 2: " in message
+    assert "sft04 ('Double 4.') and 2 more; later stages drop such rows" in message and "`drop: [too_long]`" in message
 
 
 def test_data_docs_show_what_was_expected_and_escape_the_data(rows, tokenizer, tmp_path):
