@@ -89,6 +89,10 @@ class UseCounts:
                 return tokens
         return 0
 
+    def longer_than(self, tokens: int) -> int:
+        """Rows."""
+        return sum(rows for length, rows in self.lengths.items() if length > tokens)
+
     def values(self) -> dict[str, Any]:
         lengths = {"median": self.quantile(0.5), "0.95": self.quantile(0.95), "longest": max(self.lengths, default=0)}
         shares = {"chosen_is_longer": self.found["chosen is longer"], "pairs": self.found["pairs"]} if self.use == "preference" else {}

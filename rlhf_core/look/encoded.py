@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlhf_core.config import Params
-from rlhf_core.models.tokenizer import encode_conversation, encode_prompt
+from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, encode_scored
 from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations, encode_texts
 
 if TYPE_CHECKING:
@@ -56,7 +56,11 @@ def _sides(row: dict, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence]:
         if row[side] is not None:
             ids, start = encode_conversation(tokenizer, row["messages"], row[side])
             name = f"preference, {side}" if paired else f"kto, {'desirable' if side == 'chosen' else 'undesirable'}"
-            yield Sequence(name, ids, [False] * start + [True] * (len(ids) - start))
+            scored = len(encode_scored(tokenizer, row["messages"], row[side]))
+            remark = (
+                f"the reward model reads {scored}, as the template writes the whole conversation" if paired and scored != len(ids) else ""
+            )
+            yield Sequence(name, ids, [False] * start + [True] * (len(ids) - start), remark)
 
 
 def _of_demonstration(name: str, demonstration: Demonstration) -> Sequence:

@@ -54,7 +54,8 @@ SIDES = (
 )
 COMPARED = ("preference", "overall_preference", "preference_strength")  # numbers below and above 0, as HelpSteer2 and 3 have them
 
-# What other people's data sets are known by: columns that they have, and the format that such data then turns out to have ("": none).
+# What other people's data sets are known by: columns that they have, and the format
+# (with its further keys) that such data then turns out to have; "": none.
 KNOWN = (
     ("UltraFeedback (binarized)", {"prompt", "prompt_id", "chosen", "rejected", "messages", "score_chosen"}, "preference"),
     ("ORPO-DPO-mix", {"source", "prompt", "chosen", "rejected"}, "preference"),
@@ -70,7 +71,7 @@ KNOWN = (
     ("Alpaca", {"instruction", "input", "output"}, "instruction"),
     ("Dolly", {"instruction", "context", "response"}, "instruction"),
     ("OpenAI's chat files", {"messages"}, "messages"),
-    ("GSM8K", {"question", "answer"}, "instruction"),
+    ("GSM8K", {"question", "answer"}, "instruction label_pattern"),
 )
 
 
@@ -94,9 +95,10 @@ class Reading:
         return {path for value in self.columns.values() for path in (value if isinstance(value, list) else [value])}
 
 
-def known_as(columns: Columns, formats: Iterable[str]) -> str | None:
-    """The name of a well-known data set that has such columns and, if it has one, one of these formats."""
-    return next((name for name, wanted, format_ in KNOWN if wanted <= set(columns) and format_ in ("", *formats)), None)
+def known_as(columns: Columns, readings: Iterable[Reading]) -> str | None:
+    """The name of a well-known data set that has such columns and, if it has one, the format of one of these readings."""
+    formats = {form for r in readings for form in (r.format, " ".join([r.format, *r.options]))}
+    return next((name for name, wanted, form in KNOWN if wanted <= set(columns) and form in ("", *formats)), None)
 
 
 def propose(columns: Columns) -> list[Reading]:

@@ -159,7 +159,7 @@ def guess(place: Place, records: list[Found], *, whole: bool, format_: str | Non
     others = [t for t in tried if t.reading not in kept]
     judged = any("preference" in t.source.uses for t in fitting)
     unreadable = None if judged else without_answer(found)
-    known = known_as(found, {t.reading.format for t in fitting})
+    known = known_as(found, [t.reading for t in fitting])
     return Guess(known, found, records, whole, fitting, others, None if format_ is not None else unreadable)
 
 

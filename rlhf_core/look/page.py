@@ -38,14 +38,19 @@ def guessed(guess: Guess, path: str) -> Iterator[str]:
     if guess.unreadable:
         yield f"unsure: {guess.unreadable}; docs/data.md says how to make pairs of them"
     if guess.fitting:
-        several = len(guess.fitting) > 1
-        yield f"unsure: {len(guess.fitting)} readings fit; choose with --format or --columns" if several else "without that column:"
+        yield _choice(guess)
         for number, tried in enumerate(guess.fitting, start=1):
             yield from _reading(f"reading {number}", tried)
         return
     yield "no format fits; docs/data.md has each format with a record"
     for tried in guess.others[:6]:
         yield f"  {tried.reading.format} {_mapping(tried.reading.columns)}: {shown(tried.refused or '', 500)}"
+
+
+def _choice(guess: Guess) -> str:
+    if guess.unreadable:
+        return "without these every response would be learned, good or bad; if you want that, choose it with --format:"
+    return f"unsure: {len(guess.fitting)} readings fit; choose with --format or --columns"
 
 
 def _reading(title: str, tried: Tried) -> Iterator[str]:
@@ -168,6 +173,11 @@ def _counts(found: Looked, params: Params) -> Iterator[str]:
         if values.get("pairs"):
             longer = values["chosen_is_longer"] / values["pairs"]
             yield f"  the chosen response is the longer one in {longer:.0%} of {values['pairs']} pairs"
+        new = params.rl.rollout.max_new_tokens
+        if use == "prompt" and (
+            crowded := counts.longer_than(params.model.max_length - new + 1)
+        ):  # a prompt is counted with one token more
+            yield f"  {crowded} leave no room for rl.rollout.max_new_tokens, {new}: RL leaves them out"
         yield from (f"  {objection(kind, count, values['rows'], params)}" for kind, count in values["objections"].items())
 
 
@@ -181,8 +191,9 @@ def objection(kind: str, count: int, rows: int, params: Params) -> str:
     allowed = getattr(params.validation, limit)
     if share <= allowed:
         return f"{said}; validation.{limit} is {allowed:g}"
+    longer = "; raise model.max_length" if kind == "too_long" else ""
     advice = f"; with drop: [{kind}] the source leaves them out" if kind in DROPPED else ""
-    return f"{said}; validation.{limit} is {allowed:g}: validate_data stops{advice}"
+    return f"{said}; validation.{limit} is {allowed:g}: validate_data stops{longer}{advice}"
 
 
 def as_json(guess: Guess, found: list[Looked], params: Params) -> dict[str, Any]:

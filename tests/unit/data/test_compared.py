@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlhf_core.config import SourceConfig
 from rlhf_core.data.dropped import Dropped, Misfit
@@ -42,3 +44,15 @@ def test_a_record_without_a_preference_is_dropped(preference, reason):
 def test_what_is_no_number_is_none(preference):
     with pytest.raises(Misfit, match="preference"):
         convert(record(preference), SOURCE)
+
+
+TEXT = st.text(min_size=1, max_size=20).filter(str.strip)
+
+
+@given(st.lists(TEXT, min_size=0, max_size=4), TEXT, TEXT, st.floats(-3, 3).filter(bool))
+def test_every_text_comes_out(earlier, first, second, preference):
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate([*earlier[: len(earlier) // 2 * 2], "now?"])]
+    (row,) = convert(record(preference, prompt=turns, first=first, second=second), SOURCE)["preference"]
+    clean = [text.replace("\r\n", "\n").replace("\r", "\n").strip() for text in (*(t["content"] for t in turns), first, second)]
+    sides = [row["chosen"], row["rejected"]]
+    assert [m["content"] for m in row["messages"]] + (sides if preference < 0 else sides[::-1]) == clean

@@ -20,7 +20,7 @@ from rlhf_core.look.__main__ import main
 from rlhf_core.look.encoded import pieces
 from rlhf_core.look.look import Looked, guess, look, place_of, sample_of
 from rlhf_core.models.given import new_tokenizer
-from rlhf_core.models.tokenizer import encode_prompt
+from rlhf_core.models.tokenizer import encode_prompt, encode_scored
 from rlhf_core.trainers.demonstrations import collate_demonstrations, encode_demonstrations
 from rlhf_core.trainers.preference_data import encode_examples, encode_pairs
 from tests.chat_templates import templated
@@ -93,6 +93,26 @@ def test_without_a_model_the_tokenizer_is_the_one_that_prepare_data_would_train(
     mixed = mix(data, tmp_path / "prepared", scratch=tmp_path / "scratch", seed=0)
     rows = (row for use in mixed.uses for row in read_rows(tmp_path / "prepared", use))
     assert new_tokenizer(params.model, rows).get_vocab() == found.tokenizer.get_vocab()
+
+
+def test_a_reward_model_that_reads_something_else_is_mentioned(tmp_path):
+    """Behind the end of a ChatML turn stands a line break, which nothing samples and a reward model reads."""
+    for tokenizer, mentioned in ((templated("chatml"), True), (tiny_tokenizer(), False)):
+        found = looked(tmp_path, PAIRS[1:], tokenizer, tiny_params())
+        (chosen,) = [s for _, sequences in found.samples for s in sequences if s.name == "preference, chosen"]
+        (row,) = load_source(found.tried.source, seed=0).rows["preference"]
+        scored = len(encode_scored(tokenizer, row["messages"], row["chosen"]))
+        assert (f"reads {scored}," in chosen.remark, scored != len(chosen.ids)) == (mentioned, mentioned)
+
+
+def test_prompts_without_room_for_a_response_are_those_that_rl_leaves_out(tmp_path):
+    tokenizer, records = tiny_tokenizer(), [{"prompt": "4 " * n} for n in range(1, 40)]
+    params = tiny_params(rl__rollout__max_new_tokens=30)
+    found = looked(tmp_path, records, tokenizer, params, format_="prompt")
+    lengths = [len(ids) for ids, _ in shown_of(found, "prompt")]
+    crowded = sum(length > params.model.max_length - 30 for length in lengths)
+    assert 0 < crowded < len(lengths)
+    assert f"  {crowded} leave no room for" in "\n".join(page.looked(found, params, colour=False, every_token=False))
 
 
 TOKENIZERS = {name: templated(name) for name in ("chatml", "thinks")}

@@ -8,9 +8,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlhf_core.config import ConfigError
-from rlhf_core.look.look import Guess, guess, place_of, sample_of
+from rlhf_core.data.files import Found
+from rlhf_core.look import page
+from rlhf_core.look.guess import PROMPT
+from rlhf_core.look.look import Guess, Place, guess, look, place_of, sample_of
+from tests.tiny_models import tiny_params, tiny_tokenizer
 
 ASK = {"role": "user", "content": "What is 2 + 2?"}
 GOOD, BAD = {"role": "assistant", "content": "It is 4."}, {"role": "assistant", "content": "It is 5."}
@@ -130,6 +137,22 @@ def test_gsm8k_has_its_label_pattern(tmp_path):
     assert tried.source.label_pattern == r"####\s*(\S+)" and tried.source.uses == ["sft", "prompt"]
 
 
+@pytest.mark.parametrize(
+    ("shape", "known"),
+    [
+        ("ultrafeedback", "UltraFeedback (binarized)"),
+        ("hh", "Anthropic's HH-RLHF"),
+        ("trl_implicit_talk", "TRL's preference with an implicit prompt"),
+        ("gsm8k", "GSM8K"),
+        ("helpsteer3", "HelpSteer3-Preference"),
+        ("renamed", None),
+    ],
+)
+def test_a_known_data_set_is_named(shape, known, tmp_path):
+    assert guessed(written(tmp_path, SHAPES[shape][0])).known == known
+    assert guessed(written(tmp_path, {"question": "2 + 2?", "answer": "4"})).known is None  # the columns of GSM8K, but not its answers
+
+
 def test_nested_parquet_is_read_by_dotted_paths(tmp_path):
     path = tmp_path / "nested.parquet"
     pq.write_table(pa.Table.from_pylist([{"id": 1, "data": {"question": "2 + 2?", "chosen": "4", "rejected": "5"}}]), path)
@@ -219,6 +242,16 @@ def test_a_path_with_nothing_there_is_no_hub_name(path):
         place_of(path, {})
 
 
+def test_a_saved_data_set_is_one_of_its_library(tmp_path):
+    DatasetDict({"train_prefs": Dataset.from_list([ULTRAFEEDBACK])}).save_to_disk(tmp_path / "saved")
+    place = place_of(str(tmp_path / "saved"), {"dataset_split": "train_prefs"})
+    records, whole = sample_of(place, 2000)
+    (tried,) = guess(place, records, whole=whole, format_=None, columns={}).fitting
+    assert (tried.source.kind, tried.source.dataset_split, tried.source.format) == ("huggingface", "train_prefs", "preference")
+    with pytest.raises(ValueError, match="expected a split 'train', got \\['train_prefs'\\]"):
+        sample_of(place_of(str(tmp_path / "saved"), {}), 2000)
+
+
 def test_a_name_is_one_on_the_hub():
     assert place_of("HuggingFaceH4/ultrafeedback_binarized", {"dataset_split": "train_prefs"}).kind == "huggingface"
 
@@ -241,3 +274,28 @@ def test_an_option_of_the_other_kind_is_refused(options, path, tmp_path, monkeyp
 def test_columns_that_no_format_has_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="expected names among"):
         guessed(written(tmp_path, {"a": "b"}), prompts="a")
+
+
+PARAMS, TOKENIZER = tiny_params(), tiny_tokenizer()
+NAMES = st.sampled_from(
+    [*PROMPT[:4], "chosen", "rejected", "label", "messages", "conversations", "completions", "output", "text", "score", "a.b"]
+)
+TALK = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", 7, None]), "content": st.none() | st.text(max_size=5)})
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=8) | st.lists(TALK, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.lists(st.dictionaries(NAMES, VALUES, max_size=5), min_size=1, max_size=4))
+@settings(max_examples=200, deadline=None)
+def test_any_records_give_readings_that_convert_or_none(records):
+    found = [Found(f"x line {number}", record, "") for number, record in enumerate(records, start=1)]
+    guessed = guess(Place("file", "x.jsonl"), found, whole=True, format_=None, columns={})
+    assert all(tried.taken and tried.source.uses for tried in guessed.fitting)
+    assert "\n".join(page.guessed(guessed, "x.jsonl"))
+    for tried in guessed.fitting:
+        shown = look(tried, found, PARAMS, TOKENIZER, show=3)
+        assert shown.dropped.read == len(records)
+        assert "\n".join(page.looked(shown, PARAMS, colour=False, every_token=True)).replace("\n", "").isprintable()
