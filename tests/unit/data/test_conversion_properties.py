@@ -179,7 +179,9 @@ def test_a_table_comes_out_as_it_went_in(tmp_path_factory, rows, names, delimite
 
 ROLE = st.sampled_from(["system", "user", "assistant", "tool", "developer", "function", "human", "gpt", "robot"])
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": "an argument"}'}}
-CONTENT = st.one_of(TEXT, st.none(), st.just([{"type": "text", "text": "part one"}, {"type": "text", "text": "part two"}]), st.just(["p"]))
+PARTS = [{"type": "text", "text": "part one"}, {"type": "text", "text": "part two"}]
+PICTURE = {"type": "image_url", "text": "", "image_url": "https://host/picture"}
+CONTENT = st.one_of(TEXT, st.none(), st.sampled_from([PARTS, [*PARTS, PICTURE], ["p"]]))
 MESSAGE = st.one_of(
     st.fixed_dictionaries({"role": ROLE, "content": CONTENT}, optional={"tool_calls": st.sampled_from([None, [CALL], "x"])}),
     st.fixed_dictionaries({"from": ROLE, "value": TEXT}),
