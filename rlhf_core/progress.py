@@ -48,7 +48,12 @@ class StatusLine:
         return self._out.isatty()
 
     def show(self, text: str) -> None:
-        self._shown = text[: max(NARROW, shutil.get_terminal_size().columns) - 1]
+        """Where a line of progress is too long, figures are left out before the time is."""
+        width = max(NARROW, shutil.get_terminal_size().columns) - 1
+        parts = text.split(" · ")
+        while len(" · ".join(parts)) > width and len(parts) > 2:
+            del parts[-2]
+        self._shown = " · ".join(parts)[:width]
         self._out.write(f"{_CLEAR}{self._shown}")
         self._out.flush()
 

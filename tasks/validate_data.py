@@ -48,6 +48,7 @@ def main() -> None:
         if failed:
             failed.append(f"{len(failed)} of {len(findings)} expectations failed; nothing is trained on this data")
             raise StageFailed("\n".join(failed))
+        write_json(METRICS / "data_accepted.json", {"accepted": True})
         log.info("%d expectations met by %d rows", len(findings), sum(table.metadata.num_rows for table in tables.values()))
 
 

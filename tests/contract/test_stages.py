@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from flows import rounds
 from flows.rlhf_flow import is_gate
-from flows.stages import HASH_INPUTS, stage_order
+from flows.stages import HASH_INPUTS, _paths, stage_order
 from flows.summary import KEY_FIGURES, REPORT
 from rlhf_core.config import (
     INPUT_SECTIONS,
@@ -53,6 +53,14 @@ FRAME = {
     "rlhf_core/checkpoint.py": "where unfinished work is kept",
     "rlhf_core/certificate.py": "what is written beside it, to be compared",
 }
+
+
+def test_sft_and_reward_model_are_computed_once_for_all_methods():
+    """What a stage writes that reads `alignment` differs from method to method, but for its consent."""
+    differ = {path for name in STAGES if "alignment" in STAGE_SECTIONS[name] for path in _paths(STAGES[name], "outs", "metrics", "plots")}
+    assert {"metrics/validation.json", "metrics/check_model.json"} <= differ
+    for stage in ("train_sft", "train_reward", "gate_reward"):
+        assert {path for path in STAGES[stage]["deps"] if path in differ} <= {"metrics/data_accepted.json", "metrics/model_accepted.json"}
 
 
 def test_the_flow_runs_the_stages_of_dvc_yaml_in_the_order_of_the_design():

@@ -145,6 +145,13 @@ def test_output_that_comes_in_pieces_is_told_line_by_line_in_a_terminal_and_as_i
     assert terminal.screen() == ["a warning", "b", "a: step 2/9 · 7 s left"]
 
 
+def test_a_narrow_terminal_shows_the_time_before_the_figures(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    terminal = Terminal()
+    StatusLine(terminal).show("train_sft: sft step 168/6,000 · loss 1.15 · heldout loss 1.21 · 2 min 55 s left")
+    assert terminal.screen() == ["train_sft: sft step 168/6,000 · 2 min 55 s left"]
+
+
 def test_without_a_terminal_every_line_stays():
     out = io.StringIO()
     status = StatusLine(out)
