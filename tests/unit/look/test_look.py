@@ -220,7 +220,8 @@ def test_what_is_left_out_is_counted_with_its_reason_and_first_record(tmp_path, 
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert main([str(path), "--params", str(DEFAULTS)]) == 0
     out = capsys.readouterr().out
-    assert "4 records read, 2 left out" in out and "1 prompt is null" in out and f"{path} line 3" in out
+    assert "4 records read, 2 left out (50.0%; validation.max_dropped_fraction is 0.1: prepare_data stops)" in out
+    assert "1 prompt is null" in out and f"{path} line 3" in out
 
 
 @pytest.mark.parametrize(("options", "absent"), [(["--yaml-only"], {"torch", "transformers", "pandas"}), ([], {"torch"})])
