@@ -202,6 +202,17 @@ def test_what_cannot_be_read_ends_with_2_and_says_where(tmp_path, capsys):
     assert "got nothing there" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "said"), [(["--encoding", "no\x1bsuch"], "expected a name such as utf-8"), (["--delimiter", ";;"], "delimiter: ")]
+)
+def test_options_that_mean_nothing_are_refused(options, said, tmp_path, capsys):
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,chosen,rejected\na,b,c\n")
+    assert main([str(path), *options]) == 2
+    err = capsys.readouterr().err
+    assert said in err and "\x1b" not in err and err.count("\n") == 1
+
+
 def test_only_the_first_records_are_read_unless_all_are_wanted(tmp_path, capsys):
     path = tmp_path / "long.jsonl"
     with path.open("w") as file:
