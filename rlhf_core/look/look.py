@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -50,8 +51,16 @@ class Place:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def source(self, format_: str, uses: Iterable[str], columns: Mapping[str, Any], options: Mapping[str, Any]) -> SourceConfig:
+        """
+        Raises:
+            ConfigError: these don't go together.
+        """
         given = {**self.options, **options, "columns": dict(columns), "uses": list(uses)}
-        return SourceConfig(name=name_of(self.path), kind=self.kind, path=self.path, format=format_, weight=1.0, **given)
+        try:
+            return SourceConfig(name=name_of(self.path), kind=self.kind, path=self.path, format=format_, weight=1.0, **given)
+        except ValidationError as error:
+            told = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" if e["loc"] else e["msg"] for e in error.errors())
+            raise ConfigError("; ".join(shown(line, 600).removeprefix("Value error, ") for line in told)) from error
 
 
 @dataclass(frozen=True)
@@ -126,6 +135,10 @@ def place_of(path: str, options: Mapping[str, Any]) -> Place:
     of_other = ("subset", "dataset_split") if kind == "file" else ("delimiter", "encoding")
     if wrong := [key for key in of_other if key in given]:
         raise ValueError(f"{shown(path)}: expected no {wrong[0]} of kind {kind}, got {shown(given[wrong[0]])}; take it out")
+    try:
+        codecs.lookup(given.get("encoding", "utf-8"))
+    except (LookupError, ValueError) as error:
+        raise ValueError(f"encoding: expected a name such as utf-8 or cp1252, got {shown(given['encoding'])}; correct it") from error
     return Place(kind, path, given)
 
 
@@ -183,10 +196,7 @@ def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, 
 
 def attempt(place: Place, reading: Reading, records: list[Found]) -> Tried:
     """Convert the sample as prepare_data would; the uses are those that get rows."""
-    try:
-        source = place.source(reading.format, FORMATS[reading.format][0], reading.columns, reading.options)
-    except ValidationError as error:
-        raise ConfigError("; ".join(shown(str(e["msg"]), 600).removeprefix("Value error, ") for e in error.errors())) from error
+    source = place.source(reading.format, FORMATS[reading.format][0], reading.columns, reading.options)
     taken, dropped, uses, refused = 0, LeftOut(), Counter[str](), ""
     for where, values, note in records:
         try:

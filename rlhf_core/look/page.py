@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from rlhf_core.config import Params, shown
+from rlhf_core.config.data import DropKind
+from rlhf_core.data.tally import Tally
 from rlhf_core.look import yaml
 from rlhf_core.look.encoded import Sequence, pieces
 from rlhf_core.look.look import Guess, Looked, Tried
@@ -22,7 +25,6 @@ LIMITS = {
     "too_long": "max_too_long_fraction",
     "duplicate": "max_duplicate_fraction",
 }
-DROPPED = ("empty", "identical", "contradictory", "too_long")  # kinds of `drop`
 
 
 def guessed(guess: Guess, path: str) -> Iterator[str]:
@@ -159,7 +161,7 @@ def _excerpt(parts: list[tuple[str, bool, int, int]]) -> str:
 
 def _counts(found: Looked, params: Params) -> Iterator[str]:
     dropped = found.dropped
-    yield f"{dropped.read} records read, {dropped.records} left out" + (":" if dropped else "")
+    yield f"{dropped.read} records read, {dropped.records} left out{_too_many(found, params)}" + (":" if dropped else "")
     for reason, count in dropped.most_common():
         yield f"  {count} {shown(reason)}"
         yield from (f"    {shown(where)}: {text}" for where, text in dropped.examples.get(reason, []))
@@ -181,6 +183,13 @@ def _counts(found: Looked, params: Params) -> Iterator[str]:
         yield from (f"  {objection(kind, count, values['rows'], params)}" for kind, count in values["objections"].items())
 
 
+def _too_many(found: Looked, params: Params) -> str:
+    """Whether prepare_data stops, since too much of a use is left out."""
+    tally = Tally(found.dropped, Counter({use: counts.rows for use, counts in found.counts.items()}))
+    share, limit = max(map(tally.share, found.counts), default=0.0), params.validation.max_dropped_fraction
+    return f" ({share:.1%}; validation.max_dropped_fraction is {limit:g}: prepare_data stops)" if share > limit else ""
+
+
 def objection(kind: str, count: int, rows: int, params: Params) -> str:
     """What is wrong with rows of a kind, and whether validate_data stops at so many."""
     limit = LIMITS.get(kind)
@@ -192,7 +201,7 @@ def objection(kind: str, count: int, rows: int, params: Params) -> str:
     if share <= allowed:
         return f"{said}; validation.{limit} is {allowed:g}"
     longer = "; raise model.max_length" if kind == "too_long" else ""
-    advice = f"; with drop: [{kind}] the source leaves them out" if kind in DROPPED else ""
+    advice = f"; with drop: [{kind}] the source leaves them out" if kind in get_args(DropKind) else ""
     return f"{said}; validation.{limit} is {allowed:g}: validate_data stops{longer}{advice}"
 
 

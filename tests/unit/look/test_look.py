@@ -202,6 +202,17 @@ def test_what_cannot_be_read_ends_with_2_and_says_where(tmp_path, capsys):
     assert "got nothing there" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "said"), [(["--encoding", "no\x1bsuch"], "expected a name such as utf-8"), (["--delimiter", ";;"], "delimiter: ")]
+)
+def test_options_that_mean_nothing_are_refused(options, said, tmp_path, capsys):
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,chosen,rejected\na,b,c\n")
+    assert main([str(path), *options]) == 2
+    err = capsys.readouterr().err
+    assert said in err and "\x1b" not in err and err.count("\n") == 1
+
+
 def test_only_the_first_records_are_read_unless_all_are_wanted(tmp_path, capsys):
     path = tmp_path / "long.jsonl"
     with path.open("w") as file:
@@ -220,7 +231,8 @@ def test_what_is_left_out_is_counted_with_its_reason_and_first_record(tmp_path, 
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert main([str(path), "--params", str(DEFAULTS)]) == 0
     out = capsys.readouterr().out
-    assert "4 records read, 2 left out" in out and "1 prompt is null" in out and f"{path} line 3" in out
+    assert "4 records read, 2 left out (50.0%; validation.max_dropped_fraction is 0.1: prepare_data stops)" in out
+    assert "1 prompt is null" in out and f"{path} line 3" in out
 
 
 @pytest.mark.parametrize(("options", "absent"), [(["--yaml-only"], {"torch", "transformers", "pandas"}), ([], {"torch"})])
