@@ -67,7 +67,10 @@ def contradictory(path: Path, sources: Collection[str]) -> np.ndarray:
     distinct = np.unique(found)
     twice = distinct[:-1][(distinct[1:] ^ distinct[:-1]) == _SIDE] | _SIDE  # both sides of it are there, and lie beside each other
     twice = twice[twice > _SIDE]
-    return np.isin(found | _SIDE, twice) & np.concatenate(asked)
+    if not len(twice):
+        return np.zeros(len(found), dtype=bool)
+    either = found | _SIDE
+    return (twice[np.searchsorted(twice, either).clip(max=len(twice) - 1)] == either) & np.concatenate(asked)
 
 
 def _pair_key(row: Mapping[str, Any]) -> int:

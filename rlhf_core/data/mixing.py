@@ -2,7 +2,7 @@
 
 Which rows of a source stay, and their ids, depend on all of them. So each source is first laid aside with ids and splits, and what its
 weight leaves of it is copied. Meanwhile the id of every row is in memory and a hash of it, which tells what comes again (`Ids`; of a
-prompt another one, in `read_source`). Not read in pieces: a .json file, and the rows of the built-in clerk.
+prompt another one, in `read_source`), eight bytes each. Not read in pieces: a .json file, and the rows of the built-in clerk.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from rlhf_core.config import DataConfig, SourceConfig
 from rlhf_core.data.dropping import REASONS, contradictory, fault, sources_that_drop, take_out
 from rlhf_core.data.samples import Writer
 from rlhf_core.data.schema import SCHEMAS, SLICES_SCHEMA, RowWriter, open_rows, read_batches, slice_rows
+from rlhf_core.data.seen import in_parts
 from rlhf_core.data.sources import read_source
-from rlhf_core.data.split import Ids, conversation_text, kept, split_of
+from rlhf_core.data.split import Ids, conversation_text, hexadecimal, kept, split_of
 from rlhf_core.data.tally import Tally
 
 SLICES = pa.field("slices", pa.map_(pa.string(), pa.string()))
@@ -111,15 +112,25 @@ def _lay_aside(
     ids = {use: Ids(source.name) for use in source.uses}
     with ExitStack() as stack:
         files = {use: stack.enter_context(RowWriter(_aside(scratch, use), SCHEMAS[use].append(SLICES))) for use in source.uses}
-        for use, row in read_source(source, seed=seed, dropped=tally.left_out, writer=writer):
-            tally.read[use] += 1
-            if (kind := fault(row, source.drop)) is not None:
-                tally.leave_out_row(REASONS[kind], use, row)
-                continue
-            row_id = ids[use].of_next(row)
-            numbers[use].append(int(row_id, 16))
-            files[use].add({"id": row_id, "source": source.name, "split": _split(row, config), **row})
+        for part in in_parts(read_source(source, seed=seed, dropped=tally.left_out, writer=writer)):
+            for use, rows in _without_faults(part, source, tally).items():
+                of_part = ids[use].of_next(rows)
+                numbers[use].frombytes(of_part.tobytes())
+                for row_id, row in zip(of_part.tolist(), rows, strict=True):
+                    files[use].add({"id": hexadecimal(row_id), "source": source.name, "split": _split(row, config), **row})
     return {use: np.frombuffer(of_use, dtype=np.uint64) for use, of_use in numbers.items() if of_use}, tally
+
+
+def _without_faults(part: list[tuple[str, dict]], source: SourceConfig, tally: Tally) -> dict[str, list[dict]]:
+    """Use -> rows, without those that the source drops for what they are alone, which are counted."""
+    kept: dict[str, list[dict]] = {use: [] for use in source.uses}
+    for use, row in part:
+        tally.read[use] += 1
+        if (kind := fault(row, source.drop)) is None:
+            kept[use].append(row)
+        else:
+            tally.leave_out_row(REASONS[kind], use, row)
+    return kept
 
 
 def _split(row: dict, config: DataConfig) -> str:

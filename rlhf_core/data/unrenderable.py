@@ -8,9 +8,11 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 
 from rlhf_core.data.schema import Message, RowWriter, open_rows, read_batches
+from rlhf_core.data.seen import Seen
 from rlhf_core.models.turns import Unrenderable, conversation_key, render
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ def drop_unrenderable(folder: Path, uses: list[str], tokenizer: PreTrainedTokeni
         ValueError: there are more.
     """
     refused: Refused = Counter()
-    known: dict[bytes, str | None] = {}
+    known = Known()
     for use in (use for use in uses if use != "pretrain"):
         path = folder / f"{use}.parquet"
         of_use = _copy_renderable(path, tokenizer, known)
@@ -54,13 +56,13 @@ def _aside(path: Path) -> Path:
     return path.with_suffix(".renderable")
 
 
-def _copy_renderable(path: Path, tokenizer: PreTrainedTokenizerBase, known: dict[bytes, str | None]) -> Counter[tuple[str, str, str]]:
+def _copy_renderable(path: Path, tokenizer: PreTrainedTokenizerBase, known: Known) -> Counter[tuple[str, str, str]]:
     """Copy the other rows aside, if there are such; return (source, split, the template's words) -> rows. `known`: found before."""
     refused: Counter[tuple[str, str, str]] = Counter()
-    kept: list[list[bool]] = []
+    kept: list[np.ndarray] = []
     for batch in read_batches(open_rows(path), ["source", "split", "messages"]):
-        reasons = [_reason(tokenizer, messages, known) for messages in batch["messages"].to_pylist()]
-        kept.append([reason is None for reason in reasons])
+        reasons = known.reasons(tokenizer, batch["messages"].to_pylist())
+        kept.append(np.array([reason is None for reason in reasons], dtype=bool))
         places = zip(batch["source"].to_pylist(), batch["split"].to_pylist(), reasons, strict=True)
         refused.update(place for place in places if place[-1] is not None)
     if refused:
@@ -70,15 +72,32 @@ def _copy_renderable(path: Path, tokenizer: PreTrainedTokenizerBase, known: dict
     return refused
 
 
-def _reason(tokenizer: PreTrainedTokenizerBase, messages: list[Message], known: dict[bytes, str | None]) -> str | None:
-    """The template's words, if it takes the conversation neither waiting for an answer nor with one."""
+class Known:
+    """What the template said of each conversation, which has rows in several uses. Of one that it takes, 8 bytes are in memory."""
+
+    def __init__(self) -> None:
+        self._taken = Seen()
+        self._refused: dict[int, str] = {}
+
+    def reasons(self, tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]]) -> list[str | None]:
+        """The template's words for each that it takes neither waiting for an answer nor with one; None for the others."""
+        keys = [_key(messages) for messages in conversations]
+        new = self._taken.count_and_add(np.array(keys, dtype=np.uint64)) == 0
+        for key, messages in (pair for pair, first in zip(zip(keys, conversations, strict=True), new, strict=True) if first):
+            if (words := _refusal(tokenizer, messages)) is not None:
+                self._refused[key] = words
+        return [self._refused.get(key) for key in keys]
+
+
+def _key(messages: list[Message]) -> int:
     text = conversation_key(messages).encode("utf-8", "surrogatepass")
-    key = hashlib.blake2b(text, digest_size=16).digest()  # all conversations may not fit in memory
-    if key not in known:
-        try:
-            render(tokenizer, messages, waits=True)
-            render(tokenizer, [*messages, {"role": "assistant", "content": "Yes."}], waits=False)
-            known[key] = None
-        except Unrenderable as error:
-            known[key] = re.sub(r"\d+", "N", error.words)
-    return known[key]
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+def _refusal(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> str | None:
+    try:
+        render(tokenizer, messages, waits=True)
+        render(tokenizer, [*messages, {"role": "assistant", "content": "Yes."}], waits=False)
+    except Unrenderable as error:
+        return re.sub(r"\d+", "N", error.words)
+    return None

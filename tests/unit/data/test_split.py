@@ -71,3 +71,9 @@ def test_slices_change_no_id_and_come_back_from_their_file(tmp_path):
     assert sliced["id"] == plain["id"]
     write_slices(tmp_path, {sliced["id"]: sliced["slices"]})
     assert read_slices(tmp_path) == {plain["id"]: {"category": "x"}} and read_slices(tmp_path / "nothing") == {}
+
+
+def test_ids_are_those_of_earlier_versions():
+    row = {"messages": [{"role": "user", "content": "é"}], "response": "b"}
+    ids = [r["id"] for r in with_ids([row, {"text": "c"}, row | {"origin": "d.jsonl line 3"}, row], "s")]
+    assert ids == ["c29850f64f68ffb3", "7726ed28ffdbdcb6", "0357e3c55e2e5b5c", "c8b9de9c3579d010"]
