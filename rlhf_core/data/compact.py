@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANY, OTHER = "a", "b"  # two texts without fault
+DISTINCT = ("id", "pair")  # columns of which hardly two rows are alike
 STAND_INS = {
     **dict.fromkeys(("text", "response", "response_decoded", "chosen", "chosen_decoded", "preference"), ANY),
     **dict.fromkeys(("rejected", "rejected_decoded"), OTHER),
@@ -39,10 +40,10 @@ def measure_table(use: str, table: pq.ParquetFile, tokenizer: PreTrainedTokenize
         frames.append(_without_sound_texts(use, measured))
         if "canonical_conversation" in measured:
             places.append(pd.DataFrame({"conversation": _hashes(measured["canonical_conversation"]), "split": measured["split"]}))
-    frame = pd.concat(frames, ignore_index=True)
+    frame = pd.DataFrame({name: pd.concat([part.pop(name) for part in frames], ignore_index=True) for name in list(frames[0])})
     if "pair" in frame:
         _show_repeated_pairs(frame, table)
-    return frame, pd.concat(places, ignore_index=True)
+    return _narrow(frame), pd.concat(places, ignore_index=True)
 
 
 def across_uses(tables: dict[str, pq.ParquetFile], places: dict[str, pd.DataFrame]) -> pd.DataFrame:
@@ -65,6 +66,18 @@ def across_uses(tables: dict[str, pq.ParquetFile], places: dict[str, pd.DataFram
     found = pd.concat(of_use.assign(id=f"{use}:" + of_use["id"]) for use, of_use in zip(places, texts, strict=True))
     frame.loc[leaked] = found[frame.columns].to_numpy()
     return frame.reset_index(drop=True)
+
+
+def _narrow(frame: pd.DataFrame) -> pd.DataFrame:
+    """With texts as categories, a byte for each row that has a stand-in; the same for all columns, so that their texts can be compared."""
+    texts = [name for name in frame.select_dtypes("str") if name not in DISTINCT]
+    categories = sorted(set().union(*(frame[name].dropna().unique() for name in texts)))
+    kind = pd.CategoricalDtype(pd.Index(categories, dtype="str"))
+    columns = {}
+    for name in list(frame):  # one after the other: both are in memory only of one
+        column = frame.pop(name)
+        columns[name] = column.astype(kind) if name in texts else column
+    return pd.DataFrame(columns)
 
 
 def _parts(table: pq.ParquetFile) -> Iterator[list[dict]]:

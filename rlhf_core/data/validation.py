@@ -22,6 +22,7 @@ from great_expectations.core.expectation_validation_result import ExpectationVal
 from great_expectations.data_context import EphemeralDataContext
 from great_expectations.data_context.types.base import DataContextConfig, InMemoryStoreBackendDefaults, ProgressBarsConfig
 from great_expectations.exceptions import GreatExpectationsError
+from great_expectations.execution_engine import pandas_execution_engine
 
 from rlhf_core.config import ValidationConfig
 from rlhf_core.data.compact import across_uses, measure_table
@@ -40,6 +41,8 @@ READ_LATER = (("sft", "train"), ("preference", "train"), ("preference", "test"),
 IDS_IN_MESSAGE = 5
 NO_ID = "(no id)"
 DOCS_SITE = "validation"
+
+pandas_execution_engine.HASH_THRESHOLD = 0  # no fingerprints of tables: nothing reads them, and one takes 300 bytes of memory for each row
 
 log = logging.getLogger("rlhf")
 
@@ -227,7 +230,9 @@ def _finding(use: str, check: Check, result: ExpectationValidationResult, *, row
 
 def _escaped(frame: pd.DataFrame) -> pd.DataFrame:
     """The texts of the data as the Data Docs can show them, which don't escape HTML. Texts stay as equal or different as they were."""
-    return frame.assign(**{c: frame[c].map(html.escape, na_action="ignore") for c in frame if frame[c].dtype == "str"})
+    texts = [c for c in frame if frame[c].dtype == "str" and frame[c].str.contains(r"[&<>\"']").any()]  # a copy of these alone
+    narrow = {c: frame[c].cat.rename_categories(html.escape) for c in frame.select_dtypes("category")}
+    return frame.assign(**narrow, **{c: frame[c].map(html.escape, na_action="ignore") for c in texts})
 
 
 def _exceptions(info: dict[str, Any]) -> Iterator[dict[str, Any]]:
