@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -43,7 +44,8 @@ def measure_table(use: str, table: pq.ParquetFile, tokenizer: PreTrainedTokenize
     frame = pd.DataFrame({name: pd.concat([part.pop(name) for part in frames], ignore_index=True) for name in list(frames[0])})
     if "pair" in frame:
         _show_repeated_pairs(frame, table)
-    return _narrow(frame), pd.concat(places, ignore_index=True)
+    place = pd.concat(places, ignore_index=True)
+    return _narrow(frame), place.astype({"split": "category"}) if len(place) else place
 
 
 def across_uses(tables: dict[str, pq.ParquetFile], places: dict[str, pd.DataFrame]) -> pd.DataFrame:
@@ -55,17 +57,24 @@ def across_uses(tables: dict[str, pq.ParquetFile], places: dict[str, pd.DataFram
     places = {use: of_use for use, of_use in places.items() if len(of_use)}
     if not places:
         return pd.DataFrame(columns=["id", "canonical_conversation", "split"])
-    rows = pd.concat(places)
+    splits = pd.CategoricalDtype(sorted(set().union(*(of_use["split"].cat.categories for of_use in places.values()))))
+    rows = pd.concat({use: of_use.astype({"split": splits}) for use, of_use in places.items()})
     distinct = rows.dropna().drop_duplicates()["conversation"]
     leaked = rows["conversation"].isin(distinct[distinct.duplicated()]) & rows["split"].notna()
-    blank = pd.Series(ANY, index=rows.index, dtype="str")
-    frame = pd.DataFrame(
-        {"id": blank, "canonical_conversation": blank.where(rows["conversation"].notna()), "split": blank.where(rows["split"].notna())}
-    )
     texts = [read_texts(use, _rows_at(tables[use], leaked[use])) for use in places]
     found = pd.concat(of_use.assign(id=f"{use}:" + of_use["id"]) for use, of_use in zip(places, texts, strict=True))
-    frame.loc[leaked] = found[frame.columns].to_numpy()
-    return frame.reset_index(drop=True)
+    present = {"id": slice(None), "canonical_conversation": rows["conversation"].notna(), "split": rows["split"].notna()}
+    columns = {name: _mostly_blank(found[name], leaked.to_numpy(), present[name]) for name in present}
+    return pd.DataFrame(columns)
+
+
+def _mostly_blank(found: pd.Series, where: np.ndarray, present: pd.Series | slice) -> pd.Categorical:
+    """A stand-in for each row that is `present`, and at the places of a mask what was found: a byte for each row, as categories."""
+    texts = pd.Categorical([ANY, *found])
+    codes = np.full(len(where), -1, dtype=np.int8 if len(texts.categories) < 128 else np.int32)
+    codes[present] = texts.codes[0]
+    codes[where] = texts.codes[1:]
+    return pd.Categorical.from_codes(codes, dtype=texts.dtype)
 
 
 def _narrow(frame: pd.DataFrame) -> pd.DataFrame:
