@@ -146,6 +146,27 @@ def test_a_broken_line_stops_the_stage_with_one_plain_line(tmp_path):
     assert not (folder / "data/prepared").exists()
 
 
+def test_what_a_source_loses_is_printed_and_too_much_of_it_ends_the_stage(tmp_path):
+    lines = [{"prompt": f"Double {i}.", "chosen": f"It is {2 * i}.", "rejected": "No." if i % 4 else f"It is {2 * i}."} for i in range(40)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = {"name": "mine", "kind": "file", "path": "../d.jsonl", "format": "preference", "uses": ["preference"], "weight": 1.0}
+    folder = workspace(tmp_path / "w", {"data.sources": [source | {"drop": ["identical"]}]})
+    failed = prepare(folder)
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert "source mine: expected at most 10.00% of the preference data to be dropped, got 25.00%" in failed.stderr
+    assert "  10 preference rows whose chosen and rejected are the same text (identical)\n" in failed.stderr
+    assert "    ../d.jsonl line 1: 'Double 0.'\n" in failed.stderr
+    assert not (folder / "data/prepared").exists()
+
+    apply_overrides(folder / "params.yaml", {"validation.max_dropped_fraction": 0.25})
+    done = prepare(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mine: read 40 records: kept preference 30 (" in done.stdout + done.stderr
+    assert "; dropped: 10 preference rows whose chosen and rejected are the same text (identical)" in done.stdout + done.stderr
+    metrics = json.loads((folder / "metrics/prepare_data.json").read_text())
+    assert metrics["records"] == {"mine": 40} and metrics["dropped_fraction"] == {"mine": {"preference": 0.25}}
+
+
 def test_a_judge_that_is_not_there_stops_the_stage_before_any_data_is_read(tmp_path):
     source = {"name": "mine", "kind": "file", "path": "absent.jsonl", "format": "text", "uses": ["pretrain"], "weight": 1.0}
     done = prepare(workspace(tmp_path / "w", {"data.sources": [source | {"judge": "rewards/stories.py:kynd"}]}))
