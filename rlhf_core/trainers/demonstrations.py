@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rlhf_core.data.schema import Message
-from rlhf_core.models.tokenizer import encode_turn
+from rlhf_core.models.tokenizer import encode_turn, one_object_each
 from rlhf_core.models.wrappers import TokenBatch, collate_tokens
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def encode_demonstrations(
 def encode_texts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[list[Demonstration], int]:
     """Plain text for pretraining: every token but the first is trained on, and the end."""
     batch = tokenizer([row["text"] for row in rows], add_special_tokens=False)["input_ids"] if rows else []
-    return _drop_long([Demonstration([*ids, tokenizer.eos_token_id], 1) for ids in batch], max_length)
+    return _drop_long([Demonstration(one_object_each([*ids, tokenizer.eos_token_id]), 1) for ids in batch], max_length)
 
 
 def collate_demonstrations(examples: list[Demonstration], *, pad_id: int) -> TokenBatch:

@@ -47,7 +47,7 @@ def encode_pairs(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_le
     would make it look finished. Unpaired rows (one side null) are left out.
     """
     whole = [row for row in rows if row["chosen"] is not None and row["rejected"] is not None]
-    pairs = [Pair(*(_encode(tokenizer, row, side) for side in ("chosen", "rejected"))) for row in whole]
+    pairs = [_encode_pair(tokenizer, row) for row in whole]
     kept = [pair for pair in pairs if all(side.num_tokens <= max_length for side in pair)]
     return kept, len(pairs) - len(kept)
 
@@ -61,6 +61,12 @@ def encode_examples(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max
     ]
     kept = [e for e in examples if e.continuation.num_tokens <= max_length]
     return kept, len(examples) - len(kept)
+
+
+def _encode_pair(tokenizer: PreTrainedTokenizerBase, row: dict) -> Pair:
+    """One tuple for the prompt of both sides."""
+    chosen, rejected = (_encode(tokenizer, row, side) for side in ("chosen", "rejected"))
+    return Pair(chosen, rejected._replace(prompt_ids=chosen.prompt_ids) if rejected.prompt_ids == chosen.prompt_ids else rejected)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, row: dict, side: str) -> Continuation:

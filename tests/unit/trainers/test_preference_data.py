@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import PAD, sequences
 
 from rlhf_core.models.build import load_language_model
-from rlhf_core.models.tokenizer import encode_conversation
+from rlhf_core.models.tokenizer import build_tokenizer, encode_conversation
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.trainers.preference_data import (
     Continuation,
@@ -37,6 +37,15 @@ def test_a_pair_is_a_prompt_as_the_policy_sees_it_and_two_finished_responses(tok
     assert (list(pair.chosen.prompt_ids), list(pair.chosen.response_ids), dropped) == (ids[:start], ids[start:], 0)
     assert pair.rejected.prompt_ids == pair.chosen.prompt_ids
     assert tokenizer.decode(pair.rejected.response_ids) == "41<|end|>"
+
+
+def test_equal_tokens_and_the_prompts_of_a_pair_are_held_once():
+    texts = [f"Please sort {i} apples and pears." for i in range(50)]
+    tokenizer = build_tokenizer(texts, vocab_size=320)
+    pairs, _ = encode_pairs([row("pears apples", "apples", text) for text in texts], tokenizer, max_length=500)
+    assert all(pair.rejected.prompt_ids is pair.chosen.prompt_ids for pair in pairs)
+    objects = {id(token): token for pair in pairs for side in pair for ids in side for token in ids}
+    assert max(objects.values()) > 256 and len(objects) == len(set(objects.values()))  # Python itself holds those up to 256 once
 
 
 def test_pairs_with_a_side_that_is_too_long_are_dropped_and_counted_and_unpaired_rows_left_out(tokenizer):
