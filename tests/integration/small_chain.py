@@ -28,7 +28,7 @@ ORDER = [  # after hash_inputs
     *("prepare_data", "validate_data", "check_model", "train_sft", "train_reward", "gate_reward"),
     *("train_policy", "evaluate", "report"),
 ]
-NAMED = r"(?:\S+ \| )?"  # under `make server` a line begins with the run's name
+RUN_NAME = r"(?:\S+ \| )?"  # under `make server` a line begins with the run's name
 DEADLINE = 400.0  # seconds for anything that starts a stage; ten times what it takes on two idle cores
 SMALL = {
     "model": {"architecture": {"hidden_size": 64, "intermediate_size": 128, "layers": 1, "heads": 2}},
@@ -160,13 +160,13 @@ def said(workspace: Path) -> str:
 
 def outcomes(printed: str) -> dict[str, str]:
     """Stage -> last column of the last table printed: ran, cached, restored, failed or not reached."""
-    rows = re.findall(rf"^{NAMED}({'|'.join(ORDER)}) .*?(ran|cached|restored|failed|not reached)$", printed, re.MULTILINE)
+    rows = re.findall(rf"^{RUN_NAME}({'|'.join(ORDER)}) .*?(ran|cached|restored|failed|not reached)$", printed, re.MULTILINE)
     return dict(rows)
 
 
 def ran(printed: str) -> list[str]:
     """Stages that DVC really ran, in order, but for the one that it always runs."""
-    return [stage for stage in re.findall(rf"^{NAMED}Running stage '(.+)':", printed, re.MULTILINE) if stage != "hash_inputs"]
+    return [stage for stage in re.findall(rf"^{RUN_NAME}Running stage '(.+)':", printed, re.MULTILINE) if stage != "hash_inputs"]
 
 
 def results(workspace: Path) -> dict[str, str]:
