@@ -46,7 +46,8 @@ def _reward(m: dict[str, Any]) -> str:
 def _gate(m: dict[str, Any]) -> str:
     if not m["needed"]:
         return "not needed"
-    look = f", look {m['look']['number']}" if m["look"] is not None and m["look"]["number"] > 1 else ""
+    number = (m.get("look") or {"number": 1})["number"]
+    look = f", look {number}" if number > 1 else ""
     verdict = "passed" if m["passed"] else "rejected"
     return f"accuracy {m['accuracy']:.3f}, at least {m['low']:.3f} (needs {m['threshold']:.3f}){look}: {verdict}"
 
