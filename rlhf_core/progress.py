@@ -23,7 +23,8 @@ from tqdm import tqdm
 LINE_SECONDS = 5.0  # between two lines, where there is no terminal
 DRAW_SECONDS = 0.1  # between two drawings of a bar
 NARROW = 20  # columns of a terminal that doesn't say how wide it is, at least
-_LINE = re.compile(r"^[\w@]+: .*[\d,]+(/[\d,]+)? .*(left|so far)$")
+MAX_LINE = 500  # characters of a line that tells progress
+_STAGE = re.compile(r"[\w@]+: ")
 _CLEAR = "\r\x1b[2K"
 
 Item = TypeVar("Item")
@@ -82,6 +83,12 @@ class StatusLine:
         for line in lines:
             self.tell(line)
 
+    def end(self) -> None:
+        """The other process has ended: what it began to write is shown too."""
+        if self._begun:
+            self.tell(self._begun)
+            self._begun = ""
+
     def tell(self, line: str) -> None:
         """A line of a stage: progress in place where there is a terminal, everything else above it."""
         if self.drawn and is_progress(line):
@@ -105,12 +112,16 @@ def name_stage(name: str) -> None:
 
 def is_progress(line: str) -> bool:
     """Whether a line says how far a stage has come, so that the next one may take its place."""
-    return _LINE.match(line) is not None
+    return _tells(line, " left", " so far")
 
 
 def is_end(line: str) -> bool:
     """Whether a line closes a stretch of work."""
-    return re.match(r"^[\w@]+: .*\d .* in all$", line) is not None
+    return _tells(line, " in all")
+
+
+def _tells(line: str, *ends: str) -> bool:
+    return len(line) <= MAX_LINE and line.endswith(ends) and " · " in line and _STAGE.match(line) is not None
 
 
 class Bar:

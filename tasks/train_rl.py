@@ -120,6 +120,7 @@ def run(stage: Stage, output: Path) -> None:
             on_output=show,
             stop_requested=lambda: stage.stop_requested,
         )
+    show("", ended=True)
     if stage.stop_requested or code == STOPPED_BY_SIGNAL:
         raise StageStopped
     if code == REFUSED:
@@ -128,12 +129,14 @@ def run(stage: Stage, output: Path) -> None:
         raise JobCrashed(f"RL job: expected exit code 0, got {code}; its output above ends with the reason; run it again to go on")
 
 
-def show(text: str) -> None:
-    """Print the job's output. Where nobody reads it any more, since the flow was killed, it is dropped: the job still has to write its
+def show(text: str, *, ended: bool = False) -> None:
+    """Print the job's output, which may end within a line. Where nobody reads it any more, since the flow was killed, it is dropped: the job still has to write its
     checkpoint.
     """
     try:
         STATUS.pass_on(reordering_shown(text))
+        if ended:
+            STATUS.end()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

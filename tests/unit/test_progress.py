@@ -10,13 +10,14 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from flows import stages
 from rlhf_core import progress
-from rlhf_core.progress import Bar, StatusLine, counted, drawing, drawn, duration, is_progress
+from rlhf_core.progress import Bar, StatusLine, counted, drawing, drawn, duration, is_end, is_progress
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,6 +144,17 @@ def test_output_that_comes_in_pieces_is_told_line_by_line_in_a_terminal_and_as_i
         status.pass_on(piece)
     assert pipe.getvalue() == "".join(pieces)
     assert terminal.screen() == ["a warning", "b", "a: step 2/9 · 7 s left"]
+    status.pass_on("its last words")
+    status.end()
+    assert terminal.screen() == ["a warning", "b", "its last words", "a: step 2/9 · 7 s left"]
+
+
+def test_a_long_printed_list_takes_no_time():
+    numbers = ", ".join(str(n) for n in range(10_000, 22_000))
+    began = time.monotonic()
+    for line in (f"ValueError: got [{numbers}]", f"x: {'12,' * 20_000}", f"x: {'12,' * 60} left"):
+        assert not is_progress(line) and not is_end(line)
+    assert time.monotonic() - began < 1
 
 
 def test_a_narrow_terminal_shows_the_time_before_the_figures(monkeypatch):
