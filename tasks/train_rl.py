@@ -130,8 +130,8 @@ def run(stage: Stage, output: Path) -> None:
 
 
 def show(text: str, *, ended: bool = False) -> None:
-    """Print the job's output, which may end within a line. Where nobody reads it any more, since the flow was killed, it is dropped: the job still has to write its
-    checkpoint.
+    """Print the job's output, a piece that may end within a line. Where nobody reads it any more, since the flow was killed, it is
+    dropped: the job still has to write its checkpoint.
     """
     try:
         STATUS.pass_on(reordering_shown(text))

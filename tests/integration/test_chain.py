@@ -131,7 +131,9 @@ def test_each_way_to_the_policy_without_rl_trains_one_that_is_evaluated_and_repo
         brief["sampling"] = {"prompts": 24, "samples_per_prompt": 3, "max_new_tokens": 16}
     change_params(workspace, {"alignment": {"method": method}, method: brief}, PYTORCH_ROLLOUTS)
     code, printed = run(workspace, "dvc", "repro", last)
-    assert code == 0 and ran(printed) == ["check_model", *ORDER[ORDER.index("train_policy") : ORDER.index(last) + 1]], printed
+    assert code == 0 and ran(printed) == ["validate_data", "check_model", *ORDER[ORDER.index("train_policy") : ORDER.index(last) + 1]], (
+        printed
+    )
     metrics = json.loads((workspace / "metrics/train_policy.json").read_text())
     assert (metrics["method"], metrics["steps"]) == (method, 8)
     curves = pd.read_csv(workspace / "plots/train_policy.csv")
