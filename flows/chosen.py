@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 
 from rlhf_core.config import ConfigError, shown
 
@@ -27,5 +28,5 @@ def stages_until(order: list[str], until: str | None) -> list[str]:
     return order if until is None else order[: order.index(until) + 1]
 
 
-def until_line(until: str) -> str:
-    return f"Ended after {until}, as asked for; the same command without --until goes on from there"
+def until_line(until: str, workspace: Path) -> str:
+    return f"Ended after {until}, as asked for, in {workspace}; the same command without --until goes on from there"

@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
             if asked.force is None and up_to_date(workspace, *(wanted if asked.until else ())):
                 if wanted == order:
                     run_record.note(workspace, outcome="done", message="")
-                last = report_line(workspace) if wanted == order else until_line(wanted[-1])
+                last = report_line(workspace) if wanted == order else until_line(wanted[-1], workspace)
                 print(f"{stage_table(workspace, order, [StageResult(s, 'cached', 0.0) for s in wanted])}\n\n{last}")
                 return 0
             return run(root, overrides, name, asked)

@@ -261,7 +261,7 @@ def publish_figures(workspace: Path, reached: set[str | None]) -> None:
 
 def _finish(workspace: Path, order: list[str], results: list[StageResult], failed: str | None = None, until: str | None = None) -> None:
     """Table, report and, in a run's worktree, the commit of what the run has shown."""
-    last = report_line(workspace, failed) if until is None or failed is not None else until_line(until)
+    last = report_line(workspace, failed) if until is None or failed is not None else until_line(until, workspace)
     tell(f"\n{stage_table(workspace, order, results, failed)}\n\n{last}")
     create_markdown_artifact(
         stage_table(workspace, order, results, failed, style="github"), key="stages", description="The stages of this run"

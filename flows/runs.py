@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -59,11 +60,14 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             show_own_log()
             text = delete(root, list(dict.fromkeys(asked.names)), force=asked.force)
-        print(reordering_shown(text))
+        print(reordering_shown(text), flush=True)
         return 0
     except ConfigError as error:
         print(reordering_shown(str(error)), file=sys.stderr)
         return REFUSED
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         return INTERRUPTED
 

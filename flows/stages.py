@@ -33,6 +33,7 @@ Outcome = Literal["ran", "cached", "restored"]
 LineHandler = Callable[[str], None]
 
 STATUS_DEADLINE = 1800.0  # seconds; DVC computes the md5 of what has changed, which may be large
+LAST_WORDS = 12  # lines of a stage that failed; it may say no for several reasons, a line each
 BUSY_SECONDS = 3.0  # between two tries while somebody else's DVC works in the folder
 HASH_INPUTS = "hash_inputs"
 _ALWAYS = "always changed"  # DVC, of a stage that it runs each time
@@ -319,10 +320,11 @@ class _Said:
         if found := _EXITED.search(line):
             self._exit_code = int(found[1])
         elif line.strip() and not (is_progress(line) or is_end(line)):  # how far it had come is no reason
-            self._last_words = [*self._last_words, line.rstrip()][-3:]
+            self._last_words = [*self._last_words, line.rstrip()][-LAST_WORDS:]
 
     def failure(self, stage: str, dvc_code: int) -> StageFailed:
         code = self._exit_code if self._exit_code is not None else dvc_code
-        own = [w for w in self._last_words if w.startswith(f"{stage.rpartition(':')[2]}:")]
-        words = "; ".join(own or self._last_words[-1:]) or "no output"
+        last = self._last_words if code == REFUSED else self._last_words[-3:]  # a crash ends with its traceback
+        own = [w for w in last if w.startswith(f"{stage.rpartition(':')[2]}:")]
+        words = "\n".join(own or self._last_words[-1:]) or "no output"
         return StageFailed(stage, words if own else f"{stage}: exited with {code}: {words}", refused=self._exit_code == REFUSED)

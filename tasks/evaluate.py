@@ -162,7 +162,7 @@ def measure(stage: Stage, answers, pad_id: int) -> dict:
     metrics["win_rate"] = {mode: win_rate(a["policy"], a["sft"], confidence=config.confidence) for mode, a in answers.items()}
     metrics["difference"] = {mode: differences(a["policy"], a["sft"], confidence=config.confidence) for mode, a in answers.items()}
     metrics["kl"] = {mode: float((logprobs["policy", mode] - logprobs["sft", mode]).mean()) for mode in MODES}
-    known = gate_prompts()
+    known = gate_prompts() if stage.params.reward.enabled else set()
     metrics["split"] = SPLIT
     metrics["prompts_of_gate"] = sum(conversation_text(a.prompt.messages) in known for a in answers["greedy"]["policy"])
     metrics["judge"] = any(a.judgement is not None for a in answers["greedy"]["policy"])

@@ -37,6 +37,7 @@ from rlhf_core.report.verdict import (
     outcome,
     rewarded_by,
     stopped_verdict,
+    training_scorers,
 )
 from rlhf_core.statistics import holm, wilson_interval
 
@@ -174,7 +175,13 @@ def _evaluated(inputs: ReportInputs, scorers: Sequence[Mapping[str, Any]]) -> di
     confidence = need(inputs.params, "evaluation", "confidence")
     return {
         "blame": blame(inputs),
-        "outcome": outcome(inputs.evaluation, scorers, confidence=confidence, selected=judge_selects(inputs.params)),
+        "outcome": outcome(
+            inputs.evaluation,
+            scorers,
+            confidence=confidence,
+            trained_on=training_scorers(inputs.params),
+            selected=judge_selects(inputs.params),
+        ),
         "tiles": list(tiles(inputs.evaluation, rewarded_by(scorers), confidence)),
         "evaluation_rows": evaluation_rows(inputs.evaluation, scorers, confidence),
     }

@@ -25,7 +25,12 @@ class Verdict:
 
 
 def outcome(
-    evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]], *, confidence: float, selected: Sequence[str] = ()
+    evaluation: Mapping[str, Any],
+    scorers: Sequence[Mapping[str, Any]],
+    *,
+    confidence: float,
+    trained_on: Sequence[Mapping[str, Any]] | None = None,
+    selected: Sequence[str] = (),
 ) -> Verdict:
     """Policy against SFT.
 
@@ -34,7 +39,8 @@ def outcome(
     was kept, a sentence says so.
 
     Args:
-        scorers: `evaluation_scorers`, which say what was rewarded.
+        scorers: `evaluation_scorers`, which say what the answers were scored by.
+        trained_on: `training_scorers`; None: the same.
         selected: sentences of `judge_selects`.
     """
     rewarder = rewarded_by(scorers)
@@ -59,7 +65,7 @@ def outcome(
     details.insert(0, _judge_shares(evaluation, confidence))
     if judge == "unclear":
         details.insert(1, _would_be_found(evaluation, confidence))
-    if any(s["kind"] == "judge" and s["weight"] > 0 for s in scorers):
+    if any(s["kind"] == "judge" and s["weight"] > 0 for s in (scorers if trained_on is None else trained_on)):
         details.append("The judge was part of the reward: the policy was trained to please it too.")
     details += selected
     tone, headline = _BY_JUDGE[judge, reward or _AS_IF[judge]]
@@ -88,6 +94,14 @@ def evaluation_scorers(params: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Those of rl.reward.scorers by which the evaluation scored: without a reward model the chain's own is left out."""
     enabled = need(params, "reward", "enabled")
     return [s for s in need(params, "rl", "reward", "scorers") if enabled or s["kind"] != "reward_model" or s["path"] is not None]
+
+
+def training_scorers(params: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Those that the policy was trained to please; the methods that learn from pairs and labels have none."""
+    method = need(params, "alignment", "method")
+    if method == "rl":
+        return need(params, "rl", "reward", "scorers")
+    return need(params, "rejection_sampling", "scorers") if method == "rejection_sampling" else []
 
 
 def is_scored(evaluation: Mapping[str, Any]) -> bool:

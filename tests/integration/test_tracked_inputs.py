@@ -176,7 +176,7 @@ def test_what_is_missing_is_told_before_a_worktree_is_made(project):
     done = run_flow(project, "--run", "new", PREFECT_HOME="/proc/nowhere")
     assert done.returncode == 2 and time.monotonic() - started < 10
     assert done.stderr.splitlines() == [
-        "data.sources.mine: expected files in ../data that end in .jsonl, .jsonl.gz, .json, .csv, .parquet, got none; correct the path",
+        "data.sources.mine: expected files in ../data that end in .jsonl, .jsonl.gz, .json, .csv, .tsv, .parquet, got none; correct the path",
         "model.path: expected a folder with a pretrained model, got ../model with nothing there (relative to the project's folder); put "
         "one there, or set model.path to another folder, or to the Hugging Face name of any small causal model, which is downloaded with "
         "HF_HUB_OFFLINE=0",
@@ -189,7 +189,7 @@ def test_a_run_ends_after_a_stage_and_a_stage_is_forced(project, server):
     assert part.returncode == 0, part.stderr
     reached = dict.fromkeys(("prepare_data", "train_sft"), "ran") | dict.fromkeys(("gate_reward", "report"), "not reached")
     assert outcomes(part.stdout) == reached
-    assert "Ended after train_sft, as asked for; the same command without --until goes on from there" in part.stdout
+    assert f"Ended after train_sft, as asked for, in {project}; the same command without --until goes on from there" in part.stdout
     nothing = run_flow(project, "--until", "prepare_data", PREFECT_HOME="/proc/nowhere")
     assert nothing.returncode == 0 and outcomes(nothing.stdout)["prepare_data"] == "cached" and "Ended after prepare_data" in nothing.stdout
     forced = run_flow(project, "--force", "prepare_data", PREFECT_API_URL=server)
@@ -216,12 +216,12 @@ def test_a_stage_that_is_none_is_refused_with_the_nearest(project, arguments, sa
 def test_a_deployments_run_takes_both_and_refuses_a_stage_that_is_none(project, server):
     code = (
         "from flows.rlhf_flow import rlhf; print(sorted(rlhf.parameters.properties)); "
-        "state = rlhf({}, 'new', 'prepare', None, return_state=True); print(state.name, state.message)"
+        "state = rlhf({}, 'new', force='prepare', return_state=True); print(state.name, state.message)"
     )
     command = [sys.executable, "-c", code]
     env = environment(PREFECT_API_URL=server)
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert "['force', 'overrides', 'run', 'until']\nRefused force: expected a stage, one of hash_inputs, " in done.stdout, done.stderr
+    assert "['force', 'overrides', 'run', 'until', 'update']\nRefused force: expected a stage, one of hash_inputs, " in done.stdout, done.stderr
     assert not (project / "runs/new").exists()
 
 

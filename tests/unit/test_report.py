@@ -37,7 +37,7 @@ from rlhf_core.report.page import (
     side_by_side,
 )
 from rlhf_core.report.texts import MAX_TEXT, markdown_block, markdown_text, measured, number, signed, visible
-from rlhf_core.report.verdict import data_verdict, gate_verdict, judge_selects, outcome
+from rlhf_core.report.verdict import data_verdict, gate_verdict, judge_selects, outcome, training_scorers
 from tasks.gate_reward import NOT_NEEDED, unjudged
 from tasks.report import read_inputs, write_stopped
 from tasks.train_reward import NOT_TRAINED
@@ -135,6 +135,17 @@ def test_without_a_judge_the_win_rate_decides_and_says_who_speaks(win, tone):
     verdict = outcome(with_results(sft=0, policy=0, win=win, judge=False), [REWARD_MODEL], confidence=0.95)
     assert verdict.tone == tone and "reward model" in verdict.headline
     assert "There is no judge for this data" in verdict.details[1]
+
+
+def test_a_judge_that_scores_a_policy_of_pairs_was_no_part_of_its_reward():
+    results = with_results(sft=0.5, policy=0.9, win=ABOVE)
+    rl, dpo = (
+        {"alignment": {"method": method}, "rl": {"reward": {"scorers": [JUDGE]}}, "rejection_sampling": {"scorers": []}}
+        for method in ("rl", "dpo")
+    )
+    for params, said in ((rl, True), (dpo, False)):
+        verdict = outcome(results, [JUDGE], confidence=0.95, trained_on=training_scorers(params))
+        assert any("trained to please it too" in detail for detail in verdict.details) is said
 
 
 def test_prompts_that_the_gate_has_read_are_told():
