@@ -105,7 +105,7 @@ def _unpaired(record: Record) -> Rows:
 
 
 def _graded(record: Record) -> Rows:
-    """Every good completion against every bad one, where pairs are used; completions are several columns, or one that holds a list."""
+    """Every good completion against every bad one; completions are several columns, or one that holds a list."""
     columns = record.source.columns.get("completions", "completions")
     graded = [record.at(c, wanted_for="completions") for c in columns] if isinstance(columns, list) else record.get("completions")
     if not isinstance(graded, list) or not all(isinstance(item, Mapping) for item in graded):
@@ -116,14 +116,14 @@ def _graded(record: Record) -> Rows:
     marks = [read_boolean(item.get("good"), "good") for item in inner]
     messages, texts = _placed(record, record.prompt(), [_side(item.get("completion"), "completion") for item in inner])
     good, bad = ([text for text, mark in zip(texts, marks, strict=True) if mark is wanted] for wanted in (True, False))
-    paired = "preference" in record.source.uses
-    if paired and len(good) * len(bad) > MAX_PAIRS:
+    too_many = len(good) * len(bad) > MAX_PAIRS
+    if too_many and "preference" in record.source.uses:
         raise Dropped(f"more than {MAX_PAIRS} pairs of good and bad completions")
     return _with_prompt(
         messages,
         None,
         sft=[{"messages": messages, "response": g} for g in good],
-        preference=[{"messages": messages, "chosen": g, "rejected": b} for g in good for b in bad] if paired else [],
+        preference=[{"messages": messages, "chosen": g, "rejected": b} for g in good for b in bad] if not too_many else [],
     )
 
 

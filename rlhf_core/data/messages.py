@@ -116,7 +116,7 @@ def other_keys(value: Any) -> set[str]:
     """Keys of a list of messages, or of one, that aren't empty and mean nothing to `read_messages`."""
     messages = [value] if isinstance(value, Mapping) else value if isinstance(value, list) else []
     maps = (message for message in messages if isinstance(message, Mapping))
-    return {key for message in maps for key in message.keys() - _KNOWN if not _is_empty(message[key])}
+    return {key for message in maps for key in message if key not in _KNOWN and not _is_empty(message[key])}
 
 
 def _parts(content: list, column: str) -> list[dict[str, str]]:

@@ -113,10 +113,11 @@ def _reach(values: Mapping[str, Any], path: str | list[str]) -> Any:
     if isinstance(path, list):
         return [_reach(values, one) for one in path]
     value = values.get(path, _MISSING)
-    if value is _MISSING:
-        value = values
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+    if value is not _MISSING or "." not in path:
+        return None if value is _MISSING else value
+    value = values
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
