@@ -111,10 +111,18 @@ def list_hash(listing: dict[str, FileHash]) -> str:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """The files of a folder that can be data: not those of git or Python, nor the notes of the hub's client."""
+    """The files of `entries_below`."""
+    return (path for path in entries_below(folder) if path.is_file())
+
+
+def entries_below(folder: Path) -> Iterator[Path]:
+    """What can be data in a folder, be it a pipe or a link to nothing: not what git, Python or the hub's client keeps there.
+
+    Linked folders are not entered. What isn't here is neither hashed nor read.
+    """
     for place, folders, names in os.walk(folder):
         folders[:] = [f for f in folders if f not in _NOT_DATA and not os.path.join(place, f).endswith(os.sep + _FETCH_NOTES)]
-        yield from (path for name in names if (path := Path(place, name)).is_file())
+        yield from (Path(place, name) for name in names)
 
 
 def _looks(path: Path) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -12,6 +12,8 @@ from rlhf_core.config import shown
 
 EXAMPLES = 3  # of each reason
 EXCERPT = 200  # characters of a record
+KEYS = 100  # different ones that are counted: a file may have a million
+KEY = 60  # characters of one
 _DEPTH = 6  # of an excerpt
 
 
@@ -50,6 +52,7 @@ class LeftOut(Counter[str]):
             that have nothing for the source's uses.
         examples: reason -> its first records.
         unmapped: well-known columns that carry meaning and that the source doesn't map -> records that have them.
+        message_keys: keys of messages that are not used -> records that have them.
     """
 
     def __init__(self) -> None:
@@ -58,6 +61,7 @@ class LeftOut(Counter[str]):
         self.records = 0
         self.examples: dict[str, list[Example]] = {}
         self.unmapped: Counter[str] = Counter()
+        self.message_keys: Counter[str] = Counter()
 
     def add(self, reason: str, where: str, values: Mapping[str, Any]) -> None:
         """Count a record that can't be used."""
@@ -70,6 +74,12 @@ class LeftOut(Counter[str]):
         examples = self.examples.setdefault(reason, [])
         if len(examples) < EXAMPLES:
             examples.append(Example(where, excerpt(values)))
+
+    def ignore(self, keys: Iterable[str]) -> None:
+        """Count a record with messages that have these keys, at most KEYS different ones."""
+        for key in sorted(shown(key, KEY) for key in keys):
+            if key in self.message_keys or len(self.message_keys) < KEYS:
+                self.message_keys[key] += 1
 
     def told(self) -> str:
         """The counts, and the first record, for a message."""

@@ -22,10 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_core.config import SourceConfig, shown
+from rlhf_core.data.columnar import drop_added_nulls
 from rlhf_core.data.dropped import excerpt
 from rlhf_core.data.memory import limited
 from rlhf_core.data.messages import MAX_CHARACTERS
 from rlhf_core.data.places import exists, locate
+from rlhf_core.file_hashes import entries_below
 
 # What no data set has and a hostile file may: see docs/security.md.
 MAX_JSON_BYTES = 2**30  # of a .json file, which is read as a whole
@@ -59,17 +61,21 @@ def file_records(source: SourceConfig) -> Iterator[Found]:
     path = locate(source.path)
     if not exists(path):
         got = "nothing there; correct the path, relative to the project's folder"
-        raise FileNotFoundError(f"{shown(str(path))}: expected a data file or folder, got {got}")
-    files = sorted(p for p in path.rglob("*") if _reader(p) and not p.is_dir()) if path.is_dir() else [path]
+        raise FileNotFoundError(f"{_name(path)}: expected a data file or folder, got {got}")
+    files = sorted(p for p in entries_below(path) if _reader(p)) if path.is_dir() else [path]
     if not files:
-        raise ValueError(f"{path}: expected files that end in {', '.join(_READERS)}, got a folder without any; correct the source's path")
+        raise ValueError(
+            f"{_name(path)}: expected files that end in {', '.join(_READERS)}, got a folder without any; correct the source's path"
+        )
     for file in files:
         reader = _reader(file)
         if reader is None:
-            raise ValueError(f"{file}: expected a name that ends in {', '.join(_READERS)}, got {file.name}; convert or rename it")
+            raise ValueError(
+                f"{_name(file)}: expected a name that ends in {', '.join(_READERS)}, got {shown(file.name)}; convert or rename it"
+            )
         if not file.is_file():  # a pipe would be waited for, a link to nothing left out
             got = "something else" if file.exists() else "a link to nothing"
-            raise ValueError(f"{file}: expected a file, got {got}; correct or remove it")
+            raise ValueError(f"{_name(file)}: expected a file, got {got}; correct or remove it")
         name = shown(str(Path(source.path) / file.relative_to(path)), MAX_NAME)  # as in the params, wherever it was found
         count = 0
         try:
@@ -79,11 +85,18 @@ def file_records(source: SourceConfig) -> Iterator[Found]:
         except UnicodeError as error:
             raise _undecodable(file, source, error, count) from error
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-            raise ValueError(f"{file}: expected a complete gzip file, got: {error}; fetch it again") from error
+            raise ValueError(f"{_name(file)}: expected a complete gzip file, got: {error}; fetch it again") from error
         except OSError as error:
-            raise ValueError(f"{file}: expected a readable file, got: {error.strerror}; correct its permissions or its disk") from error
+            raise ValueError(
+                f"{_name(file)}: expected a readable file, got: {error.strerror}; correct its permissions or its disk"
+            ) from error
         if count == 0:
-            raise ValueError(f"{file}: expected at least one record, got an empty file; remove it or correct the source's path")
+            raise ValueError(f"{_name(file)}: expected at least one record, got an empty file; remove it or correct the source's path")
+
+
+def _name(path: Path) -> str:
+    """Of a file, in an error."""
+    return shown(str(path), MAX_NAME)
 
 
 def _undecodable(file: Path, source: SourceConfig, error: UnicodeError, count: int) -> ValueError:
@@ -94,7 +107,7 @@ def _undecodable(file: Path, source: SourceConfig, error: UnicodeError, count: i
         likely = "utf-16" if there in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else likely
     wanted = "UTF-8" if source.encoding == "utf-8" else source.encoding
     todo = f"convert it to UTF-8, or set the source's encoding to {likely}"
-    return ValueError(f"{file}: expected {wanted}, got {got} after about {count} records; {todo}")
+    return ValueError(f"{_name(file)}: expected {wanted}, got {got} after about {count} records; {todo}")
 
 
 def _reader(path: Path) -> Reader | None:
@@ -103,24 +116,30 @@ def _reader(path: Path) -> Reader | None:
 
 def _json_lines(path: Path, source: SourceConfig) -> Iterator[Found]:
     with _open_text(path, source.encoding) as file:
+        name = _name(path)
         for number, line in enumerate(_lines(file, path), start=1):
             if line.strip():
-                yield Found(f"line {number}", _object(_parse(line, f"{path} line {number}"), f"{path} line {number}"))
+                yield Found(f"line {number}", _object(_parse(line, f"{name} line {number}"), f"{name} line {number}"))
 
 
 def _json(path: Path, source: SourceConfig) -> Iterator[Found]:
     """A JSON file with a list of objects, all of it in memory."""
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
-        raise ValueError(f"{path}: expected at most {MAX_JSON_BYTES} bytes, got {size}; make it JSON lines, which are read one by one")
+        raise ValueError(
+            f"{_name(path)}: expected at most {MAX_JSON_BYTES} bytes, got {size}; make it JSON lines, which are read one by one"
+        )
     with _open_text(path, source.encoding) as file:
         text = file.read()
     if not text.strip():
         return
-    records = _parse(text, str(path))
+    name = _name(path)
+    records = _parse(text, name)
     if not isinstance(records, list):
-        raise ValueError(f"{path}: expected a list of objects, got {type(records).__name__}; name it .jsonl if it has one object a line")
+        raise ValueError(
+            f"{_name(path)}: expected a list of objects, got {type(records).__name__}; name it .jsonl if it has one object a line"
+        )
     for number, record in enumerate(records, start=1):
-        yield Found(f"record {number}", _object(record, f"{path} record {number}"))
+        yield Found(f"record {number}", _object(record, f"{name} record {number}"))
 
 
 def _csv(path: Path, source: SourceConfig) -> Iterator[Found]:
@@ -130,23 +149,23 @@ def _csv(path: Path, source: SourceConfig) -> Iterator[Found]:
         lines = _lines(file, path)
         header = _header(lines)
         if header and not "".join(header).strip():
-            raise ValueError(f"{path} line 1: expected a header with the columns' names, got an empty line; remove it")
+            raise ValueError(f"{_name(path)} line 1: expected a header with the columns' names, got an empty line; remove it")
         delimiter = source.delimiter or ("\t" if path.name.lower().endswith(".tsv") else _delimiter(header, path))
         note = f"its fields are separated by {_named(delimiter)}; set the source's delimiter if that is wrong"
         reader = csv.DictReader(itertools.chain(header, lines), delimiter=delimiter, strict=True)
         try:
             if twice := [column for column, n in Counter(reader.fieldnames).items() if n > 1]:
-                raise ValueError(f"{path} line 1: expected different columns, got {shown(twice[0])} twice; rename one")
+                raise ValueError(f"{_name(path)} line 1: expected different columns, got {shown(twice[0])} twice; rename one")
             for record in reader:
                 if None in record or None in record.values():
                     fields = sum(v is not None for k, v in record.items() if k is not None) + len(record.get(None, []))
                     raise ValueError(
-                        f"{path} line {reader.line_num}: expected {len(reader.fieldnames)} fields as in the header, got {fields}: "
+                        f"{_name(path)} line {reader.line_num}: expected {len(reader.fieldnames)} fields as in the header, got {fields}: "
                         f"{excerpt(record)}; quote fields that contain {_named(delimiter)}, or set the source's delimiter"
                     )
                 yield Found(f"line {reader.line_num}", record, note)
         except csv.Error as error:
-            raise ValueError(f"{path} line {reader.line_num}: expected CSV, got: {error}; correct that line ({note})") from error
+            raise ValueError(f"{_name(path)} line {reader.line_num}: expected CSV, got: {error}; correct that line ({note})") from error
 
 
 def _header(lines: Iterator[str]) -> list[str]:
@@ -170,7 +189,7 @@ def _delimiter(header: list[str], path: Path) -> str:
     most = [delimiter for delimiter, number in columns.items() if number == max(columns.values())]
     if len(most) > 1 and max(columns.values()) > 1:
         got = f"{columns[most[0]]} of each with {' and '.join(map(_named, most))}"
-        raise ValueError(f"{path} line 1: expected a header with one way to tell its columns, got {got}; set the source's delimiter")
+        raise ValueError(f"{_name(path)} line 1: expected a header with one way to tell its columns, got {got}; set the source's delimiter")
     return most[0]
 
 
@@ -185,21 +204,22 @@ def _parquet(path: Path, source: SourceConfig) -> Iterator[Found]:
         with pq.ParquetFile(path) as file:
             groups = (file.metadata.row_group(group) for group in range(file.num_row_groups))
             _check_unpacked(path, sum(group.total_byte_size for group in groups))
+            schema = file.schema_arrow
             batches = file.iter_batches(batch_size=PARQUET_ROWS)
             for records in limited((batch.to_pylist() for batch in batches), BATCH_BYTES):
                 unpacked += _characters(records)  # not what Arrow says of the batch: of a text that it keeps once, that is one
                 _check_unpacked(path, unpacked)
                 for record in records:
                     number += 1
-                    yield Found(f"row {number}", record)
+                    yield Found(f"row {number}", drop_added_nulls(record, schema))
     except MemoryError as error:
         got = f"more after {number} rows"
         raise ValueError(
-            f"{path}: expected {PARQUET_ROWS} rows of at most {BATCH_BYTES} bytes in memory, got {got}; don't use it"
+            f"{_name(path)}: expected {PARQUET_ROWS} rows of at most {BATCH_BYTES} bytes in memory, got {got}; don't use it"
         ) from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         got = f"{shown(str(error))} after {number} rows"
-        raise ValueError(f"{path}: expected a Parquet file, got: {got}; fetch or convert it again") from error
+        raise ValueError(f"{_name(path)}: expected a Parquet file, got: {got}; fetch or convert it again") from error
 
 
 def _characters(value: Any) -> int:
@@ -216,7 +236,7 @@ def _check_unpacked(path: Path, unpacked: int) -> None:
     size = path.stat().st_size
     if unpacked > max(PARQUET_FREE_BYTES, MAX_RATIO * size):
         raise ValueError(
-            f"{path}: expected at most {MAX_RATIO} times its size of {size} bytes when unpacked, got more; "
+            f"{_name(path)}: expected at most {MAX_RATIO} times its size of {size} bytes when unpacked, got more; "
             "make it JSON lines if that is right"
         )
 
@@ -255,7 +275,7 @@ class _Unzipped(gzip.GzipFile):
         self._unpacked += len(part)
         if self._unpacked > max(GZIP_FREE_BYTES, MAX_RATIO * self._size):
             raise ValueError(
-                f"{self._path}: expected at most {MAX_RATIO} times its size of {self._size} bytes when unpacked, got more; "
+                f"{_name(self._path)}: expected at most {MAX_RATIO} times its size of {self._size} bytes when unpacked, got more; "
                 "unpack it yourself if that is right"
             )
         return part
@@ -271,7 +291,9 @@ def _lines(file: io.TextIOBase, path: Path) -> Iterator[str]:
     while line := file.readline(MAX_CHARACTERS + 1):
         number += 1
         if len(line) > MAX_CHARACTERS:
-            raise ValueError(f"{path} line {number}: expected a line of at most {MAX_CHARACTERS} characters, got more; split or remove it")
+            raise ValueError(
+                f"{_name(path)} line {number}: expected a line of at most {MAX_CHARACTERS} characters, got more; split or remove it"
+            )
         yield line
 
 

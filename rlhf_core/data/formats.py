@@ -20,6 +20,7 @@ from rlhf_core.data.record import Record, read_boolean, read_number, read_scalar
 from rlhf_core.data.schema import Message, extras
 
 Rows = dict[str, list[dict]]  # use -> rows without id, source and split
+MAX_PAIRS = 4096  # of one record: completions make as many as the good ones times the bad ones
 _HH_TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
@@ -115,11 +116,14 @@ def _graded(record: Record) -> Rows:
     marks = [read_boolean(item.get("good"), "good") for item in inner]
     messages, texts = _placed(record, record.prompt(), [_side(item.get("completion"), "completion") for item in inner])
     good, bad = ([text for text, mark in zip(texts, marks, strict=True) if mark is wanted] for wanted in (True, False))
+    too_many = len(good) * len(bad) > MAX_PAIRS
+    if too_many and "preference" in record.source.uses:
+        raise Dropped(f"more than {MAX_PAIRS} pairs of good and bad completions")
     return _with_prompt(
         messages,
         None,
         sft=[{"messages": messages, "response": g} for g in good],
-        preference=[{"messages": messages, "chosen": g, "rejected": b} for g in good for b in bad],
+        preference=[{"messages": messages, "chosen": g, "rejected": b} for g in good for b in bad] if not too_many else [],
     )
 
 

@@ -32,6 +32,11 @@ ROLES = {
 CALLS = ("function_call", "tool_call")  # roles, in ShareGPT's manner, whose content is a call, or several, as JSON
 ROLE_ORDER = r"^(?:system,)?user(?:,assistant,(?:user|tool(?:,tool)*(?:,user)?))*$"  # of the messages before a response
 FURTHER = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # what a message may have beside role and content
+CONTENT = (  # what a message says beside its text, and no row has a place for
+    *("thinking", "thinking_content", "thought", "thoughts", "reasoning", "reasoning_text", "reasoning_details", "refusal"),
+    *("text", "parts", "image", "images", "audio", "audios", "input_audio", "video", "videos", "file", "files", "attachments", "documents"),
+)
+_KNOWN = {"role", "from", "content", "value", "function_call", *FURTHER, *CONTENT}
 MAX_CHARACTERS = 2**24  # of a text or a record, four million tokens or so: whatever is longer is no text, and would fill the memory
 _IN_ORDER = re.compile(ROLE_ORDER)
 
@@ -74,8 +79,12 @@ def _message(message: Mapping[str, Any], column: str) -> Message:
             f"column {column!r}: expected messages with role (one of {', '.join(ROLES)}) and content, got a role {got}; convert them first",
             "a message has an unknown role",
         )
+    if beside := next((key for key in CONTENT if not _is_empty(message.get(key))), None):
+        raise Dropped(f"a message has {beside} beside its text")
     if content is None:
         raise Dropped("a message has no content")
+    if isinstance(other := message.get("value"), str) and not _is_empty(other) and not _same(content, other):
+        raise Dropped("a message has a content and another value")
     if role.lower() in CALLS and "tool_calls" not in further:
         further["tool_calls"], content = _written_calls(content, column), ""
     if isinstance(content, list):
@@ -89,8 +98,25 @@ def _message(message: Mapping[str, Any], column: str) -> Message:
 
 
 def _either(message: Mapping[str, Any], key: str, other: str) -> Any:
-    """Tables have both keys where some of their messages have the other one."""
-    return message.get(other) if message.get(key) is None else message[key]
+    """Tables have both keys where some of their messages have the other one, null or empty."""
+    value, instead = message.get(key), message.get(other)
+    return value if instead is None or not _is_empty(value) else instead
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether it says nothing; 0 and false do."""
+    return value is None or (not value.strip() if isinstance(value, str) else isinstance(value, Mapping | list) and not value)
+
+
+def _same(content: Any, other: str) -> bool:
+    return isinstance(content, str) and content.strip() == other.strip()
+
+
+def other_keys(value: Any) -> set[str]:
+    """Keys of a list of messages, or of one, that aren't empty and mean nothing to `read_messages`."""
+    messages = [value] if isinstance(value, Mapping) else value if isinstance(value, list) else []
+    maps = (message for message in messages if isinstance(message, Mapping))
+    return {key for message in maps for key in message if key not in _KNOWN and not _is_empty(message[key])}
 
 
 def _parts(content: list, column: str) -> list[dict[str, str]]:

@@ -89,7 +89,7 @@ def cached_data_set(name: str, revision: str | None, subset: str | None) -> str 
     """
     owner, _, last = name.rpartition("/")
     snake = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", last)).lower()
-    folder = _data_sets_cache() / (f"{owner}___{snake}" if owner else snake)
+    folder = data_sets_cache() / (f"{owner}___{snake}" if owner else snake)
     prepared = [path for path in folder.glob(f"{subset or '*'}/*/*") if (path / "dataset_info.json").is_file()]
     newest = max(prepared, key=lambda path: path.stat().st_mtime, default=None)
     if newest is None:
@@ -149,7 +149,7 @@ def _hub_cache() -> Path:
     return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or old or _home() / "hub"))
 
 
-def _data_sets_cache() -> Path:
+def data_sets_cache() -> Path:
     return Path(os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or _home() / "datasets"))
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import date, time
 from decimal import Decimal
 from typing import Any
 
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.data.dropped import Dropped, Misfit
-from rlhf_core.data.messages import kind, not_finite, read_messages, read_text
+from rlhf_core.data.messages import kind, not_finite, other_keys, read_messages, read_text
 from rlhf_core.data.schema import Message
 
 # Columns that carry meaning in many data sets. They count only where the source maps them; where it doesn't, that is said.
 WELL_KNOWN = ("system", "system_prompt", "history", "context", "tools", "functions")
+_MESSAGES = ("prompt", "messages", "chosen", "rejected", "first", "second", "completion")  # our columns that can hold them
 _MISSING = object()
 
 
@@ -92,6 +93,32 @@ def unmapped(values: Mapping[str, Any], source: SourceConfig) -> list[str]:
     """Well-known columns that a record has and the source doesn't use."""
     there = [name for name in WELL_KNOWN if values.get(name)]
     return there and [name for name in there if all(name not in theirs for theirs in map(_listed, source.columns.values()))]
+
+
+def message_keys(values: Mapping[str, Any], source: SourceConfig) -> set[str]:
+    """Keys of a record's messages that aren't used and aren't content, which would drop the record."""
+    return {key for value in _conversations(values, source) for key in other_keys(value)}
+
+
+def _conversations(values: Mapping[str, Any], source: SourceConfig) -> Iterator[Any]:
+    yield from (_reach(values, source.columns.get(name, name)) for name in _MESSAGES)
+    if source.format == "graded":
+        graded = _reach(values, source.columns.get("completions", "completions"))
+        items = [item for item in graded if isinstance(item, Mapping)] if isinstance(graded, list) else []
+        yield from (_reach(item, source.columns.get("completion", "completion")) for item in items)
+
+
+def _reach(values: Mapping[str, Any], path: str | list[str]) -> Any:
+    """As `Record.at`, of one column or several; None where there is nothing."""
+    if isinstance(path, list):
+        return [_reach(values, one) for one in path]
+    value = values.get(path, _MISSING)
+    if value is not _MISSING or "." not in path:
+        return None if value is _MISSING else value
+    value = values
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _listed(theirs: str | list[str]) -> list[str]:

@@ -6,21 +6,28 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.data.clerk import clerk_rows
+from rlhf_core.data.columnar import drop_added_nulls
 from rlhf_core.data.dropped import Dropped, LeftOut, Misfit, excerpt
 from rlhf_core.data.files import MAX_NAME, Found, file_records
 from rlhf_core.data.formats import convert
 from rlhf_core.data.memory import limited, limited_memory
-from rlhf_core.data.places import data_set_commit, locate
-from rlhf_core.data.record import unmapped
+from rlhf_core.data.places import data_set_commit, data_sets_cache, locate
+from rlhf_core.data.record import message_keys, unmapped
 from rlhf_core.data.samples import Writer, sample_rows
 from rlhf_core.data.schema import ORIGIN
 from rlhf_core.data.seen import Seen, in_parts
 from rlhf_core.data.split import conversation_text, text_key
+from rlhf_core.file_hashes import FileHashes, files_below, list_hash
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
 
 DATA_SET_BYTES = 2**32  # of memory, for the library `datasets` to read a row or to convert a file
 MISFITS = 100  # records in a row without the source's format, at its beginning, after which no further one is read
@@ -91,7 +98,7 @@ def read_source(
     for use in source.uses:
         if not given[use]:
             raise ValueError(
-                f"source {source.name}: expected rows for {use}, got none from {source.path or 'the model'} "
+                f"source {source.name}: expected rows for {use}, got none from {shown(source.path or 'the model', MAX_NAME)} "
                 f"({dropped.told()}); check its {'rule' if source.kind == 'samples' else 'format and columns'}, "
                 f"or take {use} out of its uses"
             )
@@ -109,6 +116,8 @@ def _converted(records: Iterable[Found], source: SourceConfig, dropped: LeftOut)
         dropped.read += 1
         if columns := unmapped(values, source):
             dropped.unmapped.update(columns)
+        if keys := message_keys(values, source):
+            dropped.ignore(keys)
         try:
             converted = convert(values, source)
         except Dropped as reason:
@@ -136,6 +145,9 @@ def _converted(records: Iterable[Found], source: SourceConfig, dropped: LeftOut)
             "columns, or leave these records out",
             *(source.name, number, column),
         )
+    if dropped.message_keys:
+        counts = (f"{key!r} ({number} record{'s' * (number > 1)})" for key, number in dropped.message_keys.most_common())
+        log.warning("source %s: messages have keys that are not used: %s", source.name, ", ".join(counts))
 
 
 def _refusal(source: SourceConfig, where: str, error: Misfit, values: dict, note: str) -> ValueError:
@@ -171,22 +183,75 @@ def _commit(source: SourceConfig) -> str | None:
     return commit
 
 
+class _Outside(ValueError):
+    """A folder's data are elsewhere, where nothing watches them."""
+
+
+def _saved(folder: Path) -> Dataset | DatasetDict:
+    """What `save_to_disk` has written.
+
+    Raises:
+        _Outside: see `_check_below`.
+    """
+    from datasets import DatasetDict, load_from_disk
+
+    data = load_from_disk(str(folder), keep_in_memory=False)  # in memory it wouldn't tell its files
+    for part in data.values() if isinstance(data, DatasetDict) else [data]:
+        _check_below(folder, (entry["filename"] for entry in part.cache_files))
+    return data
+
+
+def _converted_folder(folder: Path, source: SourceConfig) -> Dataset:
+    """A folder of data files, which the library converts into its cache: a part of its own for each content.
+
+    The library itself tells contents apart by the files' times, which a copy may keep.
+
+    Raises:
+        _Outside: see `_check_below`.
+    """
+    from datasets import load_dataset, load_dataset_builder
+
+    content = list_hash(FileHashes(Path()).of_folder(folder))
+    cache = str(data_sets_cache() / ".by_content" / content)
+    builder = load_dataset_builder(str(folder), source.subset, cache_dir=cache)
+    files = builder.config.data_files or {}
+    _check_below(folder, (name.rpartition("::")[2] for names in files.values() for name in names))  # archive.zip after ::
+    return load_dataset(str(folder), source.subset, split=source.dataset_split, cache_dir=cache)
+
+
+def _check_below(folder: Path, names: Iterable[str]) -> None:
+    """All of the files are among those that stage hash_inputs hashes.
+
+    Args:
+        folder: absolute, without links.
+    Raises:
+        _Outside: one isn't.
+    """
+    hashed = set(files_below(folder))
+    for name in names:
+        if (file := Path(name)).parent.resolve() / file.name not in hashed:  # a linked file is hashed, a linked folder isn't
+            raise _Outside(f"expected data files in the folder, got {shown(name, MAX_NAME)}; put it there, and name it by its path in it")
+
+
 def _hub_records(source: SourceConfig) -> Iterator[Found]:
     """The records of a Hugging Face data set, by name (from the cache unless HF_HUB_OFFLINE=0) or from a local folder."""
-    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+    from datasets import Dataset, DatasetDict, load_dataset
 
-    subject = f"source {source.name}: data set {source.path}"
+    subject = f"source {source.name}: data set {shown(source.path, MAX_NAME)}"
     saved = locate(source.path)
+    is_saved = any((saved / name).exists() for name in ("dataset_dict.json", "state.json"))
     try:
         with limited_memory(DATA_SET_BYTES):
-            if (saved / "dataset_dict.json").exists() or (saved / "state.json").exists():
-                data = load_from_disk(str(saved))
+            if is_saved:
+                data = _saved(saved.resolve())
             elif saved.exists():
-                data = load_dataset(str(saved), source.subset, split=source.dataset_split)
+                data = _converted_folder(saved.resolve(), source)
             else:
                 data = load_dataset(source.path, source.subset, split=source.dataset_split, revision=_commit(source))
     except MemoryError as error:
         raise ValueError(f"{subject}: expected one that is read within {DATA_SET_BYTES} bytes, got more; don't use it") from error
+    except _Outside as error:
+        raise ValueError(f"{subject}: {error}") from error
     except (OSError, ValueError) as error:
         reason = shown((str(error).strip() or type(error).__name__).splitlines()[0], 400)
         raise ValueError(
@@ -198,10 +263,10 @@ def _hub_records(source: SourceConfig) -> Iterator[Found]:
             raise ValueError(f"{subject}: expected a split {source.dataset_split!r}, got {list(data)}; set dataset_split")
         data = data[source.dataset_split]
     assert isinstance(data, Dataset)
-    number = 0
+    schema, number = data.features.arrow_schema, 0
     try:
         for number, record in enumerate(limited(data, DATA_SET_BYTES), start=1):
-            yield Found(f"{shown(source.path, MAX_NAME)} row {number}", record)
+            yield Found(f"{shown(source.path, MAX_NAME)} row {number}", drop_added_nulls(record, schema))
     except MemoryError as error:
         got = f"more after row {number}"
         raise ValueError(f"{subject}: expected rows that are read within {DATA_SET_BYTES} bytes, got {got}; don't use it") from error
