@@ -38,7 +38,7 @@ def guessed(guess: Guess, path: str) -> Iterator[str]:
         yield from _reading("guess", guess.fitting[0])
         return
     if guess.unreadable:
-        yield f"unsure: {guess.unreadable}; docs/data.md says how to make pairs of them"
+        yield f"unsure: {guess.unreadable}; docs/data.md says how to make pairs or true and false of them"
     if guess.fitting:
         yield _choice(guess)
         for number, tried in enumerate(guess.fitting, start=1):

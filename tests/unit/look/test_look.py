@@ -307,7 +307,10 @@ def test_params_may_be_a_recipe_or_a_whole_file(tmp_path, capsys, monkeypatch):
 
 def test_length_bias_is_told_with_its_limit_and_what_it_does(tmp_path):
     """4 of 5 chosen responses are longer, one ties: (4 + 0.5) / 5 = 0.9, 0.4 from one half."""
-    pairs = [*({"prompt": f"Sort {i}.", "chosen": "1 2 3 4", "rejected": "1"} for i in range(4)), {"prompt": "2?", "chosen": "4", "rejected": "5"}]
+    pairs = [
+        *({"prompt": f"Sort {i}.", "chosen": "1 2 3 4", "rejected": "1"} for i in range(4)),
+        {"prompt": "2?", "chosen": "4", "rejected": "5"},
+    ]
     found = looked(tmp_path, pairs, tiny_tokenizer(), tiny_params())
     for limit, verdict in ((0.25, True), (0.45, False)):
         text = "\n".join(page.looked(found, tiny_params(validation__max_length_bias=limit), colour=False, every_token=False))
@@ -316,7 +319,9 @@ def test_length_bias_is_told_with_its_limit_and_what_it_does(tmp_path):
 
 
 def test_rows_that_repeat_are_told_apart_from_the_records_left_out(tmp_path):
-    found = looked(tmp_path, [PAIRS[1], {**PAIRS[1], "chosen": "7"}, {"prompt": None, "chosen": "1", "rejected": "2"}], tiny_tokenizer(), tiny_params())
+    found = looked(
+        tmp_path, [PAIRS[1], {**PAIRS[1], "chosen": "7"}, {"prompt": None, "chosen": "1", "rejected": "2"}], tiny_tokenizer(), tiny_params()
+    )
     lines = list(page.looked(found, tiny_params(), colour=False, every_token=False))
     start = next(i for i, line in enumerate(lines) if line.startswith("3 records read, 1 left out"))
     end = lines.index("besides, of the records that are read:")
