@@ -6,6 +6,7 @@ readings stand side by side the guess says so and picks none.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,6 +56,19 @@ SIDES = (
 COMPARED = ("preference", "overall_preference", "preference_strength")  # numbers below and above 0, as HelpSteer2 and 3 have them
 
 _TEXTS = {*PROMPT, *COMPLETION, *INSTRUCTION, *CONTEXT, *OUTPUT, *LABEL, *PLAIN} - {*GOOD}  # what they hold is learned or checked
+_CAN_DO_WITHOUT = ("system", "history", "input", "label")
+_LIKELY = {
+    **{
+        "prompt": PROMPT,
+        "completion": COMPLETION,
+        "completions": COMPLETIONS,
+        "messages": TALKS,
+        "instruction": INSTRUCTION,
+        "output": OUTPUT,
+    },
+    **{"label": GOOD, "good": GOOD, "text": PLAIN, "preference": COMPARED},
+    **{side: names for sides in (PAIRS, SIDES) for side, names in zip(sides[0], zip(*sides, strict=True), strict=True)},
+}
 
 # What other people's data sets are known by: columns that they have, and the format
 # (with its further keys) that such data then turns out to have; "": none.
@@ -132,6 +146,13 @@ def _with_earlier(reading: Reading, columns: Columns) -> Reading:
     mapped = {name: path for name, path in earlier if name in ours}
     why = tuple(f"{path} comes before the prompt" for path in mapped.values())
     return replace(reading, columns={**reading.columns, **mapped}, why=(*reading.why, *why)) if mapped else reading
+
+
+def columns_line(format_: str, columns: Columns) -> str:
+    """The options that name a format's columns; ... where none has a likely name."""
+    needed = [ours for ours in FORMATS[format_][1] if ours not in _CAN_DO_WITHOUT or (format_, ours) == ("unpaired", "label")]
+    likely = {ours: next((name for name in _LIKELY.get(ours, (ours,)) if name in columns), "...") for ours in needed}
+    return f"--format {format_} --columns " + " ".join(f"{ours}={shlex.quote(theirs)}" for ours, theirs in likely.items())
 
 
 def _mapping(reading: Reading) -> Mapped:

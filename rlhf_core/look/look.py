@@ -79,6 +79,7 @@ class Guess:
 
     known: a data set with such columns. records: in the sample; whole: there are no further ones.
     fitting: the readings to choose from; one is the guess. others: readings that don't fit, or that a fitting one contains.
+    unreadable: marks that none of them reads. chosen: the format, if the user chose it.
     """
 
     known: str | None
@@ -88,6 +89,7 @@ class Guess:
     fitting: list[Tried]
     others: list[Tried]
     unreadable: str | None
+    chosen: str | None = None
 
 
 @dataclass(frozen=True)
@@ -169,12 +171,12 @@ def guess(place: Place, records: list[Found], *, whole: bool, format_: str | Non
     best = max((t.taken for t in fits), default=0)
     fits = [t for t in fits if t.taken >= MOSTLY * best]
     kept = settle([t.reading for t in fits], found) if format_ is None else [t.reading for t in fits]
-    fitting = [_with_warnings(t, found) for t in fits if t.reading in kept]
+    fitting = [_with_warnings(t, found) for t in sorted(fits, key=lambda t: t.reading.doubtful) if t.reading in kept]
     others = [t for t in tried if t.reading not in kept]
     judged = any("preference" in t.source.uses for t in fitting)
     unreadable = None if judged else without_answer(found, [t.reading for t in fitting])
     known = known_as(found, [t.reading for t in fitting])
-    return Guess(known, found, records, whole, fitting, others, None if format_ is not None else unreadable)
+    return Guess(known, found, records, whole, fitting, others, None if format_ is not None else unreadable, format_)
 
 
 def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, Any]) -> list[Reading]:
