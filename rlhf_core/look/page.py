@@ -203,7 +203,7 @@ def _reasons(dropped: LeftOut, reasons: list[str]) -> Iterator[str]:
 def _length_bias(values: Mapping[str, Any], limit: float) -> str:
     longer = values["chosen_is_longer"] / values["pairs"]
     said = f"  the chosen response is the longer one in {longer:.0%} of {values['pairs']} pairs, ties as half"
-    said += f"; validation.max_length_bias is {limit:g} from 50%"
+    said += f"; validation.max_length_bias, {limit:g}, allows {0.5 - limit:.0%} to {0.5 + limit:.0%}"
     return f"{said}: validate_data stops, since training would learn length" if abs(longer - 0.5) > limit else said
 
 

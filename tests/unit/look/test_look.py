@@ -312,10 +312,10 @@ def test_length_bias_is_told_with_its_limit_and_what_it_does(tmp_path):
         {"prompt": "2?", "chosen": "4", "rejected": "5"},
     ]
     found = looked(tmp_path, pairs, tiny_tokenizer(), tiny_params())
-    for limit, verdict in ((0.25, True), (0.45, False)):
+    for limit, allowed, verdict in ((0.25, "25% to 75%", True), (0.45, "5% to 95%", False)):
         text = "\n".join(page.looked(found, tiny_params(validation__max_length_bias=limit), colour=False, every_token=False))
-        assert f"the longer one in 90% of 5 pairs, ties as half; validation.max_length_bias is {limit:g} from 50%" in text
-        assert (f"{limit:g} from 50%: validate_data stops" in text) == verdict
+        assert f"the longer one in 90% of 5 pairs, ties as half; validation.max_length_bias, {limit:g}, allows {allowed}" in text
+        assert (f"{allowed}: validate_data stops" in text) == verdict
 
 
 def test_rows_that_repeat_are_told_apart_from_the_records_left_out(tmp_path):
