@@ -22,13 +22,13 @@ from typing import Any, get_args
 
 from flows.children import end_with
 from flows.locks import only_flow
-from flows.overrides import check, parse_assignment, read_recipe
+from flows.overrides import check, parse_assignment
 from flows.pins import prepare_run
 from flows.results import input_paths, result_paths
 from flows.run_record import note
 from flows.stages import stage_environment
 from flows.worktree import commit_results, slug
-from rlhf_core.config import Algorithm, ConfigError, Method, load_params
+from rlhf_core.config import Algorithm, ConfigError, Method, load_params, read_recipe
 from rlhf_core.quiet import quietly
 from rlhf_core.report.comparison import Run, draw, methods_table, table
 

@@ -17,13 +17,13 @@ from flows import run_record
 from flows.chosen import check_chosen, stages_until, until_line
 from flows.command_line import run_flow
 from flows.locks import only_flow
-from flows.overrides import check, parse_assignment, read_recipe
+from flows.overrides import check, parse_assignment
 from flows.pins import prepare_run
 from flows.stages import StageResult, stage_order, up_to_date
 from flows.summary import report_line, stage_table
 from flows.updates import check_run
 from flows.worktree import derive_name
-from rlhf_core.config import ConfigError
+from rlhf_core.config import ConfigError, read_recipe
 
 FAILED, REFUSED, GATE_REJECTED, INTERRUPTED = 1, 2, 3, 130
 

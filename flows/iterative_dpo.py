@@ -14,10 +14,10 @@ from typing import Any
 from flows import run_record
 from flows.command_line import run_flow
 from flows.full_pipeline import FAILED, GATE_REJECTED, INTERRUPTED, REFUSED, show_own_log
-from flows.overrides import parse_assignment, read_recipe
+from flows.overrides import parse_assignment
 from flows.updates import check_run
 from flows.user_files import check_user_files
-from rlhf_core.config import ConfigError
+from rlhf_core.config import ConfigError, read_recipe
 
 ROUND_REFUSED = 4
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from rlhf_core.config import ConfigError, Params, Section, parse_params, parse_yaml, read_yaml, set_keys, shown
+from rlhf_core.config import ConfigError, Params, parse_params, parse_yaml, read_yaml, set_keys, shown
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -23,21 +23,6 @@ def parse_assignment(text: str) -> tuple[str, Any]:
             f"--set {shown(text)}: expected key=value, got no {'key' if equals else '='}; write for example --set rl.algorithm=grpo"
         )
     return key.strip(), parse_yaml(value, f"--set {shown(key)}")
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe is a nested mapping laid over params.yaml; lists, empty mappings and those that are one value replace what is there."""
-    return dict(_leaves(read_yaml(path), (), Params))
-
-
-def _leaves(node: dict[str, Any], path: tuple[str, ...], section: type[Section]):
-    for key, value in node.items():
-        here = (*path, str(key))
-        below = section.model_fields[key].annotation if key in section.model_fields else None
-        if isinstance(value, dict) and value and isinstance(below, type) and issubclass(below, Section):
-            yield from _leaves(value, here, below)
-        else:
-            yield ".".join(here), value
 
 
 def check(params_file: Path, overrides: dict[str, Any], *, rounds: bool = False) -> Params:

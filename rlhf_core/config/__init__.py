@@ -24,7 +24,7 @@ from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConf
 from rlhf_core.config.in_use import keys_in_use, needs_pairs, rows_needed
 from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig
 from rlhf_core.config.nearest import did_you_mean
-from rlhf_core.config.overrides import apply_overrides, set_key, set_keys
+from rlhf_core.config.overrides import apply_overrides, load_overlaid, read_recipe, set_key, set_keys
 from rlhf_core.config.params import Params
 from rlhf_core.config.reading import MAX_BYTES, load_params, parse_json, parse_params, parse_yaml, read_yaml, read_yaml_text
 from rlhf_core.config.rl import Algorithm, RlConfig, curve_columns
@@ -86,11 +86,13 @@ __all__ = [
     "did_you_mean",
     "fill_in",
     "keys_in_use",
+    "load_overlaid",
     "load_params",
     "needs_pairs",
     "parse_json",
     "parse_params",
     "parse_yaml",
+    "read_recipe",
     "read_stages",
     "read_yaml",
     "read_yaml_text",

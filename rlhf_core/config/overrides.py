@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
-from rlhf_core.config.base import ConfigError, shown
+from rlhf_core.config.base import ConfigError, Section, shown
 from rlhf_core.config.nearest import did_you_mean, keys_of
 from rlhf_core.config.params import Params
-from rlhf_core.config.reading import check_size, parse_params, read_yaml
+from rlhf_core.config.reading import check_size, load_params, parse_params, read_yaml
 
 
 def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
@@ -37,6 +38,34 @@ def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
         yaml.dump(tree, file)
     aside.replace(path)
     return params
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe is a nested mapping laid over params.yaml; lists, empty mappings and those that are one value replace what is there."""
+    return dict(_leaves(read_yaml(path), (), Params))
+
+
+def _leaves(node: dict[str, Any], path: tuple[str, ...], section: type[Section]) -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        here = (*path, str(key))
+        below = section.model_fields[key].annotation if key in section.model_fields else None
+        if isinstance(value, dict) and value and isinstance(below, type) and issubclass(below, Section):
+            yield from _leaves(value, here, below)
+        else:
+            yield ".".join(here), value
+
+
+def load_overlaid(path: Path, recipe: Path | None) -> Params:
+    """The params of params.yaml with a recipe laid over them, which may be a whole params.yaml; without params.yaml it has to be one.
+
+    Raises:
+        ConfigError: naming every key that is unknown, whose value is refused or doesn't fit the others.
+    """
+    if recipe is None or not path.exists():
+        return load_params(path if recipe is None else recipe)
+    tree = read_yaml(path)
+    problems = set_keys(tree, read_recipe(recipe))
+    return parse_params(tree, subject=shown(str(recipe)), problems=problems)
 
 
 def set_keys(tree: Any, overrides: dict[str, Any]) -> list[str]:

@@ -50,6 +50,7 @@ class LeftOut(Counter[str]):
         read: records so far.
         records: of them, those that can't be used. Reasons that count something else are not in it: rows that repeat, and records
             that have nothing for the source's uses.
+        of_records: the reasons of these.
         examples: reason -> its first records.
         unmapped: well-known columns that carry meaning and that the source doesn't map -> records that have them.
         message_keys: keys of messages that are not used -> records that have them.
@@ -59,6 +60,7 @@ class LeftOut(Counter[str]):
         super().__init__()
         self.read = 0
         self.records = 0
+        self.of_records: set[str] = set()
         self.examples: dict[str, list[Example]] = {}
         self.unmapped: Counter[str] = Counter()
         self.message_keys: Counter[str] = Counter()
@@ -66,6 +68,7 @@ class LeftOut(Counter[str]):
     def add(self, reason: str, where: str, values: Mapping[str, Any]) -> None:
         """Count a record that can't be used."""
         self.records += 1
+        self.of_records.add(reason)
         self.mention(reason, where, values)
 
     def mention(self, reason: str, where: str, values: Mapping[str, Any]) -> None:

@@ -238,7 +238,7 @@ def _length_bias(limit: float) -> Check:
         gxe.ExpectColumnMeanToBeBetween(column="chosen_is_longer", min_value=0.5 - limit, max_value=0.5 + limit),
         "chosen is the longer response about as often as the shorter one, in tokens",
         limit,
-        "a reward model would learn length: balance the pairs, or raise validation.max_length_bias knowingly",
+        "training would learn length: balance the pairs, or raise validation.max_length_bias knowingly",
         unit="distance from 0.5 of the share of pairs whose chosen is longer",
         of_observed=lambda share: abs(share - 0.5),
     )

@@ -301,8 +301,9 @@ def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        place = f" (line {error.lineno} column {error.colno})" if error.lineno > 1 else f" (column {error.colno})"
-        raise ValueError(f"{where}: expected JSON, got {text[:200].strip()[:60]!r}: {error.msg}{place}; correct it") from error
+        place = f"in {f'line {error.lineno} ' if error.lineno > 1 else ''}column {error.colno}"
+        message = f"{error.msg.removesuffix(' at')} {place}"  # "Invalid control character at"
+        raise ValueError(f"{where}: expected JSON, got {text[:200].strip()[:60]!r}: {message}; correct it") from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets of thousands of levels
         raise ValueError(f"{where}: expected JSON, got {text[:200].strip()[:60]!r}: {error}; correct it") from error
 

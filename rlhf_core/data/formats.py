@@ -9,13 +9,14 @@ several parts and what else a chat template may know of a message goes to its fi
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.data.dropped import Dropped, Misfit
-from rlhf_core.data.messages import ROLES, in_order, kind, read_messages, read_text
+from rlhf_core.data.messages import ROLES, in_order, kind, not_finite, read_messages, read_text
 from rlhf_core.data.record import Record, read_boolean, read_number, read_scalar
 from rlhf_core.data.schema import Message, extras
 
@@ -44,6 +45,8 @@ def _preference(record: Record) -> Rows:
     for name, value in (("chosen", chosen), ("rejected", rejected)):
         if value is None:
             raise Dropped(f"{name} is null")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise not_finite(value, name)
     in_messages = [isinstance(side, list | Mapping) for side in (chosen, rejected)]
     if len(set(in_messages)) > 1:
         kinds = f"{type(chosen).__name__} and {type(rejected).__name__}; use text for both, or lists of messages"

@@ -17,6 +17,11 @@ from rlhf_core.data.schema import Message
 # Columns that carry meaning in many data sets. They count only where the source maps them; where it doesn't, that is said.
 WELL_KNOWN = ("system", "system_prompt", "history", "context", "tools", "functions")
 _MESSAGES = ("prompt", "messages", "chosen", "rejected", "first", "second", "completion")  # our columns that can hold them
+# How true and false are written, in lower case. Not -1: beside it 0 is neither, and here 0 is false.
+BOOLEANS = {
+    **dict.fromkeys(("true", "1", "yes", "good", "up"), True),
+    **dict.fromkeys(("false", "0", "no", "bad", "down"), False),
+}
 _MISSING = object()
 
 
@@ -144,17 +149,16 @@ def _digits(value: Any, column: str) -> str:
 
 
 def read_boolean(value: Any, column: str) -> bool:
-    """True or false, also as 1 or 0, or as their names (CSV has nothing else)."""
+    """True or false, also as 1 or 0, or as one of BOOLEANS (CSV has nothing else)."""
     if value is None:
         raise Dropped(f"{column} is null")
-    named = {"true": True, "1": True, "false": False, "0": False}
     if isinstance(value, int | float) and value in (0, 1):
         return bool(value)
     key = value.strip().lower() if isinstance(value, str) else None
-    if key not in named:
+    if key not in BOOLEANS:
         got = str(value) if isinstance(value, float) else kind(value)
         raise Misfit(f"column {column!r}: expected true or false, got {got}; convert it first", f"{column} is neither true nor false")
-    return named[key]
+    return BOOLEANS[key]
 
 
 def read_number(value: Any, column: str) -> float:

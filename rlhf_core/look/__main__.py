@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from rlhf_core.config import ConfigError, Params, load_params
+from rlhf_core.config import ConfigError, Params, load_overlaid
 from rlhf_core.config.data import DataFormat
 from rlhf_core.data.files import Found
 from rlhf_core.data.sources import records_of
@@ -59,7 +59,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="read all records")
     parser.add_argument("--show", type=_positive, default=3, metavar="N", help="show the first N records (3)")
     parser.add_argument("--tokens", action="store_true", help="list every token with its id")
-    parser.add_argument("--params", default="params.yaml", metavar="FILE", help="whose model, sft and validation sections count")
+    parser.add_argument("--params", type=Path, metavar="FILE", help="a recipe laid over params.yaml, or a whole one: model and limits")
+    parser.add_argument("--max-length", type=_positive, metavar="N", help="tokens, instead of model.max_length")
     parser.add_argument("--yaml-only", action="store_true", help="print the YAML for data.sources and nothing else")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
     return parser.parse_args(arguments)
@@ -80,7 +81,7 @@ def run(given: argparse.Namespace) -> int:
     if given.yaml_only:
         print(yaml.lines(found.fitting[0].source) if decided else "\n".join(page.guessed(found, given.path)), file=_out(decided))
         return 0 if decided else UNDECIDED
-    params = _with_model(load_params(Path(given.params)), given.model)
+    params = _with_model(load_overlaid(Path("params.yaml"), given.params), given.model, given.max_length)
     tokenizer = _tokenizer(params) if found.fitting else None
     looked = (_look(tried, found, params, tokenizer, given) for tried in found.fitting)
     if given.json:
@@ -115,10 +116,9 @@ def columns(pairs: list[str]) -> dict[str, Any]:
     return found
 
 
-def _with_model(params: Params, model: str | None) -> Params:
-    if model is None:
-        return params
-    return params.model_copy(update={"model": params.model.model_copy(update={"path": model})})
+def _with_model(params: Params, path: str | None, max_length: int | None) -> Params:
+    given = {key: value for key, value in (("path", path), ("max_length", max_length)) if value is not None}
+    return params.model_copy(update={"model": params.model.model_copy(update=given)})
 
 
 def _tokenizer(params: Params) -> PreTrainedTokenizerBase | None:

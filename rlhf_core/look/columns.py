@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_core.data.record import BOOLEANS
+
 MAX_DEPTH = 4  # of dotted paths
 MOSTLY = 0.6  # share of a column's values
+NEARLY_ALL = 0.9  # share of a column's values
+FEW_MARKS = 11  # different numbers, as of a scale from 0 to 10
+LONGEST_MARK, LARGEST_MARK = 40, 1e6  # characters, a number
+# Further pairs of words that mark a response, which no format reads. In lower case.
+MARKS_IN_WORDS = (
+    *(("1", "-1"), ("+1", "-1"), ("1.0", "0.0"), ("y", "n"), ("t", "f"), ("\N{THUMBS UP SIGN}", "\N{THUMBS DOWN SIGN}")),
+    *(("thumbs up", "thumbs down"), ("thumbs_up", "thumbs_down"), ("like", "dislike"), ("liked", "disliked"), ("right", "wrong")),
+    *(("accept", "reject"), ("accepted", "rejected"), ("chosen", "rejected"), ("positive", "negative"), ("correct", "incorrect")),
+    *(("pass", "fail"), ("passed", "failed"), ("helpful", "unhelpful"), ("desirable", "undesirable"), ("ok", "not ok")),
+)
+_TRUE, _FALSE = ({word for word, means in BOOLEANS.items() if means is wanted} for wanted in (True, False))
 _FLAGS = ("true", "false", "0", "1")
 _USERS = ("user", "human", "prompter")
 
@@ -39,6 +53,24 @@ class Column:
         return self.share(lambda v: v in (0, 1) if isinstance(v, bool | int | float) else str(v).strip().lower() in _FLAGS) > 0.9
 
     @property
+    def is_mark(self) -> bool:
+        """Whether it says yes and no, in words that the format unpaired reads."""
+        return self._says(_TRUE, _FALSE)
+
+    @property
+    def may_mark(self) -> bool:
+        """Whether its values look like marks of something: two that say yes and no, or a few numbers that come again and again."""
+        if self.is_mark or any(self._says({yes}, {no}) for yes, no in MARKS_IN_WORDS):
+            return True
+        numbers = [text for text in map(_written, self.values) if _is_number(text)]
+        return len(numbers) > NEARLY_ALL * len(self.values) and 2 <= len(set(numbers)) <= min(FEW_MARKS, len(numbers) - 1)
+
+    def _says(self, yes: Collection[str], no: Collection[str]) -> bool:
+        """Whether nearly every value is one of these, and both are there."""
+        said = Counter("yes" if text in yes else "no" if text in no else "" for text in map(_written, self.values))
+        return said["yes"] > 0 < said["no"] and said["yes"] + said["no"] > NEARLY_ALL * len(self.values)
+
+    @property
     def ends_with_user(self) -> bool:
         """Of conversations: whether most wait for an answer."""
         talks = self.of("messages")
@@ -48,6 +80,24 @@ class Column:
     def share(self, holds: Callable[[Any], bool]) -> float:
         """Share of the values of which `holds` is true."""
         return sum(map(bool, map(holds, self.values))) / max(1, len(self.values))
+
+
+def _written(value: Any) -> str:
+    """1 for 1.0, as read_boolean has it; nothing for what can't be a mark: a long text, a large number, an object, a list."""
+    if isinstance(value, str):
+        return value.strip().lower() if len(value) < LONGEST_MARK else ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, int | float) or not abs(value) < LARGEST_MARK:
+        return ""
+    return str(int(value)) if value == int(value) else str(value)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def kind_of(value: Any) -> str:

@@ -22,6 +22,7 @@ class UseCounts:
     """Of the rows of one use.
 
     found: kind of objection -> rows. lengths: tokens of the longest sequence of a row -> rows.
+    chosen_is_longer: pairs in which it is, in tokens; a tie is half of one.
     pairs, preferences: of each row that has both, 8 bytes of a hash of its pair and of the text that it prefers.
     """
 
@@ -29,6 +30,7 @@ class UseCounts:
     rows: int = 0
     found: Counter[str] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
+    chosen_is_longer: float = 0.0
     pairs: array[int] = field(default_factory=lambda: array("Q"))
     preferences: array[int] = field(default_factory=lambda: array("Q"))
 
@@ -57,8 +59,8 @@ class UseCounts:
     def _add_pairs(self, frame: pd.DataFrame) -> None:
         both = frame["chosen"].notna() & frame["rejected"].notna()
         self.found["identical"] += int((both & (frame["chosen"].str.strip() == frame["rejected"].str.strip())).sum())
-        self.found["chosen is longer"] += int(frame["chosen_is_longer"].eq(1).sum())
-        self.found["pairs"] += int(both.sum())
+        self.chosen_is_longer += float(frame["chosen_is_longer"].sum())
+        self.found["pairs"] += int(frame["chosen_is_longer"].notna().sum())
         for pair, preference in zip(frame["pair"], frame["preference"], strict=True):
             if isinstance(pair, str) and isinstance(preference, str):
                 self.pairs.append(_number(pair))
@@ -66,7 +68,7 @@ class UseCounts:
 
     def objections(self) -> dict[str, int]:
         """Kind -> rows, of those that there are."""
-        found = Counter({kind: n for kind, n in self.found.items() if kind not in ("chosen is longer", "pairs")})
+        found = Counter({kind: n for kind, n in self.found.items() if kind != "pairs"})
         if self.pairs:
             found["contradictory"], found["duplicate"] = self._repeated()
         return {kind: n for kind, n in found.items() if n}
@@ -95,7 +97,7 @@ class UseCounts:
 
     def values(self) -> dict[str, Any]:
         lengths = {"median": self.quantile(0.5), "0.95": self.quantile(0.95), "longest": max(self.lengths, default=0)}
-        shares = {"chosen_is_longer": self.found["chosen is longer"], "pairs": self.found["pairs"]} if self.use == "preference" else {}
+        shares = {"chosen_is_longer": self.chosen_is_longer, "pairs": self.found["pairs"]} if self.use == "preference" else {}
         return {"rows": self.rows, "tokens": lengths, **shares, "objections": self.objections()}
 
 

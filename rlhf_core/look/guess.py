@@ -6,6 +6,7 @@ readings stand side by side the guess says so and picks none.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,21 @@ SIDES = (
 )
 COMPARED = ("preference", "overall_preference", "preference_strength")  # numbers below and above 0, as HelpSteer2 and 3 have them
 
+_TEXTS = {*PROMPT, *COMPLETION, *INSTRUCTION, *CONTEXT, *OUTPUT, *LABEL, *PLAIN} - {*GOOD}  # what they hold is learned or checked
+_CAN_DO_WITHOUT = ("system", "history", "input", "label")
+_LIKELY = {
+    **{
+        "prompt": PROMPT,
+        "completion": COMPLETION,
+        "completions": COMPLETIONS,
+        "messages": TALKS,
+        "instruction": INSTRUCTION,
+        "output": OUTPUT,
+    },
+    **{"label": GOOD, "good": GOOD, "text": PLAIN, "preference": COMPARED},
+    **{side: names for sides in (PAIRS, SIDES) for side, names in zip(sides[0], zip(*sides, strict=True), strict=True)},
+}
+
 # What other people's data sets are known by: columns that they have, and the format
 # (with its further keys) that such data then turns out to have; "": none.
 KNOWN = (
@@ -81,6 +97,7 @@ class Reading:
 
     why: what in the data speaks for it. unsure: what the data can't tell, or what this reading leaves aside.
     options: further keys of the source. uses: None until it is tried.
+    doubtful: the values alone speak for it, so that it doesn't outrank the others.
     """
 
     format: str
@@ -89,6 +106,7 @@ class Reading:
     unsure: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     uses: tuple[str, ...] = ()
+    doubtful: bool = False
 
     def theirs(self) -> set[str]:
         """Paths of the columns it reads."""
@@ -101,10 +119,22 @@ def known_as(columns: Columns, readings: Iterable[Reading]) -> str | None:
     return next((name for name, wanted, form in KNOWN if wanted <= set(columns) and form in ("", *formats)), None)
 
 
-def propose(columns: Columns) -> list[Reading]:
-    """Every reading whose columns are there, the more specific first; none is tried."""
-    found = [_with_earlier(reading, columns) for make in _PROPOSALS for reading in make(columns)]
-    return [replace(reading, columns=_mapping(reading)) for reading in found]
+def propose(columns: Columns, named: Mapping[str, str]) -> list[Reading]:
+    """Every reading whose columns are there, the more specific first; none is tried.
+
+    Args:
+        named: our name -> the user's column that is to be read as if it had this name.
+    """
+    seen = {**columns, **{ours: columns[theirs] for ours, theirs in named.items()}}
+    found = [_with_earlier(reading, seen) for make in _PROPOSALS for reading in make(seen)]
+    # A column that has one of our names is read under that name only: as `input`, say, and never as an instruction.
+    own = [r for r in found if all(ours == path for ours, path in r.columns.items() if isinstance(path, str) and path in named)]
+    return [replace(reading, columns=_mapping(replace(reading, columns={**reading.columns, **_used(reading, named)}))) for reading in own]
+
+
+def _used(reading: Reading, named: Mapping[str, str]) -> dict[str, str]:
+    """Of the columns that the user named, those that the reading reads."""
+    return {ours: theirs for ours, theirs in named.items() if reading.columns.get(ours) == ours}
 
 
 def _with_earlier(reading: Reading, columns: Columns) -> Reading:
@@ -116,6 +146,13 @@ def _with_earlier(reading: Reading, columns: Columns) -> Reading:
     mapped = {name: path for name, path in earlier if name in ours}
     why = tuple(f"{path} comes before the prompt" for path in mapped.values())
     return replace(reading, columns={**reading.columns, **mapped}, why=(*reading.why, *why)) if mapped else reading
+
+
+def columns_line(format_: str, columns: Columns) -> str:
+    """The options that name a format's columns; ... where none has a likely name."""
+    needed = [ours for ours in FORMATS[format_][1] if ours not in _CAN_DO_WITHOUT or (format_, ours) == ("unpaired", "label")]
+    likely = {ours: next((name for name in _LIKELY.get(ours, (ours,)) if name in columns), "...") for ours in needed}
+    return f"--format {format_} --columns " + " ".join(f"{ours}={shlex.quote(theirs)}" for ours, theirs in likely.items())
 
 
 def _mapping(reading: Reading) -> Mapped:
@@ -211,10 +248,15 @@ def _compared(columns: Columns) -> Iterator[Reading]:
 
 def _unpaired(columns: Columns) -> Iterator[Reading]:
     flags = [path for path in pick(columns, GOOD, VALUE) if columns[path].is_flag]
+    others = [path for path, column in columns.items() if "." not in path and path not in (*flags, *_TEXTS) and column.is_mark]
     for prompt, completion, good in product(pick(columns, PROMPT, TALK), pick(columns, COMPLETION, TALK), flags):
         if len({prompt, completion, good}) == 3:
             why = f"{good} is true or false and says whether {completion} is good"
             yield Reading("unpaired", {"prompt": prompt, "completion": completion, "label": good}, (why,))
+    for prompt, completion, mark in product(pick(columns, PROMPT, TALK), pick(columns, COMPLETION, TALK), others):
+        if len({prompt, completion, mark}) == 3:
+            why = f"{shown(mark, 60)} has two values, and may say whether {completion} is good"
+            yield Reading("unpaired", {"prompt": prompt, "completion": completion, "label": mark}, (why,), doubtful=True)
 
 
 def _conversations(columns: Columns) -> Iterator[Reading]:
@@ -275,13 +317,16 @@ _RANK = {"hh": 0, "preference": 0, "graded": 0, "compared": 0, "unpaired": 1, "m
 
 def settle(readings: Sequence[Reading], columns: Columns) -> list[Reading]:
     """Those that nothing speaks against; one is a guess, several are a question for the user."""
-    if not readings:
-        return []
-    best = min(_RANK[reading.format] for reading in readings)
-    left = [reading for reading in readings if _RANK[reading.format] == best]
+    sure = [reading for reading in readings if not reading.doubtful]
+    if not sure:
+        return list(readings)
+    best = min(_RANK[reading.format] for reading in sure)
+    left = [reading for reading in sure if _RANK[reading.format] == best]
     if best <= 1:
         return left
-    return [reading for reading in _with_answers(left, readings, columns) if not _is_derived(reading, left, columns)]
+    left = [reading for reading in _with_answers(left, sure, columns) if not _is_derived(reading, left, columns)]
+    learns = any(reading.format in ("instruction", "messages") for reading in left)
+    return [*left, *(reading for reading in readings if reading.doubtful and learns)]
 
 
 def _with_answers(left: list[Reading], readings: Sequence[Reading], columns: Columns) -> list[Reading]:
@@ -313,13 +358,21 @@ def left_aside(reading: Reading, columns: Columns) -> list[str]:
     return [path for path, column in columns.items() if "." not in path and path not in read and column.values]
 
 
-def without_answer(columns: Columns) -> str | None:
-    """What to say of data that has responses and marks that none of the formats reads."""
+def unread_marks(reading: Reading, columns: Columns) -> list[str]:
+    """Columns beside the responses that a reading learns which may say that some of them are bad."""
+    learns = "sft" in reading.uses and "preference" not in reading.uses
+    return [path for path in left_aside(reading, columns) if columns[path].may_mark] if learns else []
+
+
+def without_answer(columns: Columns, readings: Iterable[Reading]) -> str | None:
+    """What to say of data that has responses and marks that none of the readings reads."""
     marks = [name for name in MARKS if name in columns and columns[name].holds({"number"}) and not columns[name].is_flag]
+    marks += [path for path in dict.fromkeys(path for r in readings for path in unread_marks(r, columns)) if path not in marks]
     sides = [side for side in SIDES if _side(columns, side, "")]
     if sides:
         return f"{sides[0][0]} and {sides[0][1]} are two responses, and which one is better stands in a column that no format reads"
-    return f"{', '.join(marks)}: numbers that mark a response, which no format reads" if marks else None
+    named = ", ".join(shown(path, 60) for path in marks)
+    return f"{named}: values that may mark a response, which no format reads as they are" if marks else None
 
 
 def _unlike(paths: list[str], *others: str) -> list[str]:

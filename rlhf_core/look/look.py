@@ -23,7 +23,7 @@ from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.sources import read_source, records_of
 from rlhf_core.data.split import conversation_text, split_of
 from rlhf_core.look.columns import Column, columns_of
-from rlhf_core.look.guess import Reading, known_as, left_aside, propose, settle, without_answer
+from rlhf_core.look.guess import Reading, known_as, left_aside, propose, settle, unread_marks, without_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,6 +79,7 @@ class Guess:
 
     known: a data set with such columns. records: in the sample; whole: there are no further ones.
     fitting: the readings to choose from; one is the guess. others: readings that don't fit, or that a fitting one contains.
+    unreadable: marks that none of them reads. chosen: the format, if the user chose it.
     """
 
     known: str | None
@@ -88,6 +89,7 @@ class Guess:
     fitting: list[Tried]
     others: list[Tried]
     unreadable: str | None
+    chosen: str | None = None
 
 
 @dataclass(frozen=True)
@@ -162,18 +164,19 @@ def guess(place: Place, records: list[Found], *, whole: bool, format_: str | Non
         format_, columns: what the user has chosen, which is tried alone.
     """
     found = columns_of([record.values for record in records])
-    readings = _chosen(propose(found), format_, columns)
+    named = {ours: theirs for ours, theirs in columns.items() if isinstance(theirs, str) and theirs in found}
+    readings = _chosen(propose(found, named), format_, columns)
     tried = [attempt(place, reading, records) for reading in readings]
     fits = [t for t in tried if t.refused is None]
     best = max((t.taken for t in fits), default=0)
     fits = [t for t in fits if t.taken >= MOSTLY * best]
     kept = settle([t.reading for t in fits], found) if format_ is None else [t.reading for t in fits]
-    fitting = [_with_warnings(t, found) for t in fits if t.reading in kept]
+    fitting = [_with_warnings(t, found) for t in sorted(fits, key=lambda t: t.reading.doubtful) if t.reading in kept]
     others = [t for t in tried if t.reading not in kept]
     judged = any("preference" in t.source.uses for t in fitting)
-    unreadable = None if judged else without_answer(found)
+    unreadable = None if judged else without_answer(found, [t.reading for t in fitting])
     known = known_as(found, [t.reading for t in fitting])
-    return Guess(known, found, records, whole, fitting, others, None if format_ is not None else unreadable)
+    return Guess(known, found, records, whole, fitting, others, None if format_ is not None else unreadable, format_)
 
 
 def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, Any]) -> list[Reading]:
@@ -206,7 +209,7 @@ def attempt(place: Place, reading: Reading, records: list[Found]) -> Tried:
             continue
         except Misfit as error:
             dropped.add(error.reason, where, values)
-            refused = refused or f"{where}: {error}{note}"
+            refused = refused or f"{where}: {error}{f'; {note}' if note else ''}"
             continue
         taken += 1
         uses.update(use for use, of_use in rows.items() if of_use)
@@ -226,6 +229,8 @@ def _with_warnings(tried: Tried, columns: Mapping[str, Column]) -> Tried:
     told = [f"column {shown(path, 60)} is not read, though it may belong to the conversation" for path in meant]
     if rest := [shown(path, 60) for path in aside if path not in meant]:
         told.append(f"not read: {', '.join(rest)}")
+    if marks := [shown(path, 60) for path in unread_marks(tried.reading, columns)]:
+        told.append(f"{', '.join(marks)} may mark the responses: every response would be learned, good or bad")
     return replace(tried, reading=replace(tried.reading, unsure=(*tried.reading.unsure, *told)))
 
 

@@ -8,9 +8,11 @@ from typing import Any, get_args
 
 from rlhf_core.config import Params, shown
 from rlhf_core.config.data import DropKind
+from rlhf_core.data.dropped import LeftOut
 from rlhf_core.data.tally import Tally
 from rlhf_core.look import yaml
 from rlhf_core.look.encoded import Sequence, pieces
+from rlhf_core.look.guess import columns_line
 from rlhf_core.look.look import Guess, Looked, Tried
 
 OPEN, CLOSE = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"
@@ -18,6 +20,7 @@ COLOUR, PLAIN = "\x1b[1;32m", "\x1b[0m"
 MAX_CHARACTERS = 3000  # of one sequence, from each end
 MAX_SEQUENCES = 8  # of one record
 MAX_PIECES = 40  # of the list of tokens, around the first trained one
+LEFT_OUT = "left out of training"
 LIMITS = {
     "empty": "max_empty_fraction",
     "identical": "max_identical_fraction",
@@ -38,7 +41,7 @@ def guessed(guess: Guess, path: str) -> Iterator[str]:
         yield from _reading("guess", guess.fitting[0])
         return
     if guess.unreadable:
-        yield f"unsure: {guess.unreadable}; docs/data.md says how to make pairs of them"
+        yield f"unsure: {guess.unreadable}; docs/data.md says how to make pairs or true and false of them"
     if guess.fitting:
         yield _choice(guess)
         for number, tried in enumerate(guess.fitting, start=1):
@@ -46,7 +49,9 @@ def guessed(guess: Guess, path: str) -> Iterator[str]:
         return
     yield "no format fits; docs/data.md has each format with a record"
     for tried in guess.others[:6]:
-        yield f"  {tried.reading.format} {_mapping(tried.reading.columns)}: {shown(tried.refused or '', 500)}"
+        yield f"  {tried.reading.format}{_mapping(tried.reading.columns)}: {shown(tried.refused or '', 500)}"
+    for format_ in dict.fromkeys(tried.reading.format for tried in guess.others if guess.chosen):
+        yield f"name its columns as yours: {shown(columns_line(format_, guess.columns), 400)}"
 
 
 def _choice(guess: Guess) -> str:
@@ -76,19 +81,19 @@ def looked(found: Looked, params: Params, *, colour: bool, every_token: bool) ->
     yield f"\nAs they are trained on ({mark}: in the loss, or compared; \N{MIDDLE DOT} between tokens):"
     for where, sequences in found.samples:
         yield f"\n{shown(where)}"
-        yield from _record(sequences, found, params.model.max_length, colour=colour, every_token=every_token)
+        yield from _record(sequences, found, params, colour=colour, every_token=every_token)
     yield ""
     yield from _counts(found, params)
 
 
-def _record(sequences: list[Sequence | str], found: Looked, max_length: int, *, colour: bool, every_token: bool) -> Iterator[str]:
+def _record(sequences: list[Sequence | str], found: Looked, params: Params, *, colour: bool, every_token: bool) -> Iterator[str]:
     """A record's sequences; what stands before the first trained token is shown once."""
     shown_before: list[tuple[list[int], str]] = []
     for sequence in sequences[:MAX_SEQUENCES]:
         if isinstance(sequence, str):
             yield f"  {shown(sequence, 400)}"
             continue
-        yield _title(sequence, max_length)
+        yield _title(sequence, found, params)
         start = sequence.trained.index(True) if any(sequence.trained) else len(sequence.ids)
         head = sequence.ids[:start]
         same = next((name for ids, name in shown_before if ids[: len(head)] == head), None) if start > 1 else None
@@ -106,11 +111,17 @@ def _record(sequences: list[Sequence | str], found: Looked, max_length: int, *, 
         yield f"  and {len(sequences) - MAX_SEQUENCES} more of this record"
 
 
-def _title(sequence: Sequence, max_length: int) -> str:
+def _title(sequence: Sequence, found: Looked, params: Params) -> str:
     trained, length = sum(sequence.trained), len(sequence.ids)
     said = f"  {sequence.name}: {length} tokens, {f'{trained} trained' if trained else 'the policy goes on'}"
     said += f"; {shown(sequence.remark, 300)}" if sequence.remark else ""
-    return said + (f"; TOO LONG, model.max_length is {max_length}: left out" if length > max_length else "")
+    if length <= params.model.max_length:
+        return said
+    use = {"kto": "preference"}.get(sequence.name.split(",")[0], sequence.name.split(",")[0])
+    counts = found.counts[use]
+    stops = counts.found["too_long"] > params.validation.max_too_long_fraction * counts.rows
+    fate = f"validate_data stops at {counts.found['too_long']} such rows" if stops else LEFT_OUT
+    return f"{said}; TOO LONG, model.max_length is {params.model.max_length}: {fate}"
 
 
 def _tokens(sequence: Sequence, parts: list[tuple[str, bool, int, int]]) -> Iterator[str]:
@@ -161,10 +172,11 @@ def _excerpt(parts: list[tuple[str, bool, int, int]]) -> str:
 
 def _counts(found: Looked, params: Params) -> Iterator[str]:
     dropped = found.dropped
-    yield f"{dropped.read} records read, {dropped.records} left out{_too_many(found, params)}" + (":" if dropped else "")
-    for reason, count in dropped.most_common():
-        yield f"  {count} {shown(reason)}"
-        yield from (f"    {shown(where)}: {text}" for where, text in dropped.examples.get(reason, []))
+    yield f"{dropped.read} records read, {dropped.records} left out{_too_many(found, params)}" + (":" if dropped.records else "")
+    yield from _reasons(dropped, [reason for reason, _ in dropped.most_common() if reason in dropped.of_records])
+    if others := [reason for reason, _ in dropped.most_common() if reason not in dropped.of_records]:
+        yield "besides, of the records that are read:"
+        yield from _reasons(dropped, others)
     for use, counts in found.counts.items():
         values = counts.values()
         lengths = values["tokens"]
@@ -173,14 +185,26 @@ def _counts(found: Looked, params: Params) -> Iterator[str]:
             f"longest {lengths['longest']} (model.max_length {params.model.max_length})"
         )
         if values.get("pairs"):
-            longer = values["chosen_is_longer"] / values["pairs"]
-            yield f"  the chosen response is the longer one in {longer:.0%} of {values['pairs']} pairs"
+            yield _length_bias(values, params.validation.max_length_bias)
         new = params.rl.rollout.max_new_tokens
         if use == "prompt" and (
             crowded := counts.longer_than(params.model.max_length - new + 1)
         ):  # a prompt is counted with one token more
             yield f"  {crowded} leave no room for rl.rollout.max_new_tokens, {new}: RL leaves them out"
         yield from (f"  {objection(kind, count, values['rows'], params)}" for kind, count in values["objections"].items())
+
+
+def _reasons(dropped: LeftOut, reasons: list[str]) -> Iterator[str]:
+    for reason in reasons:
+        yield f"  {dropped[reason]} {shown(reason)}"
+        yield from (f"    {shown(where)}: {text}" for where, text in dropped.examples.get(reason, []))
+
+
+def _length_bias(values: Mapping[str, Any], limit: float) -> str:
+    longer = values["chosen_is_longer"] / values["pairs"]
+    said = f"  the chosen response is the longer one in {longer:.0%} of {values['pairs']} pairs, ties as half"
+    said += f"; validation.max_length_bias, {limit:g}, allows {0.5 - limit:.0%} to {0.5 + limit:.0%}"
+    return f"{said}: validate_data stops, since training would learn length" if abs(longer - 0.5) > limit else said
 
 
 def _too_many(found: Looked, params: Params) -> str:
@@ -199,7 +223,7 @@ def objection(kind: str, count: int, rows: int, params: Params) -> str:
         return said
     allowed = getattr(params.validation, limit)
     if share <= allowed:
-        return f"{said}; validation.{limit} is {allowed:g}"
+        return f"{said}; validation.{limit} is {allowed:g}{f': {LEFT_OUT}' if kind == 'too_long' else ''}"
     longer = "; raise model.max_length" if kind == "too_long" else ""
     advice = f"; with drop: [{kind}] the source leaves them out" if kind in get_args(DropKind) else ""
     return f"{said}; validation.{limit} is {allowed:g}: validate_data stops{longer}{advice}"

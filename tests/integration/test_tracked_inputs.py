@@ -176,7 +176,8 @@ def test_what_is_missing_is_told_before_a_worktree_is_made(project):
     done = run_flow(project, "--run", "new", PREFECT_HOME="/proc/nowhere")
     assert done.returncode == 2 and time.monotonic() - started < 10
     assert done.stderr.splitlines() == [
-        "data.sources.mine: expected files in ../data that end in .jsonl, .jsonl.gz, .json, .csv, .tsv, .parquet, got none; correct the path",
+        "data.sources.mine: expected files in ../data that end in .jsonl, .jsonl.gz, .json, .csv, .tsv, .parquet, got none; correct the "
+        "path",
         "model.path: expected a folder with a pretrained model, got ../model with nothing there (relative to the project's folder); put "
         "one there, or set model.path to another folder, or to the Hugging Face name of any small causal model, which is downloaded with "
         "HF_HUB_OFFLINE=0",
@@ -221,7 +222,8 @@ def test_a_deployments_run_takes_both_and_refuses_a_stage_that_is_none(project, 
     command = [sys.executable, "-c", code]
     env = environment(PREFECT_API_URL=server)
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert "['force', 'overrides', 'run', 'until', 'update']\nRefused force: expected a stage, one of hash_inputs, " in done.stdout, done.stderr
+    parameters = "['force', 'overrides', 'run', 'until', 'update']"
+    assert f"{parameters}\nRefused force: expected a stage, one of hash_inputs, " in done.stdout, done.stderr
     assert not (project / "runs/new").exists()
 
 

@@ -11,8 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flows.overrides import check, overrides_schema, parse_assignment, read_recipe
-from rlhf_core.config import ConfigError, apply_overrides, load_params, needs_pairs, parse_params, read_yaml, rows_needed, set_key
+from flows.overrides import check, overrides_schema, parse_assignment
+from rlhf_core.config import (
+    ConfigError,
+    apply_overrides,
+    load_params,
+    needs_pairs,
+    parse_params,
+    read_recipe,
+    read_yaml,
+    rows_needed,
+    set_key,
+)
 
 DEFAULT = Path(__file__).parents[2] / "params.yaml"
 

@@ -70,6 +70,7 @@ def test_a_prompt_with_what_follows_it_is_kept_whole(tmp_path, prompt, turns):
         ({"prompt": "q", "chosen": "a", "rejected": [GOOD]}, "chosen and rejected are of two kinds"),
         ({"prompt": "q", "chosen": "a"}, "no column rejected"),
         ({"prompt": "q", "chosen": "a", "rejected": float("nan")}, "rejected is NaN"),
+        ({"prompt": "q", "chosen": [GOOD], "rejected": float("nan")}, "rejected is NaN"),
         ({"prompt": 7, "chosen": "a", "rejected": "b"}, "prompt is no text"),
         ({"chosen": "a b", "rejected": "a c"}, "no column prompt"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "the prompt doesn't end with a message of the user or of a tool"),

@@ -227,7 +227,7 @@ def test_pairs_of_a_round_come_with_advice_for_a_round(rows, tokenizer):
     for pair in rows["preference"]:
         pair["rejected"] = "No."
     found = {f.name: f for f in check(rows, tokenizer, only="preference")}
-    assert "a reward model would learn length: balance the pairs" in found["length_bias"].message()
+    assert "; training would learn length: balance the pairs" in found["length_bias"].message()
     assert "; DPO would learn length" in in_rounds(found["length_bias"]).message()
     assert "reward model" not in in_rounds(found["length_bias"]).message() and in_rounds(found["min_pairs"]) == found["min_pairs"]
 

@@ -198,6 +198,9 @@ def test_what_cannot_be_read_ends_with_2_and_says_where(tmp_path, capsys):
     path.write_text('{"prompt": "a", "chosen": \n')
     assert main([str(path)]) == 2
     assert f"{path} line 1: expected JSON" in capsys.readouterr().err
+    path.write_text('{"prompt": "a\tb"}\n')
+    assert main([str(path)]) == 2
+    assert "Invalid control character in column 14; correct it" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing.jsonl")]) == 2
     assert "got nothing there" in capsys.readouterr().err
 
@@ -281,3 +284,57 @@ def test_objections_are_those_of_validate_data(tmp_path):
     }
     assert objections["preference"]["contradictory"] == 2 and objections["preference"]["duplicate"] == 2
     assert objections["sft"] == {"empty": unexpected["sft", "empty.response"], "too_long": unexpected["sft", "too_long"]}
+
+
+def test_params_may_be_a_recipe_or_a_whole_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(PAIRS[1]) + "\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {max_length: 77}\n")
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(DEFAULTS.read_text(encoding="utf-8").replace("max_length: 96", "max_length: 78", 1))
+    for options, length in ((["--params", str(recipe)], 77), (["--params", str(whole)], 78), (["--max-length", "79"], 79), ([], 96)):
+        assert main([str(path), *options]) == 0
+        assert f"(model.max_length {length})" in capsys.readouterr().out
+    recipe.write_text("model: {max_lenght: 77}\n")
+    assert main([str(path), "--params", str(recipe)]) == 2
+    err = capsys.readouterr().err
+    assert "model.max_lenght" in err and "more of the kind" not in err
+    monkeypatch.chdir(tmp_path)  # outside the project a whole file is enough
+    assert main([str(path), "--params", str(whole)]) == 0
+
+
+def test_length_bias_is_told_with_its_limit_and_what_it_does(tmp_path):
+    """4 of 5 chosen responses are longer, one ties: (4 + 0.5) / 5 = 0.9, 0.4 from one half."""
+    pairs = [
+        *({"prompt": f"Sort {i}.", "chosen": "1 2 3 4", "rejected": "1"} for i in range(4)),
+        {"prompt": "2?", "chosen": "4", "rejected": "5"},
+    ]
+    found = looked(tmp_path, pairs, tiny_tokenizer(), tiny_params())
+    for limit, allowed, verdict in ((0.25, "25% to 75%", True), (0.45, "5% to 95%", False)):
+        text = "\n".join(page.looked(found, tiny_params(validation__max_length_bias=limit), colour=False, every_token=False))
+        assert f"the longer one in 90% of 5 pairs, ties as half; validation.max_length_bias, {limit:g}, allows {allowed}" in text
+        assert (f"{allowed}: validate_data stops" in text) == verdict
+
+
+def test_rows_that_repeat_are_told_apart_from_the_records_left_out(tmp_path):
+    found = looked(
+        tmp_path, [PAIRS[1], {**PAIRS[1], "chosen": "7"}, {"prompt": None, "chosen": "1", "rejected": "2"}], tiny_tokenizer(), tiny_params()
+    )
+    lines = list(page.looked(found, tiny_params(), colour=False, every_token=False))
+    start = next(i for i, line in enumerate(lines) if line.startswith("3 records read, 1 left out"))
+    end = lines.index("besides, of the records that are read:")
+    left_out = [line for line in lines[start + 1 : end] if not line.startswith("    ")]
+    assert left_out == ["  1 prompt is null"] and lines[end + 1] == "  1 prompt rows that repeat a conversation"
+
+
+def test_a_record_that_is_too_long_says_what_the_counts_say(tmp_path):
+    records = [{"prompt": "long", "chosen": "1 " * 200, "rejected": "a"}, PAIRS[1]]
+    found = looked(tmp_path, records, tiny_tokenizer(), tiny_params())
+    for limit, fate in ((0.05, "validate_data stops"), (0.5, "left out of training")):
+        params = tiny_params(validation__max_too_long_fraction=limit)
+        text = "\n".join(page.looked(found, params, colour=False, every_token=False))
+        (record, *_) = [line for line in text.split("\n") if "TOO LONG" in line]
+        (count, *_) = [line for line in text.split("\n") if "1 too long" in line]
+        assert fate in record and fate in count
