@@ -22,11 +22,12 @@ from typing import Any, get_args
 
 from flows.children import end_with
 from flows.locks import only_flow
-from flows.overrides import check, parse_assignment
+from flows.overrides import parse_assignment
 from flows.pins import prepare_run
 from flows.results import input_paths, result_paths
 from flows.run_record import note
 from flows.stages import stage_environment
+from flows.updates import check_run
 from flows.worktree import commit_results, slug
 from rlhf_core.config import Algorithm, ConfigError, Method, load_params, read_recipe
 from rlhf_core.quiet import quietly
@@ -122,14 +123,14 @@ def run_name(variant: str, seed: int) -> str:
 
 
 def _workspace(root: Path, name: str, overrides: dict[str, Any], *, update: bool) -> Path:
-    check(root / "params.yaml", overrides)
+    check_run(root, name, overrides)
     return prepare_run(root, name, overrides, update=update, free=[THREADS])
 
 
 def _repro(workspace: Path, stage: str) -> str | None:
     """Bring a run up to a stage; its output goes to compare.log in its worktree. Returns the run's name if that failed."""
     print(f"{workspace.name}: {stage} ...", flush=True)
-    note(workspace, outcome="running", stage=stage, message="")
+    note(workspace, outcome="running", stage=stage, message="", until=None)
     with (workspace / "compare.log").open("a") as log:
         done = subprocess.run(
             quietly("dvc", "repro", stage),
@@ -141,7 +142,7 @@ def _repro(workspace: Path, stage: str) -> str | None:
             check=False,
         )
     failed = {"outcome": "failed", "message": "see compare.log in its folder"}
-    note(workspace, **(failed if done.returncode else {"outcome": "done"}))
+    note(workspace, **(failed if done.returncode else {"outcome": "done", "until": stage}))
     return workspace.name if done.returncode else None
 
 

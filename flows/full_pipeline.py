@@ -103,8 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
             check_chosen(order, force=asked.force, until=asked.until)  # the worktree of a run may have other ones
             wanted = stages_until(order, asked.until)
             if asked.force is None and up_to_date(workspace, *(wanted if asked.until else ())):
-                if wanted == order:
-                    run_record.note(workspace, outcome="done", message="")
+                all_done = wanted == order or up_to_date(workspace, *order)  # else what follows is of an earlier time
+                run_record.note(workspace, outcome="done", message="", until=None if all_done else wanted[-1])
                 last = report_line(workspace) if wanted == order else until_line(wanted[-1], workspace)
                 print(f"{stage_table(workspace, order, [StageResult(s, 'cached', 0.0) for s in wanted])}\n\n{last}")
                 return 0

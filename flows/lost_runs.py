@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -76,7 +76,7 @@ def sign_of_life(home: Path, given_url: str | None) -> Iterator[str]:
 
 
 def end_lost_command_lines(home: Path, url: str, secret: str | None, given_url: str | None) -> list[str]:
-    """Set the runs of command lines whose process is gone to Crashed.
+    """Set the runs of command lines whose process is gone to Crashed. A sign that can't be read, on a disk that was full say, is removed.
 
     Args:
         home, given_url: as for `sign_of_life`. url: of Prefect's API. secret: user:password, if it wants one.
@@ -89,7 +89,10 @@ def end_lost_command_lines(home: Path, url: str, secret: str | None, given_url: 
     for path in sorted((home / SIGNS).glob("*.json")):
         with suppress(FileNotFoundError, BlockingIOError), path.open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it lives: BlockingIOError
-            said = json.load(file)
+            said = _said(file)
+            if said is None:
+                path.unlink()
+                continue
             if said["database"] != _database(home, given_url) or not _is_here(said):
                 continue
             wanted = {"state": {"type": {"any_": AT_WORK}}, "tags": {"all_": [path.stem]}}
@@ -98,6 +101,15 @@ def end_lost_command_lines(home: Path, url: str, secret: str | None, given_url: 
                 ended.append(run["name"])
             path.unlink()
     return ended
+
+
+def _said(file: IO[str]) -> dict[str, str] | None:
+    """What a sign says of its process; None: it isn't whole."""
+    with suppress(ValueError):
+        said = json.load(file)
+        if isinstance(said, dict) and said.keys() >= {"database", "host", "boot"}:
+            return said
+    return None
 
 
 def _database(home: Path, given_url: str | None) -> str:

@@ -25,12 +25,13 @@ from flows.cache import run_checked
 from flows.chosen import check_chosen, stages_until, until_line
 from flows.console import tell, tell_end
 from flows.locks import only_flow
-from flows.overrides import Overrides, check
+from flows.overrides import Overrides
 from flows.pins import prepare_run
 from flows.results import input_paths, read_side, result_paths
 from flows.run_record import GATE_REJECTED, REFUSED, note, recording
 from flows.stages import StageFailed, StageResult, read_stages, stage_environment, stage_order, unchanged
 from flows.summary import read_metrics, report_line, report_of, stage_table
+from flows.updates import check_run
 from flows.worktree import commit_results, derive_name, run_within, slug
 from rlhf_core.config import ConfigError, FlowConfig, load_params, reordering_shown
 from rlhf_core.progress import STATUS
@@ -175,10 +176,10 @@ def _stages(
     return None
 
 
-def outcome_of(state: State | None, until: str | None = None) -> dict[str, str]:
+def outcome_of(state: State | None, until: str | None = None) -> dict[str, str | None]:
     """For the run's record. until: the stage that was to be its last, where others follow it."""
     if state is None:
-        return {"outcome": "done", "message": "" if until is None else f"ended after {until}, as asked for"}
+        return {"outcome": "done", "message": "", "until": until}
     return {"outcome": state.name if state.name != "Failed" else "failed", "message": state.message or ""}
 
 
@@ -199,7 +200,7 @@ def _forced_note(workspace: Path, stage: str) -> Path:
 
 def _name(root: Path, overrides: dict[str, Any], run: str | None) -> str | None:
     """Of the worktree to work in; None: the current folder. See the flow."""
-    check(root / "params.yaml", overrides)
+    check_run(root, run, overrides)
     if run is None and runtime.deployment.id is not None:
         # The name alone is not unique: Prefect draws it from a few thousand.
         return f"{slug(runtime.flow_run.name)}-{runtime.flow_run.id[:4]}"

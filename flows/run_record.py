@@ -20,7 +20,7 @@ def note(workspace: Path, **fields: Any) -> None:
     """Add fields to the record; `at`, when it was last written, comes by itself (UTC, seconds).
 
     outcome: running, done, stopped (by a signal), failed, or the name of the state in which the flow said no. stage: the one that was
-    begun last. message: why the run ended.
+    begun last. message: why the run ended. until: of a run that is done, the stage that it was to end after; None: it went through.
     """
     path, now = workspace / RECORD, datetime.now(UTC).isoformat(timespec="seconds")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def note(workspace: Path, **fields: Any) -> None:
 @contextmanager
 def recording(workspace: Path) -> Iterator[None]:
     """The run is at work, and has been stopped or has failed where the block ends with an exception."""
-    note(workspace, outcome="running", stage=None, message="")
+    note(workspace, outcome="running", stage=None, message="", until=None)
     try:
         yield
     except Exception as error:

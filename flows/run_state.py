@@ -15,6 +15,7 @@ from typing import Any
 from flows.locks import at_work
 from flows.objects import read_objects
 from flows.run_record import GATE_REJECTED, read_record
+from flows.stages import HASH_INPUTS
 from flows.summary import KEY_FIGURES
 from flows.worktree import FOLDER, git
 from rlhf_core.config import ConfigError
@@ -22,6 +23,7 @@ from rlhf_core.config import ConfigError
 METRICS = {"gate_reward": "metrics/gate.json", "evaluate": "metrics/evaluate.json"}
 READ = ("params.yaml", "dvc.lock", *METRICS.values())
 STAGES = [*KEY_FIGURES, "report"]
+ORDER = [HASH_INPUTS, *STAGES]
 
 Read = Callable[[str], str | None]  # a path inside the run -> its content; None: not there
 
@@ -31,8 +33,8 @@ class RunState:
     """made: when the worktree was added; used: when a flow or DVC last wrote there, or of a branch alone its last commit (UTC, ISO 8601).
 
     folder: None: the worktree was removed, and the branch is left. outcome: as in run_record, or killed, interrupted or not begun; process:
-    whose flow is at work. size: bytes on disk of the folder. judge: before and after alignment, sampled; the reward model's mean score
-    where there is no judge (metric says which).
+    whose flow is at work. until: as in run_record. size: bytes on disk of the folder. judge: before and after alignment, sampled; the
+    reward model's mean score where there is no judge (metric says which).
     """
 
     name: str
@@ -44,6 +46,7 @@ class RunState:
     method: str
     outcome: str
     stage: str | None
+    until: str | None
     message: str
     process: str | None
     gate_accuracy: float | None
@@ -56,6 +59,8 @@ class RunState:
     @property
     def told(self) -> str:
         """Outcome and stage in few words."""
+        if self.outcome == "done" and self.until is not None:
+            return f"done up to {self.until}"
         if self.outcome in ("done", "not begun") or self.stage is None:
             return self.outcome
         if self.outcome == GATE_REJECTED:
@@ -127,7 +132,8 @@ def _state(
     done = [stage for stage in STAGES if re.search(rf"^  {stage}:", lock, re.MULTILINE)]
     gate, evaluated = (_json(read(path)) for path in METRICS.values())
     outcome, stage, message = _outcome(record, process, done, gate)
-    reached = set(STAGES) if outcome == "done" or stage not in STAGES else set(STAGES[: STAGES.index(stage)]) | _told_by(outcome, stage)
+    until = record.get("until") if outcome == "done" else None
+    reached = _reached(outcome, stage, until)
     metric, before, after = _judge(evaluated) if "evaluate" in reached else (None, None, None)
     rounds = len(list(folder.glob("rounds/[0-9]*/metrics/evaluate.json"))) if folder else 0
     written = [second, *(int(p.stat().st_mtime) for p in ((folder / "dvc.lock", folder / ".git") if folder else ()) if p.exists())]
@@ -141,6 +147,7 @@ def _state(
         method=_method(read("params.yaml") or ""),
         outcome=outcome,
         stage=stage,
+        until=until,
         message=message,
         process=process,
         gate_accuracy=_number(gate.get("accuracy")) if "gate_reward" in reached and gate.get("needed", True) else None,
@@ -170,9 +177,18 @@ def _outcome(record: dict[str, Any], process: str | None, done: list[str], gate:
     return "interrupted", STAGES[STAGES.index(done[-1]) + 1], ""
 
 
-def _told_by(outcome: str, stage: str) -> set[str]:
-    """The stage that has said no has its figures; one that was stopped has those of an earlier time, if any."""
-    return {stage} if outcome == GATE_REJECTED else set()
+def _reached(outcome: str, stage: str | None, until: str | None) -> set[str]:
+    """Stages whose figures are the run's own; those of later ones are of an earlier time, if any.
+
+    The stage that has said no has its figures, one that was stopped hasn't.
+    """
+    if outcome == "done":
+        return set(ORDER if until is None else ORDER[: ORDER.index(until) + 1] if until in ORDER else ())
+    if stage is None:  # none was begun
+        return set()
+    if stage not in ORDER:  # of a round, which comes after the chain
+        return set(ORDER)
+    return {*ORDER[: ORDER.index(stage)], *([stage] if outcome == GATE_REJECTED else ())}
 
 
 def _judge(m: dict[str, Any]) -> tuple[str | None, float | None, float | None]:

@@ -42,7 +42,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     added.add_argument("names", nargs="+", metavar="NAME")
     added = commands.add_parser("delete", help="worktree and branch of a run, with scratch, models and results")
     added.add_argument("names", nargs="+", metavar="NAME")
-    added.add_argument("--force", action="store_true", help="also what is not committed, and commits that no other branch has")
+    added.add_argument("--force", action="store_true", help="also files that git doesn't have, and commits that no other branch has")
     return parser.parse_args(arguments)
 
 
@@ -139,7 +139,7 @@ def _params_text(changes: list[dict[str, Any]] | None) -> str:
 def details(root: Path, state: RunState) -> dict[str, Any]:
     """What takes longer than a list may: params, lineage, what DVC says of the stages."""
     folder = root / state.folder if state.folder else None
-    ended = state.outcome in ("done", "failed", GATE_REJECTED)  # otherwise a page is of an earlier time
+    ended = state.outcome in ("done", "failed", GATE_REJECTED) and state.until is None  # otherwise a page is of an earlier time
     page = report_of(folder, None if state.outcome == "done" else state.stage) if folder and ended else None
     return {
         "params": _params(root, state),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -141,6 +142,14 @@ def test_dependencies_cover_the_code_that_a_stage_of_a_round_runs(stage):
     missing = {str(p.relative_to(ROOT)) for p in needed if not any(d == p or d in p.parents for d in declared)}
     assert missing == set(), f"add to deps of {stage} in {PIPELINE}"
     assert_used(stage, ROUND_STAGES[stage]["deps"], closure(ROOT / f"tasks/{stage}.py", set()))
+
+
+def test_stages_that_write_a_models_card_depend_on_the_sources_that_it_names():
+    """The card reads data/prepared/sources.json (Stage.card), which no import shows."""
+    stages = [(module(method, stage), CHAINS[method][stage]) for method, stage in ALL] + [*ROUND_STAGES.items()]
+    writers = {name: definition["deps"] for name, definition in stages if re.search(r"\bpublish_", (ROOT / f"tasks/{name}.py").read_text())}
+    assert {"train_sft", "train_reward", "train_rl", "train_dpo", "train_round"} <= set(writers)
+    assert [name for name, deps in writers.items() if "data/prepared" not in deps] == []
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from registry_tags import sound_lineage, write_tag
 
-from flows import pins, runs
-from flows.full_pipeline import REFUSED
+from flows import compare, pins, runs
+from flows.full_pipeline import REFUSED, main
 from flows.locks import only_flow
-from flows.run_record import GATE_REJECTED, note
+from flows.rlhf_flow import outcome_of
+from flows.run_record import GATE_REJECTED, note, recording
 from flows.worktree import git
 
 ROOT = Path(__file__).parents[2]
@@ -156,11 +157,13 @@ def test_delete_takes_worktree_branch_and_lock_and_says_what_stays(project, caps
 
 def test_delete_is_refused_where_a_flow_works_or_something_would_be_lost(project, capsys):
     run, other = (pins.prepare_run(project, name, {"seed": 7}) for name in ("one", "two"))
+    with (run / "params.yaml").open("a") as file:
+        file.write("# mine\n")
     (run / "mine.py").write_text("mine = 1\n")
     with subprocess.Popen([sys.executable, "-c", "input()"], cwd=run, stdin=subprocess.PIPE) as user:
         assert runs.main(["delete", "two", "one"]) == REFUSED and run.exists() and other.exists()
         said = capsys.readouterr().err
-        assert "run one: expected all committed, got mine.py" in said and f"process {user.pid}" in said and "--force" in said
+        assert "run one: expected all committed, got params.yaml, mine.py" in said and f"process {user.pid}" in said and "--force" in said
         user.communicate(b"\n")
     commit(run, "Work of mine")
     assert runs.main(["delete", "one"]) == REFUSED and "Work of mine" in capsys.readouterr().err
@@ -190,3 +193,119 @@ def test_a_version_of_a_deleted_run_stays_with_its_commit(project, capsys):
     assert runs.main(["delete", "one"]) == 0
     assert "reward-model v1.0.0: tags keep their commits" in capsys.readouterr().out
     assert git(project, "cat-file", "-t", head) == "commit" and git(project, "tag", "--list") == "reward-model@v1.0.0"
+
+
+def test_a_run_that_ended_early_has_no_figures_and_no_report_of_an_earlier_time(project, capsys):
+    run = pins.prepare_run(project, "one", {"seed": 7})
+    finish(run)
+    (run / "reports").mkdir()
+    (run / "reports/report.html").write_text("<p>of an earlier time</p>")
+    expected = {None: (0.87, 0.7, "done"), "gate_reward": (0.87, None, "done up to gate_reward")}
+    expected |= {name: (None, None, f"done up to {name}") for name in ("train_sft", "hash_inputs")}
+    for until, (gate, after, told) in expected.items():
+        with recording(run):
+            note(run, **outcome_of(None, until))
+        found = listed(capsys)["one"]
+        assert (found["gate_accuracy"], found["after"], found["until"], found["outcome"]) == (gate, after, until, "done")
+        assert runs.main(["list"]) == 0 and told in capsys.readouterr().out
+        assert runs.main(["show", "one", "--json"]) == 0
+        assert (json.loads(capsys.readouterr().out)["report"] is None) == (until is not None)
+    with recording(run):
+        note(run, stage="train_policy")
+    note(run, outcome="failed")
+    assert listed(capsys)["one"]["until"] is None
+
+
+@pytest.mark.parametrize("stage", [None, "hash_inputs"])
+def test_a_run_that_was_killed_before_its_first_stage_ended_has_no_figures(project, capsys, stage):
+    run = pins.prepare_run(project, "one", {"seed": 7})
+    finish(run)
+    note(run, outcome="running", stage=stage)
+    found = listed(capsys)["one"]
+    assert (found["outcome"], found["gate_accuracy"], found["after"]) == ("killed", None, None)
+
+
+def test_a_run_of_a_comparison_has_the_figures_of_the_stages_that_it_was_brought_to(project, capsys):
+    run = pins.prepare_run(project, "one", {"seed": 7})
+    finish(run)
+    (run / "dvc.yaml").write_text('stages:\n  gate_reward:\n    cmd: "true"\n')
+    assert compare._repro(run, "gate_reward") is None
+    capsys.readouterr()
+    found = listed(capsys)["one"]
+    assert (found["outcome"], found["until"], found["gate_accuracy"], found["after"]) == ("done", "gate_reward", 0.87, None)
+
+
+def test_an_early_end_without_work_hides_what_follows_only_where_that_has_something_to_do(project, capsys):
+    (project / "dvc.yaml").write_text(
+        "stages:\n  gate_reward:\n    cmd: touch judged\n    params: [model]\n    outs: [judged]\n"
+        "  report:\n    cmd: touch told\n    params: [seed]\n    deps: [judged]\n    outs: [told]\n"
+    )
+    commit(project, "A short chain")
+    run = pins.prepare_run(project, "one", {"seed": 7})
+    assert compare._repro(run, "report") is None
+    for overrides, until in (("seed=7", None), ("seed=8", "gate_reward")):
+        assert main(["--run", "one", "--update", "--set", overrides, "--until", "gate_reward"]) == 0
+        capsys.readouterr()
+        assert listed(capsys)["one"]["until"] == until
+
+
+def test_delete_spares_the_users_commits_on_a_detached_head(project, capsys):
+    run = pins.prepare_run(project, "one", {"seed": 7})
+    git(run, "switch", "--quiet", "--detach")
+    (run / "mine.py").write_text("mine = 1\n")
+    commit(run, "Detached work")
+    assert runs.main(["delete", "one"]) == REFUSED and "Detached work" in capsys.readouterr().err and run.exists()
+    git(project, "branch", "kept", git(run, "rev-parse", "HEAD"))
+    assert runs.main(["delete", "one"]) == 0
+
+
+def test_delete_spares_a_commit_that_only_runs_deleted_with_it_have(project, capsys):
+    one, two = (pins.prepare_run(project, name, {"seed": 7}) for name in ("one", "two"))
+    finish(one)
+    (one / "mine.py").write_text("mine = 1\n")
+    commit(one, "Shared work")
+    git(two, "reset", "--quiet", "--hard", "run/one")  # with commits that the pipeline has made for the other run
+    assert runs.main(["delete", "one", "two"]) == REFUSED and one.exists() and two.exists()
+    said = capsys.readouterr().err
+    assert said.count("Shared work") == 2 and "got 1 that" in said and "Results of run" not in said
+    git(project, "branch", "kept", "run/two")
+    assert runs.main(["delete", "one", "two"]) == 0
+
+
+def test_delete_spares_ignored_files_that_no_stage_has_made(project, capsys):
+    run = pins.prepare_run(project, "one", {"seed": 7})
+    finish(run)
+    made = ("models/sft/weights", "models/promoted/policy-v1.0.0/weights", "data/prepared/prompt.parquet", "data/reward_heldout.parquet")
+    made += (
+        "scratch/one/big",
+        "tasks/__pycache__/x.pyc",
+        "rounds/1/policy/weights",
+        "reports/report.html",
+        "reports/timings/train_sft.csv",
+    )
+    users = ("data/mine.parquet", "models/mine/weights", "reports/notes.md", "scratch.txt")
+    with (project / ".git/info/exclude").open("a") as file:
+        file.write("/scratch.txt\n")
+    (run / "rounds").mkdir()
+    (run / "rounds/dvc.lock").write_text("stages:\n  train_round@1:\n    outs: [{path: rounds/1/policy}]\n")
+    commit(run, "Results of round 1")
+    for path in made + users:
+        (run / path).parent.mkdir(parents=True, exist_ok=True)
+        (run / path).write_text("content")
+    assert runs.main(["delete", "one"]) == REFUSED and run.exists()
+    assert "expected no ignored files but those of stages, got data/mine.parquet, models/mine/weights, reports/notes.md, scratch.txt;" in (
+        capsys.readouterr().err
+    )
+    for path in users:
+        (run / path).unlink()
+    assert runs.main(["delete", "one"]) == 0
+
+
+def test_delete_with_force_still_spares_processes_at_work(project, capsys):
+    run = pins.prepare_run(project, "one", {"seed": 7})
+    with subprocess.Popen([sys.executable, "-c", "input()"], cwd=run, stdin=subprocess.PIPE) as user:
+        assert runs.main(["delete", "--force", "one"]) == REFUSED and run.exists()
+        said = capsys.readouterr().err
+        assert f"process {user.pid}" in said and "end it" in said and "--force" not in said
+        user.communicate(b"\n")
+    assert runs.main(["delete", "--force", "one"]) == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flows import compare, pins, rounds
+from flows import compare, pins, rlhf_flow, rounds
 from flows.full_pipeline import REFUSED, main
 from flows.run_record import note
 from flows.worktree import git, prepare_worktree
@@ -125,3 +125,16 @@ def test_a_comparison_does_not_change_runs_of_an_earlier_one(project, capsys):
     assert compare.main(["--methods", "dpo", "--seeds", "0", "--set", "sft.steps=60"]) == REFUSED
     assert "sft.steps 50 -> 60" in capsys.readouterr().err
     assert load_params(run / "params.yaml").sft.steps == 50
+
+
+def test_overrides_are_held_against_the_runs_own_params_wherever_they_are_checked(project):
+    """A run may have a source more than the folder that it was made from has by now."""
+    sources = load_params(project / "params.yaml").model_dump(mode="json")["data"]["sources"]
+    two = [sources[0], sources[0] | {"name": "second"}]
+    pins.prepare_run(project, "one", {"data.sources": two})
+    overrides = {"data.sources.1.weight": 2.0}
+    assert rlhf_flow._name(project, overrides, "one") == "one"
+    run = compare._workspace(project, "one", overrides, update=True)
+    assert load_params(run / "params.yaml").data.sources[1].weight == 2.0
+    with pytest.raises(ConfigError, match=r"data\.sources\.1"):
+        rlhf_flow._name(project, overrides, "another")
