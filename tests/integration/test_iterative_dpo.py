@@ -99,7 +99,7 @@ def check_first_round(worktree: Path) -> None:
     entry, found = read_rounds(worktree)[1], verdict(worktree)
     assert found["trained"] and isinstance(found["accepted"], bool) and found["win_rate"]["sampled"]["n"] == 20
     assert found["promotion"]["split"] == "promotion" and found["promotion"]["level"] == pytest.approx(0.04 / 30, rel=1e-5)
-    assert entry.budget.level == 0.04 / 30
+    assert entry.budget.level == pytest.approx(0.04 / 30)
     sampled = {row["id"] for row in pq.read_table(worktree / "rounds/1/data/samples.parquet").to_pylist()}
     assert len(sampled) == 24 and sampled <= {row["id"] for row in read_rows(worktree / "data/prepared", "prompt", "train")}
     inputs = {dep["path"]: dep["md5"] for dep in recorded(worktree, "sample_round")["deps"]}
