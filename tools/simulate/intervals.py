@@ -118,7 +118,7 @@ def equal_models(rng: np.random.Generator) -> dict:
         ((first, second, _),) = cells((0.06, 0.06), PROMPTS, 1, rng)
         ((wins, losses, _),) = cells((0.3, 0.3), PROMPTS, 1, rng)
         low, high = interval(wins, losses, PROMPTS)
-        rate = {"value": 0.5, "low": (1 + low) / 2, "high": (1 + high) / 2, "wins": wins, "losses": losses}
+        rate = {"value": 0.5, "low": (1 + low) / 2, "high": (1 + high) / 2, "n": PROMPTS, "wins": wins, "losses": losses}
         found["win_rate"][mode] = rate | {"p_value": sign(wins, losses)}
         low, high = interval(first, second, PROMPTS)
         difference = {"value": (first - second) / PROMPTS, "low": low, "high": high, "p_value": sign(first, second)}
