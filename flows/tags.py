@@ -19,7 +19,7 @@ from flows.objects import Object, read_objects
 from flows.signatures import Signature, Signers, verify
 from flows.worktree import git
 from rlhf_core.config import MAX_BYTES, ConfigError, parse_json, shown
-from rlhf_core.registry import folder_sha256
+from rlhf_core.file_hashes import folder_sha256
 
 _TAGGER = re.compile(r"(?P<name>[^<]*)<[^>]*> (?P<second>[0-9]+) (?P<sign>[+-])(?P<hours>[0-9]{2})(?P<minutes>[0-9]{2})")
 _HASH = r"[0-9a-f]{40,64}"
@@ -78,7 +78,7 @@ class Version:
 
     @property
     def sha256(self) -> str | None:
-        """Of the folder, as `rlhf_core.registry.folder_sha256` counts it; None: it was registered by its md5 only."""
+        """Of the folder, as `rlhf_core.file_hashes.folder_sha256` counts it; None: it was registered by its md5 only."""
         files = self.lineage.get("sha256")
         return None if files is None else folder_sha256(files)
 

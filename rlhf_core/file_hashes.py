@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,6 +47,10 @@ class FileHashes:
         self._memory = self._folder / "input_hashes.json"
         self._known = self._read()
         self._new: dict[str, list] = {}
+
+    def of(self, path: Path) -> FileHash:
+        """Of a file or folder. Raises what `of_file` does."""
+        return of_listing(self.of_folder(path)) if path.is_dir() else self.of_file(path)
 
     def of_file(self, path: Path) -> FileHash:
         """Raises:
@@ -104,10 +108,20 @@ class FileHashes:
         return {}
 
 
-def list_hash(listing: dict[str, FileHash]) -> str:
-    """sha256 over the names and hashes of a folder's files."""
-    lines = "".join(f"{found.sha256}  {name}\n" for name, found in sorted(listing.items()))
-    return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
+def folder_sha256(files: Mapping[str, str]) -> str:
+    """One sha256 of a folder: of what `sha256sum` prints for its files, in the order of their names' bytes.
+
+    Args:
+        files: the sha256 of each file, by its name with slashes.
+    """
+    lines = (f"{files[name]}  {name}\n" for name in sorted(files, key=os.fsencode))
+    return hashlib.sha256(os.fsencode("".join(lines))).hexdigest()
+
+
+def of_listing(listing: Mapping[str, FileHash]) -> FileHash:
+    """Of a folder, by those of its files."""
+    sha256 = folder_sha256({name: found.sha256 for name, found in listing.items()})
+    return FileHash(sum(found.size for found in listing.values()), sha256)
 
 
 def files_below(folder: Path) -> Iterator[Path]:

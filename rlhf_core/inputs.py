@@ -16,7 +16,7 @@ from typing import Any
 from rlhf_core.config import Params, ScorerConfig, SourceConfig, read_yaml, shown
 from rlhf_core.data import places
 from rlhf_core.data.places import DATA_ENDINGS, exists, is_data_file, is_hub_name, locate
-from rlhf_core.file_hashes import FileHash, FileHashes, files_below, list_hash
+from rlhf_core.file_hashes import FileHash, FileHashes, files_below, of_listing
 
 INPUTS = Path("data/inputs.json")
 OWN_MODELS = ("models/sft", "models/reward", "models/policy")  # of the chain: dependencies already, and made later
@@ -115,9 +115,9 @@ def _local(path: str, workspace: Path, hashes: FileHashes, by: Path | None = Non
     place = by or locate(path, workspace)
     if place.is_dir():
         listing = hashes.of_folder(place)
-        sha256 = list_hash(listing)
-        hashes.keep_list(sha256, listing)
-        return {"path": path, "files": len(listing), "size": sum(found.size for found in listing.values()), "sha256": sha256}
+        found = of_listing(listing)
+        hashes.keep_list(found.sha256, listing)
+        return {"path": path, "files": len(listing), "size": found.size, "sha256": found.sha256}
     if not place.is_file():
         return None
     found = hashes.of_file(place)

@@ -19,6 +19,7 @@ from typing import BinaryIO
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from rlhf_core.config import ConfigError, shown
+from rlhf_core.file_hashes import folder_sha256
 from rlhf_core.quiet import QUIET_ENVIRONMENT, quietly
 from rlhf_core.rounds import dvc_md5
 
@@ -84,16 +85,6 @@ def _check_content(subject: str, found: dict[str, str], wanted: Mapping[str, str
                 f"{name or subject}: expected sha256 {wanted.get(name, 'none, for it is no file of the model')}, got "
                 f"{other.get(name, 'nothing')}, although the md5 is right: somebody made another content with the same md5; don't use it"
             )
-
-
-def folder_sha256(files: Mapping[str, str]) -> str:
-    """One sha256 of a folder: of what `sha256sum` prints for its files, in the order of their names' bytes.
-
-    Args:
-        files: the sha256 of each file, by its name with slashes.
-    """
-    lines = (f"{files[name]}  {name}\n" for name in sorted(files, key=str.encode))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def sha256_of_files(folder: Path) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from rlhf_core.config import ExternalPairsConfig, SourceConfig
 from rlhf_core.data.places import locate
 from rlhf_core.data.sources import load_source
 from rlhf_core.data.split import conversation_text
+from rlhf_core.file_hashes import FileHashes
 from rlhf_core.gate.clusters import cluster_codes, share_interval
 from rlhf_core.gate.pairs import pair_points
 from rlhf_core.gate.scoring import LoadedModel
@@ -56,22 +56,13 @@ def score_external(config: ExternalPairsConfig, model: LoadedModel, *, confidenc
     return {
         "name": config.name,
         "path": config.path,
-        "sha256": _sha256(locate(config.path)),
+        "sha256": FileHashes(Path()).of(locate(config.path)).sha256,
         **overall,
         "not_scored": int((~known).sum()),
         "left_out": dict(sorted(loaded.dropped.items())),
         "threshold": config.min_accuracy,
         "subsets": by_subset if config.subset is not None else [],
     }
-
-
-def _sha256(path: Path) -> str:
-    """Of a file; of a folder that of a list of its files' names and hashes."""
-    if path.is_dir():
-        listed = [f"{_sha256(file)}  {file.relative_to(path)}\n" for file in sorted(path.rglob("*")) if file.is_file()]
-        return hashlib.sha256("".join(listed).encode()).hexdigest()
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _accuracy(points: np.ndarray, prompts: np.ndarray, confidence: float) -> dict[str, Any]:
