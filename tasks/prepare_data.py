@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.config import DataConfig, Params, SourceConfig
 from rlhf_core.data.dropping import sources_that_drop, too_long
 from rlhf_core.data.judge import find_judge
-from rlhf_core.data.mixing import Mixed, check_shares, mix, without_rows
+from rlhf_core.data.mixing import Mixed, check_shares, leave_out_rows, mix
 from rlhf_core.data.samples import Writer
-from rlhf_core.data.schema import SPLITS, WIDE_MESSAGES, open_rows, read_batches
-from rlhf_core.models.given import TEXTS, given_tokenizer, new_tokenizer
+from rlhf_core.data.schema import SPLITS, TEXTS, WIDE_MESSAGES, open_rows, read_batches
+from rlhf_core.models.given import given_tokenizer, new_tokenizer
 from tasks.stage import METRICS, PLOTS, PREPARED, TOKENIZER, Stage, no_arguments, publish, write_json
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def main() -> None:
         shutil.rmtree(sources, ignore_errors=True)
         tokenizer = tokenizer or new_tokenizer(params.model, _all_rows(aside, mixed.uses))
         if params.model.path is not None or any(has_wide_messages(aside, use) for use in mixed.uses):
-            mixed = leave_out_unrenderable(aside, mixed, tokenizer, limit=params.data.max_unrenderable_fraction)
-        mixed = leave_out_too_long(aside, mixed, tokenizer, params.data, max_length=params.model.max_length, limit=limit)
+            leave_out_unrenderable(aside, mixed, tokenizer, limit=params.data.max_unrenderable_fraction)
+        leave_out_too_long(aside, mixed, tokenizer, params.data, max_length=params.model.max_length, limit=limit)
         write_json(aside / "sources.json", describe_sources(params.data, mixed))
         tokenizer.save_pretrained(stage.scratch / "tokenizer")
         publish(aside, PREPARED)
@@ -93,23 +93,22 @@ def has_wide_messages(folder: Path, use: str) -> bool:
     return "messages" in schema.names and schema.field("messages").type.equals(WIDE_MESSAGES)
 
 
-def leave_out_unrenderable(folder: Path, mixed: Mixed, tokenizer: PreTrainedTokenizerBase, *, limit: float) -> Mixed:
-    """What is left where the chat template refuses some conversations; each of its reasons is one for which rows were dropped."""
+def leave_out_unrenderable(folder: Path, mixed: Mixed, tokenizer: PreTrainedTokenizerBase, *, limit: float) -> None:
+    """Leave out what the chat template refuses; each of its reasons is one for which rows were dropped."""
     from rlhf_core.data.unrenderable import drop_unrenderable
 
-    counts, tallies = Counter(mixed.counts), {source: tally.copy() for source, tally in mixed.tallies.items()}
     for (source, use, split, words), rows in sorted(drop_unrenderable(folder, mixed.uses, tokenizer, limit=limit).items()):
-        counts[source, use, split] -= rows
+        mixed.counts[source, use, split] -= rows
         reason = f"{use} rows that the chat template refuses ({words})"
-        tallies[source].left_out[reason] += rows
-        log.warning("%s: %d %s", source, tallies[source].left_out[reason], reason)
-    return Mixed(+counts, tallies)
+        left_out = mixed.tallies[source].left_out
+        left_out[reason] += rows
+        log.warning("%s: %d %s", source, left_out[reason], reason)
 
 
 def leave_out_too_long(
     folder: Path, mixed: Mixed, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, max_length: int, limit: float
-) -> Mixed:
-    """What is left without the rows that don't fit, of the sources that say so.
+) -> None:
+    """Leave out the rows that don't fit, of the sources that say so.
 
     Raises:
         ValueError: with them more than `limit` of a source is left out.
@@ -117,9 +116,8 @@ def leave_out_too_long(
     if names := sources_that_drop(config, "too_long"):
         for use in mixed.uses:
             leaves = too_long(use, folder / f"{use}.parquet", names, tokenizer, max_length=max_length)
-            mixed = without_rows(folder, mixed, use, leaves, "too_long")
+            leave_out_rows(folder, mixed, use, leaves, "too_long")
         check_shares(config, mixed, limit)
-    return mixed
 
 
 def account(source: SourceConfig, mixed: Mixed) -> str:
@@ -161,7 +159,7 @@ def summarize(mixed: Mixed, lengths: dict[str, dict[str, Counter[int]]], vocabul
     """Counts, and mean lengths in tokens of the texts alone, without the template."""
     by_split: Counter[tuple[str, str]] = Counter()
     by_source: dict[str, Counter[str]] = {use: Counter() for use in mixed.uses}
-    for (source, use, split), count in mixed.counts.items():
+    for (source, use, split), count in (+mixed.counts).items():  # a use may have lost all
         by_split[use, split] += count
         by_source[use][source] += count
     return {

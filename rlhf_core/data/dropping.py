@@ -6,7 +6,6 @@ What `empty`, `identical`, `contradictory` and `too_long` mean is what the expec
 
 from __future__ import annotations
 
-import hashlib
 import json
 from array import array
 from collections.abc import Collection, Iterator, Mapping
@@ -17,7 +16,8 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_core.config import DataConfig
-from rlhf_core.data.schema import RowWriter, open_rows, read_batches
+from rlhf_core.data.schema import TEXTS, RowWriter, open_rows, read_batches
+from rlhf_core.data.seen import key_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +28,6 @@ REASONS = {
     "contradictory": "that another row contradicts (contradictory)",
     "too_long": "longer than model.max_length (too_long)",
 }
-TEXTS = ("text", "response", "chosen", "rejected")  # columns
 _SIDE = np.uint64(1)
 
 
@@ -81,9 +80,8 @@ def _pair_key(row: Mapping[str, Any]) -> int:
     paired = chosen is not None and rejected is not None
     sides = sorted([chosen or "", rejected or ""])
     text = json.dumps([row["messages"], paired, *sides], ensure_ascii=False)
-    key = int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
     first = chosen == sides[0] if paired else chosen is not None
-    return key & ~1 | first
+    return key_of(text) & ~1 | first
 
 
 def too_long(use: str, path: Path, sources: Collection[str], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> np.ndarray:

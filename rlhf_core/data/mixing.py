@@ -31,7 +31,7 @@ SLICES = pa.field("slices", pa.map_(pa.string(), pa.string()))
 
 @dataclass(frozen=True)
 class Mixed:
-    """What was written.
+    """What was written; what is left out of the files afterwards is counted here too.
 
     counts: (source, use, split) -> rows.
     tallies: source -> what its records came to.
@@ -48,7 +48,7 @@ class Mixed:
     @property
     def uses(self) -> list[str]:
         """Those that have rows, in the order of SCHEMAS."""
-        return [use for use in SCHEMAS if any(use == of for _, of, _ in self.counts)]
+        return [use for use in SCHEMAS if any(use == of and rows for (_, of, _), rows in self.counts.items())]
 
 
 def mix(
@@ -81,18 +81,16 @@ def mix(
     mixed = Mixed(counts, tallies)
     if (names := sources_that_drop(config, "contradictory")) and (folder / "preference.parquet").exists():
         leaves = contradictory(folder / "preference.parquet", names)
-        mixed = without_rows(folder, mixed, "preference", leaves, "contradictory")
+        leave_out_rows(folder, mixed, "preference", leaves, "contradictory")
         check_shares(config, mixed, max_dropped_fraction)
     return mixed
 
 
-def without_rows(folder: Path, mixed: Mixed, use: str, leaves: np.ndarray, kind: str) -> Mixed:
-    """What is left when the rows of a mask, [rows] bool, are taken out of a use's file for one of REASONS."""
-    counts, tallies = Counter(mixed.counts), {source: tally.copy() for source, tally in mixed.tallies.items()}
+def leave_out_rows(folder: Path, mixed: Mixed, use: str, leaves: np.ndarray, kind: str) -> None:
+    """Take the rows of a mask, [rows] bool, out of a use's file for one of REASONS, and count them in `mixed`."""
     for row in take_out(folder / f"{use}.parquet", leaves):
-        counts[row["source"], use, row["split"]] -= 1
-        tallies[row["source"]].leave_out_row(REASONS[kind], use, row, later=True)
-    return Mixed(+counts, tallies)
+        mixed.counts[row["source"], use, row["split"]] -= 1
+        mixed.tallies[row["source"]].leave_out_row(REASONS[kind], use, row, later=True)
 
 
 def check_shares(config: DataConfig, mixed: Mixed, limit: float) -> None:

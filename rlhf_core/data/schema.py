@@ -47,6 +47,7 @@ class Message(TypedDict):
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 WIDE_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("extra", pa.string())]))
+TEXTS = ("text", "response", "chosen", "rejected")  # columns of one text
 ORIGIN = "origin"
 _COMMON = [("id", pa.string()), ("source", pa.string()), ("split", pa.string())]
 _ORIGIN = (ORIGIN, pa.string())

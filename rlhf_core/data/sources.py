@@ -22,9 +22,9 @@ from rlhf_core.data.places import data_set_commit, data_sets_cache, locate
 from rlhf_core.data.record import message_keys, unmapped
 from rlhf_core.data.samples import Writer, sample_rows
 from rlhf_core.data.schema import ORIGIN
-from rlhf_core.data.seen import Seen, in_parts
-from rlhf_core.data.split import conversation_text, text_key
-from rlhf_core.file_hashes import FileHashes, files_below, list_hash
+from rlhf_core.data.seen import Seen, in_parts, key_of
+from rlhf_core.data.split import conversation_text
+from rlhf_core.file_hashes import FileHashes, files_below
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -156,14 +156,11 @@ def _refusal(source: SourceConfig, where: str, error: Misfit, values: dict, note
 
 
 def _without_repeated_prompts(rows: Iterable[tuple[str, dict]], dropped: Counter[str]) -> Iterator[tuple[str, dict]]:
-    """A prompt that comes twice would count twice in an evaluation. Of each, 8 bytes of a hash stay in memory.
-
-    Of 10**7 prompts two others are taken for the same with a chance of 10**-5.
-    """
+    """A prompt that comes twice would count twice in an evaluation. Of each, 8 bytes of a hash stay in memory (`key_of`)."""
     seen = Seen()
     for part in in_parts(rows):
-        keys = [text_key(conversation_text(row["messages"]))[:8] for use, row in part if use == "prompt"]
-        again = iter(seen.count_and_add(np.frombuffer(b"".join(keys), dtype=np.uint64)) > 0)
+        keys = [key_of(conversation_text(row["messages"])) for use, row in part if use == "prompt"]
+        again = iter(seen.count_and_add(np.array(keys, dtype=np.uint64)) > 0)
         for use, row in part:
             if use == "prompt" and next(again):
                 dropped["prompt rows that repeat a conversation"] += 1
@@ -211,7 +208,7 @@ def _converted_folder(folder: Path, source: SourceConfig) -> Dataset:
     """
     from datasets import load_dataset, load_dataset_builder
 
-    content = list_hash(FileHashes(Path()).of_folder(folder))
+    content = FileHashes(Path()).of(folder).sha256
     cache = str(data_sets_cache() / ".by_content" / content)
     builder = load_dataset_builder(str(folder), source.subset, cache_dir=cache)
     files = builder.config.data_files or {}

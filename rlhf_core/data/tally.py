@@ -30,13 +30,6 @@ class Tally:
     mixed: Counter[str] = field(default_factory=Counter)
     dropped_later: Counter[str] = field(default_factory=Counter)
 
-    def copy(self) -> Tally:
-        left_out = LeftOut()
-        left_out.update(self.left_out)
-        examples = {reason: [*first] for reason, first in self.left_out.examples.items()}
-        vars(left_out).update(vars(self.left_out) | {"examples": examples, "of_records": {*self.left_out.of_records}})
-        return Tally(left_out, self.read.copy(), self.dropped.copy(), self.mixed.copy(), self.dropped_later.copy())
-
     def leave_out_row(self, reason: str, use: str, row: Mapping[str, Any], *, later: bool = False) -> None:
         (self.dropped_later if later else self.dropped)[use] += 1
         reason = f"{use} rows {reason}"

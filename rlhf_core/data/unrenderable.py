@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_core.data.schema import Message, RowWriter, open_rows, read_batches
-from rlhf_core.data.seen import Seen
+from rlhf_core.data.seen import Seen, key_of
 from rlhf_core.models.turns import Unrenderable, conversation_key, render
 
 if TYPE_CHECKING:
@@ -90,8 +89,7 @@ class Known:
 
 
 def _key(messages: list[Message]) -> int:
-    text = conversation_key(messages).encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+    return key_of(conversation_key(messages))
 
 
 def _refusal(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> str | None:

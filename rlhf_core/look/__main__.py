@@ -10,13 +10,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from tqdm import tqdm
+
 from rlhf_core.config import ConfigError, Params, load_overlaid
 from rlhf_core.config.data import DataFormat
-from rlhf_core.data.files import Found
 from rlhf_core.data.sources import records_of
 from rlhf_core.look import page, yaml
 from rlhf_core.look.look import GUESSED_FROM, Guess, Looked, Tried, guess, look, place_of, sample_of
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 UNDECIDED, INTERRUPTED = 2, 130
-TOLD_EVERY = 1000  # records
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -128,19 +127,10 @@ def _tokenizer(params: Params) -> PreTrainedTokenizerBase | None:
 
 
 def _look(tried: Tried, found: Guess, params: Params, tokenizer: PreTrainedTokenizerBase | None, given: argparse.Namespace) -> Looked:
-    records = _with_progress(records_of(tried.source)) if given.all and not found.whole else found.records
-    return look(tried, records, params, tokenizer, show=given.show)
-
-
-def _with_progress(records: Iterable[Found]) -> Iterator[Found]:
-    """The records, and on a terminal how many there have been."""
-    told = sys.stderr.isatty()
-    for number, record in enumerate(records, start=1):
-        if told and number % TOLD_EVERY == 0:
-            print(f"\r{number:,} records", end="", file=sys.stderr, flush=True)
-        yield record
-    if told:
-        print("\r", end="", file=sys.stderr, flush=True)
+    if not given.all or found.whole:
+        return look(tried, found.records, params, tokenizer, show=given.show)
+    with tqdm(records_of(tried.source), unit=" records", leave=False, disable=None) as records:  # None: shown on terminals only
+        return look(tried, records, params, tokenizer, show=given.show)
 
 
 if __name__ == "__main__":

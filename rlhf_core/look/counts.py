@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Params
-from rlhf_core.data.split import text_key
+from rlhf_core.data.seen import key_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,8 +63,8 @@ class UseCounts:
         self.found["pairs"] += int(frame["chosen_is_longer"].notna().sum())
         for pair, preference in zip(frame["pair"], frame["preference"], strict=True):
             if isinstance(pair, str) and isinstance(preference, str):
-                self.pairs.append(_number(pair))
-                self.preferences.append(_number(preference))
+                self.pairs.append(key_of(pair))
+                self.preferences.append(key_of(preference))
 
     def objections(self) -> dict[str, int]:
         """Kind -> rows, of those that there are."""
@@ -99,10 +99,6 @@ class UseCounts:
         lengths = {"median": self.quantile(0.5), "0.95": self.quantile(0.95), "longest": max(self.lengths, default=0)}
         shares = {"chosen_is_longer": self.chosen_is_longer, "pairs": self.found["pairs"]} if self.use == "preference" else {}
         return {"rows": self.rows, "tokens": lengths, **shares, "objections": self.objections()}
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(text_key(text)[:8], "big")
 
 
 class Counting:

@@ -18,7 +18,7 @@ from rlhf_core.config.data import FORMATS
 from rlhf_core.data.dropped import Dropped, LeftOut, Misfit
 from rlhf_core.data.files import Found
 from rlhf_core.data.formats import convert
-from rlhf_core.data.places import locate
+from rlhf_core.data.places import is_data_file, locate
 from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.sources import read_source, records_of
 from rlhf_core.data.split import conversation_text, split_of
@@ -123,11 +123,7 @@ def place_of(path: str, options: Mapping[str, Any]) -> Place:
     saved = any((there / name).exists() for name in ("dataset_dict.json", "state.json"))
     if there.exists() or there.is_symlink():
         kind = "huggingface" if saved else "file"
-    elif (
-        path.startswith((".", "/", "~"))
-        or path.count("/") > 1
-        or Path(path).suffix.lower() in (".jsonl", ".json", ".csv", ".parquet", ".gz")
-    ):
+    elif path.startswith((".", "/", "~")) or path.count("/") > 1 or is_data_file(path) or path.lower().endswith(".gz"):
         raise FileNotFoundError(
             f"{shown(path)}: expected a data file, a folder or the name of a data set, got nothing there; correct the path"
         )

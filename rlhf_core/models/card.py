@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ruamel.yaml import YAML
 
-from rlhf_core.config import shown
-from rlhf_core.data.places import locate
+from rlhf_core.config import Algorithm, shown
+from rlhf_core.data.places import is_hub_name, locate
 from rlhf_core.data.schema import SPLITS
 
 CARD = "README.md"
@@ -27,8 +27,6 @@ KINDS = {
 }
 # Of when to look, to save and to give up: they change no weights, and a change of them makes no other model.
 NO_RESULT = ("checkpoint_every", "eval_every", "deadlines", "max_replacements")
-_ALGORITHMS = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax")  # subsections of rl
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|[A-Za-z0-9][\w-]*")
 _USE_LANGUAGE_MODEL = """\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -105,9 +103,9 @@ def metadata(facts: CardFacts) -> dict[str, Any]:
         "reward": ["rlhf", "reward-model"],
         "policy": ["rlhf", "policy", re.split(r"[ ,]", facts.method)[0]],
     }[facts.kind]
-    if facts.base is not None and is_hub_name(facts.base):
+    if facts.base is not None and _is_on_the_hub(facts.base):
         found["base_model"] = facts.base
-    datasets = [s["path"] for s in facts.sources.values() if s["kind"] == "huggingface" and is_hub_name(s["path"])]
+    datasets = [s["path"] for s in facts.sources.values() if s["kind"] == "huggingface" and _is_on_the_hub(s["path"])]
     return found | ({"datasets": sorted(set(datasets))} if datasets else {})
 
 
@@ -127,9 +125,9 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
     return YAML(typ="safe", pure=True).load(parts[1]) or {}, parts[2]
 
 
-def is_hub_name(path: str) -> bool:
+def _is_on_the_hub(path: str) -> bool:
     """Whether it is the name of a model or data set on Hugging Face and no folder's."""
-    return _HUB_NAME.fullmatch(path) is not None and not locate(path).exists()
+    return is_hub_name(path) and not locate(path).exists()
 
 
 def verdict(gate: Mapping[str, Any]) -> str:
@@ -156,7 +154,7 @@ def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
 def counting(params: Mapping[str, Any]) -> dict[str, Any]:
     """Params without those that change no weights, without the sections of algorithms that weren't used, and without paths of a machine."""
     algorithm = params.get("rl", {}).get("algorithm") if isinstance(params.get("rl"), Mapping) else None
-    unused = {name for name in _ALGORITHMS if name != algorithm}
+    unused = {name for name in get_args(Algorithm) if name != algorithm}
 
     def kept(node: Any) -> Any:
         if isinstance(node, Mapping):

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rlhf_core.config import ModelConfig
+from rlhf_core.data.schema import TEXTS
 from rlhf_core.models.folder import check_model_folder, locate_model
 from rlhf_core.models.template import named_template
 from rlhf_core.models.tokenizer import build_tokenizer, load_tokenizer, use_all_cores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-TEXTS = ("text", "response", "chosen", "rejected")  # columns
 
 
 def given_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:

@@ -53,7 +53,8 @@ def config(*sources: dict) -> DataConfig:
 
 def prepared(of: DataConfig, folder: Path, *, limit: float = 1.0) -> Mixed:
     found = mix(of, folder / "out", scratch=folder / "aside", seed=0, max_dropped_fraction=limit)
-    return leave_out_too_long(folder / "out", found, tokenizer(), of, max_length=MAX_LENGTH, limit=limit)
+    leave_out_too_long(folder / "out", found, tokenizer(), of, max_length=MAX_LENGTH, limit=limit)
+    return found
 
 
 def tokenizer():
@@ -184,3 +185,11 @@ def test_the_account_of_a_source_has_records_uses_splits_and_reasons(tmp_path):
     assert metrics["records"] == {"s0": 43}
     assert metrics["dropped_fraction"]["s0"]["preference"] == pytest.approx(3 / 43)
     assert sum(metrics["dropped"]["s0"].values()) == 4  # sft row, pair, pair, record
+
+
+def test_a_use_that_has_lost_all_its_rows_is_none_of_the_prepared(tmp_path):
+    whole = {"prompt": "Long?", "chosen": "8" * 90, "rejected": "no"}
+    of = config({"path": str(write(tmp_path / "a.jsonl", [whole])), "uses": ["preference", "prompt"], "drop": ["too_long"]})
+    found = prepared(of, tmp_path)
+    assert found.uses == ["prompt"] and [p.name for p in (tmp_path / "out").iterdir()] == ["prompt.parquet"]
+    assert set(summarize(found, {"prompt": {}}, 5)["rows"]) == {"prompt"}

@@ -93,7 +93,7 @@ def test_calls_results_and_parts_arrive_in_the_rendering(tmp_path):
 @pytest.mark.parametrize(("name", "left"), [("chatml", 2), ("thinks", 3)])
 def test_calls_that_a_template_would_leave_out_take_their_row_with_them(tmp_path, name, left):
     found = mixed(tmp_path, [plain(1), plain(2), WITH_TOOL])
-    found = leave_out_unrenderable(tmp_path / "data", found, templated(name), limit=1.0)
+    leave_out_unrenderable(tmp_path / "data", found, templated(name), limit=1.0)
     assert len(read_rows(tmp_path / "data", "sft")) == left
     refused = [reason for reasons in found.dropped.values() for reason in reasons if "calls of tools, which this template" in reason]
     assert bool(refused) == (left == 2)
@@ -108,10 +108,10 @@ def test_messages_that_are_no_text_are_dropped_with_a_reason(tmp_path):
 
 def test_rows_that_the_template_refuses_are_left_out_and_counted_in_its_words(tmp_path):
     found = mixed(tmp_path, [plain(i) for i in range(30)], [plain(99, system="Be brief."), plain(100)])
-    left = leave_out_unrenderable(tmp_path / "data", found, templated("trimmed"), limit=0.05)
+    leave_out_unrenderable(tmp_path / "data", found, templated("trimmed"), limit=0.05)
     words = "TemplateError: Turns have to go user, model, user"
-    assert left.dropped == {"s0": {}, "s1": {f"{use} rows that the chat template refuses ({words})": 1 for use in ("sft", "prompt")}}
-    assert left.counts == Counter({(s, use, "train"): n for s, n in (("s0", 30), ("s1", 1)) for use in ("sft", "prompt")})
+    assert found.dropped == {"s0": {}, "s1": {f"{use} rows that the chat template refuses ({words})": 1 for use in ("sft", "prompt")}}
+    assert +found.counts == Counter({(s, use, "train"): n for s, n in (("s0", 30), ("s1", 1)) for use in ("sft", "prompt")})
     for use in ("sft", "prompt"):
         assert [r["messages"][0]["role"] for r in read_rows(tmp_path / "data", use)] == ["user"] * 31
     assert sorted(p.name for p in (tmp_path / "data").iterdir()) == ["prompt.parquet", "sft.parquet"]

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import ModelCard
 from ruamel.yaml import YAML
 
-from rlhf_core.models.card import CardFacts, counting, is_hub_name, render_card, split_card, write_card
+from rlhf_core.models.card import CardFacts, counting, metadata, render_card, split_card, write_card
 
 FACTS = CardFacts(
     kind="policy",
@@ -74,9 +74,13 @@ def test_what_changes_no_weights_changes_no_card():
 
 def test_a_folder_of_the_project_is_no_name_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert is_hub_name("models/base")
+
+    def base_of(path: str) -> str | None:
+        return metadata(dataclasses.replace(FACTS, base=path)).get("base_model")
+
+    assert base_of("models/base") == "models/base"
     (tmp_path / "models/base").mkdir(parents=True)
-    assert not is_hub_name("models/base") and not is_hub_name("../models") and not is_hub_name("/a/b")
+    assert [base_of(path) for path in ("models/base", "../models", "/a/b")] == [None, None, None]
 
 
 def test_a_readme_that_is_no_card_is_refused():
