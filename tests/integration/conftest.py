@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 import standing_head
 from small_chain import log_of, make_chain, run, said
-from small_workspace import environment, wait_until
+from small_workspace import environment, lay_out_database, wait_until
 from watch import Watch
+
+from flows.server import HOST, start, stop, wait_for
+from rlhf_core.engines.ports import free_ports
 
 
 @dataclass(frozen=True)
@@ -80,3 +83,19 @@ def cluster(chain: FinishedChain, tmp_path_factory: pytest.TempPathFactory) -> I
         ours.setenv("RAY_AUTH_MODE", "token")
         ours.setenv("RAY_AUTH_TOKEN_PATH", found["token"])
         yield {"cluster": {"address": found["address"]}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One Prefect server for all tests of a module; its address."""
+    (port,) = free_ports(1)
+    home = tmp_path_factory.mktemp("prefect")
+    lay_out_database(home)
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port), "--no-ui"]
+    child = start(command, PREFECT_HOME=str(home), PREFECT_SERVER_LOGGING_LEVEL="ERROR", PREFECT_SERVER_ANALYTICS_ENABLED="false")
+    url = f"http://{HOST}:{port}/api"
+    try:
+        wait_for(url, child)
+        yield url
+    finally:
+        stop(child)

@@ -15,9 +15,7 @@ import pytest
 
 from flows.lost_runs import end_lost_command_lines, sign_of_life
 from flows.run_record import read_record
-from flows.server import HOST, start, stop, wait_for
 from flows.stages import stage_environment
-from rlhf_core.engines.ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_workspace import (
@@ -28,7 +26,6 @@ from small_workspace import (
     dvc_process,
     environment,
     git,
-    lay_out_database,
     make_workspace,
     outcomes,
     processes_in,
@@ -40,22 +37,6 @@ from small_workspace import (
 
 pytestmark = pytest.mark.timeout(400)
 SLOW_STEPS = 140  # seven seconds of training: time to kill something in the middle on a busy machine too
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """One Prefect server for all tests of this module; its address."""
-    (port,) = free_ports(1)
-    home = tmp_path_factory.mktemp("prefect")
-    lay_out_database(home)
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port), "--no-ui"]
-    child = start(command, PREFECT_HOME=str(home), PREFECT_SERVER_LOGGING_LEVEL="ERROR", PREFECT_SERVER_ANALYTICS_ENABLED="false")
-    url = f"http://{HOST}:{port}/api"
-    try:
-        wait_for(url, child)
-        yield url
-    finally:
-        stop(child)
 
 
 def begin_flow(workspace: Path, url: str, **extra: str) -> subprocess.Popen:

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.server import HOST, start, stop, wait_for
 from flows.stages import inputs_as_recorded, up_to_date, with_something_to_do
 from rlhf_core.config import apply_overrides
-from rlhf_core.engines.ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parent))
-from small_workspace import DVC, ORDER, WORK, environment, git, lay_out_database, make_workspace, outcomes, run_flow
+from small_workspace import DVC, ORDER, WORK, environment, git, make_workspace, outcomes, run_flow
 
 pytestmark = pytest.mark.timeout(300)
 HASHES = """stages:
@@ -31,22 +29,6 @@ HASHES = """stages:
 """
 SOURCE = {"name": "mine", "kind": "file", "path": "../data", "format": "prompt", "uses": ["prompt"], "weight": 1.0}
 STAGES = ["hash_inputs", *ORDER]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """One Prefect server for all tests of this module; its address."""
-    (port,) = free_ports(1)
-    home = tmp_path_factory.mktemp("prefect")
-    lay_out_database(home)
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port), "--no-ui"]
-    child = start(command, PREFECT_HOME=str(home), PREFECT_SERVER_LOGGING_LEVEL="ERROR", PREFECT_SERVER_ANALYTICS_ENABLED="false")
-    url = f"http://{HOST}:{port}/api"
-    try:
-        wait_for(url, child)
-        yield url
-    finally:
-        stop(child)
 
 
 @pytest.fixture

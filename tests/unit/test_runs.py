@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from own_project import commit, make_project
 from registry_tags import sound_lineage, write_tag
 
 from flows import compare, pins, runs
@@ -29,24 +29,9 @@ STAGES = ("prepare_data", "validate_data", "check_model", "train_sft", "train_re
 
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Path:
-    """A repository with this checkout's params and chain."""
-    folder = tmp_path / "project"
-    (folder / ".dvc").mkdir(parents=True)
-    (folder / ".dvc/config").write_text("")
-    (folder / ".dvc/.gitignore").write_text("/config.local\n/tmp\n/cache\n")
-    for name in ("params.yaml", "dvc.yaml", ".gitignore"):
-        shutil.copy(ROOT / name, folder / name)
-    git(tmp_path, "init", "--quiet", "--initial-branch", "main", str(folder))
-    for name, value in (("user.name", "test"), ("user.email", "test@localhost")):
-        git(folder, "config", name, value)
-    commit(folder, "A project")
+    folder = make_project(tmp_path / "project")
     monkeypatch.chdir(folder)
     return folder
-
-
-def commit(folder: Path, message: str) -> None:
-    git(folder, "add", "--all")
-    git(folder, "commit", "--quiet", "-m", message)
 
 
 def finish(run: Path, stages: tuple[str, ...] = STAGES, **gate: object) -> None:
@@ -286,7 +271,6 @@ def test_delete_spares_ignored_files_that_no_stage_has_made(project, capsys):
     users = ("data/mine.parquet", "models/mine/weights", "reports/notes.md", "scratch.txt")
     with (project / ".git/info/exclude").open("a") as file:
         file.write("/scratch.txt\n")
-    (run / "rounds").mkdir()
     (run / "rounds/dvc.lock").write_text("stages:\n  train_round@1:\n    outs: [{path: rounds/1/policy}]\n")
     commit(run, "Results of round 1")
     for path in made + users:

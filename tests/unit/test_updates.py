@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from own_project import make_project
 
 from flows import compare, pins, rlhf_flow, rounds
 from flows.full_pipeline import REFUSED, main
@@ -20,25 +20,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Path:
-    """A repository with this checkout's params and chain."""
-    folder = tmp_path / "project"
-    (folder / ".dvc").mkdir(parents=True)
-    (folder / ".dvc/config").write_text("")
-    (folder / ".dvc/.gitignore").write_text("/config.local\n/tmp\n/cache\n")
-    (folder / "rounds").mkdir()
-    for name in ("params.yaml", "dvc.yaml", ".gitignore", "rounds/rounds.yaml", "rounds/dvc.yaml"):
-        shutil.copy(ROOT / name, folder / name)
-    subprocess.run(["git", "init", "--quiet", "--initial-branch", "main"], cwd=folder, check=True)
-    for name, value in (("user.name", "test"), ("user.email", "test@localhost")):
-        git(folder, "config", name, value)
-    commit(folder, "A project")
+    folder = make_project(tmp_path / "project")
     monkeypatch.chdir(folder)
     return folder
-
-
-def commit(folder: Path, message: str) -> None:
-    git(folder, "add", "--all")
-    git(folder, "commit", "--quiet", "-m", message)
 
 
 def seed_of(folder: Path) -> int:

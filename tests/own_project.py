@@ -1,0 +1,30 @@
+"""A repository with this checkout's params and chain, for tests that make runs and run no stage."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from flows.worktree import git
+
+ROOT = Path(__file__).parents[1]
+FILES = ("params.yaml", "dvc.yaml", ".gitignore", "rounds/rounds.yaml", "rounds/dvc.yaml")
+
+
+def make_project(folder: Path) -> Path:
+    (folder / ".dvc").mkdir(parents=True)
+    (folder / ".dvc/config").write_text("")
+    (folder / ".dvc/.gitignore").write_text("/config.local\n/tmp\n/cache\n")
+    (folder / "rounds").mkdir()
+    for name in FILES:
+        shutil.copy(ROOT / name, folder / name)
+    git(folder, "init", "--quiet", "--initial-branch", "main")
+    for name, value in (("user.name", "test"), ("user.email", "test@localhost")):
+        git(folder, "config", name, value)
+    commit(folder, "A project")
+    return folder
+
+
+def commit(folder: Path, message: str) -> None:
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "-m", message)
