@@ -164,8 +164,11 @@ def _command(settings: ServerSettings) -> list[str]:
 
 def _environment(settings: ServerSettings) -> dict[str, str]:
     """On the CPU nothing is compiled, which would take minutes, and the cache is kept small; a user's own settings win."""
+    import torch
+
+    on_cpu = {} if torch.cuda.is_available() else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
     key = {} if settings.api_key is None else {API_KEY: settings.api_key}
-    return {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1", **{k: v for k, v in os.environ.items() if k != API_KEY}, **key}
+    return {**on_cpu, **{k: v for k, v in os.environ.items() if k != API_KEY}, **key}
 
 
 def _end_with_parent() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rlhf_core.config import ConfigError
+from rlhf_core.engines import vllm_server
 from rlhf_core.engines.vllm_server import ServerSettings, VllmServer, is_loopback
 from rlhf_core.use.__main__ import main
 from rlhf_core.use.choice import Chosen, choose
@@ -33,6 +34,15 @@ def free_port() -> int:
 def test_heads_that_the_cpu_build_lacks_are_refused_with_what_to_use(sft_folder):
     with pytest.raises(ConfigError, match=r"sft: expected a model that vLLM can run here, got attention heads of width 8; .*; use `chat`"):
         check_servable(choose(model=sft_folder), trust_remote_code=False)
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_only_on_a_cpu_nothing_is_compiled(monkeypatch, cuda):
+    """On a GPU vLLM's compiled graphs are most of its speed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    assert ("TORCH_COMPILE_DISABLE" in vllm_server._environment(settings())) is not cuda
+    assert ("--enforce-eager" in vllm_server._command(settings())) is not cuda
 
 
 def test_what_check_model_has_refused_is_refused(tmp_path, sft_folder):
