@@ -49,7 +49,7 @@ install:
 	$(PIP) install -q -c $(CONSTRAINTS) torch
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[$(subst $(eval) ,$(comma),$(filter-out flash-attn,$(WANTED)))]'
 	$(if $(filter flash-attn,$(WANTED)),$(PIP) install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[flash-attn]')
-	$(VENV)/bin/python -m rlhf_core.doctor --fix
+	$(VENV)/bin/python -m tools.doctor --fix
 
 run: setup
 	$(VENV)/bin/python -m flows.full_pipeline $(RUN_ARGS)
@@ -64,12 +64,12 @@ server: setup
 	$(VENV)/bin/python -m flows.server --port $(PORT)
 
 bench: setup
-	$(VENV)/bin/python -m bench.peers $(BENCH_ARGS)
-	$(VENV)/bin/python -m bench.limits $(LIMITS_ARGS)
+	$(VENV)/bin/python -m tools.bench.peers $(BENCH_ARGS)
+	$(VENV)/bin/python -m tools.bench.limits $(LIMITS_ARGS)
 
 # No setup: its pins are for the CPU.
 gpu-check:
-	$(HERE) -m bench.gpu $(GPU_ARGS)
+	$(HERE) -m tools.bench.gpu $(GPU_ARGS)
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -20,17 +20,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, get_args
 
-from flows.children import end_with
-from flows.locks import only_flow
-from flows.overrides import parse_assignment
-from flows.pins import prepare_run
-from flows.results import input_paths, result_paths
-from flows.run_record import note
-from flows.stages import stage_environment
-from flows.updates import check_run
-from flows.worktree import commit_results, slug
+from flows.chain.children import end_with
+from flows.chain.locks import only_flow
+from flows.chain.overrides import parse_assignment
+from flows.chain.pins import prepare_run
+from flows.chain.stages import stage_environment
+from flows.chain.updates import check_run
+from flows.chain.worktree import commit_results, slug
+from flows.runs.record import note
+from flows.runs.results import input_paths, result_paths
 from rlhf_core.config import Algorithm, ConfigError, Method, load_params, read_recipe
-from rlhf_core.quiet import quietly
+from rlhf_core.process import quietly
 from rlhf_core.report.comparison import Run, draw, methods_table, table
 
 RECIPE = Path("recipes/compare.yaml")

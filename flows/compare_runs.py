@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from flows.results import read_side
-from flows.worktree import slug
+from flows.chain.worktree import slug
+from flows.runs.results import read_side
 from rlhf_core.config import ConfigError
 from rlhf_core.report.comparison_page import Side, cards, render_comparison
 from rlhf_core.report.differences import figures_that_count, headline, outs_that_differ, params_that_differ, read_as

@@ -13,16 +13,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flows import run_record
-from flows.chosen import check_chosen, stages_until, until_line
-from flows.command_line import run_flow
-from flows.locks import only_flow
-from flows.overrides import check, parse_assignment
-from flows.pins import prepare_run
-from flows.stages import StageResult, stage_order, up_to_date
-from flows.summary import report_line, stage_table
-from flows.updates import check_run
-from flows.worktree import derive_name
+from flows.chain.chosen import check_chosen, stages_until, until_line
+from flows.chain.command_line import run_flow
+from flows.chain.locks import only_flow
+from flows.chain.overrides import check, parse_assignment
+from flows.chain.pins import prepare_run
+from flows.chain.stages import StageResult, stage_order, up_to_date
+from flows.chain.summary import report_line, stage_table
+from flows.chain.updates import check_run
+from flows.chain.worktree import derive_name
+from flows.runs import record
 from rlhf_core.config import ConfigError, read_recipe
 
 FAILED, REFUSED, GATE_REJECTED, INTERRUPTED = 1, 2, 3, 130
@@ -81,7 +81,7 @@ def run(root: Path, overrides: dict[str, Any], name: str | None, asked: argparse
     """The flow, under a Prefect server. Imports Prefect."""
 
     def load() -> Any:
-        from flows.rlhf_flow import rlhf
+        from flows.chain.flow import rlhf
 
         return rlhf
 
@@ -89,7 +89,7 @@ def run(root: Path, overrides: dict[str, Any], name: str | None, asked: argparse
     if state.is_completed():
         return 0
     print(f"\n{state.name}: {state.message}", file=sys.stderr)
-    return GATE_REJECTED if state.name == run_record.GATE_REJECTED else FAILED
+    return GATE_REJECTED if state.name == record.GATE_REJECTED else FAILED
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
             wanted = stages_until(order, asked.until)
             if asked.force is None and up_to_date(workspace, *(wanted if asked.until else ())):
                 all_done = wanted == order or up_to_date(workspace, *order)  # else what follows is of an earlier time
-                run_record.note(workspace, outcome="done", message="", until=None if all_done else wanted[-1])
+                record.note(workspace, outcome="done", message="", until=None if all_done else wanted[-1])
                 last = report_line(workspace) if wanted == order else until_line(wanted[-1], workspace)
                 print(f"{stage_table(workspace, order, [StageResult(s, 'cached', 0.0) for s in wanted])}\n\n{last}")
                 return 0

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flows import run_record
-from flows.command_line import run_flow
+from flows.chain.command_line import run_flow
+from flows.chain.overrides import parse_assignment
+from flows.chain.updates import check_run
+from flows.chain.user_files import check_user_files
 from flows.full_pipeline import FAILED, GATE_REJECTED, INTERRUPTED, REFUSED, show_own_log
-from flows.overrides import parse_assignment
-from flows.updates import check_run
-from flows.user_files import check_user_files
+from flows.runs import record
 from rlhf_core.config import ConfigError, read_recipe
 
 ROUND_REFUSED = 4
@@ -40,7 +40,7 @@ def run(root: Path, overrides: dict[str, Any], rounds: int, series: str, *, upda
     """The flow, under a Prefect server. Imports Prefect."""
 
     def load() -> Any:
-        from flows.rounds_flow import iterative_dpo
+        from flows.rounds.flow import iterative_dpo
 
         return iterative_dpo
 
@@ -48,7 +48,7 @@ def run(root: Path, overrides: dict[str, Any], rounds: int, series: str, *, upda
     if state.is_completed():
         return 0
     print(f"\n{state.name}: {state.message}", file=sys.stderr)
-    codes = {run_record.GATE_REJECTED: GATE_REJECTED, run_record.ROUND_REFUSED: ROUND_REFUSED, run_record.REFUSED: REFUSED}
+    codes = {record.GATE_REJECTED: GATE_REJECTED, record.ROUND_REFUSED: ROUND_REFUSED, record.REFUSED: REFUSED}
     return codes.get(state.name, FAILED)
 
 

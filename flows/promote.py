@@ -15,14 +15,14 @@ from typing import Any
 
 from tabulate import tabulate
 
-from flows import decisions, versions
-from flows.evidence import GateProblem, check_version, gates
+from flows.chain.worktree import git
 from flows.full_pipeline import INTERRUPTED, REFUSED, show_own_log
-from flows.registry import ARTIFACTS, Registry, read_registry
-from flows.tags import Event, Version, who
-from flows.worktree import git
+from flows.registry import decisions, versions
+from flows.registry.evidence import GateProblem, check_version, gates
+from flows.registry.state import ARTIFACTS, Registry, read_registry
+from flows.registry.tags import Event, Version, who
 from rlhf_core.config import ConfigError
-from rlhf_core.lineage import REWARD_MODEL
+from rlhf_core.provenance.lineage import REWARD_MODEL
 
 SHORT = 10  # characters of a hash in a table
 
@@ -188,7 +188,7 @@ def share(artifact: str) -> str:
 
 
 def versions_table(found: Registry, problems: dict[str, GateProblem | None]) -> str:
-    """Args: problems: of each version's verdict, as `flows.evidence.gates` finds them."""
+    """Args: problems: of each version's verdict, as `flows.registry.evidence.gates` finds them."""
     rows = [
         (
             *(v.version, found.known_state(v.version), v.lineage["run"], v.commit[:SHORT], v.md5[:SHORT], (v.sha256 or "md5 only")[:SHORT]),

@@ -25,11 +25,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from flows.children import end_with, stop_session
-from flows.lost_runs import DATABASES, end_lost_command_lines, end_lost_runs
+from flows.chain.children import end_with, stop_session
+from flows.runs.lost import DATABASES, end_lost_command_lines, end_lost_runs
 from rlhf_core.config import ConfigError
 from rlhf_core.engines.ports import free_ports
-from rlhf_core.quiet import be_quiet, quietly
+from rlhf_core.process import be_quiet, quietly
 
 HOST = "127.0.0.1"
 WORK_POOL = "local"

@@ -16,10 +16,10 @@ from rlhf_core.data.batching import microbatches
 from rlhf_core.data.judge import Judgement, judgement
 from rlhf_core.engines.deepspeed_engine import device, release_memory
 from rlhf_core.models.build import frozen, load_language_model
-from rlhf_core.models.side_by_side import can_run_side_by_side, side_by_side
+from rlhf_core.models.cpu.parallel import can_run_side_by_side, side_by_side
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
-from rlhf_core.statistics import mean_interval, paired_difference, paired_means, points_interval, sign_test
-from rlhf_core.trainers.labelling import ScoredResponse
+from rlhf_core.sampling.drawing import ScoredResponse
+from rlhf_core.statistics.intervals import mean_interval, paired_difference, paired_means, points_interval, sign_test
 
 
 @dataclass(frozen=True)

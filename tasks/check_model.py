@@ -79,7 +79,7 @@ def check_gpus(params: Params) -> None:
     """
     import torch
 
-    from rlhf_core.trainers.rl_placement import place
+    from rlhf_core.trainers.rl.placement import place
 
     if params.alignment.method == "rl" and params.cluster.address is None:
         place(params.rl, torch.cuda.device_count())

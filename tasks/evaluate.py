@@ -43,9 +43,9 @@ def heldout_prompts(stage: Stage, tokenizers: dict) -> dict[str, list]:
 
     The same for every model, each in the words of that model's own template: a policy's may ask for something that the SFT model's doesn't.
     """
-    from rlhf_core.data.pool import distinct_prompts
     from rlhf_core.models.tokenizer import encode_prompt
-    from rlhf_core.trainers.labelling import choose_prompts
+    from rlhf_core.rounds.pool import distinct_prompts
+    from rlhf_core.sampling.drawing import choose_prompts
 
     params = stage.params
     longest = params.model.max_length - params.evaluation.max_new_tokens
@@ -86,7 +86,7 @@ def generate_all(stage: Stage):
     from rlhf_core.engines.in_process import open_engine
     from rlhf_core.models.build import read_state_dict
     from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
-    from rlhf_core.sampling import SamplingSettings, request_seeds
+    from rlhf_core.sampling.requests import SamplingSettings, request_seeds
 
     params, config, stop = stage.params, stage.params.evaluation, tuple(stage.params.rl.rollout.stop)
     tokenizers = {name: load_tokenizer(str(folder), trust_remote_code=params.model.trust_remote_code) for name, folder in MODELS.items()}
@@ -124,7 +124,7 @@ def generate_all(stage: Stage):
 
 def score_and_judge(stage: Stage, tokenizers: dict, ends: dict[str, tuple[int, ...]], prompts: dict[str, list], samples):
     from rlhf_core.evaluation import judged
-    from rlhf_core.trainers.labelling import ResponseScorer
+    from rlhf_core.sampling.drawing import ResponseScorer
 
     judges = source_judges()
     scorer = ResponseScorer(stage.params.evaluation_scorers, reward_model=REWARD_MODEL, source_judges=judges, model=stage.params.model)

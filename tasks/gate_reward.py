@@ -24,7 +24,7 @@ from rlhf_core.gate.incumbent import compare
 from rlhf_core.gate.looks import at_look, look_level, split_hash, take_look, write_result
 from rlhf_core.gate.pairs import Pairs, pair_points
 from rlhf_core.progress import Bar
-from rlhf_core.rounds import dvc_md5
+from rlhf_core.rounds.pins import dvc_md5
 from tasks.stage import METRICS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, Stage, StageFailed, no_arguments, source_judges, write_json
 
 SPLIT = "test"  # never looked at during training, unlike validation
@@ -193,7 +193,7 @@ def measure_promoted(
         ValueError: the promoted one isn't in DVC's cache as its md5 and sha256 say, or can't score a single pair.
     """
     from rlhf_core.gate.scoring import LoadedModel
-    from rlhf_core.registry import checkout
+    from rlhf_core.provenance.cached_model import checkout
 
     folder = scratch / role
     checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256)

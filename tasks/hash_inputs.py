@@ -1,4 +1,4 @@
-"""Stage hash_inputs: the hashes of what a run reads that isn't the project's own, for DVC to watch (rlhf_core/inputs.py).
+"""Stage hash_inputs: the hashes of what a run reads that isn't the project's own, for DVC to watch (rlhf_core/provenance/inputs.py).
 
 DVC runs this stage each time; what depends on its file runs when a hash in it has changed. Writes data/inputs.json.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from rlhf_core.inputs import INPUTS, changes_since, input_problems, read_inputs, summary
+from rlhf_core.provenance.inputs import INPUTS, changes_since, input_problems, read_inputs, summary
 from tasks.stage import Stage, StageFailed, no_arguments, write_json
 
 LOCK = Path("dvc.lock")

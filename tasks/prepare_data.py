@@ -82,7 +82,7 @@ def own_writer(params: Params, tokenizer: PreTrainedTokenizerBase | None) -> Wri
     if all(source.kind != "samples" for source in params.data.sources):
         return None
     from rlhf_core.models.folder import locate_model
-    from rlhf_core.trainers.own_samples import ModelWriter
+    from rlhf_core.sampling.own_samples import ModelWriter
 
     return ModelWriter(locate_model(params.model.path, params.model.revision), tokenizer, params.model, seed=params.seed)
 

@@ -26,11 +26,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.checkpoint import NoSpace, Origin, StoreSettings
+from rlhf_core.checkpoint.store import NoSpace, Origin, StoreSettings
 from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params, reordering_shown
 from rlhf_core.environment import keep_visible, of_stage
+from rlhf_core.process import be_quiet, show_own_log
 from rlhf_core.progress import name_stage
-from rlhf_core.quiet import be_quiet, show_own_log
 from tasks.work import SCRATCH, input_hashes, metrics_path, prepare_scratch, read_work
 
 PREPARED = Path("data/prepared")
@@ -191,8 +191,8 @@ class Stage:
 
     def loop(self, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int) -> dict[str, Any]:
         """What the training loop of a supervised stage needs from its stage: settings, curves, the stop signal."""
-        from rlhf_core.certificate import write_certificate
-        from rlhf_core.checkpoint import CheckpointStore
+        from rlhf_core.checkpoint.digest import write_certificate
+        from rlhf_core.checkpoint.store import CheckpointStore
         from rlhf_core.tracking import MetricsLog
         from rlhf_core.trainers.supervised import LoopSettings
 

@@ -9,7 +9,7 @@ from tasks.stage import PREPARED, SFT_MODEL, Stage, StageStopped, no_arguments, 
 def main() -> None:
     with Stage("train_policy") as stage:
         from rlhf_core.engines.deepspeed_engine import join_world
-        from rlhf_core.trainers.preference import COLUMNS, PreferenceRun, train_on_examples
+        from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_examples
         from rlhf_core.trainers.supervised import Interrupted
 
         params = stage.params

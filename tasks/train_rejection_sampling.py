@@ -73,7 +73,7 @@ def check_inputs(stage: Stage) -> str | None:
 
 def label(stage: Stage, tokenizer) -> tuple[list, int]:
     """Every prompt's scored responses, and how many prompts are too long to leave room for one."""
-    from rlhf_core.trainers.labelling import choose_prompts
+    from rlhf_core.sampling.drawing import choose_prompts
 
     params, config = stage.params, stage.params.rejection_sampling.sampling
     rows = read_rows(PREPARED, "prompt", "train")
@@ -95,7 +95,7 @@ def kept(path: Path, make: Callable[[], list]) -> list:
 
 
 def as_samples(groups: list[list[dict[str, Any]]]) -> list[list]:
-    from rlhf_core.sampling import Sample
+    from rlhf_core.sampling.requests import Sample
 
     return [[Sample(**fields) for fields in group] for group in groups]
 
@@ -106,13 +106,13 @@ def without_prompts(groups: list[list]) -> list[list[dict[str, Any]]]:
 
 
 def as_scored(groups: list[list[dict[str, Any]]], prompts: list) -> list[list]:
-    from rlhf_core.trainers.labelling import ScoredResponse
+    from rlhf_core.sampling.drawing import ScoredResponse
 
     return [[ScoredResponse(prompt=prompt, **fields) for fields in group] for prompt, group in zip(prompts, groups, strict=True)]
 
 
 def sample(stage: Stage, prompts: list) -> list[list]:
-    from rlhf_core.trainers.labelling import SamplingStopped, sample_responses
+    from rlhf_core.sampling.drawing import SamplingStopped, sample_responses
 
     params, config = stage.params, stage.params.rejection_sampling.sampling
     log.info("train_policy: sampling %d responses to each of %d prompts", config.samples_per_prompt, len(prompts))
@@ -132,7 +132,7 @@ def sample(stage: Stage, prompts: list) -> list[list]:
 
 def score(stage: Stage, prompts: list, samples: list[list], tokenizer) -> list[list]:
     from rlhf_core.models.tokenizer import stop_ids
-    from rlhf_core.trainers.labelling import ResponseScorer
+    from rlhf_core.sampling.drawing import ResponseScorer
 
     params = stage.params
     scorer = ResponseScorer(params.rejection_sampling.scorers, reward_model=REWARD_MODEL, source_judges=source_judges(), model=params.model)
@@ -149,8 +149,8 @@ def score(stage: Stage, prompts: list, samples: list[list], tokenizer) -> list[l
 def train(stage: Stage, groups: list[list], tokenizer):
     """SFT on each prompt's best response. Returns what was trained and the stage's metrics."""
     from rlhf_core.engines.deepspeed_engine import join_world
+    from rlhf_core.sampling.drawing import best_responses
     from rlhf_core.trainers.finetune import COLUMNS, finetune
-    from rlhf_core.trainers.labelling import best_responses
 
     params, config = stage.params, stage.params.rejection_sampling
     best, dropped = best_responses(groups, min_score=config.min_score)

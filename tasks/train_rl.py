@@ -88,7 +88,7 @@ def run(stage: Stage, output: Path) -> None:
     """Submit the job, or follow it where it already runs, and pass its output on."""
     from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
     from rlhf_core.models.folder import weight_files
-    from rlhf_core.trainers.rl_job import REFUSED, refusal_of
+    from rlhf_core.trainers.rl.job import REFUSED, refusal_of
 
     params = stage.params
     description = stage.scratch / "job.json"
@@ -108,7 +108,7 @@ def run(stage: Stage, output: Path) -> None:
             address = stack.enter_context(head)
         if stage.stop_requested:
             raise StageStopped
-        driver = [sys.executable, "-m", "rlhf_core.trainers.rl_driver", str(description.resolve())]
+        driver = [sys.executable, "-m", "rlhf_core.trainers.rl.driver", str(description.resolve())]
         code = run_job(
             address,
             f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(driver)}",
@@ -143,7 +143,7 @@ def show(text: str, *, ended: bool = False) -> None:
 
 def describe(stage: Stage, output: Path):
     from rlhf_core.scorers.needs import model_folders
-    from rlhf_core.trainers.rl_job import RlJob
+    from rlhf_core.trainers.rl.job import RlJob
 
     params = stage.params
     rl = with_absolute_paths(params.rl)
@@ -190,7 +190,7 @@ def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
     """
     import pandas as pd
 
-    from rlhf_core.trainers.rl_job import PLACEMENT
+    from rlhf_core.trainers.rl.job import PLACEMENT
 
     rows = pd.read_csv(work / "curves.csv")
     last = rows.tail(steps_at_the_end(len(rows)))

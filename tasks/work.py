@@ -19,10 +19,10 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.checkpoint import Origin, checkpoint_steps
+from rlhf_core.checkpoint.manifest import MANIFEST
+from rlhf_core.checkpoint.store import Origin, checkpoint_steps
 from rlhf_core.config import CheckpointsConfig, ConfigError, read_stages, read_yaml
-from rlhf_core.manifest import MANIFEST
-from rlhf_core.rounds import dvc_md5, read_round_stages
+from rlhf_core.rounds.pins import dvc_md5, read_round_stages
 
 SCRATCH = Path("scratch")
 WORK = "work.json"  # in a scratch folder: what its work is made of

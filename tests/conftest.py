@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 
-from rlhf_core.quiet import be_quiet
+from rlhf_core.process import be_quiet
 
 be_quiet()
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -72,7 +72,7 @@ def in_process(family: str, columns: list[str]) -> Cells:
 
 def one_family(family: str, columns: list[str]) -> Cells:
     """In this process."""
-    from rlhf_core.quiet import be_quiet
+    from rlhf_core.process import be_quiet
 
     be_quiet()
     from rlhf_core.config import LoraConfig, load_params

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from flows.worktree import git
+from flows.chain.worktree import git
 
 ROOT = Path(__file__).parents[1]
 FILES = ("params.yaml", "dvc.yaml", ".gitignore", "rounds/rounds.yaml", "rounds/dvc.yaml")

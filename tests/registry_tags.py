@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.lineage import lineage
+from rlhf_core.provenance.lineage import lineage
 
 GATE = {"needed": True, "passed": True, "message": "passed: it did", "override": None}
 PROMOTION = {"require_approval": True, "approval_timeout": 60, "allowed_signers": None}
@@ -17,7 +17,7 @@ PATHS = {"reward-model": "models/reward", "policy": "models/policy"}
 
 
 def sound_lineage(commit: str, **changes: Any) -> dict[str, Any]:
-    """As rlhf_core.lineage makes it, of a model that nobody has."""
+    """As rlhf_core.provenance.lineage makes it, of a model that nobody has."""
     return {
         **{"commit": commit, "md5": "0" * 32 + ".dir", "path": "models/reward", "run": "main", "gate": GATE, "size": 1, "files": 2},
         **{"data": None, "parents": {}, "packages": {}, "reward_model_version": None, "previous_version": None},

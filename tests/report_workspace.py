@@ -16,7 +16,7 @@ import pandas as pd
 from scipy.stats import norm
 
 from rlhf_core.config import apply_overrides
-from rlhf_core.statistics import paired_difference, points_interval, sign_test, wilson_interval
+from rlhf_core.statistics.intervals import paired_difference, points_interval, sign_test, wilson_interval
 
 ROOT = Path(__file__).parents[1]
 

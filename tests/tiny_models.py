@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rlhf_core.checkpoint import StoreSettings
+from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, equal_count
@@ -29,8 +29,8 @@ from rlhf_core.models.build import load_language_model, load_scalar_model, new_l
 from rlhf_core.models.tokenizer import build_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, collate_tokens
 from rlhf_core.trainers.demonstrations import Demonstration
-from rlhf_core.trainers.rl_job import RlJob
-from rlhf_core.trainers.rl_minibatch import Minibatch
+from rlhf_core.trainers.rl.job import RlJob
+from rlhf_core.trainers.rl.minibatch import Minibatch
 from rlhf_core.types import TrainBatch
 
 torch.set_num_threads(1)

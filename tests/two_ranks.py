@@ -11,8 +11,8 @@ from tiny_models import demonstrations, negative_logprob_step, policy_engine, rl
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
 from rlhf_core.engines.ports import free_ports
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
-from rlhf_core.trainers.rl_minibatch import Minibatch
-from rlhf_core.trainers.rl_rank import TrainerRank
+from rlhf_core.trainers.rl.minibatch import Minibatch
+from rlhf_core.trainers.rl.rank import TrainerRank
 
 STAGES = (0, 2, 3)
 DEADLINE = 240  # seconds; two processes import torch and deepspeed on a machine that may be busy

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rlhf_core.config.base import Fraction, RolloutBackend, Section
 
-# Of a GPU, for one actor: a part of one, or a whole one. auto: see rlhf_core/trainers/rl_placement.py.
+# Of a GPU, for one actor: a part of one, or a whole one. auto: see rlhf_core/trainers/rl/placement.py.
 GpuShare = Literal["auto"] | Annotated[float, Field(gt=0, le=1)]
 
 

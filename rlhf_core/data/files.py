@@ -27,7 +27,7 @@ from rlhf_core.data.dropped import excerpt
 from rlhf_core.data.memory import limited
 from rlhf_core.data.messages import MAX_CHARACTERS
 from rlhf_core.data.places import exists, locate
-from rlhf_core.file_hashes import entries_below
+from rlhf_core.provenance.file_hashes import entries_below
 
 # What no data set has and a hostile file may: see docs/security.md.
 MAX_JSON_BYTES = 2**30  # of a .json file, which is read as a whole

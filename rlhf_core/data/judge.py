@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rlhf_core.config import CLERK_JUDGE, shown
-from rlhf_core.data.clerk_language import COURTESIES, read_request, read_response
+from rlhf_core.data.clerk.language import COURTESIES, read_request, read_response
 from rlhf_core.data.functions import load_function
 from rlhf_core.data.schema import Message
 from rlhf_core.environment import hint

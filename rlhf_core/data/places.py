@@ -63,7 +63,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def hub_is_asked() -> bool:
-    """HF_HUB_OFFLINE=0: the hub itself may be asked. Unset, it isn't (rlhf_core/quiet.py)."""
+    """HF_HUB_OFFLINE=0: the hub itself may be asked. Unset, it isn't (rlhf_core/process.py)."""
     return os.environ.get("HF_HUB_OFFLINE", "1").upper() not in ("1", "ON", "YES", "TRUE")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlhf_core.config import SourceConfig, shown
-from rlhf_core.data.clerk import clerk_rows
+from rlhf_core.data.clerk.generator import clerk_rows
 from rlhf_core.data.columnar import drop_added_nulls
 from rlhf_core.data.dropped import Dropped, LeftOut, Misfit, excerpt
 from rlhf_core.data.files import MAX_NAME, Found, file_records
@@ -24,7 +24,7 @@ from rlhf_core.data.samples import Writer, sample_rows
 from rlhf_core.data.schema import ORIGIN
 from rlhf_core.data.seen import Seen, in_parts, key_of
 from rlhf_core.data.split import conversation_text
-from rlhf_core.file_hashes import FileHashes, files_below
+from rlhf_core.provenance.file_hashes import FileHashes, files_below
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict

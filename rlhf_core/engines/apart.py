@@ -20,12 +20,12 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.engines.weights import pack, unpack
-from rlhf_core.quiet import be_quiet, show_own_log
+from rlhf_core.process import be_quiet, show_own_log
 
 if TYPE_CHECKING:
     import torch
 
-    from rlhf_core.sampling import Sample
+    from rlhf_core.sampling.requests import Sample
 
 ANSWER_SECONDS = 24 * 3600.0  # a stage's own time is limited by flow.stage_timeout, and a dead process is noticed at once
 END_SECONDS = 60.0

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlhf_core.certificate import OPTIMIZER_NAMES
+from rlhf_core.checkpoint.digest import OPTIMIZER_NAMES
 from rlhf_core.models.dropout import disable_dropout
 from rlhf_core.models.lora import merged_state_dict
-from rlhf_core.quiet import overlook_what_is_imported
+from rlhf_core.process import overlook_what_is_imported
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rlhf_core.engines.apart import EngineApart
     from rlhf_core.engines.pytorch_engine import PytorchEngine
     from rlhf_core.engines.vllm_engine import VllmEngine
-    from rlhf_core.sampling import Sample
+    from rlhf_core.sampling.requests import Sample
 
 
 def open_engine(backend: RolloutBackend, model_path: str, **settings: Any) -> VllmEngine | PytorchEngine | EngineApart:

@@ -13,7 +13,7 @@ from rlhf_core.models.decoding import decoder
 from rlhf_core.models.generation import generate
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.progress import drawn
-from rlhf_core.sampling import Sample, SamplingSettings
+from rlhf_core.sampling.requests import Sample, SamplingSettings
 
 PROMPT_TOKENS = 32_768  # of a batch, which go through the model at once
 

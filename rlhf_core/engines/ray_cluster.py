@@ -170,7 +170,7 @@ def run_job(
     Args:
         entrypoint: the shell command of the driver.
         silence_timeout: seconds without an answer of the head, or without a change of `pulse`, after which either is taken for lost.
-        pulse: a file that the driver changes all the time (rlhf_core/trainers/rl_job.py: beat).
+        pulse: a file that the driver changes all the time (rlhf_core/trainers/rl/job.py: beat).
         on_output: gets the driver's output in pieces, as they come.
         stop_requested: once True, the job is sent SIGTERM; it has the grace of its head to write a checkpoint.
     Returns:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.engines.gpu_memory import cache_bytes
 from rlhf_core.engines.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
-from rlhf_core.quiet import overlook_what_is_imported
-from rlhf_core.sampling import Sample, SamplingSettings
+from rlhf_core.process import overlook_what_is_imported
+from rlhf_core.sampling.requests import Sample, SamplingSettings
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-from rlhf_core.statistics import paired_interval, wilson_interval
+from rlhf_core.statistics.intervals import paired_interval, wilson_interval
 
 DRAWS = 400  # of a bootstrap: its 95% ends then rest on 10 draws each
 OUTERMOST = 10 / DRAWS  # the outermost quantile that is read off the draws

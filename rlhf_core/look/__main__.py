@@ -20,7 +20,7 @@ from rlhf_core.config.data import DataFormat
 from rlhf_core.data.sources import records_of
 from rlhf_core.look import page, yaml
 from rlhf_core.look.look import GUESSED_FROM, Guess, Looked, Tried, guess, look, place_of, sample_of
-from rlhf_core.quiet import be_quiet
+from rlhf_core.process import be_quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -35,11 +35,11 @@ from rlhf_core.models.classifier import classifier
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.rotary import fix_frequencies
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch, collate_tokens
-from rlhf_core.sampling import SamplingSettings
+from rlhf_core.sampling.requests import SamplingSettings
 from rlhf_core.trainers.demonstrations import Demonstration
-from rlhf_core.trainers.preference_data import Continuation, Pair, ResponseForward
-from rlhf_core.trainers.preference_phases import PairObjective
-from rlhf_core.trainers.preference_reference import no_reference
+from rlhf_core.trainers.preference.data import Continuation, Pair, ResponseForward
+from rlhf_core.trainers.preference.objectives import PairObjective
+from rlhf_core.trainers.preference.reference import no_reference
 from rlhf_core.trainers.reward import Comparison, reward_phase
 from rlhf_core.trainers.sft import sft_phase
 

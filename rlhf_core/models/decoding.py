@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from rlhf_core.models.build import trunk
-from rlhf_core.models.packed import can_pack, interleaved
-from rlhf_core.models.packed_layers import normalize
+from rlhf_core.models.cpu.layers import normalize
+from rlhf_core.models.cpu.packed import can_pack, interleaved
 from rlhf_core.models.rotary import check_length
 from rlhf_core.models.trying import TRIAL_ERRORS, agree, on_trial
 

@@ -9,7 +9,7 @@ import torch
 
 from rlhf_core.algorithms.logprobs import left_logits
 from rlhf_core.models.decoding import Decoder
-from rlhf_core.sampling import Sample, SamplingSettings
+from rlhf_core.sampling.requests import Sample, SamplingSettings
 
 KEPT_PART = 0.8  # with no more than this part of the sequences still growing, the others are dropped from the batch
 

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from rlhf_core.algorithms.logprobs import sampler_logprobs, token_entropy, token_logprobs, token_logprobs_and_entropy
 from rlhf_core.models.build import scalar_head, trunk
+from rlhf_core.models.cpu.layout import visible_branches
+from rlhf_core.models.cpu.packed import can_pack, packed_states
 from rlhf_core.models.head import can_project_in_pieces, head_logprobs
 from rlhf_core.models.logits import logit_rule
 from rlhf_core.models.masks import attention_arguments
-from rlhf_core.models.packed import can_pack, packed_states
-from rlhf_core.models.packed_layout import visible_branches
 from rlhf_core.models.reading import find_reading, label_index, own_scores
 from rlhf_core.models.rotary import changes_with_length, check_length
 

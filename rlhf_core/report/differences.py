@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from rlhf_core.report.texts import measured, number, signed
-from rlhf_core.statistics import (
+from rlhf_core.statistics.intervals import (
     detectable_difference,
     difference_of_intervals,
     holm,
@@ -33,7 +33,7 @@ Tables = tuple[pd.DataFrame, pd.DataFrame]  # results by prompt, of the first an
 METHODS = ("rl", "dpo", "kto", "rejection_sampling", "conditional_sft")
 # Sections that change no figure of a run.
 IGNORED = ("cluster", "tracking", "flow", "report", "iterative", "promotion")
-OF_THE_REGISTRY = ("incumbent", "anchor", "rolled_back")  # of the section gate: what flows/pins.py wrote when the run began
+OF_THE_REGISTRY = ("incumbent", "anchor", "rolled_back")  # of the section gate: what flows/chain/pins.py wrote when the run began
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from rlhf_core.report.verdict import (
     stopped_verdict,
     training_scorers,
 )
-from rlhf_core.statistics import holm, wilson_interval
+from rlhf_core.statistics.intervals import holm, wilson_interval
 
 USES = ("pretrain", "sft", "preference", "prompt")  # in the order of the chain
 # What shaped the result, in the order of the chain; everything else is folded away below.

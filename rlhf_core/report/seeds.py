@@ -14,7 +14,7 @@ from typing import Any
 from tabulate import tabulate
 
 from rlhf_core.report.differences import Results, of_one_configuration
-from rlhf_core.statistics import MeanDifference, detectable_mean_difference, holm, mean_interval, paired_means
+from rlhf_core.statistics.intervals import MeanDifference, detectable_mean_difference, holm, mean_interval, paired_means
 
 
 @dataclass(frozen=True)

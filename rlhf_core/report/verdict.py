@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rlhf_core.report.inputs import Stopped, need
 from rlhf_core.report.texts import number
-from rlhf_core.statistics import detectable_difference, holm
+from rlhf_core.statistics.intervals import detectable_difference, holm
 
 MODES = ("greedy", "sampled")
 Direction = Literal["better", "worse", "unclear"]

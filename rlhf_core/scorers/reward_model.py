@@ -12,7 +12,7 @@ import torch
 
 from rlhf_core.data.batching import even_microbatches
 from rlhf_core.models.build import frozen, load_scalar_model
-from rlhf_core.models.side_by_side import AT_A_TIME, can_run_side_by_side, side_by_side
+from rlhf_core.models.cpu.parallel import AT_A_TIME, can_run_side_by_side, side_by_side
 from rlhf_core.models.wrappers import ScalarModule, collate_tokens
 from rlhf_core.scorers.members import member_folders
 

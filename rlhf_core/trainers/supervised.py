@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlhf_core.checkpoint import CheckpointStore
+from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import TrainingConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, warmup_cosine
+from rlhf_core.process import collect_as_usual
 from rlhf_core.progress import Bar
-from rlhf_core.quiet import collect_as_usual
 from rlhf_core.tracking import MetricsLog
 
 log = logging.getLogger("rlhf")

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from rlhf_core.config import ConfigError
-from rlhf_core.quiet import be_quiet
+from rlhf_core.process import be_quiet
 
 REFUSED, INTERRUPTED = 2, 130
 
@@ -111,7 +111,7 @@ def _chosen(asked: argparse.Namespace):
 
 
 def _chat(asked: argparse.Namespace) -> int:
-    from rlhf_core.sampling import SamplingSettings
+    from rlhf_core.sampling.requests import SamplingSettings
     from rlhf_core.use.chat import Partner, chat, introduction, typed_lines
     from rlhf_core.use.choice import beside, check_language_model
 

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 READERS = [p for folder in ("tasks", "flows", "rlhf_core") for p in sorted((ROOT / folder).rglob("*.py"))]
 # What writes and checks all rows, whatever their split.
 WHOLE_FILES = {
-    *("tasks/prepare_data.py", "tasks/validate_data.py", "tasks/validate_round.py", "rlhf_core/data/schema.py"),
+    *("tasks/prepare_data.py", "tasks/validate_data.py", "tasks/rounds/validate_round.py", "rlhf_core/data/schema.py"),
     *("rlhf_core/data/dropping.py", "rlhf_core/data/mixing.py", "rlhf_core/data/unrenderable.py"),
 }
 
@@ -27,7 +27,9 @@ def test_every_reader_of_rows_says_which_split():
     """Otherwise it gets the rows of all of them."""
     calls = {str(p.relative_to(ROOT)): calls_of(p, "read_rows") for p in READERS}
     readers = {path: found for path, found in calls.items() if found}
-    assert {"tasks/train_sft.py", "tasks/train_reward.py", "tasks/evaluate_round.py", "rlhf_core/trainers/rl_data.py"} <= set(readers)
+    assert {"tasks/train_sft.py", "tasks/train_reward.py", "tasks/rounds/evaluate_round.py", "rlhf_core/trainers/rl/data.py"} <= set(
+        readers
+    )
     assert [path for path, found in readers.items() if any(len(call.args) < 3 for call in found)] == []
     whole = {str(p.relative_to(ROOT)) for p in READERS if calls_of(p, "open_rows")}
     assert whole <= WHOLE_FILES
@@ -35,11 +37,11 @@ def test_every_reader_of_rows_says_which_split():
 
 def test_nothing_but_rounds_reads_the_promotion_split():
     naming = {str(p.relative_to(ROOT)) for p in READERS if "promotion" in strings_of(p) and calls_of(p, "read_rows")}
-    assert naming == {"tasks/sample_round.py", "tasks/evaluate_round.py", "flows/rounds.py"}
+    assert naming == {"tasks/rounds/sample_round.py", "tasks/rounds/evaluate_round.py", "flows/rounds/series.py"}
 
 
 def test_a_round_samples_from_training_prompts_and_only_counts_those_of_the_promotion_split():
-    tree = ast.parse((ROOT / "tasks/sample_round.py").read_text())
+    tree = ast.parse((ROOT / "tasks/rounds/sample_round.py").read_text())
     reads = {
         f.name: [ast.unparse(c) for c in ast.walk(f) if isinstance(c, ast.Call) and ast.unparse(c.func) == "read_rows"]
         for f in tree.body

@@ -11,10 +11,10 @@ from typing import get_args
 import pytest
 from ruamel.yaml import YAML
 
-from flows import rounds
-from flows.rlhf_flow import is_gate
-from flows.stages import HASH_INPUTS, _paths, stage_order
-from flows.summary import KEY_FIGURES, REPORT
+from flows.chain.flow import is_gate
+from flows.chain.stages import HASH_INPUTS, _paths, stage_order
+from flows.chain.summary import KEY_FIGURES, REPORT
+from flows.rounds import series
 from rlhf_core.config import (
     INPUT_SECTIONS,
     ROUND_STAGE_SECTIONS,
@@ -28,8 +28,8 @@ from rlhf_core.config import (
 )
 from rlhf_core.data import files
 from rlhf_core.data.places import DATA_ENDINGS
-from rlhf_core.inputs import INPUTS, read_inputs
-from rlhf_core.rounds import PIPELINE, ROUNDS_FILE, read_rounds
+from rlhf_core.provenance.inputs import INPUTS, read_inputs
+from rlhf_core.rounds.pins import PIPELINE, ROUNDS_FILE, read_rounds
 
 sys.path.insert(0, str(Path(__file__).parent))
 from imports import ROOT, closure
@@ -37,7 +37,7 @@ from imports import ROOT, closure
 METHODS = get_args(Method)
 CHAINS = {method: read_stages(ROOT / "dvc.yaml", {"alignment": {"method": method}}) for method in METHODS}  # method -> stages
 STAGES = CHAINS["rl"]
-ENTRY = {"key": "1", "item": {"policy": {"path": "models/sft"}}, "rounds": "rounds"}  # what of rounds.yaml the pipeline asks for
+ENTRY = {"key": "1", "item": {"policy": {"path": "models/sft"}}, "rounds": "rounds"}  # what of series.yaml the pipeline asks for
 _PIPELINE = YAML(typ="safe", pure=True).load(fill_in((ROOT / PIPELINE).read_text(), ENTRY))
 ROUND_STAGES = {stage: definition["do"] for stage, definition in _PIPELINE["stages"].items()}
 ALL = [(method, stage) for method in METHODS for stage in STAGES if method == "rl" or stage == "train_policy"]
@@ -49,10 +49,10 @@ FRAME = {
     "rlhf_core/config": "reads params.yaml, whose sections are dependencies themselves",
     "rlhf_core/environment.py": "which environment variables a stage sees",
     "rlhf_core/progress.py": "what is told while a stage works",
-    "rlhf_core/quiet.py": "environment variables that silence libraries",
+    "rlhf_core/process.py": "environment variables that silence libraries",
     "rlhf_core/tracking.py": "where curves are written to",
-    "rlhf_core/checkpoint.py": "where unfinished work is kept",
-    "rlhf_core/certificate.py": "what is written beside it, to be compared",
+    "rlhf_core/checkpoint/store.py": "where unfinished work is kept",
+    "rlhf_core/checkpoint/digest.py": "what is written beside it, to be compared",
 }
 
 
@@ -83,12 +83,12 @@ def test_the_flow_runs_the_stages_of_dvc_yaml_in_the_order_of_the_design():
 
 
 def test_every_stage_has_a_module_and_every_module_a_stage():
-    modules = {p.stem for p in (ROOT / "tasks").glob("*.py")} - {"__init__", "stage", "work"}
+    modules = {p.stem for p in (ROOT / "tasks").rglob("*.py")} - {"__init__", "stage", "work"}
     assert modules == {module(method, stage) for method, stage in ALL} | set(ROUND_STAGES)
     for method, stage in ALL:
         assert CHAINS[method][stage]["cmd"] == f"exec python -m tasks.{module(method, stage)}"
     for stage, definition in ROUND_STAGES.items():
-        assert definition["cmd"] == f"exec python -m tasks.{stage} 1"
+        assert definition["cmd"] == f"exec python -m tasks.rounds.{stage} 1"
 
 
 def module(method: str, stage: str) -> str:
@@ -138,17 +138,18 @@ def test_dependencies_cover_the_code_that_a_stage_runs(method, stage):
 @pytest.mark.parametrize("stage", ROUND_STAGES)
 def test_dependencies_cover_the_code_that_a_stage_of_a_round_runs(stage):
     declared = [ROOT / d for d in ROUND_STAGES[stage]["deps"]]
-    needed = closure(ROOT / f"tasks/{stage}.py", {ROOT / path for path in FRAME})
+    needed = closure(ROOT / f"tasks/rounds/{stage}.py", {ROOT / path for path in FRAME})
     missing = {str(p.relative_to(ROOT)) for p in needed if not any(d == p or d in p.parents for d in declared)}
     assert missing == set(), f"add to deps of {stage} in {PIPELINE}"
-    assert_used(stage, ROUND_STAGES[stage]["deps"], closure(ROOT / f"tasks/{stage}.py", set()))
+    assert_used(stage, ROUND_STAGES[stage]["deps"], closure(ROOT / f"tasks/rounds/{stage}.py", set()))
 
 
 def test_stages_that_write_a_models_card_depend_on_the_sources_that_it_names():
     """The card reads data/prepared/sources.json (Stage.card), which no import shows."""
-    stages = [(module(method, stage), CHAINS[method][stage]) for method, stage in ALL] + [*ROUND_STAGES.items()]
+    stages = [(module(method, stage), CHAINS[method][stage]) for method, stage in ALL]
+    stages += [(f"rounds/{stage}", definition) for stage, definition in ROUND_STAGES.items()]
     writers = {name: definition["deps"] for name, definition in stages if re.search(r"\bpublish_", (ROOT / f"tasks/{name}.py").read_text())}
-    assert {"train_sft", "train_reward", "train_rl", "train_dpo", "train_round"} <= set(writers)
+    assert {"train_sft", "train_reward", "train_rl", "train_dpo", "rounds/train_round"} <= set(writers)
     assert [name for name, deps in writers.items() if "data/prepared" not in deps] == []
 
 
@@ -182,7 +183,7 @@ def test_outs_keep_the_run_cache():
 
 def test_the_pipeline_of_rounds_is_the_flows_and_starts_empty():
     """All stages of a round come from its entry, and work in the project's folder."""
-    assert tuple(ROUND_STAGES) == rounds.STAGES
+    assert tuple(ROUND_STAGES) == series.STAGES
     for definition in _PIPELINE["stages"].values():
         assert definition["foreach"] == "rounds" and definition["do"]["wdir"] == ".."
     assert _PIPELINE["vars"] == [ROUNDS_FILE.name] and read_rounds(ROOT) == {}

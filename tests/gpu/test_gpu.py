@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from rlhf_core.checkpoint import CheckpointStore
+from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import load_params
 from rlhf_core.models.tokenizer import build_tokenizer
 
@@ -85,7 +85,7 @@ def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend
     from rlhf_core.engines.in_process import open_engine
     from rlhf_core.models.build import checkpoint_names, load_language_model
     from rlhf_core.models.wrappers import PolicyModule, collate_tokens
-    from rlhf_core.sampling import SamplingSettings, request_seeds
+    from rlhf_core.sampling.requests import SamplingSettings, request_seeds
 
     model = load_language_model(folder)
     engine = open_engine(
@@ -185,7 +185,7 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
     from rlhf_core.engines.ray_cluster import local_head, run_job
     from rlhf_core.models.build import new_scalar_model, save_model
     from rlhf_core.models.tokenizer import load_tokenizer
-    from rlhf_core.trainers.rl_job import PLACEMENT
+    from rlhf_core.trainers.rl.job import PLACEMENT
     from tests.tiny_models import rl_job
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
@@ -211,7 +211,7 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
     with local_head(cpus=4, start_timeout=120.0) as address:
         code = run_job(
             address,
-            f"cd {os.getcwd()} && exec {sys.executable} -m rlhf_core.trainers.rl_driver {tmp_path / 'job.json'}",
+            f"cd {os.getcwd()} && exec {sys.executable} -m rlhf_core.trainers.rl.driver {tmp_path / 'job.json'}",
             fingerprint="gpu",
             environment={"PYTHONPATH": os.environ.get("PYTHONPATH", os.getcwd())},
             start_timeout=120.0,
@@ -231,7 +231,7 @@ def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_p
     from rlhf_core.config import LoraConfig
     from rlhf_core.engines.deepspeed_engine import join_world
     from rlhf_core.tracking import MetricsLog
-    from rlhf_core.trainers.preference import COLUMNS, PreferenceRun, train_on_pairs
+    from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_pairs
     from rlhf_core.trainers.supervised import LoopSettings
 
     join_world()

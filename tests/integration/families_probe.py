@@ -25,8 +25,8 @@ from transformers import (
 
 from rlhf_core.engines.vllm_engine import VllmEngine
 from rlhf_core.models.build import checkpoint_names
-from rlhf_core.quiet import be_quiet
-from rlhf_core.sampling import SamplingSettings
+from rlhf_core.process import be_quiet
+from rlhf_core.sampling.requests import SamplingSettings
 
 VOCABULARY, LONGEST, WINDOW = 128, 384, 16
 SHAPE = {

@@ -22,10 +22,10 @@ from rlhf_core.engines.vllm_engine import VllmEngine
 from rlhf_core.engines.weights import replace_weights
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
-from rlhf_core.quiet import be_quiet
-from rlhf_core.sampling import Sample, SamplingSettings, request_seeds
-from rlhf_core.trainers.rl_data import collate
-from rlhf_core.trainers.rl_metrics import LogprobMismatch, check_logprobs
+from rlhf_core.process import be_quiet
+from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
+from rlhf_core.trainers.rl.data import collate
+from rlhf_core.trainers.rl.metrics import LogprobMismatch, check_logprobs
 from rlhf_core.types import Prompt, Rollout, ScoredRollout
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ import psutil
 from ruamel.yaml import YAML
 from small_workspace import ROOT, command_line, git, never_on_schedule, processes_in, wait_until
 
-from flows.stages import dvc_environment
+from flows.chain.stages import dvc_environment
 
 ORDER = [  # after hash_inputs
     *("prepare_data", "validate_data", "check_model", "train_sft", "train_reward", "gate_reward"),
@@ -211,7 +211,7 @@ def stage_processes(workspace: Path, stage: str) -> list[psutil.Process]:
 
 def driver_process(workspace: Path) -> psutil.Process:
     """The one driver of an RL job of this workspace, wherever its head is."""
-    (process,) = [p for p in alive_processes(workspace) if "rlhf_core.trainers.rl_driver" in command_line(p)]
+    (process,) = [p for p in alive_processes(workspace) if "rlhf_core.trainers.rl.driver" in command_line(p)]
     return process
 
 

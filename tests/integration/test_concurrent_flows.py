@@ -11,7 +11,7 @@ import psutil
 import pytest
 from small_workspace import ROOT, environment, make_workspace, outcomes, steps_done, training_has_begun, wait_until
 
-from flows.stages import run_stage, stage_environment
+from flows.chain.stages import run_stage, stage_environment
 
 pytestmark = pytest.mark.timeout(240)
 STEPS, OTHER_STEPS = 60, 72  # of 50 ms

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.lost_runs import end_lost_command_lines, sign_of_life
-from flows.run_record import read_record
-from flows.stages import stage_environment
+from flows.chain.stages import stage_environment
+from flows.runs.lost import end_lost_command_lines, sign_of_life
+from flows.runs.record import read_record
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_workspace import (
@@ -205,7 +205,7 @@ def all_flow_runs(server: str) -> list[dict]:
     return ask_server(server, "flow_runs/filter", sort="START_TIME_ASC")
 
 
-DIE = "import os, pathlib, sys; from flows.lost_runs import sign_of_life; print(sign_of_life(pathlib.Path(sys.argv[1]), sys.argv[2]).__enter__(), flush=True); os._exit(9)"  # noqa: E501
+DIE = "import os, pathlib, sys; from flows.runs.lost import sign_of_life; print(sign_of_life(pathlib.Path(sys.argv[1]), sys.argv[2]).__enter__(), flush=True); os._exit(9)"  # noqa: E501
 
 
 def test_only_a_run_of_the_command_line_whose_process_is_gone_is_ended(tmp_path, server):

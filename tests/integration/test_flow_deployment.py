@@ -38,9 +38,9 @@ from small_workspace import (
     wait_until,
 )
 
-from flows import versions
-from flows.lost_runs import end_lost_runs
-from flows.registry import read_registry
+from flows.registry import versions
+from flows.registry.state import read_registry
+from flows.runs.lost import end_lost_runs
 
 pytestmark = pytest.mark.timeout(420)
 STEPS = 80

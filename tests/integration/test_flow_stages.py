@@ -1,4 +1,4 @@
-"""flows/stages.py without Prefect: order, outcomes, deadline; DVC is the real one, on the small project of the integration tests."""
+"""flows/chain/stages.py without Prefect: order, outcomes, deadline; DVC is the real one, on the small project of the integration tests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.cache import run_checked
-from flows.stages import StageFailed, clear_locks, metrics_file, run_stage, stage_order, unchanged, up_to_date
+from flows.chain.cache import run_checked
+from flows.chain.stages import StageFailed, clear_locks, metrics_file, run_stage, stage_order, unchanged, up_to_date
 from rlhf_core.config import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.gpu.cases import ROOT
-from bench.gpu.harness import PARTS, RAN, Result, read_result
-from bench.gpu.record import Figure
-from bench.gpu.table import REHEARSAL
 from rlhf_core.engines.ray_cluster import MARK
+from tools.bench.gpu.cases import ROOT
+from tools.bench.gpu.harness import PARTS, RAN, Result, read_result
+from tools.bench.gpu.record import Figure
+from tools.bench.gpu.table import REHEARSAL
 
 MOST_SECONDS = 1500  # two minutes of computing, on two cores that all other tests use too
 BUDGET = 1e-4  # nats, rl.rollout.max_logprob_difference of params.yaml
@@ -52,7 +52,7 @@ def models(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory, models: Path) -> Rehearsal:
     out = tmp_path_factory.mktemp("rehearsal") / "out"
-    command = [sys.executable, "-m", "bench.gpu", "--rehearse", "--minutes", "24", "--out", str(out), "--models", str(models)]
+    command = [sys.executable, "-m", "tools.bench.gpu", "--rehearse", "--minutes", "24", "--out", str(out), "--models", str(models)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MOST_SECONDS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     results = {part.name: read_result(out / f"{part.name}.json") for part in PARTS}
@@ -119,7 +119,7 @@ def test_trl_does_the_same_steps(rehearsal):
 
 def test_a_part_that_is_killed_with_its_group_leaves_no_process_of_its_head(tmp_path, models, rehearsal):
     """The head has a session of its own, which the signal doesn't reach."""
-    command = [sys.executable, "-m", "bench.gpu.rl", "--out", str(tmp_path / "rl.json"), "--models", str(models), "--rehearse"]
+    command = [sys.executable, "-m", "tools.bench.gpu.rl", "--out", str(tmp_path / "rl.json"), "--models", str(models), "--rehearse"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **quiet) as process:
         until = time.monotonic() + 120

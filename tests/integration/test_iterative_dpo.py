@@ -12,9 +12,9 @@ from ruamel.yaml import YAML
 from small_chain import DEADLINE, await_checkpoint, begin, change_params, copy_chain, forget, newest_checkpoint, ran, run, said
 from small_workspace import flow_runs, git, processes_in, serving, wait_until
 
-from flows.rounds import round_stages
+from flows.rounds.series import round_stages
 from rlhf_core.data.schema import read_rows
-from rlhf_core.rounds import dvc_md5, read_rounds
+from rlhf_core.rounds.pins import dvc_md5, read_rounds
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -113,7 +113,7 @@ def check_first_round(worktree: Path) -> None:
 
 def test_a_round_on_demand_ends_as_the_killed_one_others_are_cancelled_and_one_comes_on_schedule(workspace, prefect, killed):
     """What was sampled comes from the run cache, training is computed anew, and the evaluation of the same policy is known already."""
-    forget(workspace, "tasks.train_round")
+    forget(workspace, "tasks.rounds.train_round")
 
     def runs(*, scheduled: bool) -> list[dict]:
         found = [r for r in flow_runs(prefect, "scheduled") if r["auto_scheduled"] == scheduled]

@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from registry_project import add_rounds, candidate, commit, dvc, make_project, without_identity
 from small_workspace import environment, git
 
-from flows import decisions
-from flows.decisions import add_version
-from flows.pins import check_not_rolled_back, pin_registry, prepare_run, promoted_version, start_from_registry
+from flows.chain.pins import check_not_rolled_back, pin_registry, prepare_run, promoted_version, start_from_registry
 from flows.promote import main
-from flows.registry import read_registry
-from flows.versions import fetch
+from flows.registry import decisions
+from flows.registry.decisions import add_version
+from flows.registry.state import read_registry
+from flows.registry.versions import fetch
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params
-from rlhf_core.registry import sha256_of_files
-from rlhf_core.rounds import dvc_md5
+from rlhf_core.provenance.cached_model import sha256_of_files
+from rlhf_core.rounds.pins import dvc_md5
 
 NAME = "reward-model"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.overrides import check
+from flows.chain.overrides import check
 from rlhf_core.config import apply_overrides, read_recipe
 from rlhf_core.data.schema import SCHEMAS, SPLITS, read_rows
 from rlhf_core.data.split import conversation_text

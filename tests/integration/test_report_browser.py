@@ -9,7 +9,7 @@ import pytest
 from chromium import CHROMIUM, Browser
 from report_workspace import HOSTILE, answer_otherwise, make_workspace, run_report
 
-from flows.results import read_side
+from flows.runs.results import read_side
 from rlhf_core.report.comparison_page import render_comparison
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")

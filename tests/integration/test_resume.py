@@ -41,7 +41,7 @@ from small_chain import (
 )
 from small_workspace import lay_out_database, wait_until
 
-from rlhf_core.certificate import differences, read_certificate
+from rlhf_core.checkpoint.digest import differences, read_certificate
 from tasks.stage import STOPPED_BY_SIGNAL
 
 pytestmark = pytest.mark.timeout(1500)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.stages import inputs_as_recorded, up_to_date, with_something_to_do
+from flows.chain.stages import inputs_as_recorded, up_to_date, with_something_to_do
 from rlhf_core.config import apply_overrides
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -198,7 +198,7 @@ def test_a_stage_that_is_none_is_refused_with_the_nearest(project, arguments, sa
 
 def test_a_deployments_run_takes_both_and_refuses_a_stage_that_is_none(project, server):
     code = (
-        "from flows.rlhf_flow import rlhf; print(sorted(rlhf.parameters.properties)); "
+        "from flows.chain.flow import rlhf; print(sorted(rlhf.parameters.properties)); "
         "state = rlhf({}, 'new', force='prepare', return_state=True); print(state.name, state.message)"
     )
     command = [sys.executable, "-c", code]
@@ -210,7 +210,7 @@ def test_a_deployments_run_takes_both_and_refuses_a_stage_that_is_none(project, 
 
 
 def test_a_retry_of_a_run_does_not_force_a_stage_that_ended_well(tmp_path, monkeypatch):
-    from flows.rlhf_flow import note_forced, once_in_run
+    from flows.chain.flow import note_forced, once_in_run
 
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "one")
     assert once_in_run(tmp_path, "train_sft") == "train_sft" and once_in_run(tmp_path, None) is None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.stages import dvc_environment, stage_environment
+from flows.chain.stages import dvc_environment, stage_environment
 from rlhf_core import environment as rules
 from rlhf_core.config import ConfigError, Params, ScorerConfig, load_params, parse_params, read_yaml, set_key
 from rlhf_core.data.functions import load_function

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from flows import stages
+from flows.chain import stages
 from rlhf_core import progress
 from rlhf_core.progress import Bar, StatusLine, counted, drawing, drawn, duration, is_end, is_progress
 
@@ -175,7 +175,7 @@ def test_without_a_terminal_every_line_stays():
 PROGRAM = """
 import logging, time
 from rlhf_core.progress import Bar, name_stage
-from rlhf_core.quiet import show_own_log
+from rlhf_core.process import show_own_log
 show_own_log()
 name_stage("train_sft")
 with Bar("sft step", 4) as bar:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rlhf_core.quiet import NEW_OBJECTS, QUIET_ENVIRONMENT, quietly
+from rlhf_core.process import NEW_OBJECTS, QUIET_ENVIRONMENT, quietly
 
 CYCLE = """
 class Loop:
@@ -20,7 +20,7 @@ Loop()
 """
 
 
-@pytest.mark.parametrize(("first", "said"), [("", "found\n"), ("from rlhf_core.quiet import be_quiet\nbe_quiet()\nbe_quiet()", "")])
+@pytest.mark.parametrize(("first", "said"), [("", "found\n"), ("from rlhf_core.process import be_quiet\nbe_quiet()\nbe_quiet()", "")])
 def test_a_quiet_process_ends_without_another_look_for_garbage(first, said):
     done = subprocess.run([sys.executable, "-c", f"{first}\n{CYCLE}"], capture_output=True, text=True, check=True)
     assert done.stdout == said and done.stderr == ""
@@ -42,7 +42,7 @@ def test_another_projects_module_runs_as_by_itself_whatever_lies_in_the_folder(t
 
 def test_a_line_of_the_log_is_read_as_it_stands():
     program = (
-        "import logging; from rlhf_core.quiet import show_own_log; show_own_log(); "
+        "import logging; from rlhf_core.process import show_own_log; show_own_log(); "
         "logging.getLogger('rlhf').info('source %s', 'a\\u202eb\\u200f'); logging.getLogger('other').info('not shown')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

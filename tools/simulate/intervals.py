@@ -16,7 +16,7 @@ from rlhf_core.data.labels import agreement
 from rlhf_core.gate.calibration import calibration_error
 from rlhf_core.report.differences import Results, figures_that_count, headline
 from rlhf_core.report.verdict import MODES, outcome
-from rlhf_core.statistics import (
+from rlhf_core.statistics.intervals import (
     detectable_difference,
     mean_interval,
     paired_interval,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from scipy.special import ndtri
 
-from rlhf_core.error_budget import next_budget
-from rlhf_core.exact_test import p_value
+from rlhf_core.statistics.error_budget import next_budget
+from rlhf_core.statistics.exact_test import p_value
 from tools.simulate.rows import Row
 
 ERROR_BUDGET, HORIZON = 0.05, 30  # the defaults of iterative.promotion

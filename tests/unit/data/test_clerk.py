@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from rlhf_core.config import ClerkConfig
-from rlhf_core.data.clerk import MALFORMED, MAX_PAIRS_PER_PROMPT, clerk_rows, draw_requests, utility
-from rlhf_core.data.clerk_garble import garble, wrong_number
-from rlhf_core.data.clerk_language import Request, read_request, read_response
+from rlhf_core.data.clerk.garble import garble, wrong_number
+from rlhf_core.data.clerk.generator import MALFORMED, MAX_PAIRS_PER_PROMPT, clerk_rows, draw_requests, utility
+from rlhf_core.data.clerk.language import Request, read_request, read_response
 from rlhf_core.data.judge import judge
 
 CONFIG = ClerkConfig(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_core.data.clerk_language import DEEDS, OPERATIONS, REGISTERS, Request, read_request
+from rlhf_core.data.clerk.language import DEEDS, OPERATIONS, REGISTERS, Request, read_request
 from rlhf_core.data.judge import Judgement, find_judge, judge
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core.config import SourceConfig
 from rlhf_core.data.sources import load_source
-from rlhf_core.file_hashes import FileHashes
+from rlhf_core.provenance.file_hashes import FileHashes
 
 datasets = pytest.importorskip("datasets")
 CARD = "---\nconfigs:\n- config_name: default\n  {}\n---\n"

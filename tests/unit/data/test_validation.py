@@ -19,7 +19,7 @@ from rlhf_core.data.measures import measure
 from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.validation import NO_ID, Finding, summary, validate
 from rlhf_core.models.tokenizer import build_tokenizer, encode_conversation, turn_end
-from tasks.validate_round import in_rounds
+from tasks.rounds.validate_round import in_rounds
 
 CONFIG = ValidationConfig(
     max_empty_fraction=0.0,

@@ -26,7 +26,7 @@ from rlhf_core.models.build import checkpoint_names, load_language_model, read_s
 from rlhf_core.models.decoding import HuggingFaceDecoder, LlamaDecoder
 from rlhf_core.models.generation import _uniforms, draw
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
-from rlhf_core.sampling import Sample, SamplingSettings, request_seeds
+from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
 from tests.model_families import OTHERS
 from tests.tiny_models import save_tiny_experts, tiny_tokenizer
 

@@ -24,7 +24,7 @@ from rlhf_core.engines.ray_cluster import (
     run_job,
     store_bytes,
 )
-from rlhf_core.trainers.rl_job import beat
+from rlhf_core.trainers.rl.job import beat
 
 DROPPED = requests.exceptions.ConnectionError("Remote end closed connection without response")
 TAKEN = RuntimeError("Job with submission_id rlhf-1 already exists. Please use a different submission_id.")

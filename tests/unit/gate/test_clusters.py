@@ -15,7 +15,7 @@ from rlhf_core.gate.clusters import (
     percentile_interval,
     share_interval,
 )
-from rlhf_core.statistics import wilson_interval
+from rlhf_core.statistics.intervals import wilson_interval
 
 
 def test_share_over_three_prompts():

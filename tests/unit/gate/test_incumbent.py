@@ -8,7 +8,7 @@ from scipy.stats import binom
 
 from rlhf_core.gate.incumbent import compare, mcnemar_exact
 from rlhf_core.gate.looks import look_level
-from rlhf_core.statistics import paired_interval
+from rlhf_core.statistics.intervals import paired_interval
 
 
 def test_mcnemar():

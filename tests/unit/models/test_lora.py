@@ -31,7 +31,7 @@ from rlhf_core.models.build import (
 )
 from rlhf_core.models.lora import add_adapters, merged_state_dict, without_adapters
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, collate_tokens
-from rlhf_core.trainers.rl_rank import TrainerRank
+from rlhf_core.trainers.rl.rank import TrainerRank
 
 pytestmark = pytest.mark.usefixtures("world")
 ALL = LoraConfig(rank=3, alpha=6.0, dropout=0.0, target_modules="all-linear")

@@ -17,7 +17,7 @@ from rlhf_core.models.build import load_language_model, load_scalar_model, save_
 from rlhf_core.models.lora import add_adapters, merged_state_dict, quantize_base, without_adapters
 from rlhf_core.models.quantized import BLOCK, QuantizedLinear
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
-from rlhf_core.trainers.rl_rank import TrainerRank
+from rlhf_core.trainers.rl.rank import TrainerRank
 
 pytestmark = pytest.mark.usefixtures("world")
 ROUNDED = LoraConfig(rank=3, alpha=6.0, dropout=0.0, target_modules=["q_proj", "v_proj"], quantize="nf4")

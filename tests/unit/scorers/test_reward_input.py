@@ -15,11 +15,11 @@ from transformers import BertTokenizer, PreTrainedTokenizerBase
 from rlhf_core.config import ScorerConfig
 from rlhf_core.gate.scoring import LoadedModel
 from rlhf_core.models.tokenizer import encode_prompt, encode_scored, load_tokenizer, turn_end
-from rlhf_core.sampling import Sample
+from rlhf_core.sampling.drawing import ResponseScorer
+from rlhf_core.sampling.requests import Sample
 from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.reward_input import RewardModelInput
 from rlhf_core.trainers.conditional import RatedResponse, reward_scores
-from rlhf_core.trainers.labelling import ResponseScorer
 from rlhf_core.types import Prompt
 
 QUESTION = [{"role": "user", "content": "Please sort 4172."}]

@@ -16,7 +16,7 @@ from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.wrappers import PolicyModule, TokenBatch, collate_tokens
-from rlhf_core.trainers.rl_rank import TrainerRank
+from rlhf_core.trainers.rl.rank import TrainerRank
 
 pytestmark = pytest.mark.usefixtures("world")
 

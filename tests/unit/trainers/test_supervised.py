@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_models import PAD, largest_difference, sequences, settings, tiny_params
 
-from rlhf_core.checkpoint import CheckpointStore
+from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import TrackingConfig
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.build import load_language_model

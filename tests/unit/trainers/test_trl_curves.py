@@ -13,8 +13,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from bench import ours
-from bench.work import Run, Work, works_to_json, write_jsonl
+from tools.bench import ours
+from tools.bench.work import Run, Work, works_to_json, write_jsonl
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [
@@ -65,7 +65,7 @@ def works(sft_folder: Path, reward_folder: Path, tmp_path_factory: pytest.TempPa
 def theirs(works: dict[str, Work], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("theirs")
     (folder / "works.json").write_text(works_to_json(list(works.values())))
-    command = [sys.executable, "-m", "bench.side", "theirs", str(folder / "works.json"), str(folder / "runs.json")]
+    command = [sys.executable, "-m", "tools.bench.side", "theirs", str(folder / "works.json"), str(folder / "runs.json")]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     done = subprocess.run(command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr

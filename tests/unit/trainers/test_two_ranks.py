@@ -9,9 +9,9 @@ import torch
 from tiny_models import largest_difference, policy_engine, save_tiny_experts
 from two_ranks import BATCHES, CASES, STAGES, load_of_other_ranks, rl_case, run_two_ranks, saved_by_one_rank, sft_steps
 
-from rlhf_core.certificate import CERTIFICATE, differences, read_certificate, write_certificate
+from rlhf_core.checkpoint.digest import CERTIFICATE, differences, read_certificate, write_certificate
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
-from rlhf_core.trainers.rl_minibatch import EXTREMES
+from rlhf_core.trainers.rl.minibatch import EXTREMES
 
 pytestmark = pytest.mark.usefixtures("world")
 at_every_stage = pytest.mark.parametrize("stage", STAGES)

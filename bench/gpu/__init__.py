@@ -1,1 +1,0 @@
-"""What a GPU alone can tell, in twenty minutes: python -m bench.gpu (docs/gpu.md). Each part is a program of its own."""

@@ -1,0 +1,1 @@
+"""The flow `rlhf`: the whole chain, each stage through DVC."""

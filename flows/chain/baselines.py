@@ -1,0 +1,124 @@
+"""What a run's report is held against: the run before it and the promoted one, written into baselines.json when the run starts.
+
+The figures themselves are written down, not only names: the report then depends on a file that git keeps with the run, says the same
+wherever it is made again, and asks nobody what is "previous" today.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flows.chain.stages import up_to_date
+from flows.registry.objects import read_objects
+from flows.registry.state import read_promoted
+from flows.registry.tags import Version
+from flows.runs.results import Read, content, find_commit, known_runs, read_results, show
+from rlhf_core.config import ConfigError, parse_json, read_yaml_text, shown
+from rlhf_core.report.differences import Results
+
+BASELINES = Path("baselines.json")
+FIGURES = ("train_sft", "gate_reward", "evaluate")  # stages whose metrics a comparison shows
+MAX_RUN_FILE = 64 << 20  # bytes of a file of a run that git has, curves among them
+OF_THE_GATE = ("accuracy", "low", "high")
+
+Baseline = dict[str, Any]
+
+
+def pin_baselines(root: Path, workspace: Path) -> None:
+    """Before a run that has something to do. What is in `workspace` from a whole run becomes the previous one.
+
+    A run that is taken up again after a failure keeps what it began with; the first one in a worktree is held against the run that was
+    finished last.
+
+    Raises:
+        ConfigError: a run's results or the registry can't be read, or a tag isn't what its commit says.
+    """
+    path = workspace / BASELINES
+    if not path.is_file():  # a run from before there were baselines has no such file, and needs none
+        return
+    pinned = json.loads(path.read_text(encoding="utf-8"))
+    own = whole_run("the run before, in this folder", partial(content, workspace))
+    if any(pinned.values()) if own is None else up_to_date(workspace):
+        return
+    others = _other_runs(root, workspace.name) if workspace.resolve() != root.resolve() else iter(())
+    found = {"previous": own or next(others, None), "promoted": _promoted(root)}
+    text = json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    if text != path.read_text(encoding="utf-8"):
+        path.write_text(text, encoding="utf-8")
+
+
+def _promoted(root: Path) -> Baseline | None:
+    """The run of the promoted policy or, where there is none, of the promoted reward model."""
+    for artifact in ("policy", "reward-model"):
+        current = read_promoted(root, artifact)
+        if current is not None:
+            return _of_version(root, current)
+    return None
+
+
+def _of_version(root: Path, version: Version) -> Baseline | None:
+    """The run of a version; its commit may be anybody's.
+
+    Raises:
+        ConfigError: a file of it isn't one that a run leaves.
+    """
+    name = f"{version.artifact} {version.version}"
+    try:
+        return whole_run(name, partial(_show_within_limits, root, version.commit))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{name}: expected the files of a whole run in commit {version.commit[:10]}, got {shown(repr(error))}") from error
+
+
+def _show_within_limits(root: Path, commit: str, path: str) -> bytes | None:
+    """A file of a commit, no larger and deeper than one of a run can be."""
+    (found,) = read_objects(root, [f"{commit}:{path}"], MAX_RUN_FILE)
+    if found is None or found.kind != "blob":
+        return None
+    subject = f"{path} of commit {commit[:10]}"
+    if found.content is None:
+        raise ConfigError(f"{subject}: expected at most {MAX_RUN_FILE} bytes, got {found.size}; don't use that commit")
+    if path.endswith(".json"):
+        tree = parse_json(found.content.decode("utf-8"), subject)
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{subject}: expected figures by their names, got {type(tree).__name__}; don't use that commit")
+    return found.content
+
+
+def _other_runs(root: Path, name: str) -> Iterator[Baseline]:
+    """Finished runs, newest first."""
+    for run in known_runs(root):
+        commit = find_commit(root, run) if run != name else None
+        found = commit and whole_run(f"run/{run} ({commit[:9]})", partial(show, root, commit))
+        if found:
+            yield found
+
+
+def whole_run(name: str, read: Read) -> Baseline | None:
+    """What a finished run has left; None where the files are not those that its report was made from, or there is no report.
+
+    Its params are those of dvc.lock: params.yaml may have been changed since.
+    """
+    lock = read("dvc.lock")
+    stages = {} if lock is None else read_yaml_text(lock.decode(), f"dvc.lock of {name}")["stages"]
+    used = [d for d in stages.get("report", {}).get("deps", []) if d["path"].startswith(("metrics/", "plots/"))]
+    if not used or any(_md5(read(d["path"])) != d["md5"] for d in used):
+        return None
+    return _trimmed(read_results(name, read), stages["report"]["params"]["params.yaml"])
+
+
+def _trimmed(results: Results, params: dict[str, Any]) -> Baseline:
+    metrics = {stage: tree for stage, tree in results.metrics.items() if stage in FIGURES}
+    gate = metrics["gate_reward"]
+    metrics["gate_reward"] = {key: gate[key] for key in OF_THE_GATE} | {"n_effective": gate.get("n_effective")}  # older runs lack it
+    return {"name": results.name, "params": params, "outs": dict(results.outs), "metrics": metrics, "prompts": results.prompts}
+
+
+def _md5(found: bytes | None) -> str | None:
+    return None if found is None else hashlib.md5(found, usedforsecurity=False).hexdigest()

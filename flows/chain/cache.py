@@ -1,0 +1,58 @@
+"""What DVC takes from its cache is looked at here: DVC itself trusts its read-only files, whatever a disk has made of them since."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from flows.chain.stages import LineHandler, StageResult, run_stage
+from rlhf_core.config import read_yaml
+from rlhf_core.provenance.cached_model import cache_folder
+from rlhf_core.rounds.pins import dvc_md5
+
+
+def run_checked(stage: str, workspace: Path, *, timeout: float, grace: float, on_line: LineHandler, force: bool = False) -> StageResult:
+    """As run_stage; what comes out of DVC's cache damaged is removed there, and the stage runs."""
+    result = run_stage(stage, workspace, timeout=timeout, grace=grace, on_line=on_line, force=force)
+    damaged = remove_damaged(workspace, stage) if result.outcome == "restored" else []
+    if not damaged:
+        return result
+    names = " and ".join(damaged)
+    on_line(f"{stage}: expected from DVC's cache what dvc.lock says, got a damaged {names}; removed there, and the stage runs again")
+    return run_stage(stage, workspace, timeout=timeout, grace=grace, on_line=on_line)
+
+
+def remove_damaged(workspace: Path, stage: str) -> list[str]:
+    """Remove the outs of a stage that aren't what dvc.lock says, and what the cache has of them, so that DVC runs the stage again.
+
+    Args:
+        stage: as DVC addresses it; of another pipeline with its file, such as rounds/dvc.yaml:sample_round@1.
+    Returns:
+        Their paths; none where all is well.
+    """
+    pipeline, _, name = stage.rpartition(":")
+    lock = (workspace / (pipeline or "dvc.yaml")).with_suffix(".lock")
+    outs = (lock.exists() and read_yaml(lock).get("stages", {}).get(name, {}).get("outs")) or []
+    bad = [out for out in outs if (path := lock.parent / out["path"]).exists() and dvc_md5(path) != out["md5"]]
+    objects = cache_folder(workspace) if bad else Path()
+    for out in bad:
+        path = lock.parent / out["path"]
+        for md5 in (*_members(objects, out), out["md5"]):
+            cached = objects / md5[:2] / md5[2:]
+            if cached.exists() and (md5 == out["md5"] or dvc_md5(cached) != md5):
+                cached.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return [out["path"] for out in bad]
+
+
+def _members(objects: Path, out: dict[str, Any]) -> list[str]:
+    """The md5 of each file of a folder, as its list in the cache has them."""
+    listing = objects / out["md5"][:2] / out["md5"][2:]
+    if not out["md5"].endswith(".dir") or not listing.exists():
+        return []
+    try:
+        return [entry["md5"] for entry in json.loads(listing.read_text(encoding="utf-8"))]
+    except ValueError:  # the list itself is damaged
+        return []

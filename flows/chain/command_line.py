@@ -1,0 +1,53 @@
+"""A flow from the command line: under a server, with a sign of life, and told to Prefect when a signal ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from flows.runs.lost import sign_of_life
+from flows.server import use_home, use_server
+
+
+def run_flow(root: Path, load: Callable[[], Any], *arguments: Any) -> Any:
+    """A flow's last state.
+
+    SIGTERM and SIGHUP end the run as Crashed, as SIGINT does, and then the process with 128 + the signal's number.
+
+    Args:
+        load: imports the flow, and Prefect with it. arguments: of the flow.
+    """
+    given = os.environ.get("PREFECT_API_URL")
+    end_by_signals()
+    with use_server(root):
+        flow = load()
+    from prefect import tags
+    from prefect.exceptions import TerminationSignal
+
+    try:
+        with sign_of_life(use_home(root), given) as tag, tags(tag):
+            return flow(*arguments, return_state=True)
+    except TerminationSignal as end:
+        raise SystemExit(128 + end.signal) from None
+
+
+def end_by_signals() -> None:
+    """SIGTERM and SIGHUP unwind this process, where they weren't ignored.
+
+    While a flow runs Prefect has a handler of its own. It restores ours and sends the signal once more before the run's state is set:
+    by default the process would end there, with a run that is Running for ever.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _end)
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    if getattr(sys.exc_info()[1], "signal", None) == number:  # of Prefect's TerminationSignal, which goes on its way
+        return
+    raise SystemExit(128 + number)

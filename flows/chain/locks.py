@@ -1,0 +1,88 @@
+"""One flow at a time in a workspace: the second start is refused and told whom it met."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from flows.chain.worktree import worktree_path
+from rlhf_core.config import ConfigError
+
+LOOK_SECONDS = 0.2
+_held: set[Path] = set()  # by this process: the command line holds one around the flow, which asks again
+
+
+@contextlib.contextmanager
+def only_flow(root: Path, run: str | None) -> Iterator[None]:
+    """Held as long as a flow works on a run; the kernel frees it however the flow ends.
+
+    Args:
+        root: the checkout. run: the name of its worktree, or None: the flow works in the checkout itself.
+    Raises:
+        ConfigError: another process has it, or the name can't be one.
+    """
+    path = lock_path(root, run).resolve()
+    if path in _held:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path, "this folder" if run is None else f"run {run}") as file:
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        _held.add(path)
+        try:
+            yield
+        finally:
+            _held.discard(path)
+
+
+def lock_path(root: Path, run: str | None) -> Path:
+    return root / ".dvc/tmp/flow.lock" if run is None else worktree_path(root, run).with_name(f".{run}.lock")
+
+
+def at_work(root: Path, run: str) -> str | None:
+    """The process whose flow works on a run; None: no flow does."""
+    path = lock_path(root, run)
+    if path.resolve() in _held:
+        return str(os.getpid())
+    try:
+        with path.open(encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip() or "unknown"
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def _locked(path: Path, subject: str) -> TextIO:
+    """The file, locked, and still the one of that name: a run that is deleted takes its own away.
+
+    Raises:
+        ConfigError: another process has had it for LOOK_SECONDS; `at_work` has it for less.
+    """
+    until = time.monotonic() + LOOK_SECONDS
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except BlockingIOError:
+            if time.monotonic() > until:
+                file.seek(0)
+                other = file.read().strip() or "unknown"
+                file.close()
+                raise ConfigError(
+                    f"{subject}: expected no other flow at work on it, got one, process {other}; wait for it or stop it, or give this one "
+                    "another name"
+                ) from None
+        file.close()
+        time.sleep(0.02)

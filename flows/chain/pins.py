@@ -1,0 +1,133 @@
+"""What the registry says when a run begins, written into its params: no stage asks for what is promoted now.
+
+`gate.incumbent` is the promoted reward model, `gate.anchor` the most accurate one that ever was, `gate.rolled_back` those that were taken
+back. A run keeps the incumbent and the anchor that it began with; what was taken back in the meantime it hears of whenever it is started.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from flows.chain.updates import check_run, check_update, has_begun
+from flows.chain.user_files import check_user_files
+from flows.chain.worktree import commit, prepare_worktree
+from flows.registry.evidence import check_version
+from flows.registry.state import read_for_decision
+from flows.registry.tags import Version
+from flows.registry.versions import fetch
+from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params, shown
+from rlhf_core.rounds.pins import dvc_md5
+
+INCUMBENT, ANCHOR, ROLLED_BACK = "gate.incumbent", "gate.anchor", "gate.rolled_back"
+REWARD_MODEL = Path("models/reward")
+PROMOTED = Path("models/promoted")  # of a workspace: versions from the registry, a folder each
+
+log = logging.getLogger("rlhf.flows")
+
+
+def prepare_run(root: Path, name: str | None, overrides: dict[str, Any], *, update: bool = False, free: Iterable[str] = ()) -> Path:
+    """The folder that a run works in, its params with what the registry says: the current one, or the worktree of a named run.
+
+    Args:
+        update, free: as for check_update.
+    Raises:
+        ConfigError: as check_update and prepare_worktree; a file that params name is missing; or a reward model with a path of its own
+            was taken back.
+    """
+    fresh = name is None or not has_begun(root, name)
+    if name is not None:
+        check_update(root, name, overrides, update=update, free=free)
+    check_user_files(root, name, check_run(root, name, overrides))
+    workspace = root if name is None else prepare_worktree(root, name, overrides)
+    if pin_registry(root, workspace, chosen=overrides, fresh=fresh) and name is not None:
+        refusal = commit(workspace, f"Run {name}: what the registry says", ["params.yaml"])
+        if refusal is not None:
+            raise ConfigError(f"run {name}: {refusal}; correct what the hook names")
+    params = load_params(workspace / "params.yaml")
+    if params.gate.override is None:
+        used = {"rl": params.rl.reward.scorers, "rejection_sampling": params.rejection_sampling.scorers}
+        elsewhere = [s for s in used.get(params.alignment.method, []) if s.path is not None]  # of the chain's own the gate knows
+        check_not_rolled_back(root, workspace, elsewhere)
+    return workspace
+
+
+def registry_params(root: Path) -> dict[str, Any]:
+    """The keys as the registry has them now, as overrides of params.yaml.
+
+    Raises:
+        ConfigError: a tag isn't as it was made, or isn't what its commit says.
+    """
+    found = read_for_decision(root, "reward-model")
+    beside = {INCUMBENT: found.current, ANCHOR: found.anchor}
+    for name in dict.fromkeys([*(v.version for v in beside.values() if v), *found.rolled_back]):
+        check_version(root, found.versions[name])
+    taken_back = [{**_pin(found.versions[version]), "reason": event.reason} for version, event in found.rolled_back.items()]
+    return {key: version and _pin(version) for key, version in beside.items()} | {ROLLED_BACK: taken_back}
+
+
+def _pin(version: Version) -> dict[str, Any]:
+    return {"version": version.version, "md5": version.md5, "sha256": version.sha256}
+
+
+def pin_registry(root: Path, workspace: Path, *, chosen: dict[str, Any], fresh: bool) -> bool:
+    """Write into a workspace's params.yaml what the registry says, where that is something else.
+
+    Args:
+        chosen: overrides that somebody gave; those keys are left alone.
+        fresh: the run begins now, and takes the incumbent and the anchor of now.
+    Returns:
+        Whether anything was written.
+    """
+    gate = load_params(workspace / "params.yaml").gate.model_dump()
+    wanted = {
+        key: value
+        for key, value in registry_params(root).items()
+        if key not in chosen and gate[key.partition(".")[2]] != value and (fresh or key == ROLLED_BACK)
+    }
+    if wanted:
+        apply_overrides(workspace / "params.yaml", wanted)
+        log.info("params.yaml: %s now say what the registry does", " and ".join(wanted))
+    return bool(wanted)
+
+
+def check_not_rolled_back(root: Path, workspace: Path, scorers: list[ScorerConfig]) -> None:
+    """The reward models that score were not taken back.
+
+    Raises:
+        ConfigError: one was.
+    """
+    found = read_for_decision(root, "reward-model")
+    taken_back = {found.versions[version].md5: (version, event) for version, event in found.rolled_back.items()}
+    for scorer in scorers if taken_back else ():
+        folder = workspace / (scorer.path or REWARD_MODEL)
+        if scorer.kind != "reward_model" or not folder.exists() or (md5 := dvc_md5(folder)) not in taken_back:
+            continue
+        version, event = taken_back[md5]
+        raise ConfigError(
+            f"scorer {scorer.name}: expected a reward model that was not rolled back, got {version}, which was, "
+            f"{shown(f'{event.who}: {event.reason}', 1000)}; take another one, or write a reason to use it into gate.override of a new run"
+        )
+
+
+def start_from_registry(root: Path, workspace: Path, version: str | None) -> Path:
+    """The folder, in a workspace, of a version of the policy; laid out where it isn't yet.
+
+    Args:
+        version: None: the promoted one.
+    Raises:
+        ConfigError: there is none, or its files are nowhere to be had.
+    """
+    found = read_for_decision(root, "policy")
+    chosen = found.get(version)
+    folder = PROMOTED / f"policy-{chosen.version}"
+    fetch(root, found, chosen.version, workspace / folder)
+    return folder
+
+
+def promoted_version(path: str) -> str | None:
+    """The version in a path that `start_from_registry` made; None: it is another path."""
+    name = Path(path).name
+    return name.removeprefix("policy-") if Path(path).parent == PROMOTED and name.startswith("policy-") else None

@@ -1,0 +1,330 @@
+"""Running stages through DVC: their order, whether anything is to do, and one stage as a subprocess that never outlives us.
+
+dvc.yaml is the only list of stages. DVC decides what is up to date; this module starts it, reads what it says and ends it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from flows.chain.children import Lines, end_with, stop_session
+from rlhf_core import config
+from rlhf_core.config import ConfigError
+from rlhf_core.environment import keep_visible, of_stage
+from rlhf_core.process import QUIET_ENVIRONMENT, quietly
+from rlhf_core.progress import is_end, is_progress
+from rlhf_core.provenance.inputs import read_inputs, read_recorded
+
+Outcome = Literal["ran", "cached", "restored"]
+LineHandler = Callable[[str], None]
+
+STATUS_DEADLINE = 1800.0  # seconds; DVC computes the md5 of what has changed, which may be large
+LAST_WORDS = 12  # lines of a stage that failed; it may say no for several reasons, a line each
+BUSY_SECONDS = 3.0  # between two tries while somebody else's DVC works in the folder
+HASH_INPUTS = "hash_inputs"
+_ALWAYS = "always changed"  # DVC, of a stage that it runs each time
+REFUSED = 1  # a stage's exit code when it says no (params, data, gate); a crash in it has another one
+_SAID = {
+    "restored": re.compile(r"^Stage '(.+)' is cached - skipping run"),
+    "cached": re.compile(r"^Stage '(.+)' didn't change, skipping"),
+    "ran": re.compile(r"^Running stage '(.+)':"),
+}
+_BUSY = re.compile(r"is busy, it is being blocked by|Unable to acquire lock")
+_EXITED = re.compile(r", exited with (-?\d+)")
+_NOISE = re.compile(
+    r"^(\s*$|(Generating|Updating) lock file|Use `dvc push`|To track the changes with git|To enable auto staging"
+    r"|\s*git add |\s*dvc config core\.autostage )"
+)
+
+
+class StageFailed(RuntimeError):
+    """A stage ended badly. `refused` means that the stage itself said no, so that the same again would end the same."""
+
+    def __init__(self, stage: str, message: str, *, refused: bool):
+        super().__init__(message)
+        self.stage = stage
+        self.refused = refused
+
+    def __reduce__(self):
+        return _restore_failure, (self.stage, str(self), self.refused)
+
+
+def _restore_failure(stage: str, message: str, refused: bool) -> StageFailed:
+    return StageFailed(stage, message, refused=refused)
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """outcome: ran; cached (nothing had changed); restored (computed before with these inputs, taken from DVC's run cache)."""
+
+    stage: str
+    outcome: Outcome
+    seconds: float
+
+
+def read_stages(workspace: Path) -> dict[str, dict[str, Any]]:
+    """The stages of dvc.yaml by name, with what params.yaml says filled in.
+
+    Raises:
+        ConfigError: there is no dvc.yaml, or it asks for a key that params.yaml doesn't have.
+    """
+    path = workspace / "dvc.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{path.name}: expected in the current folder, got nothing; run from the folder of the project")
+    return config.read_stages(path, config.read_yaml(workspace / "params.yaml"))
+
+
+def stage_order(workspace: Path) -> list[str]:
+    """Names of the stages so that each follows what it depends on; among equals, the order of the file."""
+    stages = read_stages(workspace)
+    makes = {name: list(_paths(stage, "outs", "metrics", "plots")) for name, stage in stages.items()}
+    needs = {
+        name: {other for other, outs in makes.items() if other != name and any(_overlap(d, o) for d in _needed(stage) for o in outs)}
+        for name, stage in stages.items()
+    }
+    order: list[str] = []
+    while len(order) < len(stages):
+        ready = next((n for n in stages if n not in order and needs[n] <= set(order)), None)
+        if ready is None:
+            left = ", ".join(n for n in stages if n not in order)
+            raise ConfigError(f"dvc.yaml: expected stages without a cycle, got one among {left}; remove a dependency")
+        order.append(ready)
+    return order
+
+
+def _paths(stage: dict[str, Any], *keys: str) -> Iterator[str]:
+    for key in keys:
+        for entry in stage.get(key) or []:
+            yield entry if isinstance(entry, str) else next(iter(entry))
+
+
+def _needed(stage: dict[str, Any]) -> Iterator[str]:
+    """What it depends on: paths, and files of params beside params.yaml, which stages may make."""
+    yield from _paths(stage, "deps")
+    yield from (file for entry in stage.get("params") or [] if isinstance(entry, dict) for file in entry)
+
+
+def _overlap(one: str, other: str) -> bool:
+    a, b = Path(one), Path(other)
+    return a == b or a in b.parents or b in a.parents
+
+
+def metrics_file(workspace: Path, stage: str) -> Path | None:
+    """The first metrics file of a stage."""
+    found = next(_paths(read_stages(workspace).get(stage, {}), "metrics"), None)
+    return workspace / found if found else None
+
+
+def stage_environment(workspace: Path, stage: str | None = None) -> dict[str, str]:
+    """Of a stage, or of any: what rlhf_core/environment.py lists, what the workspace's flow.environment names, and the keys it uses.
+
+    Args:
+        stage: of dvc.yaml, or as DVC addresses one of another pipeline.
+    """
+    everything = dvc_environment(workspace)
+    more: set[str] = set()
+    with suppress(ConfigError):  # the stage itself says what is wrong with its params
+        more = of_stage(config.load_params(workspace / "params.yaml"), stage, everything)
+    kept = dict(everything)
+    keep_visible(more, environment=kept)
+    return kept
+
+
+def dvc_environment(workspace: Path) -> dict[str, str]:
+    """Of DVC where it runs no stage, with the credentials of its remotes: quiet, with this interpreter first on PATH and the workspace's
+    own code first on PYTHONPATH; without Prefect's settings, its password among them: neither DVC nor a stage talks to it.
+    """
+    hidden = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "VIRTUAL_ENV")
+    inherited = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("PREFECT_")}
+    path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])
+    code = os.pathsep.join(filter(None, [str(workspace.resolve()), inherited.get("PYTHONPATH")]))
+    return {**QUIET_ENVIRONMENT, **inherited, "PATH": path, "PYTHONPATH": code, "PYTHONUNBUFFERED": "1"}
+
+
+def up_to_date(workspace: Path, *stages: str) -> bool:
+    """Whether `dvc repro` would do nothing, of these stages or of all, but look at the inputs, which are looked at here."""
+    return _changed(workspace, *stages) == set()
+
+
+def unchanged(workspace: Path, stages: list[str]) -> list[str]:
+    """The first ones of these stages, which follow each other, up to the one that has something to do: DVC would skip them one by one, and
+    take most of a second for each.
+
+    Args:
+        stages: of dvc.yaml, in their order.
+    """
+    changed = _changed(workspace, *stages) if (workspace / "dvc.lock").exists() else None
+    return [] if changed is None else list(itertools.takewhile(lambda stage: stage not in changed, stages))
+
+
+def _changed(workspace: Path, *stages: str) -> set[str] | None:
+    """Which of these stages, or of all, have something to do; None where DVC can't say, or not in time."""
+    command = quietly("dvc", "status", "--json", *stages)
+    how = {"cwd": workspace, "env": dvc_environment(workspace), "timeout": STATUS_DEADLINE}
+    with suppress(subprocess.TimeoutExpired, json.JSONDecodeError):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+        return set(with_something_to_do(workspace, json.loads(done.stdout))) if done.returncode == 0 else None
+    return None
+
+
+def with_something_to_do(workspace: Path, status: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """`dvc status` without the stage that always counts as changed, where the inputs are those that it has recorded."""
+    if status.get(HASH_INPUTS) != [_ALWAYS]:
+        return status
+    others = {stage: changes for stage, changes in status.items() if stage != HASH_INPUTS}
+    return others if inputs_as_recorded(workspace) else {HASH_INPUTS: ["data, a model or a function have changed"], **others}
+
+
+def inputs_as_recorded(workspace: Path) -> bool:
+    """Whether data/inputs.json says what lies there now; False where that can't be told, which the stage then says."""
+    with suppress(ConfigError, OSError, ValueError):
+        return read_inputs(config.load_params(workspace / "params.yaml"), workspace) == read_recorded(workspace)
+    return False
+
+
+def run_stage(stage: str, workspace: Path, *, timeout: float, grace: float, on_line: LineHandler, force: bool = False) -> StageResult:
+    """`dvc repro --single-item` of one stage, its output passed on line by line.
+
+    The subprocess has a session of its own. When we are interrupted or the deadline passes, the stage is told by SIGTERM,
+    has a grace for its checkpoint and is then killed; when we are killed, the kernel tells DVC and through it the stage.
+
+    Args:
+        stage: of dvc.yaml, or as DVC addresses one of another pipeline, such as rounds/dvc.yaml:sample_round@1.
+        timeout: seconds.
+        grace: seconds.
+        force: though nothing has changed, and without a look into the run cache.
+    Raises:
+        StageFailed: it exited with an error, or its time was up.
+    """
+    started, waiting = time.monotonic(), False
+    while True:
+        said = _Said()
+        arguments = [*["--force"] * force, stage]
+        child = _repro(arguments, workspace, started + timeout, timeout, grace, said, on_line)
+        if child.returncode == 0:
+            return StageResult(stage, said.outcome, time.monotonic() - started)
+        if not said.busy or time.monotonic() > started + timeout:
+            raise said.failure(stage, child.returncode)
+        if not waiting:
+            on_line(f"{stage}: another DVC is at work in this folder; waiting for it")
+        waiting = True
+        time.sleep(BUSY_SECONDS)
+
+
+def _repro(
+    arguments: list[str], workspace: Path, deadline: float, timeout: float, grace: float, said: _Said, on_line: LineHandler
+) -> subprocess.Popen[str]:
+    """DVC, run to its end.
+
+    Args:
+        arguments: of `dvc repro --single-item`, the stage last.
+    Raises:
+        StageFailed: its time was up.
+    """
+    stage = arguments[-1]
+    clear_locks(workspace)
+    child = subprocess.Popen(
+        quietly("dvc", "repro", "--single-item", *arguments),
+        cwd=workspace,
+        env=stage_environment(workspace, stage),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=end_with(os.getpid()),  # two system calls and no lock: safe beside threads
+    )
+    lines = Lines(child)
+
+    def tell(line: str) -> None:
+        said.listen(line)
+        if not _NOISE.match(line):
+            on_line(line)
+
+    try:
+        for line in lines.until(deadline):
+            tell(line)
+    except TimeoutError:
+        late = f"{stage}: expected to end within flow.stage_timeout={timeout:g} s, got no end; raise it or look at the log"
+        on_line(late)  # a stage that dies has said why, and a retry that goes well hides the error
+        raise StageFailed(stage, late, refused=False) from None
+    finally:
+        stop_session(child, grace)
+        for line in lines.rest():  # what a stage says that was told to stop
+            tell(line)
+    return child
+
+
+def clear_locks(workspace: Path) -> None:
+    """Take out of .dvc/tmp/rwlock what a killed DVC has left there.
+
+    DVC writes the file in place: killed in the middle it leaves a torn one, and refuses to start beside it ever after. The entries of a
+    killed DVC count for as long as any process has its number, as after a restart of a container one soon does.
+    Both under the guard that DVC itself takes for each change of the file.
+    """
+    path = workspace / ".dvc" / "tmp" / "rwlock"
+    if not path.exists():
+        return
+    with path.with_name("rwlock.lock").open("a+") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        try:
+            locks = json.loads(path.read_text(encoding="utf-8"))
+            readers = {file: [e for e in entries if _is_dvc(e["pid"])] for file, entries in locks.get("read", {}).items()}
+            writers = {file: entry for file, entry in locks.get("write", {}).items() if _is_dvc(entry["pid"])}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            path.unlink()
+            return
+        held = {kind: kept for kind, files in (("read", readers), ("write", writers)) if (kept := {f: e for f, e in files.items() if e})}
+        if held != locks:
+            path.write_text(json.dumps(held), encoding="utf-8")
+
+
+def _is_dvc(pid: int) -> bool:
+    try:
+        return any("dvc" in part for part in psutil.Process(int(pid)).cmdline())
+    except psutil.AccessDenied:  # another user's: it may be
+        return True
+    except psutil.NoSuchProcess:
+        return False
+
+
+class _Said:
+    """What DVC's output told about the stage."""
+
+    def __init__(self) -> None:
+        self.outcome: Outcome = "ran"
+        self.busy = False  # another DVC has the workspace
+        self._exit_code: int | None = None
+        self._last_words: list[str] = []
+
+    def listen(self, line: str) -> None:
+        for outcome, pattern in _SAID.items():
+            if pattern.match(line):
+                self.outcome = outcome  # type: ignore[assignment]
+        self.busy = self.busy or _BUSY.search(line) is not None
+        if found := _EXITED.search(line):
+            self._exit_code = int(found[1])
+        elif line.strip() and not (is_progress(line) or is_end(line)):  # how far it had come is no reason
+            self._last_words = [*self._last_words, line.rstrip()][-LAST_WORDS:]
+
+    def failure(self, stage: str, dvc_code: int) -> StageFailed:
+        code = self._exit_code if self._exit_code is not None else dvc_code
+        last = self._last_words if code == REFUSED else self._last_words[-3:]  # a crash ends with its traceback
+        own = [w for w in last if w.startswith(f"{stage.rpartition(':')[2]}:")]
+        words = "\n".join(own or self._last_words[-1:]) or "no output"
+        return StageFailed(stage, words if own else f"{stage}: exited with {code}: {words}", refused=self._exit_code == REFUSED)

@@ -1,0 +1,150 @@
+"""What a run shows at its end: one row per stage with its key figure, and where the report is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from flows.chain.stages import HASH_INPUTS, StageResult, metrics_file
+from rlhf_core.config import reordering_shown
+from rlhf_core.provenance.inputs import read_recorded, summary
+from rlhf_core.report.texts import markdown_text
+
+REPORT = Path("reports/report.html")
+STOPPED_REPORT = Path("reports/stopped.html")  # of a chain that ended early
+
+
+def _rows(m: dict[str, Any]) -> str:
+    rows = m["rows"]
+    return ", ".join(f"{use} {_total(n):,}" for use, n in rows.items())
+
+
+def _total(node: Any) -> int:
+    return sum(map(_total, node.values())) if isinstance(node, dict) else int(node)
+
+
+def _validation(m: dict[str, Any]) -> str:
+    checks = m["expectations"]
+    failed = sum(not c["passed"] for c in checks)
+    return f"{len(checks)} expectations, {failed or 'none'} failed"
+
+
+def _model_check(m: dict[str, Any]) -> str:
+    said = (f"{name} {verdict.partition(':')[0]}" for name, verdict in m["checks"].items())
+    return f"{m['model']}: {', '.join(said)}"
+
+
+def _reward(m: dict[str, Any]) -> str:
+    return f"held-out accuracy {m['heldout_accuracy']:.3f}" if m["trained"] else "none trained"
+
+
+def _gate(m: dict[str, Any]) -> str:
+    if not m["needed"]:
+        return "not needed"
+    number = (m.get("look") or {"number": 1})["number"]
+    look = f", look {number}" if number > 1 else ""
+    verdict = "passed" if m["passed"] else "rejected"
+    return f"accuracy {m['accuracy']:.3f}, at least {m['low']:.3f} (needs {m['threshold']:.3f}){look}: {verdict}"
+
+
+def _policy(m: dict[str, Any]) -> str:
+    """By method: RL and rejection sampling have a score, DPO an accuracy, the others a loss."""
+    if m["method"] == "rl":
+        stopped = m["monitor"]["stopped"]
+        ended = f", ended at step {stopped['step']} by the limit {stopped['limit']}" if stopped else ""
+        return f"{m['algorithm']}: score {m['score_first_step']:.2f} -> {m['score_mean']:.2f}, KL {m['kl_mean']:.2f}{ended}"
+    if "heldout_accuracy" in m:
+        return f"{m['method']}: held-out accuracy {m['heldout_accuracy']:.3f}"
+    return f"{m['method']}: held-out loss {m['heldout_loss']:.3f}"
+
+
+def _evaluation(m: dict[str, Any]) -> str:
+    name, key = ("judge", "judge_ok") if "judge_ok" in m["greedy"]["policy"] else ("score", "score_mean")
+    if m["greedy"]["policy"][key] is None:
+        return f"neither score nor judge; KL {m['kl']['sampled']:.2f}"
+
+    def told(mode: str) -> str:
+        wins = m["win_rate"][mode]["value"]
+        of_score = "" if wins is None else f", wins {wins:.2f}"
+        return f"{m[mode]['sft'][key]:.2f} -> {m[mode]['policy'][key]:.2f} ({mode}{of_score})"
+
+    return f"{name} {told('sampled')}, {told('greedy')}"
+
+
+# Stage -> its key figure, from its metrics file. A stage without a line here shows none.
+KEY_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "prepare_data": _rows,
+    "validate_data": _validation,
+    "check_model": _model_check,
+    "train_sft": lambda m: f"held-out loss {m['heldout_loss']:.3f}",
+    "train_reward": _reward,
+    "gate_reward": _gate,
+    "train_policy": _policy,
+    "evaluate": _evaluation,
+}
+
+
+def read_metrics(workspace: Path, stage: str) -> dict[str, Any] | None:
+    """The stage's metrics; None where it has none yet."""
+    path = metrics_file(workspace, stage)
+    if path is None:
+        return None
+    with suppress(OSError, json.JSONDecodeError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    return None
+
+
+def key_figure(workspace: Path, stage: str) -> str:
+    if stage == "report":
+        report = workspace / REPORT
+        return f"{report.stat().st_size / 1e6:.1f} MB" if report.is_file() else ""
+    if stage == HASH_INPUTS:
+        inputs = read_recorded(workspace)
+        return "" if inputs is None else summary(inputs)
+    metrics, show = read_metrics(workspace, stage), KEY_FIGURES.get(stage)
+    if metrics is None or show is None:
+        return ""
+    with suppress(KeyError, TypeError, ValueError):  # a figure that a stage doesn't write (yet) is left out
+        return show(metrics)
+    return ""
+
+
+def stage_table(workspace: Path, order: list[str], results: list[StageResult], failed: str | None = None, *, style: str = "simple") -> str:
+    """The table as text (style simple) or as markdown (style github).
+
+    Args:
+        order: all stages of the chain; those without a result weren't reached.
+        failed: the stage that ended the run.
+    """
+    done = {r.stage: r for r in results}
+    rows = []
+    for stage in order:
+        result = done.get(stage)
+        outcome = result.outcome if result else "failed" if stage == failed else "not reached"
+        figure = key_figure(workspace, stage) if result or stage == failed else ""
+        figure = markdown_text(figure) if style == "github" else reordering_shown(figure)
+        rows.append((stage, f"{result.seconds:.1f}" if result else "", figure, outcome))
+    rows.append(("total", f"{sum(r.seconds for r in results):.1f}", "", ""))
+    return tabulate(
+        rows,
+        headers=("stage", "seconds", "key figure", "ran or cached"),
+        tablefmt=style,
+        colalign=("left", "right", "left", "left"),
+        disable_numparse=True,
+    )
+
+
+def report_of(workspace: Path, failed: str | None = None) -> Path | None:
+    """The page about this run: of a failed one what there is of it, never the report that an earlier run has left."""
+    page = workspace / (REPORT if failed is None else STOPPED_REPORT)
+    return page if page.is_file() else None
+
+
+def report_line(workspace: Path, failed: str | None = None) -> str:
+    page = report_of(workspace, failed)
+    return f"Report: {page or 'not written'}" + (f" (stopped at {failed})" if page and failed else "")

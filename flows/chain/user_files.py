@@ -1,0 +1,103 @@
+"""What params name and a run reads (data, models, functions that score, rules that judge, a chat template), looked for before all else.
+
+Nothing of it is loaded or run here. Stage check_model loads the functions (docs/scorers.md).
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from flows.chain.worktree import FOLDER, git_environment, worktree_path
+from rlhf_core.config import ConfigError, Params, ScorerConfig, shown
+from rlhf_core.provenance.inputs import input_problems
+
+
+def check_user_files(root: Path, name: str | None, params: Params, *, rounds: bool = False) -> None:
+    """The files are where a run will look for them: in the current folder, or in the worktree of a named run, made or not yet made.
+
+    Args:
+        name: of the run; None: it works in `root`.
+        rounds: of iterative DPO, which has scorers of its own.
+    Raises:
+        ConfigError: naming all that are missing or can't be read as what they are.
+    """
+    folder = root if name is None else worktree_path(root, name)
+    problems = [*_missing_functions(root, name, folder, params, rounds)]
+    problems += input_problems(params, folder if folder.exists() else root, rounds=rounds)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _missing_functions(root: Path, name: str | None, folder: Path, params: Params, rounds: bool) -> Iterator[str]:
+    """And a missing chat template."""
+    for key, wanted in _functions(params, rounds):
+        place = wanted.rpartition(":")[0]
+        candidates = [place] if place.endswith(".py") else _module_files(root, place)
+        if candidates and not any(_will_be_there(root, folder, path) for path in candidates):
+            yield _problem(key, wanted, next((path for path in candidates if (root / path).is_file()), None), root, name)
+    template = params.model.chat_template or ""
+    named = template.endswith(".jinja") and "{{" not in template and "{%" not in template
+    if named and not (_will_be_there(root, folder, template) or (root / template).is_file()):  # either is read (`data.places.locate`)
+        yield _problem("model.chat_template", template, None, root, name)
+
+
+def _functions(params: Params, rounds: bool) -> Iterator[tuple[str, str]]:
+    """Key and `file.py:name` or `package.module:name` of each function that the run calls."""
+    used: dict[str, list[ScorerConfig]] = {"rl.reward.scorers": params.rl.reward.scorers}
+    if params.alignment.method == "rejection_sampling":
+        used["rejection_sampling.scorers"] = params.rejection_sampling.scorers
+    if rounds:
+        used["iterative.scorers"] = params.iterative.scorers
+    for key, scorers in used.items():
+        yield from ((f"{key}.{scorer.name}", scorer.path) for scorer in scorers if scorer.kind == "function")
+    yield from ((f"data.sources.{source.name}.judge", source.judge) for source in params.data.sources if source.judge is not None)
+
+
+def _module_files(root: Path, module: str) -> list[str]:
+    """Where a module of the project's folder lies; none for one that is installed, or is nowhere: stage check_model says so."""
+    elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != root.resolve()]
+    if not module or importlib.machinery.PathFinder.find_spec(module.partition(".")[0], elsewhere) is not None:
+        return []
+    path = module.replace(".", "/")
+    return [file for file in (f"{path}.py", f"{path}/__init__.py") if (root / file).is_file()]
+
+
+def _will_be_there(root: Path, folder: Path, path: str) -> bool:
+    """Whether a file is in the folder that a run works in; of a worktree that isn't made yet, whether what it is made from has it.
+
+    True where that can't be told: what lies behind a link is looked for when the worktree is there.
+    """
+    try:
+        inside = not Path(path).is_absolute() and ".." not in Path(path).parts
+        if folder.exists() or not inside:
+            return Path(os.path.normpath(folder / path)).is_file()
+        if (root / path).parent.resolve() != (root.resolve() / path).parent:
+            return True
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{shown(path)}: expected a path, got: {shown(str(error))}; correct it") from error
+    branch = f"refs/heads/run/{folder.name}"  # of a worktree that was removed: it would be made from its branch
+    return _has(root, branch if _has(root, branch) else "HEAD", path)
+
+
+def _has(root: Path, commit: str, path: str | None = None) -> bool:
+    """Whether there is that commit, and the file in it."""
+    command = ["git", "cat-file", "-e", commit if path is None else f"{commit}:./{path}"]
+    return subprocess.run(command, cwd=root, env=git_environment(), capture_output=True, check=False).returncode == 0
+
+
+def _problem(key: str, wanted: str, in_root: str | None, root: Path, name: str | None) -> str:
+    place = "in the project's folder" if name is None else f"in the worktree {FOLDER}/{name}"
+    if name is None or in_root is None:
+        return f"{key}: expected {shown(wanted)} {place}, got no such file; correct the path, relative to the project's folder"
+    advice = "commit it: a named run's worktree starts from the last commit"
+    if worktree_path(root, name).exists():
+        advice += (
+            f"; then choose another name, or remove this worktree with `git worktree remove --force {FOLDER}/{name}` and "
+            f"`git branch -D run/{name}`"
+        )
+    return f"{key}: expected {shown(wanted)} {place}, got the file only in the project's folder; {advice}"

@@ -1,0 +1,1 @@
+"""The registry of models, kept in tags of git."""

@@ -1,0 +1,164 @@
+"""What writes into the registry: a version, a promotion, a rollback. Under a lock, each a tag that is read again before it counts."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flows.chain.worktree import git
+from flows.registry.evidence import check_version
+from flows.registry.state import STAGE, Registry, read_for_decision, read_registry, version_number, why_not
+from flows.registry.tag_writer import next_number, write_tag
+from flows.registry.tags import Event, Version
+from rlhf_core.config import ConfigError, shown
+from rlhf_core.config.credentials import credential_in
+
+LOCK_DEADLINE = 60.0  # seconds
+
+
+@contextlib.contextmanager
+def registry_lock(root: Path) -> Iterator[None]:
+    """Held while tags are read and written; of all worktrees of a repository.
+
+    Raises:
+        ConfigError: somebody else holds it for too long.
+    """
+    common = Path(git(root, "rev-parse", "--path-format=absolute", "--git-common-dir"))
+    until = time.monotonic() + LOCK_DEADLINE
+    with (common / "rlhf-registry.lock").open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise ConfigError(f"registry: expected to be free within {LOCK_DEADLINE:.0f} s, got another process at work") from None
+                time.sleep(0.05)
+        yield
+
+
+def add_version(root: Path, artifact: str, lineage: dict[str, Any]) -> Version:
+    """Under the lock: a tag at the lineage's commit.
+
+    Raises:
+        ConfigError: the same model is registered already.
+    """
+    registry = read_registry(root, artifact)
+    if same := next((v for v in registry.versions.values() if v.md5 == lineage["md5"]), None):
+        if lineage.get("sha256") and same.lineage.get("sha256") and lineage["sha256"] != same.lineage["sha256"]:
+            raise ConfigError(f"{artifact}: expected another md5 for another content, got that of {same.version}; don't use this model")
+        raise ConfigError(f"{artifact}: expected a model that isn't registered yet, got this very model as {same.version}; promote that")
+    last = registry.newest_version()
+    version = f"v{version_number(last) + 1}.0.0"
+    head = f"{artifact} {version}: md5 {lineage['md5']}, of {lineage['run']}"
+    name = f"{artifact}@{version}"
+    write_tag(root, name, lineage["commit"], head, {**lineage, "previous_version": last}, after=registry.newest)
+    return read_registry(root, artifact).get(version)
+
+
+def promote(
+    root: Path,
+    artifact: str,
+    version: str | None,
+    *,
+    by: str,
+    reason: str,
+    override: str | None = None,
+    asked: dict[str, str | None] | None = None,
+) -> Event:
+    """Make a version the one that is used from now on.
+
+    Args:
+        version: None: the newest one.
+        override: why one is promoted that its gate rejected, or that was rolled back.
+        asked: the model that somebody agreed to (`Version.model`); None: nobody was asked before.
+    Raises:
+        ConfigError: it may not be promoted, or is already, or its tag isn't what its commit says.
+        AnotherModel: the version is another model than the one asked about.
+    """
+    with registry_lock(root):
+        registry = read_for_decision(root, artifact)
+        chosen = registry.get(version or registry.newest_version() or "latest")
+        check_asked(chosen, asked)
+        check_version(root, chosen)
+        refusal = why_not(registry, chosen)
+        if refusal and override is None:
+            raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it all the same, say why with --override")
+        if registry.current == chosen:
+            raise ConfigError(f"{artifact} {chosen.version}: expected one that isn't promoted, got the promoted one; nothing is to do")
+        return _assign(root, registry, "promote", chosen.version, by=by, reason=reason, override=override if refusal else None)
+
+
+class AnotherModel(ConfigError):
+    """A version is another model than the one that somebody agreed to."""
+
+
+def check_asked(chosen: Version, asked: dict[str, str | None] | None) -> None:
+    """Raises: AnotherModel: naming both."""
+    if asked is not None and asked != chosen.model:
+        key = next(key for key in chosen.model if asked.get(key) != chosen.model[key])
+        raise AnotherModel(
+            f"{chosen.artifact} {chosen.version}: expected the model that was asked about, {key} {asked.get(key)}, got {key} "
+            f"{chosen.model[key]}: its tag was replaced after the question; ask again"
+        )
+
+
+def rollback(root: Path, artifact: str, to: str | None, *, by: str, reason: str) -> Event:
+    """Take the promoted version back, for an earlier one.
+
+    Args:
+        to: None: the one before that wasn't taken back; where there is none, nothing is promoted any more.
+    Raises:
+        ConfigError: nothing is promoted, or `to` was never promoted or was taken back itself.
+    """
+    with registry_lock(root):
+        registry = read_for_decision(root, artifact)
+        current = registry.get(None)
+        if to is not None and registry.state(registry.get(to).version) != "superseded":
+            raise ConfigError(
+                f"{artifact} {to}: expected one that was promoted before, got one that is {registry.state(to)}; use promote for another"
+            )
+        target = to or registry.before()
+        if target == current.version:
+            raise ConfigError(f"{artifact} {to}: expected another version than the promoted one; name an earlier one")
+        if target is not None:
+            check_version(root, registry.get(target))
+        return _assign(root, registry, "rollback", target, by=by, reason=reason, override=None)
+
+
+def _assign(root: Path, registry: Registry, action: str, version: str | None, *, by: str, reason: str, override: str | None) -> Event:
+    for name, value in (("by", by), ("reason", reason), *((("override", override),) if override is not None else ())):
+        if not value.strip():
+            raise ConfigError(f"{name}: expected some words, got none; it is kept with the decision")
+        if not value.replace("\n", " ").isprintable():
+            raise ConfigError(f"{name}: expected words, got {shown(repr(value))}; write them without control characters")
+        if found := credential_in(value):  # params.yaml of the next runs, which has reasons of rollbacks, would refuse it
+            raise ConfigError(f"{name}: expected words, got {found}; it would be shared with the tag: write it without")
+    artifact, previous = registry.artifact, registry.current
+    entry = {"action": action, "version": version, "previous": previous and previous.version, "by": by, "reason": reason}
+    entry["override"] = override
+    entry["model"] = version and registry.versions[version].model
+    head = f"{artifact}: {action}, {entry['previous'] or 'nothing'} -> {version or 'nothing'}, stated by {by}: {reason}".replace("\n", " ")
+    if version is None:
+        _tag(root, registry, previous, entry, head, leaves=True)
+    else:
+        after = registry.newest
+        if previous is not None:
+            note = {"action": "unassign", "version": previous.version, "because_of": version}
+            after = _tag(root, registry, previous, note, f"{artifact}: {previous.version} makes room for {version}", leaves=True)
+        _tag(root, registry, registry.versions[version], entry, head, leaves=False, after=after)
+    done = read_registry(root, artifact)
+    done.check_decisions()
+    return done.events[-1]
+
+
+def _tag(
+    root: Path, registry: Registry, version: Version, content: dict[str, Any], head: str, *, leaves: bool, after: int | None = None
+) -> int:
+    """A version enters the stage, or leaves it. Returns the second of the tag."""
+    name = f"{registry.artifact}#{STAGE}{'!' if leaves else ''}#{next_number(root, registry.artifact)}"
+    return write_tag(root, name, version.commit, head, content, after=registry.newest if after is None else after)

@@ -1,0 +1,107 @@
+"""A folder by its hash from the DVC remote of the project that the user works in, into its cache.
+
+Nothing but the hash comes from a tag: DVC reads the project's own settings, the remote and its password among them. It never sees those of
+the tag's commit, whose remote could be anybody's address.
+"""
+
+from __future__ import annotations
+
+import configparser
+import subprocess
+import sys
+from pathlib import Path
+
+from flows.chain.stages import dvc_environment
+from flows.registry.evidence import read_files
+from rlhf_core.config import ConfigError, shown
+from rlhf_core.provenance.cached_model import cache_folder, listing, missing
+
+CONFIG, LOCAL = ".dvc/config", ".dvc/config.local"
+DEADLINE = 24 * 3600.0  # seconds, for files of any size
+# In a process of its own, which DVC takes over: its command line fetches what a commit's files name, and no hash alone.
+_PROGRAM = """
+import sys
+from dvc.exceptions import DvcException
+from dvc.repo import Repo
+from dvc_data.hashfile.hash_info import HashInfo
+try:
+    with Repo(".") as repo:
+        repo.cloud.pull([HashInfo("md5", md5) for md5 in sys.stdin.read().split()])
+except DvcException as error:
+    sys.exit(str(error))
+"""
+
+
+def fetch_from_remote(root: Path, commit: str, path: str, md5: str) -> None:
+    """A folder's listing and its files from the default remote of the project at `root`.
+
+    Args:
+        commit: that of the version; path: the folder's, there.
+    Raises:
+        ConfigError: there is no remote, or it doesn't have all of it, or the commit's settings name a remote that the project doesn't.
+    """
+    check_remotes(root, commit)
+    cache = cache_folder(root)
+    said = _pull(root, [md5])
+    try:
+        if not missing_listing(md5, cache):
+            said = _pull(root, [file for file in listing(md5, cache).values() if not (cache / file[:2] / file[2:]).is_file()]) or said
+        lost = missing(md5, cache)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if lost:
+        raise ConfigError(
+            f"{path}: expected it in DVC's cache or in the remote, got neither: {said or shown(lost[0])}; `dvc push` it where it was made, "
+            "or set a remote with `dvc remote add`"
+        )
+
+
+def missing_listing(md5: str, cache: Path) -> bool:
+    return not (cache / md5[:2] / md5[2:]).is_file()
+
+
+def _pull(root: Path, hashes: list[str]) -> str:
+    """What DVC says of it, on one line."""
+    if not hashes:
+        return ""
+    how = {"cwd": root, "env": dvc_environment(root), "input": "\n".join(hashes), "timeout": DEADLINE}
+    try:
+        done = subprocess.run([sys.executable, "-P", "-c", _PROGRAM], capture_output=True, text=True, check=False, **how)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"DVC's remote: expected all files within {DEADLINE:.0f} s, got none; see `dvc remote list`") from None
+    return shown(" ".join(done.stderr.split()), 1000)
+
+
+def check_remotes(root: Path, commit: str) -> None:
+    """Each remote in the settings of a commit is one of the project's own, by its address.
+
+    Raises:
+        ConfigError: one isn't. It would not be used either way: whoever believes a tag ought to know that its commit meant another place.
+    """
+    known = {url for name in (CONFIG, LOCAL) for url in _remotes(_own(root / name), name).values() if url}
+    theirs = read_files(root, commit, (CONFIG,))[CONFIG] or ""
+    for name, url in _remotes(theirs, f"{CONFIG} of commit {commit[:10]}").items():
+        if url and url not in known:
+            raise ConfigError(
+                f"{CONFIG} of commit {commit[:10]}: expected the remotes of this project ({', '.join(sorted(known)) or 'none'}), got "
+                f"{shown(repr(name))} at {shown(url)}; nothing was fetched. If it is yours: `dvc remote add --local {shown(name)} URL`"
+            )
+
+
+def _own(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _remotes(text: str, subject: str) -> dict[str, str]:
+    """Addresses of remotes by their names."""
+    parser = configparser.ConfigParser(interpolation=None, strict=False)
+    try:
+        parser.read_string(text)
+    except configparser.Error as error:
+        raise ConfigError(f"{subject}: expected DVC's settings, got {shown(' '.join(str(error).split()))}; nothing was fetched") from error
+    named = {section.strip("'\""): parser[section] for section in parser.sections()}
+    return {
+        name.removeprefix("remote").strip().strip('"'): s.get("url", "").strip("'\"")
+        for name, s in named.items()
+        if name.startswith("remote")
+    }

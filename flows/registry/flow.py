@@ -1,0 +1,139 @@
+"""The flow `promote`: a version of the reward model or the policy is promoted once a person has said yes, and why."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal
+
+from prefect import flow, get_run_logger, runtime
+from prefect.artifacts import create_markdown_artifact
+from prefect.client.schemas.objects import State, StateType
+from prefect.flow_runs import suspend_flow_run
+from prefect.input import RunInput
+from pydantic import Field
+
+from flows.chain.console import tell, tell_end
+from flows.promote import decided, gate_of, identity, plain, summary
+from flows.registry import decisions
+from flows.registry.evidence import check_version
+from flows.registry.state import Registry, read_for_decision, why_not
+from flows.registry.tags import Event, Version
+from rlhf_core.config import ConfigError, RegistryConfig, load_params, parse_json
+from rlhf_core.report.texts import markdown_block, markdown_text
+
+NOT_APPROVED, ANOTHER_MODEL = "NotApproved", "AnotherModel"  # states of a run that promoted nothing
+
+
+class Approval(RunInput):
+    """What the run asks a person for. No field has a default: Prefect would take it unasked."""
+
+    approve: bool = Field(description="Whether this version is to be used from now on.")
+    by: str = Field(min_length=1, description="Who decides; kept as stated, for nothing proves it.")
+    reason: str = Field(min_length=1, description="Why; kept with the decision.")
+
+
+@flow(name="promote", persist_result=False)
+def promote(
+    artifact: Literal["reward-model", "policy"] = "reward-model",
+    version: str | None = None,
+    by: str | None = None,
+    reason: str | None = None,
+    override: str | None = None,
+) -> State | None:
+    """Promote a version of a model in the registry.
+
+    Args:
+        version: such as v2.0.0; without it the newest when the run starts.
+        by: who is said to decide; reason: why. Only where promotion.require_approval is off: otherwise the run asks a person for them.
+        override: why a model is promoted that its gate rejected or that was rolled back.
+    """
+    root, log = Path.cwd(), get_run_logger()
+    try:
+        config = load_params(root / "params.yaml").promotion
+        found = read_for_decision(root, artifact)
+        chosen = asked_about(_note(root), found, version, resumed=runtime.flow_run.run_count > 1)
+        check_version(root, chosen)
+        refusal = why_not(found, chosen)
+        if refusal and override is None:
+            raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it all the same, give the reason in `override`")
+        told = plain(summary(found, chosen)) + (f"\nOverride: {override}" if refusal else "")
+        decision = _ask(chosen, told, config) if config.require_approval else _given(root, by, reason)
+        if not decision.approve:
+            log.info("%s %s: not approved", artifact, chosen.version)
+            message = f"{artifact} {chosen.version}: stated by {decision.by}: {decision.reason}"
+            tell_end(NOT_APPROVED, message)
+            return State(type=StateType.FAILED, name=NOT_APPROVED, message=message)
+        how = {"by": decision.by, "reason": decision.reason, "override": override}
+        event = decisions.promote(root, artifact, chosen.version, asked=chosen.model, **how)
+        _show(artifact, event)
+    except ConfigError as error:
+        log.error("%s", error)
+        name = ANOTHER_MODEL if isinstance(error, decisions.AnotherModel) else "Refused"
+        return State(type=StateType.FAILED, name=name, message=str(error))
+    return None
+
+
+def _note(root: Path) -> Path:
+    return root / "scratch" / "promote" / str(runtime.flow_run.id)
+
+
+def asked_about(note: Path, found: Registry, version: str | None, *, resumed: bool) -> Version:
+    """The version that a run is about: after it was suspended the same one, whatever was registered or moved in the meantime.
+
+    Args:
+        note: what the run wrote down when it asked. version: None: the newest.
+        resumed: whether the run was started before.
+    Raises:
+        decisions.AnotherModel: the version is another model by now.
+        ConfigError: there is no such version, or the note of a resumed run is gone.
+    """
+    if not note.exists():
+        if resumed:
+            raise ConfigError(f"promote: expected the note of what was asked, {note.name}, got none; start another run")
+        chosen = found.get(version or found.newest_version() or "latest")
+        note.parent.mkdir(parents=True, exist_ok=True)
+        aside = note.with_name(f"{note.name}.tmp")
+        aside.write_text(json.dumps({"version": chosen.version, "model": chosen.model}), encoding="utf-8")
+        aside.replace(note)
+        return chosen
+    asked = parse_json(note.read_text(encoding="utf-8"), f"note {note.name}")
+    chosen = found.get(asked["version"])
+    decisions.check_asked(chosen, asked["model"])
+    return chosen
+
+
+def question(chosen: Version) -> str:
+    """Which model, from where and with which verdict: not a name alone, which may be given to another one."""
+    gate = "its gate" if chosen.artifact == "reward-model" else f"the {gate_of(chosen.artifact)}"
+    return (
+        f"May {chosen.artifact} {chosen.version} be used from now on? It is {chosen.identity}, of commit {chosen.commit}; {gate}: "
+        f"{chosen.verdict}."
+    )
+
+
+def _ask(chosen: Version, told: str, config: RegistryConfig) -> Approval:
+    """Suspends the run; when a person resumes it, it starts again and gets the answer here.
+
+    The server keeps the answer under the model's name: one to a question about another model is none to this.
+    """
+    asked = question(chosen)
+    key = hashlib.sha256(json.dumps([chosen.artifact, chosen.version, chosen.model]).encode()).hexdigest()[:32]
+    text = f"# {markdown_text(asked)}\n\n{markdown_block(told)}"
+    create_markdown_artifact(text, key=f"promote-{chosen.artifact}", description=asked)
+    form = Approval.with_initial_data(description=asked)
+    return suspend_flow_run(wait_for_input=form, timeout=config.approval_timeout, key=key)
+
+
+def _given(root: Path, by: str | None, reason: str | None) -> Approval:
+    if not reason:
+        raise ConfigError("reason: expected why this version is promoted, got none; it is kept with the decision")
+    return Approval(approve=True, by=by or identity(root), reason=reason)
+
+
+def _show(artifact: str, event: Event) -> None:
+    text = plain(decided(artifact, event))
+    tell(text)
+    lines = [markdown_text(line) for line in text.splitlines()]
+    create_markdown_artifact("\n\n".join(lines), key=f"promoted-{artifact}", description=lines[0])

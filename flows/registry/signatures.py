@@ -1,0 +1,98 @@
+"""Signatures of the registry's tags: whose count is in a file of the user's own, and git itself checks and makes them (SSH keys).
+
+`promotion.allowed_signers` of the params.yaml in the folder that the user works in names the file; never that of a tag's commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from flows.chain.worktree import git
+from flows.registry.objects import run_git, said
+from rlhf_core.config import ConfigError, RegistryConfig, read_yaml, shown
+
+_GOOD = re.compile(r'Good "git" signature for (?P<signer>\S+) with \S+ key SHA256:\S+')
+AT_ONCE = 8  # checks of signatures
+
+
+@dataclass(frozen=True)
+class Signers:
+    """The file of those whose signatures count, in the form of ssh-keygen's ALLOWED SIGNERS, and the sha256 of its content."""
+
+    path: Path
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Signature:
+    """signer: as the file of allowed signers names whoever signed; None: there is no signature that counts, and problem says why."""
+
+    signer: str | None
+    problem: str = ""
+
+
+def allowed_signers(root: Path) -> Signers | None:
+    """Whose signatures the user's own params.yaml asks for; None: it asks for none, or there is no params.yaml.
+
+    Raises:
+        ConfigError: the file isn't there, or that section of params.yaml isn't as it should be.
+    """
+    params = root / "params.yaml"
+    if not params.is_file():
+        params = Path(git(root, "rev-parse", "--show-toplevel")) / "params.yaml"
+    wanted = _promotion(params).allowed_signers if params.is_file() else None
+    if wanted is None:
+        return None
+    path = (params.parent / Path(wanted).expanduser()).resolve()
+    try:
+        return Signers(path, hashlib.sha256(path.read_bytes()).hexdigest())
+    except OSError as error:
+        raise ConfigError(
+            f"promotion.allowed_signers: expected a file of allowed signers, got {error.strerror}: {path}; nothing of the registry is "
+            "believed without it"
+        ) from error
+
+
+def _promotion(path: Path) -> RegistryConfig:
+    """This section alone: the registry can be read while another section has something wrong."""
+    try:
+        return RegistryConfig.model_validate(read_yaml(path).get("promotion"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(("promotion", *map(str, first["loc"])))
+        raise ConfigError(f"{path}: {key}: expected as in the default params.yaml, got: {shown(first['msg'])}; correct it") from error
+
+
+def verify(root: Path, tags: Sequence[str], signers: Signers) -> dict[str, Signature]:
+    """Of each tag, by the hash of its object."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return dict(zip(tags, pool.map(lambda tag: _verify(root, tag, signers), tags), strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _verify(root: Path, tag: str, signers: Signers) -> Signature:
+    """Remembered: a flow reads the registry several times, and each signature takes git 10 ms."""
+    # PGP is switched off: a key in somebody's keyring is nobody whom the file names.
+    settings = (*_ssh(signers), "-c", "gpg.minTrustLevel=fully", "-c", "gpg.program=false", "-c", "gpg.x509.program=false")
+    done = run_git(root, *settings, "verify-tag", "--raw", tag)
+    found = _GOOD.match(done.stderr.decode(errors="backslashreplace"))
+    if done.returncode == 0 and found is not None:
+        return Signature(found["signer"])
+    return Signature(None, shown(said(done)) if done.stderr.strip() else "none")
+
+
+def _ssh(signers: Signers) -> tuple[str, ...]:
+    return ("-c", "gpg.format=ssh", "-c", f"gpg.ssh.allowedSignersFile={signers.path}")
+
+
+def signing(signers: Signers | None) -> tuple[tuple[str, ...], str]:
+    """Settings of git and the option of `git tag` by which a tag is signed, or isn't."""
+    return (_ssh(signers), "--sign") if signers else (("-c", "tag.gpgSign=false"), "--annotate")

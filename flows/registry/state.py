@@ -1,0 +1,311 @@
+"""The registry of models: versions, which of them is promoted, and who decided that and why.
+
+It is GTO's: annotated git tags, `reward-model@v2.0.0` for a version and `reward-model#prod#3` for the third assignment, so that git, GTO
+and DVC show the same. The tags' messages hold, as JSON after a line for people, the lineage of a version or who promoted it and why.
+Read here by the assignments' numbers. A tag that isn't as it was made is left out; where that could change a decision, none is made.
+GTO takes the highest version of those in the stage, and DVC the last tag by the second in which it was made: so the old version leaves the
+stage before the new one enters it, and no two tags are of the same second.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from flows.registry.evidence import check_version
+from flows.registry.signatures import allowed_signers
+from flows.registry.tags import BadTag, Event, Tag, Version, as_event, as_version, is_decision, not_ours, read_tags
+from rlhf_core.config import ConfigError, shown
+
+ARTIFACTS = ("reward-model", "policy")  # as in dvc.yaml
+STAGE = "prod"
+State = Literal["promoted", "rolled back", "superseded", "registered"]
+RESTORE = "`git fetch --tags --force` from where it was pushed, or from a backup"
+
+log = logging.getLogger("rlhf.flows")
+
+_VERSION = re.compile(r"[\w-]+@v(?P<number>[1-9][0-9]{0,8})\.0\.0")
+_ASSIGNMENT = re.compile(r"[\w-]+#prod!?#(?P<number>[1-9][0-9]{0,8})")
+
+
+@dataclass(frozen=True)
+class Registry:
+    """All that is known of one artifact.
+
+    versions: by name, oldest first; events: in order; newest: seconds since 1970 of its last tag; bad: tags that were left out.
+    """
+
+    artifact: str
+    versions: dict[str, Version]
+    events: list[Event]
+    newest: int
+    bad: tuple[BadTag, ...] = ()
+
+    @property
+    def current(self) -> Version | None:
+        """The promoted version."""
+        return self.versions.get(self.events[-1].version or "") if self.events else None
+
+    @property
+    def anchor(self) -> Version | None:
+        """Of the versions that were ever promoted and not taken back the one with its gate's highest accuracy; of equal ones the oldest."""
+        known = [v for v in self.versions.values() if v.gate_accuracy is not None and self.state(v.version) in ("promoted", "superseded")]
+        return max(known, key=lambda v: v.gate_accuracy, default=None)
+
+    @property
+    def rolled_back(self) -> dict[str, Event]:
+        """Versions that were taken back and not promoted again, and the rollback."""
+        found: dict[str, Event] = {}
+        for event in self.events:
+            if event.action == "rollback" and event.previous is not None:
+                found[event.previous] = event
+            found.pop(event.version or "", None)
+        return found
+
+    def state(self, version: str) -> State:
+        if self.current is not None and version == self.current.version:
+            return "promoted"
+        if version in self.rolled_back:
+            return "rolled back"
+        return "superseded" if any(event.version == version for event in self.events) else "registered"
+
+    def known_state(self, version: str) -> State | Literal["unknown"]:
+        """For tables: where a decision was left out, nothing is known of what the others say together."""
+        return "unknown" if self.bad_decisions else self.state(version)
+
+    @property
+    def bad_decisions(self) -> list[BadTag]:
+        return [tag for tag in self.bad if is_decision(tag.name)]
+
+    @property
+    def none_known(self) -> str:
+        """Why there is no version."""
+        if self.bad:
+            return f"none; all its tags are bad: {shown(', '.join(tag.name for tag in self.bad), 1000)}"
+        return "none; a clone needs its tags: `git fetch --tags`"
+
+    def problems(self) -> list[str]:
+        """What is wrong with the tags that were left out; of those that one bad tag takes with it only the names."""
+        told = []
+        for tag in self.bad:
+            if tag.cause is None:
+                taken = [other.name for other in self.bad if other.cause == tag.name]
+                told.append(f"{tag.problem}; left out with it: {shown(', '.join(taken), 1000)}" if taken else tag.problem)
+        return told
+
+    def get(self, version: str | None) -> Version:
+        """A version by its name; None: the promoted one.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        known = ", ".join(self.versions) or self.none_known
+        if version is None:
+            if self.current is None:
+                raise ConfigError(f"{self.artifact}: expected a promoted version, got none (registered: {known}); promote one")
+            return self.current
+        if version not in self.versions:
+            if bad := next((tag for tag in self.bad if tag.name == f"{self.artifact}@{version}"), None):
+                raise ConfigError(bad.problem)
+            raise ConfigError(f"{self.artifact}: expected a registered version, got {version} (registered: {known}); correct it")
+        return self.versions[version]
+
+    def before(self) -> str | None:
+        """The version to go back to: the last one before the present one that wasn't taken back."""
+        rolled_back, current = self.rolled_back, self.current
+        for event in reversed(self.events):
+            if event.version is not None and event.version not in rolled_back and current and event.version != current.version:
+                return event.version
+        return None
+
+    def check_decisions(self) -> None:
+        """What is promoted and what was taken back is certain.
+
+        Raises:
+            ConfigError: a tag of a decision was left out, and could have changed that.
+        """
+        if bad := self.bad_decisions:
+            raise ConfigError(f"{bad[0].problem}; until then nothing is decided by what {self.artifact} is promoted")
+
+    def newest_version(self) -> str | None:
+        """The name of the newest version; None: there is none.
+
+        Raises:
+            ConfigError: the tag of a version that may be newer was left out.
+        """
+        last = next(reversed(self.versions), None)
+        for tag in self.bad:
+            found = _VERSION.fullmatch(tag.name)
+            if tag.name.startswith(f"{self.artifact}@") and (found is None or int(found["number"]) > version_number(last)):
+                raise ConfigError(f"{tag.problem}; until then it isn't known which version is the newest")
+        return last
+
+
+def version_number(version: str | None) -> int:
+    return int(version[1:].partition(".")[0]) if version else 0
+
+
+def read_registry(root: Path, artifact: str) -> Registry:
+    """From the tags of a repository; neither GTO nor DVC is imported. For what is shown: see `read_for_decision`.
+
+    Raises:
+        ConfigError: there is no such artifact, or the file of allowed signers isn't there.
+    """
+    if artifact not in ARTIFACTS:
+        raise ConfigError(f"artifact: expected one of {', '.join(ARTIFACTS)}, got {artifact}; dvc.yaml has them")
+    patterns = (f"refs/tags/{artifact}@*", f"refs/tags/{artifact}#{STAGE}#*", f"refs/tags/{artifact}#{STAGE}!#*")
+    found = read_tags(root, patterns, allowed_signers(root))
+    bad = [tag for tag in found if isinstance(tag, BadTag)]
+    tags = [tag for tag in found if isinstance(tag, Tag)]
+    versions = _versions(artifact, [tag for tag in tags if not is_decision(tag.name)], bad)
+    newest = max((tag.second for tag in tags), default=0)
+    events = _events([tag for tag in tags if is_decision(tag.name)], Registry(artifact, versions, [], newest, tuple(bad)), bad)
+    return _with_remedies(Registry(artifact, versions, events, newest, tuple(bad)))
+
+
+def _with_remedies(found: Registry) -> Registry:
+    """Bad decisions say what helps, and what would be promoted without them: it may be what the decision took back."""
+    promoted = found.current.version if found.current else "nothing"
+    remedy = f"bring the true one back with {RESTORE}; removing a decision is no remedy: {promoted} would then be promoted"
+    return replace(found, bad=tuple(replace(t, problem=f"{t.problem}; {remedy}") if is_decision(t.name) else t for t in found.bad))
+
+
+def read_for_decision(root: Path, artifact: str) -> Registry:
+    """As read_registry, for whatever acts by what is promoted or was taken back.
+
+    Raises:
+        ConfigError: a tag of a decision isn't as it was made.
+    """
+    found = read_registry(root, artifact)
+    for problem in found.problems():
+        _warn(problem)
+    found.check_decisions()
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _warn(problem: str) -> None:
+    """Once in a process: a flow reads the registry several times."""
+    log.warning("%s", problem)
+
+
+def read_promoted(root: Path, artifact: str) -> Version | None:
+    """The promoted version, its tag held against its commit; None: nothing is promoted.
+
+    Raises:
+        ConfigError: as read_for_decision; or tag and commit say different things.
+    """
+    current = read_for_decision(root, artifact).current
+    if current is not None:
+        check_version(root, current)
+    return current
+
+
+def _versions(artifact: str, tags: list[Tag], bad: list[BadTag]) -> dict[str, Version]:
+    """By name, oldest first; what is no version, or one of a model that has a version already, goes to `bad`."""
+    numbered: dict[int, Tag] = {}
+    for tag in tags:
+        if found := _VERSION.fullmatch(tag.name):
+            numbered[int(found["number"])] = tag
+        else:
+            bad.append(BadTag(tag.name, str(not_ours(tag.name, "one whose name has another form"))))
+    versions: dict[str, Version] = {}
+    by_md5: dict[str, str] = {}
+    for number in sorted(numbered):
+        tag = numbered[number]
+        try:
+            version = as_version(artifact, tag)
+            if (same := by_md5.setdefault(version.md5, version.version)) != version.version:  # a model that was taken back stays so
+                raise not_ours(tag.name, f"one of the model of {same}, md5 {version.md5}")
+            versions[version.version] = version
+        except ConfigError as error:
+            bad.append(BadTag(tag.name, str(error)))
+    return versions
+
+
+def _events(tags: list[Tag], empty: Registry, bad: list[BadTag]) -> list[Event]:
+    """In order; what is none, or doesn't follow from the ones before, goes to `bad`.
+
+    Args:
+        empty: the registry without events.
+    """
+    numbered: dict[int, Tag] = {}
+    for tag in tags:
+        found = _ASSIGNMENT.fullmatch(tag.name)
+        if found is None:
+            bad.append(BadTag(tag.name, str(not_ours(tag.name, "one whose name has another form"))))
+        elif (other := numbered.setdefault(int(found["number"]), tag)) is not tag:
+            bad.append(BadTag(tag.name, str(not_ours(tag.name, f"one with the number of {other.name}"))))
+    so_far = empty
+    for number in sorted(numbered):
+        tag = numbered[number]
+        try:
+            event = as_event(number, tag)
+            if event is not None:
+                _check_event(tag, event, so_far)
+                so_far = replace(so_far, events=[*so_far.events, event])
+        except LeftOut as error:
+            bad.append(BadTag(tag.name, str(error), error.cause or _cause(number, bad)))
+        except ConfigError as error:
+            bad.append(BadTag(tag.name, str(error)))
+    return so_far.events
+
+
+class LeftOut(ConfigError):
+    """A decision that may be sound, but for another tag. cause: the bad version's tag; None: a decision before it."""
+
+    def __init__(self, message: str, cause: str | None = None):
+        super().__init__(message)
+        self.cause = cause
+
+
+def _cause(number: int, bad: list[BadTag]) -> str | None:
+    """The bad tag behind the last decision before this one that was left out; None: there is none."""
+    before = [(int(found["number"]), tag) for tag in bad if (found := _ASSIGNMENT.fullmatch(tag.name)) and int(found["number"]) < number]
+    last = max(before, key=lambda pair: pair[0], default=(0, None))[1]
+    return last and (last.cause or last.name)
+
+
+def _check_event(tag: Tag, event: Event, so_far: Registry) -> None:
+    """A decision is about versions that are there and might have been made; its model is still the one of the version's tag."""
+    versions, before = so_far.versions, so_far.current
+    if unknown := [name for name in (event.version, event.previous) if name is not None and name not in versions]:
+        cause = next((b for b in so_far.bad if b.name == f"{so_far.artifact}@{unknown[0]}"), None)
+        why = cause.problem if cause else "a clone needs its tags: `git fetch --tags`"
+        refusal = f"tag {tag.name}: expected a registered version, got {shown(repr(unknown[0]))}; {why}"
+        raise LeftOut(refusal, cause.name) if cause else ConfigError(refusal)
+    if event.previous != (before and before.version):
+        was = before.version if before else "nothing"
+        got = f"one that follows {event.previous or 'nothing'} where {was} was promoted, as if a tag was missing"
+        raise LeftOut(str(not_ours(tag.name, got)))
+    if event.version is None and event.previous is None:
+        raise not_ours(tag.name, "one by which nothing takes the place of nothing")
+    chosen = versions[event.version or event.previous]
+    if tag.commit != chosen.commit:
+        raise not_ours(tag.name, f"one at commit {tag.commit[:10]}, where its version isn't")
+    if event.action == "promote" and event.override is None and (refusal := why_not(so_far, chosen)):
+        raise not_ours(tag.name, f"a promotion without an override that {chosen.version} needs: {shown(refusal, 1000)}")
+    if event.action == "rollback" and event.version is not None and so_far.state(event.version) != "superseded":
+        raise not_ours(tag.name, f"a rollback to {event.version}, which is {so_far.state(event.version)}")
+    if event.model is not None and event.model != chosen.model:
+        key = next(key for key in chosen.model if event.model.get(key) != chosen.model[key])
+        raise ConfigError(
+            f"tag {tag.name}: expected {chosen.version} to be the model that was decided on, {key} {event.model.get(key)}, got {key} "
+            f"{chosen.model[key]} in that version's tag; one of both was replaced: `git fetch --tags --force` brings the shared ones back"
+        )
+
+
+def why_not(registry: Registry, chosen: Version) -> str | None:
+    """Why a version may not be promoted without an override; None: it may."""
+    if (taken_back := registry.rolled_back.get(chosen.version)) is not None:
+        why = shown(f"{taken_back.who}: {taken_back.reason}", 1000)
+        return f"expected a version that was not rolled back, got one that was, {why}"
+    gate = chosen.lineage["gate"]
+    if chosen.artifact == "reward-model" and not (gate and gate["passed"]):
+        message = shown(gate["message"], 1000) if gate else "there is no gate.json"
+        return f"expected one that passed its gate, got one that didn't: {message}"
+    return None

@@ -1,0 +1,329 @@
+"""The tags of the registry as values: what `flows.promote` has written, believed in nothing.
+
+Whoever may push tags may write anything into one. A tag that isn't as it was made is named, with what is wrong with it, and left out.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flows.chain.worktree import git
+from flows.registry.objects import Object, read_objects
+from flows.registry.signatures import Signature, Signers, verify
+from rlhf_core.config import MAX_BYTES, ConfigError, parse_json, shown
+from rlhf_core.provenance.file_hashes import folder_sha256
+
+_TAGGER = re.compile(r"(?P<name>[^<]*)<[^>]*> (?P<second>[0-9]+) (?P<sign>[+-])(?P<hours>[0-9]{2})(?P<minutes>[0-9]{2})")
+_HASH = r"[0-9a-f]{40,64}"
+_HEAD = re.compile(rf"object (?P<commit>{_HASH})\ntype commit\ntag (?P<name>[^\n]+)\ntagger (?P<tagger>[^\n]*)")
+# What git takes for the beginning of a signature: the last line that starts with one of these.
+_SIGNATURE = re.compile(r"^-----BEGIN (?:PGP SIGNATURE|PGP MESSAGE|SIGNED MESSAGE|SSH SIGNATURE)-----", re.MULTILINE)
+MAX_NAME = 300  # characters of a tag's name in a message; git takes no more than a file system does
+Verdict = Literal["passed", "rejected", "not needed"]
+
+
+@dataclass(frozen=True)
+class Tag:
+    """An annotated tag. oid: its own hash; commit: at which it is; by: the tagger, who may call himself anything; signer: who signed it,
+    None where no signature is asked for; second: since 1970, when it was made.
+    """
+
+    name: str
+    oid: str
+    commit: str
+    by: str
+    at: str
+    second: int
+    content: dict[str, Any]
+    signer: str | None = None
+
+
+@dataclass(frozen=True)
+class BadTag:
+    """A tag that is left out, and why. cause: the name of another bad tag, without which this one would not be left out."""
+
+    name: str
+    problem: str
+    cause: str | None = None
+
+
+@dataclass(frozen=True)
+class Version:
+    """lineage: rlhf_core/provenance/lineage.py; at: when it was registered, ISO 8601; by: who says so; signer: who signed it."""
+
+    artifact: str
+    version: str
+    commit: str
+    by: str
+    at: str
+    lineage: dict[str, Any]
+    signer: str | None = None
+
+    @property
+    def md5(self) -> str:
+        return self.lineage["md5"]
+
+    @property
+    def gate_accuracy(self) -> float | None:
+        """Held-out accuracy; None: no reward model was judged."""
+        return (self.lineage["gate"] or {}).get("accuracy")
+
+    @property
+    def sha256(self) -> str | None:
+        """Of the folder, as `rlhf_core.provenance.file_hashes.folder_sha256` counts it; None: it was registered by its md5 only."""
+        files = self.lineage.get("sha256")
+        return None if files is None else folder_sha256(files)
+
+    @property
+    def identity(self) -> str:
+        return f"md5 {self.md5}, " + (f"sha256 {self.sha256}" if self.sha256 else "identified by md5 only")
+
+    @property
+    def verdict(self) -> Verdict:
+        gate = self.lineage["gate"]
+        return "rejected" if gate is None else "passed" if gate["passed"] else "rejected" if gate["needed"] else "not needed"
+
+    @property
+    def model(self) -> dict[str, str | None]:
+        """What a decision is about, as it is kept with the decision."""
+        return {"md5": self.md5, "sha256": self.sha256, "commit": self.commit, "gate": self.verdict}
+
+
+@dataclass(frozen=True)
+class Event:
+    """A promotion or a rollback. version: what is promoted since then, None: nothing; previous: what was before.
+
+    by: who is said to have decided; signer: who signed the tag, where that is asked for.
+    override: the reason for which a model was promoted that the gate had rejected or that had been rolled back.
+    model: `Version.model` of the version; None: nothing is promoted, or the decision is an older one, which kept the name only.
+    """
+
+    number: int
+    action: Literal["promote", "rollback"]
+    version: str | None
+    previous: str | None
+    by: str
+    reason: str
+    override: str | None
+    at: str
+    model: dict[str, str | None] | None = None
+    signer: str | None = None
+
+    @property
+    def who(self) -> str:
+        return who(self.by, self.signer)
+
+
+def who(by: str, signer: str | None) -> str:
+    """Whose a tag is, with how that is known."""
+    if signer is None:
+        return f"stated by {by}"
+    return f"signed by {signer}" if signer in by else f"signed by {signer}, stated by {by}"
+
+
+class _Form(BaseModel):
+    """What of a tag's JSON is read; there may be more."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Look(_Form):
+    number: int
+    level: float
+
+
+class _Gate(_Form):
+    needed: bool
+    passed: bool
+    message: str
+    override: str | None
+    accuracy: float | None = Field(default=None, ge=0, le=1)
+    look: _Look | None = None
+
+
+class _Alignment(_Form):
+    method: str
+
+
+class _Params(_Form):
+    seed: int
+    alignment: _Alignment
+
+
+_Md5 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}\.dir$")]
+_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Lineage(_Form):
+    """As rlhf_core.provenance.lineage.lineage makes it."""
+
+    path: str
+    md5: _Md5
+    sha256: dict[str, _Sha256] | None = None
+    size: int | None
+    files: int | None
+    commit: str
+    run: str
+    data: str | None
+    parents: dict[str, str]
+    params: _Params
+    gate: _Gate | None
+    packages: dict[str, str]
+    reward_model_version: str | None
+    previous_version: str | None
+
+
+class _Model(_Form):
+    md5: _Md5
+    sha256: _Sha256 | None
+    commit: str
+    gate: Verdict
+
+
+class _Event(_Form):
+    action: Literal["promote", "rollback"]
+    version: str | None
+    previous: str | None
+    by: str
+    reason: str
+    override: str | None
+    model: _Model | None = None
+
+
+class _Unassignment(_Form):
+    action: Literal["unassign"]
+    version: str
+    because_of: str
+
+
+def read_tags(root: Path, patterns: Sequence[str], signers: Signers | None = None) -> list[Tag | BadTag]:
+    """The tags of a repository whose refs are like one of the patterns, with a fixed number of calls of git.
+
+    Args:
+        signers: who may have signed them; each tag then needs a signature, and git is called for each.
+    """
+    # Lines end with \n alone, and names come first: a name may hold what Python takes for the end of a line, or for space at its end.
+    listed = git(root, "for-each-ref", "--format=%(refname:strip=2) %(objectname)", *patterns).split("\n")
+    refs = [(oid, name) for name, _, oid in (line.partition(" ") for line in listed if line)]
+    found = [_read(name, oid, content) for (oid, name), content in zip(refs, read_objects(root, [oid for oid, _ in refs]), strict=True)]
+    if signers is None:
+        return found
+    signatures = verify(root, [tag.oid for tag in found if isinstance(tag, Tag)], signers)
+    return [_signed(tag, signatures[tag.oid]) if isinstance(tag, Tag) else tag for tag in found]
+
+
+def _signed(tag: Tag, signature: Signature) -> Tag | BadTag:
+    if signature.signer is None:
+        subject = f"tag {shown(tag.name, MAX_NAME)}"
+        return BadTag(tag.name, f"{subject}: expected a signature of an allowed signer, got {signature.problem}; don't use it")
+    return replace(tag, signer=signature.signer)
+
+
+def _read(name: str, oid: str, found: Object | None) -> Tag | BadTag:
+    try:
+        return _parse(name, oid, found)
+    except ConfigError as error:
+        return BadTag(name, str(error))
+
+
+def _parse(name: str, oid: str, found: Object | None) -> Tag:
+    if found is None or found.kind != "tag":
+        raise not_ours(name, "one without its JSON")
+    if found.content is None:
+        raise not_ours(name, f"one of {found.size} bytes, which is more than {MAX_BYTES}")
+    try:
+        text = found.content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise not_ours(name, f"one that isn't UTF-8 at byte {error.start}") from error
+    headers, _, message = text.partition("\n\n")
+    head = _HEAD.fullmatch(headers)
+    if head is None:
+        raise not_ours(name, "one with other headers")
+    if head["name"] != name:
+        raise not_ours(name, f"one that was made as {shown(repr(head['name']))} and put there under another name")
+    if ends := [found.start() for found in _SIGNATURE.finditer(message)]:
+        message = message[: ends[-1]]
+    try:
+        content = parse_json(message.partition("\n\n")[2], "its JSON")
+    except ConfigError as error:
+        raise not_ours(name, f"one without its JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise not_ours(name, "one with other JSON")
+    by, made = _tagger(name, head["tagger"])
+    return Tag(name, oid, head["commit"], by, made.isoformat(timespec="seconds"), int(made.timestamp()), content)
+
+
+def _tagger(tag: str, line: str) -> tuple[str, datetime]:
+    """Who made a tag, and when."""
+    found = _TAGGER.fullmatch(line)
+    if found is None:
+        raise not_ours(tag, "one without a date")
+    zone = timedelta(hours=int(found["hours"]), minutes=int(found["minutes"])) * (-1 if found["sign"] == "-" else 1)
+    try:
+        return found["name"].removesuffix(" "), datetime.fromtimestamp(int(found["second"]), UTC).astimezone(timezone(zone))
+    except (ValueError, OverflowError, OSError) as error:  # a date or a zone that there isn't
+        raise not_ours(tag, "one with a date that there isn't") from error
+
+
+def as_version(artifact: str, tag: Tag) -> Version:
+    """Raises: ConfigError: the tag says something else, or is at another commit than it says."""
+    _check(tag, _Lineage)
+    if tag.content["commit"] != tag.commit:
+        said = shown(tag.content["commit"])
+        raise ConfigError(
+            f"tag {tag.name}: expected it at commit {said}, as its message says, got {tag.commit}; someone moved it: "
+            "`git fetch --tags --force` brings the shared one back"
+        )
+    return Version(artifact, tag.name.partition("@")[2], tag.commit, tag.by, tag.at, tag.content, tag.signer)
+
+
+def as_event(number: int, tag: Tag) -> Event | None:
+    """None: the tag only makes room for the version that enters the stage after it.
+
+    Raises:
+        ConfigError: the tag says something else.
+    """
+    leaves = "!#" in tag.name  # GTO's mark
+    if leaves and tag.content.get("action") == "unassign":
+        _check(tag, _Unassignment)
+        return None
+    event = Event(number=number, at=tag.at, signer=tag.signer, **_check(tag, _Event).model_dump())
+    if leaves != (event.version is None) or (leaves and event.action != "rollback"):
+        raise not_ours(tag.name, f"one by which {shown(repr(event.version))} {'leaves' if leaves else 'enters'} the stage")
+    return event
+
+
+def _check(tag: Tag, form: type[_Form]) -> _Form:
+    try:
+        return form.model_validate(tag.content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise not_ours(tag.name, f"another value of {shown(key)} ({shown(first['msg'])})") from error
+
+
+def not_ours(tag: str, got: str) -> ConfigError:
+    """The refusal of a tag. Its name may be anything that git takes, and the command is there to be copied into a shell.
+
+    A decision is not to be removed: the one before it would count. `flows.registry.state` says what helps.
+    """
+    tag = shown(tag, MAX_NAME)
+    removal = "" if is_decision(tag) else f"; remove it with `git tag -d {_quoted(tag)}`"
+    return ConfigError(f"tag {tag}: expected one made by `python -m flows.promote`, got {got}{removal}")
+
+
+def is_decision(tag: str) -> bool:
+    """Whether a tag of the registry has the name of an assignment, not of a version."""
+    return "#" in tag.partition("@")[0]
+
+
+def _quoted(tag: str) -> str:
+    return f"'{tag}'" if "'" not in tag else shlex.quote(tag)

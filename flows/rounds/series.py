@@ -1,0 +1,283 @@
+"""A series of rounds of iterative DPO in its worktree: which round is next, what it begins with, and what the rounds have shown.
+
+A round's stages are those of rounds/dvc.yaml; this module knows no Prefect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from flows.chain.pins import prepare_run, promoted_version, start_from_registry
+from flows.chain.stages import stage_order
+from flows.chain.updates import check_run, check_update
+from flows.chain.user_files import check_user_files
+from flows.chain.worktree import commit, commit_results, prepare_worktree, worktree_path
+from flows.runs.results import input_paths, result_paths
+from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, PromotionConfig, ScorerConfig, load_params, read_yaml
+from rlhf_core.data.schema import read_rows
+from rlhf_core.provenance.inputs import changes_since, read_inputs
+from rlhf_core.report.rounds import draw, table
+from rlhf_core.rounds.pins import (
+    FOLDER,
+    PIPELINE,
+    ROUNDS_FILE,
+    BudgetPin,
+    Pin,
+    PromptsPin,
+    Round,
+    dvc_md5,
+    prompts_hash,
+    read_rounds,
+    round_folder,
+    write_rounds,
+)
+from rlhf_core.rounds.pool import check_promotion_rows, prompts_of_round
+from rlhf_core.statistics.error_budget import next_budget
+
+STAGES = ("sample_round", "validate_round", "train_round", "evaluate_round")
+FIGURE, TABLE = FOLDER / "rounds.svg", FOLDER / "rounds.md"
+GATE, PREPARED, REWARD_MODEL = Path("metrics/gate.json"), Path("data/prepared"), Path("models/reward")
+
+log = logging.getLogger("rlhf.flows")
+
+
+def prepare_series(root: Path, series: str, overrides: dict[str, Any], *, update: bool = False) -> Path:
+    """The worktree of a series, made or found again.
+
+    Raises:
+        ConfigError: an override is refused or would change what earlier rounds were made with, as data or a model have; or the scorers
+            lack what they need.
+    """
+    path = worktree_path(root, series)
+    wanted = check_run(root, series, overrides, rounds=True)
+    check_user_files(root, series, wanted, rounds=True)
+    if path.exists() and read_rounds(path):
+        before, after = (params.model_dump(exclude=set(UNTRACKED_SECTIONS)) for params in (load_params(path / "params.yaml"), wanted))
+        changed = [section for section in before if before[section] != after[section]]
+        other = _other_inputs(path, wanted)
+        if (changed or other) and unmade(path):
+            check_update(root, series, overrides, update=update)
+            forget_unmade(path)
+            return prepare_run(root, series, overrides, update=update)
+        if other:
+            raise ConfigError(
+                f"series {series}: expected the data and models that its rounds were made with, got others; put them back, or begin "
+                "another series with --series NAME\n" + "\n".join(other)
+            )
+        if changed:
+            raise ConfigError(
+                f"series {series}: expected the params that its rounds were made with, got others in {', '.join(changed)}; begin another "
+                "series with --series NAME"
+            )
+        check_update(root, series, overrides, update=update)
+        return prepare_worktree(root, series, overrides)
+    return prepare_run(root, series, overrides, update=update)
+
+
+def _other_inputs(workspace: Path, params: Params) -> list[str]:
+    """What isn't the project's own and has changed since the chain and the rounds read it, a line each."""
+    inputs, before = read_inputs(params, workspace), chain_before_rounds(workspace, params)
+    locks = (workspace / "dvc.lock", workspace / PIPELINE.with_suffix(".lock"))
+    return [line for lock in locks for line in changes_since(lock, inputs, workspace, beside=set(stage_order(workspace)) - set(before))]
+
+
+def unmade(workspace: Path) -> bool:
+    """Whether there is one round, and nothing has come of it: a stage refused what it began with, say."""
+    made = (file for file in (workspace / round_folder(1)).rglob("*") if file.is_file() and file.name != ".gitignore")
+    return list(read_rounds(workspace)) == [1] and not any(made)
+
+
+def forget_unmade(workspace: Path) -> None:
+    """Take back the beginning of the first round if nothing has come of it.
+
+    Nothing was sampled or compared, so the series may begin with other params, and its error budget is whole.
+    """
+    if not unmade(workspace):
+        return
+    write_rounds({}, workspace)
+    if (refusal := commit(workspace, "Take back the beginning of round 1", [str(ROUNDS_FILE)])) is not None:
+        log.warning("Round 1: that its beginning was taken back is not committed; %s", refusal)
+
+
+def chain_before_rounds(workspace: Path, params: Params) -> list[str]:
+    """The stages of dvc.yaml that come before the first round, in order."""
+    order = stage_order(workspace)
+    last = "train_policy" if params.iterative.start == "policy" else "gate_reward"
+    return order[: order.index(last) + 1]
+
+
+def check_reward_model(workspace: Path, params: Params) -> None:
+    """The chain's own reward model may label only if it passed its gate.
+
+    Raises:
+        ConfigError: it labels and didn't pass.
+    """
+    gate = _read(workspace / GATE)
+    usable = gate and (gate["passed"] or gate["override"])
+    if any(_is_own(scorer) for scorer in params.iterative.scorers) and not usable:
+        said = gate["message"] if gate else f"{GATE} is missing"
+        raise ConfigError(
+            f"iterative.scorers: expected a reward model that passed its gate, got one that didn't ({said}); make it pass, or take scorers "
+            "that need none (docs/scorers.md)"
+        )
+
+
+def _is_own(scorer: ScorerConfig) -> bool:
+    return scorer.kind == "reward_model" and scorer.path is None
+
+
+def last_round_of_run(workspace: Path, run: str, rounds: int) -> int:
+    """The number of the last round that a run of the flow will work on: the same when the run is retried.
+
+    Args:
+        run: Prefect's id of the run. rounds: how many it was asked for; an unfinished one counts.
+    """
+    note = workspace / "scratch" / "iterative_dpo" / run
+    if not note.exists():
+        finished = sum(is_finished(workspace, number) for number in read_rounds(workspace))
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(str(finished + rounds))
+    return int(note.read_text())
+
+
+def lay_out_start(root: Path, workspace: Path, params: Params) -> Path:
+    """What the first round starts from, put there if it comes from the registry: the promoted version when the series begins.
+
+    Raises:
+        ConfigError: no policy is promoted, or its files are nowhere to be had.
+    """
+    if params.iterative.start != "registry":
+        return Path("models") / params.iterative.start
+    rounds = read_rounds(workspace)
+    return start_from_registry(root, workspace, promoted_version(rounds[1].origin.path) if rounds else None)
+
+
+def current_round(workspace: Path, params: Params, *, start: Path, last: int) -> int | None:
+    """The number of the round to work on: the newest if it isn't finished, otherwise a new one, whose entry is written and committed.
+
+    Args:
+        start: what the first round starts from.
+    Returns:
+        None: round `last` is done.
+    """
+    rounds = read_rounds(workspace)
+    number = len(rounds)
+    if number and not is_finished(workspace, number):
+        return number
+    if number >= last:
+        return None
+    rounds[number + 1] = new_round(workspace, rounds, params, start)
+    write_rounds(rounds, workspace)
+    refusal = commit(workspace, f"Begin round {number + 1} from {rounds[number + 1].policy.path}", [str(ROUNDS_FILE)])
+    if refusal is not None:
+        log.warning("Round %d: its beginning is not committed; %s", number + 1, refusal)
+    return number + 1
+
+
+def new_round(workspace: Path, rounds: dict[int, Round], params: Params, start: Path) -> Round:
+    """What the round after those begins with: hashes of what lies in the workspace now."""
+
+    def pin(path: Path | str) -> Pin:
+        return Pin(path=str(path), md5=dvc_md5(workspace / path))
+
+    config, number = params.iterative, len(rounds) + 1
+    accepted = [n for n in rounds if (verdict(workspace, n) or {}).get("accepted")]
+    check_promotion_split(workspace, params)
+    ids = [row["id"] for row in read_rows(workspace / PREPARED, "prompt", "train")]
+    prompts = prompts_of_round(ids, number, config.sampling.prompts, seed=params.seed)
+    return Round(
+        origin=rounds[1].origin if rounds else pin(start),
+        policy=pin(round_folder(accepted[-1]) / "policy" if accepted else start),
+        reward_models={s.name: pin(s.path or REWARD_MODEL) for s in config.scorers if s.kind == "reward_model"},
+        gate=pin(GATE),
+        prompts=PromptsPin(first=(number - 1) * len(prompts), count=len(prompts), sha256=prompts_hash(prompts)),
+        budget=budget_of_next(workspace, rounds, config.promotion),
+    )
+
+
+def check_promotion_split(workspace: Path, params: Params) -> None:
+    """There is what policies are to be compared on: as many different prompts as are asked for, and their judges if one decides.
+
+    Raises:
+        ConfigError: there isn't.
+    """
+    sources = _read(workspace / PREPARED / "sources.json") or {}
+    judged = {name for name, source in sources.items() if source["judge"]}
+    try:
+        check_promotion_rows(read_rows(workspace / PREPARED, "prompt", "promotion"), params.iterative.promotion, judged=judged)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def budget_of_next(workspace: Path, rounds: dict[int, Round], config: PromotionConfig) -> BudgetPin:
+    """What the comparison of the round after those may spend, by what the rounds have pinned and shown.
+
+    Raises:
+        ConfigError: a round has pinned another budget than the verdicts before it leave: one of them has changed since.
+    """
+    budget = next_budget(None, accepted=False, error_budget=config.error_budget, rounds=config.rounds)
+    for number, entry in rounds.items():
+        if entry.budget != budget:
+            raise ConfigError(
+                f"round {number}: expected the budget that the verdicts before it leave, {_shown(budget)}, got {_shown(entry.budget)}; "
+                f"{ROUNDS_FILE} or a verdict has changed since the round began: restore both with git, or begin another series"
+            )
+        found = verdict(workspace, number) or {}
+        if found.get("trained"):
+            budget = next_budget(budget, accepted=found["accepted"], error_budget=config.error_budget, rounds=config.rounds)
+    return budget
+
+
+def _shown(budget: BudgetPin) -> str:
+    return f"comparison {budget.comparison} at level {budget.level:.4g}"
+
+
+def is_finished(workspace: Path, number: int) -> bool:
+    """Whether the round has its verdict and DVC has recorded it."""
+    lock = workspace / PIPELINE.with_suffix(".lock")
+    recorded = lock.exists() and f"{STAGES[-1]}@{number}" in (read_yaml(lock).get("stages") or {})
+    return recorded and verdict(workspace, number) is not None
+
+
+def verdict(workspace: Path, number: int) -> dict[str, Any] | None:
+    """metrics/evaluate.json of a round; None: it has none yet."""
+    return _read(workspace / round_folder(number) / "metrics" / "evaluate.json")
+
+
+def round_stages(number: int) -> list[str]:
+    """DVC's names of a round's stages, in order."""
+    return [f"{PIPELINE}:{stage}@{number}" for stage in STAGES]
+
+
+def results(workspace: Path) -> list[dict[str, Any]]:
+    """The verdict of each finished round, and the figures of its samples under `samples`."""
+    found = []
+    for number in read_rounds(workspace):
+        metrics = verdict(workspace, number)
+        if metrics is not None:
+            samples = _read(workspace / round_folder(number) / "metrics" / "sample.json")
+            found.append({**metrics, "samples": samples})
+    return found
+
+
+def publish(workspace: Path, number: int) -> str:
+    """Figure and table of all rounds into the worktree, and the commit of what this round has shown. Returns the table."""
+    rows = results(workspace)
+    text = table(rows)
+    (workspace / TABLE).write_text(f"# Rounds of {workspace.name}\n\n{text}", encoding="utf-8")
+    try:
+        draw(rows, workspace / FIGURE)
+    except ModuleNotFoundError as error:
+        log.warning("%s: expected matplotlib for the figure, got none (%s); install the extra `compare`", FIGURE, error)
+    commit_results(workspace, f"Results of round {number}", result_paths(workspace), input_paths(workspace))
+    return text
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, json.JSONDecodeError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    return None

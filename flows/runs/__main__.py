@@ -1,0 +1,191 @@
+"""Runs and their worktrees: python -m flows.runs list | show NAME | compare A B... | delete NAME... [--help]
+
+Exit codes: 0 done, 2 refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from flows.chain.stages import stage_order, unchanged
+from flows.chain.summary import key_figure, report_of
+from flows.chain.updates import own_params, run_params
+from flows.full_pipeline import INTERRUPTED, REFUSED, show_own_log
+from flows.runs.delete import delete, versions_of
+from flows.runs.record import GATE_REJECTED
+from flows.runs.state import RunState, lock_of, read_runs, run_names
+from rlhf_core.config import ConfigError, parse_params, read_yaml_text, reordering_shown
+from rlhf_core.provenance.lineage import hashes_of_outs
+
+MAX_TEXT = 60  # characters of a message in the table
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m flows.runs", description="List, show, compare and delete runs.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    added = commands.add_parser("list", help="all runs, the one used last first")
+    added.add_argument("--json", action="store_true", help="for programs")
+    added = commands.add_parser("show", help="all that is known of a run")
+    added.add_argument("name", metavar="NAME")
+    added.add_argument("--json", action="store_true", help="for programs")
+    added = commands.add_parser("compare", help="two runs side by side, or configurations over seeds (python -m flows.compare_runs)")
+    added.add_argument("names", nargs="+", metavar="NAME")
+    added = commands.add_parser("delete", help="worktree and branch of a run, with scratch, models and results")
+    added.add_argument("names", nargs="+", metavar="NAME")
+    added.add_argument("--force", action="store_true", help="also files that git doesn't have, and commits that no other branch has")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    asked, root = parse_arguments(arguments), Path.cwd()
+    try:
+        if asked.command == "compare":
+            from flows.compare_runs import main as compare  # pandas comes with it
+
+            return compare(asked.names)
+        if asked.command == "list":
+            text = list_runs(root, as_json=asked.json)
+        elif asked.command == "show":
+            text = show(root, asked.name, as_json=asked.json)
+        else:
+            show_own_log()
+            text = delete(root, list(dict.fromkeys(asked.names)), force=asked.force)
+        print(reordering_shown(text), flush=True)
+        return 0
+    except ConfigError as error:
+        print(reordering_shown(str(error)), file=sys.stderr)
+        return REFUSED
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def list_runs(root: Path, *, as_json: bool) -> str:
+    states = sorted(read_runs(root, run_names(root)), key=lambda state: state.used, reverse=True)
+    if as_json:
+        return json.dumps([asdict(state) for state in states], indent=1)
+    if not states:
+        return "No runs: python -m flows.full_pipeline --set KEY=VALUE --run NAME makes one."
+    rows = [_row(state) for state in states]
+    headers = ("run", "made", "last used", "commit", "method", "outcome", "gate", "judge", "MB")
+    total = sum(state.size for state in states)
+    return f"{tabulate(rows, headers, disable_numparse=True)}\n\n{len(states)} runs, {total / 1e6:.0f} MB. Times are UTC."
+
+
+def _row(state: RunState) -> tuple[str, ...]:
+    size = f"{state.size / 1e6:.1f}" if state.folder else "branch only"
+    gate = "" if state.gate_accuracy is None else f"{state.gate_accuracy:.3f}"
+    made, used = (_short_time(at) for at in (state.made, state.used))
+    return state.name, made, used, state.commit[:9], state.method, state.told, gate, _figures(state), size
+
+
+def _short_time(at: str | None) -> str:
+    return at[:16].replace("T", " ") if at else ""
+
+
+def _figures(state: RunState) -> str:
+    rounds = f"{state.rounds} rounds" if state.rounds else ""
+    if state.before is None or state.after is None:
+        return rounds
+    name = "" if state.metric == "judge" else f"{state.metric} "
+    return ", ".join(filter(None, (f"{name}{state.before:.2f} -> {state.after:.2f}", rounds)))
+
+
+def show(root: Path, name: str, *, as_json: bool) -> str:
+    (state,) = read_runs(root, [name])
+    known = details(root, state)
+    if as_json:
+        return json.dumps({**asdict(state), **known}, indent=1, ensure_ascii=False)
+    facts = {
+        "outcome": state.told + (f": {state.message}" if state.message else ""),
+        "at work": state.process and f"process {state.process}",
+        "made, last used": f"{_short_time(state.made) or 'unknown'}, {_short_time(state.used)} (UTC)",
+        "folder": f"{state.folder}, {state.size / 1e6:.1f} MB" if state.folder else "removed; a run of its name goes on from the branch",
+        "branch": f"{state.branch or 'none'} at {state.commit}",
+        "method": state.method,
+        "gate, judge": ", ".join(filter(None, (state.gate_accuracy and f"accuracy {state.gate_accuracy:.3f}", _figures(state)))),
+        "report": known["report"],
+        "registered": ", ".join(known["registered"]),
+    }
+    parts = [f"Run {name}", tabulate([fact for fact in facts.items() if fact[1]], tablefmt="plain")]
+    parts.append(_params_text(known["params"]))
+    stages = [(s["stage"], s["state"], s["figure"]) for s in known["stages"]]
+    parts.append(tabulate(stages, ("stage", "state", "key figure"), disable_numparse=True) if stages else "")
+    parts.append("Lineage:\n" + tabulate(known["outs"].items(), ("path", "md5"), disable_numparse=True) if known["outs"] else "")
+    return "\n\n".join(filter(None, parts))
+
+
+def _params_text(changes: list[dict[str, Any]] | None) -> str:
+    if changes is None:
+        return "Params: can't be compared with those the run was made from."
+    if not changes:
+        return "Params: as those the run was made from."
+    rows = [(change["key"], _value(change["default"]), _value(change["run"])) for change in changes]
+    return "Params that differ from those the run was made from:\n" + tabulate(rows, ("key", "there", "run"), disable_numparse=True)
+
+
+def details(root: Path, state: RunState) -> dict[str, Any]:
+    """What takes longer than a list may: params, lineage, what DVC says of the stages."""
+    folder = root / state.folder if state.folder else None
+    ended = state.outcome in ("done", "failed", GATE_REJECTED) and state.until is None  # otherwise a page is of an earlier time
+    page = report_of(folder, None if state.outcome == "done" else state.stage) if folder and ended else None
+    return {
+        "params": _params(root, state),
+        "stages": list(_stages(folder, state)) if folder else [],
+        "outs": _outs(root, state),
+        "report": str(page) if page else None,
+        "registered": versions_of(root, state),
+    }
+
+
+def _params(root: Path, state: RunState) -> list[dict[str, Any]] | None:
+    """None: they can't be compared, without a branch of the run's own or with keys of other code."""
+    if state.branch is None:
+        return None
+    with suppress(ConfigError):
+        params = parse_params(run_params(root, state.name) or {}, subject=f"params.yaml of run {state.name}")
+        return [{"key": key, "default": old, "run": new} for key, old, new in own_params(root, state.name, params)]
+    return None
+
+
+def _stages(folder: Path, state: RunState) -> Iterator[dict[str, str]]:
+    """Each stage as DVC has it; of a run at work, whose stage has DVC's lock, as the flow goes through them."""
+    order = stage_order(folder)
+    ended = order[: order.index(state.stage)] if state.process and state.stage in order else unchanged(folder, order)
+    for stage in order:
+        if stage in ended:
+            yield {"stage": stage, "state": "up to date", "figure": key_figure(folder, stage)}
+        elif stage == state.stage and state.outcome != "done":
+            figure = key_figure(folder, stage) if state.outcome == GATE_REJECTED else ""
+            yield {"stage": stage, "state": state.outcome, "figure": figure}
+        else:
+            yield {"stage": stage, "state": "to do", "figure": ""}
+
+
+def _outs(root: Path, state: RunState) -> dict[str, str]:
+    text = lock_of(root, state)
+    if not text:
+        return {}
+    lock = read_yaml_text(text, f"dvc.lock of run {state.name}")
+    return {path: md5 for path, md5 in hashes_of_outs(lock, lock["stages"]) if path.startswith(("data/", "models/"))}
+
+
+def _value(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

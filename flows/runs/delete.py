@@ -1,0 +1,139 @@
+"""Deleting a run: its worktree with scratch, models and results, and its branch."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack, suppress
+from pathlib import Path, PurePath
+
+import psutil
+
+from flows.chain.locks import lock_path, only_flow
+from flows.chain.stages import read_stages
+from flows.chain.worktree import git
+from flows.registry.state import ARTIFACTS, read_registry
+from flows.runs.state import RunState, read_runs
+from rlhf_core.config import ConfigError, read_yaml, shown
+from rlhf_core.rounds.pins import PIPELINE
+
+# Beginnings of what a run itself commits; `{}` is its name.
+OF_THE_RUN = ("Run {}: ", "Results of run {}", "Results of round ", "Begin round ", "Take back the beginning of round ")
+# Ignored by git and nobody's work, beside the outs of stages.
+OF_THE_PIPELINE = (
+    *(".dvc", ".prefect", "scratch", "wandb", "compare.log", "models/promoted", "reports/stopped.html", "reports/check_model.json"),
+    *("reports/timings", "reports/certificates", "reports/data_docs"),
+)
+CACHES = re.compile(r"(^|/)(__pycache__|\.venv|\.(pytest|ruff)_cache|\.hypothesis|\.ipynb_checkpoints|[^/]+\.egg-info)/")
+FREE_CACHE = (
+    "DVC's cache keeps their models and data. `dvc gc --workspace --all-branches --all-tags` frees what no commit of a branch or tag has "
+    "(this folder's files stay, and registered versions); first let other runs commit their results."
+)
+
+
+def delete(root: Path, names: list[str], *, force: bool) -> str:
+    """What was deleted, as text; nothing is, unless all of them can be.
+
+    Raises:
+        ConfigError: a flow or another process works on one of them, or there is something in it that is nowhere else and `force` is not
+            given.
+    """
+    with ExitStack() as held:
+        states = read_runs(root, names)
+        for name in names:
+            held.enter_context(only_flow(root, name))
+        busy = [f"run {state.name}: {problem}" for state in states for problem in _at_work(root, state)]
+        lost = [f"run {state.name}: {problem}" for state in states for problem in _lost(root, state, states)] if not force else []
+        if busy or lost:
+            advice = ["end it, or wait for it"] * bool(busy) + ["save what would be lost, or delete with --force"] * bool(lost)
+            raise ConfigError("; ".join([*busy, *lost, *advice]))
+        lines = [line for state in states for line in _delete(root, state)]
+    return "\n".join([*lines, FREE_CACHE])
+
+
+def _at_work(root: Path, state: RunState) -> list[str]:
+    """Whose work would be disturbed."""
+    users = _users(root / state.folder) if state.folder is not None else []
+    return [f"expected nobody at work in {state.folder}, got {', '.join(users)}"] if users else []
+
+
+def _lost(root: Path, state: RunState, deleted: list[RunState]) -> list[str]:
+    """What would be lost beside the run's own params and results. deleted: all runs that go at once."""
+    problems = []
+    if state.folder is not None:
+        folder = root / state.folder
+        if changed := [line.strip().partition(" ")[2].strip() for line in git(folder, "status", "--porcelain").splitlines()]:
+            problems.append(f"expected all committed, got {_named(changed)}")
+        if ignored := _ignored_files_of_the_users(folder):
+            problems.append(f"expected no ignored files but those of stages, got {_named(ignored)}")
+    if own := _commits_of_the_users(root, state, deleted):
+        problems.append(f"expected the run's own commits only, got {len(own)} that no other branch has: {shown('; '.join(own[:5]))}")
+    return problems
+
+
+def _named(names: list[str]) -> str:
+    return shown(", ".join(names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _ignored_files_of_the_users(folder: Path) -> list[str]:
+    """Files that git leaves alone and that neither a stage has made nor a tool keeps."""
+    ours = (*OF_THE_PIPELINE, *_outs(folder))
+    listed = git(folder, "ls-files", "--others", "--ignored", "--exclude-standard", "-z").split("\0")
+    paths = [PurePath(name) for name in listed if name and not CACHES.search(name)]
+    return [str(path) for path in paths if not any(path.is_relative_to(own) for own in ours)]
+
+
+def _outs(folder: Path) -> set[str]:
+    """What stages make and DVC's cache keeps, by dvc.yaml and by the locks, which have it of params that were changed since."""
+    found: set[str] = set()
+    with suppress(ConfigError):  # a file that can't be read names none, and what it would have named is asked about
+        entries = [entry for stage in read_stages(folder).values() for entry in stage.get("outs") or []]
+        found |= {path for entry in entries for path in ([entry] if isinstance(entry, str) else entry)}
+    for lock in (folder / "dvc.lock", folder / PIPELINE.with_suffix(".lock")):
+        with suppress(ConfigError):
+            tree = read_yaml(lock) if lock.is_file() else {}
+            found |= {out["path"] for stage in tree.get("stages", {}).values() for out in stage.get("outs", [])}
+    return found
+
+
+def _commits_of_the_users(root: Path, state: RunState, deleted: list[RunState]) -> list[str]:
+    """Commits, as `hash subject`, that only the runs deleted have, on a branch or checked out, and that the pipeline has not made."""
+    tips = [f"refs/heads/{state.branch}"] * (state.branch is not None)
+    if state.folder is not None:
+        tips.append(git(root / state.folder, "rev-parse", "HEAD"))
+    elsewhere = ["--not", *(f"--exclude={other.branch}" for other in deleted if other.branch), "--branches", "--tags", "--remotes"]
+    subjects = git(root, "log", "--format=%h %s", *tips, *elsewhere).splitlines()
+    ours = tuple(begin.format(other.name) for begin in OF_THE_RUN for other in deleted)
+    return [line for line in subjects if not line.partition(" ")[2].startswith(ours)]
+
+
+def _users(folder: Path) -> list[str]:
+    """Processes that work there: DVC by hand, a stage, a shell."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if Path(process.cwd()).is_relative_to(folder.resolve()):
+                found.append(f"process {process.pid} ({process.name()})")
+    return found
+
+
+def _delete(root: Path, state: RunState) -> list[str]:
+    kept = versions_of(root, state)
+    if state.folder is not None:
+        git(root, "worktree", "remove", "--force", "--force", state.folder)
+    if state.branch is not None:
+        git(root, "branch", "--quiet", "-D", state.branch)
+    lock_path(root, state.name).unlink(missing_ok=True)
+    what = " and ".join(filter(None, (state.folder, state.branch)))
+    lines = [f"Deleted run {state.name}: {what}, {state.size / 1e6:.1f} MB; it stood at {state.commit[:10]}"]
+    if kept:
+        lines.append(f"  {', '.join(kept)}: tags keep their commits, and the registry goes on with them")
+    return lines
+
+
+def versions_of(root: Path, state: RunState) -> list[str]:
+    """Registered versions of this run's commits, as `policy v2.0.0`."""
+    commits, found = set(git(root, "rev-list", state.commit).split()), []
+    for artifact in ARTIFACTS:
+        versions = read_registry(root, artifact).versions.values()
+        found += [f"{artifact} {v.version}" for v in versions if v.lineage["run"] == f"run/{state.name}" and v.commit in commits]
+    return found

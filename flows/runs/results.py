@@ -1,0 +1,153 @@
+"""What a run has left, read from its folder or from a commit: for comparisons and for what a run's report is held against."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from flows.chain.stages import read_stages
+from flows.chain.worktree import FOLDER
+from rlhf_core.config import ConfigError, read_yaml_text
+from rlhf_core.provenance.cached_model import cache_folder
+from rlhf_core.report.comparison_page import Side
+from rlhf_core.report.differences import Results
+from rlhf_core.report.times import read_times
+from rlhf_core.rounds.pins import FOLDER as FOLDER_OF_ROUNDS
+from rlhf_core.rounds.pins import PIPELINE, ROUNDS_FILE, read_round_stages, read_rounds
+
+# Stage -> its metrics.
+METRICS = {
+    "prepare_data": "metrics/prepare_data.json",
+    "validate_data": "metrics/validation.json",
+    "check_model": "metrics/check_model.json",
+    "train_sft": "metrics/train_sft.json",
+    "train_reward": "metrics/train_reward.json",
+    "gate_reward": "metrics/gate.json",
+    "train_policy": "metrics/train_policy.json",
+    "evaluate": "metrics/evaluate.json",
+}
+TRACKED = ("data/prepared", "models/")  # data and models; what else DVC keeps are results
+CURVES = ("train_sft", "train_reward", "train_policy")
+SAMPLES = "data/evaluation_samples.parquet"
+PROMPTS = "plots/evaluation.csv"  # results of the evaluation, prompt by prompt
+
+Read = Callable[[str], bytes | None]  # a path inside the run -> its content; None: not there
+
+
+def read_side(root: Path, name: str) -> Side:
+    """A run by its name in runs/, by a folder, or by a branch, tag or commit.
+
+    Raises:
+        ConfigError: there is no such run, or it has no results.
+    """
+    folder = next((f for f in (root / FOLDER / name, root / name) if (f / "params.yaml").is_file()), None)
+    if folder is not None:
+        read = partial(content, folder)
+        return _side(name, read, read(SAMPLES), times=read_times(folder))
+    commit = find_commit(root, name)
+    if commit is None:
+        raise ConfigError(
+            f"{name}: expected a run in {FOLDER}/, a folder with params.yaml, or a branch, tag or commit, got none of these; "
+            f"there are {', '.join(known_runs(root)) or 'no runs'}"
+        )
+    committed = partial(show, root, commit)
+    return _side(name, committed, _from_cache(root, committed), times={})
+
+
+def content(folder: Path, path: str) -> bytes | None:
+    return (folder / path).read_bytes() if (folder / path).is_file() else None
+
+
+def _side(name: str, read: Read, samples: bytes | None, *, times: dict) -> Side:
+    results = read_results(name, read)
+    curves = {stage: rows for stage in CURVES if (rows := read(f"plots/{stage}.csv")) is not None}
+    return Side(
+        results=results,
+        curves={stage: pd.read_csv(io.BytesIO(rows)) for stage, rows in curves.items() if stage in results.metrics},
+        samples=None if samples is None or "evaluate" not in results.metrics else pd.read_parquet(io.BytesIO(samples)),
+        times=times,
+    )
+
+
+def read_results(name: str, read: Read) -> Results:
+    """Raises ConfigError where there are no params, or no stage has left its figures."""
+    params, lock = read("params.yaml"), read("dvc.lock")
+    if params is None:
+        raise ConfigError(f"{name}: expected a run with params.yaml, got none there; name a run, a folder or a commit of this project")
+    metrics = {stage: json.loads(text) for stage, path in METRICS.items() if (text := read(path)) is not None}
+    if not metrics:
+        raise ConfigError(f"{name}: expected the results of a run, got no file of {Path(METRICS['train_sft']).parent}/; run it first")
+    stages = {} if lock is None else read_yaml_text(lock.decode(), f"dvc.lock of {name}")["stages"]
+    outs = {out["path"]: out["md5"] for stage in stages.values() for out in stage.get("outs", [])}
+    kept = {path: md5 for path, md5 in outs.items() if path.startswith(TRACKED)}
+    prompts = read(PROMPTS) if "evaluate" in metrics else None
+    return Results(
+        name, read_yaml_text(params.decode(), f"params.yaml of {name}"), kept, metrics, None if prompts is None else prompts.decode()
+    )
+
+
+def result_paths(workspace: Path) -> list[str]:
+    """What a run's commit takes: params, locks, and what stages leave that DVC's cache doesn't keep. What else lies there is the user's."""
+    stages = [*read_stages(workspace).values()]
+    found = ["params.yaml", "dvc.lock", "baselines.json"]
+    if rounds := read_rounds(workspace) if (workspace / ROUNDS_FILE).is_file() else {}:
+        found += [
+            str(path)
+            for path in (ROUNDS_FILE, PIPELINE.with_suffix(".lock"), FOLDER_OF_ROUNDS / "rounds.md", FOLDER_OF_ROUNDS / "rounds.svg")
+        ]
+        stages += [stage for number in rounds for stage in read_round_stages(number, workspace).values()]
+    for stage in stages:
+        entries = [entry for kind in ("outs", "metrics", "plots") for entry in stage.get(kind) or []]
+        found += [path for entry in entries if isinstance(entry, dict) for path, how in entry.items() if how and how.get("cache") is False]
+        # DVC itself writes there which of its outs git is to leave alone.
+        found += [str(Path(out).parent / ".gitignore") for entry in entries for out in ([entry] if isinstance(entry, str) else entry)]
+    return sorted(set(found))
+
+
+def input_paths(workspace: Path) -> list[str]:
+    """What stages depend on: code and data that git may have."""
+    stages = read_stages(workspace).values()
+    return sorted({path for stage in stages for path in stage.get("deps") or [] if isinstance(path, str) and not Path(path).is_absolute()})
+
+
+def find_commit(root: Path, name: str) -> str | None:
+    """The commit of a run's branch, or of any other revision."""
+    for revision in (f"refs/heads/run/{name}", name):
+        done = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+        if done.returncode == 0:
+            return done.stdout.decode().strip()
+    return None
+
+
+def known_runs(root: Path) -> list[str]:
+    done = _git(root, "for-each-ref", "--sort=-committerdate", "--format=%(refname:lstrip=3)", "refs/heads/run/")
+    return done.stdout.decode().split() if done.returncode == 0 else []
+
+
+def show(root: Path, commit: str, path: str) -> bytes | None:
+    done = _git(root, "show", f"{commit}:{path}")
+    return done.stdout if done.returncode == 0 else None
+
+
+def _from_cache(root: Path, read: Read) -> bytes | None:
+    """The samples, which git doesn't have: from DVC's cache, where they are in it."""
+    lock: Any = read("dvc.lock")
+    stages = {} if lock is None else read_yaml_text(lock.decode(), "dvc.lock")["stages"]
+    md5 = next((out["md5"] for out in stages.get("evaluate", {}).get("outs", []) if out["path"] == SAMPLES), None)
+    if md5 is None:
+        return None
+    with suppress(OSError):
+        return (cache_folder(root) / md5[:2] / md5[2:]).read_bytes()
+    return None
+
+
+def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=False)

@@ -1,0 +1,238 @@
+"""What is known of a run, read fast: from its worktree or, where that was removed, from its branch. Without Prefect, DVC or torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flows.chain.locks import at_work
+from flows.chain.stages import HASH_INPUTS
+from flows.chain.summary import KEY_FIGURES
+from flows.chain.worktree import FOLDER, git
+from flows.registry.objects import read_objects
+from flows.runs.record import GATE_REJECTED, read_record
+from rlhf_core.config import ConfigError
+
+METRICS = {"gate_reward": "metrics/gate.json", "evaluate": "metrics/evaluate.json"}
+READ = ("params.yaml", "dvc.lock", *METRICS.values())
+STAGES = [*KEY_FIGURES, "report"]
+ORDER = [HASH_INPUTS, *STAGES]
+
+Read = Callable[[str], str | None]  # a path inside the run -> its content; None: not there
+
+
+@dataclass(frozen=True)
+class RunState:
+    """made: when the worktree was added; used: when a flow or DVC last wrote there, or of a branch alone its last commit (UTC, ISO 8601).
+
+    folder: None: the worktree was removed, and the branch is left. outcome: as in run_record, or killed, interrupted or not begun; process:
+    whose flow is at work. until: as in run_record. size: bytes on disk of the folder. judge: before and after alignment, sampled; the
+    reward model's mean score where there is no judge (metric says which).
+    """
+
+    name: str
+    folder: str | None
+    branch: str | None
+    commit: str
+    made: str | None
+    used: str
+    method: str
+    outcome: str
+    stage: str | None
+    until: str | None
+    message: str
+    process: str | None
+    gate_accuracy: float | None
+    metric: str | None
+    before: float | None
+    after: float | None
+    rounds: int
+    size: int
+
+    @property
+    def told(self) -> str:
+        """Outcome and stage in few words."""
+        if self.outcome == "done" and self.until is not None:
+            return f"done up to {self.until}"
+        if self.outcome in ("done", "not begun") or self.stage is None:
+            return self.outcome
+        if self.outcome == GATE_REJECTED:
+            return "gate rejected"
+        return f"{self.outcome} at {self.stage}"
+
+
+def run_names(root: Path) -> list[str]:
+    """Of worktrees in runs/ and of branches run/*."""
+    folders = {path.parent.name for path in (root / FOLDER).glob("[!.]*/.git") if path.is_file()}
+    return sorted(folders | set(_branches(root)))
+
+
+def read_runs(root: Path, names: list[str], *, sizes: bool = True) -> list[RunState]:
+    """Some calls of git, however many runs.
+
+    Raises:
+        ConfigError: there is no run of that name.
+    """
+    branches = _branches(root)
+    alone = [name for name in names if name in branches and not (root / FOLDER / name / ".git").is_file()]
+    paths = [f"refs/heads/run/{name}:{path}" for name in alone for path in READ]
+    found = dict(zip(paths, read_objects(root, paths), strict=True))
+    states = []
+    for name in names:
+        folder = root / FOLDER / name
+        if name in alone:
+            texts = {path: found[f"refs/heads/run/{name}:{path}"] for path in READ}
+            known = {path: o.content.decode(errors="replace") for path, o in texts.items() if o is not None and o.content is not None}
+            states.append(_state(root, name, known.get, *branches[name], branch=f"run/{name}", folder=None, sizes=sizes))
+        elif (folder / ".git").is_file():
+            commit, second = branches.get(name) or (git(folder, "rev-parse", "HEAD"), int((folder / ".git").stat().st_mtime))
+            branch = f"run/{name}" if name in branches else None
+            states.append(_state(root, name, _reader(folder), commit, second, branch=branch, folder=folder, sizes=sizes))
+        else:
+            raise ConfigError(f"{name}: expected a run, got none of that name; there are {', '.join(run_names(root)) or 'no runs'}")
+    return states
+
+
+def lock_of(root: Path, state: RunState) -> str | None:
+    """dvc.lock, of the folder or else of the branch; None: it has none yet."""
+    if state.folder is not None:
+        return _reader(root / state.folder)("dvc.lock")
+    (found,) = read_objects(root, [f"{state.commit}:dvc.lock"])
+    return None if found is None or found.content is None else found.content.decode(errors="replace")
+
+
+def _branches(root: Path) -> dict[str, tuple[str, int]]:
+    """Run -> commit and its second."""
+    listed = git(root, "for-each-ref", "--format=%(refname:lstrip=3) %(objectname) %(committerdate:unix)", "refs/heads/run/")
+    return {name: (commit, int(second)) for name, commit, second in map(str.split, listed.splitlines())}
+
+
+def _reader(folder: Path) -> Read:
+    def read(path: str) -> str | None:
+        with suppress(OSError):
+            return (folder / path).read_text(encoding="utf-8", errors="replace")
+        return None
+
+    return read
+
+
+def _state(
+    root: Path, name: str, read: Read, commit: str, second: int, *, branch: str | None, folder: Path | None, sizes: bool
+) -> RunState:
+    record = read_record(folder) if folder else {}
+    process = at_work(root, name) if folder else None
+    lock = read("dvc.lock") or ""
+    done = [stage for stage in STAGES if re.search(rf"^  {stage}:", lock, re.MULTILINE)]
+    gate, evaluated = (_json(read(path)) for path in METRICS.values())
+    outcome, stage, message = _outcome(record, process, done, gate)
+    until = record.get("until") if outcome == "done" else None
+    reached = _reached(outcome, stage, until)
+    metric, before, after = _judge(evaluated) if "evaluate" in reached else (None, None, None)
+    rounds = len(list(folder.glob("rounds/[0-9]*/metrics/evaluate.json"))) if folder else 0
+    written = [second, *(int(p.stat().st_mtime) for p in ((folder / "dvc.lock", folder / ".git") if folder else ()) if p.exists())]
+    return RunState(
+        name=name,
+        folder=f"{FOLDER}/{name}" if folder else None,
+        branch=branch,
+        commit=commit,
+        made=_time((folder / ".git").stat().st_mtime) if folder else None,
+        used=max(record.get("at", ""), _time(max(written))),
+        method=_method(read("params.yaml") or ""),
+        outcome=outcome,
+        stage=stage,
+        until=until,
+        message=message,
+        process=process,
+        gate_accuracy=_number(gate.get("accuracy")) if "gate_reward" in reached and gate.get("needed", True) else None,
+        metric=metric,
+        before=before,
+        after=after,
+        rounds=rounds,
+        size=sum(_sizes(folder)) if folder and sizes else 0,
+    )
+
+
+def _outcome(record: dict[str, Any], process: str | None, done: list[str], gate: dict[str, Any]) -> tuple[str, str | None, str]:
+    """Outcome, stage and message: of the record, or from what the stages have left where DVC alone has run them."""
+    outcome, stage, message = record.get("outcome"), record.get("stage"), str(record.get("message") or "")
+    if process is not None:
+        return "running", stage, ""
+    if outcome == "running":
+        return "killed", stage, "its process is gone; the same command goes on"
+    if outcome is not None:
+        return str(outcome), stage, message
+    if not done:
+        return "not begun", None, ""
+    if done[-1] == "report":
+        return "done", "report", ""
+    if gate.get("passed") is False and gate.get("needed") and not gate.get("override") and "gate_reward" not in done:
+        return GATE_REJECTED, "gate_reward", str(gate.get("message", ""))
+    return "interrupted", STAGES[STAGES.index(done[-1]) + 1], ""
+
+
+def _reached(outcome: str, stage: str | None, until: str | None) -> set[str]:
+    """Stages whose figures are the run's own; those of later ones are of an earlier time, if any.
+
+    The stage that has said no has its figures, one that was stopped hasn't.
+    """
+    if outcome == "done":
+        return set(ORDER if until is None else ORDER[: ORDER.index(until) + 1] if until in ORDER else ())
+    if stage is None:  # none was begun
+        return set()
+    if stage not in ORDER:  # of a round, which comes after the chain
+        return set(ORDER)
+    return {*ORDER[: ORDER.index(stage)], *([stage] if outcome == GATE_REJECTED else ())}
+
+
+def _judge(m: dict[str, Any]) -> tuple[str | None, float | None, float | None]:
+    with suppress(KeyError, TypeError):
+        sides = m["sampled"]
+        metric, key = ("judge", "judge_ok") if "judge_ok" in sides["policy"] else ("score", "score_mean")
+        return metric, _number(sides["sft"][key]), _number(sides["policy"][key])
+    return None, None, None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _json(text: str | None) -> dict[str, Any]:
+    with suppress(ValueError):
+        found = json.loads(text or "{}")
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _method(params: str) -> str:
+    """alignment.method, with the algorithm of RL; by the text, since YAML takes a tenth of a second for each run."""
+    method = _value_in(params, "alignment", "method")
+    algorithm = _value_in(params, "rl", "algorithm") if method == "rl" else None
+    return f"{method} {algorithm}" if algorithm else method or "?"
+
+
+def _value_in(params: str, section: str, key: str) -> str | None:
+    found = re.search(rf"^{section}:.*?(?=^[^\s#]|\Z)", params, re.MULTILINE | re.DOTALL)
+    value = found and re.search(rf"(?:^  |[{{ ]){key}: *['\"]?(\w+)", found[0], re.MULTILINE)
+    return value[1] if value else None
+
+
+def _time(second: float) -> str:
+    return datetime.fromtimestamp(second, UTC).isoformat(timespec="seconds")
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    """Bytes on disk of each file, links not followed."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    yield from _sizes(Path(entry.path))
+                else:
+                    yield entry.stat(follow_symlinks=False).st_blocks * 512

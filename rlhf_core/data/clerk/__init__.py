@@ -1,0 +1,1 @@
+"""The built-in data set: a clerk who answers about digits."""

@@ -1,0 +1,1 @@
+"""A fast forward and backward pass for small Llamas in float32 on CPU cores."""

@@ -1,0 +1,135 @@
+"""What a Llama's layers compute, forward and backward, of a piece of rows at a time; without a graph, and outside of Python."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from rlhf_core.models.cpu.outside_python import outside_python
+
+
+def normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x), by row."""
+    return x * _inverse_rms(x, eps)
+
+
+def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _normalized_backward(grad: torch.Tensor, normalized: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    projected = torch.linalg.vecdot(grad, normalized).div_(grad.shape[-1]).unsqueeze(-1)
+    return torch.addcmul(grad, normalized, projected, value=-1.0).mul_(inverse)
+
+
+def _rotated_part(projected: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Queries and keys [N, heads, D / 2] as complex numbers, a view."""
+    _, heads, half = rotation.shape
+    return torch.view_as_complex(projected[:, : heads * half * 2].view(-1, heads, half, 2))
+
+
+@outside_python
+def rotated_qkv(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rotation: torch.Tensor,
+    places: torch.Tensor,
+    num_places: int,
+    sources: torch.Tensor | None,
+    learns: bool,
+    rows: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is placed; and, where it learns, the normalized rows and 1 / rms.
+
+    Args:
+        sources: of each place the row that it copies; None: each row has one place.
+    """
+    count, size = hidden.shape
+    normalized, inverse = hidden.new_empty([count if learns else 0, size]), hidden.new_empty([count, 1])
+    # With copies first the rows in their own order, then their places.
+    placed = hidden.new_zeros([num_places, len(weight)]) if sources is None else hidden.new_empty([count, len(weight)])
+    for first in range(0, count, rows):
+        last = min(first + rows, count)
+        of_rows, scale = hidden[first:last], inverse[first:last]
+        scale.copy_(_inverse_rms(of_rows, eps))
+        of_piece = torch.mul(of_rows, scale, out=normalized[first:last]) if learns else of_rows * scale
+        projected = of_piece @ weight.t()
+        _rotated_part(projected, rotation).mul_(rotation[first:last])
+        if sources is None:
+            placed.index_copy_(0, places[first:last], projected)
+        else:
+            placed[first:last] = projected
+    return placed if sources is None else placed.index_select(0, sources), normalized, inverse
+
+
+@outside_python
+def rotated_qkv_backward(
+    grad: torch.Tensor,
+    normalized: torch.Tensor,
+    inverse: torch.Tensor,
+    weight: torch.Tensor,
+    rotation: torch.Tensor,
+    places: torch.Tensor | None,
+    rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of hidden states and weight.
+
+    Args:
+        grad: of each place; of each row where `places` is None, and then it is overwritten.
+    """
+    hidden_grad, weight_grad = torch.empty_like(normalized), torch.zeros_like(weight)
+    for first in range(0, len(normalized), rows):
+        last = min(first + rows, len(normalized))
+        part = grad[first:last] if places is None else grad.index_select(0, places[first:last])
+        _rotated_part(part, rotation).mul_(rotation[first:last].conj())
+        hidden_grad[first:last] = _normalized_backward(part @ weight, normalized[first:last], inverse[first:last])
+        weight_grad.addmm_(part.t(), normalized[first:last])
+    return hidden_grad, weight_grad
+
+
+@outside_python
+def swiglu(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, eps: float, learns: bool, rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result; and, where it learns, the normalized rows, 1 / rms and the projections."""
+    count, size = x.shape
+    kept = count if learns else 0
+    normalized, inverse, projected = x.new_empty([kept, size]), x.new_empty([count, 1]), x.new_empty([kept, len(gate_up)])
+    result = torch.empty_like(x)
+    for first in range(0, count, rows):
+        last = min(first + rows, count)
+        of_rows, scale = x[first:last], inverse[first:last]
+        scale.copy_(_inverse_rms(of_rows, eps))
+        of_piece = torch.mul(of_rows, scale, out=normalized[first:last]) if learns else of_rows * scale
+        product = torch.mm(of_piece, gate_up.t(), out=projected[first:last]) if learns else torch.mm(of_piece, gate_up.t())
+        gate, up = product.chunk(2, -1)
+        torch.addmm(of_rows, F.silu(gate).mul_(up), down.t(), out=result[first:last])
+    return result, normalized, inverse, projected
+
+
+@outside_python
+def swiglu_backward(
+    grad: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    normalized: torch.Tensor,
+    inverse: torch.Tensor,
+    projected: torch.Tensor,
+    rows: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, gate and up, and down."""
+    x_grad, gate_up_grad, down_grad = torch.empty_like(normalized), torch.zeros_like(gate_up), torch.zeros_like(down)
+    for first in range(0, len(grad), rows):
+        last = min(first + rows, len(grad))
+        of_piece = grad[first:last]
+        gate, up = projected[first:last].chunk(2, -1)
+        silu, inner = F.silu(gate), of_piece @ down
+        down_grad.addmm_(of_piece.t(), silu * up)
+        halves = torch.empty_like(projected[first:last])
+        gate_grad, up_grad = halves.chunk(2, -1)
+        torch.mul(inner, silu, out=up_grad)
+        torch.ops.aten.silu_backward(inner.mul_(up), gate, grad_input=gate_grad)
+        x_grad[first:last] = _normalized_backward(halves @ gate_up, normalized[first:last], inverse[first:last]).add_(of_piece)
+        gate_up_grad.addmm_(halves.t(), normalized[first:last])
+    return x_grad, gate_up_grad, down_grad

@@ -1,0 +1,306 @@
+"""Where a batch's real tokens lie while they attend: in blocks of rows, of whole sequences with a copy of their prefix each, or of groups
+whose responses attend to one prefix. Tokens with the same tokens before them are one, which has several places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import LlamaModel
+
+from rlhf_core.models.cpu.prefix_tree import merged
+
+# Pairs of query and key, for each place, that copies of a prefix must spare. Measured on a small model in one thread: 8 to 10 cost 8 to
+# 39% of the time, 25 to 45 nothing, 70 save 8%, 100 save 13%.
+COPYING_PAYS = 48
+# Groups of this many responses on average, short and with a prefix that is this part of them at least, attend as groups: in 0.7 to 1.0 of
+# the time that the better one of rows and copies takes, for three to eight responses of 8 to 128 tokens. With 128 tokens after 15 of a
+# prompt it was 1.3; and attention's weights, which groups keep for the backward pass, grow with the square.
+RESPONSES, LONGEST, PREFIX_PART = 3, 256, 0.15
+NARROWER = 0.75  # a block of attention takes rows down to this part of its longest one's length
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows that attend together, padded to the longest of them.
+
+    mask: [rows, 1, width, width] float, 0 or -inf, added to attention's logits; None: causal.
+    """
+
+    rows: int
+    width: int
+    mask: torch.Tensor | None
+
+    @property
+    def num_places(self) -> int:
+        return self.rows * self.width
+
+
+@dataclass(frozen=True)
+class GroupBlock:
+    """Prefixes with as many responses each, padded to the longest prefix and the longest response. All prefixes come first.
+
+    prefix_mask: [groups, 1, 1, prefix_width] float, 0 or -inf: a prefix's padding, which responses would see.
+    """
+
+    groups: int
+    responses: int
+    prefix_width: int
+    response_width: int
+    prefix_mask: torch.Tensor
+
+    @property
+    def prefix_places(self) -> int:
+        return self.groups * self.prefix_width
+
+    @property
+    def num_places(self) -> int:
+        return self.prefix_places + self.groups * self.responses * self.response_width
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Blocks, and which token lies where in them: tokens[i] at places[i], [C] int64 each. Every token lies somewhere."""
+
+    blocks: list[Block] | list[GroupBlock]
+    places: torch.Tensor
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Tokens with several places.
+
+    sources: [P] int64, the token at each place; any where there is padding.
+    places: [C] int64, the places of all tokens, token after token.    starts: [N] int64, where in it each token's begin.
+    """
+
+    sources: torch.Tensor
+    places: torch.Tensor
+    starts: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the N real tokens of a batch are in attention's blocks, which have P places in all.
+
+    ids: [N] int64, of the real tokens, row after row, the longest row first; of those that are one, the first.
+    places: [N] int64, of each real token among the places; one of them where it has several.
+    copies: where what several sequences begin with has a place in each of them; None: each token has one place.
+    wanted: [M] int64, of each wanted position among the real tokens; they may repeat.
+    rotation: [N, query and key heads, D / 2] complex, of the rotary embedding.
+    """
+
+    blocks: list[Block] | list[GroupBlock]
+    ids: torch.Tensor
+    places: torch.Tensor
+    copies: Copies | None
+    wanted: torch.Tensor
+    rotation: torch.Tensor
+
+    @property
+    def num_places(self) -> int:
+        return sum(block.num_places for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Each branch with its row's prefix before it, the longest first; [S] int64 each. A prefix that has lost its branches is one too, and a
+    row without segments is a branch.
+    """
+
+    rows: torch.Tensor
+    prefix_starts: torch.Tensor
+    prefix_lengths: torch.Tensor
+    branch_starts: torch.Tensor
+    branch_lengths: torch.Tensor
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        return self.prefix_lengths + self.branch_lengths
+
+    def tokens(self) -> torch.Tensor:
+        """[S, longest] int64, the numbers of each sequence's tokens, -1 after its end."""
+        columns = torch.arange(int(self.lengths.max()))
+        prefix_lengths = self.prefix_lengths[:, None]
+        of_prefix, of_branch = self.prefix_starts[:, None] + columns, self.branch_starts[:, None] + columns - prefix_lengths
+        return of_prefix.where(columns < prefix_lengths, of_branch).where(columns < self.lengths[:, None], -1)
+
+
+def visible_branches(segments: torch.Tensor) -> torch.Tensor:
+    """Which tokens (last) each token sees, [B, 1, T, T] bool: of its row's prefix and of its own branch those before it, and itself.
+
+    Args:
+        segments: [B, T] int64; 0 a prefix, 1, 2, ... its branches, -1 padding, which sees other padding: a softmax over nothing is NaN.
+    """
+    same_or_prefix = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
+    width = segments.shape[1]
+    return (same_or_prefix & torch.ones(width, width, dtype=torch.bool, device=segments.device).tril())[:, None]
+
+
+def layout_of(
+    trunk: LlamaModel,
+    input_ids: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    visible: torch.Tensor | None,
+    segments: torch.Tensor | None,
+) -> Layout:
+    """See `packed_states` for the arguments."""
+    lengths = input_ids.new_zeros(len(input_ids)).scatter_reduce(0, rows, positions + 1, "amax")
+    lengths[0].clamp_(min=1)  # with nothing wanted at all there is still a gradient, of zeros, for each weight: other ranks wait for it
+    order = lengths.argsort(descending=True, stable=True)
+    ordered = lengths[order]
+    real = torch.arange(input_ids.shape[1]) < ordered[:, None]
+    starts = torch.empty_like(lengths)
+    starts[order] = ordered.cumsum(0) - ordered
+    ids, wanted = input_ids[order][real], starts[rows] + positions
+    counted = position_ids is None
+    if counted:
+        position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+    position_ids = position_ids[order][real]
+    if segments is not None:
+        sequences = _sequences(segments[order], real)
+        placing = _branches(sequences, ordered, order, segments)
+    else:
+        sequences = _rows_alone(ordered) if visible is None and counted else None
+        placing = _rows(ordered, order, visible)
+    first = None if sequences is None else merged(sequences.tokens(), ids)
+    if first is not None:
+        is_first = first == torch.arange(len(first))
+        numbers = (is_first.cumsum(0) - 1)[first]
+        placing = replace(placing, tokens=numbers[placing.tokens])
+        ids, position_ids, wanted = ids[is_first], position_ids[is_first], numbers[wanted]
+    copies = None if len(placing.places) == len(ids) else _copies(placing, num_tokens=len(ids))
+    places = torch.empty_like(ids).index_copy_(0, placing.tokens, placing.places) if copies is None else copies.places[copies.starts]
+    return Layout(placing.blocks, ids, places, copies, wanted, _rotation(trunk, position_ids))
+
+
+def _rows(ordered: torch.Tensor, order: torch.Tensor, visible: torch.Tensor | None) -> Placing:
+    """Rows as they are."""
+    blocks, places, first = [], [], 0
+    for count, width in _cuts(ordered.tolist()):
+        real = torch.arange(width) < ordered[first : first + count, None]
+        places.append(real.flatten().nonzero().squeeze(-1) + sum(b.num_places for b in blocks))
+        blocks.append(Block(count, width, None if visible is None else _added(visible[order[first : first + count], :, :width, :width])))
+        first += count
+    return Placing(blocks, torch.cat(places), torch.arange(int(ordered.sum())))
+
+
+def _branches(sequences: Sequences, ordered: torch.Tensor, order: torch.Tensor, segments: torch.Tensor) -> Placing:
+    """Rows with prefixes and branches, in what takes the least time."""
+    if _grouping_pays(sequences, num_rows=int((ordered > 0).sum())):
+        return _groups(sequences, num_tokens=int(ordered.sum()))
+    if _copying_pays(sequences.lengths, ordered):
+        return _whole_sequences(sequences)
+    return _rows(ordered, order, visible_branches(segments))
+
+
+def _rows_alone(ordered: torch.Tensor) -> Sequences:
+    lengths = ordered[ordered > 0]
+    nothing = torch.zeros_like(lengths)
+    return Sequences(torch.arange(len(lengths)), nothing, nothing, lengths.cumsum(0) - lengths, lengths)
+
+
+def _sequences(segments: torch.Tensor, real: torch.Tensor) -> Sequences:
+    """Of the real tokens [B, T], numbered row after row."""
+    row_of, _ = real.nonzero(as_tuple=True)
+    width = (
+        segments.shape[1] + 1
+    )  # more than any segment's number; columns of two numbers are compared one by one, which takes ten times as long
+    runs, counts = torch.unique_consecutive(row_of * width + segments[real], return_counts=True)
+    starts, rows, numbers = counts.cumsum(0) - counts, runs // width, runs % width
+    is_prefix = numbers == 0
+    prefix_starts, prefix_lengths, branches = (torch.zeros(len(real), dtype=torch.long) for _ in range(3))
+    prefix_starts[rows[is_prefix]], prefix_lengths[rows[is_prefix]] = starts[is_prefix], counts[is_prefix]
+    branches.index_add_(0, rows[~is_prefix], torch.ones_like(rows[~is_prefix]))
+    alone = is_prefix & (branches[rows] == 0)
+    chosen = ~is_prefix | alone
+    rows, starts, lengths = rows[chosen], starts[chosen], counts.where(~is_prefix, 0)[chosen]
+    order = (prefix_lengths[rows] + lengths).argsort(descending=True, stable=True)
+    rows = rows[order]
+    return Sequences(rows, prefix_starts[rows], prefix_lengths[rows], starts[order], lengths[order])
+
+
+def _grouping_pays(sequences: Sequences, *, num_rows: int) -> bool:
+    """Whether to attend in groups, which have a prefix and responses everywhere."""
+    complete = bool((sequences.prefix_lengths > 0).all()) and bool((sequences.branch_lengths > 0).all())
+    many_short = len(sequences.rows) >= RESPONSES * num_rows and int(sequences.lengths[0]) <= LONGEST
+    return complete and many_short and int(sequences.prefix_lengths.sum()) >= PREFIX_PART * int(sequences.lengths.sum())
+
+
+def _groups(sequences: Sequences, *, num_tokens: int) -> Placing:
+    """Blocks of rows with equally many branches and similar lengths."""
+    counts = sequences.rows.bincount()
+    by_row = sequences.rows.argsort(stable=True)
+    firsts = counts.cumsum(0) - counts
+    longest = sequences.lengths[by_row[firsts]]  # the longest sequences come first, in each row too
+    blocks, places, begin = [], torch.empty(num_tokens, dtype=torch.long), 0
+    for responses in counts.unique().tolist():
+        alike = (counts == responses).nonzero().squeeze(-1)
+        alike = alike[longest[alike].argsort(descending=True, stable=True)]
+        for rows in alike.split([count for count, _ in _cuts(longest[alike].tolist())]):
+            group = by_row[firsts[rows, None] + torch.arange(responses)]  # [groups, responses], of sequences
+            prefix_lengths, lengths = sequences.prefix_lengths[group[:, 0]], sequences.branch_lengths[group.flatten()]
+            prefix_width, width = int(prefix_lengths.max()), int(lengths.max())
+            visible = torch.arange(prefix_width) < prefix_lengths[:, None, None, None]
+            blocks.append(GroupBlock(len(rows), responses, prefix_width, width, _added(visible)))
+            _place(places, sequences.prefix_starts[group[:, 0]], prefix_lengths, begin, prefix_width)
+            _place(places, sequences.branch_starts[group.flatten()], lengths, begin + blocks[-1].prefix_places, width)
+            begin += blocks[-1].num_places
+    return Placing(blocks, places, torch.arange(num_tokens))
+
+
+def _place(places: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, begin: int, width: int) -> None:
+    """Runs of tokens, each from one start on, lie in rows of a width from `begin` on."""
+    real = torch.arange(width) < lengths[:, None]
+    places[(starts[:, None] + torch.arange(width))[real]] = begin + real.flatten().nonzero().squeeze(-1)
+
+
+def _copying_pays(sequences: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether attention within sequences is worth their copies, rather than attention within rows; both by their lengths."""
+    return int((rows**2).sum() - (sequences**2).sum()) > COPYING_PAYS * int(sequences.sum())
+
+
+def _whole_sequences(sequences: Sequences) -> Placing:
+    """Blocks in which each branch follows a copy of its prefix, so that attention is causal: short branches would see little of a row of
+    many, and a mask costs what it hides.
+    """
+    tokens, blocks, sources, first = sequences.tokens(), [], [], 0
+    for count, width in _cuts(sequences.lengths.tolist()):
+        sources.append(tokens[first : first + count, :width].flatten())
+        blocks.append(Block(count, width, None))
+        first += count
+    source = torch.cat(sources)
+    places = (source >= 0).nonzero().squeeze(-1)
+    return Placing(blocks, places, source[places])
+
+
+def _copies(placing: Placing, *, num_tokens: int) -> Copies:
+    counts = placing.tokens.bincount(minlength=num_tokens)
+    sources = torch.zeros(sum(block.num_places for block in placing.blocks), dtype=torch.long)
+    sources[placing.places] = placing.tokens
+    return Copies(sources, placing.places[placing.tokens.argsort(stable=True)], counts.cumsum(0) - counts)
+
+
+def _cuts(lengths: list[int]) -> list[tuple[int, int]]:
+    """Number of rows and width of each block, for rows in order of falling length. Rows without a token are left out."""
+    cuts: list[tuple[int, int]] = []
+    for length in lengths:
+        if length and cuts and length >= NARROWER * cuts[-1][1]:
+            cuts[-1] = (cuts[-1][0] + 1, cuts[-1][1])
+        elif length:
+            cuts.append((1, length))
+    return cuts
+
+
+def _added(visible: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(visible, dtype=torch.float32).masked_fill_(~visible, -torch.inf)
+
+
+def _rotation(trunk: LlamaModel, position_ids: torch.Tensor) -> torch.Tensor:
+    angles = torch.arange(int(position_ids.max()) + 1)[:, None] * trunk.rotary_emb.inv_freq
+    heads = trunk.config.num_attention_heads + trunk.config.num_key_value_heads
+    return torch.polar(torch.ones_like(angles), angles)[:, None].expand(-1, heads, -1).index_select(0, position_ids)

@@ -1,0 +1,151 @@
+"""A Llama trunk on the tokens that count: without padding, and its last layer only where its output is asked for.
+
+Hugging Face's trunk computes whole rows, padding included, and every position of the last layer. Here all but attention runs on
+the real tokens laid end to end, and what follows the last attention runs on the wanted positions alone. The weights are the
+model's own, and the results are its results up to rounding. Used on a CPU in float32, where it was measured; any other model, device or
+precision takes the model's own forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Function
+from torch.nn import functional as F
+from transformers import LlamaModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from rlhf_core.models.cpu.attention import AttentionHeads, attend
+from rlhf_core.models.cpu.layers import rotated_qkv, rotated_qkv_backward, swiglu, swiglu_backward
+from rlhf_core.models.cpu.layout import Layout, layout_of
+from rlhf_core.models.cpu.pieces import piece_rows
+
+
+def can_pack(trunk: nn.Module) -> bool:
+    """Whether `packed_states` computes what this trunk would: a plain Llama, float32, on a CPU, whole weights, no adapters."""
+    if type(trunk) is not LlamaModel:
+        return False
+    config, weight = trunk.config, trunk.embed_tokens.weight
+    plain = config.hidden_act == "silu" and config.rope_parameters["rope_type"] == "default" and not config.attention_dropout
+    # ZeRO 3 gathers weights when their own module is called, which packed_states doesn't do; it numbers those that it has in its care.
+    whole = weight.device.type == "cpu" and weight.dtype == torch.float32 and not hasattr(weight, "ds_id")
+    return plain and whole and all(type(m) is nn.Linear and m.bias is None for layer in trunk.layers for m in _linears(layer))
+
+
+def _linears(layer: LlamaDecoderLayer) -> tuple[nn.Module, ...]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+
+def packed_states(
+    trunk: LlamaModel,
+    input_ids: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    position_ids: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
+    segments: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The trunk's last hidden states at the wanted positions.
+
+    Args:
+        input_ids: [B, T]; tokens after a row's last wanted position are not looked at: none that count can see them.
+        rows, positions: [M] int64, the wanted positions.
+        position_ids: [B, T]; None: 0 to T - 1.
+        visible: [B, 1, T, T] bool; None: all before, and itself.
+        segments: [B, T] int64, of rows with a prefix and branches, in place of `visible`: see `visible_branches`.
+    Returns:
+        [M, H].
+    """
+    layout = layout_of(trunk, input_ids, rows, positions, position_ids, visible, segments)
+    hidden = F.embedding(layout.ids, trunk.embed_tokens.weight, trunk.embed_tokens.padding_idx)
+    for number, layer in enumerate(trunk.layers, start=1):
+        attended = _attention(layer, hidden, layout, trunk.config)
+        if number == len(trunk.layers):
+            attended, hidden = attended.index_select(0, layout.places[layout.wanted]), hidden.index_select(0, layout.wanted)
+        else:
+            attended = _Pick.apply(attended, layout.places)
+        hidden = torch.addmm(hidden, attended, layer.self_attn.o_proj.weight.t())
+        hidden = _mlp(layer, hidden)
+    return F.rms_norm(hidden, hidden.shape[-1:], trunk.norm.weight, trunk.norm.variance_epsilon)
+
+
+def _attention(layer: LlamaDecoderLayer, hidden: torch.Tensor, layout: Layout, config: Any) -> torch.Tensor:
+    """What the heads say [P, heads * D], before the output projection."""
+    attention, norm = layer.self_attn, layer.input_layernorm
+    size = attention.head_dim
+    weight = torch.cat([interleaved(attention.q_proj.weight, size), interleaved(attention.k_proj.weight, size), attention.v_proj.weight])
+    placed = _RotatedQkv.apply(hidden, weight * norm.weight, norm.variance_epsilon, layout, torch.is_grad_enabled())
+    heads = AttentionHeads(config.num_attention_heads, config.num_key_value_heads, size, attention.scaling)
+    parts = placed.split([block.num_places for block in layout.blocks])
+    return torch.cat([attend(part, block, heads) for part, block in zip(parts, layout.blocks, strict=True)])
+
+
+def _mlp(layer: LlamaDecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
+    norm, mlp = layer.post_attention_layernorm, layer.mlp
+    weight = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]) * norm.weight
+    return _SwiGlu.apply(hidden, weight, mlp.down_proj.weight, norm.variance_epsilon, torch.is_grad_enabled())
+
+
+def interleaved(weight: torch.Tensor, size: int) -> torch.Tensor:
+    """Rows of each head in pairs (i, i + D/2), as complex numbers lie in memory. Done to query and key alike, it changes no product."""
+    return weight.view(-1, 2, size // 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+
+
+class _Pick(Function):
+    """Rows of a matrix, each at most once: unlike index_select's, the backward pass copies and doesn't add."""
+
+    @staticmethod
+    def forward(ctx, x, places):
+        ctx.save_for_backward(places)
+        ctx.size = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (places,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.size, grad.shape[-1]).index_copy_(0, places, grad), None
+
+
+class _RotatedQkv(Function):
+    """Normalize, project, rotate queries and keys, and put the rows in their places: [N, H] -> [P, heads * D].
+
+    A piece of rows at a time (packed_layers.py); `learns`: whether what the backward pass needs is kept.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, eps, layout, learns):
+        sources = None if layout.copies is None else layout.copies.sources
+        where = (layout.rotation, layout.places, layout.num_places, sources)
+        placed, normalized, inverse = rotated_qkv(hidden, weight, eps, *where, learns, piece_rows(len(hidden), weight))
+        ctx.save_for_backward(normalized, inverse, weight)
+        ctx.layout = layout
+        return placed
+
+    @staticmethod
+    def backward(ctx, grad):
+        normalized, inverse, weight = ctx.saved_tensors
+        rotation, places, copies = ctx.layout.rotation, ctx.layout.places, ctx.layout.copies
+        rows = piece_rows(len(normalized), weight)
+        if copies is not None:
+            grad = F.embedding_bag(copies.places, grad, copies.starts, mode="sum")
+        found = rotated_qkv_backward(grad, normalized, inverse, weight, rotation, None if copies is not None else places, rows)
+        return *found, None, None, None
+
+
+class _SwiGlu(Function):
+    """x + down(silu(gate(n)) * up(n)), n = x / rms(x); gate and up are the halves of one weight."""
+
+    @staticmethod
+    def forward(ctx, x, gate_up, down, eps, learns):
+        result, *kept = swiglu(x, gate_up, down, eps, learns, piece_rows(len(x), gate_up))
+        ctx.save_for_backward(gate_up, down, *kept)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate_up, *others = ctx.saved_tensors
+        return *swiglu_backward(grad, gate_up, *others, piece_rows(len(grad), gate_up)), None, None

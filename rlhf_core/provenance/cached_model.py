@@ -1,0 +1,210 @@
+"""A model by its hash: what DVC's cache holds under an md5, laid out as a folder after every file of it was checked.
+
+dvc.lock names a folder by the md5 of a listing, and the listing names its files by their md5s; the cache keeps each under its own. So
+a hash that was written down once says which bytes are meant, whoever kept them in the meantime. Two contents can be made to have one md5:
+where the sha256s were written down too, these decide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+from rlhf_core.config import ConfigError, shown
+from rlhf_core.process import QUIET_ENVIRONMENT, quietly
+from rlhf_core.provenance.file_hashes import folder_sha256
+from rlhf_core.rounds.pins import dvc_md5
+
+_CHUNK = 1 << 20  # bytes
+_MAX_LISTING = 16 << 20  # bytes of the list of a model's files
+
+
+class _ListedFile(BaseModel):
+    relpath: str = Field(min_length=1)
+    md5: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+_Listing = TypeAdapter(list[_ListedFile])
+
+
+def checkout(md5: str, folder: Path, *, root: Path, sha256: Mapping[str, str] | str | None = None) -> None:
+    """Lay out the folder that DVC knows as `md5`, from the cache of the checkout at `root`; every file is checked on its way.
+
+    Args:
+        md5: as dvc.lock has it, ending in .dir.
+        folder: made whole or not at all; one that holds this very content already is left alone.
+        sha256: of each file by its name, or of the whole folder (`folder_sha256`); None: it was never written down, and
+            the md5 alone, of which two contents can be made to have the same, says what is meant.
+    Raises:
+        ValueError: something is missing in the cache or isn't what its name says, or `folder` holds something else.
+        ConfigError: DVC doesn't say where its cache is.
+    """
+    if folder.exists():
+        if (found := dvc_md5(folder)) != md5:
+            raise ValueError(f"{folder}: expected md5 {md5} or nothing there, got {found}; move it away")
+        if sha256 is not None:
+            _check_content(str(folder), sha256_of_files(folder), sha256)
+        return
+    cache = cache_folder(root)
+    listed = listing(md5, cache)
+    aside = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    try:
+        found: dict[str, str] = {}
+        for name, file_md5 in listed.items():
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            with (aside / name).open("wb") as output:
+                found[name] = _check(cache, file_md5, name, output)
+        if sha256 is not None:
+            _check_content(f"md5 {md5}", found, sha256)
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _check_content(subject: str, found: dict[str, str], wanted: Mapping[str, str] | str) -> None:
+    """The sha256s are those that were written down.
+
+    Raises:
+        ValueError: naming the file, where each file's is known.
+    """
+    if isinstance(wanted, str):
+        wanted, other = {"": wanted}, {"": folder_sha256(found)}
+    else:
+        other = found
+    for name in sorted(wanted.keys() | other.keys()):
+        if wanted.get(name) != other.get(name):
+            raise ValueError(
+                f"{name or subject}: expected sha256 {wanted.get(name, 'none, for it is no file of the model')}, got "
+                f"{other.get(name, 'nothing')}, although the md5 is right: somebody made another content with the same md5; don't use it"
+            )
+
+
+def sha256_of_files(folder: Path) -> dict[str, str]:
+    """Of each file in a folder, by its name with slashes."""
+    return {path.relative_to(folder).as_posix(): _sha256(path) for path in folder.rglob("*") if path.is_file()}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(md5: str, *, root: Path) -> dict[str, str]:
+    """Every file of a folder is in the cache of the checkout at `root` and is what its name says.
+
+    Returns:
+        The sha256 of each file, by its name.
+    Raises:
+        ValueError: naming the file that isn't.
+    """
+    cache = cache_folder(root)
+    return {name: _check(cache, file_md5, name) for name, file_md5 in listing(md5, cache).items()}
+
+
+def missing(md5: str, cache: Path) -> list[str]:
+    """Names of files of a folder, or of the file itself, that aren't in the cache; their content isn't looked at."""
+    if not (cache / _place(md5)).is_file():
+        return [f"md5 {md5}"]
+    if not md5.endswith(".dir"):
+        return []
+    return [name for name, file_md5 in listing(md5, cache).items() if not (cache / _place(file_md5)).is_file()]
+
+
+def listing(md5: str, cache: Path) -> dict[str, str]:
+    """Names of a folder's files, with slashes, and their md5s.
+
+    Raises:
+        ValueError: the listing is missing, isn't what its name says, or names a file outside the folder.
+    """
+    if not md5.endswith(".dir"):
+        raise ValueError(f"model: expected the md5 of a folder, which ends in .dir, got {md5}; take it from dvc.lock")
+    place = cache / _place(md5)
+    if place.is_file() and (size := place.stat().st_size) > _MAX_LISTING:
+        raise ValueError(f"md5 {md5}: expected a list of files of at most {_MAX_LISTING} bytes, got {size}; don't use it")
+    _check(cache, md5, "the list of its files")
+    try:
+        entries = _Listing.validate_json(place.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"md5 {md5}: expected a list of files, got another one ({shown(first['msg'])}); don't use it") from error
+    names = {entry.relpath for entry in entries}
+    for entry in entries:
+        path = PurePosixPath(entry.relpath)
+        inside = not path.is_absolute() and path.parts and ".." not in path.parts and path.as_posix() == entry.relpath
+        if not inside or not entry.relpath.isprintable() or "\\" in entry.relpath:
+            raise ValueError(f"md5 {md5}: expected names of files inside the folder, got {shown(repr(entry.relpath))}; don't use it")
+        if above := next((parent.as_posix() for parent in path.parents if parent.as_posix() in names), None):
+            raise ValueError(f"md5 {md5}: expected files, got one inside another, {shown(repr(above))}; don't use it")
+    if len(names) < len(entries):
+        raise ValueError(f"md5 {md5}: expected each file once, got one twice; don't use it")
+    return {entry.relpath: entry.md5 for entry in entries}
+
+
+def cache_folder(root: Path) -> Path:
+    """Where the checkout at `root` keeps DVC's files by their md5.
+
+    Raises:
+        ConfigError: DVC doesn't say.
+    """
+    root = root.resolve()  # a relative one may be another project's by the next call
+    return _cache_folder(root, *(_stamp(root / ".dvc" / name) for name in ("config", "config.local")))
+
+
+@lru_cache(maxsize=64)
+def _cache_folder(root: Path, *_stamps: tuple[int, int] | None) -> Path:
+    """Asked of DVC's command line, a third of a second, and again when a file of settings is another one: who imports DVC gets its log
+    handlers and its terminal.
+    """
+    environment = {**QUIET_ENVIRONMENT, **os.environ}
+    done = subprocess.run(quietly("dvc", "cache", "dir"), cwd=root, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"{root}: expected a project of DVC, got: {' '.join(done.stderr.split())}; run from the project's folder")
+    return root / done.stdout.strip() / "files" / "md5"
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """What changes when a file is written; None: it isn't there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _place(md5: str) -> Path:
+    return Path(md5[:2]) / md5[2:]
+
+
+def _check(cache: Path, md5: str, name: str, output: BinaryIO | None = None) -> str:
+    """Read a file of the cache, into `output` where there is one, and compare its md5.
+
+    Returns:
+        Its sha256.
+    Raises:
+        ValueError: it is missing, or has another content.
+    """
+    path = cache / _place(md5)
+    try:
+        with path.open("rb") as file:
+            digest, content = hashlib.md5(usedforsecurity=False), hashlib.sha256()
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+                content.update(chunk)
+                if output is not None:
+                    output.write(chunk)
+    except FileNotFoundError:
+        raise ValueError(f"{name}: expected md5 {md5} in DVC's cache, got nothing; `dvc pull` brings it from the remote") from None
+    if digest.hexdigest() != md5.removesuffix(".dir"):
+        raise ValueError(
+            f"{name}: expected md5 {md5}, got {digest.hexdigest()}: {path} was changed or damaged; delete that file, and `dvc pull` brings "
+            "it from the remote again"
+        )
+    return content.hexdigest()

@@ -1,0 +1,286 @@
+"""What a run reads that isn't the project's own: data, base models, judges and functions, chat templates. DVC watches their hashes.
+
+Stage hash_inputs writes them to data/inputs.json, paths as in params.yaml, and each stage depends there on the sections that it reads
+(INPUT_SECTIONS of rlhf_core/config/stages.py). What is missing is told here too, all at once, before anything starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import Params, ScorerConfig, SourceConfig, read_yaml, shown
+from rlhf_core.data import places
+from rlhf_core.data.places import DATA_ENDINGS, exists, is_data_file, is_hub_name, locate
+from rlhf_core.provenance.file_hashes import FileHash, FileHashes, files_below, of_listing
+
+INPUTS = Path("data/inputs.json")
+OWN_MODELS = ("models/sft", "models/reward", "models/policy")  # of the chain: dependencies already, and made later
+OWN_CODE = "rewards"  # likewise a dependency, all of it
+SHOWN_FILES = 5  # of a folder, in a message
+
+Tree = dict[str, Any]
+
+
+def read_inputs(params: Params, workspace: Path = Path()) -> Tree:
+    """Section -> what it is called in params -> path, size and hash, or name and commit. Small: a folder is one entry.
+
+    Raises:
+        OSError: a file can't be read, or the hub doesn't answer.
+        ValueError: a file is being written, or a path can't be one.
+    """
+    hashes = FileHashes(workspace)
+    try:
+        return {
+            "sources": {f"data.sources.{s.name}": found for s in params.data.sources if (found := _source(s, workspace, hashes))},
+            "judges": _functions(((f"data.sources.{s.name}.judge", s.judge) for s in params.data.sources), workspace, hashes),
+            "model": {"model.path": _model(params, workspace, hashes)} if params.model.path is not None else {},
+            "chat_template": _template(params, workspace, hashes),
+            "scorers": _scorers(_used_scorers(params), workspace, hashes),
+            "round_scorers": _scorers([("iterative.scorers", s) for s in params.iterative.scorers], workspace, hashes),
+            "external": {f"gate.external.{e.name}": _local(e.path, workspace, hashes) for e in params.gate.external},
+        }
+    finally:
+        hashes.keep()
+
+
+def read_recorded(workspace: Path = Path()) -> Tree | None:
+    """data/inputs.json; None: there is none."""
+    with suppress(OSError, ValueError):
+        return json.loads((workspace / INPUTS).read_text(encoding="utf-8"))
+    return None
+
+
+def _source(source: SourceConfig, workspace: Path, hashes: FileHashes) -> Tree | None:
+    """None: it reads nothing of its own."""
+    if source.path is None or source.kind not in ("file", "huggingface"):
+        return None
+    if source.kind == "huggingface" and not exists(locate(source.path, workspace)):
+        return {"name": source.path, "commit": places.data_set_commit(source.path, source.revision, source.subset)}
+    return _local(source.path, workspace, hashes)
+
+
+def _model(params: Params, workspace: Path, hashes: FileHashes) -> Tree | None:
+    path = params.model.path
+    if not exists(locate(path, workspace)) and is_hub_name(path):
+        return {"name": path, "commit": places.model_commit(path, params.model.revision)}
+    return _local(path, workspace, hashes)
+
+
+def _template(params: Params, workspace: Path, hashes: FileHashes) -> Tree:
+    wanted = params.model.chat_template
+    if wanted is None or not wanted.endswith(".jinja") or "{{" in wanted or "{%" in wanted:
+        return {}
+    return {"model.chat_template": _local(wanted, workspace, hashes)}
+
+
+def _used_scorers(params: Params) -> list[tuple[str, ScorerConfig]]:
+    used = [("rl.reward.scorers", s) for s in params.rl.reward.scorers]
+    if params.alignment.method == "rejection_sampling":
+        used += [("rejection_sampling.scorers", s) for s in params.rejection_sampling.scorers]
+    return used
+
+
+def _scorers(scorers: list[tuple[str, ScorerConfig]], workspace: Path, hashes: FileHashes) -> Tree:
+    """Functions, and reward models from elsewhere."""
+    functions = ((f"{key}.{s.name}", s.path) for key, s in scorers if s.kind == "function")
+    models = {f"{key}.{s.name}": _local(s.path, workspace, hashes) for key, s in scorers if is_ready_made(s)}
+    return _functions(functions, workspace, hashes) | models
+
+
+def is_ready_made(scorer: ScorerConfig) -> bool:
+    """A reward model that no stage of the chain makes."""
+    return scorer.kind == "reward_model" and scorer.path is not None and os.path.normpath(scorer.path) not in OWN_MODELS
+
+
+def _functions(named: Iterator[tuple[str, str | None]], workspace: Path, hashes: FileHashes) -> Tree:
+    """The files of functions, where they are of the project's folder or beside it; an installed package isn't watched."""
+    found = {}
+    for key, path in named:
+        place = (path or "").rpartition(":")[0]
+        module = place.replace(".", "/")
+        candidates = [place] if place.endswith(".py") else [f"{module}.py", f"{module}/__init__.py"] if place else []
+        file = next((c for c in candidates if (workspace / c).is_file()), None)
+        if file is not None and Path(os.path.normpath(file)).parts[0] != OWN_CODE:
+            found[key] = _local(file, workspace, hashes, by=workspace / file)
+    return found
+
+
+def _local(path: str, workspace: Path, hashes: FileHashes, by: Path | None = None) -> Tree | None:
+    """A file or folder; None: there is nothing."""
+    place = by or locate(path, workspace)
+    if place.is_dir():
+        listing = hashes.of_folder(place)
+        found = of_listing(listing)
+        hashes.keep_list(found.sha256, listing)
+        return {"path": path, "files": len(listing), "size": found.size, "sha256": found.sha256}
+    if not place.is_file():
+        return None
+    found = hashes.of_file(place)
+    return {"path": path, "size": found.size, "sha256": found.sha256}
+
+
+def changes_since(lock: Path, inputs: Tree, workspace: Path = Path(), *, beside: Collection[str] = ()) -> list[str]:
+    """What is other than when the stages of dvc.lock ran, a line each, and which stages then run again.
+
+    Args:
+        beside: stages that don't count.
+    """
+    stages = (read_yaml(lock).get("stages") or {}) if lock.exists() else {}
+    said: dict[str, list[str]] = {}
+    hashes = FileHashes(workspace)
+    for stage, entry in stages.items():
+        if stage in beside:
+            continue
+        for section, before in (entry.get("params") or {}).get(str(INPUTS), {}).items():
+            for line in _differences(before or {}, inputs.get(section) or {}, hashes):
+                said.setdefault(line, []).append(stage)
+    return [f"{line}; to run again: {', '.join(of)} and what depends on it" for line, of in said.items()]
+
+
+def _differences(before: Tree, now: Tree, hashes: FileHashes) -> Iterator[str]:
+    """Of what has the same name and path in both: another path is a change of params, which DVC tells."""
+    for key, new in now.items():
+        old = before.get(key)
+        if not old or not new or old == new or old.get("path", old.get("name")) != new.get("path", new.get("name")):
+            continue
+        if "name" in new:
+            yield f"{key}: {new['name']} was at commit {old.get('commit')}, is at {new['commit']}"
+            continue
+        yield from (f"{key}: {line}" for line in _changed_files(old, new, hashes))
+
+
+def _changed_files(old: Tree, new: Tree, hashes: FileHashes) -> Iterator[str]:
+    path, was, now = new["path"], hashes.list_of(old["sha256"]), hashes.list_of(new["sha256"])
+    if "files" not in new or was is None or now is None:
+        yield f"{path} changed: {_told(old)} -> {_told(new)}"
+        return
+    names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
+    for name in names[:SHOWN_FILES]:
+        one, other = (_told_file(listing.get(name)) for listing in (was, now))
+        yield f"{path}/{name} changed: {one} -> {other}"
+    if len(names) > SHOWN_FILES:
+        yield f"{path}: {len(names) - SHOWN_FILES} more files changed"
+
+
+def _told(entry: Tree) -> str:
+    files = f"{entry['files']} files, " if "files" in entry else ""
+    return f"{files}{entry['size']} bytes, sha256 {entry['sha256'][:12]}"
+
+
+def _told_file(found: FileHash | None) -> str:
+    return "nothing" if found is None else f"{found.size} bytes, sha256 {found.sha256[:12]}"
+
+
+def input_problems(params: Params, workspace: Path = Path(), *, rounds: bool = False) -> list[str]:
+    """What stages would refuse that read these inputs, as far as file names, sizes and the hub's cache tell. Nothing is loaded.
+
+    Functions are looked for elsewhere (flows/chain/user_files.py): where they have to be depends on the run.
+
+    Args:
+        rounds: of iterative DPO, whose scorers are read too.
+    """
+    found: list[str] = []
+    scorers = [*_used_scorers(params), *(("iterative.scorers", s) for s in params.iterative.scorers if rounds)]
+    checks = [
+        *((f"data.sources.{s.name}", _source_problem, s) for s in params.data.sources),
+        *((f"gate.external.{e.name}.path", _data_problem, e.path) for e in params.gate.external),
+        *((f"{key}.{s.name}.path", _ready_made_problem, s.path) for key, s in scorers if is_ready_made(s)),
+        ("model.path", _model_problem, params),
+    ]
+    for key, check, what in checks:
+        try:
+            problem = check(what, workspace)
+        except (OSError, ValueError) as error:
+            problem = shown(str(error), 600)
+        if problem is not None:
+            found.append(f"{key}: {problem}")
+    return found
+
+
+def _source_problem(source: SourceConfig, workspace: Path) -> str | None:
+    if source.kind == "file":
+        return _data_problem(source.path, workspace)
+    if source.kind != "huggingface":
+        return None
+    place = locate(source.path, workspace)
+    if exists(place):
+        if source.revision is not None:
+            return f"expected no revision of the local folder {shown(source.path)}, got {shown(source.revision)}; take it out"
+        empty = place.is_dir() and not any(files_below(place))
+        return f"expected a data set in {shown(source.path)}, got an empty folder; correct the path" if empty else None
+    if not is_hub_name(source.path):
+        return f"expected a data set's folder or name, got {shown(source.path)} with nothing there; correct the path"
+    if places.hub_is_asked() or places.cached_data_set(source.path, source.revision, source.subset):
+        return None
+    return _not_cached("data set", source.path, source.revision)
+
+
+def _not_cached(what: str, name: str, revision: str | None) -> str:
+    wanted = f"{what} {shown(name)}" + (f" at revision {shown(revision)}" if revision else "")
+    return f"expected a folder, or {wanted} in the hub's cache, got neither; correct the path, or set HF_HUB_OFFLINE=0 to download it"
+
+
+def _data_problem(path: str, workspace: Path) -> str | None:
+    place = locate(path, workspace)
+    if not place.exists():
+        got = "a link to nothing" if place.is_symlink() else "nothing there"
+        return f"expected a data file or folder at {shown(path)}, got {got}; correct the path, relative to the project's folder"
+    files = sorted(f for f in files_below(place) if is_data_file(f.name)) if place.is_dir() else [place]
+    if not files:
+        return f"expected files in {shown(path)} that end in {', '.join(DATA_ENDINGS)}, got none; correct the path"
+    for file in files:
+        name = path if file == place else f"{path}/{file.relative_to(place)}"
+        if not is_data_file(file.name):
+            return f"expected a name that ends in {', '.join(DATA_ENDINGS)}, got {shown(name)}; convert or rename it"
+        if not file.is_file():
+            return f"expected {shown(name)} to be a file, got something else; correct the path"
+        if file.stat().st_size == 0:
+            return f"expected records in {shown(name)}, got an empty file; remove it or correct the path"
+        if not os.access(file, os.R_OK):
+            return f"expected to be allowed to read {shown(name)}, got no permission; correct its permissions"
+    return None
+
+
+def _ready_made_problem(path: str, workspace: Path) -> str | None:
+    if (locate(path, workspace) / "config.json").is_file():
+        return None
+    return f"expected a reward model's folder at {shown(path)}, got none with a config.json; correct the path"
+
+
+def _model_problem(params: Params, workspace: Path) -> str | None:
+    from rlhf_core.models.folder import check_model_folder
+
+    path, revision = params.model.path, params.model.revision
+    if path is None:
+        return None
+    place = locate(path, workspace)
+    if place.is_dir():
+        if revision is not None:
+            return f"expected no model.revision with the local folder {shown(path)}, got {shown(revision)}; set it to null"
+        check_model_folder(place)
+        return None
+    if exists(place) or not is_hub_name(path):
+        got = "a file" if exists(place) else "nothing"
+        return (
+            f"expected a folder with a pretrained model, got {shown(path)} with {got} there (relative to the project's folder); put "
+            "one there, or set model.path to another folder, or to the Hugging Face name of any small causal model, which is downloaded "
+            "with HF_HUB_OFFLINE=0"
+        )
+    if places.hub_is_asked() or places.model_snapshot(path, revision):
+        return None
+    return _not_cached("model", path, revision)
+
+
+def summary(inputs: Tree) -> str:
+    """How many files and bytes, and how many commits of a hub."""
+    entries = [entry for section in inputs.values() for entry in section.values() if entry]
+    files = [entry for entry in entries if "size" in entry]
+    count, size = sum(entry.get("files", 1) for entry in files), sum(entry["size"] for entry in files)
+    commits = len(entries) - len(files)
+    told = [f"{count} file{'s' * (count > 1)}, {size / 1e6:.1f} MB"] * bool(files) + [f"{commits} of a hub"] * bool(commits)
+    return ", ".join(told) or "none but the project's own"

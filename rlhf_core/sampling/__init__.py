@@ -1,0 +1,1 @@
+"""Drawing responses and scoring them."""

@@ -1,0 +1,69 @@
+"""The model that a project starts from as a writer of data (rlhf_core.data.samples), with PyTorch's rollouts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.config import ModelConfig, SamplesConfig
+from rlhf_core.data.samples import Written
+from rlhf_core.engines.pytorch_engine import PytorchEngine
+from rlhf_core.models.tokenizer import encode_prompt, stop_ids
+from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
+
+SEQUENCES = 512  # at the same time; more are no faster on a CPU
+GPU_MEMORY = 0.5
+
+
+class ModelWriter:
+    """A writer of texts.
+
+    One thread, so that the same parameters give the same bytes whatever cluster.threads says.
+
+    Args:
+        path: of the model's folder, or its Hugging Face name.
+        tokenizer: the model's, with the template that asks for responses.
+    """
+
+    def __init__(self, path: str, tokenizer: PreTrainedTokenizerBase, config: ModelConfig, *, seed: int):
+        self._tokenizer, self._seed = tokenizer, seed
+        # A base model may part texts by another token than its end token, such as the one that begins them.
+        self._stops = stop_ids(tokenizer, path)
+        self._ends = frozenset([*tokenizer.all_special_ids, *self._stops])
+        self._engine = PytorchEngine(
+            path,
+            max_length=config.max_length,
+            dtype=config.dtype,
+            kv_cache_gib=1,
+            max_concurrent_sequences=SEQUENCES,
+            threads=1,
+            trust_remote_code=config.trust_remote_code,
+            gpu_memory_fraction=GPU_MEMORY,
+        )
+
+    def extend(self, openings: list[str], config: SamplesConfig, *, source: str, draw: int) -> list[Written]:
+        begin = [] if self._tokenizer.bos_token_id is None else [self._tokenizer.bos_token_id]
+        ids = [[*begin, *self._tokenizer(text, add_special_tokens=False)["input_ids"]] for text in openings]
+        groups = self._sample(ids, config.opening_tokens, config, each=1, seeds=self._seeds(source, draw, len(ids)))
+        return [self._written(sample, before=before[len(begin) :]) for before, (sample,) in zip(ids, groups, strict=True)]
+
+    def respond(self, prompts: list[str], config: SamplesConfig, *, source: str, draw: int) -> list[list[Written]]:
+        ids = [encode_prompt(self._tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
+        groups = self._sample(
+            ids, config.max_new_tokens, config, each=config.responses_per_prompt, seeds=self._seeds(source, draw, len(ids))
+        )
+        return [[self._written(sample) for sample in group] for group in groups]
+
+    def _sample(self, ids: list[list[int]], tokens: int, config: SamplesConfig, *, each: int, seeds: list[int]) -> list[list[Sample]]:
+        settings = SamplingSettings(tokens, config.temperature, top_p=config.top_p)
+        return self._engine.generate(ids, seeds, settings, stop_ids=self._stops, group_size=each)
+
+    def _seeds(self, source: str, draw: int, count: int) -> list[int]:
+        of_source = hashlib.blake2b(f"{self._seed}:{source}".encode(), digest_size=8).digest()
+        return request_seeds(int.from_bytes(of_source), draw, count)
+
+    def _written(self, sample: Sample, before: Sequence[int] = ()) -> Written:
+        end = next((i for i, token in enumerate(sample.response_ids) if token in self._ends), None)
+        return Written(self._tokenizer.decode([*before, *sample.response_ids[:end]]), ended=end is not None)

@@ -1,0 +1,1 @@
+"""Direct alignment: the DPO family on pairs, KTO on single responses."""

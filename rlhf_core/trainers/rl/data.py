@@ -1,0 +1,217 @@
+"""Prompts and demonstrations in, tensors out: what the RL loop does with data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rlhf_core.data.batching import batch_indices, stream_indices
+from rlhf_core.data.schema import Split, read_rows
+from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
+from rlhf_core.trainers.rl.job import RlJob
+from rlhf_core.types import Baseline, Prompt, Rollout, RolloutBatch, ScoredRollout
+
+
+def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
+    """The prompts of a split that leave room for `rollout.max_new_tokens`, in file order.
+
+    Raises:
+        ValueError: there is none.
+    """
+    tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
+    rows = read_rows(Path(job.prepared), "prompt", split)
+    prompts = [Prompt(r["id"], r["source"], r["messages"], encode_prompt(tokenizer, r["messages"]), r["label"]) for r in rows]
+    longest = job.model.max_length - job.rl.rollout.max_new_tokens
+    kept = [p for p in prompts if len(p.prompt_ids) <= longest]
+    if not kept:
+        raise ValueError(
+            f"prompts of the {split} split: expected some of at most {longest} tokens, got none of {len(rows)}; raise model.max_length"
+        )
+    return kept
+
+
+def evaluation_prompts(job: RlJob) -> list[Prompt]:
+    """What the policy is evaluated on during training: prompts of the validation split in a seeded order; none if it isn't."""
+    if job.rl.evaluation.every is None:
+        return []
+    prompts = read_prompts(job, "validation")
+    order = stream_indices(0, len(prompts), num_examples=len(prompts), seed=job.seed)
+    return [prompts[i] for i in order[: job.rl.evaluation.prompts]]
+
+
+class PromptStream:
+    """The training prompts, in an endless order that follows from the seed and the position alone.
+
+    Without weights each pass over all prompts is a fresh permutation. With weights each position draws its source by weight, and each
+    source's prompts come in passes of their own.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], weights: dict[str, float], *, seed: int):
+        self._seed = seed
+        by_source: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            by_source.setdefault(prompt.source if weights else "", []).append(prompt)
+        self._pools = [by_source[name] for name in sorted(by_source)]
+        self._sources = SourceDraws([weights.get(name, 1.0) for name in sorted(by_source)], seed=seed) if weights else None
+
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """The prompts at `count` positions from `start` on."""
+        if self._sources is None:
+            (pool,) = self._pools
+            return self._of_pool(pool, start, count)
+        drawn = self._sources.draw(start, count)
+        before = self._sources.counts(start)
+        passing = [iter(self._of_pool(pool, before[i], int((drawn == i).sum()))) for i, pool in enumerate(self._pools)]
+        return [next(passing[i]) for i in drawn]
+
+    def _of_pool(self, pool: list[Prompt], start: int, count: int) -> list[Prompt]:
+        return [pool[i] for i in stream_indices(start, count, num_examples=len(pool), seed=self._seed)] if count else []
+
+
+class SourceDraws:
+    """Which source each position takes its prompt from: independent draws by weight, made in blocks that are seeded by their number."""
+
+    BLOCK = 4096
+
+    def __init__(self, weights: Sequence[float], *, seed: int):
+        self._probabilities = np.array(weights) / sum(weights)
+        self._seed = seed
+        self._blocks: list[np.ndarray] = []
+
+    def draw(self, start: int, count: int) -> np.ndarray:
+        """[count] numbers of sources."""
+        self._extend(start + count)
+        first = start // self.BLOCK
+        return np.concatenate(self._blocks[first:])[start - first * self.BLOCK :][:count]
+
+    def counts(self, end: int) -> list[int]:
+        """How often each source comes before position `end`."""
+        self._extend(end)
+        drawn = np.concatenate([*self._blocks, np.empty(0, dtype=np.int64)])[:end]
+        return np.bincount(drawn, minlength=len(self._probabilities)).tolist()
+
+    def _extend(self, end: int) -> None:
+        while len(self._blocks) * self.BLOCK < end:
+            generator = np.random.default_rng([self._seed, 2, len(self._blocks)])
+            self._blocks.append(generator.choice(len(self._probabilities), size=self.BLOCK, p=self._probabilities))
+
+
+class DemonstrationStream:
+    """The training demonstrations for rl.ptx, of the tokens that SFT trains on, batch by batch; empty batches where the coefficient is 0.
+
+    Raises:
+        ValueError: there is none that fits model.max_length.
+    """
+
+    def __init__(self, job: RlJob):
+        self._batch_size, self._seed = job.rl.ptx.batch_size, job.seed
+        self._demonstrations: list[Demonstration] = []
+        if job.rl.ptx.coef:
+            tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
+            rows = read_rows(Path(job.prepared), "sft", "train")
+            how = {"train_on": job.train_on, "train_on_thoughts": job.train_on_thoughts}
+            kept, _ = encode_demonstrations(rows, tokenizer, max_length=job.model.max_length, **how)
+            if not kept:
+                raise ValueError(
+                    f"rl.ptx: expected demonstrations of at most model.max_length tokens, got none of {len(rows)}; set coef to 0"
+                )
+            self._demonstrations = kept
+
+    def batch(self, number: int) -> list[Demonstration]:
+        """Of the optimizer step of this number in the whole run."""
+        if not self._demonstrations:
+            return []
+        chosen = batch_indices(number, batch_size=self._batch_size, num_examples=len(self._demonstrations), seed=self._seed)
+        return [self._demonstrations[i] for i in chosen]
+
+
+Components = dict[str, torch.Tensor]  # scorer's name -> [B] raw scores, NaN = not scored
+
+
+def components_of(scored: Sequence[ScoredRollout]) -> Components:
+    return {name: torch.tensor([s.components[name] for s in scored]) for name in scored[0].components} if scored else {}
+
+
+def collate(scored: Sequence[ScoredRollout], outputs: dict[str, torch.Tensor], pad_id: int, baseline: Baseline | None) -> RolloutBatch:
+    """Rollouts, their scores and what the models said of them, as tensors.
+
+    Args:
+        outputs: flat [N] over the response tokens in order. Absent: `old_logprobs` before an update that computes them itself, where the
+            engine's stand in for them, `ref_logprobs` without a reference, `values` without a critic, `sampler_logprobs` where any token
+            could be sampled.
+        baseline: of the greedy response to each row's prompt; None where the algorithm asks for none.
+    """
+    rollouts = [s.rollout for s in scored]
+    response_mask = _response_mask(rollouts)
+    prompt_ids, prompt_mask = _left_padded([r.prompt.prompt_ids for r in rollouts], pad_id)
+
+    def padded(flat: torch.Tensor) -> torch.Tensor:
+        return _padded(flat, response_mask)
+
+    response_ids = torch.tensor([token for r in rollouts for token in r.response_ids])
+    rollout_logprobs = padded(torch.tensor([x for r in rollouts for x in r.rollout_logprobs]))
+    old_logprobs = padded(outputs["old_logprobs"]) if "old_logprobs" in outputs else rollout_logprobs
+    return RolloutBatch(
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        response_ids=torch.full(response_mask.shape, pad_id).masked_scatter(response_mask, response_ids),
+        response_mask=response_mask,
+        rollout_logprobs=rollout_logprobs,
+        old_logprobs=old_logprobs,
+        sampler_logprobs=padded(outputs["sampler_logprobs"]) if "sampler_logprobs" in outputs else old_logprobs,
+        ref_logprobs=padded(outputs["ref_logprobs"]) if "ref_logprobs" in outputs else old_logprobs,
+        values=padded(outputs["values"]) if "values" in outputs else torch.zeros(response_mask.shape),
+        components=components_of(scored),
+        baseline=baseline,
+        group_ids=torch.tensor([r.group_id for r in rollouts]),
+        finished=torch.tensor([r.finished for r in rollouts]),
+        policy_versions=torch.tensor([r.policy_version for r in rollouts]),
+    )
+
+
+def baseline_of(scored: Sequence[ScoredRollout], outputs: dict[str, torch.Tensor], *, copies: int) -> Baseline:
+    """Greedy responses, one for each prompt, as the baseline of `copies` rows each.
+
+    Args:
+        outputs: as of `collate`; empty where no KL is in the reward.
+    """
+    rollouts = [s.rollout for s in scored]
+    mask = _response_mask(rollouts)
+    logprobs = (_padded(outputs[name], mask) if outputs else torch.zeros(mask.shape) for name in ("old_logprobs", "ref_logprobs"))
+    finished = torch.tensor([r.finished for r in rollouts])
+    tensors = (tensor.repeat_interleave(copies, dim=0) for tensor in (finished, mask, *logprobs))
+    return Baseline({name: scores.repeat_interleave(copies) for name, scores in components_of(scored).items()}, *tensors)
+
+
+def with_old_logprobs(batch: RolloutBatch, old_logprobs: torch.Tensor, *, has_reference: bool) -> RolloutBatch:
+    """A batch that was collated without, now that its update has computed them: [B, R]. Any token could be sampled."""
+    ref_logprobs = batch.ref_logprobs if has_reference else old_logprobs
+    return replace(batch, old_logprobs=old_logprobs, sampler_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+
+
+def _response_mask(rollouts: Sequence[Rollout]) -> torch.Tensor:
+    lengths = torch.tensor([len(r.response_ids) for r in rollouts])
+    return torch.arange(int(lengths.max())) < lengths[:, None]
+
+
+def _padded(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Flat values [N] at the True positions of a mask [B, R], zeros elsewhere."""
+    return torch.zeros(mask.shape).masked_scatter(mask, flat)
+
+
+def _left_padded(sequences: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths = torch.tensor([len(s) for s in sequences])
+    width = int(lengths.max())
+    mask = torch.arange(width) >= width - lengths[:, None]
+    flat = torch.tensor([token for s in sequences for token in s])
+    return torch.full(mask.shape, pad_id).masked_scatter(mask, flat), mask
+
+
+def sequences_of(rollouts: Sequence[Rollout]) -> tuple[list[list[int]], list[int]]:
+    """Prompt and response of each rollout as one sequence, and where the response starts."""
+    return [[*r.prompt.prompt_ids, *r.response_ids] for r in rollouts], [len(r.prompt.prompt_ids) for r in rollouts]

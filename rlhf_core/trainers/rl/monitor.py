@@ -1,0 +1,167 @@
+"""What RL's curves are held against: limits, how long each has been passed, and what follows from it (docs/monitors.md).
+
+The state moves with the run's: it is in every checkpoint, so that a resumed run warns and stops where an uninterrupted one does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from rlhf_core.config import LimitAction, LimitConfig, RlConfig
+from rlhf_core.trainers.rl.advantages import Moments, weighted_score
+from rlhf_core.trainers.rl.metrics import Metrics
+from rlhf_core.types import RolloutBatch
+
+SHOWN = 5  # values that a finding quotes
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A limit that was passed for as long as it is patient.
+
+    limit: its name in rl.monitor. value: of the metric, over the limit's window. threshold: what it was compared with.
+    """
+
+    limit: str
+    metric: str
+    step: int
+    value: float
+    threshold: float
+    action: LimitAction
+    message: str
+
+
+@dataclass(frozen=True)
+class Track:
+    """What is remembered of a limit's metric: its last values, the highest mean over a window, steps in a row that were past the limit."""
+
+    values: tuple[float, ...] = ()
+    peak: float | None = None
+    past: int = 0
+
+
+@dataclass(frozen=True)
+class MonitorState:
+    """tracks: by the limit's name. start: mean and standard deviation, in the first step, of `score` and of each scorer that is only
+    measured. frontier: (KL, score) of the steps that no other one beat at a smaller KL, KL ascending.
+    """
+
+    tracks: Mapping[str, Track] = field(default_factory=dict)
+    start: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    frontier: tuple[tuple[float, float], ...] = ()
+    warnings: tuple[Finding, ...] = ()
+    stopped: Finding | None = None
+
+    @property
+    def findings(self) -> dict[str, Any]:
+        """What was found, for the stage's metrics."""
+        return {"stopped": self.stopped and asdict(self.stopped), "warnings": [asdict(f) for f in self.warnings]}
+
+    @classmethod
+    def read(cls, state: dict[str, Any]) -> MonitorState:
+        """From what `asdict` made and JSON gave back."""
+        return cls(
+            tracks={name: Track(**{**track, "values": tuple(track["values"])}) for name, track in state["tracks"].items()},
+            start={name: tuple(moments) for name, moments in state["start"].items()},
+            frontier=tuple(tuple(point) for point in state["frontier"]),
+            warnings=tuple(Finding(**finding) for finding in state["warnings"]),
+            stopped=state["stopped"] and Finding(**state["stopped"]),
+        )
+
+
+def observe(rl: RlConfig, state: MonitorState, row: Metrics, batch: RolloutBatch) -> tuple[MonitorState, Metrics, list[Finding]]:
+    """The state after a step, the columns that only the run so far can give, and what was found in this step.
+
+    The first finding whose action ends the run is in `state.stopped`, every other one in `state.warnings`.
+
+    Args:
+        row: of the curves, with `step`; a metric that it lacks, or that is NaN, is passed over.
+    """
+    if not state.start:
+        state = replace(state, start=first_moments(batch, rl))
+    further = gaps(row, state.start)
+    if rl.kl.keeps_reference:
+        point, spread = (row["kl_mean"], row["score_mean"]), state.start["score"][1]
+        further["frontier_gap"] = below_frontier(state.frontier, point) / spread if spread > 0 else math.nan
+        state = replace(state, frontier=with_point(state.frontier, point))
+    tracks, found = dict(state.tracks), []
+    for name, limit in rl.limits.items():
+        value = (row | further).get(limit.metric, math.nan)
+        if row["step"] < limit.from_step or math.isnan(value):
+            continue
+        tracks[name], threshold, level = follow(limit, tracks.get(name, Track()), value)
+        if tracks[name].past == limit.patience:
+            found.append(finding(name, limit, tracks[name], step=int(row["step"]), value=level, threshold=threshold))
+    stopped = state.stopped or next((f for f in found if f.action != "warn"), None)
+    warnings = (*state.warnings, *(f for f in found if f is not stopped))
+    return replace(state, tracks=tracks, warnings=warnings, stopped=stopped), further, found
+
+
+def follow(limit: LimitConfig, track: Track, value: float) -> tuple[Track, float, float]:
+    """One value further. Returns the track, the threshold of now, and the mean over the window (NaN until it is full)."""
+    values = (*track.values, value)[-max(limit.window, SHOWN) :]
+    if len(values) < limit.window:
+        return replace(track, values=values), math.nan, math.nan
+    level = sum(values[-limit.window :]) / limit.window
+    peak = level if track.peak is None else max(track.peak, level)
+    if limit.above is not None:
+        threshold, past = limit.above, level > limit.above
+    else:
+        threshold = peak - limit.fall * abs(peak) if limit.below is None else limit.below
+        past = level < threshold
+    return Track(values, peak, track.past + 1 if past else 0), threshold, level
+
+
+def finding(name: str, limit: LimitConfig, track: Track, *, step: int, value: float, threshold: float) -> Finding:
+    mean = f"mean of {limit.window} steps of " if limit.window > 1 else ""
+    bound = "at most" if limit.above is not None else "at least"
+    peak = f" ({limit.fall:.0%} below its peak of {track.peak:.4g})" if limit.fall is not None else ""
+    patience = f" for {limit.patience} steps" if limit.patience > 1 else ""
+    last = ", ".join(f"{v:.4g}" for v in track.values[-SHOWN:])
+    message = (
+        f"step {step}: limit {name}: expected {mean}{limit.metric} {bound} {threshold:.4g}{peak}, got {value:.4g}, past it{patience}; "
+        f"last values {last}"
+    )
+    return Finding(name, limit.metric, step, value, threshold, limit.action, message)
+
+
+def holds(rl: RlConfig, state: MonitorState) -> bool:
+    """Whether no limit that ends the run is passed now, patience or not: only then may the policy of now be the best."""
+    return not any(state.tracks[name].past for name, limit in rl.limits.items() if limit.action != "warn" and name in state.tracks)
+
+
+def first_moments(batch: RolloutBatch, rl: RlConfig) -> dict[str, tuple[float, float]]:
+    """Mean and standard deviation (biased) of the raw weighted sum, `score`, and of each scorer that is only measured."""
+    measured = {s.name: batch.components[s.name] for s in rl.reward.scorers if not s.weight}
+    moments = {name: Moments().merge(v) for name, v in {"score": weighted_score(batch.components, rl.reward.scorers), **measured}.items()}
+    return {name: (m.mean, m.std) for name, m in moments.items()}
+
+
+def gaps(row: Metrics, start: Mapping[str, tuple[float, float]]) -> Metrics:
+    """gap_<name> of each scorer that is only measured: what the rewarded score has gained since the first step less what that one has.
+
+    (mean score - mean at the start) / std at the start, of the rewarded score, minus the same of the other; NaN where one didn't vary.
+    """
+
+    def gained(name: str, mean: float) -> float:
+        first, spread = start[name]
+        return (mean - first) / spread if spread > 0 else math.nan
+
+    rewarded = gained("score", row["score_mean"])
+    return {f"gap_{name}": rewarded - gained(name, row[f"score_{name}"]) for name in start if name != "score"}
+
+
+def below_frontier(frontier: tuple[tuple[float, float], ...], point: tuple[float, float]) -> float:
+    """How much less the score of a (KL, score) is than the best that was had for no more KL; 0 on the frontier or beyond."""
+    kl, score = point
+    return max([0.0, *(s - score for k, s in frontier if k <= kl)])
+
+
+def with_point(frontier: tuple[tuple[float, float], ...], point: tuple[float, float]) -> tuple[tuple[float, float], ...]:
+    """The frontier with a (KL, score) on it if no point has at least its score for at most its KL; points that it beats go."""
+    if not all(map(math.isfinite, point)) or any(k <= point[0] and s >= point[1] for k, s in frontier):
+        return frontier
+    return tuple(sorted([*((k, s) for k, s in frontier if not (k >= point[0] and s <= point[1])), point]))

@@ -1,0 +1,138 @@
+"""Where an RL run is: what the driver must know to go on, its checkpoints, and the best policy so far."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from rlhf_core.algorithms.kl import adaptive_kl_coef
+from rlhf_core.checkpoint.digest import write_certificate
+from rlhf_core.checkpoint.store import CheckpointStore, Found, StoreSettings
+from rlhf_core.config import RlConfig
+from rlhf_core.trainers.rl.advantages import Moments, RewardNormalizer
+from rlhf_core.trainers.rl.monitor import MonitorState
+
+
+@dataclass(frozen=True)
+class Best:
+    """The step after which the policy was the best by rl.evaluation.metric (0: before any), and its value."""
+
+    step: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The loop's state between two steps.
+
+    step: steps that are done; also the number of weight updates of the policy.
+    prompts_drawn: of the prompt stream.
+    kl_coef: of the next step.
+    monitor: what was watched so far, and whether that ended the run.
+    """
+
+    step: int
+    prompts_drawn: int
+    kl_coef: float
+    best: Best | None
+    monitor: MonitorState = field(default_factory=MonitorState)
+
+    @classmethod
+    def start(cls, rl: RlConfig) -> Progress:
+        return cls(step=0, prompts_drawn=0, kl_coef=rl.kl.coef, best=None)
+
+    def after_step(self, rl: RlConfig, *, kl: float, prompts_drawn: int) -> Progress:
+        """One step further; the KL coefficient moves where rl.kl.target is set.
+
+        Args:
+            kl: the step's mean per response, in nats.
+        """
+        coef = self.kl_coef
+        if rl.kl.target is not None:
+            coef = adaptive_kl_coef(coef, kl, target=rl.kl.target, horizon=rl.kl.horizon, samples=rl.samples_per_step)
+        return replace(self, step=self.step + 1, prompts_drawn=prompts_drawn, kl_coef=coef)
+
+    def finished(self, rl: RlConfig) -> bool:
+        """All steps are done, or a limit ended the run."""
+        return self.step == rl.steps or self.monitor.stopped is not None
+
+    def improves(self, value: float) -> bool:
+        """Whether the policy of now is better than the best before; at the same value the earlier one stays."""
+        return math.isfinite(value) and (self.best is None or value > self.best.value)
+
+    def write(self, path: Path, normalizer: RewardNormalizer) -> None:
+        moments = {name: asdict(m) for name, m in normalizer.moments.items()}
+        path.write_text(json.dumps({**asdict(self), "normalizer": moments}, indent=1))
+
+    @classmethod
+    def read(cls, path: Path, normalizer: RewardNormalizer) -> Progress:
+        """Sets the normaliser's moments too.
+
+        Raises:
+            ValueError: they are of other scorers.
+        """
+        state = json.loads(path.read_text())
+        moments = {name: Moments(**m) for name, m in state.pop("normalizer").items()}
+        if moments.keys() != normalizer.moments.keys():
+            raise ValueError(
+                f"rl.reward.scorers: expected to normalise those of the checkpoint, {sorted(moments)}, got {sorted(normalizer.moments)}; "
+                "set them back or begin anew"
+            )
+        normalizer.moments = moments
+        best, monitor = state.pop("best"), MonitorState.read(state.pop("monitor"))
+        return cls(**state, best=best and Best(**best), monitor=monitor)
+
+
+class RunStore:
+    """The folders of a run's state: checkpoints, whole or not there, and the best policy so far, which each checkpoint has a copy of."""
+
+    def __init__(self, work: Path, settings: StoreSettings | None = None):
+        self._checkpoints = CheckpointStore(work / "checkpoints", settings, certify=write_certificate)
+        self.best_policy = work / "best"
+
+    def write(
+        self, progress: Progress, normalizer: RewardNormalizer, save_ranks: Callable[[Path], None], *, score: float | None = None
+    ) -> None:
+        """Take the snapshot; `publish` makes it a checkpoint while the loop goes on, `wait` waits for that.
+
+        Args:
+            score: of the policy of now by rl.evaluation.metric, where it was evaluated.
+        """
+
+        def write(folder: Path) -> None:
+            save_ranks(folder)
+            if progress.best is not None:
+                shutil.copytree(self.best_policy, folder / "best")
+            progress.write(folder / "driver.json", normalizer)
+
+        self._checkpoints.write(progress.step, write, score=score)
+
+    def publish(self) -> None:
+        self._checkpoints.publish()
+
+    def wait(self) -> None:
+        self._checkpoints.wait()
+
+    def close(self) -> None:
+        self._checkpoints.close()
+
+    def load(self, normalizer: RewardNormalizer, load_ranks: Callable[[Found], None]) -> Progress | None:
+        """The newest whole checkpoint's state; the best policy becomes that of then. None: there is no checkpoint."""
+        shutil.rmtree(self.best_policy, ignore_errors=True)
+        found = self._checkpoints.latest()
+        if found is None:
+            return None
+        load_ranks(found)
+        progress = Progress.read(found.folder / "driver.json", normalizer)
+        if progress.best is not None:
+            shutil.copytree(found.folder / "best", self.best_policy)
+        return progress
+
+    def keep_best(self, export: Callable[[Path], None]) -> None:
+        """Make what `export` writes into a folder the best policy."""
+        shutil.rmtree(self.best_policy, ignore_errors=True)
+        export(self.best_policy)

@@ -1,0 +1,1 @@
+"""Stages of rounds/dvc.yaml: one round of iterative DPO."""

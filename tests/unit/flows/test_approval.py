@@ -1,0 +1,100 @@
+"""What a run of the flow `promote` asks about, and what it takes an answer to be an answer to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from registry_tags import GATE, git, sound_commit, write_tag
+
+from flows.registry import decisions
+from flows.registry.decisions import AnotherModel, add_version
+from flows.registry.flow import asked_about, question
+from flows.registry.state import read_promoted, read_registry
+from rlhf_core.config import ConfigError
+
+NAME = "reward-model"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository with one version that was asked about."""
+    root = tmp_path / "project"
+    root.mkdir()
+    git(root, "init", "--quiet")
+    add_version(root, NAME, {**sound_commit(root), "sha256": {"weights": "a" * 64}})
+    return root
+
+
+def replace_version(root: Path, **changes: object) -> None:
+    other = sound_commit(root, md5="9" * 32 + ".dir")
+    write_tag(root, f"{NAME}@v1.0.0", {**other, **changes}, other["commit"])
+
+
+def test_the_question_has_hashes_commit_and_verdict(root):
+    version = read_registry(root, NAME).versions["v1.0.0"]
+    asked = question(version)
+    assert version.md5 in asked and version.sha256 in asked and version.commit in asked and asked.endswith("its gate: passed.")
+
+
+def test_an_answer_is_about_the_model_that_was_asked_about(root, tmp_path):
+    note = tmp_path / "notes/run"
+    chosen = asked_about(note, read_registry(root, NAME), None, resumed=False)
+    assert asked_about(note, read_registry(root, NAME), None, resumed=True) == chosen
+    replace_version(root)
+    moved = read_registry(root, NAME)
+    with pytest.raises(
+        AnotherModel, match=r"reward-model v1\.0\.0: expected the model that was asked about, md5 0{32}\.dir, got md5 9{32}\.dir"
+    ):
+        asked_about(note, moved, None, resumed=True)
+    # Moved after the flow looked, before it wrote.
+    with pytest.raises(AnotherModel, match="its tag was replaced after the question; ask again"):
+        decisions.promote(root, NAME, "v1.0.0", by="Ann", reason="good", asked=chosen.model)
+    assert read_registry(root, NAME).events == []
+
+
+def test_another_sha256_or_verdict_is_another_model(root, tmp_path):
+    note = tmp_path / "note"
+    chosen = asked_about(note, read_registry(root, NAME), "v1.0.0", resumed=False)
+    for changes in ({"sha256": {"weights": "b" * 64}}, {"sha256": None}, {"gate": {**GATE, "passed": False}}):
+        write_tag(root, f"{NAME}@v1.0.0", {**chosen.lineage, **changes}, chosen.commit)
+        with pytest.raises(AnotherModel):
+            asked_about(note, read_registry(root, NAME), "v1.0.0", resumed=True)
+
+
+def test_a_resumed_run_without_its_note_asks_for_another_run(root, tmp_path):
+    with pytest.raises(ConfigError, match="promote: expected the note of what was asked, run, got none; start another run"):
+        asked_about(tmp_path / "run", read_registry(root, NAME), None, resumed=True)
+
+
+def test_a_version_that_was_replaced_after_its_promotion_is_not_the_promoted_one(root):
+    """The name stays and the model is another one: the decision keeps the hashes."""
+    decisions.promote(root, NAME, "v1.0.0", by="Ann", reason="good")
+    (event,) = read_registry(root, NAME).events
+    assert event.model == {"md5": "0" * 32 + ".dir", "sha256": event.model["sha256"], "commit": event.model["commit"], "gate": "passed"}
+    replace_version(root)
+    git(
+        root,
+        "tag",
+        "--force",
+        f"{NAME}#prod#1",
+        "HEAD",
+        "-m",
+        git(root, "for-each-ref", "--format=%(contents)", f"refs/tags/{NAME}#prod#1"),
+    )
+    with pytest.raises(
+        ConfigError, match=r"tag reward-model#prod#1: expected v1\.0\.0 to be the model that was decided on, md5 0{32}\.dir, got"
+    ):
+        read_promoted(root, NAME)
+
+
+def test_older_decisions_and_versions_without_sha256_are_read(root):
+    version = read_registry(root, NAME).versions["v1.0.0"]
+    older = {key: value for key, value in version.lineage.items() if key != "sha256"}
+    write_tag(root, f"{NAME}@v1.0.0", older, version.commit)
+    event = {"action": "promote", "version": "v1.0.0", "previous": None, "by": "Ann", "reason": "good", "override": None}
+    write_tag(root, f"{NAME}#prod#1", event, version.commit)
+    current = read_promoted(root, NAME)
+    assert current.sha256 is None and current.identity == f"md5 {'0' * 32}.dir, identified by md5 only"
+    assert json.loads(json.dumps(current.model))["sha256"] is None

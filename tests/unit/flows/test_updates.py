@@ -1,0 +1,126 @@
+"""A run that exists is changed only when the user says so. Git is the real one."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from own_project import make_project
+
+from flows import compare
+from flows.chain import flow, pins
+from flows.chain.worktree import git, prepare_worktree
+from flows.full_pipeline import REFUSED, main
+from flows.rounds import series
+from flows.runs.record import note
+from rlhf_core.config import ConfigError, load_params
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    folder = make_project(tmp_path / "project")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def seed_of(folder: Path) -> int:
+    return load_params(folder / "params.yaml").seed
+
+
+def test_other_params_are_refused_with_both_values_and_taken_with_update(project, caplog):
+    run = pins.prepare_run(project, "one", {"seed": 7, "sft.steps": 50})
+    assert pins.prepare_run(project, "one", {"seed": 7}) == run  # some of its own, again
+    assert pins.prepare_run(project, "one", {}) == run
+    said = r"run one: expected the params that it has, got others: seed 7 -> 8, sft.steps 50 -> 60; add --update .*another name"
+    with pytest.raises(ConfigError, match=said):
+        pins.prepare_run(project, "one", {"seed": 8, "sft.steps": 60})
+    assert seed_of(run) == 7 and git(run, "status", "--porcelain") == ""
+    with caplog.at_level(logging.WARNING, "rlhf"):
+        pins.prepare_run(project, "one", {"seed": 8}, update=True)
+    assert seed_of(run) == 8 and "run one: changed: seed 7 -> 8" in caplog.text
+    assert git(run, "log", "-1", "--format=%s") == 'Run one: {"seed": 8}'
+    assert load_params(run / "params.yaml").sft.steps == 50
+
+
+def test_the_command_line_refuses_and_changes_nothing(project, capsys):
+    run = prepare_worktree(project, "one", {"seed": 7})
+    assert main(["--run", "one", "--set", "seed=8"]) == REFUSED
+    assert "seed 7 -> 8" in capsys.readouterr().err and seed_of(run) == 7
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_run_whose_worktree_was_removed_is_one_that_exists(project, merged):
+    run = pins.prepare_run(project, "one", {"seed": 7})
+    if merged:
+        git(project, "merge", "--quiet", "run/one")
+    git(project, "worktree", "remove", "--force", str(run))
+    with pytest.raises(ConfigError, match="seed 7 -> 8"):
+        pins.prepare_run(project, "one", {"seed": 8})
+    assert not run.exists()
+    assert seed_of(pins.prepare_run(project, "one", {"seed": 7})) == 7
+
+
+def test_a_run_that_was_killed_before_its_params_were_written_begins_with_those_given(project):
+    git(project, "worktree", "add", "--quiet", "-b", "run/one", "runs/one", "HEAD")
+    assert seed_of(pins.prepare_run(project, "one", {"seed": 7})) == 7
+
+
+@pytest.mark.parametrize("trace", ["record", "result"])
+def test_a_run_without_params_of_its_own_that_has_begun_is_one_that_exists(project, trace):
+    run = pins.prepare_run(project, "one", {})
+    if trace == "record":
+        note(run, outcome="done")
+    else:
+        (run / "dvc.lock").write_text("schema: '2.0'\n")
+    with pytest.raises(ConfigError, match="seed 0 -> 8"):
+        pins.prepare_run(project, "one", {"seed": 8})
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_what_a_run_keeps_beside_the_params_given_is_said(project, caplog, merged):
+    pins.prepare_run(project, "one", {"seed": 7, "sft.steps": 50, "data.sources.0.weight": 2.0})
+    if merged:
+        git(project, "merge", "--quiet", "run/one")
+    with caplog.at_level(logging.INFO, "rlhf"):
+        pins.prepare_run(project, "one", {"seed": 7})
+    assert "run one: goes on, and keeps what was not given: data.sources.0.weight 1.0 -> 2.0, sft.steps" in caplog.text
+
+
+def test_keys_that_no_result_depends_on_can_be_free(project):
+    run = pins.prepare_run(project, "one", {"seed": 7, "cluster.threads": 1})
+    pins.prepare_run(project, "one", {"seed": 7, "cluster.threads": 2}, free=["cluster.threads"])
+    assert load_params(run / "params.yaml").cluster.threads == 2
+
+
+def test_a_series_without_a_round_is_changed_only_with_update(project):
+    run = series.prepare_series(project, "series", {"seed": 7})
+    with pytest.raises(ConfigError, match="seed 7 -> 8"):
+        series.prepare_series(project, "series", {"seed": 8})
+    series.prepare_series(project, "series", {"seed": 8}, update=True)
+    assert seed_of(run) == 8
+
+
+def test_a_comparison_does_not_change_runs_of_an_earlier_one(project, capsys):
+    (project / "recipes").mkdir()
+    shutil.copy(ROOT / "recipes/compare.yaml", project / "recipes")
+    run = pins.prepare_run(project, "compare-dpo-0", {"alignment.method": "dpo", "sft.steps": 50})
+    assert compare.main(["--methods", "dpo", "--seeds", "0", "--set", "sft.steps=60"]) == REFUSED
+    assert "sft.steps 50 -> 60" in capsys.readouterr().err
+    assert load_params(run / "params.yaml").sft.steps == 50
+
+
+def test_overrides_are_held_against_the_runs_own_params_wherever_they_are_checked(project):
+    """A run may have a source more than the folder that it was made from has by now."""
+    sources = load_params(project / "params.yaml").model_dump(mode="json")["data"]["sources"]
+    two = [sources[0], sources[0] | {"name": "second"}]
+    pins.prepare_run(project, "one", {"data.sources": two})
+    overrides = {"data.sources.1.weight": 2.0}
+    assert flow._name(project, overrides, "one") == "one"
+    run = compare._workspace(project, "one", overrides, update=True)
+    assert load_params(run / "params.yaml").data.sources[1].weight == 2.0
+    with pytest.raises(ConfigError, match=r"data\.sources\.1"):
+        flow._name(project, overrides, "another")

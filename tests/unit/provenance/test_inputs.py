@@ -1,0 +1,215 @@
+"""What a run reads and DVC can't see: its hashes, when they are computed anew, and what is said of a change."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config import Params, parse_params, read_yaml
+from rlhf_core.data import places
+from rlhf_core.provenance import file_hashes
+from rlhf_core.provenance.file_hashes import FileHashes
+from rlhf_core.provenance.inputs import changes_since, read_inputs, summary
+
+ROOT = Path(__file__).parents[3]
+LONG_AGO = (1_700_000_000, 1_700_000_000)
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub-home"))
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    folder = tmp_path / "project"
+    (folder / ".dvc").mkdir(parents=True)
+    return folder
+
+
+def params(*sources: dict, **model) -> Params:
+    tree = read_yaml(ROOT / "params.yaml")
+    usual = {"name": "mine", "kind": "file", "format": "prompt", "uses": ["prompt"], "weight": 1.0}
+    tree["data"]["sources"] = [*tree["data"]["sources"], *({**usual, **source} for source in sources)]
+    tree["model"] |= model
+    return parse_params(tree)
+
+
+def old(path: Path, text: str) -> Path:
+    """A file that was written long ago, as far as its times can be set."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    os.utime(path, LONG_AGO)
+    return path
+
+
+class Digests:
+    """How often a file was read for its hash; the hash is the real one."""
+
+    def __init__(self, monkeypatch):
+        self.count, real = 0, file_hashes.hashlib.file_digest
+
+        def counted(file, name):
+            self.count += 1
+            return real(file, name)
+
+        monkeypatch.setattr(file_hashes.hashlib, "file_digest", counted)
+
+
+def hash_of(project: Path, path: Path) -> str:
+    hashes = FileHashes(project)
+    found = hashes.of_file(path)
+    hashes.keep()
+    return found.sha256
+
+
+def test_a_file_is_hashed_once_and_again_where_it_looks_otherwise(project, monkeypatch):
+    monkeypatch.setattr(file_hashes, "RACY_NS", 0)  # or the test waits two seconds for the time of its change to be over
+    digests, path = Digests(monkeypatch), old(project.parent / "rows.jsonl", "one")
+    first = hash_of(project, path)
+    assert hash_of(project, path) == first and digests.count == 1
+    os.utime(path)  # touched
+    assert hash_of(project, path) == first and digests.count == 2
+    old(path, "two")  # of the same size, with the same time of change as at first
+    assert hash_of(project, path) != first and digests.count == 3
+    other = old(project.parent / "other.jsonl", "six")
+    other.replace(path)
+    assert hash_of(project, path) != first and digests.count == 4
+
+
+def test_what_was_written_just_now_is_never_trusted(project, monkeypatch):
+    digests, path = Digests(monkeypatch), project.parent / "rows.jsonl"
+    path.write_text("one")
+    now = path.stat()
+    first = hash_of(project, path)
+    path.write_text("two")
+    os.utime(path, ns=(now.st_atime_ns, now.st_mtime_ns))
+    assert hash_of(project, path) != first and digests.count == 2
+    future = time.time() + 1000
+    os.utime(path, (future, future))  # a server's clock may be ahead
+    assert hash_of(project, path) == hash_of(project, path) and digests.count == 4
+
+
+def test_a_file_that_is_being_written_is_refused(project, monkeypatch):
+    path, real = old(project.parent / "rows.jsonl", "one"), file_hashes.hashlib.file_digest
+
+    def grows(file, name):
+        with path.open("a") as more:
+            more.write("more")
+        return real(file, name)
+
+    monkeypatch.setattr(file_hashes.hashlib, "file_digest", grows)
+    with pytest.raises(ValueError, match=r"rows.jsonl: expected a file that stays as it is while it is read, got one that changes"):
+        FileHashes(project).of_file(path)
+
+
+def test_a_folder_is_the_list_of_its_files(project):
+    folder = project.parent / "data"
+    old(folder / "a.jsonl", "a")
+    old(folder / "deep/b.jsonl", "b")
+    given = params({"path": "../data"})
+
+    def sha256() -> str:
+        return read_inputs(given, project)["sources"]["data.sources.mine"]["sha256"]
+
+    first = sha256()
+    old(folder / ".git/index", "not data")
+    old(folder / ".cache/huggingface/a.metadata", "when it was fetched")
+    assert sha256() == first
+    assert len({first, (old(folder / "c.jsonl", "c") and sha256()), ((folder / "c.jsonl").rename(folder / "d.jsonl") and sha256())}) == 3
+    (folder / "d.jsonl").unlink()
+    assert sha256() == first
+
+
+def test_inputs_name_paths_as_params_do_and_come_out_the_same_in_a_worktree(project):
+    old(project / "own/rows.jsonl", "{}")
+    old(project.parent / "model/config.json", "{}")
+    old(project / "rules/mine.py", "")
+    old(project / "rewards/kept.py", "")
+    given = params(
+        {"path": "own/rows.jsonl", "judge": "rules/mine.py:rule"},
+        {"name": "two", "path": "own", "judge": "rewards/kept.py:rule"},
+        path="../model",
+        chat_template="own/turns.jinja",
+    )
+    old(project / "own/turns.jinja", "{{ messages }}")
+    found = read_inputs(given, project)
+    assert found["sources"]["data.sources.mine"].keys() == {"path", "size", "sha256"}
+    assert found["sources"]["data.sources.two"]["files"] == 2 and found["model"]["model.path"]["path"] == "../model"
+    assert found["judges"].keys() == {"data.sources.mine.judge"}  # rewards/ is a dependency already
+    assert found["chat_template"]["model.chat_template"]["path"] == "own/turns.jinja"
+    assert str(project.parent) not in json.dumps(found) and summary(found).startswith("6 files, ")
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@t"]
+    for command in (["init", "-q"], ["add", "rules"], ["commit", "-qm", "rules"], ["worktree", "add", "-q", "runs/a"]):
+        subprocess.run([*git, *command], cwd=project, check=True, capture_output=True)
+    assert read_inputs(given, project / "runs/a") == found
+
+
+def test_a_change_is_told_with_file_sizes_and_hashes(project):
+    folder = project.parent / "data"
+    for name in ("a", "b"):
+        old(folder / f"{name}.jsonl", name)
+    single = old(project.parent / "one.csv", "1")
+    given = params({"path": "../data"}, {"name": "single", "path": "../one.csv"})
+    before = read_inputs(given, project)
+    lock = project / "dvc.lock"
+    recorded = {"data/inputs.json": {"sources": before["sources"], "model": None}}
+    lock.write_text(json.dumps({"stages": {"prepare_data": {"params": recorded}, "report": {"cmd": "true"}}}))
+    assert changes_since(lock, before, project) == []
+    old(folder / "a.jsonl", "longer")
+    (folder / "b.jsonl").unlink()
+    old(single, "22")
+    changed = changes_since(lock, read_inputs(given, project), project)
+    assert [line.partition(" -> ")[0] for line in changed] == [
+        "data.sources.mine: ../data/a.jsonl changed: 1 bytes, sha256 ca978112ca1b",
+        "data.sources.mine: ../data/b.jsonl changed: 1 bytes, sha256 3e23e8160039",
+        "data.sources.single: ../one.csv changed: 1 bytes, sha256 6b86b273ff34",
+    ]
+    assert changed[0].endswith("-> 6 bytes, sha256 73834addcec7; to run again: prepare_data and what depends on it")
+    assert "-> nothing; to run again" in changed[1]
+
+
+def lay_out_hub(home: Path, kind: str, name: str, commit: str, **files: str) -> Path:
+    repository = home / "hub" / f"{kind}--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs/main").write_text(commit)
+    for file, text in files.items():
+        old(repository / "snapshots" / commit / file.replace("_", ".", 1), text)
+    return repository
+
+
+def test_a_model_of_the_hub_is_the_commit_that_the_cache_has(project, tmp_path):
+    first, second = "a" * 40, "b" * 40
+    lay_out_hub(tmp_path / "hub-home", "models", "some/name", first, config_json="{}", model_safetensors="w")
+    assert read_inputs(params(path="some/name"), project)["model"] == {"model.path": {"name": "some/name", "commit": first}}
+    lay_out_hub(tmp_path / "hub-home", "models", "some/name", second, config_json="{}", model_safetensors="w")
+    assert read_inputs(params(path="some/name"), project)["model"]["model.path"]["commit"] == second
+    assert read_inputs(params(path="some/name", revision=first), project)["model"]["model.path"]["commit"] == first
+    assert places.model_snapshot("some/name", "v2") is None and places.model_snapshot("some/other", None) is None
+
+
+def test_a_data_set_of_the_hub_is_what_the_library_would_read(project, tmp_path):
+    cache = tmp_path / "hub-home/datasets/some___my_data"
+    for commit, age in (("a" * 40, 10), ("b" * 40, 5)):
+        info = old(cache / "default/0.0.0" / commit / "dataset_info.json", "{}")
+        os.utime(info.parent, (time.time() - age,) * 2)
+    source = {"kind": "huggingface", "path": "some/MyData"}
+    assert read_inputs(params(source), project)["sources"]["data.sources.mine"] == {"name": "some/MyData", "commit": "b" * 40}
+    assert places.cached_data_set("some/MyData", "b" * 40, None) == "b" * 40
+    assert places.cached_data_set("some/MyData", "a" * 40, None) is None  # the library would give the newer one
+    assert places.cached_data_set("some/MyData", None, "other") is None
+
+
+def test_a_hub_that_may_be_asked_and_does_not_answer_is_told(project, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    code = "from rlhf_core.data.places import model_commit; model_commit('some/name', None)"
+    env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([os.sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert "OSError: some/name: expected the hub's answer, got " in done.stderr

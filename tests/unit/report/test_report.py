@@ -1,0 +1,659 @@
+"""The report's verdicts, texts and bytes. What a browser makes of it is in tests/integration/test_report_browser.py."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_workspace import HOSTILE, REMOVED, edit_metrics, evaluation, gate, make_workspace, run_report, set_shares, validation, win_rate
+
+from rlhf_core.config import STAGE_SECTIONS, apply_overrides, load_params, read_yaml
+from rlhf_core.config.alignment import Method
+from rlhf_core.report.canvas import MAX_POINTS, thin
+from rlhf_core.report.differences import Difference, Results, read_as
+from rlhf_core.report.inputs import ReportInputError
+from rlhf_core.report.page import (
+    METHOD_PARAMS,
+    METHOD_TITLES,
+    answer,
+    evaluation_rows,
+    expectations,
+    json_for_html,
+    render,
+    samples,
+    side_by_side,
+)
+from rlhf_core.report.texts import MAX_TEXT, markdown_block, markdown_text, measured, number, signed, visible
+from rlhf_core.report.verdict import data_verdict, gate_verdict, judge_selects, outcome, training_scorers
+from tasks.gate_reward import NOT_NEEDED, unjudged
+from tasks.report import read_inputs, write_stopped
+from tasks.train_reward import NOT_TRAINED
+
+
+def with_results(*, sft: float, policy: float, win: float, judge: bool = True) -> dict:
+    """The same shares and win rate, without ties, in both modes."""
+    result = copy.deepcopy(evaluation(judge=judge))
+    for mode in ("greedy", "sampled"):
+        if judge:
+            set_shares(result, mode, sft=sft, policy=policy)
+        result["win_rate"][mode] = win_rate(round(400 * win), 0)
+    return result
+
+
+def test_every_method_has_a_title_and_params_that_are_there():
+    assert METHOD_TITLES.keys() == METHOD_PARAMS.keys() == set(get_args(Method))
+    params = read_yaml(Path(__file__).parents[3] / "params.yaml")
+    for path in (path for paths in METHOD_PARAMS.values() for path in paths):
+        reduce(getitem, path.split("."), params)
+
+
+ABOVE, ACROSS, BELOW = 0.65, 0.5, 0.35
+REWARD_MODEL = {"name": "reward_model", "kind": "reward_model", "weight": 1.0, "normalization": "initial"}
+JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}
+WITHOUT_REWARD_MODEL = {"reward.enabled": False, "rl.algorithm": "grpo", "rl.reward.scorers": [JUDGE], "rl.ppo.critic_init": "sft"}
+
+
+@pytest.mark.parametrize(
+    ("sft", "policy", "win", "tone", "words"),
+    [
+        (0.5, 0.9, ABOVE, "good", "The policy is better than the SFT model it started from."),
+        (0.5, 0.9, BELOW, "good", "although the reward model prefers the SFT model"),
+        # 200 and 208 of 400: the difference of 2 points is well within its interval, about -5 to +9.
+        (0.5, 0.52, ABOVE, "open", "the judge sees no clear difference"),
+        (0.5, 0.52, ACROSS, "open", "There is no clear difference"),
+        (0.9, 0.5, ABOVE, "bad", "hack its reward"),
+        (0.9, 0.5, ACROSS, "bad", "worse than the SFT model by the judge"),
+        (0.9, 0.5, BELOW, "bad", "The policy is worse"),
+    ],
+)
+def test_the_judge_decides_and_disagreement_is_named(sft, policy, win, tone, words):
+    verdict = outcome(with_results(sft=sft, policy=policy, win=win), [REWARD_MODEL], confidence=0.95)
+    assert verdict.tone == tone and words in verdict.headline
+    assert f"{policy:.1%} of the policy’s greedy answers (SFT: {sft:.1%}; 95% interval of the difference" in verdict.details[0]
+
+
+def test_better_needs_both_modes_and_worse_only_one():
+    mixed = with_results(sft=0.5, policy=0.9, win=ABOVE)
+    set_shares(mixed, "sampled", sft=0.5, policy=0.5)
+    assert outcome(mixed, [REWARD_MODEL], confidence=0.95).tone == "open"
+    set_shares(mixed, "sampled", sft=0.5, policy=0.2)
+    assert outcome(mixed, [REWARD_MODEL], confidence=0.95).tone == "bad"
+
+
+def with_win_rates(*, greedy: float, sampled: float) -> dict:
+    """Without a judge."""
+    result = with_results(sft=0.5, policy=0.5, win=0.5, judge=False)
+    for mode, win in (("greedy", greedy), ("sampled", sampled)):
+        result["win_rate"][mode] = win_rate(round(400 * win), 0)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("greedy", "sampled", "tone", "words"),
+    [
+        (0.37, 0.8, "open", "better sampled (win rate 80.0%) and worse greedy (win rate 37.0%)."),
+        (0.8, 0.37, "open", "worse sampled (win rate 37.0%) and better greedy (win rate 80.0%)."),
+        (0.5, 0.8, "open", "better sampled (win rate 80.0%) and not clearly different greedy (win rate 50.0%)."),
+        (0.37, 0.5, "bad", "not clearly different sampled (win rate 50.0%) and worse greedy (win rate 37.0%)."),
+    ],
+)
+def test_modes_of_which_not_the_same_can_be_said_are_both_told(greedy, sampled, tone, words):
+    verdict = outcome(with_win_rates(greedy=greedy, sampled=sampled), [REWARD_MODEL], confidence=0.95)
+    assert (verdict.tone, verdict.headline) == (tone, f"By the reward model, the policy is {words}")
+    said = " ".join(verdict.details)
+    assert "Mean score: sampled " in said and ("The two modes disagree" in said) is (0.5 not in (greedy, sampled))
+    assert ("by however little" in said) is (greedy < 0.5 < sampled)
+
+
+def test_the_judge_decides_about_modes_that_differ_too():
+    mixed = with_results(sft=0.5, policy=0.9, win=ACROSS)
+    set_shares(mixed, "sampled", sft=0.5, policy=0.2)
+    verdict = outcome(mixed, [REWARD_MODEL], confidence=0.95)
+    words = "worse sampled (50.0% → 20.0% accepted) and better greedy (50.0% → 90.0% accepted)."
+    assert (verdict.tone, verdict.headline) == ("open", f"By the judge, the policy is {words}")
+    hacked = with_results(sft=0.5, policy=0.9, win=ABOVE)
+    set_shares(hacked, "sampled", sft=0.5, policy=0.2)
+    verdict = outcome(hacked, [REWARD_MODEL], confidence=0.95)
+    assert verdict.tone == "bad" and "hack its reward" in verdict.headline and words in verdict.headline
+
+
+@pytest.mark.parametrize(("win", "tone"), [(ABOVE, "good"), (ACROSS, "open"), (BELOW, "bad")])
+def test_without_a_judge_the_win_rate_decides_and_says_who_speaks(win, tone):
+    verdict = outcome(with_results(sft=0, policy=0, win=win, judge=False), [REWARD_MODEL], confidence=0.95)
+    assert verdict.tone == tone and "reward model" in verdict.headline
+    assert "There is no judge for this data" in verdict.details[1]
+
+
+def test_a_judge_that_scores_a_policy_of_pairs_was_no_part_of_its_reward():
+    results = with_results(sft=0.5, policy=0.9, win=ABOVE)
+    rl, dpo = (
+        {"alignment": {"method": method}, "rl": {"reward": {"scorers": [JUDGE]}}, "rejection_sampling": {"scorers": []}}
+        for method in ("rl", "dpo")
+    )
+    for params, said in ((rl, True), (dpo, False)):
+        verdict = outcome(results, [JUDGE], confidence=0.95, trained_on=training_scorers(params))
+        assert any("trained to please it too" in detail for detail in verdict.details) is said
+
+
+def test_prompts_that_the_gate_has_read_are_told():
+    results = with_results(sft=0.5, policy=0.9, win=ABOVE)
+    said = "12 of the prompts were read by the gate too"
+    assert any(said in detail for detail in outcome(results | {"prompts_of_gate": 12}, [REWARD_MODEL], confidence=0.95).details)
+    assert not any("read by the gate" in detail for detail in outcome(results, [REWARD_MODEL], confidence=0.95).details)
+
+
+def test_a_reward_that_is_no_reward_model_is_not_called_one():
+    results = with_results(sft=0.5, policy=0.9, win=ABOVE)
+    verdict = outcome(results, [JUDGE, REWARD_MODEL | {"weight": 0.0}], confidence=0.95)
+    assert verdict.details[1].startswith("The reward prefers the policy") and "trained to please it too" in verdict.details[2]
+    measured_only = outcome(results, [JUDGE | {"weight": 0.0}, REWARD_MODEL], confidence=0.95)
+    assert measured_only.details[1].startswith("The reward model prefers the policy") and len(measured_only.details) == 2
+    alone = outcome(with_results(sft=0, policy=0, win=BELOW, judge=False), [JUDGE, REWARD_MODEL], confidence=0.95)
+    assert alone.headline == "The reward prefers the SFT model’s answers to those of the policy."
+
+
+NO_SCORE = {"value": None, "low": None, "high": None, "wins": 0, "ties": 0, "losses": 0, "p_value": 1.0, "n": 0}
+
+
+def unscored(*, sft: float = 0.0, policy: float = 0.0, judge: bool) -> dict:
+    """No scorer had a say: counts of wins are 0, and every score is null."""
+    result = with_results(sft=sft, policy=policy, win=ACROSS, judge=judge)
+    for mode in ("greedy", "sampled"):
+        result["win_rate"][mode] = dict(NO_SCORE)
+        result["difference"][mode] |= {"score_mean": {"value": None, "low": None, "high": None, "p_value": 1.0, "n": 0}, "scores": {}}
+        for model in ("sft", "policy"):
+            result[mode][model] |= {"score_mean": None, "score_low": None, "score_high": None, "scores": {}}
+    return result
+
+
+@pytest.mark.parametrize(
+    ("sft", "policy", "tone", "headline"),
+    [
+        (0.5, 0.9, "good", "The policy is better than the SFT model it started from."),
+        (0.5, 0.52, "open", "There is no clear difference between the policy and the SFT model."),
+        (0.9, 0.5, "bad", "The policy is worse than the SFT model by the judge."),
+    ],
+)
+def test_the_judge_decides_without_a_score(sft, policy, tone, headline):
+    verdict = outcome(unscored(sft=sft, policy=policy, judge=True), [], confidence=0.95)
+    assert (verdict.tone, verdict.headline) == (tone, headline)
+    said = " ".join(verdict.details)
+    assert "Nothing scored the answers" in said and "prefers" not in said and "The judge accepts" in said
+
+
+@pytest.mark.parametrize("judge", [False, True])
+def test_a_run_that_nothing_scored_says_what_it_cant_say(tmp_path, monkeypatch, judge):
+    workspace = make_workspace(tmp_path, judge=judge)
+    apply_overrides(workspace / "params.yaml", {"alignment.method": "dpo", "reward.enabled": False})
+    (workspace / "metrics/train_reward.json").write_text(json.dumps(NOT_TRAINED))
+    (workspace / "metrics/gate.json").write_text(json.dumps(unjudged(load_params().gate, NOT_NEEDED, needed=False) | {"override": None}))
+    (workspace / "metrics/evaluate.json").write_text(json.dumps(unscored(sft=0.5, policy=0.9, judge=judge)))
+    curves = workspace / "plots/train_policy.csv"
+    pd.read_csv(curves).assign(loss=0.5).to_csv(curves, index=False)
+    page = render_in(workspace, monkeypatch)
+    assert ("can’t be said: nothing compared its answers" in page) is not judge
+    assert "To blame" not in page and "Win rate" not in page and '<th scope="row">Score</th>' not in page
+    assert "The policy learned from the data itself." in page and "Distance" in page
+
+
+def test_one_test_is_not_corrected_for_others():
+    def row(p_value: float | None) -> Difference:
+        return Difference("x", "share", 0.1, 0.2, 0.1, 0.0, 0.2, True, p_value)
+
+    results = Results("a", {"evaluation": {"confidence": 0.95}}, {}, {}, None)
+    assert "Green and red: clear by the table’s only test." in read_as(results, results, [row(0.5), row(None)])
+    assert any("the table’s 2 tests" in line for line in read_as(results, results, [row(0.5), row(0.1)]))
+
+
+def test_gate_and_data_verdicts():
+    not_needed = gate() | {"needed": False, "passed": False, "message": "not needed: none was trained."}
+    assert gate_verdict(not_needed).tone == "open" and gate_verdict(not_needed).details == ("None was trained.",)
+    assert gate_verdict(gate()).tone == "good" and gate_verdict(gate()).details[0].startswith("Held-out accuracy 0.8723")
+    rejected = gate() | {"passed": False, "message": "rejected: too few pairs."}
+    assert (gate_verdict(rejected).tone, gate_verdict(rejected).details) == ("bad", ("Too few pairs.",))
+    checked = validation()
+    assert data_verdict(checked).tone == "good"
+    checked["expectations"][4]["passed"] = False
+    assert data_verdict(checked).tone == "bad" and data_verdict(checked).details == ("preference: duplicate",)
+
+
+@given(st.text())
+def test_json_in_the_page_can_not_end_its_element(text):
+    encoded = json_for_html({"title": text})
+    assert "<" not in encoded and encoded.isascii()
+    assert json.loads(encoded) == {"title": text}
+
+
+def test_what_can_not_be_seen_is_shown_by_number():
+    assert visible("a\0b\x1b\u202ec\u2028d\n\te") == "a⟨U+0000⟩b⟨U+001B⟩⟨U+202E⟩c⟨U+2028⟩d\n\te"
+    assert visible("\N{ZERO WIDTH JOINER}שלום") == "\N{ZERO WIDTH JOINER}שלום"
+    assert visible("x" * (MAX_TEXT + 1500)) == "x" * MAX_TEXT + " […1,500 more characters]"
+
+
+MARKS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+
+
+def test_nothing_in_a_page_changes_the_direction_of_reading(tmp_path, monkeypatch):
+    """Whether or not a template asks for it: in texts, names, keys and figures."""
+    workspace = make_workspace(tmp_path / "run", hostile=True)
+    monkeypatch.chdir(workspace)
+    inputs = read_inputs(load_params(), fingerprint="0" * 64)
+    marked = replace(
+        inputs,
+        title=f"title {MARKS}",
+        packages={f"torch{MARKS}": f"2{MARKS}"},
+        outs={f"models/{MARKS}": f"md5{MARKS}"},
+        files={f"metrics/{MARKS}": "0" * 64},
+        gate=json.loads(
+            json.dumps(inputs.gate).replace('"sort"', json.dumps(f"sort{MARKS}")).replace('"category"', json.dumps(f"cat{MARKS}"))
+        ),
+        data=json.loads(json.dumps(inputs.data).replace('"clerk"', json.dumps(f"clerk{MARKS}"))),
+        fingerprint=f"{MARKS}" * 9,
+    )
+    page = render(marked)
+    assert not set(MARKS) & set(page) and "⟨U+202E⟩" in page
+    assert not re.search(r"\\u(061c|200[ef]|202[a-e]|206[6-9])", page.partition('id="figures">')[2].partition("</script>")[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("accuracy 0.9 (0.8 to 1.0), needs max_too_long", "accuracy 0.9 (0.8 to 1.0), needs max_too_long"),
+        ("![x](http://evil/p.png)", r"!\[x\](http:\//evil/p.png)"),
+        ("<img src=x onerror=y>", r"\<img src=x onerror=y\>"),
+        ("see www.evil.example or a@b", r"see www\.evil.example or a\@b"),
+        ("`a` ```b\n# c | d ~~~", r"\`a\` \`\`\`b # c \| d \~\~\~"),
+        ("r\u202etl &lt;", r"r⟨U+202E⟩tl \&lt;"),
+    ],
+)
+def test_text_of_others_is_only_text_in_markdown(text, written):
+    assert markdown_text(text) == written
+
+
+def test_nothing_ends_a_block_of_code_but_its_own_end():
+    assert markdown_block("a\n```\n[x](y)\u202e") == "````\na\n```\n[x](y)⟨U+202E⟩\n````"
+    assert markdown_block("plain `b`") == "```\nplain `b`\n```"
+
+
+def test_figures_as_text():
+    assert [number(v) for v in (None, 0, 0.4606, 8.1e-6, -2.5, 12_345.6)] == ["–", "0", "0.461", "8.10e-06", "−2.5", "12,346"]
+    assert [measured(v, "score") for v in (None, float("nan"), -0.273, 3.0)] == ["–", "–", "−0.27", "3.00"]
+    assert [signed(v, "share") for v in (0.352, -0.02, 0.0, -0.0001)] == ["+35.2", "−2.0", "0.0", "0.0"]
+
+
+def test_long_curves_are_thinned_and_keep_their_ends():
+    rows = thin(pd.DataFrame({"step": np.arange(25_000)}))
+    assert len(rows) == MAX_POINTS and rows["step"].iloc[[0, -1]].tolist() == [0, 24_999]
+    gaps = rows["step"].diff().dropna()
+    assert gaps.min() >= 25 and gaps.max() <= 26
+
+
+def test_same_inputs_same_bytes_and_everything_inside(tmp_path):
+    pages = []
+    for name in ("one", "two"):
+        workspace = make_workspace(tmp_path / name, hostile=True)
+        (workspace / "reports").mkdir()
+        (workspace / "reports/stopped.html").write_text("of a run before")
+        done = run_report(workspace)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert sorted(p.name for p in (workspace / "reports").iterdir()) == ["report.html", "timings"]
+        assert "Nothing was measured here" in (workspace / "reports/timings/time.html").read_text(encoding="utf-8")
+        pages.append((workspace / "reports/report.html").read_bytes())
+    assert pages[0] == pages[1]
+    assert len(pages[0]) < 3_000_000
+    page = pages[0].decode()
+    outside_scripts = re.sub(r"(?s)<script[^>]*>.*?</script>", "", page)
+    outside_scripts = outside_scripts.replace('<a href="timings/time.html">', "")  # a file beside the report, and only a link
+    assert not re.search(r"<(?:link|img|iframe|object)\b|\b(?:src|href)=[\"'](?!#)|@import|url\(", outside_scripts)
+    assert "onerror=" in page and "&lt;img src=x onerror=" in page
+    assert "<script" not in outside_scripts and outside_scripts.count("&lt;script&gt;") == 2 * 6 + 1  # two texts, six places each, a slice
+    assert not any(hostile in page for hostile in HOSTILE[:3])
+    assert "user: {{ 7 * 7 }} {% raw %}" in page
+
+
+def render_in(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(workspace)
+    return render(read_inputs(load_params(), fingerprint="0" * 64))
+
+
+def test_a_run_without_judge_or_critic(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path, judge=False)
+    curves = workspace / "plots/train_policy.csv"
+    pd.read_csv(curves).drop(columns=["explained_variance", "value_loss"]).to_csv(curves, index=False)
+    page = render_in(workspace, monkeypatch)
+    assert "Judge" not in re.sub(r"(?s)<script.*?</script>|<style.*?</style>", "", page) and 'data-figure="rl_critic"' not in page
+
+
+def test_repetition_and_variety_are_drawn_where_they_were_measured(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    curves = workspace / "plots/train_policy.csv"
+    rows = pd.read_csv(curves)
+    page = render_in(workspace, monkeypatch)
+    assert 'data-figure="rl_text"' in page and "different pairs of tokens" in page
+    rows.drop(columns=["repetition", "distinct_1", "distinct_2"]).to_csv(curves, index=False)
+    assert 'data-figure="rl_text"' not in render_in(workspace, monkeypatch)
+
+
+def test_several_scorers_each_have_curves_and_a_row(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    apply_overrides(
+        workspace / "params.yaml", {"rl.kl.coef": 0.0, "rl.reward.scorers": [REWARD_MODEL, JUDGE | {"name": "ok", "weight": 0.0}]}
+    )
+    curves = workspace / "plots/train_policy.csv"
+    rows = pd.read_csv(curves)
+    rows.assign(score_ok=0.5, eval_score=rows["score_mean"].where(rows["step"] % 20 == 0)).to_csv(curves, index=False)
+    figures = {"mean": 0.25, "low": 0.2, "high": 0.3, "n": 400}
+    scores = {f"{mode}.{model}.scores.ok": figures for mode in ("greedy", "sampled") for model in ("sft", "policy")}
+    edit_metrics(workspace, "evaluate", scores | {"greedy.policy.scores.ok": figures | {"mean": 0.75}})
+    for mode, change in (("greedy", 0.5), ("sampled", 0.0)):
+        difference = {"value": change, "low": change - 0.1, "high": change + 0.1, "p_value": 0.5, "n": 400}
+        edit_metrics(workspace, "evaluate", {f"difference.{mode}.scores.ok": difference})
+    page = render_in(workspace, monkeypatch)
+    assert 'data-figure="rl_score_reward_model"' in page and 'data-figure="rl_score_ok"' in page and "validation, greedy" in page
+    assert 'data-figure="rl_kl"' not in page  # no reference, no KL
+    row = re.search(r"<tr[^>]*><th scope=\"row\">ok \(judge, only measured\)</th>(.*?)</tr>", page, re.DOTALL)[1]
+    assert re.findall(r"[+−\d.]+(?=\s*</td>)", row) == ["0.25", "0.75", "+0.50", "0.25", "0.25", "0.00"]
+
+
+def test_one_scorer_is_the_score_and_gets_no_row_of_its_own(tmp_path, monkeypatch):
+    page = render_in(make_workspace(tmp_path), monkeypatch)
+    assert 'data-figure="rl_kl"' in page and 'data-figure="rl_score"' in page and 'data-figure="rl_score_reward_model"' not in page
+    assert "only measured" not in page and page.count('<th scope="row">Score</th>') == 1
+
+
+def test_a_run_without_a_reward_model(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    apply_overrides(workspace / "params.yaml", WITHOUT_REWARD_MODEL)
+    curves = workspace / "plots/train_reward.csv"
+    pd.read_csv(curves).head(0).to_csv(curves, index=False)
+    heldout = workspace / "data/reward_heldout.parquet"
+    pd.read_parquet(heldout).head(0).to_parquet(heldout)
+    (workspace / "metrics/train_reward.json").write_text(json.dumps(NOT_TRAINED))
+    (workspace / "metrics/gate.json").write_text(json.dumps(unjudged(load_params().gate, NOT_NEEDED, needed=False) | {"override": None}))
+    page = render_in(workspace, monkeypatch)
+    assert "None was trained: reward.enabled is false." in page and "There is no reward model to judge." in page
+    assert "Win rate by the reward<" in page and "The judge was part of the reward" in page
+    assert not any(f'data-figure="{name}"' in page for name in ("reward_loss", "reward_accuracy", "gate_accuracy", "gate_scores"))
+    assert "reward.epochs</dt>" not in page
+
+
+def test_the_data_part_says_what_each_source_lost_and_why(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    reasons = {"prompt is null": 400, "sft rows with a text of white space only (empty)": 12, HOSTILE[0]: 3}
+    changes = {"records": {"clerk": 4000}, "dropped": {"clerk": reasons}, "dropped_fraction": {"clerk": {"sft": 0.103, "prompt": 0.1}}}
+    edit_metrics(workspace, "prepare_data", changes)
+    section = render_in(workspace, monkeypatch).split('<section id="data">')[1].split("</section>")[0]
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", section))
+    assert "What came of the sources" in text and "clerk 4,000 " in text and "10.3%" in text
+    assert "400 prompt is null; 12 sft rows with a text of white space only (empty); 3 " in text
+    assert HOSTILE[0] not in section
+
+
+def test_expectations_that_found_something_stand_first():
+    checked = validation()
+    checked["expectations"][-1] |= {"passed": False, "unexpected": 3}
+    sorted_out = expectations(checked)
+    assert [e["name"] for e in sorted_out["notable"]] == ["leakage", "duplicate", "contradictory", "length_bias"]
+    assert [e["name"] for e in sorted_out["plain"]] == ["schema", "null", "empty", "identical"]
+
+
+def test_a_rejected_gate_and_failed_data_are_said_first(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    nothing = {"accuracy": None, "by_source": {}, "slices": [], "worst_slice": None, "calibration": None, "checks": []}
+    edit_metrics(workspace, "gate", {"passed": False, "message": "rejected: expected finite scores."} | nothing)
+    page = render_in(workspace, monkeypatch)
+    verdicts = page[page.index('<ul class="verdicts">') : page.index("</header>")]
+    assert "The reward model did not pass its gate." in verdicts and "Expected finite scores." in verdicts
+    assert 'data-figure="gate_accuracy"' not in page and 'data-figure="gate_scores"' in page
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("evaluate", {"win_rate": REMOVED}, "win_rate.greedy.n: expected the key win_rate, got greedy, sampled, kl, judge"),
+        ("evaluate", {"sampled.policy.judge_n": REMOVED}, "sampled.policy.judge_n: expected the key judge_n, got n, score_mean"),
+        ("evaluate", {"greedy.policy.length_mean": REMOVED}, "expected the key length_mean for each model"),
+        ("gate", {"passed": REMOVED}, "passed: expected the key passed"),
+        ("prepare_data", {"rows": REMOVED}, "rows: expected the key rows"),
+    ],
+)
+def test_a_missing_figure_is_named(tmp_path, monkeypatch, name, change, message):
+    workspace = make_workspace(tmp_path)
+    edit_metrics(workspace, name, change)
+    with pytest.raises(ReportInputError, match=re.escape(message)):
+        render_in(workspace, monkeypatch)
+
+
+def test_a_missing_column_is_named(tmp_path):
+    workspace = make_workspace(tmp_path)
+    path = workspace / "data/evaluation_samples.parquet"
+    pd.read_parquet(path).drop(columns=["policy_response"]).to_parquet(path)
+    done = run_report(workspace)
+    assert done.returncode == 1 and "samples: expected the columns" in done.stderr and "named policy_response" in done.stderr
+    assert "Traceback" not in done.stderr and not (workspace / "reports/report.html").exists()
+
+
+def test_the_report_does_not_import_torch():
+    code = "import sys, tasks.report; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_another_method_than_rl_shows_its_own_curves_and_params(tmp_path, monkeypatch):
+    page = render_in(make_workspace(tmp_path / "dpo", method="dpo"), monkeypatch)
+    assert "Direct alignment on pairs" in page and "DPO, sigmoid" in page and "Reinforcement learning" not in page
+    assert 'data-figure="policy_margin"' in page and 'data-figure="policy_kl"' not in page  # which was not measured
+    assert 'data-figure="rl_score"' not in page
+    assert "<dt>dpo.beta</dt>" in page and "<dt>rl.algorithm</dt>" not in page
+
+
+def test_samples_stand_by_the_size_of_their_change():
+    def row(sft: float | None, policy: float | None) -> dict:
+        texts = {"id": "i", "source": "s", "prompt": "p", "mode": "greedy", "sft_response": "a", "policy_response": "b"}
+        return texts | {"sft_score": sft, "policy_score": policy, "sft_judge_ok": None, "policy_judge_ok": True}
+
+    # Gains 1, none, -3, 2: by size -3, 2, 1, and last the one that could not be scored.
+    cards = samples(pd.DataFrame([row(0.0, 1.0), row(None, 1.0), row(1.0, -2.0), row(1.0, 3.0)]))
+    assert [card["gain"] for card in cards] == [-3.0, 2.0, 1.0, None] and {card["changed"] for card in cards} == {""}
+    before, after = answer("SFT", "a", 1.0, False), answer("Policy", "b", 1.5, True)
+    assert side_by_side(before, after)["changed"] == "fixed" and side_by_side(after, before)["changed"] == "broken"
+
+
+def test_a_stopped_chain_leaves_a_page_that_says_so_and_shows_nothing_of_an_earlier_run(tmp_path):
+    workspace = make_workspace(tmp_path)  # whole: as after an earlier run
+    done = run_report(workspace, "--stopped-at", "gate_reward", "--because", "gate_reward: rejected: <b>too few</b>")
+    assert done.returncode == 0, done.stderr
+    page = (workspace / "reports/stopped.html").read_text(encoding="utf-8")
+    assert not (workspace / "reports/report.html").exists()
+    assert "<title>Stopped: RLHF run</title>" in page and "Not a finished run." in page
+    assert "Stopped at gate_reward: the reward model did not pass its gate." in page and "rejected: &lt;b&gt;too few&lt;/b&gt;" in page
+    assert 'data-figure="reward_accuracy"' in page and 'data-figure="gate_scores"' in page
+    assert "sft right; dpo right; shared prefix on; vllm right." in " ".join(page.split())
+    assert not any(f'id="{section}"' in page for section in ("evaluation", "samples")) and 'data-figure="rl_score"' not in page
+    assert (
+        page.count('<li class="done">') == 6
+        and page.count('<li class="stopped-here">') == 1
+        and page.count('<li class="not-reached">') == 2
+    )
+
+
+def test_a_chain_that_stopped_before_anything_was_made_still_gives_a_page(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    (workspace / "metrics/prepare_data.json").unlink()
+    (workspace / "plots/token_lengths.csv").unlink()
+    monkeypatch.chdir(workspace)
+    write_stopped("hash_inputs", "")
+    assert "Stopped at hash_inputs: the stage ended with an error." in (workspace / "reports/stopped.html").read_text(encoding="utf-8")
+    write_stopped("prepare_data", "")
+    page = (workspace / "reports/stopped.html").read_text(encoding="utf-8")
+    assert "Stopped at prepare_data: the stage ended with an error." in page and 'id="data"' not in page and 'id="lineage"' in page
+
+
+def test_who_is_to_blame_and_what_was_overridden_or_stopped_stands_at_the_top(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    edit_metrics(workspace, "evaluate", {f"{mode}.policy.judge_ok": 0.2 for mode in ("greedy", "sampled")})
+    event = {"limit": "kl", "step": 30, "value": 9.0, "threshold": 5.0, "action": "stop", "message": "kl: <9>"}
+    warning = event | {"step": 20, "action": "warn"}
+    monitor = {"stopped": event, "warnings": [warning], "chosen_step": 25}
+    edit_metrics(workspace, "train_policy", {"monitor": monitor})
+    edit_metrics(workspace, "gate", {"override": "we <know>", "passed": False, "message": "rejected: too few."})
+    began = {"of": "rl", "step": 7, "differences": ["params: rl.learning_rate: 1 -> <2>"]}
+    edit_metrics(workspace, "train_policy", {"gone_on_from": [began]})
+    page = render_in(workspace, monkeypatch)
+    top = page[: page.index("</header>")]
+    assert "train_policy went on from other work’s checkpoint, of step 7." in top and "rl.learning_rate: 1 -&gt; &lt;2&gt;" in top
+    assert '<aside class="blame">' in top and "What to look at:" in top and "we &lt;know&gt;" in top
+    assert "A limit ended the training at step 30." in top
+    assert page.count("kl: &lt;9&gt;") >= 2 and "The policy is that of step 25." in page
+
+
+def test_the_gate_shows_slices_calibration_and_the_incumbent(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    incumbent = {"version": "v3", "md5": "m", "n": 2_800, "not_scored": 12, "accuracy": 0.871, "candidate_accuracy": 0.873}
+    incumbent |= {"difference": 0.002, "low": -0.006, "high": 0.01, "candidate_only": 60, "incumbent_only": 54, "p_value": 0.64}
+    subsets = [{"subset": "chat", "accuracy": 0.8, "low": 0.7, "high": 0.9, "ties": 0, "n": 50}]
+    file = {"name": "bench", "path": "p", "sha256": "s", "accuracy": 0.8, "low": 0.7, "high": 0.9, "ties": 0, "n": 50, "prompts": 50}
+    external = [file | {"not_scored": 0, "threshold": None, "subsets": subsets}]
+    anchor = incumbent | {"version": "v<1>", "md5": "n", "difference": -0.004, "low": -0.012, "high": 0.004}
+    earlier = [
+        {"number": k, "model": f"{k:032x}.dir", "run": f"run/<{k}>", "passed": None if k == 30 else k == 31, "accuracy": 0.7}
+        | {"confidence": None if k == 30 else 0.95}
+        for k in range(1, 32)
+    ]
+    look = {"number": 32, "level": 2.5e-5, "split": "s", "model": "f" * 32 + ".dir", "earlier": earlier}
+    changes = {"incumbent": incumbent, "anchor": anchor, "external": external, "look": look, "confidence": 0.99995}
+    edit_metrics(workspace, "gate", changes)
+    page = render_in(workspace, monkeypatch)
+    gate_part = page[page.index('<section id="gate">') : page.index('<section id="evaluation">')]
+    assert "Against the incumbent, v3" in gate_part and "+0.2 points (−0.6 to +1.0)" in gate_part
+    assert "Against the anchor, v&lt;1&gt;, the most accurate" in gate_part and "−0.4 points (−1.2 to +0.4)" in gate_part
+    assert "Look 32 at these test pairs" in gate_part and "31 other reward models were judged on them before" in gate_part
+    assert "run/&lt;31&gt;" in gate_part and "run/&lt;11&gt;" not in gate_part and "The last 20 of 31 earlier looks" in gate_part
+    assert gate_part.count("no verdict by then") == 1 and "Intervals of 99.995%" in gate_part
+    assert 'data-figure="gate_reliability"' in gate_part and 'data-figure="gate_external"' in gate_part
+    assert "The weakest slice is category “&lt;script&gt;" in gate_part and "shown, not judged" in gate_part
+    figures = json.loads(re.search(r'<script type="application/json" id="figures">(.*?)</script>', page)[1])["figures"]
+    drawn = json.dumps(figures["gate_accuracy"])
+    # The source has all pairs and is left out; the slice with 40 pairs is grey.
+    assert "source: clerk" not in drawn and "category: sort" in drawn and '"#6b7280"' in drawn
+
+
+def test_what_changed_against_the_run_before(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    params = {s: v for s, v in read_yaml(workspace / "params.yaml").items() if s in STAGE_SECTIONS["report"]}
+    figures = {"train_sft": {"heldout_loss": 0.5}, "gate_reward": {"accuracy": 0.8, "low": 0.78, "high": 0.82}}
+    before = {"name": "run/<b>", "params": params | {"seed": 7}, "outs": {"models/sft": "m1"}, "metrics": figures}
+    (workspace / "baselines.json").write_text(json.dumps({"previous": before, "promoted": None}))
+    page = render_in(workspace, monkeypatch)
+    part = page[page.index('<section id="changes">') : page.index('<section id="samples">')]
+    assert "Against the previous run: run/&lt;b&gt;" in part and part.count("<h3>") == 1
+    assert '<th scope="row">seed</th><td><code>7</code></td><td><code>0</code></td>' in part and "data.sources" not in part
+    # 2,453 of 2,812 is 87.2%, so 7.2 points more, clearly.
+    assert '<td class="n change good">+7.2</td>' in part
+    assert "One of the runs has no evaluation" in part
+
+
+def test_the_aspects_of_any_judge_have_rows_below_it():
+    """The clerk's in its order, a rule's by name; no row of the judge where there is none."""
+
+    def labels(result: dict) -> list[str]:
+        return [row["label"] for row in evaluation_rows(result, [REWARD_MODEL], 0.95)][:5]
+
+    result = evaluation(judge=True)
+    assert labels(result) == ["Judge: accepts", "correct", "polite", "brief", "safe"]
+    for mode in ("greedy", "sampled"):
+        for figures in (*result[mode].values(), result["difference"][mode]):
+            for aspect, other in (("correct", "told_well"), ("polite", "kind")):
+                figures[f"judge_{other}"] = figures.pop(f"judge_{aspect}")
+    assert labels(result) == ["Judge: accepts", "brief", "safe", "kind", "told well"]
+    assert labels(evaluation(judge=False)) == ["Tokens per answer", "Cut off", "Score"]
+
+
+def test_a_change_is_coloured_only_where_it_is_clear_among_all_changes_of_the_table():
+    """14 changes are better or worse here. One p-value of 0.01 is none of them by accident, 0.05 / 14 would be."""
+    result = evaluation(judge=True)
+    for mode in ("greedy", "sampled"):
+        for difference in result["difference"][mode].values():
+            if "p_value" in difference:
+                difference |= {"value": 0.02, "p_value": 0.5}
+    result["difference"]["greedy"]["judge_ok"] |= {"value": 0.1, "p_value": 0.01}
+    rows = evaluation_rows(result, [REWARD_MODEL], 0.95)
+    assert {cell["tone"] for row in rows for cell in row["cells"]} == {""}
+    result["difference"]["greedy"]["judge_ok"]["p_value"] = 0.003
+    result["difference"]["sampled"]["cut_off_fraction"]["p_value"] = 0.0001
+    tones = {row["label"]: [cell["tone"] for cell in row["cells"]] for row in evaluation_rows(result, [REWARD_MODEL], 0.95)}
+    assert tones["Judge: accepts"] == ["good", ""] and tones["Cut off"] == ["", "bad"] and tones["polite"] == ["", ""]
+
+
+def test_the_verdicts_four_tests_are_corrected_together():
+    """The sampled answers are worse by the judge with p = 0.02: alone clear, of four tests not."""
+    result = with_results(sft=0.5, policy=0.5, win=ACROSS)
+    result["difference"]["sampled"]["judge_ok"] |= {"value": -0.05, "p_value": 0.02}
+    verdict = outcome(result, [REWARD_MODEL], confidence=0.95)
+    assert verdict.tone == "open" and re.search(r"a true difference of \d+\.\d points greedy and of \d+\.\d sampled", verdict.details[1])
+    result["difference"]["sampled"]["judge_ok"]["p_value"] = 0.012
+    verdict = outcome(result, [REWARD_MODEL], confidence=0.95)
+    assert verdict.tone == "bad" and not any("true difference" in detail for detail in verdict.details)
+
+
+def params_with(*, weight: float = 0.0, **changes) -> dict:
+    """With a judge that is measured; changes by dotted key of rl."""
+    tree = load_params(Path(__file__).parents[3] / "params.yaml").model_dump()
+    tree["rl"]["reward"]["scorers"] = [REWARD_MODEL, JUDGE | {"weight": weight}]
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        tree["rl"][section][name] = value
+    return tree
+
+
+LIMIT = {"metric": "score_judge", "above": None, "below": 0.3, "fall": None, "window": 1, "patience": 1, "from_step": 1, "action": "stop"}
+
+
+def test_a_judge_that_chose_the_policy_is_no_stranger_to_it():
+    assert judge_selects(params_with()) == []
+    assert judge_selects(params_with(evaluation__keep_best=True)) == []  # by the score
+    (said,) = judge_selects(params_with(evaluation__keep_best=True, evaluation__metric="judge"))
+    assert said.startswith("The judge chose this policy among those of the training")
+    verdict = outcome(with_results(sft=0.5, policy=0.9, win=ABOVE), [REWARD_MODEL], confidence=0.95, selected=[said])
+    assert verdict.details[-1] == said
+    (said,) = judge_selects(params_with(monitor__low=LIMIT))
+    assert "had a say in when the training ends (rl.monitor: low)" in said
+    assert judge_selects(params_with(monitor__low=LIMIT | {"action": "warn"})) == []
+    (said,) = judge_selects(params_with(evaluation__metric="judge", monitor__back=LIMIT | {"metric": "kl_mean", "action": "rollback"}))
+    assert "Where the limit back ends the training, the judge chooses" in said
+    rule = params_with(evaluation__keep_best=True, evaluation__metric="mine")
+    rule["rl"]["reward"]["scorers"].append({"name": "mine", "kind": "function", "path": "rules.py:good", "weight": 0.0})
+    assert judge_selects(rule) == []
+    rule["data"]["sources"][0]["judge"] = "rules.py:good"
+    assert len(judge_selects(rule)) == 1
+    rule["alignment"]["method"] = "dpo"
+    assert judge_selects(rule) == []
+
+
+def test_the_page_says_that_the_judge_chose_the_policy(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    changed = {"rl.reward.scorers": [REWARD_MODEL, JUDGE | {"weight": 0.0}]}
+    apply_overrides(
+        workspace / "params.yaml", changed | {"rl.evaluation.every": 10, "rl.evaluation.metric": "judge", "rl.evaluation.keep_best": True}
+    )
+    both = {"scores": {name: {"mean": 1.0, "low": 0.9, "high": 1.1, "n": 400} for name in ("reward_model", "judge")}}
+    same = {"scores": {name: {"value": 0.0, "low": -0.1, "high": 0.1, "p_value": 1.0, "n": 400} for name in ("reward_model", "judge")}}
+    for mode in ("greedy", "sampled"):
+        edit_metrics(workspace, "evaluate", {f"{mode}.{model}.scores": both["scores"] for model in ("sft", "policy")})
+        edit_metrics(workspace, "evaluate", {f"difference.{mode}.scores": same["scores"]})
+    curves = pd.read_csv(workspace / "plots/train_policy.csv").assign(score_judge=0.5)
+    curves.to_csv(workspace / "plots/train_policy.csv", index=False)
+    page = render_in(workspace, monkeypatch)
+    assert "The judge chose this policy among those of the training" in page[: page.index("</header>")]

@@ -1,0 +1,103 @@
+"""An ensemble of tiny reward models: what is written, and what an interruption leaves of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from tiny_models import tiny_params
+
+from rlhf_core.data.schema import write_rows
+from rlhf_core.gate.scoring import LoadedModel
+from rlhf_core.models.build import read_state_dict
+from rlhf_core.models.tokenizer import encode_prompt
+from tasks.stage import Stage, StageStopped
+from tasks.train_reward import COLUMNS, train_members
+from tasks.work import Work
+
+ROOT = Path(__file__).parents[3]
+STEPS = 4  # of each member: 8 conversations, 2 a step, one pass
+
+
+class StoppedStage(Stage):
+    """SIGTERM comes to it in a given step, counted over all members; None: never."""
+
+    asked = 0
+
+    def __init__(self, at: int | None, scratch: Path):
+        super().__init__("train_reward")
+        changes = {"epochs": 1.0, "batch_size": 2, "checkpoint_every": 1, "eval_every": 100, "ensemble": 2}
+        members = {"rl.reward.scorers.0.members": 2}
+        self.params, self.scratch = tiny_params(**{f"reward.{k}": v for k, v in changes.items()}, **members), scratch
+        self.work, self.gone_on_from = Work("", {}, {}), []
+        self._at = at
+        scratch.mkdir(exist_ok=True)
+
+    @property
+    def stop_requested(self) -> bool:
+        self.asked += 1
+        return self.asked == self._at
+
+
+def make_workspace(folder: Path, sft_folder: Path) -> Path:
+    (folder / "models").mkdir(parents=True)
+    (folder / "models/sft").symlink_to(sft_folder)
+    rows = [
+        {"id": f"{split}-{i}", "source": "clerk", "split": split, "messages": [{"role": "user", "content": f"Please sort {i}2."}]}
+        | {"chosen": f"Certainly: 2{i}.", "rejected": f"No, {i}."}
+        for split, count in (("train", 8), ("validation", 2), ("test", 3))
+        for i in range(count)
+    ]
+    write_rows(folder / "data/prepared", "preference", rows)
+    (folder / "data/prepared/sources.json").write_text("{}")
+    for name in ("dvc.yaml", "params.yaml"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def weights(folder: Path) -> list[dict[str, torch.Tensor]]:
+    return [read_state_dict(folder / "models/reward"), read_state_dict(folder / "models/reward/member_1")]
+
+
+@pytest.mark.usefixtures("world")
+def test_an_ensemble_that_is_interrupted_in_its_second_member_ends_as_one_that_is_not(tmp_path, monkeypatch, sft_folder):
+    whole, broken = make_workspace(tmp_path / "whole", sft_folder), make_workspace(tmp_path / "broken", sft_folder)
+    monkeypatch.chdir(whole)
+    train_members(StoppedStage(None, whole / "scratch"))
+    monkeypatch.chdir(broken)
+    with pytest.raises(StageStopped):
+        train_members(StoppedStage(STEPS + 2, broken / "scratch"))
+    assert not (broken / "models/reward").exists()
+    going_on = StoppedStage(None, broken / "scratch")
+    train_members(going_on)
+    assert going_on.asked == STEPS - 2  # the first member is done, and two steps of the second
+    for a, b in zip(weights(whole), weights(broken), strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    for name in ("plots/train_reward.csv", "metrics/train_reward.json", "data/reward_heldout.parquet"):
+        assert (whole / name).read_bytes() == (broken / name).read_bytes(), name
+
+    first, second = weights(whole)
+    assert not torch.equal(first["score.weight"], second["score.weight"])
+    curves = pd.read_csv(whole / "plots/train_reward.csv")
+    assert tuple(curves.columns) == COLUMNS and curves["step"].tolist() == list(range(2 * STEPS))
+    assert curves["phase"].tolist() == ["reward"] * STEPS + ["reward_member_1"] * STEPS
+    metrics = json.loads((whole / "metrics/train_reward.json").read_text())
+    assert metrics["heldout_pairs"] == 5 and {"heldout_accuracy", "heldout_accuracy_member_1"} <= set(metrics)
+    check_heldout(whole)
+
+
+def check_heldout(folder: Path) -> None:
+    """The scores are the members' mean, with their standard deviation beside them."""
+    model = LoadedModel.load(folder / "models/reward", max_length=64, trust_remote_code=False)
+    messages = [{"role": "user", "content": "Please sort 12."}]
+    ids = model.encode(messages, "Certainly: 21.")
+    alone = [LoadedModel([member], model.tokenizer, 64, model.device).score([ids])[0] for member in model.members]
+    row = pd.read_parquet(folder / "data/reward_heldout.parquet").set_index("id").loc["test-1"]
+    assert len(alone) == 2 and row["chosen_score"] == pytest.approx(np.mean(alone), abs=1e-5)
+    assert row["chosen_std"] == pytest.approx(np.std(alone), abs=1e-5) and row["chosen_std"] > 1e-3
+    assert (row["chosen_tokens"], row["prompt_tokens"]) == (len(ids), len(encode_prompt(model.tokenizer, messages)))

@@ -1,0 +1,193 @@
+"""What train_policy refuses before Ray starts, what it tells the job, and what it writes at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from rlhf_core.checkpoint.store import StoreSettings
+from rlhf_core.config import Params, parse_params, read_yaml, set_key
+from rlhf_core.data.schema import write_rows
+from rlhf_core.trainers.rl.job import REFUSED, RlJob, forget_refusal, refusal_of, refuse
+from tasks.stage import TAIL, StageFailed
+from tasks.train_rl import check_rewards, describe, final_figures
+
+ROOT = Path(__file__).parents[3]
+PASSED = {"passed": True, "message": "passed: it is good."}
+REJECTED = {"passed": False, "message": "rejected: too few pairs.", "override": None}
+
+
+def params(*scorers: dict, **changes) -> Params:
+    tree = read_yaml(ROOT / "params.yaml")
+    if scorers:
+        tree["rl"]["reward"]["scorers"] = [{"name": s["kind"], "weight": 1.0, "normalization": "none", **s} for s in scorers]
+    for key, value in changes.items():
+        set_key(tree, key.replace("__", "."), value)
+    return parse_params(tree)
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch) -> Path:
+    """Prompts without labels, demonstrations, and a reward model."""
+    monkeypatch.chdir(tmp_path)
+    prepared = tmp_path / "data/prepared"
+    row = {"id": "1", "source": "mine", "split": "train", "messages": [{"role": "user", "content": "2 + 2?"}]}
+    write_rows(prepared, "prompt", [row | {"label": None}])
+    write_rows(prepared, "sft", [row | {"response": "4"}])
+    (prepared / "sources.json").write_text(json.dumps({"mine": {"kind": "clerk", "judge": "clerk"}}))
+    (tmp_path / "models/reward").mkdir(parents=True)
+    (tmp_path / "models/reward/config.json").write_text("{}")
+    (tmp_path / "models/reward/chat_template.jinja").write_text("{{ messages[0].content }}")
+    return tmp_path
+
+
+def test_the_chains_own_reward_model_must_have_passed_its_gate(workspace):
+    assert check_rewards(params().rl, PASSED) is None
+    assert check_rewards(params().rl, REJECTED | {"override": "to see what happens"}) == "to see what happens"
+    with pytest.raises(StageFailed, match=r"expected one that passed the gate, got one that didn't; rejected: too few pairs\."):
+        check_rewards(params().rl, REJECTED)
+    with pytest.raises(StageFailed, match="passed the gate"):  # the critic would start from it
+        check_rewards(params({"kind": "judge"}).rl, REJECTED)
+
+
+def test_a_run_that_uses_no_own_reward_model_needs_no_gate(workspace):
+    check_rewards(params({"kind": "judge"}, rl__ppo__critic_init="sft").rl, REJECTED)
+    check_rewards(params({"kind": "judge"}, rl__algorithm="grpo").rl, REJECTED)
+    check_rewards(params({"kind": "reward_model", "path": "models/reward"}, rl__algorithm="grpo").rl, REJECTED)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "message"),
+    [
+        (
+            {"kind": "reward_model", "path": "elsewhere"},
+            "scorer reward_model: expected a reward model's folder, got none with a config.json at elsewhere",
+        ),
+        (
+            {"kind": "function", "path": "mine.py:score"},
+            "scorer function mine.py:score: expected an importable module, got FileNotFoundError",
+        ),
+        ({"kind": "number"}, "scorers ['number']: expected prompts with labels to compare with, got not a single one"),
+    ],
+)
+def test_what_a_scorer_lacks_is_said_before_anything_starts(workspace, scorer, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_rewards(params(scorer).rl, PASSED)
+
+
+def test_one_label_is_enough(workspace):
+    row = {"source": "mine", "split": "train", "messages": [{"role": "user", "content": "2 + 2?"}]}
+    write_rows(workspace / "data/prepared", "prompt", [row | {"id": "1", "label": None}, row | {"id": "2", "label": "4"}])
+    check_rewards(params({"kind": "number"}).rl, PASSED)
+
+
+def test_demonstrations_in_the_update_need_some(workspace):
+    check_rewards(params(rl__ptx__coef=0.1).rl, PASSED)
+    row = {"id": "1", "source": "mine", "split": "test", "messages": [{"role": "user", "content": "2 + 2?"}], "response": "4"}
+    write_rows(workspace / "data/prepared", "sft", [row])  # none to train on
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"rl\.ptx\.coef: expected 0 without demonstrations, got 0\.1"):
+            check_rewards(params(rl__ptx__coef=0.1).rl, PASSED)
+        (workspace / "data/prepared/sft.parquet").unlink(missing_ok=True)
+
+
+def test_what_the_driver_refuses_is_told_by_the_stage_in_its_own_words(workspace):
+    """The stage's last line goes into the flow's state and the page of a stopped chain, where there is no log above it."""
+    given = job(workspace, params())
+    assert refusal_of(given) == "expected to be able to train, got a refusal in its output; change what that names"
+    assert (
+        refuse(given, ValueError("scorer function mine.py:score: expected an importable module,\n got KeyError ('TABLE'); name it"))
+        == REFUSED
+    )
+    assert refusal_of(given) == "scorer function mine.py:score: expected an importable module, got KeyError ('TABLE'); name it"
+    forget_refusal(given)
+    assert "a refusal in its output" in refusal_of(given)
+
+
+def job(workspace: Path, given: Params) -> RlJob:
+    (workspace / "scratch").mkdir(exist_ok=True)
+    frame = {"fingerprint": "0" * 64, "scratch": workspace / "scratch", "store_settings": lambda **how: StoreSettings(**how)}
+    return describe(SimpleNamespace(params=given, **frame), workspace / "out")
+
+
+def test_the_job_gets_judges_whose_files_are_absolute_and_where_sft_trains(workspace):
+    judges = {"rule": "rewards/stories.py:kind", "package": "package.module:kind", "clerk": "clerk", "none": None}
+    sources = {name: {"kind": "file", "judge": judge} for name, judge in judges.items()}
+    (workspace / "data/prepared/sources.json").write_text(json.dumps(sources))
+    made = job(workspace, params(sft__train_on_thoughts=False, sft__train_on="all_turns"))
+    assert made.source_judges == {"rule": f"{workspace}/rewards/stories.py:kind", "package": "package.module:kind", "clerk": "clerk"}
+    assert (made.train_on, made.train_on_thoughts) == ("all_turns", False)
+
+
+def test_the_job_gets_absolute_folders_of_the_models_it_uses(workspace):
+    own = job(workspace, params())
+    assert own.reward_model == str(workspace / "models/reward") and own.scorer_models == {"reward_model": own.reward_model}
+    others = job(
+        workspace,
+        params(
+            {"kind": "reward_model", "name": "other", "path": "elsewhere"},
+            {"kind": "function", "path": "rewards/mine.py:score"},
+            {"kind": "function", "name": "module", "path": "package.module:score"},
+            rl__algorithm="grpo",
+        ),
+    )
+    assert others.reward_model is None and others.scorer_models == {"other": str(workspace / "elsewhere")}
+    assert [s.path for s in others.rl.reward.scorers] == ["elsewhere", f"{workspace}/rewards/mine.py:score", "package.module:score"]
+    others.write(workspace / "job.json")
+    assert RlJob.read(workspace / "job.json") == others
+
+
+def test_final_figures_are_means_over_the_last_steps_of_every_scorer_too(tmp_path):
+    given = params({"kind": "judge"}, {"kind": "length", "target_length": 5}, rl__algorithm="grpo")
+    steps = 3 * TAIL
+    rows = pd.DataFrame({"step": range(1, steps + 1)})
+    for name in ("kl_mean", "response_length", "entropy", "cut_off_fraction", "score_length"):
+        rows[name] = 1.5
+    rows["score_mean"] = [100.0] * 2 * TAIL + [2.0, 4.0] * (TAIL // 2)
+    rows["score_judge"] = [100.0] * 2 * TAIL + [0.25, 0.75] * (TAIL // 2)
+    rows["logprob_difference"] = [3e-6] + [1e-6] * (steps - 1)
+    rows.to_csv(tmp_path / "curves.csv", index=False)
+    monitor = {"stopped": None, "warnings": [], "chosen_step": steps}
+    (tmp_path / "monitor.json").write_text(json.dumps(monitor))
+    figures = final_figures(tmp_path, given.rl)
+    assert figures["monitor"] == monitor
+    assert (figures["score_mean"], figures["score_judge"], figures["score_length"]) == (3.0, 0.5, 1.5)
+    assert (figures["score_first_step"], figures["logprob_difference_max"], figures["steps"]) == (100.0, 3e-6, steps)
+    assert "best_step" not in figures
+    (tmp_path / "best.json").write_text(json.dumps({"step": 20, "metric": "judge", "value": 0.8}))
+    best = final_figures(
+        tmp_path, params(rl__evaluation__every=10, rl__evaluation__keep_best=True).rl.model_copy(update={"reward": given.rl.reward})
+    )
+    assert (best["best_step"], best["best_metric"], best["best_value"]) == (20, "judge", 0.8)
+
+
+def test_the_end_of_a_short_run_is_its_last_third(tmp_path):
+    given = params(rl__algorithm="grpo")
+    rows = pd.DataFrame({"step": range(1, 11)})
+    for name in ("kl_mean", "response_length", "entropy", "cut_off_fraction", "score_reward_model", "logprob_difference"):
+        rows[name] = 1.0
+    rows["score_mean"] = [float(step) for step in range(1, 11)]
+    rows.to_csv(tmp_path / "curves.csv", index=False)
+    (tmp_path / "monitor.json").write_text("{}")
+    figures = final_figures(tmp_path, given.rl)
+    assert (figures["score_mean"], figures["averaged_steps"]) == (8.5, 4)  # (7 + 8 + 9 + 10) / 4; a third of 10, rounded up
+
+
+def test_output_that_nobody_reads_any_more_does_not_end_the_stage():
+    """As where the flow was killed: the job's checkpoint is still to come."""
+    told = "from tasks.train_rl import show; [show(f'rl {k}\\n') for k in range(3)]; raise SystemExit(7)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([sys.executable, "-c", told], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (7, "")

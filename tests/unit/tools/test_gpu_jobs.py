@@ -1,0 +1,137 @@
+"""What the GPU check's RL jobs, engines and TRL's trainer are asked for, and how what they said becomes figures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+
+from tools.bench.gpu import rl, rollouts
+from tools.bench.gpu.job import sizes
+from tools.bench.gpu.lively import NORM, lively_folder, norm_weight
+from tools.bench.gpu.online import Outcome, weight_bytes
+from tools.bench.gpu.processes import Budget, Peaks, noted, role_of
+from tools.bench.gpu.record import Record, read
+from tools.bench.gpu.shapes import TINY, model_folder
+from tools.bench.gpu.trl_side import arguments
+
+
+@pytest.mark.parametrize("case", [case for case, _ in (*rl.CASES, *rl.REHEARSAL)], ids=lambda case: case.name)
+def test_a_case_is_a_job_of_one_engine_and_one_rank_with_room_for_its_sequences(case):
+    params = case.params
+    assert params.rl.rollout.engines == params.rl.trainer.ranks == 1
+    assert params.rl.rollout.gpus_per_engine + params.rl.trainer.gpus_per_rank == 1.0
+    assert params.rl.samples_per_step == params.rl.minibatch_size == case.prompts * case.group
+    assert params.model.dtype == case.dtype and params.model.max_length == case.prompt[1] + 8 + case.response
+    rows = case.rows()
+    assert len({row["messages"][0]["content"] for row in rows}) == len(rows) == case.steps * case.prompts
+    assert case.warmup < case.steps
+
+
+def test_trl_is_asked_for_the_same_batch_in_micro_batches_of_whole_groups():
+    for case in (rl.GRPO, rl.REHEARSED):
+        asked = arguments(case)
+        size = asked["per_device_train_batch_size"]
+        assert size * asked["gradient_accumulation_steps"] == case.samples and size % case.group == 0
+        assert size * case.max_length <= case.microbatch_tokens
+        assert (asked["num_generations"], asked["max_completion_length"], asked["beta"]) == (
+            case.group,
+            case.response,
+            case.params.rl.kl.coef,
+        )
+    assert arguments(rl.GRPO)["per_device_train_batch_size"] == 16  # of 256 + 8 + 256 tokens
+
+
+def test_sizes_of_differences_are_of_their_absolute_values():
+    found = sizes(torch.tensor([-0.04, 0.0, 0.01, 0.03]))
+    assert found == pytest.approx({"mean": 0.02, "p50": 0.03, "p99": 0.04, "p999": 0.04, "max": 0.04})
+    thousands = sizes(torch.arange(2000, dtype=torch.float64))
+    assert (thousands["p50"], thousands["p99"], thousands["p999"], thousands["max"]) == (1000, 1980, 1998, 1999)
+
+
+def test_float32_weights_are_twice_as_many_bytes():
+    case = rl.GRPO  # 494 million parameters, https://huggingface.co/Qwen/Qwen2.5-0.5B
+    assert weight_bytes(case) == pytest.approx(2 * 494e6, rel=1e-3)
+    assert weight_bytes(replace(case, dtype="float32")) == 2 * weight_bytes(case)
+
+
+def test_a_lively_model_has_logits_as_far_apart_as_said_and_is_the_same_otherwise(tmp_path):
+    from safetensors.torch import load_file
+
+    assert norm_weight(1536) == pytest.approx(3.0 / (0.02 * 39.19), rel=1e-3)
+    fresh, lively = (load_file(folder(TINY, tmp_path) / "model.safetensors") for folder in (model_folder, lively_folder))
+    assert lively.keys() == fresh.keys()
+    assert {name for name in fresh if not torch.equal(fresh[name], lively[name])} == {NORM}
+    assert set(lively[NORM].tolist()) == {5.0} and set(fresh[NORM].tolist()) == {1.0}
+    names = ({path.name for path in folder(TINY, tmp_path).iterdir()} for folder in (model_folder, lively_folder))
+    assert next(names) == next(names)
+
+
+def test_warm_up_steps_do_not_count(tmp_path):
+    case = replace(rl.REHEARSED, steps=3, warmup=1)
+    row = {name: 0.5 for name in ("seconds_checkpoint", *(f"seconds_{phase}" for phase in rl.PHASES))}
+    seconds = [{"seconds": s, **row} for s in (9.0, 2.0, 4.0)]
+    apart = [{"mean": 0.1, "max": 0.2}] * 3
+    peaks = Peaks(host={"trainer": 2 << 30}, device={"engine": 3 << 30}, whole=5 << 30)
+    rl.add(Record(tmp_path / "found.json"), case, Outcome(1.0, seconds, [90.0, 80.0, 40.0], [7.0] * 3, apart, peaks), 7)
+    found = {figure.what.removeprefix(f"{case.name}: "): figure for figure in read(tmp_path / "found.json")}
+    assert found["a step"].values == (2.0, 4.0)
+    assert found["samples"].values == (8.0, 4.0)  # 16 samples in 2 and 4 s
+    assert found["generated tokens over the whole step"].values == (40.0, 10.0)
+    assert found["generated tokens while it generates"].values == (160.0, 80.0)
+    assert found["log-probabilities of engine and trainer apart, max"].values == (0.2, 0.2, 0.2)
+    assert found["most GPU memory of the engine"].values == (3.0,) and found["most resident set of the trainer"].values == (2.0,)
+    assert found["most GPU memory of all processes"].values == (5.0,)
+
+
+def test_roles_are_told_by_the_names_that_ray_gives_its_processes():
+    assert role_of("ray::RolloutActor.__init__   ") == role_of("ray::RolloutActor") == "engine"
+    assert role_of("ray::TrainerRank") == "trainer"
+    assert role_of("ray::TextScorers") is role_of("python -m tools.bench.gpu.rl TrainerRank") is None
+
+
+def test_prompts_of_a_plan_have_lengths_from_the_first_to_the_second():
+    plan = rollouts.PLANS[0]
+    prompts = plan.prompts(64)
+    lengths = [len(ids) for ids in prompts]
+    assert (min(lengths), max(lengths), len(prompts)) == (128, 512, 64) and max(max(ids) for ids in prompts) < 151936
+    assert plan.settings("model", 2).max_length == 512 + 1024 and plan.settings("model", 2).sequences == 256
+
+
+def test_of_what_fails_the_reason_is_kept_and_the_rest_goes_on(tmp_path):
+    record, failures = Record(tmp_path / "found.json"), []
+    with noted(record, "this", failures):
+        raise RuntimeError("first\nand last")
+    with noted(record, "that", failures):
+        record.add("that", "s", [1.0])
+    this, that = read(tmp_path / "found.json")
+    assert this.values == () and "and last" in this.note and that.values == (1.0,) and failures == ["this: first\nand last"]
+
+
+def test_a_budget_runs_out():
+    budget = Budget(0.01)
+    time.sleep(0.02)
+    assert budget.left < 0 < Budget(60.0).left
+
+
+def test_a_process_that_is_to_die_with_its_parent_does(tmp_path):
+    child = (
+        "import sys, time; from tools.bench.gpu.processes import die_with_parent; die_with_parent(int(sys.argv[1])); print(flush=True); "
+    )
+    child += "time.sleep(60)"
+    parent = (
+        "import os, subprocess, sys; "
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())], stdout=subprocess.PIPE, start_new_session=True); "
+        "child.stdout.readline(); print(child.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=60)
+    pid = int(done.stdout)
+    until = time.monotonic() + 10
+    while time.monotonic() < until and psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -1,0 +1,132 @@
+"""Responses that were drawn ahead: kept in a checkpoint as they were, and used for the step that they were drawn for."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from tiny_models import rl_job
+
+from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
+from rlhf_core.trainers.rl.arrival import Arrival
+from rlhf_core.trainers.rl.replacements import Replacements
+from rlhf_core.trainers.rl.rollouts import AHEAD, Ahead, RolloutEngines
+from rlhf_core.types import Prompt, Rollout
+
+PROMPTS = [Prompt(f"p{i}", "made", [{"role": "user", "content": "Sort 21."}], [5, 6, 7 + i], None) for i in range(2)]
+TRAINER = [-1.0, -2.5, -0.25]  # of the probe
+ROLLOUTS = [
+    Rollout(prompt, [8, 9, 1], [-0.1 - 1e-17 * i, -2.0 / 3, -1e-30], finished=i == 0, group_id=i, policy_version=3)
+    for i, prompt in enumerate(PROMPTS)
+    for _ in range(4)
+]
+
+
+def engines(folders: tuple[Path, Path], **changes) -> RolloutEngines:
+    """Without an actor: none is asked here."""
+    changes = {"rl.algorithm": "rloo", "rl.rollout.one_step_off_policy": True, **changes}
+    job = rl_job(*folders, **changes)
+    made = RolloutEngines(job, None, stop_ids=(1,), replacements=Replacements(0), packed_weights=None, vocabulary=300)
+    made.arrival.begin([TRAINER], TRAINER)
+    return made
+
+
+def kept(folders: tuple[Path, Path], folder: Path) -> None:
+    drawn = engines(folders)
+    drawn._ahead = Ahead(4, ROLLOUTS)
+    drawn.save_ahead(folder, step=4)
+
+
+def test_they_come_back_as_they_were_for_the_same_prompts_of_their_step(model_folders: tuple[Path, Path], tmp_path: Path):
+    kept(model_folders, tmp_path)
+    again = engines(model_folders)
+    again.load_ahead(tmp_path, step=4)
+    assert again.generate(PROMPTS, step=4) == ROLLOUTS
+
+
+def test_of_another_step_nothing_is_kept(model_folders: tuple[Path, Path], tmp_path: Path):
+    drawn = engines(model_folders)
+    drawn._ahead = Ahead(4, ROLLOUTS)
+    drawn.save_ahead(tmp_path, step=5)
+    assert not (tmp_path / AHEAD).exists()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rl.rollout.temperature": 0.5}, {"rl.rollout.max_new_tokens": 7}, {"rl.rollout.one_step_off_policy": False}]
+)
+def test_a_run_that_samples_in_another_way_or_not_ahead_does_not_take_them(model_folders: tuple[Path, Path], tmp_path: Path, changes: dict):
+    kept(model_folders, tmp_path)
+    other = engines(model_folders, **changes)
+    other.load_ahead(tmp_path, step=4)
+    assert other._ahead is None
+
+
+class DyingActors:
+    """Stands in for a group on Ray, whose new actors die so many times before one lives."""
+
+    def __init__(self, deaths: int, says: list[float]):
+        self.deaths, self.started, self.says = deaths, 0, says
+
+    def replace(self, ranks: list[int]) -> None:
+        self.started += len(ranks)
+
+    def call_one(self, rank: int, method: str, *_, **__) -> tuple[int, list[float]]:
+        if self.deaths:
+            self.deaths -= 1
+            raise RoleLost(f"rollout rank {rank}: dead", [rank])
+        return 0, self.says
+
+
+@pytest.mark.parametrize(("deaths", "limit", "lives"), [(0, 1, True), (2, 3, True), (2, 2, False)])
+def test_a_new_engine_that_dies_too_is_replaced_in_its_turn_up_to_the_limit(model_folders: tuple[Path, Path], deaths, limit, lives):
+    made = engines(model_folders)
+    made._engines, made._replacements, made._loaded = DyingActors(deaths, TRAINER), Replacements(limit), object()
+    if lives:
+        made._replace(RoleLost("rollout rank 1: dead", [1]))
+    else:
+        with pytest.raises(RoleLost, match="rollout rank 1: dead"):
+            made._replace(RoleLost("rollout rank 1: dead", [1]))
+    assert made._engines.started == made._replacements.count == min(deaths + 1, limit)
+
+
+class LosesOneAtFirst(ActorGroup):
+    """A group on Ray but for Ray: of its two engines the second is lost when it is first asked."""
+
+    def __init__(self):
+        self.actors, self.lost, self.replaced = [None, None], True, []
+
+    def _submit_one(self, rank: int, method: str, *args, **_) -> tuple[int, str]:
+        return rank, method
+
+    def wait(self, references: list[tuple[int, str]], **_) -> list[list[float]]:
+        if self.lost:
+            self.lost = False
+            raise RoleLost("rollout rank 1: dead", [1])
+        assert references == [(0, "probe"), (1, "probe")]
+        return [TRAINER, TRAINER]
+
+    def replace(self, ranks: list[int]) -> None:
+        self.replaced += ranks
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_an_engine_that_is_lost_before_the_first_sync_is_replaced_up_to_the_limit(model_folders: tuple[Path, Path], limit: int):
+    made = engines(model_folders)
+    made._engines, made._replacements = LosesOneAtFirst(), Replacements(limit)
+    made.arrival = Arrival(made._job, vocabulary=300)
+    if limit:
+        made.begin(TRAINER)
+        assert made.arrival.agrees(TRAINER) is None
+    else:
+        with pytest.raises(RoleLost, match="rollout rank 1: dead"):
+            made.begin(TRAINER)
+    assert made._engines.replaced == [1] * limit
+
+
+@pytest.mark.parametrize("says", [[-1.0, -2.5, -0.2], [-1.0, math.nan, -0.25]])
+def test_a_new_engine_with_other_weights_ends_the_run(model_folders: tuple[Path, Path], says: list[float]):
+    made = engines(model_folders)
+    made._engines, made._replacements, made._loaded = DyingActors(0, says), Replacements(1), object()
+    with pytest.raises(RoleLost, match=r"rollout rank 1: expected a new engine .*largest difference of .*max_logprob_difference"):
+        made._replace(RoleLost("rollout rank 1: dead", [1]))

@@ -1,0 +1,143 @@
+"""An RL job's driver with a clock: python -m tools.bench.driver JOB.json WORK.json [--bare-engines]; the flag adds bare vLLM engines.
+
+The machine's speed changes within minutes, and with what its cores did just before; so the job and engines that do nothing else take turns,
+one at rest while the other works. Before the job starts the bare engines generate one batch after the other, as nobody does who trains.
+Writes clock.json into the job's folder: the times at which its steps ended, {"ends": [...]}, and of the bare engines the seconds of a batch
+for each step, {"in_turn": [...], "in_a_row": [...]}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_core.trainers.rl.job import RlJob, beat
+from tools.bench.work import Work
+
+if TYPE_CHECKING:
+    from rlhf_core.trainers.rl.actors import Actors
+
+CLOCK = "clock.json"
+ANSWER_SECONDS = 300.0  # for a bare engine's answer; its start is among them
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("job", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--bare-engines", action="store_true")
+    arguments = parser.parse_args()
+    from rlhf_core.trainers.rl import driver  # with Ray, which must not be in a process that is yet to start a head
+
+    job, work = RlJob.read(arguments.job), Work(**json.loads(arguments.work.read_text()))
+    clock: dict[str, list[float]] = {"ends": [], "in_a_row": [], "in_turn": []}
+    with beat(job.pulse):
+        engines = BareEngines(work, threads=job.threads) if arguments.bare_engines else None
+        if engines is not None:
+            clock["in_a_row"] = [engines.generate(turn) for turn in range(work.steps)]
+
+        def end_step() -> None:
+            clock["ends"].append(time.perf_counter())
+            if engines is not None:
+                clock["in_turn"].append(engines.generate(len(clock["in_turn"])))
+
+        driver.Actors = partial(start_actors, end_step)
+        sys.argv[1:] = [str(arguments.job)]
+        code = driver.main()
+    (arguments.job.parent / CLOCK).write_text(json.dumps(clock))
+    return code
+
+
+def start_actors(end_step: Callable[[], None], job: RlJob) -> Actors:
+    """Instead of the driver's own call: it has `end_step` follow the last thing that the loop does in a step."""
+    from rlhf_core.trainers.rl.actors import Actors
+
+    actors = Actors(job)
+    from rlhf_core.trainers.rl import loop  # only now, as in the driver: the actors start meanwhile
+
+    tell = loop.tell
+
+    def tell_and_end(found, settings) -> None:
+        tell(found, settings)
+        end_step()
+
+    loop.tell = tell_and_end
+    return actors
+
+
+class BareEngines:
+    """As many vLLM engines as a job has, each in a process of its own, with its share of the threads and prompts."""
+
+    def __init__(self, work: Work, *, threads: int):
+        processes, self._connections = multiprocessing.get_context("spawn"), []
+        engines = work.params.rl.rollout.engines
+        for part in range(engines):
+            ours, theirs = processes.Pipe()
+            of_engine = (theirs, work, part, engines, max(1, threads // engines))
+            processes.Process(target=serve, args=of_engine, daemon=True).start()
+            self._connections.append(ours)
+        for connection in self._connections:
+            self._answer(connection)
+
+    def generate(self, turn: int) -> float:
+        """Seconds until all have generated a batch."""
+        started = time.perf_counter()
+        for connection in self._connections:
+            connection.send(turn)
+        for connection in self._connections:
+            self._answer(connection)
+        return time.perf_counter() - started
+
+    @staticmethod
+    def _answer(connection: Connection) -> None:
+        if not connection.poll(ANSWER_SECONDS):
+            raise RuntimeError(f"bare engine: expected an answer within {ANSWER_SECONDS:.0f} s, got none")
+        connection.recv()
+
+
+def serve(connection: Connection, work: Work, part: int, engines: int, threads: int) -> None:
+    """An engine's process: it says that it is there, then generates when it is told to."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    from rlhf_core.engines.vllm_engine import VllmEngine
+    from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
+    from rlhf_core.process import be_quiet, collect_rarely
+    from rlhf_core.sampling.requests import SamplingSettings, request_seeds
+
+    be_quiet()
+    collect_rarely()
+    params = work.params
+    loop, tokenizer = params.rl, load_tokenizer(work.model, trust_remote_code=False)
+    prompts = [encode_prompt(tokenizer, row["messages"]) for row in work.read_rows()]
+    engine = VllmEngine(
+        work.model,
+        max_length=params.model.max_length,
+        dtype=params.model.dtype,
+        kv_cache_gib=loop.rollout.kv_cache_gib,
+        max_concurrent_sequences=loop.rollout.max_concurrent_sequences,
+        threads=threads,
+        seed=params.seed,
+        trust_remote_code=False,
+        gpu_memory_fraction=loop.rollout.gpu_memory_fraction,
+    )
+    sampling = SamplingSettings(loop.rollout.max_new_tokens, loop.rollout.temperature, min_new_tokens=loop.rollout.min_new_tokens)
+    count, ends = work.batch_size // loop.group_size, stop_ids(tokenizer, work.model)
+    connection.send("ready")
+    while True:
+        turn = connection.recv()
+        first = turn * count % (len(prompts) - count)
+        own = prompts[first : first + count][part::engines]
+        engine.generate(own, request_seeds(0, turn, len(own)), sampling, stop_ids=ends, group_size=loop.group_size)
+        connection.send(turn)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

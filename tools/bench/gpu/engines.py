@@ -1,0 +1,260 @@
+"""Rollout engines in processes of their own, which do what they are told and say how long it took: vLLM alone, and within VllmEngine."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tools.bench.gpu.processes import die_with_parent
+
+if TYPE_CHECKING:
+    import torch
+
+GPU = Path("/dev/nvidiactl")  # there where NVIDIA's driver is
+Side = Literal["vLLM", "ours"]
+ANSWER_SECONDS = 240.0  # for an answer; an engine's start is among them
+COMPARED_TOKENS = 256  # whose logits over the vocabulary are looked at at a time
+BLOCK = 128  # tokens of a block of the CPU's cache
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """max_length: tokens of prompt and response. sequences: at most at a time. memory: fraction of the GPU's."""
+
+    model: str
+    dtype: Literal["bfloat16", "float32"]
+    max_length: int
+    sequences: int
+    memory: float
+    threads: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts as token ids, and the length of every response: no token ends one.
+
+    plain: vLLM alone is asked for tokens alone; otherwise each prompt has a seed, and each token its log-probability, as RL wants it.
+    """
+
+    prompts: list[list[int]]
+    response: int
+    plain: bool = False
+
+
+class Engine:
+    """The process of one engine.
+
+    Raises:
+        RuntimeError: it ended, or gave no answer in time.
+    """
+
+    def __init__(self, side: Side, settings: EngineSettings):
+        self.side = side
+        processes = multiprocessing.get_context("spawn")  # a forked process can't use a GPU that its parent has touched
+        self._connection, theirs = processes.Pipe()
+        self._process = processes.Process(target=serve, args=(theirs, os.getpid(), side, settings), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @cached_property
+    def start_seconds(self) -> float:
+        """Waits until it is there."""
+        return self._answer("start")
+
+    def generate(self, batch: Batch) -> tuple[float, int]:
+        """Seconds, and tokens that were generated."""
+        return self._ask("generate", batch)
+
+    def reload(self, prompts: list[list[int]], response: int) -> dict[str, Any]:
+        """Of an engine of ours: see `_Ours.reload`."""
+        return self._ask("reload", prompts, response)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        self._connection.send((method, arguments))
+        return self._answer(method)
+
+    def _answer(self, what: str) -> Any:
+        subject = f"engine ({self.side})"
+        if not self._connection.poll(ANSWER_SECONDS):
+            raise RuntimeError(f"{subject}: expected {what} within {ANSWER_SECONDS:.0f} s, got no answer")
+        try:
+            return self._connection.recv()
+        except EOFError:
+            self._process.join(5)
+            raise RuntimeError(
+                f"{subject}: expected {what}, got the end of its process with exit code {self._process.exitcode}; its reason is above"
+            ) from None
+
+
+@contextlib.contextmanager
+def engines(sides: tuple[Side, ...], settings: EngineSettings) -> Iterator[list[Engine]]:
+    """One of each. On a GPU one starts after the other: vLLM measures the memory that is free while it starts."""
+    with contextlib.ExitStack() as stack:
+        started = []
+        for side in sides:
+            started.append(stack.enter_context(contextlib.closing(Engine(side, settings))))
+            if GPU.exists():
+                _ = started[-1].start_seconds
+        _ = [engine.start_seconds for engine in started]
+        yield started
+
+
+def serve(connection: Connection, parent: int, side: Side, settings: EngineSettings) -> None:
+    """An engine's process."""
+    die_with_parent(parent)
+    os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    from rlhf_core.process import be_quiet, collect_rarely
+
+    be_quiet()
+    collect_rarely()
+    began = time.perf_counter()
+    engine = {"vLLM": _Bare, "ours": _Ours}[side](settings)
+    connection.send(time.perf_counter() - began)
+    with contextlib.suppress(EOFError):
+        while True:
+            method, arguments = connection.recv()
+            connection.send(getattr(engine, method)(*arguments))
+
+
+class _Bare:
+    """vLLM as its documentation has it, for offline use: default settings, and token ids in and out."""
+
+    def __init__(self, settings: EngineSettings):
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        import torch
+        from vllm import LLM
+
+        on_cpu = {}
+        if not torch.cuda.is_available():  # as VllmEngine, which says why
+            torch._dynamo.config.disable = True
+            inspect_here(settings.model)
+            on_cpu = {"enforce_eager": True, "enable_chunked_prefill": False, "block_size": BLOCK}
+            on_cpu["num_gpu_blocks_override"] = settings.sequences * -(-settings.max_length // BLOCK) + 1
+        self._llm = LLM(
+            model=settings.model,
+            dtype=settings.dtype,
+            max_model_len=settings.max_length,
+            max_num_seqs=settings.sequences,
+            gpu_memory_utilization=settings.memory,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,  # no prompt comes twice
+            logprobs_mode="processed_logprobs",
+            use_tqdm_on_load=False,
+            seed=0,
+            **on_cpu,
+        )
+
+    def generate(self, batch: Batch) -> tuple[float, int]:
+        from vllm import SamplingParams
+
+        how = {} if batch.plain else {"logprobs": 0}
+        parameters = [
+            SamplingParams(max_tokens=batch.response, ignore_eos=True, detokenize=False, seed=None if batch.plain else i, **how)
+            for i in range(len(batch.prompts))
+        ]
+        began = time.perf_counter()
+        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in batch.prompts], parameters, use_tqdm=False)
+        return time.perf_counter() - began, sum(len(request.outputs[0].token_ids) for request in outputs)
+
+
+class _Ours:
+    def __init__(self, settings: EngineSettings):
+        from rlhf_core.engines.vllm_engine import VllmEngine
+
+        self._settings = settings
+        self._engine = VllmEngine(
+            settings.model,
+            max_length=settings.max_length,
+            dtype=settings.dtype,
+            kv_cache_gib=1,
+            max_concurrent_sequences=settings.sequences,
+            threads=settings.threads,
+            seed=0,
+            trust_remote_code=False,
+            gpu_memory_fraction=settings.memory,
+        )
+
+    def generate(self, batch: Batch) -> tuple[float, int]:
+        began = time.perf_counter()
+        groups = self._sample(batch.prompts, batch.response)
+        return time.perf_counter() - began, sum(len(sample.response_ids) for (sample,) in groups)
+
+    def _sample(self, prompts: list[list[int]], response: int):
+        from rlhf_core.sampling.requests import SamplingSettings
+
+        return self._engine.generate(prompts, list(range(len(prompts))), SamplingSettings(response, 1.0), stop_ids=(), group_size=1)
+
+    def reload(self, prompts: list[list[int]], response: int) -> dict[str, Any]:
+        """Load other weights from the CPU's memory, twice, and hold the log-probabilities of new responses against transformers'.
+
+        They are the same numbers in other rows, so that what the engine had says something else.
+
+        Returns: seconds (of each load), bytes, and apart: the sizes of the differences in nats (tools.bench.gpu.job.sizes).
+        """
+        import torch
+
+        from rlhf_core.engines.deepspeed_engine import device
+        from rlhf_core.models.build import checkpoint_names, frozen, load_language_model
+        from tools.bench.gpu.job import sizes
+
+        where = {"device": torch.device("cpu"), "dtype": getattr(torch, self._settings.dtype)}
+        model = frozen(load_language_model(self._settings.model), **where)
+        seconds = []
+        for version in (1, 2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(parameter.roll(version, 0))
+            state = checkpoint_names(model, model.state_dict())
+            began = time.perf_counter()
+            self._engine.load_weights(state, version)
+            _synchronize()
+            seconds.append(time.perf_counter() - began)
+        loaded = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        samples = [sample for (sample,) in self._sample(prompts, response)]
+        model.to(device())
+        said = torch.tensor([x for sample in samples for x in sample.logprobs])
+        expected = torch.cat([_logprobs(model, ids, sample.response_ids) for ids, sample in zip(prompts, samples, strict=True)])
+        return {"seconds": seconds, "bytes": loaded, "apart": sizes(said - expected)}
+
+
+def inspect_here(model: str) -> None:
+    """Spare the process that vLLM would start to look at the model's class, lest a GPU be touched."""
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    for name in AutoConfig.from_pretrained(model).architectures:
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def _logprobs(model: torch.nn.Module, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """Of a response's tokens [R], by transformers' plain forward pass."""
+    import torch
+
+    ids = torch.tensor([prompt + response], device=model.device)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    chosen = torch.tensor(response, device=model.device)[:, None]
+    rows = zip(logits.split(COMPARED_TOKENS), chosen.split(COMPARED_TOKENS), strict=True)
+    return torch.cat([part.float().log_softmax(-1).gather(1, at)[:, 0].cpu() for part, at in rows])
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

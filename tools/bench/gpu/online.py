@@ -1,0 +1,218 @@
+"""RL jobs as the stage train_policy submits them, on a Ray head of this process: what they do, and what is read of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_core.checkpoint.store import StoreSettings
+from rlhf_core.config import Params, parse_params, read_yaml, set_key
+from rlhf_core.data.schema import write_rows
+from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
+from rlhf_core.trainers.rl.job import RlJob
+from tools.bench.gpu.job import SEEN
+from tools.bench.gpu.lively import lively_folder
+from tools.bench.gpu.processes import Budget, Peaks, actor_processes, watch_memory
+from tools.bench.gpu.shapes import SHAPES, Lengths, model_folder, prompts, shape_name
+from tools.bench.ours_online import ROOT, read_csv
+from tools.bench.work import DEFAULTS, PLAIN_ONLINE
+
+# Trainer and engine share one GPU, of whose memory the engine has this part; TRL's engine has as much.
+ENGINE_MEMORY = 0.34
+SHARED = {"rl.trainer.gpus_per_rank": 0.6, "rl.rollout.gpus_per_engine": 0.4, "rl.rollout.gpu_memory_fraction": ENGINE_MEMORY}
+# Differences are a figure here; the limits of params.yaml would end the job before it is there.
+UNLIMITED = dict.fromkeys(
+    ("rl.rollout.max_logprob_difference", "rl.rollout.bfloat16_mean_difference", "rl.rollout.bfloat16_p999_difference"), 1e6
+)
+REWARD_MODEL = [{"name": "reward_model", "kind": "reward_model", "weight": 1.0, "normalization": "none"}]
+PHASES = ("generate", "score", "forward", "update", "sync")
+TEMPLATE_TOKENS = 8  # of a prompt, beside its words
+DEADLINES = {"start": 300.0, "step": 200.0}  # seconds
+GONE_SECONDS = 30.0  # in which a job's actors must have ended
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a job does.
+
+    prompts: of each step. group: responses to each. prompt, response: tokens, of prompts from the first to the second.
+    warmup: steps at the beginning whose times don't count.
+    """
+
+    algorithm: Literal["grpo", "ppo"]
+    shape: str
+    dtype: Literal["bfloat16", "float32"]
+    steps: int
+    warmup: int
+    prompts: int
+    group: int
+    prompt: tuple[int, int]
+    response: int
+    microbatch_tokens: int
+    threads: int
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.group
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm.upper()}, {shape_name(self.shape)}, {self.dtype}, {self.samples} samples a step of {self.response} tokens"
+
+    @property
+    def max_length(self) -> int:
+        return self.prompt[1] + TEMPLATE_TOKENS + self.response
+
+    @property
+    def params(self) -> Params:
+        tree = read_yaml(DEFAULTS)
+        rl = {
+            **PLAIN_ONLINE,
+            "algorithm": self.algorithm,
+            f"{self.algorithm}.group_size": self.group,
+            "samples_per_step": self.samples,
+            "minibatch_size": self.samples,
+            "steps": self.steps,
+            "rollout.engines": 1,
+            "rollout.max_new_tokens": self.response,
+            "rollout.min_new_tokens": 0,
+            "rollout.max_concurrent_sequences": self.samples,
+            "trainer.microbatch_tokens": self.microbatch_tokens,
+            "trainer.zero_stage": 2 if self.dtype == "bfloat16" else 0,  # as docs/gpu.md has it
+            "deadlines": DEADLINES,
+            "monitor": dict.fromkeys(tree["rl"]["monitor"]),
+        }
+        rl |= {"kl.placement": "loss", "kl.estimator": "k3"} if self.algorithm == "grpo" else {"reward.scorers": REWARD_MODEL}
+        settings = {f"rl.{key}": value for key, value in rl.items()} | SHARED | UNLIMITED
+        settings |= {"model.dtype": self.dtype, "model.max_length": self.max_length, "cluster.threads": self.threads}
+        for key, value in settings.items():
+            set_key(tree, key, value)
+        return parse_params(tree)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Conversations for all steps, each once."""
+        low, high = self.prompt
+        return prompts(self.steps * self.prompts, Lengths((low, high), (1, 1)))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a job. Lists have a value for each step.
+
+    start: seconds from its submission to its first step. seconds: of each step and, as seconds_<phase>, of each of its phases.
+    tokens: of responses. entropy: of the policy, nats per token. mismatch: see tools.bench.gpu.job.
+    """
+
+    start: float
+    seconds: list[dict[str, float]]
+    tokens: list[float]
+    entropy: list[float]
+    mismatch: list[dict[str, float]]
+    peaks: Peaks
+
+    def of(self, phase: str, *, warmup: int) -> list[float]:
+        """Seconds of a phase, or of steps where it is empty."""
+        return [row[f"seconds_{phase}" if phase else "seconds"] for row in self.seconds[warmup:]]
+
+
+@contextlib.contextmanager
+def head(cases: list[Case]) -> Iterator[str]:
+    """A Ray head for jobs of these sizes, and its address."""
+    cluster, threads = cases[0].params.cluster, max(case.threads for case in cases)
+    weights = max(weight_bytes(case) for case in cases)
+    with local_head(cpus=max(2, threads), start_timeout=cluster.start_timeout, weights=weights) as address:
+        yield address
+
+
+def run(case: Case, models: Path, folder: Path, address: str, budget: Budget) -> Outcome:
+    """Submit a case's job and follow it to its end.
+
+    Args:
+        folder: a new one, for the job's own files.
+    Raises:
+        RuntimeError: the job ended otherwise than well, or the budget ran out.
+    """
+    job, cluster, output = describe(case, models, folder), case.params.cluster, []
+    job.write(folder / "job.json")
+    driver = [sys.executable, "-m", "tools.bench.gpu.job", str(folder / "job.json")]
+    began = time.perf_counter()
+    with watch_memory() as peaks:
+        code = run_job(
+            address,
+            f"exec {shlex.join(driver)}",
+            fingerprint=folder.name,
+            environment={"PYTHONPATH": python_path(ROOT)},
+            start_timeout=cluster.start_timeout,
+            silence_timeout=cluster.silence_timeout,
+            pulse=job.pulse,
+            on_output=output.append,
+            stop_requested=lambda: budget.left < 0,
+        )
+    wait_until_gone()
+    if code or budget.left < 0:
+        late = "; the part's time was used up" if budget.left < 0 else ""
+        raise RuntimeError(f"{case.name}: expected the job to end with exit code 0, got {code}{late}:\n{''.join(output)[-4000:]}")
+    return read(case, job, began, peaks)
+
+
+def wait_until_gone() -> None:
+    """Until no actor of a job has memory that the next one may need."""
+    until = time.monotonic() + GONE_SECONDS
+    while left := actor_processes():
+        if time.monotonic() > until:
+            raise RuntimeError(f"actors of an ended job: expected none after {GONE_SECONDS:.0f} s, got {left}")
+        time.sleep(0.2)
+
+
+def read(case: Case, job: RlJob, began: float, peaks: Peaks) -> Outcome:
+    seconds = read_csv(Path(job.timings), "seconds")
+    curves = read_csv(Path(job.work) / "curves.csv", "response_length", "entropy")
+    seen = json.loads((Path(job.work) / SEEN).read_text())
+    return Outcome(
+        start=seen["ends"][0] - seconds[0]["seconds"] - began,  # Linux has one such clock for all processes
+        seconds=seconds,
+        tokens=[row["response_length"] * case.samples for row in curves],
+        entropy=[row["entropy"] for row in curves],
+        mismatch=seen["mismatch"],
+        peaks=peaks,
+    )
+
+
+def describe(case: Case, models: Path, folder: Path) -> RlJob:
+    params, prepared = case.params, folder / "prepared"
+    rows = [
+        {"id": str(i), "source": "bench", "split": "train", "messages": row["messages"], "label": None} for i, row in enumerate(case.rows())
+    ]
+    write_rows(prepared, "prompt", rows)
+    reward_model = str(model_folder(case.shape, models, "reward")) if case.algorithm == "ppo" else None
+    return RlJob(
+        seed=params.seed,
+        model=params.model,
+        train_on=params.sft.train_on,
+        train_on_thoughts=params.sft.train_on_thoughts,
+        rl=params.rl,
+        tracking=params.tracking,
+        threads=case.threads,
+        run_name=folder.name,
+        prepared=str(prepared),
+        sft_model=str(lively_folder(case.shape, models)),
+        reward_model=reward_model,
+        scorer_models={} if reward_model is None else {"reward_model": reward_model},
+        source_judges={},
+        work=str(folder),
+        checkpoints=StoreSettings(),
+        output=str(folder / "policy"),
+        timings=str(folder / "timings.csv"),
+    )
+
+
+def weight_bytes(case: Case) -> int:
+    """Of the policy as it goes to an engine, without its few biases."""
+    return SHAPES[case.shape].parameters * {"bfloat16": 2, "float32": 4}[case.dtype]

@@ -1,0 +1,304 @@
+"""What the roles of a PPO step hold on the device, phase by phase: a trainer's rank as the RL job has it, and a rollout engine.
+
+In the part's child. Without a GPU the tensors of the roles are counted likewise, and the process' resident set stands for the allocator.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from rlhf_core.checkpoint.store import StoreSettings
+from rlhf_core.config import Params, parse_params, read_yaml, set_key
+from rlhf_core.engines.deepspeed_engine import TrainEngine, device
+from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.trainers.rl.advantages import RewardNormalizer, assign_credit
+from rlhf_core.trainers.rl.data import DemonstrationStream, collate, sequences_of
+from rlhf_core.trainers.rl.job import RlJob
+from rlhf_core.trainers.rl.minibatch import plan_update
+from rlhf_core.trainers.rl.rank import TrainerRank
+from rlhf_core.types import Prompt, Rollout, ScoredRollout
+from tools.bench.gpu.memory import PASSES
+from tools.bench.gpu.shapes import MAX_LENGTH, Lengths, model_folder, prompts
+from tools.bench.gpu.steps import PARAMS, peak_bytes, reset_peak, synchronize
+
+SCORER = "reward_model"
+STACKS = 12  # of the largest that are kept
+Bytes = dict[str, float]
+
+
+def measure_trainer(case: dict[str, Any]) -> dict[str, Any]:
+    """roles: bytes of tensors by role and kind. phases: of each phase, for each step, bytes before, after and at its highest.
+    stacks: the places in the code that hold most when a backward pass begins, with their bytes.
+    """
+    models = Path(case["models"])
+    job = describe(case, model_folder(case["shape"], models), model_folder(case["shape"], models, "reward"))
+    if torch.cuda.is_available():
+        torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
+    watch = Watch()
+    rank = TrainerRank(0, 1, job)
+    with watch.phase("load"):
+        rank.connect(*rank.address())
+    rollouts = drawn(job, case)
+    for step in range(case["steps"]):
+        one_step(rank, job, rollouts, watch, step)
+    return {"roles": held_by(rank) | watch.held, "phases": watch.phases, "stacks": watch.stacks}
+
+
+def one_step(rank: TrainerRank, job: RlJob, rollouts: list[Rollout], watch: Watch, step: int) -> None:
+    """What the loop does after sampling, in its order."""
+    tokenizer = load_tokenizer(job.sft_model, trust_remote_code=False)
+    sequences, starts = sequences_of(rollouts)
+    with watch.phase("score"):
+        scores = rank.score(SCORER, sequences)[:, 0].tolist()
+    with watch.phase("forward"):
+        outputs = rank.forward(sequences, starts)
+    scored = [ScoredRollout(rollout, {SCORER: score}) for rollout, score in zip(rollouts, scores, strict=True)]
+    batch = collate(scored, outputs, tokenizer.pad_token_id, None)
+    credited, _ = assign_credit(batch, job.rl, RewardNormalizer(job.rl.reward), kl_coef=job.rl.kl.coef)
+    (plan,) = plan_update(credited, DemonstrationStream(job), job.rl, seed=job.seed, step=step)
+    with watch.phase("update"), watch.engines(rank):
+        rank.update(plan, kl_coef=job.rl.kl.coef, train_policy=True)
+    with watch.phase("weights to the engines"):
+        rank.weights()
+
+
+def params_of(case: dict[str, Any]) -> Params:
+    tree = read_yaml(PARAMS)
+    scorer = {"name": SCORER, "kind": "reward_model", "weight": 1.0, "normalization": "none"}
+    samples, response = case["samples"], case["response"][1]
+    for key, value in {
+        "model.dtype": "bfloat16",
+        "model.max_length": MAX_LENGTH,
+        "rl.algorithm": "ppo",
+        "rl.samples_per_step": samples,
+        "rl.minibatch_size": samples,
+        "rl.rollout.max_new_tokens": response,
+        "rl.reward.scorers": [scorer],
+        "rl.trainer.zero_stage": 2,
+        "rl.trainer.microbatch_tokens": case["microbatch_tokens"],
+    }.items():
+        set_key(tree, key, value)
+    return parse_params(tree)
+
+
+def describe(case: dict[str, Any], language: Path, reward: Path) -> RlJob:
+    params, work = params_of(case), Path(case["models"]) / "work"
+    return RlJob(
+        seed=0,
+        model=params.model,
+        train_on=params.sft.train_on,
+        train_on_thoughts=params.sft.train_on_thoughts,
+        rl=params.rl,
+        tracking=params.tracking,
+        threads=torch.get_num_threads(),
+        run_name="gpu",
+        prepared=str(work / "prepared"),
+        sft_model=str(language),
+        reward_model=str(reward),
+        scorer_models={SCORER: str(reward)},
+        source_judges={},
+        work=str(work),
+        checkpoints=StoreSettings(),
+        output=str(work / "policy"),
+        timings=str(work / "timings.csv"),
+    )
+
+
+def drawn(job: RlJob, case: dict[str, Any]) -> list[Rollout]:
+    """Responses of random tokens in the place of an engine's, which only the values depend on, and no size."""
+    tokenizer, draw = load_tokenizer(job.sft_model, trust_remote_code=False), random.Random(0)
+    lengths = Lengths(tuple(case["prompt"]), tuple(case["response"]))
+    made = []
+    for i, row in enumerate(prompts(case["samples"], lengths)):
+        prompt = Prompt(str(i), "gpu", row["messages"], encode_prompt(tokenizer, row["messages"]), None)
+        ids = [draw.randrange(8, len(tokenizer)) for _ in range(draw.randint(*lengths.response) - 1)]
+        ids.append(tokenizer.eos_token_id)
+        made.append(Rollout(prompt, ids, [-7.0] * len(ids), finished=True, group_id=i, policy_version=0))
+    return made
+
+
+# What the roles hold
+
+
+def held_by(rank: TrainerRank) -> Bytes:
+    """After a step: Adam's moments are made in the first one."""
+    found: Bytes = {}
+    seen: set[int] = set()  # a float32 engine's optimizer has the weights themselves
+    for name, engine in rank._engines.items():
+        found[f"{name}: weights"] = storage_bytes(whole(engine.module), seen)
+        groups, state = engine._torch_optimizer.param_groups, engine._torch_optimizer.state.values()
+        tensors = [p for group in groups for p in group["params"]]
+        tensors += [value for values in state for value in values.values() if isinstance(value, torch.Tensor)]
+        found[f"{name}: optimizer"] = storage_bytes(tensors, seen)
+    if rank._reference is not None:
+        found["reference: weights"] = storage_bytes(whole(rank._reference), seen)
+    found["reward: weights"] = storage_bytes((t for members in rank._scorers.values() for m in members for t in whole(m)), seen)
+    return found
+
+
+def whole(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def gradient_bytes(engine: TrainEngine) -> float:
+    """When a step begins: of the parameters, and those that ZeRO keeps in their place."""
+    tensors = [getattr(p, name, None) for p in engine.module.parameters() for name in ("grad", "grad_accum")]
+    for name in ("averaged_gradients", "all_grad_tensors"):
+        for group in getattr(engine._optim, name, {}).values():  # a tensor for all parameters, one for each, or none yet
+            tensors += group if isinstance(group, list) else [group]
+    return storage_bytes((t for t in tensors if isinstance(t, torch.Tensor)), set())
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> float:
+    """Of tensors on the device, each storage once; those that were seen before don't count."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.device.type == device().type and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return float(total)
+
+
+class Watch:
+    """Follows phases, and within an update what engines hold when their backward passes and steps begin."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, list[Bytes]] = {}
+        self.held: Bytes = {}
+        self.stacks: list[tuple[str, float]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        synchronize()
+        reset_peak()
+        before = now()
+        yield
+        synchronize()
+        self.phases.setdefault(name, []).append({"before": before, "after": now(), **peak_bytes()})
+
+    @contextmanager
+    def engines(self, rank: TrainerRank) -> Iterator[None]:
+        """Within it the rank's engines tell what they hold."""
+        names = {id(engine): name for name, engine in rank._engines.items()}
+        forward, backward, step = TrainEngine.__call__, TrainEngine.backward, TrainEngine.step
+        at_forward: dict[int, float] = {}
+
+        def watched_forward(engine: TrainEngine, *args: Any, **kwargs: Any) -> Any:
+            at_forward[id(engine)] = now()
+            return forward(engine, *args, **kwargs)
+
+        def watched_backward(engine: TrainEngine, loss: torch.Tensor) -> None:
+            name = names[id(engine)]
+            self._keep(f"{name}: {PASSES}", now() - at_forward[id(engine)])
+            if not self.stacks:
+                self.stacks = largest_stacks()
+            backward(engine, loss)
+
+        def watched_step(engine: TrainEngine) -> float:
+            self._keep(f"{names[id(engine)]}: gradients", gradient_bytes(engine))
+            return step(engine)
+
+        TrainEngine.__call__, TrainEngine.backward, TrainEngine.step = watched_forward, watched_backward, watched_step
+        try:
+            yield
+        finally:
+            TrainEngine.__call__, TrainEngine.backward, TrainEngine.step = forward, backward, step
+
+    def _keep(self, name: str, size: float) -> None:
+        self.held[name] = max(size, self.held.get(name, 0.0))
+
+
+def now() -> float:
+    """Bytes that torch has on the GPU; without one the process' resident set."""
+    return float(torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss)
+
+
+def largest_stacks() -> list[tuple[str, float]]:
+    """By the allocator's snapshot; without a GPU none."""
+    return by_place(torch.cuda.memory._snapshot()) if torch.cuda.is_available() else []
+
+
+def by_place(snapshot: dict[str, Any]) -> list[tuple[str, float]]:
+    """Live bytes by the function that asked for them: the innermost one outside of torch itself. The largest first."""
+    sums: Counter[str] = Counter()
+    for segment in snapshot["segments"]:
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated":
+                sums[_place(block.get("frames") or [])] += block.get("requested_size", block["size"])
+    return [(place, float(size)) for place, size in sums.most_common(STACKS)]
+
+
+def _place(frames: list[dict[str, Any]]) -> str:
+    for frame in frames:
+        path = frame["filename"]
+        if "/torch/" not in path and path.endswith(".py"):
+            short = path.rpartition("-packages/")[2]
+            return f"{'/'.join(Path(short).parts[-3:])}, {frame['name']}"
+    return "torch itself, no Python caller"
+
+
+# The engine
+
+
+def measure_engine(case: dict[str, Any]) -> dict[str, Any]:
+    """bytes: highest while it starts and samples; held: afterwards; weights: of the folder's model; cache: of keys and values, 0 where the
+    engine makes it for each batch; tokens: that the cache holds.
+    """
+    from rlhf_core.models.build import kv_cache_bytes, read_state_dict
+    from rlhf_core.sampling.requests import SamplingSettings, request_seeds
+
+    folder = model_folder(case["shape"], Path(case["models"]))
+    tokenizer = load_tokenizer(str(folder), trust_remote_code=False)
+    asked = [
+        encode_prompt(tokenizer, row["messages"])
+        for row in prompts(case["samples"], Lengths(tuple(case["prompt"]), tuple(case["response"])))
+    ]
+    engine = open_here(case["backend"], str(folder), sequences=max(64, case["samples"]))
+    started = now()
+    settings = SamplingSettings(case["response"][1], 1.0, min_new_tokens=case["response"][0])
+    engine.generate(asked, request_seeds(0, 0, len(asked)), settings, stop_ids=(tokenizer.eos_token_id,), group_size=1)
+    synchronize()
+    tokens = cache_tokens(engine)
+    from transformers import AutoConfig
+
+    cache = tokens * kv_cache_bytes(AutoConfig.from_pretrained(folder), element_bytes=2)
+    weights = sum(tensor.nbytes for tensor in read_state_dict(folder).values())
+    return {"started": started, "held": now(), "bytes": peak_bytes(), "weights": float(weights), "cache": float(cache), "tokens": tokens}
+
+
+def open_here(backend: str, folder: str, *, sequences: int) -> Any:
+    """An engine of this process, whose memory is to be seen, whatever process a stage would give it."""
+    settings: dict[str, Any] = {
+        "max_length": MAX_LENGTH,
+        "dtype": "bfloat16",
+        "kv_cache_gib": 1,
+        "max_concurrent_sequences": sequences,
+        "threads": torch.get_num_threads(),
+        "trust_remote_code": False,
+        "gpu_memory_fraction": 0.5,
+    }
+    if backend == "pytorch":
+        from rlhf_core.engines.pytorch_engine import PytorchEngine
+
+        return PytorchEngine(folder, **settings)
+    from rlhf_core.engines.vllm_engine import VllmEngine
+
+    return VllmEngine(folder, **settings, seed=0)
+
+
+def cache_tokens(engine: Any) -> int:
+    """Of vLLM's cache, by its own configuration after it has looked at the memory; 0 of an engine without one."""
+    llm = getattr(engine, "_llm", None)
+    if llm is None:
+        return 0
+    config = llm.llm_engine.vllm_config.cache_config
+    return int(config.num_gpu_blocks or 0) * int(config.block_size)

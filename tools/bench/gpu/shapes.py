@@ -1,0 +1,180 @@
+"""What the parts of the GPU check work on, made without a network: models with random weights, their tokenizer, rows of text.
+
+python -m tools.bench.gpu.shapes SHAPE KIND FOLDER writes one model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_core.planning.shape import ModelShape
+
+Kind = Literal["language", "reward"]
+TINY = "tiny"
+# Architectures of Qwen2.5 as their config.json has them (https://huggingface.co/Qwen), and one that a CPU steps in no time.
+SHAPES: dict[str, ModelShape] = {
+    TINY: ModelShape(2, 64, 128, 2, 1, 32, 2048, tied=True),
+    "0.5B": ModelShape(24, 896, 4864, 14, 2, 64, 151936, tied=True),
+    "1.5B": ModelShape(28, 1536, 8960, 12, 2, 128, 151936, tied=True),
+    "7B": ModelShape(28, 3584, 18944, 28, 4, 128, 152064),
+}
+MAX_LENGTH = 4096
+TOKENS = 1536  # of the tokenizer: bytes, syllables and each of WORDS
+WRITE_SECONDS = 240.0
+_SYLLABLES = [c + v for c in "bdfgklmnprst" for v in "aeiou"]
+WORDS = sorted({" " + "".join(random.Random(i).choices(_SYLLABLES, k=2 + i % 2)) for i in range(600)})
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts and responses, from the first number to the second, evenly spread; the template's own come on top."""
+
+    prompt: tuple[int, int]
+    response: tuple[int, int]
+
+
+def shape_name(name: str) -> str:
+    """As figures call it."""
+    return "a tiny shape" if name == TINY else f"Qwen2.5-{name} shape"
+
+
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """What each part takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for the figures")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny shape, on whatever is there")
+    parser.add_argument("--models", type=Path, help="folder for models with random weights, which stay; a temporary one if not given")
+    return parser
+
+
+@contextmanager
+def models_folder(given: Path | None) -> Iterator[Path]:
+    """The folder of --models, or one for the time of the context."""
+    if given is not None:
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        yield Path(folder)
+
+
+def model_folder(name: str, models: Path, kind: Kind = "language") -> Path:
+    """A Hugging Face folder, bfloat16 as published models are, with its tokenizer; written unless it is there.
+
+    A process of its own writes it: nothing of it stays in this one or on the GPU.
+
+    Args:
+        kind: language, or reward: the same trunk with a scalar head.
+    Raises:
+        RuntimeError: it couldn't be written, or not in time.
+    """
+    folder = models / f"{name}-{kind}"
+    if folder.exists():
+        return folder
+    if kind == "reward":
+        model_folder(name, models)
+    command = [sys.executable, "-m", "tools.bench.gpu.shapes", name, kind, str(models)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WRITE_SECONDS)
+    except subprocess.TimeoutExpired as late:
+        raise RuntimeError(f"model {name}: expected its folder within {WRITE_SECONDS:.0f} s, got none; look at the disk") from late
+    if done.returncode:
+        raise RuntimeError(f"model {name}: expected its folder, got exit code {done.returncode}:\n{done.stderr[-2000:]}")
+    return folder
+
+
+def tokenizer():
+    """One for all shapes: every word of the texts is a token, or nearly so. Models have rows for more, as Qwen's own have."""
+    from rlhf_core.models.tokenizer import build_tokenizer
+
+    return build_tokenizer((word * 3 for word in WORDS), vocab_size=TOKENS)
+
+
+def demonstrations(count: int, lengths: Lengths, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows with messages and response."""
+    return [{"messages": ask(draw, lengths), "response": say(draw, lengths.response)} for draw in _draws(count, seed)]
+
+
+def pairs(count: int, lengths: Lengths, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows with id, messages, chosen and rejected; each conversation once."""
+    return [
+        {"id": str(i), "messages": ask(draw, lengths), "chosen": say(draw, lengths.response), "rejected": say(draw, lengths.response)}
+        for i, draw in enumerate(_draws(count, seed))
+    ]
+
+
+def prompts(count: int, lengths: Lengths, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows with messages alone."""
+    return [{"messages": ask(draw, lengths)} for draw in _draws(count, seed)]
+
+
+def _draws(count: int, seed: int) -> Iterator[random.Random]:
+    return (random.Random(f"{seed} {i}") for i in range(count))
+
+
+def ask(draw: random.Random, lengths: Lengths) -> list[dict[str, str]]:
+    return [{"role": "user", "content": say(draw, lengths.prompt)}]
+
+
+def say(draw: random.Random, tokens: tuple[int, int]) -> str:
+    return "".join(draw.choices(WORDS, k=draw.randint(*tokens)))
+
+
+def configuration(name: str, tokenizer: Any) -> Any:
+    """The configuration of transformers."""
+    from transformers import Qwen2Config
+
+    shape = SHAPES[name]
+    return Qwen2Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=MAX_LENGTH,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=shape.tied,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="bfloat16",
+    )
+
+
+def write(name: str, kind: Kind, models: Path) -> None:
+    """One model, made where it is made fastest; aside until it is whole."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from rlhf_core.engines.deepspeed_engine import device
+    from rlhf_core.models.build import new_scalar_model, save_model
+
+    torch.manual_seed(0)
+    own, aside = tokenizer(), models / f"{name}-{kind}.part"
+    if kind == "reward":
+        model = new_scalar_model(models / f"{name}-language", own, trust_remote_code=False).to(torch.bfloat16)
+    else:
+        with device():
+            model = AutoModelForCausalLM.from_config(configuration(name, own), dtype=torch.bfloat16)
+        model.to("cpu")
+    shutil.rmtree(aside, ignore_errors=True)
+    save_model(model, model.state_dict(), own, aside)
+    aside.rename(models / f"{name}-{kind}")
+
+
+if __name__ == "__main__":
+    from rlhf_core.process import be_quiet
+
+    be_quiet()
+    write(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,261 @@
+"""Optimizer steps of our trainers with a clock: the loop, the engine, the losses and the micro-batches are the stages' own.
+
+All rows of a work are one batch, so that every step has the same examples and repetitions differ by the machine alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from rlhf_core.checkpoint.store import CheckpointStore
+from rlhf_core.config import Params, TrackingConfig, parse_params, read_yaml, set_key
+from rlhf_core.engines.deepspeed_engine import TrainEngine, join_world
+from rlhf_core.models.branches import can_share_prefixes
+from rlhf_core.models.build import new_scalar_model
+from rlhf_core.models.reading import find_reading
+from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch
+from rlhf_core.tracking import MetricsLog
+from rlhf_core.trainers.demonstrations import encode_demonstrations
+from rlhf_core.trainers.finetune import finetune
+from rlhf_core.trainers.preference.train import PreferenceRun, train_on_pairs
+from rlhf_core.trainers.reward import encode_comparisons, reward_phase
+from rlhf_core.trainers.supervised import LoopSettings, engine_settings, train_phase
+from tools.bench.gpu.flops import Passed
+from tools.bench.gpu.shapes import MAX_LENGTH, Lengths, demonstrations, pairs
+from tools.bench.work import PLAIN
+
+PARAMS = Path(__file__).parents[3] / "params.yaml"
+NEVER = 10**9
+WARMUP = 2  # steps before the clock starts: the optimizer's state is made in the first
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What is measured of a method, as JSON has it.
+
+    method: sft, reward or dpo. model: folder of the language model. rows: demonstrations or pairs of a batch.
+    prompt, response: lengths in tokens, (least, most). lora: section of params.yaml. flash: with flash-attn where it is installed.
+    window: steps that are timed together; repetitions: of windows.
+    """
+
+    method: str
+    model: str
+    rows: int
+    prompt: tuple[int, int]
+    response: tuple[int, int]
+    microbatch_tokens: int
+    window: int
+    repetitions: int
+    flash: bool
+    lora: dict[str, Any] | None = None
+
+    @property
+    def params(self) -> Params:
+        tree = read_yaml(PARAMS)
+        own = {"batch_size": self.rows, "learning_rate": 1e-5, "microbatch_tokens": self.microbatch_tokens, "zero_stage": 2}
+        for key, value in {**PLAIN, **own, "lora": self.lora}.items():
+            set_key(tree, f"{self.method}.{key}", value)
+        set_key(tree, "model.dtype", "bfloat16")
+        set_key(tree, "model.max_length", MAX_LENGTH)
+        return parse_params(tree)
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(tuple(self.prompt), tuple(self.response))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """seconds: of a step, one for each window. passed: in a step. attention: the model's implementation of it.
+
+    bytes: see `peak_bytes`, of the steps that are timed; load: of all before them.
+    """
+
+    seconds: list[float]
+    passed: Passed
+    attention: str
+    bytes: dict[str, float]
+    load: dict[str, float]
+
+
+class Enough(Exception):
+    """All windows are timed: the loop is left before it saves anything."""
+
+
+def measure_steps(steps: Steps) -> dict[str, Any]:
+    """`Measured` as a dict."""
+    if not steps.flash:
+        sys.modules["flash_attn"] = None  # type: ignore[assignment]  # as where it isn't installed: nobody finds it
+    join_world()
+    watch = Watch(steps)
+    with tempfile.TemporaryDirectory() as folder, watch:
+        try:
+            METHODS[steps.method](steps, Path(folder), loop(steps, Path(folder), watch))
+        except Enough:
+            return asdict(watch.measured())
+    raise AssertionError("the loop ended before its windows")
+
+
+class Watch:
+    """Asked once a step by the loop whether to stop. Sees what goes through the model in the first step, and times the others."""
+
+    def __init__(self, steps: Steps):
+        self._steps, self._done = steps, 0
+        self._edges: list[float] = []
+        self._batches: list[TokenBatch] = []
+        self._load: dict[str, float] = {}
+        self._attention = ""
+
+    def __enter__(self) -> Watch:
+        self._hook = register_module_forward_pre_hook(self._see)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def _see(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        if isinstance(module, PolicyModule | ScalarModule) and torch.is_grad_enabled():  # not so: the reference
+            self._batches.append(arguments[0])
+            self._attention = module.model.config._attn_implementation
+
+    def __call__(self) -> bool:
+        self._done += 1
+        if self._done == 1:
+            self._hook.remove()
+        if (self._done - WARMUP) % self._steps.window == 0 and self._done >= WARMUP:
+            synchronize()
+            self._edges.append(time.perf_counter())
+        if self._done == WARMUP:
+            self._load = peak_bytes()
+            reset_peak()
+        if len(self._edges) > self._steps.repetitions:
+            raise Enough
+        return False
+
+    def measured(self) -> Measured:
+        seconds = [(b - a) / self._steps.window for a, b in zip(self._edges, self._edges[1:], strict=False)]
+        assert self._batches, "no micro-batch of the first step was seen"
+        passed = sum((count(batch, pad_id=0) for batch in self._batches), Passed(0, 0, 0, 0.0, 0))
+        return Measured(seconds, passed, self._attention, peak_bytes(), self._load)
+
+
+def count(batch: TokenBatch, *, pad_id: int) -> Passed:
+    """What of a micro-batch goes through the model; no real token may be `pad_id`.
+
+    A plain sequence of n tokens has n^2 / 2 visible pairs; a branch of b tokens after a prefix of p has b p + b^2 / 2.
+    """
+    if batch.segments is None:
+        lengths = (batch.input_ids != pad_id).sum(1).double()
+        tokens, sequences, visible = lengths.sum(), lengths.sum(), (lengths**2 / 2).sum()
+    else:
+        most = int(batch.segments.max())
+        sizes = torch.stack([(batch.segments == k).sum(1) for k in range(most + 1)], 1).double()  # [B, prefix and branches]
+        prefix, branches = sizes[:, :1], sizes[:, 1:]
+        tokens, sequences = sizes.sum(), (branches + prefix * (branches > 0)).sum()
+        visible = (sizes**2 / 2).sum() + (branches * prefix).sum()
+    return Passed(int(tokens), batch.input_ids.numel(), int(sequences), float(visible), int(batch.selected.sum()))
+
+
+# The methods
+
+
+def loop(steps: Steps, folder: Path, watch: Callable[[], bool]) -> dict[str, Any]:
+    """What train_phase needs beside engine and phase."""
+
+    def curves(step: int) -> MetricsLog:
+        tracking = TrackingConfig(tensorboard_dir=None, wandb_project=None)
+        return MetricsLog(folder / "curves.csv", COLUMNS[steps.method], timings=None, tracking=tracking, run_name="gpu", first_step=step)
+
+    return {
+        "settings": LoopSettings(seed=0, checkpoint_every=NEVER, eval_every=NEVER),
+        "first_step": 0,
+        "metrics_log": curves,
+        "stop_requested": watch,
+        "checkpoints": lambda phase: CheckpointStore(folder / phase),
+    }
+
+
+def sft(steps: Steps, folder: Path, loop: dict[str, Any]) -> None:
+    params, tokenizer = steps.params, load_tokenizer(steps.model, trust_remote_code=False)
+    rows = demonstrations(steps.rows, steps.lengths)
+    train, dropped = encode_demonstrations(rows, tokenizer, max_length=MAX_LENGTH)
+    assert not dropped
+    config = params.sft.model_copy(update={"steps": total(steps)})
+    finetune(Path(steps.model), train, [], config, pad_id=tokenizer.pad_token_id, model=params.model, loop=loop)
+
+
+def reward(steps: Steps, folder: Path, loop: dict[str, Any]) -> None:
+    """As the stage train_reward puts it together."""
+    params, tokenizer = steps.params, load_tokenizer(steps.model, trust_remote_code=False)
+    section = params.reward
+    model = new_scalar_model(Path(steps.model), tokenizer, trust_remote_code=False, training_dtype=params.model.dtype)
+    shares = find_reading(model).of_tokens and can_share_prefixes(model, max_length=MAX_LENGTH)
+    rows = pairs(steps.rows, steps.lengths)
+    comparisons, dropped = encode_comparisons(rows, tokenizer, max_length=MAX_LENGTH, shares_prefix=shares)
+    assert not dropped
+    phase = reward_phase(
+        comparisons,
+        [],
+        steps=total(steps),
+        batch_size=steps.rows,
+        pad_id=tokenizer.pad_token_id,
+        microbatch_tokens=section.microbatch_tokens,
+        margin=section.margin,
+        centering_coef=section.centering_coef,
+    )
+    settings = engine_settings(section, steps=total(steps), learning_rate=section.learning_rate, dtype=params.model.dtype, seed=0)
+    train_phase(TrainEngine(ScalarModule(model), settings), phase, **loop)
+
+
+def dpo(steps: Steps, folder: Path, loop: dict[str, Any]) -> None:
+    params = steps.params
+    run = PreferenceRun(start=Path(steps.model), steps=total(steps), model=params.model, scratch=folder, loop=loop)
+    train_on_pairs(pairs(steps.rows, steps.lengths), [], params.dpo, run)
+
+
+METHODS = {"sft": sft, "reward": reward, "dpo": dpo}
+_COMMON = ("step", "phase", "loss", "learning_rate", "grad_norm")
+COLUMNS = {
+    "sft": _COMMON,
+    "reward": (*_COMMON, "accuracy"),
+    "dpo": (*_COMMON, *("reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob")),
+}
+
+
+def total(steps: Steps) -> int:
+    """Optimizer steps; one more than is timed, so that the last one, after which the loop saves, never comes."""
+    return WARMUP + steps.window * steps.repetitions + 1
+
+
+# The device
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_bytes() -> dict[str, float]:
+    """Of this process since `reset_peak`: allocated and reserved by torch on the GPU; without one resident, of the whole process, whose
+    highest can't be reset.
+    """
+    if torch.cuda.is_available():
+        return {"allocated": float(torch.cuda.max_memory_allocated()), "reserved": float(torch.cuda.max_memory_reserved())}
+    import resource
+
+    return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}

@@ -1,0 +1,65 @@
+"""Part tests: the tests that only a GPU can run, tests/gpu, with each one's outcome.
+
+python -m tools.bench.gpu.tests --out FILE.json [--rehearse]
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from rlhf_core.process import be_quiet
+from tools.bench.gpu.cases import ROOT, run_or_die
+from tools.bench.gpu.record import Record
+from tools.bench.gpu.shapes import argument_parser
+
+REASON = 300  # characters of one
+
+
+class Outcomes:
+    """A plugin of pytest: a figure for each test as soon as it is done, so that one that takes the process with it leaves the others'."""
+
+    def __init__(self, record: Record):
+        self._record = record
+        self.failures: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.rpartition("::")[2]
+        if report.failed:
+            said = report.longreprtext.strip().splitlines() or [""]
+            reason = " / ".join(line.strip() for line in said if line.startswith("E"))[:REASON] or said[-1][:REASON]
+            self._record.add(name, "s", [], f"failed in its {report.when}: {reason}")
+            self.failures.append(f"{name}: {reason}")
+        elif report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            self._record.add(name, "s", [], reason.removeprefix("Skipped: ")[:REASON])
+        elif report.when == "call":
+            self._record.add(name, "s", [report.duration], "passed")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._record.add(report.nodeid, "s", [], f"can't be collected: {report.longreprtext[-REASON:]}")
+            self.failures.append(f"{report.nodeid}: can't be collected")
+
+
+def part(record: Record, *, rehearse: bool) -> list[str]:
+    """Runs and records. Returns what failed."""
+    from tools.bench.gpu.device import require
+
+    require(rehearse=rehearse)
+    outcomes = Outcomes(record)
+    code = pytest.main([str(ROOT / "tests" / "gpu"), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "--tb=short"], plugins=[outcomes])
+    if code and not outcomes.failures:
+        return [f"pytest: expected exit code 0, got {int(code)}"]
+    return outcomes.failures
+
+
+def main() -> int:
+    be_quiet()
+    arguments = argument_parser(__doc__).parse_args()
+    return run_or_die(lambda: part(Record(arguments.out), rehearse=arguments.rehearse))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Our side: the trainers and the loop of the stages, on the DeepSpeed engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_core.checkpoint.store import CheckpointStore
+from rlhf_core.config import TrainingConfig
+from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, join_world
+from rlhf_core.models.branches import can_share_prefixes
+from rlhf_core.models.build import load_language_model, load_scalar_model
+from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.wrappers import PolicyModule, ScalarModule
+from rlhf_core.tracking import MetricsLog, Row
+from rlhf_core.trainers.demonstrations import encode_demonstrations
+from rlhf_core.trainers.preference.train import PreferenceRun, train_on_pairs
+from rlhf_core.trainers.reward import encode_comparisons, reward_phase
+from rlhf_core.trainers.sft import sft_phase
+from rlhf_core.trainers.supervised import LoopSettings, engine_settings, train_phase
+from tools.bench import ours_online
+from tools.bench.work import Run, Work
+
+
+class Watch(MetricsLog):
+    """The curves of a run, looked at as they are written."""
+
+    def __init__(self, work: Work, folder: Path, run: Run):
+        super().__init__(
+            folder / "curves.csv",
+            COLUMNS,
+            timings=folder / "timings.csv",
+            tracking=work.params.tracking,
+            run_name=work.method,
+            first_step=0,
+        )
+        self._run = run
+
+    def log(self, row: Row, timings: Row, further: Row | None = None) -> None:
+        super().log({name: value for name, value in row.items() if name in COLUMNS}, timings, further)
+        self._run.losses.append(float(row["loss"]))
+
+
+COLUMNS = ("step", "phase", "loss", "learning_rate", "grad_norm")
+
+
+def train(work: Work, folder: Path) -> Run:
+    if work.is_online:
+        return ours_online.train(work, folder, threads=torch.get_num_threads())
+    join_world()
+    run = Run()
+
+    def end_step() -> bool:
+        """Asked whether to stop, which is done once a step and before its checkpoint."""
+        run.end_step()
+        return False
+
+    TRAINERS[work.method](work, folder, loop(work, folder, run, end_step))
+    return run
+
+
+def loop(work: Work, folder: Path, run: Run, end_step: Callable[[], bool]) -> dict[str, Any]:
+    """What train_phase needs beside engine and phase."""
+    return {
+        "settings": LoopSettings(work.params.seed, checkpoint_every=work.steps + 1, eval_every=work.steps + 1),
+        "first_step": 0,
+        "metrics_log": lambda _: Watch(work, folder, run),
+        "stop_requested": end_step,
+        "checkpoints": lambda phase: CheckpointStore(folder / phase),
+    }
+
+
+def sft(work: Work, folder: Path, loop: dict[str, Any]) -> None:
+    params = work.params
+    tokenizer = load_tokenizer(work.model, trust_remote_code=False)
+    train, dropped = encode_demonstrations(work.read_rows(), tokenizer, max_length=params.model.max_length)
+    assert not dropped
+    phase = sft_phase("sft", train, [], **common(work, params.sft, tokenizer.pad_token_id))
+    engine = TrainEngine(PolicyModule(load_language_model(work.model)), settings(work, params.sft))
+    train_phase(engine, phase, **loop)
+
+
+def reward(work: Work, folder: Path, loop: dict[str, Any]) -> None:
+    params = work.params
+    model = load_scalar_model(work.model)
+    rows = [{"id": str(number), **row} for number, row in enumerate(work.read_rows())]
+    comparisons, dropped = encode_comparisons(
+        rows,
+        load_tokenizer(work.model, trust_remote_code=False),
+        max_length=params.model.max_length,
+        shares_prefix=can_share_prefixes(model, max_length=params.model.max_length),
+    )
+    assert not dropped and len(comparisons) == len(rows)
+    section = params.reward
+    phase = reward_phase(
+        comparisons, [], margin=section.margin, centering_coef=section.centering_coef, **common(work, section, model.config.pad_token_id)
+    )
+    engine = TrainEngine(ScalarModule(model), settings(work, section))
+    train_phase(engine, phase, **loop)
+
+
+def dpo(work: Work, folder: Path, loop: dict[str, Any]) -> None:
+    params = work.params
+    run = PreferenceRun(start=Path(work.model), steps=work.steps, model=params.model, scratch=folder, loop=loop)
+    trained = train_on_pairs(work.read_rows(), [], params.dpo, run)
+    assert not trained.metrics["dropped_too_long"]
+
+
+def common(work: Work, section: TrainingConfig, pad_id: int) -> dict[str, int]:
+    return {"steps": work.steps, "batch_size": work.batch_size, "pad_id": pad_id, "microbatch_tokens": section.microbatch_tokens}
+
+
+def settings(work: Work, section: TrainingConfig) -> EngineSettings:
+    params = work.params
+    return engine_settings(section, steps=work.steps, learning_rate=section.learning_rate, dtype=params.model.dtype, seed=params.seed)
+
+
+TRAINERS = {"sft": sft, "reward": reward, "dpo": dpo}

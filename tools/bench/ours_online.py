@@ -1,0 +1,101 @@
+"""Our side of the online methods: the RL job as the stage submits it, on a Ray head of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from rlhf_core.checkpoint.store import StoreSettings
+from rlhf_core.data.schema import write_rows
+from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
+from rlhf_core.trainers.rl.job import RlJob
+from tools.bench.driver import CLOCK
+from tools.bench.work import Run, Work
+
+ROOT = Path(__file__).parents[2]
+
+
+def train(work: Work, folder: Path, *, threads: int) -> Run:
+    timings(work, folder, threads=threads)
+    return Run(losses=[row["score_mean"] for row in read_csv(folder / "curves.csv", "score_mean")], ends=read_clock(folder)["ends"])
+
+
+def timings(work: Work, folder: Path, *options: str, threads: int) -> list[dict[str, float]]:
+    """Of each step: seconds, and seconds_<phase> of each of its phases. options: of tools.bench.driver."""
+    job = describe(work, folder, threads=threads)
+    job.write(folder / "job.json")
+    (folder / "work.json").write_text(json.dumps(asdict(work)))
+    driver = [sys.executable, "-m", "tools.bench.driver", str(folder / "job.json"), str(folder / "work.json"), *options]
+    with submit(work, folder, driver, threads=threads):
+        return read_csv(Path(job.timings), "seconds")
+
+
+@contextlib.contextmanager
+def submit(work: Work, folder: Path, driver: list[str], *, threads: int) -> Iterator[None]:
+    """Run a driver as the stage does, on a Ray head of its own, which is there until the context is left.
+
+    Raises:
+        RuntimeError: the driver's exit code isn't 0.
+    """
+    rl, cluster, output = work.params.rl, work.params.cluster, []
+    with local_head(cpus=max(rl.trainer.ranks + rl.rollout.engines, threads), start_timeout=cluster.start_timeout) as address:
+        code = run_job(
+            address,
+            shlex.join(driver),
+            fingerprint=folder.name,
+            environment={"PYTHONPATH": python_path(ROOT)},
+            start_timeout=cluster.start_timeout,
+            silence_timeout=cluster.silence_timeout,
+            pulse=folder / "pulse",  # where a job with this folder has it
+            on_output=output.append,
+            stop_requested=lambda: False,
+        )
+        if code:
+            raise RuntimeError(f"RL job: expected exit code 0, got {code}:\n{''.join(output)[-3000:]}")
+        yield
+
+
+def describe(work: Work, folder: Path, *, threads: int) -> RlJob:
+    """With the rows' conversations as prompts."""
+    params, prepared = work.params, folder / "prepared"
+    prompts = [
+        {"id": str(i), "source": "bench", "split": "train", "messages": row["messages"], "label": None}
+        for i, row in enumerate(work.read_rows())
+    ]
+    write_rows(prepared, "prompt", prompts)
+    return RlJob(
+        seed=params.seed,
+        model=params.model,
+        train_on=params.sft.train_on,
+        train_on_thoughts=params.sft.train_on_thoughts,
+        rl=params.rl,
+        tracking=params.tracking,
+        threads=threads,
+        run_name=work.method,
+        prepared=str(prepared),
+        sft_model=work.model,
+        reward_model=None,
+        scorer_models={},
+        source_judges={},
+        work=str(folder),
+        checkpoints=StoreSettings(),
+        output=str(folder / "policy"),
+        timings=str(folder / "timings.csv"),
+    )
+
+
+def read_clock(folder: Path) -> dict[str, list[float]]:
+    """What tools.bench.driver has written."""
+    return json.loads((folder / CLOCK).read_text())
+
+
+def read_csv(path: Path, *prefixes: str) -> list[dict[str, float]]:
+    """The columns whose names begin so."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{name: float(value) for name, value in row.items() if name.startswith(prefixes)} for row in csv.DictReader(file)]

@@ -1,0 +1,266 @@
+"""Our speed beside TRL's: python -m tools.bench.peers [--cases ...] [--models small medium] [--rounds N] ...
+
+Both sides do the same work (work.py) in turn, each time in a fresh process: ours, theirs, ours, theirs. What counts is the time from
+the end of the warm-up to the end of the last step; loading, tokenizing and TRL's and our precomputed reference are outside of it. A round
+whose losses differ stops the run. Writes peers.json, peers.md and peers.svg into --out, after each case anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import ArchitectureConfig, ClerkConfig, ModelConfig, load_params
+from rlhf_core.data.clerk.generator import clerk_rows
+from rlhf_core.process import be_quiet
+from tools.bench.work import ONLINE, RESPONSE_TOKENS, Run, Work, works_to_json, write_jsonl
+
+ROOT = Path(__file__).parents[2]
+SIDES = ("ours", "theirs")
+# Responses are drawn while the step before is trained, for which TRL's trainers have no option. An end token may come.
+AHEAD = {"rollout.one_step_off_policy": True, "rollout.engines": 1, "rollout.min_new_tokens": 0}
+PYTORCH = {"rollout.backend": "pytorch", "trainer.ranks": 2}
+# RLOO has the KL in the reward, for which the old log-probabilities are needed before the update: here the engine's, of which an eighth is
+# compared with the trainer's. It must draw from the whole distribution, so that an end token may come, as on TRL's side.
+TRUSTED = {"rollout.min_new_tokens": 0, "rollout.recomputed_fraction": 0.125}
+# What is measured: the method, and what it has on top of its section of params.yaml.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("sft", {}),
+    "reward": ("reward", {}),
+    "dpo, reference precomputed": ("dpo", {"nll_coef": 0.0}),
+    "dpo, reference live": ("dpo", {"nll_coef": 0.0, "reference": "live"}),
+    "grpo": ("grpo", {}),
+    "rloo": ("rloo", {}),
+    "grpo, PyTorch rollouts": ("grpo", PYTORCH),
+    "rloo, PyTorch rollouts": ("rloo", PYTORCH | TRUSTED),
+    "grpo, one step off policy": ("grpo", AHEAD),
+    "rloo, one step off policy": ("rloo", AHEAD),
+}
+MODELS = {
+    "small": ArchitectureConfig(hidden_size=96, intermediate_size=256, layers=3, heads=3, vocab_size=390),  # 0.4 M parameters
+    "medium": ArchitectureConfig(hidden_size=256, intermediate_size=704, layers=6, heads=4, vocab_size=390),  # 5 M
+}
+ROWS = 2048
+LONGEST_RESPONSE = 60  # characters; with its prompt never more tokens than model.max_length
+COMPARED_STEPS = 15  # after some 30, reward training on two threads was seen 2e-3 apart
+LOSS_TOLERANCE = 1e-3  # longer runs than the test of the curves has, and other thread counts: rounding adds up
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Folders of the models and files of the rows, made once for all runs."""
+
+    folder: Path
+
+    def work(self, case: str, model: str, *, steps: int, batch_size: int) -> Work:
+        method, overrides = CASES[case]
+        kind = "reward" if method == "reward" else "language"
+        rows = "demonstrations" if method == "sft" else "pairs"
+        return Work(method, str(self.folder / model / kind), str(self.folder / f"{rows}.jsonl"), steps, batch_size, overrides)
+
+
+def main() -> None:
+    arguments = parse()
+    be_quiet()
+    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = make_inputs(Path(folder), arguments.models)
+        for model in arguments.models:
+            for case in arguments.cases:
+                work, warmup = sized(inputs, case, model, arguments)
+                speeds = measure(work, arguments.rounds, warmup, environment)
+                found.append({"model": model, "case": case, "tokens_per_sample": tokens_per_sample(work), **summary(speeds)})
+                print(line(found[-1]), flush=True)
+                write(arguments, found)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["small"])
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
+    parser.add_argument("--steps", type=int, default=25, help="optimizer steps that are timed")
+    parser.add_argument("--warmup", type=at_least_one, default=5, help="optimizer steps before them")
+    parser.add_argument("--batch-size", type=int, default=64, help="demonstrations or pairs per optimizer step")
+    parser.add_argument("--online-steps", type=int, default=12, help="the same of cases that draw responses")
+    parser.add_argument("--online-warmup", type=at_least_one, default=4)
+    parser.add_argument("--samples", type=int, default=256, help="responses per step of theirs")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench")
+    return parser.parse_args()
+
+
+def at_least_one(text: str) -> int:
+    """A number of steps before the timed ones: the clock starts at the end of the last of them."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return int(text)
+
+
+def sized(inputs: Inputs, case: str, model: str, arguments: argparse.Namespace) -> tuple[Work, int]:
+    """A case's work, and how many of its steps are warm-up."""
+    if CASES[case][0] in ONLINE:
+        steps, warmup, size = arguments.online_steps, arguments.online_warmup, arguments.samples
+    else:
+        steps, warmup, size = arguments.steps, arguments.warmup, arguments.batch_size
+    return inputs.work(case, model, steps=warmup + steps, batch_size=size), warmup
+
+
+def tokens_per_sample(work: Work) -> float:
+    """Mean over the rows, a pair's prompt counted with each of its responses; of an online method with responses of RESPONSE_TOKENS."""
+    from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, load_tokenizer
+
+    tokenizer = load_tokenizer(work.model, trust_remote_code=False)
+
+    def tokens(row: dict[str, Any]) -> int:
+        if work.is_online:
+            return len(encode_prompt(tokenizer, row["messages"])) + RESPONSE_TOKENS
+        responses = [row[side] for side in ("response", "chosen", "rejected") if side in row]
+        return sum(len(encode_conversation(tokenizer, row["messages"], response)[0]) for response in responses)
+
+    return statistics.mean(map(tokens, work.read_rows()))
+
+
+def make_inputs(folder: Path, models: list[str]) -> Inputs:
+    """The built-in data, one response or pair for each conversation, and fresh models with a tokenizer trained on it."""
+    from rlhf_core.models.build import new_language_model, new_scalar_model, save_model
+    from rlhf_core.models.tokenizer import build_tokenizer
+
+    params = load_params(ROOT / "params.yaml")
+    clerk: ClerkConfig = params.data.sources[0].clerk
+    demonstrations = one_each(clerk_rows(clerk, "sft", params.seed), ("response",))
+    pairs = one_each(clerk_rows(clerk, "preference", params.seed), ("chosen", "rejected"))
+    write_jsonl(folder / "demonstrations.jsonl", demonstrations)
+    write_jsonl(folder / "pairs.jsonl", pairs)
+    texts = [text for row in demonstrations for text in (row["messages"][0]["content"], row["response"])]
+    for model in models:
+        shape = MODELS[model]
+        tokenizer = build_tokenizer(texts, vocab_size=shape.vocab_size)
+        config: ModelConfig = params.model.model_copy(update={"architecture": shape, "path": None})
+        language_model = new_language_model(config, tokenizer, seed=params.seed)
+        save_model(language_model, language_model.state_dict(), tokenizer, folder / model / "language")
+        scalar_model = new_scalar_model(folder / model / "language", tokenizer, trust_remote_code=False)
+        save_model(scalar_model, scalar_model.state_dict(), tokenizer, folder / model / "reward")
+    return Inputs(folder)
+
+
+def one_each(rows: list[dict[str, Any]], sides: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The first row of each of ROWS conversations. Responses that may not fit, garbled by repetition, are left out on both sides."""
+    first: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if all(len(row[side]) <= LONGEST_RESPONSE for side in sides):
+            first.setdefault(json.dumps(row["messages"]), row)
+    return list(first.values())[:ROWS]
+
+
+def measure(work: Work, rounds: int, warmup: int, environment: dict[str, str]) -> dict[str, dict[str, list[float]]]:
+    """Samples (demonstrations or pairs) per second of each side's runs, which take turns, by the clock and by computing time.
+
+    Raises:
+        RuntimeError: the sides' losses differ.
+    """
+    speeds: dict[str, dict[str, list[float]]] = {clock: {side: [] for side in SIDES} for clock in ("clock", "cpu")}
+    samples = (work.steps - warmup) * work.batch_size
+    for _ in range(rounds):
+        runs = {side: run(side, work, environment) for side in SIDES}
+        losses = list(zip(runs["ours"].losses, runs["theirs"].losses, strict=True))[:COMPARED_STEPS]
+        difference = max(abs(a - b) for a, b in losses)
+        if not work.is_online and not difference < LOSS_TOLERANCE:
+            raise RuntimeError(f"{work.method}: expected equal losses, got a difference of {difference:.2g}; the works differ")
+        for side, made in runs.items():
+            for clock, ends in (("clock", made.ends), ("cpu", made.cpu_ends)):
+                if ends:
+                    speeds[clock][side].append(samples / (ends[-1] - ends[warmup - 1]))
+    return {clock: sides for clock, sides in speeds.items() if all(sides.values())}
+
+
+def run(side: str, work: Work, environment: dict[str, str]) -> Run:
+    with tempfile.TemporaryDirectory() as folder:
+        works, runs = Path(folder) / "works.json", Path(folder) / "runs.json"
+        works.write_text(works_to_json([work]))
+        command = [sys.executable, "-m", "tools.bench.side", side, str(works), str(runs)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{side} {work.method}: expected a run, got exit code {done.returncode}:\n{done.stderr[-4000:]}")
+        return Run(**json.loads(runs.read_text())[0])
+
+
+def summary(speeds: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    """Per clock all values, their medians, the ratio of the medians, and each round's ratio."""
+    found = {}
+    for clock, sides in speeds.items():
+        medians = {side: statistics.median(values) for side, values in sides.items()}
+        ratios = [a / b for a, b in zip(sides["ours"], sides["theirs"], strict=True)]
+        found[clock] = {
+            "samples_per_second": sides,
+            "medians": medians,
+            "ratio": medians["ours"] / medians["theirs"],
+            "ratios": ratios,
+        }
+    return found
+
+
+def line(row: dict[str, Any]) -> str:
+    clock = row["clock"]
+    cells = [row["model"], row["case"]]
+    for side in SIDES:
+        runs = clock["samples_per_second"][side]
+        cells.append(f"{clock['medians'][side]:.0f} ({min(runs):.0f} to {max(runs):.0f})")
+    cells += [f"{clock['medians'][side] * row['tokens_per_sample']:.0f}" for side in SIDES]
+    for found in (clock, row.get("cpu")):
+        cells.append(f"{found['ratio']:.2f} ({min(found['ratios']):.2f} to {max(found['ratios']):.2f})" if found else "")
+    return f"| {' | '.join(cells)} |"
+
+
+def write(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> None:
+    import torch
+    import trl
+
+    about = {
+        "trl": trl.__version__,
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "load_at_the_end": os.getloadavg()[0],
+        **{key: value for key, value in vars(arguments).items() if key not in ("cases", "models", "out")},
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "peers.json").write_text(json.dumps({"about": about, "results": found}, indent=2) + "\n")
+    columns = ("model", "case", "ours, samples/s", "TRL, samples/s", "ours, tokens/s", "TRL, tokens/s", "ratio", "ratio by computing time")
+    head = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
+    note = f"Medians of {arguments.rounds} runs (lowest to highest); " + ", ".join(f"{k} {v}" for k, v in about.items()) + ".\n"
+    (arguments.out / "peers.md").write_text(head + "\n".join(map(line, found)) + "\n\n" + note)
+    draw(found, arguments.out / "peers.svg")
+
+
+def draw(found: list[dict[str, Any]], path: Path) -> None:
+    """Our speed over the peer's: a dot for each round, a bar up to the ratio of the medians."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 0.6 + 0.4 * len(found)), layout="constrained")
+    for place, row in enumerate(found):
+        ratios = row["clock"]["ratios"]
+        axis.barh(place, row["clock"]["ratio"], height=0.6, color="#9db8d9")
+        axis.plot(ratios, [place] * len(ratios), "o", color="#1f4e8c", markersize=4, gid=f"rounds-{place}")
+    axis.axvline(1, color="black", linewidth=1)
+    axis.set_yticks(range(len(found)), labels=[f"{row['case']}, {row['model']}" for row in found])
+    axis.invert_yaxis()
+    axis.set(xlabel="samples per second, ours over TRL's: ratio of the medians, and of each round", xlim=(0, None))
+    with matplotlib.rc_context({"svg.hashsalt": "peers", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

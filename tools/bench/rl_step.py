@@ -1,0 +1,60 @@
+"""RL steps in one process, without Ray between rollout engine and trainer: what a step of so many prompts takes."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from tools.bench.ours_online import describe
+from tools.bench.peers import make_inputs
+from tools.bench.variety import of_texts
+
+STEPS, WARMUP = 6, 2
+
+
+def rl_step(prompts: int) -> tuple[float, float, int]:
+    """Median computing time of a step of RLOO on the benchmark's small model, in seconds; the largest resident set in GB; responses."""
+    from rlhf_core.engines.pytorch_engine import PytorchEngine
+    from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
+    from rlhf_core.trainers.rl.advantages import RewardNormalizer, assign_credit
+    from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, read_prompts, sequences_of
+    from rlhf_core.trainers.rl.minibatch import plan_update
+    from rlhf_core.trainers.rl.rank import TrainerRank
+    from rlhf_core.trainers.rl.rollouts import sampling_settings
+    from rlhf_core.types import Rollout, ScoredRollout
+
+    with tempfile.TemporaryDirectory() as folder:
+        work = make_inputs(Path(folder), ["small"]).work("rloo", "small", steps=STEPS, batch_size=4 * prompts)
+        job = describe(work, Path(folder) / "job", threads=1)
+        rl, tokenizer = job.rl, load_tokenizer(job.sft_model, trust_remote_code=False)
+        engine = PytorchEngine(
+            job.sft_model, max_length=job.model.max_length, dtype=job.model.dtype, kv_cache_gib=rl.rollout.kv_cache_gib,
+            max_concurrent_sequences=rl.rollout.max_concurrent_sequences, threads=1, trust_remote_code=False,
+            gpu_memory_fraction=rl.rollout.gpu_memory_fraction,
+        )  # fmt: skip
+        rank = TrainerRank(0, 1, job)
+        rank.connect(*rank.address())
+        stream, demonstrations = PromptStream(read_prompts(job, "train"), rl.prompt_weights, seed=job.seed), DemonstrationStream(job)
+        seconds = []
+        for step in range(STEPS):
+            began = time.process_time()
+            asked = stream.take(step * prompts, prompts)
+            how = {"stop_ids": stop_ids(tokenizer, job.sft_model), "group_size": rl.group_size}
+            groups = engine.generate([p.prompt_ids for p in asked], list(range(prompts)), sampling_settings(rl), **how)
+            rollouts = [
+                Rollout(prompt, s.response_ids, s.logprobs, s.finished, group_id=i, policy_version=step)
+                for i, (prompt, group) in enumerate(zip(asked, groups, strict=True))
+                for s in group
+            ]
+            scores = of_texts(tokenizer.batch_decode([r.response_ids for r in rollouts]))
+            scored = [ScoredRollout(r, {"variety": score}) for r, score in zip(rollouts, scores, strict=True)]
+            batch = collate(scored, rank.forward(*sequences_of(rollouts)), tokenizer.pad_token_id, None)
+            credited, _ = assign_credit(batch, rl, RewardNormalizer(rl.reward), kl_coef=rl.kl.coef)
+            (plan,) = plan_update(credited, demonstrations, rl, seed=job.seed, step=step)
+            rank.update(plan, kl_coef=rl.kl.coef, train_policy=True)
+            engine.load_weights(rank.weights(), step + 1)
+            seconds.append(time.process_time() - began)
+    return statistics.median(seconds[WARMUP:]), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 4 * prompts

@@ -1,0 +1,124 @@
+"""The work that both sides do: a model folder, rows, steps, and a section of params.yaml that says how."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_core.config import Params, parse_params, read_yaml, set_key
+from rlhf_core.data.batching import batch_indices
+
+Method = Literal["sft", "reward", "dpo", "grpo", "rloo"]
+ONLINE = ("grpo", "rloo")
+DEFAULTS = Path(__file__).parents[2] / "params.yaml"
+# A constant learning rate from the first step on, and nothing but optimizer steps.
+PLAIN: dict[str, Any] = {
+    "warmup_fraction": 0.0,
+    "min_learning_rate_fraction": 1.0,
+    "checkpoint_every": 10**9,
+    "eval_every": 10**9,
+    "max_grad_norm": 1.0,
+}
+# Of an online method: responses of equal length, one optimizer step for each batch, and neither checkpoints nor monitors.
+RESPONSE_TOKENS = 24
+REWARD = str(Path(__file__).parent / "variety.py")
+PLAIN_ONLINE: dict[str, Any] = {
+    "learning_rate": 1e-4,
+    "warmup_steps": 0,
+    "rollout.max_new_tokens": RESPONSE_TOKENS,
+    "rollout.min_new_tokens": RESPONSE_TOKENS - 1,  # the last may be the end token
+    "kl.coef": 0.05,
+    "reward.scorers": [{"name": "variety", "kind": "function", "path": f"{REWARD}:variety", "weight": 1.0, "normalization": "none"}],
+    "reward.no_eos_penalty": 0.0,
+    "checkpoint_every": 10**9,
+}
+# Where TRL has the KL.
+KL = {"grpo": {"kl.placement": "loss", "kl.estimator": "k3"}, "rloo": {"kl.placement": "reward", "kl.estimator": "k1"}}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Optimizer steps of one method.
+
+    model: folder of the language model, or of the reward model where the method is reward, with its tokenizer.
+    rows: JSONL; messages, and response, or chosen and rejected, or neither. No conversation occurs twice, so that our reward trainer, which
+        keeps a conversation's pairs together, sees single pairs as TRL does.
+    batch_size: demonstrations, pairs or responses per optimizer step.
+    overrides: of the method's section of params.yaml, on top of PLAIN or PLAIN_ONLINE.
+    """
+
+    method: Method
+    model: str
+    rows: str
+    steps: int
+    batch_size: int
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def params(self) -> Params:
+        tree = read_yaml(DEFAULTS)
+        if self.is_online:
+            section, size = "rl", {"algorithm": self.method, "samples_per_step": self.batch_size, "minibatch_size": self.batch_size}
+            settings = {**PLAIN_ONLINE, **KL[self.method], **size, "steps": self.steps}
+            set_key(tree, "rl.monitor", dict.fromkeys(tree["rl"]["monitor"]))
+        else:
+            section, settings = self.method, {**PLAIN, "batch_size": self.batch_size}
+        for key, value in {**settings, **self.overrides}.items():
+            set_key(tree, f"{section}.{key}", value)
+        return parse_params(tree)
+
+    @property
+    def is_online(self) -> bool:
+        """Whether responses are sampled: losses of two sides then differ."""
+        return self.method in ONLINE
+
+    def read_rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in Path(self.rows).read_text(encoding="utf-8").splitlines()]
+
+    def drawn_rows(self) -> list[dict[str, Any]]:
+        """The rows of all steps in the order in which our loop draws them."""
+        rows = self.read_rows()
+        seed = self.params.seed
+        return [
+            rows[i]
+            for step in range(self.steps)
+            for i in batch_indices(step, batch_size=self.batch_size, num_examples=len(rows), seed=seed)
+        ]
+
+
+@dataclass
+class Run:
+    """What came of a work: the loss of each optimizer step (online: the mean reward), and two clocks at its end, in seconds.
+
+    ends: the time of day's clock, what a user waits for.
+    cpu_ends: the process's computing time over all threads, which other processes on the machine hardly change; none of an online
+        method on our side, which has several processes.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    cpu_ends: list[float] = field(default_factory=list)
+
+    def end_step(self) -> None:
+        self.ends.append(time.perf_counter())
+        self.cpu_ends.append(time.process_time())
+
+
+Side = Callable[[Work, Path], Run]  # the folder is for what the side writes
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def works_to_json(works: list[Work]) -> str:
+    return json.dumps([asdict(work) for work in works])
+
+
+def works_from_json(text: str) -> list[Work]:
+    return [Work(**work) for work in json.loads(text)]

@@ -1,0 +1,1 @@
+"""What is installed, whether it fits together, and what is missing."""

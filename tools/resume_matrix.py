@@ -1,0 +1,324 @@
+"""The resume matrix: python -m tools.resume_matrix [--only WORD ...] [--seed N] [--folder F] [--list]; docs/resume.md has its table.
+
+Each cell runs a real training stage of a small chain twice: once undisturbed, and once killed by SIGKILL after a step that the seed draws
+and then run again. All certificates, the final weights, curves and metrics of both must be the same. Supervised stages are forked from one
+process that has imported everything; RL stages share one Ray head, and what is killed is the job's driver. Exits with 1 when a cell fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
+from small_chain import SMALL, SMALL_CLERK, change_params, make_chain, run
+
+from rlhf_core.checkpoint.digest import differences, read_certificate
+
+DOCS = Path(__file__).parents[1] / "docs" / "resume.md"
+MARKS = ("<!-- resume matrix -->\n", "<!-- end of the resume matrix -->\n")
+LIMIT = 400.0  # seconds for one run of a stage
+LINKED = ("rlhf_core", "tasks", "rewards", "flows", "rounds", "dvc.yaml", "baselines.json")
+OUTS = {"train_sft": ("models/sft",), "train_reward": ("models/reward",), "train_policy": ("models/policy",)}
+ALGORITHMS = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax")
+LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
+RL = {  # everything that has a state is on: an adaptive coefficient, running statistics, the best policy, monitors
+    "steps": 6,
+    "samples_per_step": 16,
+    "minibatch_size": 8,
+    "checkpoint_every": 2,
+    "kl": {"target": 1.0, "horizon": 500},
+    "reward": {"scorers": {0: {"normalization": "running"}}},
+    "evaluation": {"every": 2, "prompts": 8, "keep_best": True},
+}
+SHORT = {"steps": 14, "batch_size": 8, "checkpoint_every": 3, "eval_every": 4}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """changes: over the small chain's params. steps: rows of its curves."""
+
+    name: str
+    stage: str
+    module: str
+    changes: dict[str, Any]
+    steps: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a cell has shown. problems: empty where nothing differs."""
+
+    cell: str
+    killed_after: int
+    went_on_from: str
+    certificates: int
+    seconds: float
+    problems: list[str] = field(default_factory=list)
+
+
+def all_cells() -> list[Cell]:
+    """What covers most stands first."""
+    supervised = []
+    for zero in (0, 2, 3):
+        section = {"zero_stage": zero}
+        sft = SHORT | section | {"pretrain": {"steps": 8, "batch_size": 8}}
+        supervised.append(Cell(f"sft, ZeRO {zero}", "train_sft", "train_sft", {"sft": sft}, 22))
+        reward = {"epochs": 1.0, "checkpoint_every": 3, "eval_every": 4} | section
+        supervised.append(Cell(f"reward, ZeRO {zero}", "train_reward", "train_reward", {"reward": reward}, 0))
+        for method in ("dpo", "kto"):
+            changes = {"alignment": {"method": method}, method: SHORT | section}
+            supervised.append(Cell(f"{method}, ZeRO {zero}", "train_policy", f"train_{method}", changes, 14))
+    lora = SHORT | {"lora": LORA | {"dropout": 0.1}, "pretrain": {"steps": 4, "batch_size": 8}}
+    supervised.append(Cell("sft, LoRA", "train_sft", "train_sft", {"sft": lora}, 18))
+    rl = [rl_cell("ppo", 2, 2), rl_cell("grpo", 1, 0), rl_cell("ppo", 1, 0), rl_cell("ppo", 2, 0), rl_cell("ppo", 2, 3)]
+    rl += [rl_cell(name, 1, 0) for name in ALGORITHMS[2:]]
+    rl += [rl_cell("grpo", 1, 0, lora=True), rl_cell("grpo", 2, 2), rl_cell("grpo", 1, 3), rl_cell("ppo", 1, 2)]
+    rl += [rl_cell(name, 2, 0) for name in ALGORITHMS[1:]]
+    rl += [rl_cell(name, 1, 0, ahead=True) for name in ("grpo", "ppo")]
+    rl += [rl_cell(name, 1, 0, one_step=True) for name in ("grpo", "ppo")]
+    scores = {"ppo": {"critic_init": "reward_model"}, "reward": {"scorers": {0: {"normalization": "initial"}}}}
+    alone = rl_cell("ppo", 1, 0)
+    rl += [replace(alone, name=f"{alone.name}, the critic from scores", changes={"rl": alone.changes["rl"] | scores})]
+    return supervised + rl
+
+
+def rl_cell(algorithm: str, ranks: int, zero: int, *, lora: bool = False, ahead: bool = False, one_step: bool = False) -> Cell:
+    changes = RL | {"algorithm": algorithm, "trainer": {"ranks": ranks, "zero_stage": zero}, "lora": LORA if lora else None}
+    changes["rollout"] = changes.get("rollout", {}) | {"one_step_off_policy": ahead}
+    if one_step:
+        changes["minibatch_size"] = RL["samples_per_step"]
+    name = f"{algorithm}, {ranks} rank{'s' * (ranks > 1)}, ZeRO {zero}{', LoRA' * lora}{', one step off policy' * ahead}"
+    name += ", one optimizer step a batch" * one_step
+    return Cell(name, "train_policy", "train_rl", {"rl": changes}, RL["steps"])
+
+
+# A run of a stage
+
+
+def make_workspace(base: Path, folder: Path, cell: Cell, address: str | None) -> Path:
+    """The finished chain's code, data and models as links, and room for what the stage makes."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    shutil.copy(base / "params.yaml", folder)
+    change_params(folder, cell.changes, {"checkpoints": {"keep_last": 1000}, "cluster": {"address": address, "threads": 1}})
+    for name in LINKED:
+        (folder / name).symlink_to(base / name)
+    for top in ("data", "models", "metrics"):
+        (folder / top).mkdir()
+        for path in (base / top).iterdir():
+            if f"{top}/{path.name}" not in OUTS[cell.stage] and path.stem != cell.stage:
+                (folder / top / path.name).symlink_to(path)
+    return folder
+
+
+def run_stage(workspace: Path, module: str, watch: Callable[[Path], bool] = lambda _: False) -> int:
+    """Run a stage until it ends, or until `watch` has killed it. Returns its exit code, or minus the signal's number.
+
+    RL has a process from the start: the client of a Ray head doesn't outlive a fork.
+    """
+    if module == "train_rl":
+        with (workspace / "log").open("a") as log:
+            command = [sys.executable, "-m", f"tasks.{module}"]
+            child = subprocess.Popen(command, cwd=workspace, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT).pid
+    else:
+        child = os.fork()
+        if child == 0:
+            _be_stage(workspace, module)
+    until = time.monotonic() + LIMIT
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until or watch(workspace):
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.004)
+
+
+def _be_stage(workspace: Path, module: str) -> None:
+    code = 99
+    try:
+        os.chdir(workspace)
+        with open("log", "a") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        importlib.import_module(f"tasks.{module}").main()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def rows_done(workspace: Path) -> int:
+    return max((path.read_bytes().count(b"\n") - 1 for path in workspace.glob("scratch/*/*/curves.csv")), default=0)
+
+
+class Killer:
+    """Kills the stage, or an RL job's driver, some time after a row of the curves was written: before, in or after a checkpoint."""
+
+    def __init__(self, after: int, delay: float, *, driver: bool):
+        self._after, self._delay, self._driver = after, delay, driver
+        self._at: float | None = None
+        self.done = False
+
+    def __call__(self, workspace: Path) -> bool:
+        if self.done:
+            return False
+        if self._at is None and rows_done(workspace) >= self._after:
+            self._at = time.monotonic() + self._delay
+        if self._at is None or time.monotonic() < self._at:
+            return False
+        if self._driver:
+            for process in psutil.process_iter(["cmdline"]):
+                line = process.info["cmdline"] or []
+                if "rlhf_core.trainers.rl.driver" in line and str(workspace) in " ".join(line):
+                    process.kill()
+        self.done = True
+        return not self._driver
+
+
+# A cell
+
+
+def try_out(cell: Cell, base: Path, folder: Path, seed: int, address: str | None) -> Row:
+    started, drawn = time.monotonic(), random.Random(f"{seed} {cell.name}")
+    whole = make_workspace(base, folder / "whole", cell, address)
+    problems = [f"undisturbed: exit code {code}"] if (code := run_stage(whole, cell.module)) else []
+    steps = (whole / f"plots/{cell.stage}.csv").read_bytes().count(b"\n") - 1 if not problems else cell.steps
+    after = drawn.randrange(1, steps)
+    killed = make_workspace(base, folder / "killed", cell, address)
+    killer = Killer(after, drawn.uniform(0, 1.0 if cell.module == "train_rl" else 0.1), driver=cell.module == "train_rl")
+    if not problems:
+        if run_stage(killed, cell.module, killer) == 0:
+            problems.append("it ended before it was killed")
+        reached = rows_done(killed)
+        problems += [f"run again: exit code {code}"] if (code := run_stage(killed, cell.module)) else []
+    said = (killed / "log").read_text(errors="replace") if (killed / "log").exists() else ""
+    went_on = re.findall(r"(\w+): going on from the checkpoint of step (\d+)", said)
+    number, differing = (0, []) if problems else compare(whole, killed, cell.stage)
+    where = f"{went_on[-1][0]} {went_on[-1][1]}" if went_on else "the start"
+    return Row(cell.name, after if problems else reached, where, number, round(time.monotonic() - started), problems + differing)
+
+
+def compare(whole: Path, killed: Path, stage: str) -> tuple[int, list[str]]:
+    """How many certificates both have, and what differs in them, in weights, curves and metrics."""
+    found, problems = certificates(whole, stage), []
+    if found.keys() != certificates(killed, stage).keys():
+        problems.append(f"certificates of {sorted(found)} and of {sorted(certificates(killed, stage))}")
+    else:
+        for name, path in found.items():
+            differing = differences(read_certificate(path), read_certificate(certificates(killed, stage)[name]))
+            problems += [f"{name}: {differing[0]}"] if differing else []
+    for name in (*OUTS[stage], f"plots/{stage}.csv", f"metrics/{stage}.json"):
+        if content(whole / name) != content(killed / name):
+            problems.append(f"{name} differs")
+    return len(found), problems
+
+
+def certificates(workspace: Path, stage: str) -> dict[str, Path]:
+    top = workspace / "reports/certificates" / stage
+    return {str(path.parent.relative_to(top)): path for path in sorted(top.rglob("certificate.json"))}
+
+
+def content(path: Path) -> dict[str, str]:
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return {str(p.relative_to(path)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+# All of them
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.resume_matrix", description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[], help="words that a cell's name must have")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="of the chain and of the results; kept, and gone on with")
+    parser.add_argument("--list", action="store_true")
+    chosen = parser.parse_args()
+    cells = [cell for cell in all_cells() if all(word in cell.name for word in chosen.only)]
+    if chosen.list:
+        sys.stdout.write("\n".join(cell.name for cell in cells) + "\n")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="rlm") as temporary:
+        folder = (chosen.folder or Path(temporary)).resolve()
+        results = folder / "results.json"
+        rows = {row["cell"]: Row(**row) for row in json.loads(results.read_text())} if results.exists() else {}
+        base = prepare(folder / "base")
+        with ExitStack() as stack:
+            address = None
+            for cell in (c for c in cells if c.name not in rows):
+                if cell.module == "train_rl" and address is None:
+                    from rlhf_core.engines.ray_cluster import local_head
+
+                    address = stack.enter_context(local_head(cpus=4, start_timeout=120))
+                row = try_out(cell, base, folder / "cells" / cell.name.replace(", ", "-").replace(" ", ""), chosen.seed, address)
+                rows[cell.name] = row
+                results.write_text(json.dumps([asdict(r) for r in rows.values()], indent=1))
+                sys.stdout.write(f"{row.cell}: {'; '.join(row.problems) or 'the same'} ({row.seconds:.0f} s)\n")
+                sys.stdout.flush()
+        write_table(rows, chosen.seed)
+    return 1 if any(rows[cell.name].problems for cell in cells) else 0
+
+
+def prepare(base: Path) -> Path:
+    """The small chain up to the gate; and everything imported that a stage will need."""
+    if not (base / "metrics/gate.json").exists():
+        shutil.rmtree(base, ignore_errors=True)
+        base.mkdir(parents=True)
+        code, printed = run(make_chain(base, SMALL, {"data": {"sources": {0: {"clerk": SMALL_CLERK}}}}), "dvc", "repro", "gate_reward")
+        if code:
+            raise RuntimeError(f"small chain: expected to reach the gate, got exit code {code}:\n{printed[-3000:]}")
+    for name in (
+        "deepspeed",
+        "pandas",
+        "transformers",
+        "rlhf_core.trainers.preference.train",
+        "rlhf_core.trainers.reward",
+        "rlhf_core.trainers.sft",
+    ):
+        importlib.import_module(name)
+    return base
+
+
+def write_table(rows: dict[str, Row], seed: int) -> None:
+    """Into docs/resume.md, between its marks; cells that were not run are listed as such."""
+    lines = ["| cell | killed after row | went on from | certificates compared | result |", "|---|---|---|---|---|"]
+    for cell in all_cells():
+        row = rows.get(cell.name)
+        shown = (
+            "not run | | | "
+            if row is None
+            else f"{row.killed_after} | {row.went_on_from} | {row.certificates} | {'; '.join(row.problems) or 'the same bits'}"
+        )
+        lines.append(f"| {cell.name} | {shown} |")
+    text = DOCS.read_text(encoding="utf-8")
+    before, _, rest = text.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    DOCS.write_text(f"{before}{MARKS[0]}\nSeed {seed}.\n\n" + "\n".join(lines) + f"\n\n{MARKS[1]}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
