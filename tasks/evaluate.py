@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import read_rows
-from rlhf_core.data.split import conversation_text
 from rlhf_core.progress import Bar, drawing
 from tasks.stage import (
     EVALUATION_PROMPTS,
