@@ -15,8 +15,9 @@ import pytest
 from rlhf_core.config import ValidationConfig
 from rlhf_core.data import schema
 from rlhf_core.data.schema import SCHEMAS, write_rows
+from rlhf_core.data.validation import measures
 from rlhf_core.data.validation.measures import measure_table
-from rlhf_core.data.validation.validate import Finding, measures, validate
+from rlhf_core.data.validation.validate import Finding, validate
 from rlhf_core.models.tokenizer import build_tokenizer
 
 CONFIG = ValidationConfig(
