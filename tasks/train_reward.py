@@ -15,8 +15,8 @@ import math
 import shutil
 from collections.abc import Iterator
 
+from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import read_rows
-from rlhf_core.data.split import conversation_text
 from tasks.stage import (
     METRICS,
     PLOTS,
