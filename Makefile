@@ -2,7 +2,7 @@
 # make stories the second thing to try: a pretrained model, aligned to a rule on its own samples (recipes/stories.yaml), in runs/stories
 # make test    all tests; sets up by itself
 # make server  Prefect's server, work pool, deployments and worker, until Ctrl-C
-# make bench   our trainers' speed beside TRL's (docs/benchmark.md); on a machine with nothing else to do
+# make bench   our trainers' speed beside TRL's (docs/performance.md); on a machine with nothing else to do
 # make gpu-check  what works on this machine's GPU and how fast, in twenty minutes (docs/gpu.md); installs nothing
 # make lint    style
 # make clean   what runs have left behind; not .venv, not DVC's cache, not your worktrees

@@ -29,7 +29,7 @@ QUIET_ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each engine says how it binds its memory
     "DS_LOG_LEVEL": "error",
     # How long a waiting OpenMP thread spins before it sleeps. Never: a step on two idle cores takes 1.5 times as long. The default,
-    # a hundred times this: ten times as long whenever another process is busy on the same cores. docs/figures.md has the trade.
+    # a hundred times this: ten times as long whenever another process is busy on the same cores. docs/performance.md has the trade.
     "GOMP_SPINCOUNT": "3000",
     # NumPy's and SciPy's threads, one for each core, spin as well: for 2 to the power of this many ticks of the processor, by default 26.
     "OPENBLAS_THREAD_TIMEOUT": "20",

@@ -122,7 +122,7 @@ CPU = Cluster(CORES, 1, 1, network=1e9, reserve=0)
 
 
 def measured_here() -> list[Row]:
-    """docs/benchmark.md, docs/figures.md. An SFT step of 64 samples has 1,428 tokens; a PPO sample 26, of which 8 are the response."""
+    """docs/performance.md. An SFT step of 64 samples has 1,428 tokens; a PPO sample 26, of which 8 are the response."""
     sft = Workload(SMALL, None, False, (), 64, 1, 64, 1, 14.3, 8, 16, 4096, "float32")
     ppo = Workload(SMALL, SMALL, True, (SMALL,), 256, 1, 128, 1, 18, 8, 32, 4096, "float32")
     alone = (Placement(colocated(w, 1), max_concurrent=128) for w in (sft, ppo))

@@ -26,13 +26,13 @@ from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
 from rlhf_core.progress import drawing
 from rlhf_core.rounds.pool import distinct_prompts
 from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
+from rlhf_core.sampling.scoring import weighted_score
 from rlhf_core.scorers.members import combine_members
 from rlhf_core.scorers.needs import model_folders
 from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.reward_input import RewardModelInput, without_stop
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.scorers.text import TextScorers, score_item
-from rlhf_core.trainers.rl.advantages import weighted_score
 from rlhf_core.types import Prompt
 
 MICROBATCH_TOKENS = 8192  # of a reward model's forward pass

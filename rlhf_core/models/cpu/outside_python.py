@@ -1,7 +1,7 @@
 """Functions of tensors whose operations follow each other without Python in between, so that two threads don't wait for its lock.
 
 Where both of two threads (side_by_side.py) are between two operations, one waits, and is woken up some 50 microseconds late. It was so 900
-times in a PPO step of the default; half as often with these, and score, forward and update took 0.91 of the time (docs/LOG.md).
+times in a PPO step of the default; half as often with these, and score, forward and update took 0.91 of the time (docs/decisions.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Work that doesn't depend on each other, two at a time in threads of this process, each with half of its cores.
 
 Operations as short as a small model's gain little from a second thread: score, forward and update of PPO on the default 1.09. The same with
-two models, or two micro-batches, on a core each take 0.74 to 0.85 of the time of one after the other on two (docs/figures.md).
+two models, or two micro-batches, on a core each take 0.74 to 0.85 of the time of one after the other on two (docs/performance.md).
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from rlhf_core.config import RlConfig
-from rlhf_core.trainers.rl.advantages import RewardNormalizer, shaped_rewards
+from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.trainers.rl.advantages import shaped_rewards
 from rlhf_core.trainers.rl.data import Components, PromptStream, baseline_of, components_of
 from rlhf_core.trainers.rl.metrics import Clock, Metrics
 from rlhf_core.trainers.rl.scoring import DISAGREEMENT, ScorerMetrics

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config import RlConfig
 from rlhf_core.models.build import load_scalar_model, new_scalar_model, scalar_head
-from rlhf_core.trainers.rl.advantages import RewardNormalizer
+from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.job import RlJob
 
 

@@ -13,9 +13,10 @@ from rlhf_core.checkpoint.store import NoSpace
 from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.process import collect_as_usual, overlook_what_is_imported
 from rlhf_core.progress import Bar
+from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.rl.actors import Actors
-from rlhf_core.trainers.rl.advantages import RewardNormalizer, assign_credit, correct
+from rlhf_core.trainers.rl.advantages import assign_credit, correct
 from rlhf_core.trainers.rl.collect import draw, greedy_components
 from rlhf_core.trainers.rl.critic import value_units
 from rlhf_core.trainers.rl.data import (

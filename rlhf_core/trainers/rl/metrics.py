@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rlhf_core.config import RlConfig, ScoreConfig
-from rlhf_core.trainers.rl.advantages import weighted_score
+from rlhf_core.sampling.scoring import weighted_score
 from rlhf_core.trainers.rl.data import Components
 from rlhf_core.trainers.rl.minibatch import EXTREMES
 from rlhf_core.trainers.rl.policy_statistics import correlation, distinct, rank_correlation, repetition, token_kl

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rlhf_core.config import LimitAction, LimitConfig, RlConfig
-from rlhf_core.trainers.rl.advantages import Moments, weighted_score
+from rlhf_core.sampling.scoring import Moments, weighted_score
 from rlhf_core.trainers.rl.metrics import Metrics
 from rlhf_core.types import RolloutBatch
 

@@ -13,7 +13,7 @@ from rlhf_core.algorithms.kl import adaptive_kl_coef
 from rlhf_core.checkpoint.digest import write_digest
 from rlhf_core.checkpoint.store import CheckpointStore, Found, StoreSettings
 from rlhf_core.config import RlConfig
-from rlhf_core.trainers.rl.advantages import Moments, RewardNormalizer
+from rlhf_core.sampling.scoring import Moments, RewardNormalizer
 from rlhf_core.trainers.rl.monitor import MonitorState
 
 

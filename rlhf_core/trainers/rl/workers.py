@@ -16,8 +16,8 @@ from rlhf_core.checkpoint.store import Found
 from rlhf_core.engines.ray_actors import Pending
 from rlhf_core.models.build import vocabulary_size
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
+from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.actors import Actors
-from rlhf_core.trainers.rl.advantages import RewardNormalizer
 from rlhf_core.trainers.rl.critic import ValueUnits
 from rlhf_core.trainers.rl.data import sequences_of
 from rlhf_core.trainers.rl.job import RlJob

@@ -20,7 +20,7 @@ from two_ranks import BATCHES, STAGES, sft_steps
 from rlhf_core.checkpoint.digest import DIGEST_FILE, differences, main, read_digest, write_digest
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.engines.deepspeed_engine import TrainEngine
-from rlhf_core.trainers.rl.advantages import Moments, RewardNormalizer
+from rlhf_core.sampling.scoring import Moments, RewardNormalizer
 from rlhf_core.trainers.rl.monitor import MonitorState, Track
 from rlhf_core.trainers.rl.state import Best, Progress
 from rlhf_core.trainers.supervised import save_state

@@ -19,7 +19,8 @@ from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
-from rlhf_core.trainers.rl.advantages import RewardNormalizer, assign_credit
+from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.trainers.rl.advantages import assign_credit
 from rlhf_core.trainers.rl.data import DemonstrationStream, collate, sequences_of
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import plan_update

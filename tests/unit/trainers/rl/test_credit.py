@@ -13,7 +13,8 @@ from tiny_models import tiny_params
 
 from rlhf_core.algorithms.advantages import whiten
 from rlhf_core.config import Algorithm, ScoreConfig
-from rlhf_core.trainers.rl.advantages import Moments, RewardNormalizer, assign_credit, explained_variance, weighted_score
+from rlhf_core.sampling.scoring import Moments, RewardNormalizer, weighted_score
+from rlhf_core.trainers.rl.advantages import assign_credit, explained_variance
 from rlhf_core.types import Baseline, RolloutBatch
 
 NAN, INF = math.nan, math.inf

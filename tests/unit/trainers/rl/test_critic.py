@@ -10,7 +10,8 @@ import torch
 from test_credit import rl, rollouts, scorer
 from tiny_models import rl_job
 
-from rlhf_core.trainers.rl.advantages import RewardNormalizer, assign_credit
+from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.trainers.rl.advantages import assign_credit
 from rlhf_core.trainers.rl.critic import ValueUnits, value_units
 from rlhf_core.trainers.rl.state import Progress
 

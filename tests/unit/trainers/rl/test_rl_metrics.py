@@ -10,7 +10,8 @@ import torch
 from tiny_models import tiny_params
 
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.trainers.rl.advantages import RewardNormalizer, assign_credit
+from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.trainers.rl.advantages import assign_credit
 from rlhf_core.trainers.rl.metrics import (
     LogprobMismatch,
     TooManyUnscored,

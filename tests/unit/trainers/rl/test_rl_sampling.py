@@ -10,7 +10,7 @@ import torch
 from tiny_models import tiny_params
 
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.trainers.rl.advantages import RewardNormalizer
+from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.collect import are_informative, draw, select_groups, take_disagreements
 from rlhf_core.trainers.rl.metrics import Clock
 from rlhf_core.types import Prompt, Rollout, ScoredRollout

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_models import tiny_params
 
-from rlhf_core.trainers.rl.advantages import RewardNormalizer
+from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.monitor import Finding, MonitorState, Track
 from rlhf_core.trainers.rl.state import Best, Progress, RunStore
 
