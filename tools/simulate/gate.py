@@ -138,10 +138,12 @@ def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
         for same_pairs in (True, False) if tries > 1 else (True,):
             for counted in (False, True) if tries > 1 else (True,):
                 hits = sum(any_passes(rng, config, tries=tries, counted=counted, same_pairs=same_pairs) for _ in range(replications))
-                where = "" if tries == 1 else ", on the same pairs" if same_pairs else ", each on pairs of its own"
-                how = "" if tries == 1 else ", looks counted" if counted else ", each judged as the first look"
-                case = f"{'a model' if tries == 1 else f'any of {tries} models'} at the threshold passes{where}{how}"
-                rows.append(Row(case, "at most 0.025" if tries == 1 else "at most 0.05", hits, replications))
+                if tries == 1:
+                    rows.append(Row("a model at the threshold passes", "at most 0.025", hits, replications))
+                    continue
+                case = f"any of {tries}, {'on the same pairs' if same_pairs else 'each on its own pairs'}"
+                how = "looks counted: at most 0.05 expected" if counted else "each judged as the first look"
+                rows.append(Row(f"{case}, {how}", "at most 0.05", hits, replications, ("models at the threshold: any passes", case, how)))
     for guarded in (False, True):
         ends = np.array([chain(rng, config, guarded=guarded) for _ in range(replications)])
         how = "with the anchor, looks counted" if guarded else "against the incumbent alone, each judged as the first look"
@@ -155,10 +157,11 @@ def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
     for prompts in (200, PROMPTS):
         for number in (1, 3, 10):
             hits = loser_passes(rng, config, prompts=prompts, number=number, replications=replications)
-            case = f"the same on {prompts} prompts of one pair, right on no pair that the incumbent has wrong, at look {number}"
+            case = f"the same, never ahead, {prompts} prompts of one pair, look {number}"
             rows.append(Row(case, f"at most {look_level(config.confidence, number):.2g}", hits, replications))
     for number in (1, 2, 5, 10, 30):
         found = [power(rng, config, number) for _ in range(replications)]
         for k, what in enumerate((f"a model of {BETTER}", f"a model as good as incumbent and anchor ({START})")):
-            rows.append(Row(f"{what} passes at look {number}", "high", sum(f[k] for f in found), replications))
+            cell = ("passes at look", what, str(number))
+            rows.append(Row(f"{what} passes at look {number}", "high", sum(f[k] for f in found), replications, cell))
     return rows

@@ -69,7 +69,7 @@ def win_rates(replications: int, rng: np.random.Generator) -> Iterator[Row]:
     for n, win, tie in ((400, 237 / 400, 154 / 400), (400, 0.3, 0.4), (50, 0.5, 0.3), (20, 0.8, 0.15)):
         drawn = cells((win, tie), n, replications, rng)
         found = [contains(interval(wins, losses, n), 2 * win + tie - 1) for wins, _, losses in drawn]
-        yield Row(f"win rate, {n} prompts, {win:.0%} wins and {tie:.0%} ties: the interval contains it", "0.95", *hits(found))
+        yield Row(f"win rate, {n} prompts, {win:.0%} wins and {tie:.0%} ties: coverage", "0.95", *hits(found))
 
 
 def judges_differences(replications: int, rng: np.random.Generator) -> Iterator[Row]:
@@ -77,15 +77,15 @@ def judges_differences(replications: int, rng: np.random.Generator) -> Iterator[
     for n, first_only, second_only in ((400, 0.035, 0.005), (400, 0.1, 0.1), (50, 0.2, 0.1), (20, 0.3, 0.05)):
         drawn = cells((first_only, second_only), n, replications, rng)
         found = [contains(interval(first, second, n), first_only - second_only) for first, second, _ in drawn]
-        what = f"judge's difference, {n} prompts, {first_only:.1%} accepted of the first only, {second_only:.1%} of the second only"
-        yield Row(f"{what}: the interval contains it", "0.95", *hits(found))
+        what = f"judge's difference, {n} prompts, only the first accepted on {first_only:.1%}, only the second on {second_only:.1%}"
+        yield Row(f"{what}: coverage", "0.95", *hits(found))
     for first_only, second_only in ((0.035, 0.005), (0.06, 0.03)):
         drawn = cells((first_only, second_only), PROMPTS, replications, rng)
-        what = f"a gain of 3 points, 400 prompts, {first_only:.1%} accepted of the first only, {second_only:.1%} of the second only: found"
+        what = f"a gain of 3 points, 400 prompts, only the first accepted on {first_only:.1%}, only the second on {second_only:.1%}: found"
         yield Row(what, "high", *hits([sign(first, second) < 1 - CONFIDENCE for first, second, _ in drawn]))
     for share in (0.02, 0.2):
         drawn = cells((share, share), PROMPTS, replications, rng)
-        what = f"no gain, 400 prompts, {share:.0%} accepted of each one only: found"
+        what = f"no gain, 400 prompts, each accepted alone on {share:.0%}: found"
         yield Row(what, "at most 0.05", *hits([sign(first, second) < 1 - CONFIDENCE for first, second, _ in drawn]))
     drawn = cells((0.05, 0.05), PROMPTS, replications, rng)
     gains = [detectable_difference(*interval(first, second, PROMPTS), CONFIDENCE) for first, second, _ in drawn]
@@ -153,7 +153,7 @@ def calibration(replications: int, rng: np.random.Generator) -> Iterator[Row]:
             margins, points = (np.repeat(column, of_prompt) for column in pairs(n // of_prompt, surer, rng))
             found.append(calibration_error(margins, points, np.repeat(np.arange(n // of_prompt), of_prompt), CONFIDENCE))
         means = f"mean found {np.mean([f.value for f in found]):.3f}, of the samples themselves {np.mean([f.sample for f in found]):.3f}"
-        what = f"calibration error {truth:.3f}, {n} pairs of {n // of_prompt} prompts ({means}): the interval contains it"
+        what = f"calibration error {truth:.3f}, {n} pairs of {n // of_prompt} prompts ({means}): coverage"
         yield Row(what, "0.95", *hits([contains((f.low, f.high), truth) for f in found]))
         inside += [f.low <= f.value <= f.high for f in found]
     yield Row("calibration error, all of these: the interval contains the value that is shown", "1", *hits(inside))
@@ -184,7 +184,7 @@ def annotators(replications: int, rng: np.random.Generator) -> Iterator[Row]:
             votes = [{str(who): "a" if one else "b" for who, one in enumerate(row)} for row in chosen.tolist()]
             share = agreement(votes, CONFIDENCE)
             found.append(contains((share["low"], share["high"]), truth))
-        yield Row(f"agreement of {people} annotators on {items} pairs: the interval contains it", "0.95", *hits(found))
+        yield Row(f"agreement of {people} annotators on {items} pairs: coverage", "0.95", *hits(found))
 
 
 def seeds(replications: int, rng: np.random.Generator) -> Iterator[Row]:
@@ -192,7 +192,7 @@ def seeds(replications: int, rng: np.random.Generator) -> Iterator[Row]:
     for n in (3, 5):
         ends = rng.normal(0.88, SEEDS_DEVIATION, (replications, n)) + rng.normal(0, 0.016, (replications, n))
         yield Row(
-            f"mean over {n} seeds: the interval contains it",
+            f"mean over {n} seeds: coverage",
             "0.95",
             *hits([contains(mean_interval(row, CONFIDENCE), 0.88) for row in ends]),
         )
