@@ -238,16 +238,16 @@ class ResponseScorer:
 def best_responses(groups: list[list[ScoredResponse]], *, min_score: float | None) -> tuple[list[ScoredResponse], dict[str, int]]:
     """The finished response with the highest score of each prompt (the first of equals), and how many prompts have none, by reason.
 
-    cut_off: no response is finished. unscored: no finished one has a score. below_min_score: the best one's is lower than that.
+    truncated: no response is finished. unscored: no finished one has a score. below_min_score: the best one's is lower than that.
     """
     kept: list[ScoredResponse] = []
-    dropped = dict.fromkeys(("cut_off", "unscored", "below_min_score"), 0)
+    dropped = dict.fromkeys(("truncated", "unscored", "below_min_score"), 0)
     for group in groups:
         finished = [r for r in group if r.finished]
         scored = [r for r in finished if math.isfinite(r.score)]
         best = max(scored, key=lambda r: r.score, default=None)
         if best is None:
-            dropped["unscored" if finished else "cut_off"] += 1
+            dropped["unscored" if finished else "truncated"] += 1
         elif min_score is not None and best.score < min_score:
             dropped["below_min_score"] += 1
         else:

@@ -146,7 +146,7 @@ def write_data(folder: Path, groups: list, min_margin: float) -> dict:
         **pairs.counts,
         "responses": len(frame),
         "unscored_fraction": float(frame["score"].isna().mean()),
-        "cut_off_fraction": float((~frame["finished"]).mean()),
+        "truncated_fraction": float((~frame["finished"]).mean()),
         "score_mean": float(frame["score"].mean()),
         **{f"score_{use}_mean": value for use, value in score.items()},
     }

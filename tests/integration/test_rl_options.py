@@ -277,7 +277,7 @@ def greedy(chain, cluster, tmp_path_factory) -> Trained:
 def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapters_on_4_bits_reach_vllm(greedy):
     rows = greedy.curves
     # 16 tokens fit; a and e are in most words
-    assert (rows["response_length"] < 12).all() and (rows["cut_off_fraction"] < 0.5).all()
+    assert (rows["response_length"] < 12).all() and (rows["truncated_fraction"] < 0.5).all()
     assert (rows["response_length"] >= 2).all() and (rows["logprob_difference"] < 1e-4).all()
     assert rows["grad_norm"].gt(0).all() and rows["advantage_zero_fraction"].lt(1).all()
     assert rows["kl_mean"].abs().loc[0] < 1e-5 < rows["kl_mean"].abs().loc[3]  # of the policy and itself without adapters

@@ -45,7 +45,7 @@ def test_summary_by_hand():
     assert scores["reward_model"] == {"mean": 1.5, "low": low, "high": high, "n": 2}
     assert (scores["other"]["mean"], scores["other"]["n"]) == (1.0, 3)  # (0 + 0 + 3) / 3
     assert summary == {
-        "n": 3, "score_mean": 1.5, "length_mean": 4.0, "cut_off_fraction": pytest.approx(1 / 3),
+        "n": 3, "score_mean": 1.5, "length_mean": 4.0, "truncated_fraction": pytest.approx(1 / 3),
         "judge_n": 2, "judge_ok": 0.5, "judge_correct": 1.0, "judge_polite": 0.5, "judge_brief": 1.0, "judge_safe": 1.0,
     }  # fmt: skip
 
@@ -113,7 +113,7 @@ def test_every_figure_has_its_difference_over_the_prompts_that_have_both():
     assert found.keys() == differences_keys(policy)
     assert (found["score_mean"]["value"], found["score_mean"]["n"]) == (1.5, 2) and found["scores"]["other"]["value"] == 0.0
     assert found["length_mean"]["value"] == pytest.approx(2 / 3)
-    assert (found["cut_off_fraction"]["first_only"], found["cut_off_fraction"]["neither"]) == (1, 2)
+    assert (found["truncated_fraction"]["first_only"], found["truncated_fraction"]["neither"]) == (1, 2)
     polite = found["judge_polite"]
     assert (polite["both"], polite["first_only"], polite["second_only"], polite["neither"]) == (0, 1, 0, 1)
     assert found["judge_ok"] == judge_difference(policy, baseline, confidence=0.95)

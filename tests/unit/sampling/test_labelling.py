@@ -124,9 +124,9 @@ def test_the_best_finished_response_is_kept_and_prompts_without_one_are_counted(
     ]
     kept, dropped = best_responses(groups, min_score=None)
     assert kept == [groups[0][2], groups[1][1], groups[4][0]] and kept[0] is groups[0][2]
-    assert dropped == {"cut_off": 1, "unscored": 1, "below_min_score": 0}
+    assert dropped == {"truncated": 1, "unscored": 1, "below_min_score": 0}
     kept, dropped = best_responses(groups, min_score=-1.0)  # the least that is enough
-    assert kept == [groups[0][2], groups[1][1]] and dropped == {"cut_off": 1, "unscored": 1, "below_min_score": 1}
+    assert kept == [groups[0][2], groups[1][1]] and dropped == {"truncated": 1, "unscored": 1, "below_min_score": 1}
 
 
 def test_a_conversation_is_asked_once():
