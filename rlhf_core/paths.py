@@ -49,7 +49,7 @@ STOPPED_REPORT = REPORTS / "stopped.html"  # of a chain that ended early
 DATA_DOCS = REPORTS / "data_docs"
 CHECK_MODEL_FIGURES = REPORTS / "check_model.json"
 TIMINGS = REPORTS / "timings"  # outside DVC: no two runs take the same time
-STATE_DIGESTS = REPORTS / "state_digests"  # of a finished stage's last checkpoints; outside DVC as well
+STATE_DIGESTS = REPORTS / "digests"  # of a finished stage's last checkpoints; outside DVC as well
 
 SCRATCH = Path("scratch")  # checkpoints of unfinished work
 RUNS = Path("runs")  # worktrees

@@ -239,7 +239,7 @@ def compare(whole: Path, killed: Path, stage: str) -> tuple[int, list[str]]:
 
 
 def state_digests(workspace: Path, stage: str) -> dict[str, Path]:
-    top = workspace / "reports/state_digests" / stage
+    top = workspace / "reports/digests" / stage
     return {str(path.parent.relative_to(top)): path for path in sorted(top.rglob("digest.json"))}
 
 
@@ -305,15 +305,13 @@ def prepare(base: Path) -> Path:
 
 def write_table(rows: dict[str, Row], seed: int) -> None:
     """Into docs/resume.md, between its marks; cells that were not run are listed as such."""
-    lines = ["| cell | killed after row | went on from | state digests compared | result |", "|---|---|---|---|---|"]
+    lines = ["| cell | killed after row | resumed from | digests |", "|---|---|---|---|"]
     for cell in all_cells():
         row = rows.get(cell.name)
-        shown = (
-            "not run | | | "
-            if row is None
-            else f"{row.killed_after} | {row.went_on_from} | {row.digests} | {'; '.join(row.problems) or 'the same bits'}"
-        )
-        lines.append(f"| {cell.name} | {shown} |")
+        shown = "not run | | |" if row is None else f"{row.killed_after} | {row.went_on_from} | {row.digests} |"
+        lines.append(f"| {cell.name} | {shown}")
+    different = [f"- {row.cell}: {'; '.join(row.problems)}" for row in rows.values() if row.problems]
+    lines += ["", "Different:" if different else "The same bits in every cell that was run.", *different]
     text = DOCS.read_text(encoding="utf-8")
     before, _, rest = text.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])

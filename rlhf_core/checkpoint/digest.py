@@ -67,7 +67,7 @@ def read_digest(path: Path) -> StateDigest:
     """
     if path.is_dir():
         folder = path if (path / DIGEST_FILE).exists() else _newest(path)
-        alone = [p.name for p in folder.iterdir()] == [DIGEST_FILE]  # kept by a stage that is done (reports/state_digests)
+        alone = [p.name for p in folder.iterdir()] == [DIGEST_FILE]  # kept by a stage that is done (reports/digests)
         if not alone and (problem := damage(folder)) is not None:
             raise ValueError(f"{folder}: {problem}; a damaged checkpoint's state digest says nothing")
         path = folder / DIGEST_FILE

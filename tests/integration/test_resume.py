@@ -94,10 +94,10 @@ def same_results(undisturbed: Path, workspace: Path, *paths: str) -> None:
 def same_digests(undisturbed: Path, workspace: Path, *stages: str) -> None:
     """Each phase's last checkpoint held the same state: weights, optimizer, generators and all that the loop knows."""
     for stage in stages:
-        phases = sorted((undisturbed / "reports/state_digests" / stage).iterdir())
+        phases = sorted((undisturbed / "reports/digests" / stage).iterdir())
         assert phases, f"{stage}: expected state digests, got none"
         for phase in phases:
-            a, b = (read_digest(top / "reports/state_digests" / stage / phase.name) for top in (undisturbed, workspace))
+            a, b = (read_digest(top / "reports/digests" / stage / phase.name) for top in (undisturbed, workspace))
             assert differences(a, b) == []
 
 

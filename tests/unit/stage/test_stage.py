@@ -181,7 +181,7 @@ def test_work_whose_params_were_changed_goes_on_from_the_older_checkpoint_when_a
     assert "step 5" in out, err
     noted = {"of": "sft", "step": 5, "differences": ["seed: 0 -> 1"]}
     assert read_json(workspace / "metrics/train_sft.json") == {"loss": 1.0, "resumed_from": [noted]}
-    assert (workspace / "reports/state_digests/train_sft/sft/step-5/digest.json").exists()
+    assert (workspace / "reports/digests/train_sft/sft/step-5/digest.json").exists()
     # Its own work, with the params of then, is still where it was.
     change(workspace / "params.yaml", "seed: 1", "seed: 0")
     assert "step 5" in begin("finish").communicate(timeout=60)[0]
