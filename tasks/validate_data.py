@@ -33,7 +33,7 @@ def main() -> None:
     with Stage("validate_data", resumable=False) as stage:
         tables = read_tables(PREPARED)
         logging.getLogger("great_expectations").setLevel(logging.WARNING)
-        from rlhf_core.data.validation import summary, validate  # takes seconds; parameters and files can be read by now
+        from rlhf_core.data.validation.validate import summary, validate  # takes seconds; parameters and files can be read by now
 
         config = stage.params.validation
         tokenizer = load(TOKENIZER, trust_remote_code=stage.params.model.trust_remote_code)

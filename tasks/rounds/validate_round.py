@@ -20,7 +20,7 @@ from rlhf_core.stage.run import Stage, round_argument
 from tasks.validate_data import load
 
 if TYPE_CHECKING:
-    from rlhf_core.data.validation import Finding
+    from rlhf_core.data.validation.validate import Finding
 
 # The round's pairs, and the prompts beside them: a pair whose prompt is held out would be a leak.
 NEEDED = (("preference", "train"), ("prompt", "promotion"))
@@ -41,7 +41,7 @@ def main() -> None:
             "prompt": open_rows(PREPARED / "prompt.parquet"),
         }
         logging.getLogger("great_expectations").setLevel(logging.WARNING)
-        from rlhf_core.data.validation import summary, validate  # takes seconds
+        from rlhf_core.data.validation.validate import summary, validate  # takes seconds
 
         params = stage.params
         config = params.validation.model_copy(update={"min_pairs": params.iterative.min_pairs})
