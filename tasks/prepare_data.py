@@ -22,7 +22,9 @@ from rlhf_core.data.samples import Writer
 from rlhf_core.data.schema import SPLITS, TEXTS, WIDE_MESSAGES, open_rows, read_batches
 from rlhf_core.data.sources import Mixed, check_shares, leave_out_rows, mix
 from rlhf_core.models.given import given_tokenizer, new_tokenizer
-from tasks.stage import METRICS, PLOTS, PREPARED, TOKENIZER, Stage, no_arguments, publish, write_json
+from rlhf_core.paths import METRICS, PLOTS, PREPARED, TOKENIZER
+from rlhf_core.stage.files import publish, write_json
+from rlhf_core.stage.run import Stage, no_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
