@@ -17,7 +17,7 @@ from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.reward_input import RewardModelInput, without_stop
 from rlhf_core.scorers.text import ScoreItem, score_item
 from rlhf_core.trainers.rl.job import RlJob
-from rlhf_core.trainers.rl.replacements import Replacements
+from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.types import Rollout, ScoredRollout
 
 DISAGREEMENT = "disagreement"  # of an ensemble: the members' standard deviation, in units of the raw score
