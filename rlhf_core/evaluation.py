@@ -18,7 +18,7 @@ from rlhf_core.engines.deepspeed_engine import device, release_memory
 from rlhf_core.models.build import frozen, load_language_model
 from rlhf_core.models.cpu.parallel import can_run_side_by_side, side_by_side
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
-from rlhf_core.sampling.drawing import ScoredResponse
+from rlhf_core.sampling.scoring import ScoredResponse
 from rlhf_core.statistics.intervals import mean_interval, paired_difference, paired_means, points_interval, sign_test
 
 
@@ -51,7 +51,7 @@ def summarize(answers: list[Answer], *, confidence: float) -> dict[str, Any]:
         **{f"score_{name}": score[name] for name in ("mean", "low", "high")},
         "scores": {name: _mean([a.components[name] for a in answers], confidence) for name in answers[0].components},
         "length_mean": sum(len(a.response_ids) for a in answers) / len(answers),
-        "cut_off_fraction": sum(not a.finished for a in answers) / len(answers),
+        "truncated_fraction": sum(not a.finished for a in answers) / len(answers),
     }
     judged = [a.judgement for a in answers if a.judgement is not None]
     if judged:
@@ -124,7 +124,7 @@ def differences(policy: list[Answer], baseline: list[Answer], *, confidence: flo
         "score_mean": means(lambda a: a.score),
         "scores": {name: means(lambda a, name=name: a.components[name]) for name in policy[0].components},
         "length_mean": means(lambda a: len(a.response_ids)),
-        "cut_off_fraction": _shares([not a.finished for a in policy], [not a.finished for a in baseline], confidence),
+        "truncated_fraction": _shares([not a.finished for a in policy], [not a.finished for a in baseline], confidence),
     }
     judgements = [a.judgement for a in policy if a.judgement is not None]
     if judgements:

@@ -103,7 +103,7 @@ class Stage:
     Attributes:
         params: the whole, checked params.yaml.
         work: what the stage's work is made of: its command, its params and the content of its dependencies.
-        gone_on_from: the other work whose checkpoints it took over (checkpoints.go_on_from), oldest first.
+        resumed_from: the other work whose checkpoints it took over (checkpoints.resume_from), oldest first.
         scratch: a folder that only this work finds again, outside what DVC deletes; removed when the stage succeeds.
     """
 
@@ -130,7 +130,7 @@ class Stage:
         self._lock = (self.scratch.parent / "lock").open("a+")
         self._acquire()
         try:  # only now: the run that held the lock may have removed the folder
-            self.gone_on_from = prepare_scratch(self.scratch, self.work, self.params.checkpoints, self.name)
+            self.resumed_from = prepare_scratch(self.scratch, self.work, self.params.checkpoints, self.name)
         except ConfigError as error:
             self._exit(str(error))
         self._started = time.monotonic()
@@ -221,7 +221,7 @@ class Stage:
     def store_settings(self, *, zero_stage: int, world_size: int = 1) -> StoreSettings:
         """Of the stage's checkpoints: how many stay, what they say they are of, and which ones are gone on from."""
         wanted = self.params.checkpoints
-        accepted = tuple(Origin(**entry["origin"]) for entry in self.gone_on_from)
+        accepted = tuple(Origin(**entry["origin"]) for entry in self.resumed_from)
         return StoreSettings(wanted.keep_last, wanted.keep_best, self.work.origin, accepted, world_size, zero_stage)
 
     def recent_mean(self, column: str) -> float:
@@ -244,7 +244,7 @@ class Stage:
         if kind == "policy" and gate is None:
             inputs = {path: md5 for path, md5 in inputs.items() if path != REWARD_MODEL.as_posix()}
         figures = {name: value for name, value in metrics.items() if name.startswith("heldout_") and isinstance(value, float)}
-        gone_on = "Training went on from a checkpoint of other work (`checkpoints.go_on_from`)."
+        gone_on = "Training went on from a checkpoint of other work (`checkpoints.resume_from`)."
         return CardFacts(
             kind=kind,
             method=method,
@@ -254,15 +254,15 @@ class Stage:
             inputs=inputs,
             gate=gate,
             figures=figures,
-            notes=[gone_on] * bool(self.gone_on_from),
+            notes=[gone_on] * bool(self.resumed_from),
         )
 
     def _note_where_it_began(self) -> None:
         """Work that took over other work's checkpoint says so in its metrics: nothing else tells it from work done from the start."""
         path = metrics_path(self.name, self._round_number)
-        if self.gone_on_from and path is not None:
-            began = [{name: entry[name] for name in ("of", "step", "differences")} for entry in self.gone_on_from]
-            write_json(path, read_json(path) | {"gone_on_from": began})
+        if self.resumed_from and path is not None:
+            began = [{name: entry[name] for name in ("of", "step", "differences")} for entry in self.resumed_from]
+            write_json(path, read_json(path) | {"resumed_from": began})
 
     def _keep_certificates(self) -> None:
         folder = CERTIFICATES / self.name

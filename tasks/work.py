@@ -1,7 +1,7 @@
 """What a stage's work is made of, and its scratch folders: `scratch/<stage>/<fingerprint>`, one for each work that was not finished.
 
 Other params, data or code are other work with another folder. What an older folder holds is named when the new work starts; that it goes on
-from there is for a user to say (checkpoints.go_on_from), and the stage's metrics then have it.
+from there is for a user to say (checkpoints.resume_from), and the stage's metrics then have it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlhf_core.rounds.pins import dvc_md5, read_round_stages
 
 SCRATCH = Path("scratch")
 WORK = "work.json"  # in a scratch folder: what its work is made of
-GONE_ON_FROM = "gone_on_from.json"  # in a scratch folder: the older work whose checkpoints were taken over, oldest first
+RESUMED_FROM = "resumed_from.json"  # in a scratch folder: the older work whose checkpoints were taken over, oldest first
 TAKING_OVER = "taking-over-"
 CODE = ("tasks", "rlhf_core", "flows", "rewards")
 SHOWN = 12  # differences that a message names
@@ -108,19 +108,19 @@ def prepare_scratch(scratch: Path, work: Work, config: CheckpointsConfig, stage:
     Returns:
         The older work that it goes on from, oldest first; empty: none.
     Raises:
-        ConfigError: checkpoints.go_on_from names what can't be gone on from.
+        ConfigError: checkpoints.resume_from names what can't be gone on from.
     """
     older = [folder for folder in _older(scratch) if checkpoint_of(folder) is not None]
-    of, _, name = (config.go_on_from or "").partition("/")
+    of, _, name = (config.resume_from or "").partition("/")
     chosen = scratch.parent / name if of == stage else None
     if chosen is not None and chosen != scratch:
-        _go_on_from(chosen, scratch, work)
+        _resume_from(chosen, scratch, work)
     elif older and checkpoint_of(scratch) is None:
         _tell(older[0], work, stage)
     scratch.mkdir(exist_ok=True)
     write_aside(scratch / WORK, asdict(work))
     _clear(scratch, older, config.keep_abandoned, spared=chosen)
-    return gone_on_from(scratch)
+    return resumed_from(scratch)
 
 
 def read_noted(scratch: Path) -> Work | None:
@@ -131,8 +131,8 @@ def read_noted(scratch: Path) -> Work | None:
         return None
 
 
-def gone_on_from(scratch: Path) -> list[dict[str, Any]]:
-    path = scratch / GONE_ON_FROM
+def resumed_from(scratch: Path) -> list[dict[str, Any]]:
+    path = scratch / RESUMED_FROM
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
@@ -145,11 +145,11 @@ def checkpoint_of(scratch: Path) -> tuple[str, int] | None:
     return last.parent.name, int(last.name.removeprefix("step-"))
 
 
-def _go_on_from(chosen: Path, scratch: Path, work: Work) -> None:
+def _resume_from(chosen: Path, scratch: Path, work: Work) -> None:
     """Copy the older work's checkpoints and curves into this one's scratch folder, once."""
-    if any(entry["scratch"] == chosen.name for entry in gone_on_from(scratch)):
+    if any(entry["scratch"] == chosen.name for entry in resumed_from(scratch)):
         return
-    key = f"checkpoints.go_on_from={chosen.parent.name}/{chosen.name}"
+    key = f"checkpoints.resume_from={chosen.parent.name}/{chosen.name}"
     found = checkpoint_of(chosen)
     if found is None:
         raise ConfigError(f"{key}: expected a scratch folder with a checkpoint, got none at {chosen}; set it to null to begin anew")
@@ -172,7 +172,7 @@ def _go_on_from(chosen: Path, scratch: Path, work: Work) -> None:
             shutil.copytree(part, aside / part.name)
         elif part.name == "curves.csv":
             shutil.copy2(part, aside)
-    write_aside(aside / GONE_ON_FROM, [*gone_on_from(chosen), entry])
+    write_aside(aside / RESUMED_FROM, [*resumed_from(chosen), entry])
     shutil.rmtree(scratch, ignore_errors=True)
     aside.rename(scratch)
     log.warning(
@@ -187,7 +187,7 @@ def _tell(older: Path, work: Work, stage: str) -> None:
     differences = [] if noted is None else work.differences(noted)
     log.warning(
         "%s: starts anew. %s has the checkpoint of step %d (%s) of other work; what has changed since:\n%s\n"
-        "  To go on from it all the same: checkpoints.go_on_from=%s/%s",
+        "  To go on from it all the same: checkpoints.resume_from=%s/%s",
         *(stage, older, step, store, _listed(differences), stage, older.name),
     )
 

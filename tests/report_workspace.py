@@ -128,7 +128,7 @@ def metrics(*, judge: bool) -> dict[str, Any]:
             "kl_mean": 4.9,
             "response_length": 9.8,
             "entropy": 0.31,
-            "cut_off_fraction": 0.0012,
+            "truncated_fraction": 0.0012,
             "logprob_difference_max": 8.1e-6,
         },
         "evaluate": evaluation(judge=judge),
@@ -213,7 +213,7 @@ def evaluation(*, judge: bool) -> dict[str, Any]:
     def model(ok: float, reward: float, length: float) -> dict[str, Any]:
         summary = {"n": 400, "score_mean": reward, "score_low": reward - 0.14, "score_high": reward + 0.14}
         summary["scores"] = {"reward_model": {"mean": reward, "low": reward - 0.14, "high": reward + 0.14, "n": 400}}
-        summary |= {"length_mean": length, "cut_off_fraction": 0.0}
+        summary |= {"length_mean": length, "truncated_fraction": 0.0}
         shares = {
             "judge_n": 400,
             "judge_ok": ok,
@@ -259,7 +259,7 @@ def differences(sft: dict[str, Any], policy: dict[str, Any]) -> dict[str, Any]:
     found = {key: means(policy[key] - sft[key]) for key in ("score_mean", "length_mean")}
     found["scores"] = {name: means(policy["scores"][name]["mean"] - sft["scores"][name]["mean"]) for name in policy["scores"]}
     judged = [key for key in policy if key.startswith("judge_") and key != "judge_n"]
-    return found | {key: shares(key) for key in ("cut_off_fraction", *judged)}
+    return found | {key: shares(key) for key in ("truncated_fraction", *judged)}
 
 
 def set_shares(evaluation: dict[str, Any], mode: str, *, sft: float, policy: float) -> None:
@@ -338,7 +338,7 @@ def curves(rng: np.random.Generator, steps: int, method: str = "rl") -> dict[str
                 "kl_mean": 5.2 * rise,
                 "entropy": 0.9 - 0.6 * rise,
                 "response_length": 13 - 3.2 * rise + 0.1 * rng.standard_normal(steps),
-                "cut_off_fraction": 0.012 * (1 - rise),
+                "truncated_fraction": 0.012 * (1 - rise),
                 "policy_loss": 0.0,
                 "value_loss": 0.2,
                 "clip_frac": np.clip(0.04 + 0.015 * rng.standard_normal(steps), 0, 1),

@@ -305,15 +305,13 @@ def prepare(base: Path) -> Path:
 
 def write_table(rows: dict[str, Row], seed: int) -> None:
     """Into docs/resume.md, between its marks; cells that were not run are listed as such."""
-    lines = ["| cell | killed after row | went on from | certificates compared | result |", "|---|---|---|---|---|"]
+    lines = ["| cell | killed after row | resumed from | digests |", "|---|---|---|---|"]
     for cell in all_cells():
         row = rows.get(cell.name)
-        shown = (
-            "not run | | | "
-            if row is None
-            else f"{row.killed_after} | {row.went_on_from} | {row.certificates} | {'; '.join(row.problems) or 'the same bits'}"
-        )
-        lines.append(f"| {cell.name} | {shown} |")
+        shown = "not run | | |" if row is None else f"{row.killed_after} | {row.went_on_from} | {row.certificates} |"
+        lines.append(f"| {cell.name} | {shown}")
+    different = [f"- {row.cell}: {'; '.join(row.problems)}" for row in rows.values() if row.problems]
+    lines += ["", "Different:" if different else "The same bits in every cell that was run.", *different]
     text = DOCS.read_text(encoding="utf-8")
     before, _, rest = text.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])

@@ -261,7 +261,7 @@ class CheckpointStore:
         differing = " and ".join(name for name, value in asdict(origin).items() if value != getattr(self._settings.origin, name))
         raise ValueError(
             f"checkpoint {found.folder}: expected one of this work, got one that was made with other {differing}; remove it to start "
-            "anew, or go on from it by checkpoints.go_on_from"
+            "anew, or go on from it by checkpoints.resume_from"
         )
 
     def _check_zero_stage(self, found: Found) -> None:

@@ -238,7 +238,7 @@ class RlConfig(Section):
 # Of the curves of RL: what needs a reference, and what every step's update says.
 KL_COLUMNS = ("kl_mean", "kl_token_mean", "kl_token_min", "kl_token_max", "frontier_gap")
 _BATCH_COLUMNS = (
-    *("score_mean", "score_std", "reward_mean", "kl_mean", "kl_coef", "entropy", "response_length", "cut_off_fraction"),
+    *("score_mean", "score_std", "reward_mean", "kl_mean", "kl_coef", "entropy", "response_length", "truncated_fraction"),
     *("kl_token_mean", "kl_token_min", "kl_token_max", "frontier_gap"),
     *("reward_length_correlation", "repetition", "distinct_1", "distinct_2", "unscored_fraction"),
 )

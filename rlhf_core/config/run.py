@@ -23,12 +23,12 @@ class ReportConfig(Section):
 
 
 class CheckpointsConfig(Section):
-    """Of the step checkpoints in scratch/; go_on_from is `<stage>/<name of a scratch folder>`."""
+    """Of the step checkpoints in scratch/; resume_from is `<stage>/<name of a scratch folder>`."""
 
     keep_last: int = Field(ge=2)
     keep_best: int = Field(ge=0)
     keep_abandoned: int = Field(ge=0)
-    go_on_from: str | None = Field(pattern=r"^train_\w+(@\d+)?/[0-9a-f]{16}$")
+    resume_from: str | None = Field(pattern=r"^train_\w+(@\d+)?/[0-9a-f]{16}$")
 
 
 class ClusterConfig(Section):

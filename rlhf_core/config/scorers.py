@@ -88,7 +88,7 @@ class ScoreConfig(Section):
     normalization_samples: int = Field(ge=16)
     clip: float | None = Field(gt=0)
     no_eos_penalty: float = Field(ge=0)
-    mask_cut_off: bool
+    mask_truncated: bool
     overlong: OverlongConfig | None
     max_unscored_fraction: float = Fraction
 

@@ -106,7 +106,7 @@ def _suspicions(inputs: ReportInputs) -> Iterator[Blame]:
 def _sft(inputs: ReportInputs) -> Iterator[Blame]:
     curve = inputs.sft_curves[inputs.sft_curves["phase"] == "sft"]
     start, end = curve["loss"].head(EDGE).mean(), curve["loss"].tail(EDGE).mean()
-    cut_off = need(inputs.evaluation, "sampled", "sft", "cut_off_fraction")
+    truncated = need(inputs.evaluation, "sampled", "sft", "truncated_fraction")
     if not end <= LEARNED * start:
         yield Blame(
             "train_sft",
@@ -120,10 +120,10 @@ def _sft(inputs: ReportInputs) -> Iterator[Blame]:
         )
     elif _overfitted(curve["heldout_loss"]):
         yield _overfit("train_sft", "SFT model", curve["heldout_loss"], "sft.steps, or more demonstrations")
-    if cut_off > ENDLESS:
+    if truncated > ENDLESS:
         yield Blame(
             "train_sft",
-            f"{cut_off:.0%} of the SFT model’s sampled answers are cut off",
+            f"{truncated:.0%} of the SFT model’s sampled answers are cut off",
             "The SFT model does not end its answers.",
             ("whether demonstrations end with the end token of the chat template", "evaluation.max_new_tokens", "sft.steps"),
         )

@@ -186,7 +186,7 @@ def _evaluated(first: Results, second: Results, mode: str, tables: Tables | None
     yield row(f"Win rate over its SFT model, {mode}{note}", "share", f"{mode}_points", rates, better)
     yield _plain(first, second, f"KL to its SFT model, {mode}, nats", ("evaluate", "kl", mode), "number")
     yield _plain(first, second, f"Tokens per answer, {mode}", ("evaluate", mode, "policy", "length_mean"), "length")
-    yield _plain(first, second, f"Cut off, {mode}", ("evaluate", mode, "policy", "cut_off_fraction"), "share")
+    yield _plain(first, second, f"Truncated, {mode}", ("evaluate", mode, "policy", "truncated_fraction"), "share")
 
 
 def find(results: Results, *path: str) -> Any:

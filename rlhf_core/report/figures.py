@@ -109,7 +109,7 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None) -> di
     figures = {
         "rl_score": curves(rows, _with_evaluation(rows, "score_mean", "eval_score"), y_title="score", band="score_std"),
         "rl_length": curves(rows, [Line("response_length", "length", TEAL)], y_title="tokens per response"),
-        "rl_cut_off": curves(rows, [Line("cut_off_fraction", "cut off", ORANGE)], y_title="share of responses", percent=True),
+        "rl_truncated": curves(rows, [Line("truncated_fraction", "truncated", ORANGE)], y_title="share of responses", percent=True),
         "rl_entropy": curves(rows, [Line("entropy", "entropy", GREEN)], y_title="nats per token"),
         "rl_clip": curves(rows, [Line("clip_frac", "clipped", RED)], y_title="share of tokens", percent=True),
         "rl_approx_kl": curves(rows, [Line("approx_kl", "change", PURPLE)], y_title="nats per token"),

@@ -25,7 +25,7 @@ REQUIRED_COLUMNS: dict[str, tuple[str, ...]] = {
 
 RL_COLUMNS = (  # of policy_curves, with method rl
     *("step", "score_mean", "score_std", "kl_mean", "entropy", "response_length"),
-    *("cut_off_fraction", "clip_frac", "approx_kl", "logprob_difference"),
+    *("truncated_fraction", "clip_frac", "approx_kl", "logprob_difference"),
 )
 OFFLINE_COLUMNS = ("step", "loss")  # of policy_curves, with every other method
 

@@ -86,7 +86,7 @@ LABELS = {
     "score_first_step": "at the first step",
     "kl_mean": "KL at the end",
     "response_length": "tokens per response",
-    "cut_off_fraction": "share cut off",
+    "truncated_fraction": "share truncated",
     "logprob_difference_max": "largest log-probability difference",
 }
 # Where on the page a stage's work is shown.
@@ -103,7 +103,7 @@ LOOKS_SHOWN = 20  # of the gate, before the present one
 EVALUATION_ROWS = (
     ("Judge: accepts", "judge_ok", "share", True),
     ("Tokens per answer", "length_mean", "length", None),
-    ("Cut off", "cut_off_fraction", "share", False),
+    ("Truncated", "truncated_fraction", "share", False),
     ("Score", "score_mean", "score", True),
 )
 
@@ -166,9 +166,9 @@ def changes(which: str, baseline: Results, inputs: ReportInputs) -> dict[str, An
 
 
 def taken_over(inputs: ReportInputs) -> list[tuple[str, Mapping[str, Any]]]:
-    """The training stages that went on from other work's checkpoint (checkpoints.go_on_from): name, and step and differences as noted."""
+    """The training stages that went on from other work's checkpoint (checkpoints.resume_from): name, and step and differences as noted."""
     metrics = {"train_sft": inputs.sft, "train_reward": inputs.reward, "train_policy": inputs.policy}
-    return [(stage, entry) for stage, tree in metrics.items() if tree is not None for entry in tree.get("gone_on_from", [])]
+    return [(stage, entry) for stage, tree in metrics.items() if tree is not None for entry in tree.get("resumed_from", [])]
 
 
 def _evaluated(inputs: ReportInputs, scorers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

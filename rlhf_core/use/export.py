@@ -25,7 +25,7 @@ READ = Callable[[str], str | None]  # path inside the project -> its text; None:
 LOCKS = ("dvc.lock", "rounds/dvc.lock")
 NOT_LOOKED_AT = "None of this model: the stage hasn't run, or has looked at another one.\n"
 _ROUND = re.compile(r"rounds/(\d+)/policy")
-COLUMNS = (("judge_ok", "judge accepts"), ("score_mean", "mean score"), ("cut_off_fraction", "cut off"), ("length_mean", "mean tokens"))
+COLUMNS = (("judge_ok", "judge accepts"), ("score_mean", "mean score"), ("truncated_fraction", "truncated"), ("length_mean", "mean tokens"))
 
 
 def export(chosen: Chosen, folder: Path, *, root: Path = Path()) -> Path:

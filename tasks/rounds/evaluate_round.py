@@ -197,14 +197,15 @@ def answer(stage: Stage, number: int, models: dict[str, Path]):
 def judged(stage: Stage, tokenizer, ends: dict[str, tuple[int, ...]], prompts: list, samples: dict[str, dict[str, list]]):
     """The samples with scores and, where the data has a judge, its word."""
     from rlhf_core.evaluation import judged as with_judgement
-    from rlhf_core.sampling.drawing import ResponseScorer
+    from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 
     params = stage.params
     judges = source_judges()
-    score = ResponseScorer(params.iterative.scorers, reward_model=REWARD_MODEL, source_judges=judges, model=params.model)
+    scorers = LocalScorers(params.iterative.scorers, reward_model=REWARD_MODEL, source_judges=judges, model=params.model)
 
     def answers(name: str, groups: list) -> list:
-        return [with_judgement(r, judges) for (r,) in score(prompts, groups, tokenizer, stops=ends[name])]
+        scorer = ResponseScorer(scorers, tokenizer, stops=ends[name])
+        return [with_judgement(r, judges) for (r,) in scorer.score_groups(prompts, groups)]
 
     return {mode: {name: answers(name, groups) for name, groups in by_model.items()} for mode, by_model in samples.items()}
 

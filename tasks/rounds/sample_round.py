@@ -104,7 +104,8 @@ def check_promotion(stage: Stage, entry: Round, number: int, judges: dict[str, s
 def sample(stage: Stage, entry: Round, rows: list[dict], judges: dict[str, str]):
     """Scored responses of each prompt that leaves room for one, and how many prompts don't."""
     from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
-    from rlhf_core.sampling.drawing import ResponseScorer, SamplingStopped, choose_prompts, sample_responses
+    from rlhf_core.sampling.drawing import SamplingStopped, choose_prompts, sample_responses
+    from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 
     params, config = stage.params, stage.params.iterative
     stage.use_threads()
@@ -124,8 +125,9 @@ def sample(stage: Stage, entry: Round, rows: list[dict], judges: dict[str, str])
         )
     except SamplingStopped as stop:
         raise StageStopped from stop
-    scorer = ResponseScorer(config.scorers, reward_model=REWARD_MODEL, source_judges=judges, model=params.model)
-    return scorer(prompts, samples, tokenizer, stops=stop_ids(tokenizer, entry.policy.path)), len(rows) - len(prompts)
+    scorers = LocalScorers(config.scorers, reward_model=REWARD_MODEL, source_judges=judges, model=params.model)
+    scorer = ResponseScorer(scorers, tokenizer, stops=stop_ids(tokenizer, entry.policy.path))
+    return scorer.score_groups(prompts, samples), len(rows) - len(prompts)
 
 
 def write_data(folder: Path, groups: list, min_margin: float) -> dict:
@@ -156,7 +158,7 @@ def write_data(folder: Path, groups: list, min_margin: float) -> dict:
         **pairs.counts,
         "responses": len(frame),
         "unscored_fraction": float(frame["score"].isna().mean()),
-        "cut_off_fraction": float((~frame["finished"]).mean()),
+        "truncated_fraction": float((~frame["finished"]).mean()),
         "score_mean": float(frame["score"].mean()),
         **{f"score_{use}_mean": value for use, value in score.items()},
     }

@@ -1,4 +1,5 @@
-"""The results of the matrix as a table in a page of the documentation, between two marks."""
+"""The results of the matrix as a table in a documentation page, between two marks: one row for the faults
+and stages of a process that ended with one exit code."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import re
 from pathlib import Path
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-HEADER = "| stage | process or file | fault | exit code | said | left | result of the next run | |\n|---|---|---|---|---|---|---|---|"
+HEADER = "| process or file | fault | stages | exit code |\n|---|---|---|---|"
 
 
 def write_table(results: Path, page: Path, cells: list[str]) -> None:
@@ -21,16 +22,19 @@ def write_table(results: Path, page: Path, cells: list[str]) -> None:
     if BEGIN not in text or END not in text:
         raise ValueError(f"{page}: expected the marks {BEGIN} and {END}, got a page without; put them where the table belongs")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    lines = [_line(rows[name]) for name in cells if name in rows]
+    tried = [rows[name] for name in cells if name in rows]
+    stages: dict[tuple, list[str]] = {}
+    for row in tried:
+        stages.setdefault((row["process"], row["exit_code"], row["fault"]), []).append(row["stage"])
+    faults: dict[tuple, list[str]] = {}
+    for (process, code, fault), where in stages.items():
+        faults.setdefault((process, code, ", ".join(where)), []).append(fault)
+    lines = [f"| {process} | {', '.join(what)} | {where} | {code} |" for (process, code, where), what in faults.items()]
+    failed = [f"- `{row['cell']}`: {_escaped('; '.join(row['problems']))}" for row in tried if row["problems"]]
+    lines += ["", f"All {len(tried)} cells passed." if not failed else f"{len(failed)} of {len(tried)} cells failed:", *failed]
     missing = ", ".join(f"`{name}`" for name in cells if name not in rows)
-    rest = f"\nNot tried out yet ({len(cells) - len(lines)} of {len(cells)} cells): {missing}.\n" if missing else ""
+    rest = f"\nNot tried ({len(cells) - len(tried)} of {len(cells)} cells): {missing}.\n" if missing else ""
     page.write_text(f"{before}{BEGIN}\n{HEADER}\n" + "\n".join(lines) + f"\n{rest}{END}{after}")
-
-
-def _line(row: dict) -> str:
-    shown = [row["stage"], row["process"], row["fault"], row["exit_code"], _escaped(row["said"]), row["left"], row["result"]]
-    verdict = "ok" if not row["problems"] else "**not ok**: " + _escaped("; ".join(row["problems"]))
-    return "| " + " | ".join(map(str, [*shown, verdict])) + " |"
 
 
 def _escaped(text: str) -> str:

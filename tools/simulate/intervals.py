@@ -135,7 +135,7 @@ def a_run(seed: int, accepted: float, rng: np.random.Generator) -> Results:
         points = rng.choice([1.0, 0.5, 0.0], PROMPTS, p=(237 / 400, 154 / 400, 9 / 400))
         table[f"{mode}_judge_ok"], table[f"{mode}_score"], table[f"{mode}_points"] = ok, score, points
         low, high = mean_interval(score, CONFIDENCE)
-        figures = {"score_mean": float(score.mean()), "score_low": low, "score_high": high, "length_mean": 8.0, "cut_off_fraction": 0.0}
+        figures = {"score_mean": float(score.mean()), "score_low": low, "score_high": high, "length_mean": 8.0, "truncated_fraction": 0.0}
         evaluation[mode] = {"policy": figures | {"judge_ok": float(ok.mean()), "judge_n": PROMPTS}}
         low, high = points_interval(points.tolist(), CONFIDENCE)
         evaluation["win_rate"][mode], evaluation["kl"][mode] = {"value": float(points.mean()), "low": low, "high": high}, 1.0

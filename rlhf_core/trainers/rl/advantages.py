@@ -31,7 +31,7 @@ def compute_advantages(
     """Advantages (and returns, for the critic) of a batch by `rl.algorithm`. The normaliser may move on.
 
     A response that could not be scored (a score that counts isn't finite) is masked: neither policy nor critic learns from it, and no
-    statistic sees it. So is one that was cut off, where rl.reward.mask_cut_off says so.
+    statistic sees it. So is one that was cut off, where rl.reward.mask_truncated says so.
 
     Args:
         kl_coef: of the KL in the reward; unused where it is a term of the loss.
@@ -83,7 +83,7 @@ def shaped_rewards(
         components: scorer's name -> [B] raw scores.
         finished: [B] bool.    lengths: [B], tokens of each response.
     """
-    if rl.reward.mask_cut_off:
+    if rl.reward.mask_truncated:
         components = {name: scores.where(finished, torch.nan) for name, scores in components.items()}
     return normalizer(components) - _penalties(finished, lengths, rl)
 
@@ -105,7 +105,7 @@ def _kl(responses: RolloutBatch | Baseline, mask: torch.Tensor, rl: RlConfig) ->
 
 def baseline_rewards(baseline: Baseline, rl: RlConfig, normalizer: RewardNormalizer, *, kl_coef: float) -> torch.Tensor:
     """What the greedy responses get [B], by the same measure as the sampled ones: a sample that is its prompt's greedy response has
-    exactly its baseline. The normaliser doesn't move. A greedy response that was cut off is a baseline too, whatever mask_cut_off says.
+    exactly its baseline. The normaliser doesn't move. A greedy response that was cut off is a baseline too, whatever mask_truncated says.
 
     Args:
         kl_coef: of the KL in the reward.

@@ -42,7 +42,7 @@ def batch_metrics(batch: RolloutBatch, config: ScoreConfig) -> Metrics:
         "reward_length_correlation": correlation(scores, mask.sum(1).float()),
         "repetition": repetition(batch.response_ids, mask, n=REPETITION_N),
         **{f"distinct_{n}": distinct(batch.response_ids, mask, n=n) for n in (1, 2)},
-        "cut_off_fraction": float((~batch.finished).float().mean()),
+        "truncated_fraction": float((~batch.finished).float().mean()),
         "unscored_fraction": float((~known).float().mean()),
     }
 

@@ -42,7 +42,7 @@ PARAMS = {
 
 
 def results(*, ok: float = 0.5, score: float = 1.0, reward_model: str = "a", judge: bool = True, name: str = "one") -> Results:
-    model = {"score_mean": score, "score_low": score - 0.3, "score_high": score + 0.4, "length_mean": 9.0, "cut_off_fraction": 0.0}
+    model = {"score_mean": score, "score_low": score - 0.3, "score_high": score + 0.4, "length_mean": 9.0, "truncated_fraction": 0.0}
     model |= {"judge_ok": ok, "judge_n": 400} if judge else {}
     win = {"value": 0.7, "low": 0.6, "high": 0.8}
     evaluation = {mode: {"policy": model} for mode in ("greedy", "sampled")} | {"kl": {"greedy": 1.0, "sampled": 1.0}}

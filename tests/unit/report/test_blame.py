@@ -81,7 +81,7 @@ def test_an_sft_model_trained_past_its_best():
 
 def test_an_sft_model_that_does_not_end_its_answers():
     inputs = failed_run()
-    inputs.evaluation["sampled"]["sft"]["cut_off_fraction"] = 0.63
+    inputs.evaluation["sampled"]["sft"]["truncated_fraction"] = 0.63
     found = blame(inputs)
     assert (found.stage, found.figure) == ("train_sft", "63% of the SFT model’s sampled answers are cut off")
 

@@ -510,7 +510,7 @@ def test_who_is_to_blame_and_what_was_overridden_or_stopped_stands_at_the_top(tm
     edit_metrics(workspace, "train_policy", {"monitor": monitor})
     edit_metrics(workspace, "gate", {"override": "we <know>", "passed": False, "message": "rejected: too few."})
     began = {"of": "rl", "step": 7, "differences": ["params: rl.learning_rate: 1 -> <2>"]}
-    edit_metrics(workspace, "train_policy", {"gone_on_from": [began]})
+    edit_metrics(workspace, "train_policy", {"resumed_from": [began]})
     page = render_in(workspace, monkeypatch)
     top = page[: page.index("</header>")]
     assert "train_policy went on from other work’s checkpoint, of step 7." in top and "rl.learning_rate: 1 -&gt; &lt;2&gt;" in top
@@ -578,7 +578,7 @@ def test_the_aspects_of_any_judge_have_rows_below_it():
             for aspect, other in (("correct", "told_well"), ("polite", "kind")):
                 figures[f"judge_{other}"] = figures.pop(f"judge_{aspect}")
     assert labels(result) == ["Judge: accepts", "brief", "safe", "kind", "told well"]
-    assert labels(evaluation(judge=False)) == ["Tokens per answer", "Cut off", "Score"]
+    assert labels(evaluation(judge=False)) == ["Tokens per answer", "Truncated", "Score"]
 
 
 def test_a_change_is_coloured_only_where_it_is_clear_among_all_changes_of_the_table():
@@ -592,9 +592,9 @@ def test_a_change_is_coloured_only_where_it_is_clear_among_all_changes_of_the_ta
     rows = evaluation_rows(result, [REWARD_MODEL], 0.95)
     assert {cell["tone"] for row in rows for cell in row["cells"]} == {""}
     result["difference"]["greedy"]["judge_ok"]["p_value"] = 0.003
-    result["difference"]["sampled"]["cut_off_fraction"]["p_value"] = 0.0001
+    result["difference"]["sampled"]["truncated_fraction"]["p_value"] = 0.0001
     tones = {row["label"]: [cell["tone"] for cell in row["cells"]] for row in evaluation_rows(result, [REWARD_MODEL], 0.95)}
-    assert tones["Judge: accepts"] == ["good", ""] and tones["Cut off"] == ["", "bad"] and tones["polite"] == ["", ""]
+    assert tones["Judge: accepts"] == ["good", ""] and tones["Truncated"] == ["", "bad"] and tones["polite"] == ["", ""]
 
 
 def test_the_verdicts_four_tests_are_corrected_together():

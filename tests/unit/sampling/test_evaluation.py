@@ -22,7 +22,7 @@ from rlhf_core.evaluation import (
 )
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.wrappers import PolicyModule
-from rlhf_core.sampling.drawing import ScoredResponse
+from rlhf_core.sampling.scoring import ScoredResponse
 from rlhf_core.types import Prompt
 
 PROMPT = Prompt("id", "clerk", [{"role": "user", "content": "Please sort 41."}], [5, 6], None)
@@ -33,7 +33,7 @@ RUDE = Judgement(GOOD.aspects | {"polite": False})
 def answer(
     score: float, *, text: str = "text", length: int = 3, finished: bool = True, other: float = 0.0, judgement: Judgement | None = None
 ) -> Answer:
-    return Answer(PROMPT, [7] * length, text, finished, score, {"reward_model": score, "other": other}, judgement)
+    return Answer(PROMPT, [7] * length, finished, text, score, {"reward_model": score, "other": other}, judgement)
 
 
 def test_summary_by_hand():
@@ -45,7 +45,7 @@ def test_summary_by_hand():
     assert scores["reward_model"] == {"mean": 1.5, "low": low, "high": high, "n": 2}
     assert (scores["other"]["mean"], scores["other"]["n"]) == (1.0, 3)  # (0 + 0 + 3) / 3
     assert summary == {
-        "n": 3, "score_mean": 1.5, "length_mean": 4.0, "cut_off_fraction": pytest.approx(1 / 3),
+        "n": 3, "score_mean": 1.5, "length_mean": 4.0, "truncated_fraction": pytest.approx(1 / 3),
         "judge_n": 2, "judge_ok": 0.5, "judge_correct": 1.0, "judge_polite": 0.5, "judge_brief": 1.0, "judge_safe": 1.0,
     }  # fmt: skip
 
@@ -61,7 +61,7 @@ def test_aspects_are_counted_over_the_answers_whose_judge_has_them():
 
 def test_an_answer_is_judged_by_the_judge_of_its_source(tmp_path):
     (tmp_path / "mine.py").write_text("def calm(prompt, response):\n    return {'calm': '!' not in response, 'asked': 'sort' in prompt}\n")
-    response = ScoredResponse(PROMPT, [7], "Stop!", True, 0.0, {})
+    response = ScoredResponse(PROMPT, [7], True, "Stop!", 0.0, {})
     assert judged(response, {"clerk": f"{tmp_path}/mine.py:calm"}).judgement == Judgement({"calm": False, "asked": True})
     assert judged(response, {"clerk": "clerk"}).judgement == Judgement({"correct": False, "polite": False, "brief": True, "safe": True})
     assert judged(response, {"other": "clerk"}).judgement is None
@@ -113,7 +113,7 @@ def test_every_figure_has_its_difference_over_the_prompts_that_have_both():
     assert found.keys() == differences_keys(policy)
     assert (found["score_mean"]["value"], found["score_mean"]["n"]) == (1.5, 2) and found["scores"]["other"]["value"] == 0.0
     assert found["length_mean"]["value"] == pytest.approx(2 / 3)
-    assert (found["cut_off_fraction"]["first_only"], found["cut_off_fraction"]["neither"]) == (1, 2)
+    assert (found["truncated_fraction"]["first_only"], found["truncated_fraction"]["neither"]) == (1, 2)
     polite = found["judge_polite"]
     assert (polite["both"], polite["first_only"], polite["second_only"], polite["neither"]) == (0, 1, 0, 1)
     assert found["judge_ok"] == judge_difference(policy, baseline, confidence=0.95)

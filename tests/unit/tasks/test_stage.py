@@ -170,14 +170,14 @@ def test_work_whose_params_were_changed_goes_on_from_the_older_checkpoint_when_a
     assert begin("save").wait(timeout=60) == CRASHED
     change(workspace / "params.yaml", "seed: 0", "seed: 1")
     out, _ = begin("finish").communicate(timeout=60)
-    (older,) = re.findall(r"go_on_from=(train_sft/\w{16})", out)
+    (older,) = re.findall(r"resume_from=(train_sft/\w{16})", out)
     assert "has the checkpoint of step 5 (sft) of other work; what has changed since:\n  seed: 0 -> 1\n" in out and "step None" in out
     assert read_json(workspace / "metrics/train_sft.json") == {"loss": 1.0}
-    change(workspace / "params.yaml", "go_on_from: null", f"go_on_from: {older}")
+    change(workspace / "params.yaml", "resume_from: null", f"resume_from: {older}")
     out, err = begin("finish").communicate(timeout=60)
     assert "step 5" in out, err
     noted = {"of": "sft", "step": 5, "differences": ["seed: 0 -> 1"]}
-    assert read_json(workspace / "metrics/train_sft.json") == {"loss": 1.0, "gone_on_from": [noted]}
+    assert read_json(workspace / "metrics/train_sft.json") == {"loss": 1.0, "resumed_from": [noted]}
     assert (workspace / "reports/certificates/train_sft/sft/step-5/certificate.json").exists()
     # Its own work, with the params of then, is still where it was.
     change(workspace / "params.yaml", "seed: 1", "seed: 0")
@@ -185,7 +185,7 @@ def test_work_whose_params_were_changed_goes_on_from_the_older_checkpoint_when_a
     assert not [p for p in (workspace / "scratch/train_sft").iterdir() if p.is_dir()]
     change(workspace / "params.yaml", "seed: 0", "seed: 1")
     _, err = begin("finish").communicate(timeout=60)
-    assert f"checkpoints.go_on_from={older}: expected a scratch folder with a checkpoint, got none" in err
+    assert f"checkpoints.resume_from={older}: expected a scratch folder with a checkpoint, got none" in err
 
 
 def test_a_second_run_waits_until_the_first_has_ended(workspace):
@@ -279,7 +279,7 @@ def test_a_card_names_the_inputs_that_count_and_their_md5s(workspace):
         (workspace / name).parent.mkdir(parents=True)
         (workspace / name).write_text("{}")
     stage = Stage("train_policy")  # not entered: signals and environment are this process's
-    stage.params, stage.work, stage.gone_on_from = load_params(), read_work("train_policy"), []
+    stage.params, stage.work, stage.resumed_from = load_params(), read_work("train_policy"), []
     facts = stage.card("policy", "dpo", {"heldout_loss": 0.5, "heldout_pairs": 3, "loss": 0.4})
     asked = stage.card("policy", "rl (rloo)", {}, gate={"passed": True, "message": "good"})
     assert facts.inputs == {name: dvc_md5(workspace / name) for name in ("data/prepared", "inputs")}

@@ -34,7 +34,7 @@ class StoppedStage(Stage):
         changes = {"epochs": 1.0, "batch_size": 2, "checkpoint_every": 1, "eval_every": 100, "ensemble": 2}
         members = {"rl.reward.scorers.0.members": 2}
         self.params, self.scratch = tiny_params(**{f"reward.{k}": v for k, v in changes.items()}, **members), scratch
-        self.work, self.gone_on_from = Work("", {}, {}), []
+        self.work, self.resumed_from = Work("", {}, {}), []
         self._at = at
         scratch.mkdir(exist_ok=True)
 

@@ -149,7 +149,7 @@ def test_final_figures_are_means_over_the_last_steps_of_every_scorer_too(tmp_pat
     given = params({"kind": "judge"}, {"kind": "length", "target_length": 5}, rl__algorithm="grpo")
     steps = 3 * TAIL
     rows = pd.DataFrame({"step": range(1, steps + 1)})
-    for name in ("kl_mean", "response_length", "entropy", "cut_off_fraction", "score_length"):
+    for name in ("kl_mean", "response_length", "entropy", "truncated_fraction", "score_length"):
         rows[name] = 1.5
     rows["score_mean"] = [100.0] * 2 * TAIL + [2.0, 4.0] * (TAIL // 2)
     rows["score_judge"] = [100.0] * 2 * TAIL + [0.25, 0.75] * (TAIL // 2)
@@ -172,7 +172,7 @@ def test_final_figures_are_means_over_the_last_steps_of_every_scorer_too(tmp_pat
 def test_the_end_of_a_short_run_is_its_last_third(tmp_path):
     given = params(rl__algorithm="grpo")
     rows = pd.DataFrame({"step": range(1, 11)})
-    for name in ("kl_mean", "response_length", "entropy", "cut_off_fraction", "score_reward_model", "logprob_difference"):
+    for name in ("kl_mean", "response_length", "entropy", "truncated_fraction", "score_reward_model", "logprob_difference"):
         rows[name] = 1.0
     rows["score_mean"] = [float(step) for step in range(1, 11)]
     rows.to_csv(tmp_path / "curves.csv", index=False)

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.checkpoint.store import CheckpointStore, Origin, StoreSettings
 from rlhf_core.config import CheckpointsConfig, ConfigError
-from tasks.work import GONE_ON_FROM, WORK, Work, checkpoint_of, prepare_scratch
+from tasks.work import RESUMED_FROM, WORK, Work, checkpoint_of, prepare_scratch
 
 BEFORE = Work(
     "exec python -m tasks.train_sft",
@@ -24,7 +24,7 @@ NOW = Work(
     {"seed": 0, "sft": {"steps": 20, "learning_rate": 2e-3, "lora": {"rank": 8}, "sizes": [1, 3]}},
     {"data/prepared/sft.parquet": "a2", "data/prepared/new.parquet": "b", "rlhf_core/models/build.py": "c2", "work.py": "d"},
 )
-CONFIG = CheckpointsConfig(keep_last=2, keep_best=0, keep_abandoned=2, go_on_from=None)
+CONFIG = CheckpointsConfig(keep_last=2, keep_best=0, keep_abandoned=2, resume_from=None)
 DIFFERENCES = [
     "sft.learning_rate: 0.001 -> 0.002",
     "sft.lora.rank: nothing -> 8",
@@ -81,7 +81,7 @@ def test_work_that_starts_anew_beside_an_older_checkpoint_says_which_and_what_di
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(f"train_sft: starts anew. {older} has the checkpoint of step 10 (sft) of other work; what has changed since:\n")
     assert all(f"  {line}\n" in said for line in DIFFERENCES)
-    assert said.endswith(f"  To go on from it all the same: checkpoints.go_on_from=train_sft/{older.name}")
+    assert said.endswith(f"  To go on from it all the same: checkpoints.resume_from=train_sft/{older.name}")
     assert checkpoint_of(scratch) is None and checkpoint_of(older) == ("sft", 10)
     begun(tmp_path / "train_sft", NOW, 5)
     caplog.clear()
@@ -91,7 +91,7 @@ def test_work_that_starts_anew_beside_an_older_checkpoint_says_which_and_what_di
 
 def test_going_on_from_older_work_takes_its_checkpoints_and_curves_and_notes_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     older, scratch = begun(tmp_path / "train_sft", BEFORE, 5, 10), tmp_path / "train_sft" / NOW.folder_name
-    chosen = replace_config(go_on_from=f"train_sft/{older.name}")
+    chosen = replace_config(resume_from=f"train_sft/{older.name}")
     with caplog.at_level(logging.WARNING, logger="rlhf"):
         (noted,) = prepare_scratch(scratch, NOW, chosen, "train_sft")
     assert "goes on from step 10 of other work" in caplog.records[-1].getMessage()
@@ -108,7 +108,7 @@ def test_going_on_from_older_work_takes_its_checkpoints_and_curves_and_notes_it(
     assert checkpoint_of(scratch) == ("sft", 15)
     third = replace(NOW, params={"seed": 1})
     noted_twice = prepare_scratch(
-        tmp_path / "train_sft" / third.folder_name, third, replace_config(go_on_from=f"train_sft/{scratch.name}"), "train_sft"
+        tmp_path / "train_sft" / third.folder_name, third, replace_config(resume_from=f"train_sft/{scratch.name}"), "train_sft"
     )
     assert [entry["step"] for entry in noted_twice] == [10, 15]
 
@@ -117,24 +117,24 @@ def test_a_takeover_that_was_interrupted_begins_again(tmp_path: Path):
     older, scratch = begun(tmp_path / "train_sft", BEFORE, 10), tmp_path / "train_sft" / NOW.folder_name
     left_over = tmp_path / "train_sft" / f"taking-over-{scratch.name}"
     (left_over / "sft/step-10").mkdir(parents=True)
-    prepare_scratch(scratch, NOW, replace_config(go_on_from=f"train_sft/{older.name}"), "train_sft")
-    assert not left_over.exists() and json.loads((scratch / GONE_ON_FROM).read_text())[0]["step"] == 10
+    prepare_scratch(scratch, NOW, replace_config(resume_from=f"train_sft/{older.name}"), "train_sft")
+    assert not left_over.exists() and json.loads((scratch / RESUMED_FROM).read_text())[0]["step"] == 10
 
 
 def test_going_on_from_what_isnt_there_from_another_command_or_over_an_own_checkpoint_is_refused(tmp_path: Path):
     top = tmp_path / "train_policy"
     older, scratch = begun(top, BEFORE, 10), top / NOW.folder_name
-    nothing = replace_config(go_on_from="train_policy/" + "0" * 16)
-    with pytest.raises(ConfigError, match=r"go_on_from=train_policy/0{16}: expected a scratch folder with a checkpoint, got none"):
+    nothing = replace_config(resume_from="train_policy/" + "0" * 16)
+    with pytest.raises(ConfigError, match=r"resume_from=train_policy/0{16}: expected a scratch folder with a checkpoint, got none"):
         prepare_scratch(scratch, NOW, nothing, "train_policy")
-    chosen = replace_config(go_on_from=f"train_policy/{older.name}")
+    chosen = replace_config(resume_from=f"train_policy/{older.name}")
     dpo = replace(NOW, command="exec python -m tasks.train_dpo")
     with pytest.raises(ConfigError, match=r"expected work of the same command, exec python -m tasks\.train_dpo, got .*train_sft"):
         prepare_scratch(top / dpo.folder_name, dpo, chosen, "train_policy")
     unknown = begun(top, replace(BEFORE, params={}), 10)
     (unknown / WORK).write_text("[")
     with pytest.raises(ConfigError, match=r"expected work\.json to say what that work was made of, got none"):
-        prepare_scratch(scratch, NOW, replace_config(go_on_from=f"train_policy/{unknown.name}"), "train_policy")
+        prepare_scratch(scratch, NOW, replace_config(resume_from=f"train_policy/{unknown.name}"), "train_policy")
     begun(top, NOW, 3)
     with pytest.raises(ConfigError, match="expected no checkpoint of this work's own yet, got one at"):
         prepare_scratch(scratch, NOW, chosen, "train_policy")
@@ -147,7 +147,7 @@ def test_the_newest_folders_of_given_up_work_stay_and_older_ones_go(tmp_path: Pa
     folders = [begun(top, work, 10) for work in works[:4]] + [begun(top, work) for work in works[4:]]
     for seconds, folder in enumerate(reversed(folders)):
         age(folder, 100 * seconds)
-    chosen = replace_config(keep_abandoned=1, go_on_from=f"train_sft/{folders[1].name}")
+    chosen = replace_config(keep_abandoned=1, resume_from=f"train_sft/{folders[1].name}")
     prepare_scratch(top / NOW.folder_name, NOW, chosen, "train_sft")
     # Of those with a checkpoint the newest and the one that was chosen, of those without the newest.
     assert {p.name for p in top.iterdir()} == {NOW.folder_name, folders[3].name, folders[1].name, folders[5].name}
@@ -155,5 +155,5 @@ def test_the_newest_folders_of_given_up_work_stay_and_older_ones_go(tmp_path: Pa
 
 @pytest.mark.parametrize("value", ["train_sft", "../x/0123456789abcdef", "train_sft/..", "gate_reward/0123456789abcdef", "train_sft/0123"])
 def test_a_scratch_folder_is_named_by_stage_and_fingerprint(value: str):
-    with pytest.raises(ValueError, match="go_on_from"):
-        CheckpointsConfig(keep_last=2, keep_best=0, keep_abandoned=2, go_on_from=value)
+    with pytest.raises(ValueError, match="resume_from"):
+        CheckpointsConfig(keep_last=2, keep_best=0, keep_abandoned=2, resume_from=value)

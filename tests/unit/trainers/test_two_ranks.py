@@ -130,7 +130,7 @@ def test_one_rank_goes_on_from_a_checkpoint_of_two_within_rounding(ranks, folder
 
 
 @at_every_stage
-def test_two_ranks_go_on_from_a_checkpoint_of_one_within_rounding(ranks: list[dict], alone: dict, stage: int):
+def test_two_ranks_resume_from_a_checkpoint_of_one_within_rounding(ranks: list[dict], alone: dict, stage: int):
     expected, weights = alone["sft"]
     (first, first_weights), (second, second_weights) = (rank["grown"][stage] for rank in ranks)
     for mine, others, (loss, norm) in zip(first, second, expected[2:], strict=True):

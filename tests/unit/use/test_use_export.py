@@ -20,7 +20,7 @@ from rlhf_core.use.export import export
 
 ROOT = Path(__file__).parents[3]
 FACTS = CardFacts("policy", "dpo", None, {"seed": 0}, {}, {})
-FIGURES = {"score_mean": 0.25, "judge_ok": 0.7, "cut_off_fraction": 0.0, "length_mean": 12.5}
+FIGURES = {"score_mean": 0.25, "judge_ok": 0.7, "truncated_fraction": 0.0, "length_mean": 12.5}
 EVALUATION = {mode: {"sft": FIGURES, "policy": FIGURES | {"judge_ok": 0.91234}} for mode in ("greedy", "sampled")}
 EVALUATION["win_rate"] = {"greedy": {"value": 0.8, "low": 0.7, "high": 0.9}}
 

@@ -215,7 +215,7 @@ def test_a_response_that_was_cut_off_is_masked_and_in_no_statistic_where_asked(a
     config = rl(
         algorithm,
         **{
-            "rl.reward.mask_cut_off": True,
+            "rl.reward.mask_truncated": True,
             "rl.reward.scorers": [scorer(normalization="running")],
             "rl.kl.coef": 0.1,
             "rl.ppo.whiten_advantages": True,
@@ -367,7 +367,7 @@ def test_remax_in_the_loss_leaves_the_kl_out_of_the_baseline():
 
 
 def test_remax_takes_a_cut_off_baseline_for_a_finished_sample_and_learns_nothing_from_a_cut_off_one():
-    config = rl("remax", **{"rl.reward.mask_cut_off": True, "rl.reward.no_eos_penalty": 0.75})
+    config = rl("remax", **{"rl.reward.mask_truncated": True, "rl.reward.no_eos_penalty": 0.75})
     batch = rollouts([2.0, 2.0], [2, 2], finished=[True, False], baseline=greedy([1.0, 1.0], finished=[False, True]))
     train, _ = credit(batch, config)
     assert train.advantages.tolist() == [[1.75, 1.75, 0.0], [0.0, 0.0, 0.0]] and not train.response_mask[1].any()

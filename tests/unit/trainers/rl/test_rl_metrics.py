@@ -50,7 +50,7 @@ def test_metrics_by_hand_over_what_could_be_scored(bad: float):
         {
             "score_mean": 4.5, "score_std": 2.5, "score_model": 2.0, "score_short": -1 / 3, "score_seen": 1.0,
             "failed_model": 1, "failed_short": 0, "failed_seen": 1, "kl_mean": 2.5 / 3, "response_length": 5 / 3,
-            "cut_off_fraction": 1 / 3, "unscored_fraction": 1 / 3, "kl_token_mean": 0.5, "kl_token_min": 0.5, "kl_token_max": 0.5,
+            "truncated_fraction": 1 / 3, "unscored_fraction": 1 / 3, "kl_token_mean": 0.5, "kl_token_min": 0.5, "kl_token_max": 0.5,
             "reward_length_correlation": 1.0, "repetition": NAN, "distinct_1": 0.2, "distinct_2": 0.5, "agreement_seen": NAN,
         },
         nan_ok=True,

@@ -78,7 +78,7 @@ JUDGED = [
     ("without it they are equal", {"rl.reward.no_eos_penalty": 0.0}, [rollout(1.0, [1]), rollout(1.0, [2, 3], finished=False)], False),
     ("so does the penalty for length", LONG, [rollout(1.0, [1]), rollout(1.0, [2, 3])], True),
     ("penalties make unequal scores equal", {}, [rollout(0.0, [1]), rollout(1.0, [2, 3], finished=False)], False),
-    ("a mask leaves one", {"rl.reward.mask_cut_off": True}, [rollout(0.0, [1]), rollout(1.0, [2, 3], finished=False)], False),
+    ("a mask leaves one", {"rl.reward.mask_truncated": True}, [rollout(0.0, [1]), rollout(1.0, [2, 3], finished=False)], False),
     ("clipping makes them equal", {"rl.reward.clip": 1.0}, [rollout(3.0, [1]), rollout(2.0, [2])], False),
     ("rounding of one response's score is no difference", {}, [rollout(0.1 + 0.2, [1]), rollout(0.3 - 1e-6, [1])], False),
 ]
