@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import read_rows
-from rlhf_core.data.split import conversation_text
+from rlhf_core.paths import EVALUATION_PROMPTS, EVALUATION_SAMPLES, METRICS, POLICY_MODEL, PREPARED, REWARD_MODEL, SFT_MODEL
 from rlhf_core.progress import Bar, drawing
-from tasks.stage import (
-    EVALUATION_PROMPTS,
-    EVALUATION_SAMPLES,
-    METRICS,
-    POLICY_MODEL,
-    PREPARED,
-    REWARD_MODEL,
-    SFT_MODEL,
-    Stage,
-    StageFailed,
-    no_arguments,
-    source_judges,
-    write_json,
-)
+from rlhf_core.stage.files import source_judges, write_json
+from rlhf_core.stage.run import Stage, StageFailed, no_arguments
 
 MICROBATCH_TOKENS = 8192
 MODES = ("greedy", "sampled")

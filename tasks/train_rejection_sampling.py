@@ -13,21 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.data.schema import read_rows
-from tasks.stage import (
-    METRICS,
-    PREPARED,
-    REWARD_MODEL,
-    SFT_MODEL,
-    Stage,
-    StageFailed,
-    StageStopped,
-    check_gate,
-    has_labels,
-    no_arguments,
-    publish_policy,
-    read_json,
-    source_judges,
-)
+from rlhf_core.paths import METRICS, PREPARED, REWARD_MODEL, SFT_MODEL
+from rlhf_core.stage.files import has_labels, read_json, source_judges
+from rlhf_core.stage.run import Stage, StageFailed, StageStopped, check_gate, no_arguments, publish_policy
 
 log = logging.getLogger("rlhf")
 

@@ -14,11 +14,13 @@ from typing import Any
 
 from rlhf_core.config import PromotionConfig
 from rlhf_core.data.schema import read_rows
+from rlhf_core.paths import PREPARED, REWARD_MODEL
 from rlhf_core.rounds.pins import ROUNDS_FILE, BudgetPin, Round, read_round, round_folder
+from rlhf_core.stage.files import read_json, source_judges, write_json
+from rlhf_core.stage.run import Stage, round_argument
 from rlhf_core.statistics.error_budget import spent_after
 from rlhf_core.statistics.exact_test import p_value, prompts_needed, smallest_gain
 from rlhf_core.statistics.intervals import POWER
-from tasks.stage import PREPARED, REWARD_MODEL, Stage, read_json, round_argument, source_judges, write_json
 
 MICROBATCH_TOKENS = 8192
 MODES = ("greedy", "sampled")

@@ -11,20 +11,10 @@ from pathlib import Path
 
 from rlhf_core.config import IterativeConfig
 from rlhf_core.data.schema import read_rows, write_rows
+from rlhf_core.paths import METRICS, PREPARED, REWARD_MODEL
 from rlhf_core.rounds.pins import Round, prompts_hash, read_round, round_folder
-from tasks.stage import (
-    METRICS,
-    PREPARED,
-    REWARD_MODEL,
-    Stage,
-    StageStopped,
-    check_gate,
-    publish,
-    read_json,
-    round_argument,
-    source_judges,
-    write_json,
-)
+from rlhf_core.stage.files import publish, read_json, source_judges, write_json
+from rlhf_core.stage.run import Stage, StageStopped, check_gate, round_argument
 
 
 def main() -> None:

@@ -14,8 +14,9 @@ from tiny_models import tiny_params
 from rlhf_core.data.schema import write_rows
 from rlhf_core.sampling.requests import Sample
 from rlhf_core.sampling.scoring import ScoredResponse
+from rlhf_core.stage.files import write_json
+from rlhf_core.stage.run import StageFailed
 from rlhf_core.types import Prompt
-from tasks.stage import StageFailed, write_json
 from tasks.train_rejection_sampling import as_demonstration, as_samples, as_scored, check_inputs, kept, score_means, without_prompts
 
 PROMPT = Prompt("id", "mine", [{"role": "user", "content": "2 + 2?"}], [5, 6], None)

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.config import DataConfig, ValidationConfig
-from rlhf_core.data.mixing import Mixed, mix
 from rlhf_core.data.schema import open_rows, read_rows
-from rlhf_core.data.validation import Finding, validate
+from rlhf_core.data.sources import Mixed, mix
+from rlhf_core.data.validation.validate import Finding, validate
 from rlhf_core.models.tokenizer import build_tokenizer
 from tasks.prepare_data import account, leave_out_too_long, summarize
 

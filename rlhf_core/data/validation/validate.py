@@ -1,22 +1,23 @@
-"""Validation of prepared data with Great Expectations: one suite per use, run in memory, findings as plain values.
-
-Nothing here reaches the network or writes outside the folder for the Data Docs.
-"""
+"""Validate."""
 
 from __future__ import annotations
 
 import html
 import logging
 import math
+import re
+import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import great_expectations as gx
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from great_expectations.core.expectation_validation_result import ExpectationValidationResult
 from great_expectations.data_context import EphemeralDataContext
@@ -24,16 +25,15 @@ from great_expectations.data_context.types.base import DataContextConfig, InMemo
 from great_expectations.exceptions import GreatExpectationsError
 from great_expectations.execution_engine import pandas_execution_engine
 
-from rlhf_core.config import ValidationConfig
-from rlhf_core.data.compact import across_uses, measure_table
-from rlhf_core.data.docs import make_offline
-from rlhf_core.data.expectations import Check, checks_for, leakage_checks, presence_checks, schema_checks
-from rlhf_core.data.measures import schema_frame
-from rlhf_core.data.origins import places
-from rlhf_core.data.schema import MESSAGES, SCHEMAS, WIDE_MESSAGES, read_batches
+from rlhf_core.config import ValidationConfig, reordering_shown
+from rlhf_core.data.drops import named, start_of
+from rlhf_core.data.schema import MESSAGES, ORIGIN, SCHEMAS, WIDE_MESSAGES, read_batches
+from rlhf_core.data.validation.expectations import Check, checks_for, leakage_checks, presence_checks, schema_checks
+from rlhf_core.data.validation.measures import across_uses, measure_table, schema_frame
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 ALL_USES = "all"
 # What the later stages read with a reward model and RL; `config.rows_needed` has it for each method. Without it they have nothing to do.
@@ -46,6 +46,24 @@ DOCS_SITE = "validation"
 pandas_execution_engine.HASH_THRESHOLD = 0  # no fingerprints of tables: nothing reads them, and one takes 300 bytes of memory for each row
 
 log = logging.getLogger("rlhf")
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 75rem; padding: 0 1rem; color: #222; background: #fff; }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem; }
+th, td { border: 1px solid #ccc; padding: .3rem .6rem; vertical-align: top; text-align: left; }
+.fa-check-circle::before { content: "\\2714"; color: #17803d; } .fa-times::before { content: "\\2718"; color: #c0262d; }
+.fa-exclamation-triangle::before { content: "\\26A0"; }
+.modal, .card.mb-3, .btn, .btn-group, .cta-footer, footer, form, input { display: none; }
+.sticky, .ge-breadcrumbs { position: static; } .nav, .ge-breadcrumbs { list-style: none; padding-left: 0; }
+"""
+_SCRIPT = re.compile(
+    r"<script\b.*?</script\s*>|<link\b[^>]*>|<style\b.*?</style\s*>|<img\b[^>]*>|<iframe\b.*?</iframe\s*>", re.DOTALL | re.IGNORECASE
+)
+_OUTSIDE = re.compile(r"<a\b[^>]*href=[\"']https?:[^>]*>(.*?)</a\s*>", re.DOTALL | re.IGNORECASE)
+_INDEX = "index.html"
+
+_READ = ("id", ORIGIN, "messages", "text")
 
 
 @dataclass(frozen=True)
@@ -176,7 +194,7 @@ def _located(findings: list[Finding], tables: dict[str, pq.ParquetFile]) -> list
     for finding in (f for f in findings if not f.passed):
         for use, row_id in _named_rows(finding):
             asked.setdefault(use, set()).add(row_id)
-    found = {use: places(tables[use], ids) for use, ids in asked.items() if use in tables}
+    found = {use: locate_rows(tables[use], ids) for use, ids in asked.items() if use in tables}
     return [replace(f, places=_places(f, found)) if not f.passed else f for f in findings]
 
 
@@ -272,3 +290,45 @@ def _write_docs(validator: Validator, folder: Path) -> None:
         validator.write_docs(folder)
     except (OSError, GreatExpectationsError) as error:
         log.warning("Data Docs: expected to write %s, got %s; the result itself is not affected", folder, error)
+
+
+_HEAD = f'<head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}"><style>{STYLE}</style>'
+
+
+def make_offline(folder: Path) -> None:
+    """Rewrite every page of the Data Docs in a folder, with an index of links; what the pages no longer use goes."""
+    pages = sorted(path for path in folder.rglob("*.html") if path != folder / _INDEX)
+    for path in pages:
+        path.write_text(offline(path.read_text(encoding="utf-8")), encoding="utf-8")
+    (folder / _INDEX).write_text(index([path.relative_to(folder) for path in pages]), encoding="utf-8")
+    shutil.rmtree(folder / "static", ignore_errors=True)
+
+
+def offline(page: str) -> str:
+    """A page without scripts, images, styles and links to elsewhere, with a style and a policy that loads nothing."""
+    page = _OUTSIDE.sub(r"\1", _SCRIPT.sub("", page))
+    return reordering_shown(re.sub(r"<head\b[^>]*>", lambda _: _HEAD, page, count=1))
+
+
+def index(pages: list[Path]) -> str:
+    """Results of validation first, then what was expected."""
+    parts = []
+    for kind, title in (("validations", "Results"), ("expectations", "Expectations")):
+        links = [
+            f'<li><a href="{quote(page.as_posix())}">{html.escape(page.parts[1].removesuffix(".html"))}</a></li>'
+            for page in pages
+            if page.parts[0] == kind
+        ]
+        parts.append(f"<h2>{title}</h2>\n<ul>\n" + "\n".join(links) + "\n</ul>")
+    body = "\n".join(parts)
+    return f"<!DOCTYPE html>\n<html>\n{_HEAD}<title>Data Docs</title></head>\n<body>\n<h1>Data Docs</h1>\n{body}\n</body>\n</html>\n"
+
+
+def locate_rows(file: pq.ParquetFile, ids: Collection[str]) -> dict[str, str]:
+    """id -> where the row's record stands and how its text starts, of the ids that the file has."""
+    wanted = pa.array(sorted(ids), type=pa.string())
+    found: dict[str, str] = {}
+    for batch in read_batches(file, [name for name in _READ if name in file.schema_arrow.names]) if ids else ():
+        for row in batch.filter(pc.is_in(batch["id"], value_set=wanted)).to_pylist():
+            found.setdefault(row["id"], named(row.get(ORIGIN), start_of(row)))
+    return found

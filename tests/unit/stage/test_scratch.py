@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.checkpoint.store import CheckpointStore, Origin, StoreSettings
 from rlhf_core.config import CheckpointsConfig, ConfigError
-from tasks.work import RESUMED_FROM, WORK, Work, checkpoint_of, prepare_scratch
+from rlhf_core.stage.scratch import RESUMED_FROM, WORK, Work, checkpoint_of, prepare_scratch
 
 BEFORE = Work(
     "exec python -m tasks.train_sft",

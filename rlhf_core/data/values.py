@@ -1,4 +1,4 @@
-"""Messages and texts of other people's data sets, checked and brought into the canonical schema."""
+"""Values of a user's records, checked: texts, numbers, truth values and messages."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from datetime import date, time
+from decimal import Decimal
+from typing import Any, NamedTuple
 
 from rlhf_core.config import shown
-from rlhf_core.data.dropped import Dropped, Misfit
+from rlhf_core.data.drops import Dropped, Misfit
 from rlhf_core.data.schema import Message, joined_parts
+
+MAX_NAME = 500  # characters of a file's name, in a row's origin
 
 ROLES = {
     "system": "system",
@@ -39,6 +43,19 @@ CONTENT = (  # what a message says beside its text, and no row has a place for
 _KNOWN = {"role", "from", "content", "value", "function_call", *FURTHER, *CONTENT}
 MAX_CHARACTERS = 2**24  # of a text or a record, four million tokens or so: whatever is longer is no text, and would fill the memory
 _IN_ORDER = re.compile(ROLE_ORDER)
+# How true and false are written, in lower case. Not -1: beside it 0 is neither, and here 0 is false.
+BOOLEANS = {
+    **dict.fromkeys(("true", "1", "yes", "good", "up"), True),
+    **dict.fromkeys(("false", "0", "no", "bad", "down"), False),
+}
+
+
+class Found(NamedTuple):
+    """A record. where: its file and line, safe to show; note: what was assumed in reading it, for errors."""
+
+    where: str
+    values: dict[str, Any]
+    note: str = ""
 
 
 def read_messages(value: Any, column: str) -> list[Message]:
@@ -215,3 +232,54 @@ def kind(value: Any) -> str:
     if isinstance(value, bool) or (isinstance(value, int) and value.bit_length() < 64):
         return f"{type(value).__name__} {value}"
     return type(value).__name__
+
+
+def read_scalar(value: Any, column: str) -> str:
+    """Text, a number or a truth value, as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise not_finite(value, column)
+    if value is not None and not isinstance(value, str | int | float | Decimal | date | time):
+        message = f"column {column!r}: expected text or a number, got {kind(value)}; map another column"
+        raise Misfit(message, f"{column} is neither text nor a number")
+    return read_text(value if isinstance(value, str) else _digits(value, column), column)
+
+
+def _digits(value: Any, column: str) -> str:
+    try:
+        return str(value)
+    except ValueError as error:  # Python refuses to write integers of thousands of digits
+        message = f"column {column!r}: expected a number, got one of thousands of digits; correct it"
+        raise Misfit(message, f"{column} is a number of thousands of digits") from error
+
+
+def read_boolean(value: Any, column: str) -> bool:
+    """True or false, also as 1 or 0, or as one of BOOLEANS (CSV has nothing else)."""
+    if value is None:
+        raise Dropped(f"{column} is null")
+    if isinstance(value, int | float) and value in (0, 1):
+        return bool(value)
+    key = value.strip().lower() if isinstance(value, str) else None
+    if key not in BOOLEANS:
+        got = str(value) if isinstance(value, float) else kind(value)
+        raise Misfit(f"column {column!r}: expected true or false, got {got}; convert it first", f"{column} is neither true nor false")
+    return BOOLEANS[key]
+
+
+def read_number(value: Any, column: str) -> float:
+    """A finite number, also as text (CSV has nothing else).
+
+    Raises:
+        Dropped: it is null.
+        Misfit: it is no such number.
+    """
+    if value is None:
+        raise Dropped(f"{column} is null")
+    try:
+        number = float(read_scalar(value, column))
+    except ValueError as error:
+        if isinstance(error, Misfit):
+            raise
+        raise Misfit(f"column {column!r}: expected a number, got {kind(value)}; map another column", f"{column} is no number") from error
+    if not math.isfinite(number):
+        raise Misfit(f"column {column!r}: expected a finite number, got {kind(value)}; map another column", f"{column} is no number")
+    return number

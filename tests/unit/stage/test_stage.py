@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 
 from rlhf_core.config import ConfigError, load_params
 from rlhf_core.rounds.pins import dvc_md5
-from tasks.stage import CRASHED, REFUSED, STOPPED_BY_SIGNAL, Stage, publish, read_json, write_json
-from tasks.work import read_work
+from rlhf_core.stage.files import publish, read_json, write_json
+from rlhf_core.stage.run import CRASHED, REFUSED, STOPPED_BY_SIGNAL, Stage
+from rlhf_core.stage.scratch import read_work
 
 ROOT = Path(__file__).parents[3]
 DVC = """
@@ -33,7 +34,9 @@ WORK = """
 import sys, time
 from pathlib import Path
 from rlhf_core.checkpoint.store import CheckpointStore
-from tasks.stage import METRICS, Stage, StageFailed, StageStopped, write_json
+from rlhf_core.paths import METRICS
+from rlhf_core.stage.files import write_json
+from rlhf_core.stage.run import Stage, StageFailed, StageStopped
 
 def work(stage):
     how = sys.argv[1]
@@ -46,7 +49,7 @@ def work(stage):
         found = store.latest()
         print("step", found and found.step, flush=True)
         if how == "save":
-            store.save(5, lambda folder: (folder / "certificate.json").write_text("{}"))
+            store.save(5, lambda folder: (folder / "digest.json").write_text("{}"))
             raise RuntimeError("no memory left")
         write_json(METRICS / "train_sft.json", {"loss": 1.0})
         return
@@ -178,7 +181,7 @@ def test_work_whose_params_were_changed_goes_on_from_the_older_checkpoint_when_a
     assert "step 5" in out, err
     noted = {"of": "sft", "step": 5, "differences": ["seed: 0 -> 1"]}
     assert read_json(workspace / "metrics/train_sft.json") == {"loss": 1.0, "resumed_from": [noted]}
-    assert (workspace / "reports/certificates/train_sft/sft/step-5/certificate.json").exists()
+    assert (workspace / "reports/digests/train_sft/sft/step-5/digest.json").exists()
     # Its own work, with the params of then, is still where it was.
     change(workspace / "params.yaml", "seed: 1", "seed: 0")
     assert "step 5" in begin("finish").communicate(timeout=60)[0]

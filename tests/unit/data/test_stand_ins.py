@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.config import ValidationConfig
-from rlhf_core.data import compact, schema
-from rlhf_core.data.compact import measure_table
+from rlhf_core.data import schema
 from rlhf_core.data.schema import SCHEMAS, write_rows
-from rlhf_core.data.validation import Finding, validate
+from rlhf_core.data.validation import measures
+from rlhf_core.data.validation.measures import measure_table
+from rlhf_core.data.validation.validate import Finding, validate
 from rlhf_core.models.tokenizer import build_tokenizer
 
 CONFIG = ValidationConfig(
@@ -85,7 +86,7 @@ def check(tables, tokenizer, docs: Path) -> tuple[list[Finding], list[list[str]]
 def expected(tables, tokenizer, tmp_path_factory):
     """With all texts of all rows, all at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compact, "_sound", lambda use, measured: pd.Series(False, index=measured.index))
+        patch.setattr(measures, "_sound", lambda use, measured: pd.Series(False, index=measured.index))
         return check(tables, tokenizer, tmp_path_factory.mktemp("docs"))
 
 
@@ -99,7 +100,7 @@ def test_the_messy_rows_break_what_can_be_broken(expected):
 def test_stand_ins_change_neither_a_finding_nor_what_is_shown(tables, tokenizer, expected, tmp_path):
     assert check(tables, tokenizer, tmp_path) == expected
     frame, _ = measure_table("preference", tables["preference"], tokenizer)
-    assert (frame["chosen"] == compact.ANY).sum() > ROWS // 4
+    assert (frame["chosen"] == measures.ANY).sum() > ROWS // 4
 
 
 @pytest.mark.parametrize("rows", [1, 7])
@@ -112,7 +113,7 @@ def test_hashes_that_texts_share_change_no_verdict(tables, tokenizer, expected, 
     def few(texts: pd.Series) -> pd.Series:
         return texts.str.len().astype("Int64").astype("UInt64") % 3
 
-    monkeypatch.setattr(compact, "_hashes", few)
+    monkeypatch.setattr(measures, "_hashes", few)
     assert check(tables, tokenizer, tmp_path) == expected
 
 

@@ -1,18 +1,22 @@
-"""Which split a conversation belongs to, which rows of a source are kept, and the ids of rows: all by hash, never by position."""
+"""Hashing."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 
 from rlhf_core.data.schema import Message, Split
-from rlhf_core.data.seen import Seen
 
 ID_BYTES = 8
 KEY_BYTES = 16  # two of 10**9 texts share a key with a chance of 10**-21
+
+PART = 1024  # items whose keys are looked up together
+T = TypeVar("T")
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
@@ -96,3 +100,43 @@ def text_key(text: str) -> bytes:
 def _fraction(text: str) -> float:
     """A hash of the text as a number in [0, 1)."""
     return int.from_bytes(text_key(text)[:8], "big") / 2**64
+
+
+def key_of(text: str) -> int:
+    """64 bits of a hash: of 10**7 texts two others have the same key with a chance of 10**-5."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+
+class Seen:
+    """Keys in sorted runs, of which two are merged as soon as the later one is no smaller than half of the other."""
+
+    def __init__(self) -> None:
+        self._runs: list[np.ndarray] = []
+
+    def count_and_add(self, keys: np.ndarray) -> np.ndarray:
+        """How often each key came before, [keys] int64, among those before it in `keys` too.
+
+        Args:
+            keys: [keys] uint64.
+        """
+        order = np.argsort(keys, kind="stable")
+        ascending = keys[order]
+        before = np.empty(len(keys), dtype=np.int64)
+        before[order] = np.arange(len(keys)) - np.searchsorted(ascending, ascending)
+        for run in self._runs:
+            before += np.searchsorted(run, keys, side="right") - np.searchsorted(run, keys)
+        self._add(ascending)
+        return before
+
+    def _add(self, run: np.ndarray) -> None:
+        while self._runs and 2 * len(run) >= len(self._runs[-1]):
+            run = np.concatenate([self._runs.pop(), run])
+            run.sort(kind="stable")  # which merges
+        self._runs.append(run)
+
+
+def in_parts(items: Iterable[T], size: int = PART) -> Iterator[list[T]]:
+    """The items, at most `size` at a time."""
+    iterator = iter(items)
+    while part := list(islice(iterator, size)):
+        yield part

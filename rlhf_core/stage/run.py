@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import fcntl
-import json
 import logging
 import math
 import os
@@ -23,41 +22,22 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_core.checkpoint.store import NoSpace, Origin, StoreSettings
 from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params, reordering_shown
 from rlhf_core.environment import keep_visible, of_stage
+from rlhf_core.paths import CURVES, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, SOURCES, STAGE_METRICS, STATE_DIGESTS, TIMINGS
 from rlhf_core.process import be_quiet, show_own_log
 from rlhf_core.progress import name_stage
-from tasks.work import SCRATCH, input_hashes, metrics_path, prepare_scratch, read_work
-
-PREPARED = Path("data/prepared")
-TOKENIZER = Path("models/tokenizer")
-SFT_MODEL = Path("models/sft")
-REWARD_MODEL = Path("models/reward")
-POLICY_MODEL = Path("models/policy")
-REWARD_HELDOUT = Path("data/reward_heldout.parquet")
-EVALUATION_SAMPLES = Path("data/evaluation_samples.parquet")
-METRICS = Path("metrics")
-PLOTS = Path("plots")
-EVALUATION_PROMPTS = PLOTS / "evaluation.csv"
-DATA_DOCS = Path("reports/data_docs")
-REPORT = Path("reports/report.html")
-TIMINGS = Path("reports/timings")  # not for DVC: no two runs take the same time
-CERTIFICATES = Path("reports/certificates")  # of a stage's last checkpoints, which go with its scratch; likewise
-
-TAIL = 20  # steps at the end of a training over which final figures are averaged, at most
-
-if TYPE_CHECKING:
-    from rlhf_core.models.card import CardFacts
+from rlhf_core.stage.files import publish_model, read_json, write_json
+from rlhf_core.stage.scratch import input_hashes, metrics_path, prepare_scratch, read_work
 
 # Exit codes. The flow retries all but the first, which would end the same again.
 REFUSED = 1  # wrong params, data or a model that isn't acceptable
 CRASHED = 70  # an error that nobody foresaw; EX_SOFTWARE of sysexits.h
 STOPPED_BY_SIGNAL = 143  # 128 + SIGTERM, what a shell reports too
-PROBABILITIES = ("p_value", "level", "spent")  # keys of metrics
+TAIL = 20  # steps at the end of a training over which final figures are averaged, at most
 LOCK_DEADLINE = 60.0  # seconds; a stage that was told to stop needs some to write its checkpoint
 
 log = logging.getLogger("rlhf")
@@ -139,7 +119,7 @@ class Stage:
     def __exit__(self, kind, error, traceback) -> None:
         if error is None:
             self._note_where_it_began()
-            self._keep_certificates()
+            self._keep_digests()
             shutil.rmtree(self.scratch, ignore_errors=True)
         self._lock.close()
         if error is None:
@@ -191,7 +171,7 @@ class Stage:
 
     def loop(self, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int) -> dict[str, Any]:
         """What the training loop of a supervised stage needs from its stage: settings, curves, the stop signal."""
-        from rlhf_core.checkpoint.digest import write_certificate
+        from rlhf_core.checkpoint.digest import write_digest
         from rlhf_core.checkpoint.store import CheckpointStore
         from rlhf_core.tracking import MetricsLog
         from rlhf_core.trainers.supervised import LoopSettings
@@ -207,7 +187,7 @@ class Stage:
             )
 
         def store(phase: str) -> CheckpointStore:
-            return CheckpointStore(self.scratch / phase, self.store_settings(zero_stage=config.zero_stage), certify=write_certificate)
+            return CheckpointStore(self.scratch / phase, self.store_settings(zero_stage=config.zero_stage), write_digest=write_digest)
 
         settings = LoopSettings(seed=self.params.seed, checkpoint_every=config.checkpoint_every, eval_every=config.eval_every)
         return {
@@ -250,7 +230,7 @@ class Stage:
             method=method,
             base=self.params.model.path,
             params={name: value for name, value in self.work.params.items() if ":" not in name},
-            sources=read_json(PREPARED / "sources.json"),
+            sources=read_json(SOURCES),
             inputs=inputs,
             gate=gate,
             figures=figures,
@@ -264,10 +244,10 @@ class Stage:
             began = [{name: entry[name] for name in ("of", "step", "differences")} for entry in self.resumed_from]
             write_json(path, read_json(path) | {"resumed_from": began})
 
-    def _keep_certificates(self) -> None:
-        folder = CERTIFICATES / self.name
+    def _keep_digests(self) -> None:
+        folder = STATE_DIGESTS / self.name
         shutil.rmtree(folder, ignore_errors=True)
-        for path in self.scratch.glob("*/step-*/certificate.json"):
+        for path in self.scratch.glob("*/step-*/digest.json"):
             kept = folder / path.parent.parent.name / path.parent.name
             kept.mkdir(parents=True)
             shutil.copy(path, kept)
@@ -331,44 +311,6 @@ def check_gate(gate: dict[str, Any]) -> str | None:
     return gate["override"]
 
 
-def source_judges() -> dict[str, str]:
-    """Name of each data source that has a judge -> the judge's (`SourceConfig.judge_name`)."""
-    return {name: source["judge"] for name, source in read_json(PREPARED / "sources.json").items() if source["judge"]}
-
-
-def has_labels() -> bool:
-    """Whether any training prompt has the expected answer beside it."""
-    from rlhf_core.data.schema import read_rows
-
-    return any(row["label"] is not None for row in read_rows(PREPARED, "prompt", "train"))
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Deterministic JSON, written aside and renamed. NaN and infinities become null, which JSON has. Numbers have six decimals,
-    PROBABILITIES six significant digits, since a small one is not 0.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(_finite(content), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
-    aside.replace(path)
-
-
-def _finite(node: Any, key: str = "") -> Any:
-    if isinstance(node, dict):
-        return {k: _finite(v, k) for k, v in node.items()}
-    if isinstance(node, list | tuple):
-        return [_finite(v, key) for v in node]
-    if isinstance(node, float) and not math.isfinite(node):
-        return None
-    if isinstance(node, float):
-        return float(f"{node:.6g}") if key in PROBABILITIES else round(node, 6)
-    return node
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def publish_policy(
     stage: Stage, model: Any, weights: dict[str, Any], tokenizer: Any, metrics: dict[str, Any], *, gate: dict[str, Any] | None = None
 ) -> None:
@@ -383,30 +325,5 @@ def publish_policy(
     save_model(model, weights, tokenizer, aside)
     publish_model(aside, POLICY_MODEL, stage.card("policy", metrics["method"], metrics, gate=gate))
     PLOTS.mkdir(exist_ok=True)
-    shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_policy.csv")
-    write_json(METRICS / "train_policy.json", metrics)
-
-
-def publish_model(aside: Path, final: Path, facts: CardFacts) -> None:
-    """Give a finished model's folder its card and move it to its place."""
-    from rlhf_core.models.card import write_card
-
-    write_card(aside, facts)
-    publish(aside, final)
-
-
-def publish(aside: Path, final: Path) -> None:
-    """Move a finished file or folder to its place, readable as any new file is; a partial one is never seen there."""
-    like_new(aside)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    if final.is_dir():
-        shutil.rmtree(final)
-    shutil.move(aside, final)
-
-
-def like_new(path: Path) -> None:
-    """Modes as the umask gives new files and folders: safetensors makes its files readable for their owner alone."""
-    umask = os.umask(0o077)  # it can't be read without being set
-    os.umask(umask)
-    for found in [path, *(path.rglob("*") if path.is_dir() else ())]:
-        found.chmod((0o777 if found.is_dir() else 0o666) & ~umask)
+    shutil.copy(stage.scratch / "curves.csv", CURVES["train_policy"])
+    write_json(STAGE_METRICS["train_policy"], metrics)

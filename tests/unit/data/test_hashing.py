@@ -7,8 +7,8 @@ from random import Random
 import numpy as np
 from gate_pairs import write_slices
 
+from rlhf_core.data.hashing import conversation_text, kept, split_of, with_ids
 from rlhf_core.data.schema import read_slices
-from rlhf_core.data.split import conversation_text, kept, split_of, with_ids
 
 FRACTIONS = {"validation_fraction": 0.06, "test_fraction": 0.12, "promotion_fraction": 0.08}
 

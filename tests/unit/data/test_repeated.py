@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.data.seen import Seen, in_parts
+from rlhf_core.data.hashing import Seen, in_parts
 
 KEYS = st.lists(st.lists(st.sampled_from([0, 1, 2, 7, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1), max_size=12), max_size=12)
 

@@ -17,8 +17,9 @@ from great_expectations.expectations.metrics.map_metric_provider import ColumnPa
 from great_expectations.expectations.row_conditions import Column
 
 from rlhf_core.config import ValidationConfig
-from rlhf_core.data.measures import ROLE_ORDER, TEXT_COLUMNS
 from rlhf_core.data.schema import SPLITS
+from rlhf_core.data.validation.measures import TEXT_COLUMNS
+from rlhf_core.data.values import ROLE_ORDER
 
 HAS_TEXT = r"\S"
 Bound = Literal["at most", "at least"]

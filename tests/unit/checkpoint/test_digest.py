@@ -1,4 +1,4 @@
-"""Certificates: equal states have equal ones, of different ones the first that differs is named, and reading runs no code of a file."""
+"""State digests: equal states have equal ones, of different ones the first that differs is named, and reading runs no code of a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from tiny_models import policy_engine, tiny_params
 from two_ranks import BATCHES, STAGES, sft_steps
 
-from rlhf_core.checkpoint.digest import CERTIFICATE, differences, main, read_certificate, write_certificate
+from rlhf_core.checkpoint.digest import DIGEST_FILE, differences, main, read_digest, write_digest
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.sampling.scoring import Moments, RewardNormalizer
@@ -39,7 +39,7 @@ def trained(sft_folder: Path, stage: int) -> TrainEngine:
 def saved(engine: TrainEngine, folder: Path) -> Path:
     random.seed(1)
     torch.manual_seed(1)
-    return CheckpointStore(folder, certify=write_certificate).save(1, lambda aside: save_state(engine, aside))
+    return CheckpointStore(folder, write_digest=write_digest).save(1, lambda aside: save_state(engine, aside))
 
 
 def bump_exp_avg(engine: TrainEngine, stage: int) -> None:
@@ -70,12 +70,12 @@ def test_the_same_state_twice_is_equal_and_one_number_of_the_optimizer_is_named(
 
 def test_another_step_of_training_differs_in_everything_that_moves_and_position_comes_first(sft_folder: Path, tmp_path: Path, capsys):
     engine = policy_engine(sft_folder)
-    store = CheckpointStore(tmp_path, certify=write_certificate)
+    store = CheckpointStore(tmp_path, write_digest=write_digest)
     for step, batch in enumerate(BATCHES[:2], 1):
         sft_steps(engine, [batch], rank=0, ranks=1)
         torch.manual_seed(step)
         store.save(step, lambda folder: save_state(engine, folder))
-    found = differences(*(read_certificate(tmp_path / f"step-{step}") for step in (1, 2)))
+    found = differences(*(read_digest(tmp_path / f"step-{step}") for step in (1, 2)))
     assert found[0] == "data position: step: 1 and 2"
     parts = [line.split(":")[0] for line in found]
     assert list(dict.fromkeys(parts)) == ["data position", "random number generators", "scheduler", "counters", "optimizer", "weights"]
@@ -100,19 +100,19 @@ def driver(folder: Path, change: Callable[[Progress], Progress] = lambda p: p, c
     normalizer = RewardNormalizer(RL.reward)
     normalizer.moments = {"reward_model": Moments(count, 1.5, 2.5)}
     progress = change(Progress(3, 96, 0.15, Best(2, 0.5), MonitorState({"kl": Track((0.1,), None, 1)})))
-    return CheckpointStore(folder, certify=write_certificate).save(3, lambda aside: progress.write(aside / "driver.json", normalizer))
+    return CheckpointStore(folder, write_digest=write_digest).save(3, lambda aside: progress.write(aside / "driver.json", normalizer))
 
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_the_driver_of_an_rl_run_knows_is_compared_by_value(tmp_path: Path, what: str):
     change, said = CHANGES[what]
-    a, b = read_certificate(driver(tmp_path / "a")), read_certificate(driver(tmp_path / "b", change))
+    a, b = read_digest(driver(tmp_path / "a")), read_digest(driver(tmp_path / "b", change))
     assert a["parts"]["position"] == {"step": 3, "policy version": 3, "prompts_drawn": 96}
     assert differences(a, b) == [said]
 
 
 def test_running_statistics_of_the_rewards_too(tmp_path: Path):
-    a, b = read_certificate(driver(tmp_path / "a")), read_certificate(driver(tmp_path / "b", count=5))
+    a, b = read_digest(driver(tmp_path / "a")), read_digest(driver(tmp_path / "b", count=5))
     (said,) = differences(a, b)
     assert said.startswith('running statistics: normalizer reward_model: {"count": 4, ')
 
@@ -127,17 +127,17 @@ def test_the_newest_of_a_folder_counts_and_what_cant_be_read_is_refused(tmp_path
     driver(tmp_path / "b")
     assert main(["compare", str(tmp_path), str(tmp_path / "a")]) == 2
     assert "expected checkpoints of one phase, got those of several" in capsys.readouterr().err
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b/step-3" / CERTIFICATE)]) == 0
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b/step-3" / DIGEST_FILE)]) == 0
     assert main(["show", str(tmp_path / "a")]) == 0
     assert "data position: 3 hashed or noted (step 3, policy version 3, prompts_drawn 96)" in capsys.readouterr().out
-    shutil.copytree(tmp_path / "b", tmp_path / "kept", ignore=lambda _, names: set(names) - {"step-3", CERTIFICATE})
+    shutil.copytree(tmp_path / "b", tmp_path / "kept", ignore=lambda _, names: set(names) - {"step-3", DIGEST_FILE})
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "kept")]) == 0
     content = json.loads((tmp_path / "b/step-3/driver.json").read_text()) | {"kl_coef": 1.0}
     (tmp_path / "b/step-3/driver.json").write_text(json.dumps(content))
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert "a damaged checkpoint's certificate says nothing" in capsys.readouterr().err
+    assert "a damaged checkpoint's state digest says nothing" in capsys.readouterr().err
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "nowhere")]) == 2
-    assert "expected a certificate" in capsys.readouterr().err
+    assert "expected a state digest" in capsys.readouterr().err
 
 
 class Touch:
@@ -155,9 +155,9 @@ def test_reading_a_file_runs_nothing_of_what_is_in_it(tmp_path: Path):
     folder.mkdir()
     for name in ("rng.pt", "reference.pt"):
         torch.save({"torch": torch.zeros(3), "bad": Touch(tmp_path / "touched")}, folder / name)
-    write_certificate(folder, 1)
+    write_digest(folder, 1)
     assert not (tmp_path / "touched").exists()
-    assert sorted(read_certificate(folder / CERTIFICATE)["parts"]["generators"]) == ["bad", "torch"]
+    assert sorted(read_digest(folder / DIGEST_FILE)["parts"]["generators"]) == ["bad", "torch"]
 
 
 def test_comparing_needs_no_torch(tmp_path: Path):
