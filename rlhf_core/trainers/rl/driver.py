@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlhf_core.engines.ray_actors import RoleLost
 from rlhf_core.environment import keep_visible, named
-from rlhf_core.process import be_quiet, show_own_log
+from rlhf_core.process import configure_process, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.trainers.rl.actors import Actors
 from rlhf_core.trainers.rl.job import LOST, RlJob, beat, forget_refusal, refuse
@@ -23,7 +23,7 @@ log = logging.getLogger("rlhf")
 
 def main() -> int:
     show_own_log()
-    be_quiet()
+    configure_process()
     stop = Stop()
     signal.signal(signal.SIGTERM, stop.ask)
     job = RlJob.read(Path(sys.argv[1]))
