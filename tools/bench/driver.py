@@ -109,10 +109,10 @@ def serve(connection: Connection, work: Work, part: int, engines: int, threads: 
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from rlhf_core.engines.vllm_engine import VllmEngine
     from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
-    from rlhf_core.process import be_quiet, collect_rarely
+    from rlhf_core.process import collect_rarely, configure_process
     from rlhf_core.sampling.requests import SamplingSettings, request_seeds
 
-    be_quiet()
+    configure_process()
     collect_rarely()
     params = work.params
     loop, tokenizer = params.rl, load_tokenizer(work.model, trust_remote_code=False)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import read_yaml, set_key
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.work import write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ class Point:
 
 def main() -> None:
     arguments = parse()
-    be_quiet()
+    configure_process()
     if arguments.step:
         print(json.dumps(training_step(*arguments.step)))
         return

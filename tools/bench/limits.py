@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rlhf_core.config import RolloutBackend
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.peers import MODELS, ROOT, Inputs, at_least_one, make_inputs
 from tools.bench.work import RESPONSE_TOKENS, Work
 
@@ -40,7 +40,7 @@ TRAINER_IMPORTS = "import torch, transformers, deepspeed"
 
 def main() -> None:
     arguments = parse()
-    be_quiet()
+    configure_process()
     if arguments.measure:
         work = Work(**json.loads(arguments.work)) if arguments.work else None
         print(json.dumps(MEASURES[arguments.measure](work, arguments)))

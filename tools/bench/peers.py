@@ -20,7 +20,7 @@ from typing import Any
 
 from rlhf_core.config import ArchitectureConfig, ClerkConfig, ModelConfig, load_params
 from rlhf_core.data.clerk.generator import clerk_rows
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.work import ONLINE, RESPONSE_TOKENS, Run, Work, works_to_json, write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ class Inputs:
 
 def main() -> None:
     arguments = parse()
-    be_quiet()
+    configure_process()
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
     found = []
     with tempfile.TemporaryDirectory() as folder:

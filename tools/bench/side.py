@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("works", type=Path)
     parser.add_argument("runs", type=Path)
     arguments = parser.parse_args()
-    be_quiet()
+    configure_process()
     import torch
 
     from tools.bench.work import works_from_json
