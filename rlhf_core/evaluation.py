@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from rlhf_core.config import ModelConfig
 from rlhf_core.data.batching import microbatches
 from rlhf_core.data.judge import Judgement, judgement
 from rlhf_core.engines.deepspeed_engine import device, release_memory
+from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import frozen, load_language_model
-from rlhf_core.models.cpu.parallel import can_run_side_by_side, side_by_side
-from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+from rlhf_core.models.forward import PolicyModule
 from rlhf_core.sampling.scoring import ScoredResponse
 from rlhf_core.statistics.intervals import mean_interval, paired_difference, paired_means, points_interval, sign_test
 
@@ -178,12 +177,11 @@ def response_logprobs(
     sequences = [[*a.prompt.prompt_ids, *a.response_ids] for a in answers]
     sums = torch.zeros(len(answers))
 
-    def look(part: list[int]) -> None:
+    def forward(part: list[int]) -> None:
         batch = collate_tokens([sequences[i] for i in part], [len(answers[i].prompt.prompt_ids) for i in part], pad_id=pad_id)
         flat = module(batch.to(module.model.device), temperature=temperature).logprobs
         for i, logprobs in zip(part, flat.cpu().split([len(answers[i].response_ids) for i in part]), strict=True):
             sums[i] = logprobs.sum()
 
-    parts = microbatches([len(s) for s in sequences], max_tokens=microbatch_tokens)
-    side_by_side(*(partial(look, part) for part in parts), at_once=can_run_side_by_side(module))
+    module.backend.map(forward, microbatches([len(s) for s in sequences], max_tokens=microbatch_tokens))
     return sums

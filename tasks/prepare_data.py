@@ -21,7 +21,7 @@ from rlhf_core.data.judge import find_judge
 from rlhf_core.data.samples import Writer
 from rlhf_core.data.schema import SPLITS, TEXTS, WIDE_MESSAGES, open_rows, read_batches
 from rlhf_core.data.sources import Mixed, check_shares, leave_out_rows, mix
-from rlhf_core.models.given import given_tokenizer, new_tokenizer
+from rlhf_core.models.tokenizer import given_tokenizer, new_tokenizer
 from rlhf_core.paths import METRICS, PLOTS, PREPARED, TOKENIZER
 from rlhf_core.stage.files import publish, write_json
 from rlhf_core.stage.run import Stage, no_arguments

@@ -21,7 +21,7 @@ from rlhf_core.evaluation import (
     win_rate,
 )
 from rlhf_core.models.build import load_language_model
-from rlhf_core.models.wrappers import PolicyModule
+from rlhf_core.models.forward import PolicyModule
 from rlhf_core.sampling.scoring import ScoredResponse
 from rlhf_core.types import Prompt
 
