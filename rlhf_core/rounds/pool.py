@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable
 import numpy as np
 
 from rlhf_core.config import PromotionConfig
-from rlhf_core.data.hashing import conversation_text
+from rlhf_core.data.hashing import distinct_prompts
 
 
 def prompts_of_round(ids: Iterable[str], number: int, count: int, *, seed: int) -> list[str]:
@@ -34,14 +34,6 @@ def prompts_of_round(ids: Iterable[str], number: int, count: int, *, seed: int) 
         sequence += sorted(order, key=begun.__contains__)  # stable: False before True
         if len(sequence) >= number * count:
             return sequence[(number - 1) * count : number * count]
-
-
-def distinct_prompts(rows: list[dict]) -> list[dict]:
-    """The first row of each conversation: an answer that is asked for twice is no second observation."""
-    first: dict[str, dict] = {}
-    for row in rows:
-        first.setdefault(conversation_text(row["messages"]), row)
-    return list(first.values())
 
 
 def check_promotion_rows(rows: list[dict], config: PromotionConfig, *, judged: Container[str]) -> None:
