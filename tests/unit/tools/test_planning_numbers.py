@@ -7,10 +7,10 @@ import json
 import pytest
 
 from rlhf_core.config import ArchitectureConfig
-from rlhf_core.planning.hardware import Cluster, Efficiency, Gpu
-from rlhf_core.planning.memory import activations, frozen_weights, kv_bytes_per_token, kv_capacity, logits, training_states
-from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture, from_folder
-from rlhf_core.planning.timing import (
+from tools.planning.hardware import Cluster, Efficiency, Gpu
+from tools.planning.memory import activations, frozen_weights, kv_bytes_per_token, kv_capacity, logits, training_states
+from tools.planning.shape import SIZES, ModelShape, from_architecture, from_folder
+from tools.planning.timing import (
     Requests,
     forward_flops,
     gather_traffic,

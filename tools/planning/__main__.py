@@ -1,4 +1,4 @@
-"""Memory and time of online RL on a cluster, on paper: python -m rlhf_core.planning [--gpu h100 --gpus 16 --model llama3-8b ...].
+"""Memory and time of online RL on a cluster, on paper: python -m tools.planning [--gpu h100 --gpus 16 --model llama3-8b ...].
 
 What isn't given comes from params.yaml: the model's shape, lengths, batches and roles. Without --layout a placement is proposed;
 with it that one is judged, and one proposed beside it. Ends with 1 where neither fits.
@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_core.config import ConfigError, Params, load_params
-from rlhf_core.planning.assumed import assumed, workload_text, workload_values
-from rlhf_core.planning.describe import text, values
-from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency
-from rlhf_core.planning.phases import predict
-from rlhf_core.planning.plan import Placement, Prediction, Workload
-from rlhf_core.planning.published import table
-from rlhf_core.planning.search import apart, colocated, propose, three_parts
-from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture, from_folder
+from tools.planning.assumed import assumed, workload_text, workload_values
+from tools.planning.describe import text, values
+from tools.planning.hardware import GIB, GPUS, Cluster, Efficiency
+from tools.planning.phases import predict
+from tools.planning.plan import Placement, Prediction, Workload
+from tools.planning.published import table
+from tools.planning.search import apart, colocated, propose, three_parts
+from tools.planning.shape import SIZES, ModelShape, from_architecture, from_folder
 
 LAYOUTS = ("colocated", "apart", "three-parts")
 

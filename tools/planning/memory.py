@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rlhf_core.planning.shape import ModelShape
+from tools.planning.shape import ModelShape
 
 
 class States(NamedTuple):

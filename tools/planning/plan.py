@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlhf_core.planning.hardware import Cluster
-from rlhf_core.planning.memory import (
+from tools.planning.hardware import Cluster
+from tools.planning.memory import (
     States,
     activations,
     element_bytes,
@@ -17,7 +17,7 @@ from rlhf_core.planning.memory import (
     logits,
     training_states,
 )
-from rlhf_core.planning.shape import ModelShape
+from tools.planning.shape import ModelShape
 
 ENGINE, POLICY, CRITIC, REFERENCE, REWARD = "engine", "policy", "critic", "reference", "reward"
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhf_core.config import Params
-from rlhf_core.planning.plan import Workload
+from tools.planning.plan import Workload
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency, Gpu
-from rlhf_core.planning.phases import predict, score_seconds, sync_seconds, update_seconds
-from rlhf_core.planning.plan import Group, Placement, Workload, group_memory, lacking
-from rlhf_core.planning.published import CALIBRATES, rows, table
-from rlhf_core.planning.search import apart, colocated, propose, three_parts
-from rlhf_core.planning.shape import SIZES, ModelShape
+from tools.planning.hardware import GIB, GPUS, Cluster, Efficiency, Gpu
+from tools.planning.phases import predict, score_seconds, sync_seconds, update_seconds
+from tools.planning.plan import Group, Placement, Workload, group_memory, lacking
+from tools.planning.published import CALIBRATES, rows, table
+from tools.planning.search import apart, colocated, propose, three_parts
+from tools.planning.shape import SIZES, ModelShape
 
 ROOT = Path(__file__).parents[3]
 TINY = ModelShape(layers=2, hidden=4, intermediate=8, heads=2, kv_heads=1, head_width=2, vocab=10)
@@ -134,7 +134,7 @@ def test_the_page_has_the_table_of_the_command():
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = "import sys; from rlhf_core.planning.__main__ import main; code = main(); assert 'torch' not in sys.modules; sys.exit(code)"
+    program = "import sys; from tools.planning.__main__ import main; code = main(); assert 'torch' not in sys.modules; sys.exit(code)"
     return subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
 

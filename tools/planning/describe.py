@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_core.planning.hardware import GIB, Cluster
-from rlhf_core.planning.plan import ENGINE, Placement, Prediction, lacking
+from tools.planning.hardware import GIB, Cluster
+from tools.planning.plan import ENGINE, Placement, Prediction, lacking
 
 
 def headline(placement: Placement) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_core.planning.hardware import Cluster, Efficiency
-from rlhf_core.planning.memory import BYTES_PER_PARAMETER, element_bytes, kv_bytes_per_token
-from rlhf_core.planning.shape import ModelShape
+from tools.planning.hardware import Cluster, Efficiency
+from tools.planning.memory import BYTES_PER_PARAMETER, element_bytes, kv_bytes_per_token
+from tools.planning.shape import ModelShape
 
 HOST_ADAM_BYTES = 28  # of host memory per parameter and step: gradient 4, weight and two moments read and written 24
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.planning.__main__ import main
+from tools.planning.__main__ import main
 
 PARAMS = Path(__file__).parents[3] / "params.yaml"
 
