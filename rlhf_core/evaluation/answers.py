@@ -1,9 +1,9 @@
 """The answers of several models to the same prompts, greedy and sampled, with scores and judgements; and how far the models diverge.
 
-    models = {"sft": EvaluatedModel(folder, tokenizer, prompts), "policy": EvaluatedModel(...)}
-    samples = sample_answers(models, config, ...)
-    answers = score_answers(models, samples, LocalScorers(...), source_judges)
-    logprobs = response_logprobs(load_policy(folder, model), answers["greedy"]["policy"], ...)
+models = {"sft": EvaluatedModel(folder, tokenizer, prompts), "policy": EvaluatedModel(...)}
+samples = sample_answers(models, config, ...)
+answers = score_answers(models, samples, LocalScorers(...), source_judges)
+logprobs = response_logprobs(load_policy(folder, model), answers["greedy"]["policy"], ...)
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config import EvaluationConfig, ModelConfig, RolloutBackend
 from rlhf_core.data.batching import microbatches
 from rlhf_core.data.hashing import conversation_text, distinct_prompts
-from rlhf_core.data.judge import judgement
 from rlhf_core.engines.deepspeed_engine import device, release_memory
 from rlhf_core.engines.in_process import open_engine
-from rlhf_core.evaluation.figures import Answer
+from rlhf_core.evaluation.figures import Answer, judged
 from rlhf_core.models.build import frozen, load_language_model, read_state_dict
 from rlhf_core.models.cpu.parallel import can_run_side_by_side, side_by_side
 from rlhf_core.models.tokenizer import encode_prompt, stop_ids
@@ -139,9 +138,7 @@ def score_answers(models: dict[str, EvaluatedModel], samples: Samples, scorers: 
             scorer = ResponseScorer(scorers, models[name].tokenizer, stops=models[name].stops)
             scored = [response for (response,) in scorer.score_groups(models[name].prompts, groups)]
             bar.step(len(scored))
-            return [
-                Answer(**vars(r), judgement=judgement(source_judges, r.prompt.source, r.prompt.messages, r.text)) for r in scored
-            ]
+            return [judged(response, source_judges) for response in scored]
 
         return {mode: {name: answers(name, groups) for name, groups in by_model.items()} for mode, by_model in samples.items()}
 

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from rlhf_core.config import ModelConfig
-from rlhf_core.data.batching import microbatches
 from rlhf_core.data.judge import Judgement, judgement
-from rlhf_core.engines.deepspeed_engine import device, release_memory
-from rlhf_core.models.build import frozen, load_language_model
-from rlhf_core.models.cpu.parallel import can_run_side_by_side, side_by_side
-from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.sampling.scoring import ScoredResponse
 from rlhf_core.statistics.intervals import mean_interval, paired_difference, paired_means, points_interval, sign_test
 
@@ -30,6 +20,12 @@ class Answer(ScoredResponse):
     """
 
     judgement: Judgement | None
+
+
+def judged(response: ScoredResponse, source_judges: dict[str, str]) -> Answer:
+    """Args: source_judges: data source -> its judge."""
+    prompt = response.prompt
+    return Answer(**vars(response), judgement=judgement(source_judges, prompt.source, prompt.messages, response.text))
 
 
 def summarize(answers: list[Answer], *, confidence: float) -> dict[str, Any]:

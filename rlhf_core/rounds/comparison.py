@@ -5,47 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from transformers import PreTrainedTokenizerBase
-
 from rlhf_core.config import Params
-from rlhf_core.data.hashing import distinct_prompts
 from rlhf_core.evaluation.answers import EvaluatedModel, load_policy, response_logprobs, sample_answers, score_answers
 from rlhf_core.evaluation.figures import judge_difference, summarize, win_rate
-from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.rounds.pins import Round
 from rlhf_core.rounds.promotion import DECIDES
-from rlhf_core.sampling.prompts import choose_prompts
-from rlhf_core.sampling.requests import request_seeds
+from rlhf_core.rounds.sample import promotion_prompts, promotion_seeds
 from rlhf_core.sampling.scoring import LocalScorers
-from rlhf_core.types import Prompt
-
-PROMOTION_TURN = 1  # of a round's request seeds; its training responses are turn 0
-
-
-def promotion_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, params: Params, *, number: int) -> list[Prompt]:
-    """iterative.promotion.prompts distinct prompts of the promotion split for round `number`; other ones in each round where the split
-    has more.
-
-    Args:
-        rows: of the use prompt, of the promotion split.
-    Raises:
-        ValueError: fewer prompts leave room for an answer.
-    """
-    count, longest = params.iterative.promotion.prompts, params.model.max_length - params.evaluation.max_new_tokens
-    fitting = [row for row in distinct_prompts(rows) if len(encode_prompt(tokenizer, row["messages"])) <= longest]
-    if len(fitting) < count:
-        raise ValueError(
-            f"iterative.promotion.prompts: expected at most the {len(fitting)} different prompts of the promotion split with at most "
-            f"{longest} tokens, got {count}; lower it, or raise data.promotion_fraction, in another series"
-        )
-    order = int(np.random.SeedSequence([params.seed, number]).generate_state(1)[0])
-    return choose_prompts(fitting, tokenizer, longest=longest, count=count, seed=order)
-
-
-def promotion_seeds(seed: int, number: int, count: int) -> list[int]:
-    """Sampling seeds of both policies' answers: others in each round, and none of the seeds of the round's training responses."""
-    return request_seeds(seed, number, count, turn=PROMOTION_TURN)
 
 
 def compare(

@@ -1,7 +1,7 @@
 """Whether a round's policy replaces the one before it, and the error budget that a series of rounds spends on these comparisons.
 
-`error_budget` bounds the chance that a series ever accepts a policy that is no better than the one before. Comparison i accepts at a p-value
-of at most its level:
+`error_budget` bounds the chance that a series ever accepts a policy that is no better than the one before. Comparison i accepts at a
+p-value of at most its level:
 
     level_i = error_budget * share_i + (level_{i-1} if comparison i-1 accepted, otherwise 0)
     share_i = 0.8 / T for i <= T,  0.2 * T / ((i - 1) i) for i > T,  T = iterative.promotion.rounds;  the shares sum to 1

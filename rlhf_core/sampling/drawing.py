@@ -1,6 +1,7 @@
 """Drawing responses by an engine that a stage opens for itself: for rejection sampling and rounds of iterative DPO.
 
-In RL the engines are Ray actors (rlhf_core.trainers.rl.rollouts); evaluation swaps the weights of one engine (rlhf_core.evaluation.answers).
+In RL the engines are Ray actors (rlhf_core.trainers.rl.rollouts); evaluation loads several models into one engine, one after the other
+(rlhf_core.evaluation.answers).
 """
 
 from __future__ import annotations

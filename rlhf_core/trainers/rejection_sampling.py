@@ -16,13 +16,16 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.config import ModelConfig, RejectionSamplingConfig
+from rlhf_core.config import ModelConfig, RejectionSamplingConfig, SftConfig
+from rlhf_core.engines.deepspeed_engine import join_world
 from rlhf_core.models.tokenizer import stop_ids, turn_end
 from rlhf_core.sampling.drawing import sample_responses
 from rlhf_core.sampling.prompts import choose_prompts
 from rlhf_core.sampling.requests import Sample
 from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse
-from rlhf_core.trainers.demonstrations import Demonstration
+from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
+from rlhf_core.trainers.finetune import Finetuned, finetune
+from rlhf_core.types import Prompt
 
 SCORED_AT_ONCE = 1024  # prompts; the stage can be stopped between them
 
@@ -70,11 +73,9 @@ def scored_responses(
             check_stop()
             part = slice(start, start + SCORED_AT_ONCE)
             groups += scorer.score_groups(prompts[part], samples[part])
-        return [[{name: value for name, value in vars(response).items() if name != "prompt"} for response in group] for group in groups]
+        return without_prompts(groups)
 
-    scored = saved(scratch / "scored.json", score)
-    groups = [[ScoredResponse(prompt=prompt, **fields) for fields in group] for prompt, group in zip(prompts, scored, strict=True)]
-    return groups, len(rows) - len(fitting)
+    return with_prompts(saved(scratch / "scored.json", score), prompts), len(rows) - len(fitting)
 
 
 def saved(path: Path, make: Callable[[], list]) -> list:
@@ -84,6 +85,16 @@ def saved(path: Path, make: Callable[[], list]) -> list:
         aside.write_text(json.dumps(make(), default=vars), encoding="utf-8")
         aside.replace(path)
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def without_prompts(groups: list[list[ScoredResponse]]) -> list[list[dict[str, Any]]]:
+    """Scored responses as JSON objects without their prompt, which the group's position gives."""
+    return [[{name: value for name, value in vars(response).items() if name != "prompt"} for response in group] for group in groups]
+
+
+def with_prompts(groups: list[list[dict[str, Any]]], prompts: list[Prompt]) -> list[list[ScoredResponse]]:
+    """The inverse of `without_prompts`."""
+    return [[ScoredResponse(prompt=prompt, **fields) for fields in group] for prompt, group in zip(prompts, groups, strict=True)]
 
 
 def best_responses(groups: list[list[ScoredResponse]], *, min_score: float | None) -> tuple[list[ScoredResponse], dict[str, int]]:
@@ -110,6 +121,44 @@ def as_demonstration(response: ScoredResponse, tokenizer: PreTrainedTokenizerBas
     """A finished response as its sampled tokens. Its last token becomes the one with which the template ends a turn."""
     prompt_ids = response.prompt.prompt_ids
     return Demonstration([*prompt_ids, *response.response_ids[:-1], turn_end(tokenizer).trained[-1]], len(prompt_ids))
+
+
+def train_on_best(
+    groups: list[list[ScoredResponse]],
+    heldout_rows: list[dict],
+    tokenizer: PreTrainedTokenizerBase,
+    config: RejectionSamplingConfig,
+    *,
+    policy: Path,
+    sft: SftConfig,
+    model: ModelConfig,
+    loop: dict[str, Any],
+) -> tuple[Finetuned, dict[str, Any]]:
+    """SFT of `policy` on each prompt's best response. Returns the trained model and its metrics.
+
+    Args:
+        heldout_rows, sft: for `heldout_demonstrations`.
+        loop: of `Stage.loop`.
+    Raises:
+        ValueError: no prompt has a response to train on.
+        Interrupted: the stage was told to stop; the state is saved.
+    """
+    best, dropped = best_responses(groups, min_score=config.min_score)
+    log.info("train_policy: the best responses of %d prompts are kept, none of %s", len(best), dropped)
+    if not best:
+        raise ValueError(f"rejection sampling: expected responses to train on, got none for {len(groups)} prompts: {dropped}")
+    join_world()
+    examples = [as_demonstration(response, tokenizer) for response in best]
+    heldout = heldout_demonstrations(heldout_rows, tokenizer, sft, max_length=model.max_length)
+    trained = finetune(policy, examples, heldout, config, pad_id=tokenizer.pad_token_id, model=model, loop=loop)
+    counts = {"method": "rejection_sampling", "prompts": len(groups), "kept": len(best), "dropped": dropped}
+    return trained, {**counts, **score_means(groups, best), **trained.metrics}
+
+
+def heldout_demonstrations(rows: list[dict], tokenizer: PreTrainedTokenizerBase, sft: SftConfig, *, max_length: int) -> list[Demonstration]:
+    """Held-out demonstrations as SFT trains on them; their loss shows how far the policy moves from them."""
+    how = {"max_length": max_length, "train_on": sft.train_on, "train_on_thoughts": sft.train_on_thoughts}
+    return encode_demonstrations(rows, tokenizer, **how)[0]
 
 
 def score_means(groups: list[list[ScoredResponse]], best: list[ScoredResponse]) -> dict[str, float]:

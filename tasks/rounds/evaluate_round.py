@@ -12,7 +12,7 @@ import logging
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import PREPARED, REWARD_MODEL, round_folder
 from rlhf_core.rounds.pins import read_round
-from rlhf_core.rounds.promotion import SPLIT, check_budget, verdict
+from rlhf_core.rounds.promotion import check_budget, verdict
 from rlhf_core.stage.files import read_json, source_judges, write_json
 from rlhf_core.stage.run import Stage, round_argument
 
@@ -31,7 +31,7 @@ def main() -> None:
 
             promotion = stage.params.iterative.promotion
             check_budget(entry.budget, promotion.error_budget)
-            rows = read_rows(PREPARED, "prompt", SPLIT)
+            rows = read_rows(PREPARED, "prompt", "promotion")
             where = {"rows": rows, "reward_model": REWARD_MODEL, "source_judges": source_judges()}
             metrics = compare(stage.params, entry, number, folder / "policy", **where)
             metrics |= {"trained": True, **verdict(metrics, promotion, entry.budget)}
