@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.gpu.cases import ROOT
 from tools.bench.gpu.harness import PARTS, RAN, Result, find_about, read_result, run_parts
 from tools.bench.gpu.shapes import models_folder
@@ -24,7 +24,7 @@ DOCUMENT = ROOT / "docs" / "gpu.md"
 
 def main() -> int:
     arguments = parse()
-    be_quiet()
+    configure_process()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that parts end with this process
     try:
         if arguments.write is not None:

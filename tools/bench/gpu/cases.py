@@ -5,7 +5,6 @@ A case is a dict of JSON values. The child prints one line for each case that it
 
 from __future__ import annotations
 
-import ctypes
 import json
 import signal
 import subprocess
@@ -13,21 +12,17 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from rlhf_core.process import end_with_parent
 
 Case = dict[str, Any]
 ROOT = Path(__file__).parents[3]
 RESULT = "RESULT "
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
+KILL_WITH_PARENT = partial(end_with_parent, number=signal.SIGKILL)  # a child that outlives its parent would keep the device
 TAIL = 6  # lines of a child's output that say why it failed
-
-
-def end_with_parent() -> None:
-    """In a new process before its program starts: it ends when its parent does, however that ends, and leaves the device."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def measure_here(cases: str, measure: Callable[[Case], Case]) -> None:
@@ -54,7 +49,7 @@ def _child(module: str, cases: list[Case], seconds: float) -> tuple[list[Case], 
     """What was measured of the first cases, and why nothing was of the others."""
     command = [sys.executable, "-m", module, "--cases", json.dumps(cases)]
     with tempfile.TemporaryFile("w+", errors="replace") as output:  # no pipe, which a process of the child's could keep open
-        with subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, preexec_fn=end_with_parent) as child:
+        with subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, preexec_fn=KILL_WITH_PARENT) as child:
             try:
                 reason = f"exit code {child.wait(timeout=seconds)}"
             except subprocess.TimeoutExpired:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tools.bench.gpu.processes import die_with_parent
+from rlhf_core.process import end_with_parent
 
 if TYPE_CHECKING:
     import torch
@@ -116,11 +117,11 @@ def engines(sides: tuple[Side, ...], settings: EngineSettings) -> Iterator[list[
 
 def serve(connection: Connection, parent: int, side: Side, settings: EngineSettings) -> None:
     """An engine's process."""
-    die_with_parent(parent)
+    end_with_parent(parent, signal.SIGKILL)
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-    from rlhf_core.process import be_quiet, collect_rarely
+    from rlhf_core.process import collect_rarely, configure_process
 
-    be_quiet()
+    configure_process()
     collect_rarely()
     began = time.perf_counter()
     engine = {"vLLM": _Bare, "ours": _Ours}[side](settings)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from tools.bench.gpu.cases import ROOT, end_with_parent
+from tools.bench.gpu.cases import KILL_WITH_PARENT, ROOT
 from tools.bench.gpu.record import Figure, read
 
 RAN, FAILED, STOPPED, NOT_RUN = "ran", "failed", "stopped", "not run"
@@ -123,7 +123,7 @@ def _watch(part: Part, path: Path, *, seconds: float, rehearse: bool, models: Pa
     adopt_orphans()
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", start_new_session=True, preexec_fn=end_with_parent,
+        text=True, errors="replace", start_new_session=True, preexec_fn=KILL_WITH_PARENT,
     )  # fmt: skip
     said: deque[str] = deque(maxlen=200)
     reader = threading.Thread(target=_pass_on, args=(process, said), daemon=True)

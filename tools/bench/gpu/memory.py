@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.gpu.cases import Case, measure_apart, measure_here, run_or_die
 from tools.bench.gpu.record import Record
 from tools.bench.gpu.shapes import SHAPES, TINY, argument_parser, models_folder, shape_name
@@ -23,7 +23,7 @@ REHEARSED: Case = {"shape": TINY, "prompt": (4, 12), "response": (4, 24), "sampl
 
 
 def main() -> int:
-    be_quiet()
+    configure_process()
     if sys.argv[1:2] == ["--cases"]:
         measure_here(sys.argv[2], measure)
         return 0

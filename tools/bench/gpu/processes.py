@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.gpu.record import Record
 from tools.bench.gpu.shapes import argument_parser
 
@@ -23,13 +22,12 @@ REASON_LINES = 3
 LOOK_SECONDS = 0.5
 # A part of the name of an actor's process, which follows what it is doing, and what figures call it.
 ROLES = {"trainer": ("TrainerRank", "trainer."), "engine": ("RolloutActor", "rollout.")}
-_PR_SET_PDEATHSIG = 1
 
 
 def begin(description: str | None) -> argparse.Namespace:
     """What a part does first. Returns its arguments; paths are absolute, since jobs have working directories of their own."""
     arguments = argument_parser(description).parse_args()
-    be_quiet()
+    configure_process()
     end_tidily()
     arguments.out = arguments.out.resolve()
     if arguments.models is not None:
@@ -41,14 +39,6 @@ def begin(description: str | None) -> argparse.Namespace:
 def end_tidily() -> None:
     """SIGTERM ends this process as an exception does: what it started is ended and its temporary folders go."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-
-
-def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when its parent, whose number that is, is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def cores(most: int) -> int:

@@ -174,7 +174,7 @@ def write(name: str, kind: Kind, models: Path) -> None:
 
 
 if __name__ == "__main__":
-    from rlhf_core.process import be_quiet
+    from rlhf_core.process import configure_process
 
-    be_quiet()
+    configure_process()
     write(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

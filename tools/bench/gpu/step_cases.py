@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.gpu.cases import Case, measure_apart, measure_here, run_or_die
 from tools.bench.gpu.expected import RESERVE, adapted_bytes, step_bytes, trained_bytes
 from tools.bench.gpu.flops import Passed, step_flops, utilization
@@ -61,7 +61,7 @@ class Choice:
 
 def main(module: str, description: str | None, choices: Sequence[Choice]) -> int:
     """A part's command line; with --cases that of its child."""
-    be_quiet()
+    configure_process()
     if sys.argv[1:2] == ["--cases"]:
         measure_here(sys.argv[2], measure)
         return 0

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.gpu.cases import ROOT, run_or_die
 from tools.bench.gpu.record import Record
 from tools.bench.gpu.shapes import argument_parser
@@ -56,7 +56,7 @@ def part(record: Record, *, rehearse: bool) -> list[str]:
 
 
 def main() -> int:
-    be_quiet()
+    configure_process()
     arguments = argument_parser(__doc__).parse_args()
     return run_or_die(lambda: part(Record(arguments.out), rehearse=arguments.rehearse))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -15,16 +16,15 @@ from pathlib import Path
 
 BEGAN = time.perf_counter()
 
-from rlhf_core.process import be_quiet  # noqa: E402
+from rlhf_core.process import configure_process, end_with_parent  # noqa: E402
 from tools.bench.gpu.engines import inspect_here  # noqa: E402
 from tools.bench.gpu.online import ENGINE_MEMORY, Case  # noqa: E402
-from tools.bench.gpu.processes import die_with_parent  # noqa: E402
 
 
 def main() -> None:
     case, model, found, parent = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
-    die_with_parent(parent)
-    be_quiet()
+    end_with_parent(parent, signal.SIGKILL)
+    configure_process()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its weights are written by a call within the process
     import torch
 

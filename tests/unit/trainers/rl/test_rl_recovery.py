@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf_core.engines.ray_actors import RoleLost
-from rlhf_core.trainers.rl.replacements import Replacements
+from rlhf_core.trainers.rl.recovery import Replacements
 
 
 def test_replacements_are_counted_by_rank_and_end_at_the_limit(caplog):

@@ -1,20 +1,120 @@
-"""Whether the rollout engines have the trainer's weights: both say the log-probabilities of the same fixed tokens, the probe."""
+"""Whether rollout engines and trainer agree on log-probabilities: of fixed tokens after each weight sync, and of every step's samples."""
 
 from __future__ import annotations
 
-import logging
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from rlhf_core.config import RlConfig
 from rlhf_core.trainers.rl.job import RlJob
-from rlhf_core.trainers.rl.metrics import LogprobMismatch, compare, exceeded
-
-log = logging.getLogger("rlhf")
+from rlhf_core.types import RolloutBatch
 
 PROBE_TOKENS = 32
 MOVED = 4  # times the noise is a move that isn't noise
 NOISE = {"float32": 1e-6, "bfloat16": 5e-3}  # of a log-probability when weights change, at least
+
+
+class LogprobMismatch(RuntimeError):
+    """The sampling engine and the trainer disagree about the same tokens: stale weights, or different arithmetic."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Sizes of the differences between two log-probabilities of the same tokens, in nats; 0 without any token, NaN with one that is NaN."""
+
+    largest: float
+    mean: float
+    p999: float
+
+    def of(self, dtype: str) -> float:
+        """The figure by which engine and trainer are watched: of float32 the largest; of bfloat16 the quantile 0.999."""
+        return self.largest if dtype == "float32" else self.p999
+
+
+def compare(differences: torch.Tensor, rl: RlConfig | None = None) -> Difference:
+    """Of the differences [N] between two log-probabilities.
+
+    Args:
+        rl: how the tokens were drawn, see `largest_difference`; None: these are log-probabilities within the whole distribution.
+    """
+    sizes = differences.abs().float().sort().values
+    if not len(sizes):
+        return Difference(0.0, 0.0, 0.0)
+    if sizes.isnan().any():
+        return Difference(math.nan, math.nan, math.nan)
+    largest = float(sizes[-1]) if rl is None else largest_difference(differences, rl)
+    return Difference(largest, float(sizes.mean()), float(sizes[math.ceil(0.999 * len(sizes)) - 1]))
+
+
+def exceeded(difference: Difference, rl: RlConfig, dtype: str, *, probe: bool = False) -> str | None:
+    """Which figure is above its limit, in words; None: none is.
+
+    Args:
+        dtype: model.dtype. In float32 the largest difference counts. In bfloat16, where the largest of a million tokens is above any limit
+            that can tell, the mean and the quantile 0.999 do.
+        probe: of the few fixed tokens of the probe, which are unlikely ones: in bfloat16 their mean difference is two to three times that
+            of sampled tokens, and their quantile 0.999 is their largest. So their mean is held to the quantile's limit, and nothing else.
+    """
+    rollout = rl.rollout
+    figures = [("a largest difference", difference.largest, "max_logprob_difference", rollout.max_logprob_difference)]
+    if dtype == "bfloat16":
+        figures = [
+            ("a mean difference", difference.mean, "bfloat16_mean_difference", rollout.bfloat16_mean_difference),
+            ("a quantile 0.999 of the differences", difference.p999, "bfloat16_p999_difference", rollout.bfloat16_p999_difference),
+        ]
+        figures = [("a mean difference", difference.mean, *figures[1][2:])] if probe else figures
+    for name, value, key, limit in figures:
+        if not value <= limit:
+            return f"{name} of {value:.3g}, above rl.rollout.{key}={limit}"
+    return None
+
+
+def check_logprobs(batch: RolloutBatch, rl: RlConfig, *, step: int, dtype: str, few: bool = False) -> float:
+    """Difference, in nats, between the sampling engine's and the trainer's log-probabilities of the sampled tokens: see `Difference.of`.
+
+    Before rollout.min_new_tokens the engine forbids the end token, and the others share its probability: nothing to compare.
+
+    Args:
+        few: a quantile 0.999 of so few tokens would be their largest, and isn't limited.
+    Raises:
+        LogprobMismatch: it is above its limit: see `exceeded`. Stale weights were looked for at their sync, see `WeightSyncCheck.check`.
+    """
+    mask = batch.response_mask.clone()
+    mask[:, : rl.rollout.min_new_tokens] = False
+    difference = compare((batch.rollout_logprobs - batch.sampler_logprobs)[mask], rl)
+    if reason := exceeded(replace(difference, p999=0.0) if few else difference, rl, dtype):
+        raise LogprobMismatch(
+            f"step {step}: expected the rollout engine's and the trainer's log-probabilities of the same tokens to agree, got {reason}; "
+            "the probe has shown no stale weights, so the arithmetic differs: raise the limit, or set rl.rollout.backend to pytorch"
+        )
+    return difference.of(dtype)
+
+
+def check_finite(batch: RolloutBatch, *, step: int) -> None:
+    """That log-probabilities which are learned from as the engine gave them are numbers.
+
+    Raises:
+        LogprobMismatch: one isn't.
+    """
+    if not batch.rollout_logprobs[batch.response_mask].isfinite().all():
+        raise LogprobMismatch(
+            f"step {step}: expected finite log-probabilities from the rollout engine, got others; look at the policy's weights"
+        )
+
+
+def largest_difference(differences: torch.Tensor, rl: RlConfig) -> float:
+    """The largest of the differences [N] between two log-probabilities of the same tokens, in nats; 0 without any, NaN with one.
+
+    Where top-p or top-k is set, rounding decides for a token in many thousands whether it is still among those that may be drawn, which
+    shifts all of its position; so the thousandth part that differs most is left out.
+    """
+    ordered = differences.abs().sort().values
+    if (rl.rollout.top_p < 1.0 or rl.rollout.top_k is not None) and not ordered.isnan().any():
+        ordered = ordered[: len(ordered) - math.ceil(len(ordered) / 1000)]
+    return float(ordered[-1]) if len(ordered) else 0.0
 
 
 def probe_ids(vocabulary: int, *, longest: int) -> list[int]:
@@ -22,7 +122,7 @@ def probe_ids(vocabulary: int, *, longest: int) -> list[int]:
     return np.random.default_rng(vocabulary).integers(vocabulary, size=min(PROBE_TOKENS, longest - 1)).tolist()
 
 
-class Arrival:
+class WeightSyncCheck:
     """Compares what engines and trainer say of the probe, and remembers what they said of the weights before.
 
     difference: the last one that was found, as `logprob_difference` of a step.

@@ -14,7 +14,7 @@ from tiny_models import tiny_params
 from rlhf_core.algorithms.advantages import whiten
 from rlhf_core.config import Algorithm, ScoreConfig
 from rlhf_core.sampling.scoring import Moments, RewardNormalizer, weighted_score
-from rlhf_core.trainers.rl.advantages import assign_credit, explained_variance
+from rlhf_core.trainers.rl.advantages import compute_advantages, explained_variance
 from rlhf_core.types import Baseline, RolloutBatch
 
 NAN, INF = math.nan, math.inf
@@ -66,7 +66,7 @@ def rl(algorithm: str, **changes):
 
 
 def credit(batch: RolloutBatch, config):
-    return assign_credit(batch, config, RewardNormalizer(config.reward), kl_coef=config.kl.coef)
+    return compute_advantages(batch, config, RewardNormalizer(config.reward), kl_coef=config.kl.coef)
 
 
 # Scores to rewards
@@ -204,7 +204,7 @@ def test_no_eos_a_cut_off_response_is_penalised_in_normalised_units():
     config = rl("ppo", **changes)
     normalizer = RewardNormalizer(config.reward)
     normalizer.calibrate(raw(0.0, 20.0))  # mean 10, std 10
-    train, _ = assign_credit(rollouts([30.0, 30.0], [1, 3], finished=[True, False]), config, normalizer, kl_coef=0.0)
+    train, _ = compute_advantages(rollouts([30.0, 30.0], [1, 3], finished=[True, False]), config, normalizer, kl_coef=0.0)
     assert train.returns[0, 0] == 2.0
     assert train.returns[1, 2] == 2.0 - 0.75
 
@@ -322,7 +322,7 @@ def test_remax_by_hand_with_a_baseline_in_the_same_units_that_moves_no_statistic
         baseline=[5.0, 1.0, NAN],
         old_logprobs=torch.tensor([[1.0, 0.0, 50.0], [0.0, 50.0, 50.0], [0.0, 0.0, 0.0]]),
     )
-    train, _ = assign_credit(batch, config, normalizer, kl_coef=0.5)
+    train, _ = compute_advantages(batch, config, normalizer, kl_coef=0.5)
     # 1, 5, 3: mean 3, deviation d = (8/3)^0.5. Rewards -2/d - 0.5 * 1 and 2/d, baselines 2/d and -2/d; the third has no baseline.
     d = (8 / 3) ** 0.5
     assert train.advantages[:, 0].tolist() == pytest.approx([-4 / d - 0.5, 4 / d, 0.0])
@@ -379,9 +379,9 @@ def test_the_kl_coefficient_of_the_moment_counts(algorithm: str):
     old_logprobs = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     batch = rollouts([1.0, 2.0, 0.0, 1.0], [3, 2, 3, 1], groups=[0] * 4, old_logprobs=old_logprobs)
     one, other = (rl(algorithm, **{"rl.kl.coef": c}) for c in (0.1, 7.0))
-    first, _ = assign_credit(batch, one, RewardNormalizer(one.reward), kl_coef=0.3)
-    second, _ = assign_credit(batch, other, RewardNormalizer(other.reward), kl_coef=0.3)
-    third, _ = assign_credit(batch, one, RewardNormalizer(one.reward), kl_coef=0.9)
+    first, _ = compute_advantages(batch, one, RewardNormalizer(one.reward), kl_coef=0.3)
+    second, _ = compute_advantages(batch, other, RewardNormalizer(other.reward), kl_coef=0.3)
+    third, _ = compute_advantages(batch, one, RewardNormalizer(one.reward), kl_coef=0.9)
     assert torch.equal(first.advantages, second.advantages)
     assert not torch.allclose(first.advantages, third.advantages)
 

@@ -12,16 +12,15 @@ import pytest
 import torch
 from tiny_models import rl_job
 
-from rlhf_core.trainers.rl.arrival import PROBE_TOKENS, Arrival, probe_ids
-from rlhf_core.trainers.rl.metrics import LogprobMismatch
+from rlhf_core.trainers.rl.mismatch import PROBE_TOKENS, LogprobMismatch, WeightSyncCheck, probe_ids
 from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.trainers.rl.workers import Workers
 
 BEFORE, AFTER = [-1.0, -2.0, -3.0], [-1.5, -1.0, -3.25]
 
 
-def arrival(folders: tuple[Path, Path], **changes) -> Arrival:
-    made = Arrival(rl_job(*folders, **changes), vocabulary=300)
+def arrival(folders: tuple[Path, Path], **changes) -> WeightSyncCheck:
+    made = WeightSyncCheck(rl_job(*folders, **changes), vocabulary=300)
     made.begin([BEFORE, [x + 1e-5 for x in BEFORE]], BEFORE)
     return made
 
@@ -39,7 +38,7 @@ def test_ids_are_known_to_the_model_where_its_tokenizer_knows_more(model_folders
     nobody = SimpleNamespace(trainers=None, rollouts=None)
     job = rl_job(tmp_path / "small", model_folders[1])
     made = Workers(job.model_copy(update={"work": str(tmp_path / "work")}), nobody)
-    assert made.rollouts.arrival.ids == probe_ids(40, longest=job.model.max_length)
+    assert made.rollouts.sync_check.ids == probe_ids(40, longest=job.model.max_length)
 
 
 def test_weights_that_arrived_pass_and_the_largest_difference_is_kept(model_folders: tuple[Path, Path]):
@@ -99,7 +98,7 @@ def spread(scale: float, *, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("update", [0.0, 0.01, 0.1])
 def test_noise_of_bfloat16_passes(model_folders: tuple[Path, Path], update: float, seed: int):
     """Each says log-probabilities with noise of its own, after an update that arrived; for a token the trainer chose another expert."""
-    made = Arrival(rl_job(*model_folders, **BFLOAT16), vocabulary=300)
+    made = WeightSyncCheck(rl_job(*model_folders, **BFLOAT16), vocabulary=300)
     before, after = spread(1.0, seed=seed), spread(1.0, seed=seed) + spread(update, seed=100 + seed)
     engine, trainer, engine_after, trainer_after = (spread(0.008, seed=200 + 4 * seed + i) for i in range(4))
     trainer_after[3] += 0.5
@@ -113,7 +112,7 @@ ADAPTERS = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-line
 
 @pytest.mark.parametrize("drift", [0.0, 0.008], ids=["same_bits", "noise"])
 def test_stale_weights_are_told_in_bfloat16(model_folders: tuple[Path, Path], drift: float):
-    made = Arrival(rl_job(*model_folders, **BFLOAT16), vocabulary=300)
+    made = WeightSyncCheck(rl_job(*model_folders, **BFLOAT16), vocabulary=300)
     before, after = spread(1.0, seed=0), spread(1.0, seed=0) + spread(0.1, seed=1)
     made.begin([before.tolist()], before.tolist())
     with pytest.raises(LogprobMismatch, match=r"engine 0 to follow .*: the weights of version 1 didn't arrive"):
@@ -122,7 +121,7 @@ def test_stale_weights_are_told_in_bfloat16(model_folders: tuple[Path, Path], dr
 
 def test_adapters_may_round_away_in_bfloat16_but_not_altogether(model_folders: tuple[Path, Path]):
     before, after = spread(1.0, seed=0), spread(1.0, seed=0) + spread(0.1, seed=1)
-    made = Arrival(rl_job(*model_folders, **BFLOAT16, **{"rl.lora": ADAPTERS}), vocabulary=300)
+    made = WeightSyncCheck(rl_job(*model_folders, **BFLOAT16, **{"rl.lora": ADAPTERS}), vocabulary=300)
     made.begin([before.tolist()], before.tolist())
     with pytest.raises(LogprobMismatch, match="engine 0 to follow"):
         made.check([before.tolist()], after.tolist(), version=1)
@@ -137,16 +136,16 @@ def test_every_token_of_the_probe_counts_whatever_is_sampled_from(model_folders:
 
 def test_engines_that_start_with_other_numbers_are_refused_unless_the_trainer_has_rounded(model_folders: tuple[Path, Path]):
     with pytest.raises(LogprobMismatch, match=r"policy version 0: .*both have read the same model, so the arithmetic differs"):
-        Arrival(rl_job(*model_folders), vocabulary=300).begin([AFTER], BEFORE)
+        WeightSyncCheck(rl_job(*model_folders), vocabulary=300).begin([AFTER], BEFORE)
     rounded = rl_job(
         *model_folders, **{"rl.lora": {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear", "quantize": "nf4"}}
     )
-    Arrival(rounded, vocabulary=300).begin([AFTER], BEFORE)
+    WeightSyncCheck(rounded, vocabulary=300).begin([AFTER], BEFORE)
 
 
 @pytest.mark.parametrize(("dtype", "passes"), [("float32", False), ("bfloat16", True)])
 def test_the_budget_is_the_precisions(model_folders: tuple[Path, Path], dtype: str, passes: bool):
-    made = Arrival(rl_job(*model_folders, **{"model.dtype": dtype}), vocabulary=300)
+    made = WeightSyncCheck(rl_job(*model_folders, **{"model.dtype": dtype}), vocabulary=300)
     said = [x + 0.03 for x in BEFORE]
     if passes:
         made.begin([said], BEFORE)
@@ -158,7 +157,7 @@ def test_the_budget_is_the_precisions(model_folders: tuple[Path, Path], dtype: s
 
 def test_unlikely_tokens_of_the_probe_may_be_further_apart_in_bfloat16(model_folders: tuple[Path, Path]):
     """A random Llama of 512 channels was 0.06 apart in the mean, near the limit for sampled tokens; wrong weights are nats apart."""
-    made = Arrival(rl_job(*model_folders, **{"model.dtype": "bfloat16"}), vocabulary=300)
+    made = WeightSyncCheck(rl_job(*model_folders, **{"model.dtype": "bfloat16"}), vocabulary=300)
     before = spread(3.0, seed=0)
     apart = spread(0.15, seed=1)
     apart[7] = 0.9
