@@ -1,8 +1,8 @@
 """How often the gate lets a bad reward model pass, how far a chain of promotions slides, and how often a good model passes.
 
-The gate's own checks (rlhf_core/gate) decide on points drawn from a Gaussian copula. A pair is right where a normal variable, the sum of a part
-of its prompt, of the pair and of the model, is below the quantile of the model's true accuracy. Models share the parts of prompts and pairs, so
-they tend to be right on the same ones, as models of one recipe are.
+The gate's own checks (rlhf_core/gate) decide on points drawn from a Gaussian copula. A pair is right where a normal variable, the sum of
+a part of its prompt, of the pair and of the model, is below the quantile of the model's true accuracy. Models share the parts of prompts
+and pairs, so they tend to be right on the same ones, as models of one recipe are.
 """
 
 from __future__ import annotations
