@@ -14,8 +14,8 @@ from typing import Any
 
 from rlhf_core.config import PromotionConfig
 from rlhf_core.data.schema import read_rows
-from rlhf_core.paths import PREPARED, REWARD_MODEL
-from rlhf_core.rounds.pins import ROUNDS_FILE, BudgetPin, Round, read_round, round_folder
+from rlhf_core.paths import PREPARED, REWARD_MODEL, ROUNDS_FILE, round_folder
+from rlhf_core.rounds.pins import BudgetPin, Round, read_round
 from rlhf_core.stage.files import read_json, source_judges, write_json
 from rlhf_core.stage.run import Stage, round_argument
 from rlhf_core.statistics.error_budget import spent_after

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rlhf_core.config import IterativeConfig
 from rlhf_core.data.schema import read_rows, write_rows
-from rlhf_core.paths import METRICS, PREPARED, REWARD_MODEL
-from rlhf_core.rounds.pins import Round, prompts_hash, read_round, round_folder
+from rlhf_core.paths import METRICS, PREPARED, REWARD_MODEL, round_folder
+from rlhf_core.rounds.pins import Round, prompts_hash, read_round
 from rlhf_core.stage.files import publish, read_json, source_judges, write_json
 from rlhf_core.stage.run import Stage, StageStopped, check_gate, round_argument
 
