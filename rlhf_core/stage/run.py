@@ -153,6 +153,11 @@ class Stage:
         """True once SIGTERM has come: write a checkpoint and raise StageStopped."""
         return self._stop.is_set()
 
+    def check_stop(self) -> None:
+        """Raise StageStopped once SIGTERM has come; for work without a checkpoint to write."""
+        if self.stop_requested:
+            raise StageStopped
+
     @property
     def fingerprint(self) -> str:
         return self.work.fingerprint

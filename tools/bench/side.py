@@ -1,6 +1,6 @@
-"""One side in a process of its own: python -m tools.bench.side {ours,theirs} WORKS.json RUNS.json
+"""One side in its own process: python -m tools.bench.side {ours,theirs} WORKS.json RUNS.json
 
-Reads a list of works and writes a list of runs. TRL and DeepSpeed both set up a process's world, so they don't share one.
+Reads a list of works and writes a list of runs. TRL and DeepSpeed both set up distributed state, so they can't share a process.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.special import ndtri
 
-from rlhf_core.statistics.error_budget import next_budget
+from rlhf_core.rounds.promotion import next_budget
 from rlhf_core.statistics.exact_test import p_value
 from tools.simulate.rows import Row
 
