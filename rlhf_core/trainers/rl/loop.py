@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhf_core.checkpoint.store import NoSpace
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.process import collect_as_usual, freeze_gc
+from rlhf_core.process import collect_by_default, freeze_gc
 from rlhf_core.progress import Bar
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.tracking import MetricsLog
@@ -61,7 +61,7 @@ def run(job: RlJob, actors: Actors, stop: Stop) -> int:
 
 def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
     """Every step from the last checkpoint to the end, or until a limit or a signal stops it; on a signal the state is saved."""
-    collect_as_usual()
+    collect_by_default()
     freeze_gc()
     rl = job.rl
     prompts = PromptStream(read_prompts(job, "train"), rl.prompt_weights, seed=job.seed)
