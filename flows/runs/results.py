@@ -30,7 +30,7 @@ from rlhf_core.paths import (
 from rlhf_core.provenance.cached_model import cache_folder
 from rlhf_core.report.comparison_page import Side
 from rlhf_core.report.differences import Results
-from rlhf_core.report.times import read_times
+from rlhf_core.report.inputs import read_times
 from rlhf_core.rounds.pins import read_round_stages, read_rounds
 
 TRACKED = ("data/prepared", "models/")  # data and models; what else DVC keeps are results
