@@ -17,10 +17,10 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from flows.chain.children import end_with
 from flows.chain.locks import only_flow
 from flows.chain.overrides import parse_assignment
 from flows.chain.pins import prepare_run
@@ -30,7 +30,7 @@ from flows.chain.worktree import commit_results, slug
 from flows.runs.record import note
 from flows.runs.results import input_paths, result_paths
 from rlhf_core.config import Algorithm, ConfigError, Method, load_params, read_recipe
-from rlhf_core.process import quietly
+from rlhf_core.process import end_with_parent, module_command
 from rlhf_core.report.comparison import Run, draw, methods_table, table
 
 RECIPE = Path("recipes/compare.yaml")
@@ -133,12 +133,12 @@ def _repro(workspace: Path, stage: str) -> str | None:
     note(workspace, outcome="running", stage=stage, message="", until=None)
     with (workspace / "compare.log").open("a") as log:
         done = subprocess.run(
-            quietly("dvc", "repro", stage),
+            module_command("dvc", "repro", stage),
             cwd=workspace,
             env=stage_environment(workspace),
             stdout=log,
             stderr=subprocess.STDOUT,
-            preexec_fn=end_with(os.getpid()),  # of the thread, too, which lives until all runs have ended
+            preexec_fn=partial(end_with_parent, os.getpid()),  # the parent thread lives until all runs have ended
             check=False,
         )
     failed = {"outcome": "failed", "message": "see compare.log in its folder"}

@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 
 from rlhf_core.config import needs_pairs, rows_needed
 from rlhf_core.data.schema import SCHEMAS, open_rows
-from tasks.stage import DATA_DOCS, METRICS, PREPARED, TOKENIZER, Stage, StageFailed, no_arguments, publish, write_json
+from rlhf_core.paths import DATA_DOCS, METRICS, PREPARED, TOKENIZER
+from rlhf_core.stage.files import publish, write_json
+from rlhf_core.stage.run import Stage, StageFailed, no_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

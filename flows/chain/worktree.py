@@ -23,7 +23,7 @@ import psutil
 from flows.chain.children import session_members, stop_session
 from flows.chain.stages import dvc_environment
 from rlhf_core.config import ConfigError, apply_overrides, shown
-from rlhf_core.process import quietly
+from rlhf_core.process import module_command
 from rlhf_core.provenance.cached_model import cache_folder
 
 log = logging.getLogger("rlhf.flows")
@@ -193,7 +193,7 @@ def share_cache(root: Path, path: Path) -> None:
     if (root / ".dvc" / "config.local").exists():
         shutil.copy2(root / ".dvc" / "config.local", local)
     cache = cache_folder(root).parents[1].resolve()
-    _run(quietly("dvc", "cache", "dir", "--local", str(cache)), path)
+    _run(module_command("dvc", "cache", "dir", "--local", str(cache)), path)
 
 
 def _say_what_differs(root: Path, path: Path, name: str) -> None:

@@ -18,7 +18,7 @@ from flows.registry.evidence import GATE, LOCK, ROUNDS_LOCK, check_version, deci
 from flows.registry.state import Registry, read_registry
 from flows.registry.tags import Version
 from rlhf_core.config import ConfigError, parse_json, read_yaml_text
-from rlhf_core.process import quietly
+from rlhf_core.process import module_command
 from rlhf_core.provenance.cached_model import cache_folder, checkout, missing, verify
 from rlhf_core.provenance.lineage import REWARD_MODEL, hashes_of_outs, history, lineage
 from rlhf_core.rounds.pins import PIPELINE, round_folder
@@ -189,4 +189,4 @@ def fetch(root: Path, registry: Registry, version: str | None, folder: Path) -> 
 
 
 def _dvc(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_within(STATUS_DEADLINE, quietly("dvc", *arguments), workspace, dvc_environment(workspace))
+    return run_within(STATUS_DEADLINE, module_command("dvc", *arguments), workspace, dvc_environment(workspace))

@@ -21,6 +21,7 @@ from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, PromotionC
 from rlhf_core.data.schema import read_rows
 from rlhf_core.provenance.inputs import changes_since, read_inputs
 from rlhf_core.report.rounds import draw, table
+from rlhf_core.rounds.data import check_promotion_rows, prompts_of_round
 from rlhf_core.rounds.pins import (
     FOLDER,
     PIPELINE,
@@ -35,8 +36,7 @@ from rlhf_core.rounds.pins import (
     round_folder,
     write_rounds,
 )
-from rlhf_core.rounds.pool import check_promotion_rows, prompts_of_round
-from rlhf_core.statistics.error_budget import next_budget
+from rlhf_core.rounds.promotion import next_budget
 
 STAGES = ("sample_round", "validate_round", "train_round", "evaluate_round")
 FIGURE, TABLE = FOLDER / "rounds.svg", FOLDER / "rounds.md"

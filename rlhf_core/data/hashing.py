@@ -22,6 +22,14 @@ def conversation_text(messages: Sequence[Message]) -> str:
     return "\n".join(f"{m['role']}\t{' '.join([*m['content'].split(), *(m.get('extra') or '').split()]).casefold()}" for m in messages)
 
 
+def distinct_prompts(rows: Sequence[dict]) -> list[dict]:
+    """The first row of each conversation."""
+    first: dict[str, dict] = {}
+    for row in rows:
+        first.setdefault(conversation_text(row["messages"]), row)
+    return list(first.values())
+
+
 def split_of(text: str, *, validation_fraction: float, test_fraction: float, promotion_fraction: float) -> Split:
     """The split of a conversation's canonical text: the same in every use and for every seed.
 

@@ -33,7 +33,7 @@ class Pin(Section):
 
 
 class PromptsPin(Section):
-    """Which training prompts: their place in the order of rlhf_core.rounds.pool, and `prompts_hash` of their ids."""
+    """Which training prompts: their place in the order of rlhf_core.rounds.data, and `prompts_hash` of their ids."""
 
     first: int
     count: int
@@ -41,7 +41,7 @@ class PromptsPin(Section):
 
 
 class BudgetPin(Section):
-    """What a round's comparison may spend of the series' error budget (rlhf_core/statistics/error_budget.py).
+    """What a round's comparison may spend of the series' error budget (rlhf_core/rounds/promotion.py).
 
     comparison: its number in the series, from 1; the round after one whose data was refused has the same. level: the largest p-value that
     accepts. spent: the levels of the comparisons before it that accepted nothing.

@@ -13,8 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf_core.data.schema import open_rows
+from rlhf_core.paths import PREPARED, TOKENIZER
 from rlhf_core.rounds.pins import round_folder
-from tasks.stage import PREPARED, TOKENIZER, Stage, round_argument, write_json
+from rlhf_core.stage.files import write_json
+from rlhf_core.stage.run import Stage, round_argument
 from tasks.validate_data import load
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from transformers import (
 
 from rlhf_core.engines.vllm_engine import VllmEngine
 from rlhf_core.models.build import checkpoint_names
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from rlhf_core.sampling.requests import SamplingSettings
 
 VOCABULARY, LONGEST, WINDOW = 128, 384, 16
@@ -110,7 +110,7 @@ def refusal(folder: Path, config: PreTrainedConfig) -> str:
 
 
 def main() -> None:
-    be_quiet()
+    configure_process()
     from vllm import LLM  # noqa: F401  # its modules, before there are two of us
 
     folder = Path(sys.argv[1])

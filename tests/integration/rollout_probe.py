@@ -22,10 +22,10 @@ from rlhf_core.engines.vllm_engine import VllmEngine
 from rlhf_core.engines.weights import replace_weights
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.trainers.rl.data import collate
-from rlhf_core.trainers.rl.metrics import LogprobMismatch, check_logprobs
+from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_logprobs
 from rlhf_core.types import Prompt, Rollout, ScoredRollout
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def check(policy: LlamaForCausalLM, groups: list[list[Sample]]) -> str:
 
 
 def main() -> None:
-    be_quiet()
+    configure_process()
     from vllm import LLM  # noqa: F401  # its modules, before there are two of us
 
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:

@@ -30,7 +30,7 @@ from small_chain import (
 )
 from small_workspace import wait_until
 
-from tasks.stage import CRASHED
+from rlhf_core.stage.run import CRASHED
 
 pytestmark = pytest.mark.timeout(900)
 

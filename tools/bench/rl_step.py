@@ -1,4 +1,4 @@
-"""RL steps in one process, without Ray between rollout engine and trainer: what a step of so many prompts takes."""
+"""RL steps in one process, without Ray between rollout engine and trainer, for growth.py."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ STEPS, WARMUP = 6, 2
 
 
 def rl_step(prompts: int) -> tuple[float, float, int]:
-    """Median computing time of a step of RLOO on the benchmark's small model, in seconds; the largest resident set in GB; responses."""
+    """RLOO on the benchmark's small model: median CPU seconds of a step, peak resident set in GB, responses."""
     from rlhf_core.engines.pytorch_engine import PytorchEngine
     from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
-    from rlhf_core.trainers.rl.advantages import RewardNormalizer, assign_credit
+    from rlhf_core.trainers.rl.advantages import RewardNormalizer, compute_advantages
     from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, read_prompts, sequences_of
     from rlhf_core.trainers.rl.minibatch import plan_update
     from rlhf_core.trainers.rl.rank import TrainerRank
@@ -52,7 +52,7 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
             scores = of_texts(tokenizer.batch_decode([r.response_ids for r in rollouts]))
             scored = [ScoredRollout(r, {"variety": score}) for r, score in zip(rollouts, scores, strict=True)]
             batch = collate(scored, rank.forward(*sequences_of(rollouts)), tokenizer.pad_token_id, None)
-            credited, _ = assign_credit(batch, rl, RewardNormalizer(rl.reward), kl_coef=rl.kl.coef)
+            credited, _ = compute_advantages(batch, rl, RewardNormalizer(rl.reward), kl_coef=rl.kl.coef)
             (plan,) = plan_update(credited, demonstrations, rl, seed=job.seed, step=step)
             rank.update(plan, kl_coef=rl.kl.coef, train_policy=True)
             engine.load_weights(rank.weights(), step + 1)

@@ -14,7 +14,7 @@ from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
 from rlhf_core.sampling.scoring import Scorers
 from rlhf_core.scorers.text import ScoreItem
 from rlhf_core.trainers.rl.job import RlJob
-from rlhf_core.trainers.rl.replacements import Replacements
+from rlhf_core.trainers.rl.recovery import Replacements
 
 log = logging.getLogger("rlhf")
 

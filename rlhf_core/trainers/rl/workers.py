@@ -17,13 +17,13 @@ from rlhf_core.engines.ray_actors import Pending
 from rlhf_core.models.build import vocabulary_size
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.sampling.scoring import ResponseScorer, RewardNormalizer, ScorerMetrics
-from rlhf_core.trainers.rl.actors import Actors
-from rlhf_core.trainers.rl.critic import ValueUnits
+from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.data import sequences_of
+from rlhf_core.trainers.rl.driver import Actors
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.metrics import Metrics, update_metrics
 from rlhf_core.trainers.rl.minibatch import Minibatch, Totals, gather
-from rlhf_core.trainers.rl.replacements import Replacements
+from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.rollouts import RolloutEngines
 from rlhf_core.trainers.rl.scoring import ActorScorers
 from rlhf_core.trainers.rl.state import Progress, RunStore
@@ -173,10 +173,10 @@ class Workers:
         probed = self._probe()  # computed while engines load
         engines = self.rollouts.load_weights(weights, version=version, given_by=self._trainers)
         trainer, *_ = self._trainers.wait(probed, deadline=self._job.rl.deadlines.step, what="probe")
-        self.rollouts.arrival.check(engines, trainer, version=version)
+        self.rollouts.sync_check.check(engines, trainer, version=version)
 
     def _probe(self) -> list[Pending]:
-        return self._trainers.submit("probe", [(self.rollouts.arrival.ids,)] * len(self._trainers))
+        return self._trainers.submit("probe", [(self.rollouts.sync_check.ids,)] * len(self._trainers))
 
     def _weights(self) -> Pending:
         """The policy's weights of now, to be handed on to engines."""

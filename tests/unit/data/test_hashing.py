@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 from gate_pairs import write_slices
 
-from rlhf_core.data.hashing import conversation_text, kept_by_weight, split_of, with_ids
+from rlhf_core.data.hashing import conversation_text, distinct_prompts, kept_by_weight, split_of, with_ids
 from rlhf_core.data.schema import read_slices
 
 FRACTIONS = {"validation_fraction": 0.06, "test_fraction": 0.12, "promotion_fraction": 0.08}
@@ -79,3 +79,8 @@ def test_ids_are_those_of_earlier_versions():
     row = {"messages": [{"role": "user", "content": "é"}], "response": "b"}
     ids = [r["id"] for r in with_ids([row, {"text": "c"}, row | {"origin": "d.jsonl line 3"}, row], "s")]
     assert ids == ["c29850f64f68ffb3", "7726ed28ffdbdcb6", "0357e3c55e2e5b5c", "c8b9de9c3579d010"]
+
+
+def test_a_conversation_is_asked_once():
+    rows = [{"id": str(i), "messages": [{"role": "user", "content": text}]} for i, text in enumerate(("a", "b", "A ", "c", "b"))]
+    assert [row["id"] for row in distinct_prompts(rows)] == ["0", "1", "3"]

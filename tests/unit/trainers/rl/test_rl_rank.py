@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.build import load_language_model, load_scalar_model, read_state_dict, scalar_head, trunk
-from rlhf_core.trainers.rl.critic import ValueUnits
+from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import Minibatch, gather
 from rlhf_core.trainers.rl.rank import TrainerRank

@@ -1,0 +1,51 @@
+"""What processes begin and end with, and another project's command line in such a process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rlhf_core.process import IMPORT_THRESHOLD, PROCESS_ENVIRONMENT, module_command
+
+CYCLE = """
+class Loop:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        print("found")
+
+Loop()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "said"), [("", "found\n"), ("from rlhf_core.process import configure_process\nconfigure_process()\nconfigure_process()", "")]
+)
+def test_a_configured_process_collects_no_garbage_at_exit(first, said):
+    done = subprocess.run([sys.executable, "-c", f"{first}\n{CYCLE}"], capture_output=True, text=True, check=True)
+    assert done.stdout == said and done.stderr == ""
+
+
+def test_module_command_runs_the_installed_module_not_one_of_the_folder(tmp_path):
+    elsewhere, here = tmp_path / "installed", tmp_path / "worktree"
+    (elsewhere / "other").mkdir(parents=True)
+    shown = ("gc.get_threshold()[0]", "os.environ['GOMP_SPINCOUNT']", "__name__", "sys.argv[1:]", "sys.argv[0] == __file__")
+    (elsewhere / "other/__main__.py").write_text(f"import gc, os, sys\nprint({', '.join(shown)}, sep='|')\nsys.exit(7)\n")
+    for name in ("rlhf_core", "other"):  # of a commit in which all of this was different
+        (here / name).mkdir(parents=True)
+        (here / name / "__init__.py").write_text("raise RuntimeError('not this one')\n")
+    environment = {name: value for name, value in os.environ.items() if name not in PROCESS_ENVIRONMENT} | {"PYTHONPATH": str(elsewhere)}
+    done = subprocess.run(module_command("other", "-m", "a b"), cwd=here, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout == f"{IMPORT_THRESHOLD}|{PROCESS_ENVIRONMENT['GOMP_SPINCOUNT']}|__main__|['-m', 'a b']|True\n"
+
+
+def test_a_line_of_the_log_is_read_as_it_stands():
+    program = (
+        "import logging; from rlhf_core.process import show_own_log; show_own_log(); "
+        "logging.getLogger('rlhf').info('source %s', 'a\\u202eb\\u200f'); logging.getLogger('other').info('not shown')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "source a⟨U+202E⟩b⟨U+200F⟩\n"
