@@ -19,7 +19,7 @@ from rlhf_core.config import ConfigError, read_yaml_text
 from rlhf_core.provenance.cached_model import cache_folder
 from rlhf_core.report.comparison_page import Side
 from rlhf_core.report.differences import Results
-from rlhf_core.report.times import read_times
+from rlhf_core.report.inputs import read_times
 from rlhf_core.rounds.pins import FOLDER as FOLDER_OF_ROUNDS
 from rlhf_core.rounds.pins import PIPELINE, ROUNDS_FILE, read_round_stages, read_rounds
 
