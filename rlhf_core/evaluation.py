@@ -18,7 +18,7 @@ from rlhf_core.engines.deepspeed_engine import device, release_memory
 from rlhf_core.models.build import frozen, load_language_model
 from rlhf_core.models.cpu.parallel import can_run_side_by_side, side_by_side
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
-from rlhf_core.sampling.drawing import ScoredResponse
+from rlhf_core.sampling.scoring import ScoredResponse
 from rlhf_core.statistics.intervals import mean_interval, paired_difference, paired_means, points_interval, sign_test
 
 

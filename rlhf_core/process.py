@@ -64,7 +64,7 @@ def collect_as_usual() -> None:
     gc.set_threshold(*USUAL_THRESHOLD)
 
 
-def overlook_what_is_imported() -> None:
+def freeze_gc() -> None:
     """To be called when all that is large has been imported and nothing has been built: garbage is never looked for among what there is by
     now. One look through it all takes a trainer 0.3 s, in the middle of a step.
     """

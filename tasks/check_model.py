@@ -17,7 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.stage import METRICS, TOKENIZER, Stage, StageFailed, no_arguments, write_json
+from rlhf_core.paths import METRICS, TOKENIZER
+from rlhf_core.stage.files import write_json
+from rlhf_core.stage.run import Stage, StageFailed, no_arguments
 
 if TYPE_CHECKING:
     from rlhf_core.config import LoraConfig, Params, RolloutBackend, ScorerConfig

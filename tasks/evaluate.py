@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import read_rows
-from rlhf_core.data.split import conversation_text
+from rlhf_core.paths import EVALUATION_PROMPTS, EVALUATION_SAMPLES, METRICS, POLICY_MODEL, PREPARED, REWARD_MODEL, SFT_MODEL
 from rlhf_core.progress import Bar, drawing
-from tasks.stage import (
-    EVALUATION_PROMPTS,
-    EVALUATION_SAMPLES,
-    METRICS,
-    POLICY_MODEL,
-    PREPARED,
-    REWARD_MODEL,
-    SFT_MODEL,
-    Stage,
-    StageFailed,
-    no_arguments,
-    source_judges,
-    write_json,
-)
+from rlhf_core.stage.files import source_judges, write_json
+from rlhf_core.stage.run import Stage, StageFailed, no_arguments
 
 MICROBATCH_TOKENS = 8192
 MODES = ("greedy", "sampled")
@@ -124,15 +113,16 @@ def generate_all(stage: Stage):
 
 def score_and_judge(stage: Stage, tokenizers: dict, ends: dict[str, tuple[int, ...]], prompts: dict[str, list], samples):
     from rlhf_core.evaluation import judged
-    from rlhf_core.sampling.drawing import ResponseScorer
+    from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 
     judges = source_judges()
-    scorer = ResponseScorer(stage.params.evaluation_scorers, reward_model=REWARD_MODEL, source_judges=judges, model=stage.params.model)
+    scorers = LocalScorers(stage.params.evaluation_scorers, reward_model=REWARD_MODEL, source_judges=judges, model=stage.params.model)
 
     with Bar("scored answer", sum(len(groups) for by_model in samples.values() for groups in by_model.values())) as bar:
 
         def answers(name: str, groups: list) -> list:
-            found = [judged(r, judges) for (r,) in scorer(prompts[name], groups, tokenizers[name], stops=ends[name])]
+            scorer = ResponseScorer(scorers, tokenizers[name], stops=ends[name])
+            found = [judged(r, judges) for (r,) in scorer.score_groups(prompts[name], groups)]
             bar.step(len(found))
             return found
 

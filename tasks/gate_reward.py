@@ -23,9 +23,11 @@ from rlhf_core.gate.heldout import Heldout, distinct_responses, measure_ensemble
 from rlhf_core.gate.incumbent import compare
 from rlhf_core.gate.looks import at_look, look_level, split_hash, take_look, write_result
 from rlhf_core.gate.pairs import Pairs, pair_points
+from rlhf_core.paths import METRICS, PREPARED, REWARD_HELDOUT, REWARD_MODEL
 from rlhf_core.progress import Bar
 from rlhf_core.rounds.pins import dvc_md5
-from tasks.stage import METRICS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, Stage, StageFailed, no_arguments, source_judges, write_json
+from rlhf_core.stage.files import source_judges, write_json
+from rlhf_core.stage.run import Stage, StageFailed, no_arguments
 
 SPLIT = "test"  # never looked at during training, unlike validation
 COLUMNS = (

@@ -9,7 +9,8 @@ import logging
 from pathlib import Path
 
 from rlhf_core.provenance.inputs import INPUTS, changes_since, input_problems, read_inputs, summary
-from tasks.stage import Stage, StageFailed, no_arguments, write_json
+from rlhf_core.stage.files import write_json
+from rlhf_core.stage.run import Stage, StageFailed, no_arguments
 
 LOCK = Path("dvc.lock")
 

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import DataConfig, Params, SourceConfig
-from rlhf_core.data.dropping import sources_that_drop, too_long
+from rlhf_core.data.filters import sources_that_drop, too_long
 from rlhf_core.data.judge import find_judge
-from rlhf_core.data.mixing import Mixed, check_shares, leave_out_rows, mix
 from rlhf_core.data.samples import Writer
 from rlhf_core.data.schema import SPLITS, TEXTS, WIDE_MESSAGES, open_rows, read_batches
+from rlhf_core.data.sources import Mixed, check_shares, leave_out_rows, mix
 from rlhf_core.models.given import given_tokenizer, new_tokenizer
-from tasks.stage import METRICS, PLOTS, PREPARED, TOKENIZER, Stage, no_arguments, publish, write_json
+from rlhf_core.paths import METRICS, PLOTS, PREPARED, TOKENIZER
+from rlhf_core.stage.files import publish, write_json
+from rlhf_core.stage.run import Stage, no_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,7 +97,7 @@ def has_wide_messages(folder: Path, use: str) -> bool:
 
 def leave_out_unrenderable(folder: Path, mixed: Mixed, tokenizer: PreTrainedTokenizerBase, *, limit: float) -> None:
     """Leave out what the chat template refuses; each of its reasons is one for which rows were dropped."""
-    from rlhf_core.data.unrenderable import drop_unrenderable
+    from rlhf_core.data.filters import drop_unrenderable
 
     for (source, use, split, words), rows in sorted(drop_unrenderable(folder, mixed.uses, tokenizer, limit=limit).items()):
         mixed.counts[source, use, split] -= rows

@@ -16,22 +16,13 @@ from typing import Any
 import pandas as pd
 
 from rlhf_core.config import STAGE_SECTIONS, ConfigError, Params, load_params, read_yaml
+from rlhf_core.paths import EVALUATION_PROMPTS, EVALUATION_SAMPLES, METRICS, PLOTS, REPORT, REWARD_HELDOUT, TIMINGS
 from rlhf_core.report.differences import Results
 from rlhf_core.report.inputs import ReportInputs, Stopped
 from rlhf_core.report.page import render, render_times
 from rlhf_core.report.times import read_times, sha256
-from tasks.stage import (
-    EVALUATION_PROMPTS,
-    EVALUATION_SAMPLES,
-    METRICS,
-    PLOTS,
-    REPORT,
-    REWARD_HELDOUT,
-    TIMINGS,
-    Stage,
-    read_json,
-    stage_arguments,
-)
+from rlhf_core.stage.files import read_json
+from rlhf_core.stage.run import Stage, stage_arguments
 
 # Stage -> what of it the report shows: name of the input -> file.
 FILES: dict[str, dict[str, Path]] = {

@@ -9,18 +9,9 @@ import collections
 import logging
 
 from rlhf_core.data.schema import read_rows
-from tasks.stage import (
-    METRICS,
-    PREPARED,
-    REWARD_MODEL,
-    SFT_MODEL,
-    Stage,
-    StageStopped,
-    check_gate,
-    no_arguments,
-    publish_policy,
-    read_json,
-)
+from rlhf_core.paths import METRICS, PREPARED, REWARD_MODEL, SFT_MODEL
+from rlhf_core.stage.files import read_json
+from rlhf_core.stage.run import Stage, StageStopped, check_gate, no_arguments, publish_policy
 
 log = logging.getLogger("rlhf")
 

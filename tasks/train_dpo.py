@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rlhf_core.data.schema import read_rows
-from tasks.stage import PREPARED, SFT_MODEL, Stage, StageStopped, no_arguments, publish_policy
+from rlhf_core.paths import PREPARED, SFT_MODEL
+from rlhf_core.stage.run import Stage, StageStopped, no_arguments, publish_policy
 
 
 def main() -> None:

@@ -13,21 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.data.schema import read_rows
-from tasks.stage import (
-    METRICS,
-    PREPARED,
-    REWARD_MODEL,
-    SFT_MODEL,
-    Stage,
-    StageFailed,
-    StageStopped,
-    check_gate,
-    has_labels,
-    no_arguments,
-    publish_policy,
-    read_json,
-    source_judges,
-)
+from rlhf_core.paths import METRICS, PREPARED, REWARD_MODEL, SFT_MODEL
+from rlhf_core.stage.files import has_labels, read_json, source_judges
+from rlhf_core.stage.run import Stage, StageFailed, StageStopped, check_gate, no_arguments, publish_policy
 
 log = logging.getLogger("rlhf")
 
@@ -106,7 +94,7 @@ def without_prompts(groups: list[list]) -> list[list[dict[str, Any]]]:
 
 
 def as_scored(groups: list[list[dict[str, Any]]], prompts: list) -> list[list]:
-    from rlhf_core.sampling.drawing import ScoredResponse
+    from rlhf_core.sampling.scoring import ScoredResponse
 
     return [[ScoredResponse(prompt=prompt, **fields) for fields in group] for prompt, group in zip(prompts, groups, strict=True)]
 
@@ -132,17 +120,17 @@ def sample(stage: Stage, prompts: list) -> list[list]:
 
 def score(stage: Stage, prompts: list, samples: list[list], tokenizer) -> list[list]:
     from rlhf_core.models.tokenizer import stop_ids
-    from rlhf_core.sampling.drawing import ResponseScorer
+    from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 
     params = stage.params
-    scorer = ResponseScorer(params.rejection_sampling.scorers, reward_model=REWARD_MODEL, source_judges=source_judges(), model=params.model)
+    scorers = LocalScorers(params.rejection_sampling.scorers, reward_model=REWARD_MODEL, source_judges=source_judges(), model=params.model)
     scored: list[list] = []
-    ends = stop_ids(tokenizer, SFT_MODEL)
+    scorer = ResponseScorer(scorers, tokenizer, stops=stop_ids(tokenizer, SFT_MODEL))
     for start in range(0, len(prompts), SCORED_AT_ONCE):
         if stage.stop_requested:
             raise StageStopped
         part = slice(start, start + SCORED_AT_ONCE)
-        scored += scorer(prompts[part], samples[part], tokenizer, stops=ends)
+        scored += scorer.score_groups(prompts[part], samples[part])
     return scored
 
 

@@ -15,22 +15,11 @@ import math
 import shutil
 from collections.abc import Iterator
 
+from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import read_rows
-from rlhf_core.data.split import conversation_text
-from tasks.stage import (
-    METRICS,
-    PLOTS,
-    PREPARED,
-    REWARD_HELDOUT,
-    REWARD_MODEL,
-    SFT_MODEL,
-    Stage,
-    StageStopped,
-    no_arguments,
-    publish,
-    publish_model,
-    write_json,
-)
+from rlhf_core.paths import METRICS, PLOTS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, SFT_MODEL
+from rlhf_core.stage.files import publish, publish_model, write_json
+from rlhf_core.stage.run import Stage, StageStopped, no_arguments
 
 log = logging.getLogger("rlhf")
 

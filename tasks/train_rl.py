@@ -13,28 +13,10 @@ from typing import Any
 from rlhf_core.config import RlConfig, ScorerConfig, reordering_shown
 from rlhf_core.data.schema import read_rows
 from rlhf_core.environment import passed_on
+from rlhf_core.paths import METRICS, PLOTS, POLICY_MODEL, PREPARED, REWARD_MODEL, SFT_MODEL, TIMINGS
 from rlhf_core.progress import STATUS
-from tasks.stage import (
-    METRICS,
-    PLOTS,
-    POLICY_MODEL,
-    PREPARED,
-    REWARD_MODEL,
-    SFT_MODEL,
-    STOPPED_BY_SIGNAL,
-    TIMINGS,
-    Stage,
-    StageFailed,
-    StageStopped,
-    check_gate,
-    has_labels,
-    no_arguments,
-    publish_model,
-    read_json,
-    source_judges,
-    steps_at_the_end,
-    write_json,
-)
+from rlhf_core.stage.files import has_labels, publish_model, read_json, source_judges, write_json
+from rlhf_core.stage.run import STOPPED_BY_SIGNAL, Stage, StageFailed, StageStopped, check_gate, no_arguments, steps_at_the_end
 
 LESS_FOR_THE_JOB = 5.0  # seconds of the grace of a stage that its job does not get: the head has to end too
 

@@ -6,7 +6,9 @@ import copy
 import shutil
 
 from rlhf_core.data.schema import read_rows
-from tasks.stage import METRICS, PLOTS, PREPARED, SFT_MODEL, TOKENIZER, Stage, StageStopped, no_arguments, publish_model, write_json
+from rlhf_core.paths import METRICS, PLOTS, PREPARED, SFT_MODEL, TOKENIZER
+from rlhf_core.stage.files import publish_model, write_json
+from rlhf_core.stage.run import Stage, StageStopped, no_arguments
 
 COLUMNS = ("step", "phase", "loss", "heldout_loss", "learning_rate", "grad_norm")
 

@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 
 from rlhf_core.config import needs_pairs, rows_needed
 from rlhf_core.data.schema import SCHEMAS, open_rows
-from tasks.stage import DATA_DOCS, METRICS, PREPARED, TOKENIZER, Stage, StageFailed, no_arguments, publish, write_json
+from rlhf_core.paths import DATA_DOCS, METRICS, PREPARED, TOKENIZER
+from rlhf_core.stage.files import publish, write_json
+from rlhf_core.stage.run import Stage, StageFailed, no_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +33,7 @@ def main() -> None:
     with Stage("validate_data", resumable=False) as stage:
         tables = read_tables(PREPARED)
         logging.getLogger("great_expectations").setLevel(logging.WARNING)
-        from rlhf_core.data.validation import summary, validate  # takes seconds; parameters and files can be read by now
+        from rlhf_core.data.validation.validate import summary, validate  # takes seconds; parameters and files can be read by now
 
         config = stage.params.validation
         tokenizer = load(TOKENIZER, trust_remote_code=stage.params.model.trust_remote_code)

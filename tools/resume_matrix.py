@@ -1,13 +1,14 @@
-"""The resume matrix: python -m tools.resume_matrix [--only WORD ...] [--seed N] [--folder F] [--list]; docs/resume.md has its table.
+"""The resume matrix: python -m tools.resume_matrix [--only WORD ...] [--seed N] [--folder F] [--list]; docs/resume.md describes it.
 
 Each cell runs a real training stage of a small chain twice: once undisturbed, and once killed by SIGKILL after a step that the seed draws
-and then run again. All certificates, the final weights, curves and metrics of both must be the same. Supervised stages are forked from one
+and then run again. All state digests, the final weights, curves and metrics of both must be the same. Supervised stages are forked from one
 process that has imported everything; RL stages share one Ray head, and what is killed is the job's driver. Exits with 1 when a cell fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import hashlib
 import importlib
 import json
@@ -32,10 +33,9 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 from small_chain import SMALL, SMALL_CLERK, change_params, make_chain, run
 
-from rlhf_core.checkpoint.digest import differences, read_certificate
+from rlhf_core.checkpoint.digest import differences, read_digest
 
-DOCS = Path(__file__).parents[1] / "docs" / "resume.md"
-MARKS = ("<!-- resume matrix -->\n", "<!-- end of the resume matrix -->\n")
+TABLE = Path(__file__).parents[1] / "docs/tables/resume.csv"
 LIMIT = 400.0  # seconds for one run of a stage
 LINKED = ("rlhf_core", "tasks", "rewards", "flows", "rounds", "dvc.yaml", "baselines.json")
 OUTS = {"train_sft": ("models/sft",), "train_reward": ("models/reward",), "train_policy": ("models/policy",)}
@@ -70,8 +70,8 @@ class Row:
 
     cell: str
     killed_after: int
-    went_on_from: str
-    certificates: int
+    resumed_from: str
+    digests: int
     seconds: float
     problems: list[str] = field(default_factory=list)
 
@@ -224,13 +224,13 @@ def try_out(cell: Cell, base: Path, folder: Path, seed: int, address: str | None
 
 
 def compare(whole: Path, killed: Path, stage: str) -> tuple[int, list[str]]:
-    """How many certificates both have, and what differs in them, in weights, curves and metrics."""
-    found, problems = certificates(whole, stage), []
-    if found.keys() != certificates(killed, stage).keys():
-        problems.append(f"certificates of {sorted(found)} and of {sorted(certificates(killed, stage))}")
+    """How many state digests both have, and what differs in them, in weights, curves and metrics."""
+    found, problems = state_digests(whole, stage), []
+    if found.keys() != state_digests(killed, stage).keys():
+        problems.append(f"state digests of {sorted(found)} and of {sorted(state_digests(killed, stage))}")
     else:
         for name, path in found.items():
-            differing = differences(read_certificate(path), read_certificate(certificates(killed, stage)[name]))
+            differing = differences(read_digest(path), read_digest(state_digests(killed, stage)[name]))
             problems += [f"{name}: {differing[0]}"] if differing else []
     for name in (*OUTS[stage], f"plots/{stage}.csv", f"metrics/{stage}.json"):
         if content(whole / name) != content(killed / name):
@@ -238,9 +238,9 @@ def compare(whole: Path, killed: Path, stage: str) -> tuple[int, list[str]]:
     return len(found), problems
 
 
-def certificates(workspace: Path, stage: str) -> dict[str, Path]:
-    top = workspace / "reports/certificates" / stage
-    return {str(path.parent.relative_to(top)): path for path in sorted(top.rglob("certificate.json"))}
+def state_digests(workspace: Path, stage: str) -> dict[str, Path]:
+    top = workspace / "reports/digests" / stage
+    return {str(path.parent.relative_to(top)): path for path in sorted(top.rglob("digest.json"))}
 
 
 def content(path: Path) -> dict[str, str]:
@@ -304,20 +304,13 @@ def prepare(base: Path) -> Path:
 
 
 def write_table(rows: dict[str, Row], seed: int) -> None:
-    """Into docs/resume.md, between its marks; cells that were not run are listed as such."""
-    lines = ["| cell | killed after row | went on from | certificates compared | result |", "|---|---|---|---|---|"]
-    for cell in all_cells():
-        row = rows.get(cell.name)
-        shown = (
-            "not run | | | "
-            if row is None
-            else f"{row.killed_after} | {row.went_on_from} | {row.certificates} | {'; '.join(row.problems) or 'the same bits'}"
-        )
-        lines.append(f"| {cell.name} | {shown} |")
-    text = DOCS.read_text(encoding="utf-8")
-    before, _, rest = text.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    DOCS.write_text(f"{before}{MARKS[0]}\nSeed {seed}.\n\n" + "\n".join(lines) + f"\n\n{MARKS[1]}{after}", encoding="utf-8")
+    """A line for each cell that was run, in the order of all cells."""
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["cell", "seed", "killed after row", "resumed from", "digests compared", "result"])
+        for row in (rows[cell.name] for cell in all_cells() if cell.name in rows):
+            result = "; ".join(row.problems) or "same bits"
+            writer.writerow([row.cell, seed, row.killed_after, row.resumed_from, row.digests, result])
 
 
 if __name__ == "__main__":

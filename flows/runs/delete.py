@@ -21,7 +21,7 @@ OF_THE_RUN = ("Run {}: ", "Results of run {}", "Results of round ", "Begin round
 # Ignored by git and nobody's work, beside the outs of stages.
 OF_THE_PIPELINE = (
     *(".dvc", ".prefect", "scratch", "wandb", "compare.log", "models/promoted", "reports/stopped.html", "reports/check_model.json"),
-    *("reports/timings", "reports/certificates", "reports/data_docs"),
+    *("reports/timings", "reports/digests", "reports/data_docs"),
 )
 CACHES = re.compile(r"(^|/)(__pycache__|\.venv|\.(pytest|ruff)_cache|\.hypothesis|\.ipynb_checkpoints|[^/]+\.egg-info)/")
 FREE_CACHE = (

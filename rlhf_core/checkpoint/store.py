@@ -1,6 +1,6 @@
 """Checkpoints that are whole or not there: written aside, fsynced, renamed, with a manifest of sizes and hashes.
 
-Saving has two halves. `write` takes the snapshot: when it returns, training may go on. `publish` does the rest in a thread: certificate,
+Saving has two halves. `write` takes the snapshot: when it returns, training may go on. `publish` does the rest in a thread: state digest,
 hashes, fsync, renaming, retention. What goes wrong there comes out of the next `write`, or of `wait`. docs/resume.md has the format.
 """
 
@@ -76,7 +76,7 @@ class CheckpointStore:
 
     Args:
         folder: made if it isn't there; left-overs of an interrupted save are removed.
-        certify: writes a certificate into the folder of a checkpoint, given its step (rlhf_core/checkpoint/digest.py).
+        write_digest: writes a state digest into the folder of a checkpoint, given its step (rlhf_core/checkpoint/digest.py).
         free: bytes that are free on the disk of a folder.
     """
 
@@ -85,12 +85,12 @@ class CheckpointStore:
         folder: Path,
         settings: StoreSettings | None = None,
         *,
-        certify: Callable[[Path, int], None] | None = None,
+        write_digest: Callable[[Path, int], None] | None = None,
         free: Callable[[Path], int] | None = None,
     ):
         self.folder = folder
         self._settings = settings or StoreSettings()
-        self._certify = certify
+        self._write_digest = write_digest
         self._free = free or free_bytes
         self._written: tuple[int, Path, float | None] | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -182,8 +182,8 @@ class CheckpointStore:
         if score is None or not math.isfinite(score):
             score = self._score(step)  # a run that is stopped before its next step saves the same state again, and has no score for it
         with self._nothing_on_failure(step, aside):
-            if self._certify is not None:
-                self._certify(aside, step)
+            if self._write_digest is not None:
+                self._write_digest(aside, step)
             write_manifest(
                 aside,
                 {

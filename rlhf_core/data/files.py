@@ -1,7 +1,4 @@
-"""Data files, record by record: JSON lines, JSON, tables of text, Parquet; and the limits on what they may hold.
-
-Every error names the file and, where it has one, the line, and what was there instead.
-"""
+"""Data files, record by record: JSON lines, JSON and CSV; `tables` reads Parquet."""
 
 from __future__ import annotations
 
@@ -16,37 +13,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import Any
 
 from rlhf_core.config import SourceConfig, shown
-from rlhf_core.data.columnar import drop_added_nulls
-from rlhf_core.data.dropped import excerpt
-from rlhf_core.data.memory import limited
-from rlhf_core.data.messages import MAX_CHARACTERS
+from rlhf_core.data.drops import excerpt
 from rlhf_core.data.places import exists, locate
+from rlhf_core.data.tables import MAX_RATIO, parquet_records
+from rlhf_core.data.values import MAX_CHARACTERS, MAX_NAME, Found
 from rlhf_core.provenance.file_hashes import entries_below
 
 # What no data set has and a hostile file may: see docs/security.md.
 MAX_JSON_BYTES = 2**30  # of a .json file, which is read as a whole
 GZIP_FREE_BYTES = 2**22  # unpacked, before the ratio counts
-MAX_RATIO = 200  # texts shrink to a fifth, a row again and again to a hundredth; zeros to a thousandth
-PARQUET_ROWS = 64  # in memory at once; a text of them may be long
-PARQUET_FREE_BYTES = 2**26  # as GZIP_FREE_BYTES; small tables are mostly what Parquet says of them
-BATCH_BYTES = 2**30  # of memory, for PARQUET_ROWS
 DELIMITERS = (",", ";", "\t", "|")  # that a header is looked at for
 MAX_HEADER_LINES = 100
-MAX_NAME = 500  # characters of a file's name, in a row's origin
-
-
-class Found(NamedTuple):
-    """A record. where: its file and line, safe to show; note: what was assumed in reading it, for errors."""
-
-    where: str
-    values: dict[str, Any]
-    note: str = ""
 
 
 Reader = Callable[[Path, SourceConfig], Iterator[Found]]
@@ -197,57 +177,13 @@ def _named(delimiter: str) -> str:
     return "tabs" if delimiter == "\t" else shown(repr(delimiter))
 
 
-def _parquet(path: Path, source: SourceConfig) -> Iterator[Found]:
-    """Rows, a few at a time: a text that is kept once may stand in a million of them, and what a file says of its size may be a lie."""
-    number = unpacked = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            groups = (file.metadata.row_group(group) for group in range(file.num_row_groups))
-            _check_unpacked(path, sum(group.total_byte_size for group in groups))
-            schema = file.schema_arrow
-            batches = file.iter_batches(batch_size=PARQUET_ROWS)
-            for records in limited((batch.to_pylist() for batch in batches), BATCH_BYTES):
-                unpacked += _characters(records)  # not what Arrow says of the batch: of a text that it keeps once, that is one
-                _check_unpacked(path, unpacked)
-                for record in records:
-                    number += 1
-                    yield Found(f"row {number}", drop_added_nulls(record, schema))
-    except MemoryError as error:
-        got = f"more after {number} rows"
-        raise ValueError(
-            f"{_name(path)}: expected {PARQUET_ROWS} rows of at most {BATCH_BYTES} bytes in memory, got {got}; don't use it"
-        ) from error
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        got = f"{shown(str(error))} after {number} rows"
-        raise ValueError(f"{_name(path)}: expected a Parquet file, got: {got}; fetch or convert it again") from error
-
-
-def _characters(value: Any) -> int:
-    """Of all texts in it."""
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_characters, value.values()))
-    return sum(map(_characters, value)) if isinstance(value, list) else 0
-
-
-def _check_unpacked(path: Path, unpacked: int) -> None:
-    """Raises ValueError: a Parquet file holds more than its size allows for."""
-    size = path.stat().st_size
-    if unpacked > max(PARQUET_FREE_BYTES, MAX_RATIO * size):
-        raise ValueError(
-            f"{_name(path)}: expected at most {MAX_RATIO} times its size of {size} bytes when unpacked, got more; "
-            "make it JSON lines if that is right"
-        )
-
-
 _READERS: dict[str, Reader] = {
     ".jsonl": _json_lines,
     ".jsonl.gz": _json_lines,
     ".json": _json,
     ".csv": _csv,
     ".tsv": _csv,
-    ".parquet": _parquet,
+    ".parquet": parquet_records,
 }
 
 

@@ -1,28 +1,142 @@
-"""Records of other people's data sets, in nine formats, as rows of the canonical schema.
-
-A converter takes one record and returns its rows per use: all of its texts, none made up. Else it raises `Dropped`, with the reason under
-which the record is counted, or `Misfit` where it doesn't have the format at all.
-
-Texts are stripped, since chat templates bring their own white space and many strip what they are given; CRLF and CR become LF. Content in
-several parts and what else a chat template may know of a message goes to its field `extra` (rlhf_core.data.schema).
-"""
+"""Formats."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlhf_core.config import SourceConfig, shown
-from rlhf_core.data.dropped import Dropped, Misfit
-from rlhf_core.data.messages import ROLES, in_order, kind, not_finite, read_messages, read_text
-from rlhf_core.data.record import Record, read_boolean, read_number, read_scalar
+from rlhf_core.data.drops import Dropped, Misfit
 from rlhf_core.data.schema import Message, extras
+from rlhf_core.data.values import (
+    ROLES,
+    in_order,
+    kind,
+    not_finite,
+    other_keys,
+    read_boolean,
+    read_messages,
+    read_number,
+    read_scalar,
+    read_text,
+)
 
-Rows = dict[str, list[dict]]  # use -> rows without id, source and split
+# Columns that carry meaning in many data sets. They count only where the source maps them; where it doesn't, that is said.
+WELL_KNOWN = ("system", "system_prompt", "history", "context", "tools", "functions")
+_MESSAGES = ("prompt", "messages", "chosen", "rejected", "first", "second", "completion")  # our columns that can hold them
+_MISSING = object()
 MAX_PAIRS = 4096  # of one record: completions make as many as the good ones times the bad ones
 _HH_TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+
+
+class Record:
+    """One record, seen through the source's column mapping."""
+
+    def __init__(self, values: Mapping[str, Any], source: SourceConfig):
+        self.values = values
+        self.source = source
+
+    def get(self, name: str) -> Any:
+        """The value of one of our columns.
+
+        Raises:
+            Misfit: the record doesn't have that column.
+        """
+        return self.at(self.source.columns.get(name, name), wanted_for=name)
+
+    def optional(self, name: str) -> Any:
+        """The value of a column that the format can do without, unless the mapping names it: then it must be there."""
+        return self.get(name) if name in self.source.columns else self.values.get(name)
+
+    def mapped(self, name: str) -> Any:
+        """The value of a column that counts only where the mapping names it."""
+        return self.get(name) if name in self.source.columns else None
+
+    def has(self, name: str) -> bool:
+        return name in self.source.columns or name in self.values
+
+    def text(self, name: str) -> str:
+        return read_text(self.get(name), self.source.columns.get(name, name))
+
+    def prompt(self, name: str = "prompt") -> list[Message]:
+        """A prompt, given as text or as messages, which isn't empty."""
+        value = self.get(name)
+        if isinstance(value, list | Mapping):
+            return read_messages(value, name)
+        if not (text := read_text(value, name)):
+            raise Dropped(f"{name} is empty")
+        return [{"role": "user", "content": text}]
+
+    def label(self) -> str | None:
+        """The expected answer, found by `label_pattern` where there is one; stripped.
+
+        Raises:
+            Dropped: the pattern finds nothing.
+        """
+        value = self.optional("label")
+        if value is None:
+            return None
+        text = read_scalar(value, "label")
+        if self.source.label_pattern is None:
+            return text
+        match = re.search(self.source.label_pattern, text)
+        if match is None:
+            raise Dropped("label_pattern finds nothing in the label")
+        return match.group(1 if match.re.groups else 0).strip()
+
+    def at(self, path: str, *, wanted_for: str) -> Any:
+        """Follow a dotted path; a column whose own name has dots comes first."""
+        value = self.values.get(path, _MISSING)
+        if value is _MISSING:
+            value = self.values
+            for part in path.split("."):
+                if not isinstance(value, Mapping) or part not in value:
+                    there = ", ".join(map(str, value)) if isinstance(value, Mapping) else kind(value)
+                    got = f"{shown(there)}; map {wanted_for} in the source's columns"
+                    raise Misfit(f"expected a column {path!r} for {wanted_for!r}, got {got}", f"no column {path}")
+                value = value[part]
+        return value
+
+
+def unmapped(values: Mapping[str, Any], source: SourceConfig) -> list[str]:
+    """Well-known columns that a record has and the source doesn't use."""
+    there = [name for name in WELL_KNOWN if values.get(name)]
+    return there and [name for name in there if all(name not in theirs for theirs in map(_listed, source.columns.values()))]
+
+
+def message_keys(values: Mapping[str, Any], source: SourceConfig) -> set[str]:
+    """Keys of a record's messages that aren't used and aren't content, which would drop the record."""
+    return {key for value in _conversations(values, source) for key in other_keys(value)}
+
+
+def _conversations(values: Mapping[str, Any], source: SourceConfig) -> Iterator[Any]:
+    yield from (_reach(values, source.columns.get(name, name)) for name in _MESSAGES)
+    if source.format == "graded":
+        graded = _reach(values, source.columns.get("completions", "completions"))
+        items = [item for item in graded if isinstance(item, Mapping)] if isinstance(graded, list) else []
+        yield from (_reach(item, source.columns.get("completion", "completion")) for item in items)
+
+
+def _reach(values: Mapping[str, Any], path: str | list[str]) -> Any:
+    """As `Record.at`, of one column or several; None where there is nothing."""
+    if isinstance(path, list):
+        return [_reach(values, one) for one in path]
+    value = values.get(path, _MISSING)
+    if value is not _MISSING or "." not in path:
+        return None if value is _MISSING else value
+    value = values
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _listed(theirs: str | list[str]) -> list[str]:
+    return [theirs] if isinstance(theirs, str) else theirs
+
+
+Rows = dict[str, list[dict]]  # use -> rows without id, source and split
 
 
 def convert(values: Mapping[str, Any], source: SourceConfig) -> Rows:

@@ -15,9 +15,9 @@ from random import Random
 from typing import Protocol
 
 from rlhf_core.config import SamplesConfig, SourceConfig
+from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.judge import Judgement, find_judge
 from rlhf_core.data.schema import Message
-from rlhf_core.data.split import conversation_text
 
 MAX_PAIRS_PER_PROMPT = 6
 DRAWS = 3  # times as many prompts as wanted are drawn at most, since some come twice or have no end

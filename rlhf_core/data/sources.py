@@ -1,40 +1,42 @@
-"""Where rows come from: the built-in clerk, files, Hugging Face data sets, and a model's own samples."""
+"""Sources."""
 
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 
-from rlhf_core.config import SourceConfig, shown
+from rlhf_core.config import DataConfig, SourceConfig, shown
 from rlhf_core.data.clerk.generator import clerk_rows
-from rlhf_core.data.columnar import drop_added_nulls
-from rlhf_core.data.dropped import Dropped, LeftOut, Misfit, excerpt
-from rlhf_core.data.files import MAX_NAME, Found, file_records
-from rlhf_core.data.formats import convert
-from rlhf_core.data.memory import limited, limited_memory
-from rlhf_core.data.places import data_set_commit, data_sets_cache, locate
-from rlhf_core.data.record import message_keys, unmapped
+from rlhf_core.data.drops import Dropped, LeftOut, Misfit, Tally, excerpt
+from rlhf_core.data.files import file_records
+from rlhf_core.data.filters import REASONS, contradictory, fault, sources_that_drop, take_out
+from rlhf_core.data.formats import convert, message_keys, unmapped
+from rlhf_core.data.hashing import Ids, Seen, conversation_text, hexadecimal, in_parts, kept, key_of, split_of
 from rlhf_core.data.samples import Writer, sample_rows
-from rlhf_core.data.schema import ORIGIN
-from rlhf_core.data.seen import Seen, in_parts, key_of
-from rlhf_core.data.split import conversation_text
-from rlhf_core.provenance.file_hashes import FileHashes, files_below
+from rlhf_core.data.schema import ORIGIN, SCHEMAS, SLICES_SCHEMA, RowWriter, open_rows, read_batches, slice_rows
+from rlhf_core.data.tables import data_set_records
+from rlhf_core.data.values import MAX_NAME, Found
+from rlhf_core.progress import counted
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    pass
 
-DATA_SET_BYTES = 2**32  # of memory, for the library `datasets` to read a row or to convert a file
 MISFITS = 100  # records in a row without the source's format, at its beginning, after which no further one is read
 EMPTY_HANDED = "nothing in it for the source's uses"
 NO_PAIR = "graded records without a pair: all completions are good, or all bad"
 
 log = logging.getLogger("rlhf")
+
+SLICES = pa.field("slices", pa.map_(pa.string(), pa.string()))
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def load_source(source: SourceConfig, *, seed: int) -> Loaded:
 
 def records_of(source: SourceConfig) -> Iterator[Found]:
     """Of a source of kind file or huggingface. Raises what `read_source` does."""
-    return file_records(source) if source.kind == "file" else _hub_records(source)
+    return file_records(source) if source.kind == "file" else data_set_records(source)
 
 
 def read_source(
@@ -168,102 +170,130 @@ def _without_repeated_prompts(rows: Iterable[tuple[str, dict]], dropped: Counter
                 yield use, row
 
 
-def _commit(source: SourceConfig) -> str | None:
-    """At which a data set of the hub is read, the one that stage hash_inputs records; None: there is none, as the library then says.
+@dataclass(frozen=True)
+class Mixed:
+    """What was written; what is left out of the files afterwards is counted here too.
 
-    Raises:
-        ValueError: the cache, which alone may be asked, has another one than the source wants. The library would take that.
+    counts: (source, use, split) -> rows.
+    tallies: source -> what its records came to.
     """
-    commit = data_set_commit(source.path, source.revision, source.subset)
-    if commit is None and source.revision is not None:
-        raise ValueError(f"revision {shown(source.revision)} isn't the one that the cache has, or that was prepared last in it")
-    return commit
+
+    counts: Counter[tuple[str, str, str]]
+    tallies: dict[str, Tally]
+
+    @property
+    def dropped(self) -> dict[str, dict[str, int]]:
+        """Source -> reason -> records or rows left out."""
+        return {source: dict(sorted(tally.left_out.items())) for source, tally in self.tallies.items()}
+
+    @property
+    def uses(self) -> list[str]:
+        """Those that have rows, in the order of SCHEMAS."""
+        return [use for use in SCHEMAS if any(use == of and rows for (_, of, _), rows in self.counts.items())]
 
 
-class _Outside(ValueError):
-    """A folder's data are elsewhere, where nothing watches them."""
-
-
-def _saved(folder: Path) -> Dataset | DatasetDict:
-    """What `save_to_disk` has written.
-
-    Raises:
-        _Outside: see `_check_below`.
-    """
-    from datasets import DatasetDict, load_from_disk
-
-    data = load_from_disk(str(folder), keep_in_memory=False)  # in memory it wouldn't tell its files
-    for part in data.values() if isinstance(data, DatasetDict) else [data]:
-        _check_below(folder, (entry["filename"] for entry in part.cache_files))
-    return data
-
-
-def _converted_folder(folder: Path, source: SourceConfig) -> Dataset:
-    """A folder of data files, which the library converts into its cache: a part of its own for each content.
-
-    The library itself tells contents apart by the files' times, which a copy may keep.
-
-    Raises:
-        _Outside: see `_check_below`.
-    """
-    from datasets import load_dataset, load_dataset_builder
-
-    content = FileHashes(Path()).of(folder).sha256
-    cache = str(data_sets_cache() / ".by_content" / content)
-    builder = load_dataset_builder(str(folder), source.subset, cache_dir=cache)
-    files = builder.config.data_files or {}
-    _check_below(folder, (name.rpartition("::")[2] for names in files.values() for name in names))  # archive.zip after ::
-    return load_dataset(str(folder), source.subset, split=source.dataset_split, cache_dir=cache)
-
-
-def _check_below(folder: Path, names: Iterable[str]) -> None:
-    """All of the files are among those that stage hash_inputs hashes.
+def mix(
+    config: DataConfig, folder: Path, *, scratch: Path, seed: int, writer: Writer | None = None, max_dropped_fraction: float = 1.0
+) -> Mixed:
+    """Write the rows of all sources, mixed by weight and split: `<use>.parquet` for the uses that have rows, and slices.parquet.
 
     Args:
-        folder: absolute, without links.
+        writer: for sources of kind samples.
+        max_dropped_fraction: of what a source could have given for a use.
     Raises:
-        _Outside: one isn't.
+        What `read_source` does.
+        ValueError: more of a source is left out than that.
     """
-    hashed = set(files_below(folder))
-    for name in names:
-        if (file := Path(name)).parent.resolve() / file.name not in hashed:  # a linked file is hashed, a linked folder isn't
-            raise _Outside(f"expected data files in the folder, got {shown(name, MAX_NAME)}; put it there, and name it by its path in it")
+    heaviest = max(source.weight for source in config.sources)
+    counts: Counter[tuple[str, str, str]] = Counter()
+    tallies = {}
+    with ExitStack() as stack:
+        schemas = SCHEMAS | {"slices": SLICES_SCHEMA}
+        files = {name: stack.enter_context(RowWriter(folder / f"{name}.parquet", schema)) for name, schema in schemas.items()}
+        for source in config.sources:
+            ids, tally = _lay_aside(source, config, scratch, seed=seed, writer=writer)
+            tallies[source.name] = tally
+            tally.check(source.name, source.uses, limit=max_dropped_fraction)
+            for use, of_use in ids.items():
+                stays = kept(of_use, source.weight / heaviest, config.max_rows)
+                splits = _copy(_aside(scratch, use), stays, files[use], files["slices"])
+                counts.update({(source.name, use, split): rows for split, rows in splits.items()})
+                tally.mixed[use] = splits.total()
+    mixed = Mixed(counts, tallies)
+    if (names := sources_that_drop(config, "contradictory")) and (folder / "preference.parquet").exists():
+        leaves = contradictory(folder / "preference.parquet", names)
+        leave_out_rows(folder, mixed, "preference", leaves, "contradictory")
+        check_shares(config, mixed, max_dropped_fraction)
+    return mixed
 
 
-def _hub_records(source: SourceConfig) -> Iterator[Found]:
-    """The records of a Hugging Face data set, by name (from the cache unless HF_HUB_OFFLINE=0) or from a local folder."""
-    from datasets import Dataset, DatasetDict, load_dataset
+def leave_out_rows(folder: Path, mixed: Mixed, use: str, leaves: np.ndarray, kind: str) -> None:
+    """Take the rows of a mask, [rows] bool, out of a use's file for one of REASONS, and count them in `mixed`."""
+    for row in take_out(folder / f"{use}.parquet", leaves):
+        mixed.counts[row["source"], use, row["split"]] -= 1
+        mixed.tallies[row["source"]].leave_out_row(REASONS[kind], use, row, later=True)
 
-    subject = f"source {source.name}: data set {shown(source.path, MAX_NAME)}"
-    saved = locate(source.path)
-    is_saved = any((saved / name).exists() for name in ("dataset_dict.json", "state.json"))
-    try:
-        with limited_memory(DATA_SET_BYTES):
-            if is_saved:
-                data = _saved(saved.resolve())
-            elif saved.exists():
-                data = _converted_folder(saved.resolve(), source)
-            else:
-                data = load_dataset(source.path, source.subset, split=source.dataset_split, revision=_commit(source))
-    except MemoryError as error:
-        raise ValueError(f"{subject}: expected one that is read within {DATA_SET_BYTES} bytes, got more; don't use it") from error
-    except _Outside as error:
-        raise ValueError(f"{subject}: {error}") from error
-    except (OSError, ValueError) as error:
-        reason = shown((str(error).strip() or type(error).__name__).splitlines()[0], 400)
-        raise ValueError(
-            f"{subject}: expected a cached name or a local folder, got: {reason}; "
-            "correct path, subset, dataset_split or revision, or set HF_HUB_OFFLINE=0 to download"
-        ) from error
-    if isinstance(data, DatasetDict):
-        if source.dataset_split not in data:
-            raise ValueError(f"{subject}: expected a split {source.dataset_split!r}, got {list(data)}; set dataset_split")
-        data = data[source.dataset_split]
-    assert isinstance(data, Dataset)
-    schema, number = data.features.arrow_schema, 0
-    try:
-        for number, record in enumerate(limited(data, DATA_SET_BYTES), start=1):
-            yield Found(f"{shown(source.path, MAX_NAME)} row {number}", drop_added_nulls(record, schema))
-    except MemoryError as error:
-        got = f"more after row {number}"
-        raise ValueError(f"{subject}: expected rows that are read within {DATA_SET_BYTES} bytes, got {got}; don't use it") from error
+
+def check_shares(config: DataConfig, mixed: Mixed, limit: float) -> None:
+    for source in config.sources:
+        mixed.tallies[source.name].check(source.name, source.uses, limit=limit)
+
+
+def _aside(scratch: Path, use: str) -> Path:
+    return scratch / f"{use}.parquet"
+
+
+def _lay_aside(
+    source: SourceConfig, config: DataConfig, scratch: Path, *, seed: int, writer: Writer | None
+) -> tuple[dict[str, np.ndarray], Tally]:
+    """Write all rows of a source, with ids, splits and slices; return the ids by use, of those that have rows, and what was left out."""
+    tally = Tally()
+    numbers = {use: array("Q") for use in source.uses}
+    ids = {use: Ids(source.name) for use in source.uses}
+    with ExitStack() as stack:
+        files = {use: stack.enter_context(RowWriter(_aside(scratch, use), SCHEMAS[use].append(SLICES))) for use in source.uses}
+        rows = counted(read_source(source, seed=seed, dropped=tally.left_out, writer=writer), f"rows of {source.name}")
+        for part in in_parts(rows):
+            for use, of_use in _without_faults(part, source, tally).items():
+                of_part = ids[use].of_next(of_use)
+                numbers[use].frombytes(of_part.tobytes())
+                for row_id, row in zip(of_part.tolist(), of_use, strict=True):
+                    files[use].add({"id": hexadecimal(row_id), "source": source.name, "split": _split(row, config), **row})
+    return {use: np.frombuffer(of_use, dtype=np.uint64) for use, of_use in numbers.items() if of_use}, tally
+
+
+def _without_faults(part: list[tuple[str, dict]], source: SourceConfig, tally: Tally) -> dict[str, list[dict]]:
+    """Use -> rows, without those that the source drops for what they are alone, which are counted."""
+    kept: dict[str, list[dict]] = {use: [] for use in source.uses}
+    for use, row in part:
+        tally.read[use] += 1
+        if (kind := fault(row, source.drop)) is None:
+            kept[use].append(row)
+        else:
+            tally.leave_out_row(REASONS[kind], use, row)
+    return kept
+
+
+def _split(row: dict, config: DataConfig) -> str:
+    text = row["text"] if "text" in row else conversation_text(row["messages"])
+    return split_of(
+        text,
+        validation_fraction=config.validation_fraction,
+        test_fraction=config.test_fraction,
+        promotion_fraction=config.promotion_fraction,
+    )
+
+
+def _copy(path: Path, stays: np.ndarray, rows: RowWriter, slices: RowWriter) -> Counter[str]:
+    """Copy the rows that stay; return how many there are of each split."""
+    splits: Counter[str] = Counter()
+    start = 0
+    for batch in read_batches(open_rows(path)):
+        part = batch.filter(pa.array(stays[start : start + batch.num_rows]))
+        start += batch.num_rows
+        rows.write(part.drop_columns([SLICES.name]))
+        splits.update(part["split"].to_pylist())
+        for row_id, of_row in zip(part["id"].to_pylist(), part[SLICES.name].to_pylist(), strict=True):
+            for row in slice_rows(row_id, of_row or ()):
+                slices.add(row)
+    return splits

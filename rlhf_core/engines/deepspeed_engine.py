@@ -24,7 +24,7 @@ from torch import nn
 from rlhf_core.checkpoint.digest import OPTIMIZER_NAMES
 from rlhf_core.models.dropout import disable_dropout
 from rlhf_core.models.lora import merged_state_dict
-from rlhf_core.process import overlook_what_is_imported
+from rlhf_core.process import freeze_gc
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def join_world(*, rank: int = 0, world_size: int = 1, store: dist.Store | None =
     # Its shared-memory collectives for the CPU would be compiled here, which takes half a minute and a compiler; gloo serves.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)
-    overlook_what_is_imported()
+    freeze_gc()
 
 
 def device() -> torch.device:

@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlhf_core.environment import keep_visible, named, passed_on
-from rlhf_core.process import collect_rarely, overlook_what_is_imported
+from rlhf_core.process import collect_rarely, freeze_gc
 
 PEER_SECONDS = 5.0  # in which the death that made another rank's call fail becomes known
 LOOK_SECONDS = 15.0  # to look at a process on another node, or to end it; a worker has to start there
@@ -84,7 +84,7 @@ class Hosted:
         collect_rarely()
         module, _, name = factory.partition(":")
         made_by = getattr(importlib.import_module(module), name)
-        overlook_what_is_imported()
+        freeze_gc()
         self._refusal: ValueError | None = None
         try:
             self._object = made_by(**kwargs)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.engines.gpu_memory import cache_bytes
 from rlhf_core.engines.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
-from rlhf_core.process import overlook_what_is_imported
+from rlhf_core.process import freeze_gc
 from rlhf_core.sampling.requests import Sample, SamplingSettings
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class VllmEngine:
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        overlook_what_is_imported()  # vLLM looks for garbage five times while it starts
+        freeze_gc()  # vLLM looks for garbage five times while it starts
         self._set_num_threads = torch.set_num_threads  # on the CPU the engine replaces it by one that does nothing
         on_cpu = current_platform.is_cpu()
         if on_cpu:

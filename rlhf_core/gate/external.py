@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.config import ExternalPairsConfig, SourceConfig
+from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.places import locate
 from rlhf_core.data.sources import load_source
-from rlhf_core.data.split import conversation_text
 from rlhf_core.gate.clusters import cluster_codes, share_interval
 from rlhf_core.gate.pairs import pair_points
 from rlhf_core.gate.scoring import LoadedModel

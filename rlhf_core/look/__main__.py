@@ -18,7 +18,7 @@ from tqdm import tqdm
 from rlhf_core.config import ConfigError, Params, load_overlaid
 from rlhf_core.config.data import DataFormat
 from rlhf_core.data.sources import records_of
-from rlhf_core.look import page, yaml
+from rlhf_core.look import page
 from rlhf_core.look.look import GUESSED_FROM, Guess, Looked, Tried, guess, look, place_of, sample_of
 from rlhf_core.process import be_quiet
 
@@ -78,7 +78,7 @@ def run(given: argparse.Namespace) -> int:
     found = guess(place, records, whole=whole, format_=given.format, columns=columns(given.columns))
     decided = len(found.fitting) == 1 and found.unreadable is None
     if given.yaml_only:
-        print(yaml.lines(found.fitting[0].source) if decided else "\n".join(page.guessed(found, given.path)), file=_out(decided))
+        print(page.yaml_lines(found.fitting[0].source) if decided else "\n".join(page.guessed(found, given.path)), file=_out(decided))
         return 0 if decided else UNDECIDED
     params = _with_model(load_overlaid(Path("params.yaml"), given.params), given.model, given.max_length)
     tokenizer = _tokenizer(params) if found.fitting else None
@@ -92,7 +92,7 @@ def run(given: argparse.Namespace) -> int:
         if not decided:
             print(f"\n--- reading {number}: {of_reading.tried.reading.format} ---")
         print("\n".join(page.looked(of_reading, params, colour=colour, every_token=given.tokens)))
-        print(f"\n{yaml.lines(of_reading.tried.source)}")
+        print(f"\n{page.yaml_lines(of_reading.tried.source)}")
     return 0 if decided else UNDECIDED
 
 

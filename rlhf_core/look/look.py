@@ -15,21 +15,20 @@ from pydantic import ValidationError
 
 from rlhf_core.config import ConfigError, Params, SourceConfig, shown
 from rlhf_core.config.data import FORMATS
-from rlhf_core.data.dropped import Dropped, LeftOut, Misfit
-from rlhf_core.data.files import Found
+from rlhf_core.data.drops import Dropped, LeftOut, Misfit
 from rlhf_core.data.formats import convert
+from rlhf_core.data.hashing import conversation_text, split_of
 from rlhf_core.data.places import is_data_file, locate
 from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.sources import read_source, records_of
-from rlhf_core.data.split import conversation_text, split_of
+from rlhf_core.data.values import Found
 from rlhf_core.look.columns import Column, columns_of
 from rlhf_core.look.guess import Reading, known_as, left_aside, propose, settle, unread_marks, without_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_core.look.counts import UseCounts
-    from rlhf_core.look.encoded import Sequence
+    from rlhf_core.look.rows import Sequence, UseCounts
 
 GUESSED_FROM = 2000  # records, at most
 GUESSED_CHARACTERS = 2**27  # of them, at most
@@ -246,8 +245,7 @@ def look(
     Raises:
         What `read_source` does.
     """
-    from rlhf_core.look.counts import Counting
-    from rlhf_core.look.encoded import sequences
+    from rlhf_core.look.rows import Counting, sequences
     from rlhf_core.models.turns import Unrenderable
 
     dropped = LeftOut()

@@ -1,19 +1,19 @@
-"""What was found, as text for a terminal, a pipe or a file, and as JSON. Texts of the data are shown so that they give no orders."""
+"""Page."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
-from rlhf_core.config import Params, shown
+from rlhf_core.config import Params, SourceConfig, shown
 from rlhf_core.config.data import DropKind
-from rlhf_core.data.dropped import LeftOut
-from rlhf_core.data.tally import Tally
-from rlhf_core.look import yaml
-from rlhf_core.look.encoded import Sequence, pieces
+from rlhf_core.data.drops import LeftOut, Tally
 from rlhf_core.look.guess import columns_line
 from rlhf_core.look.look import Guess, Looked, Tried
+from rlhf_core.look.rows import Sequence, pieces
 
 OPEN, CLOSE = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"
 COLOUR, PLAIN = "\x1b[1;32m", "\x1b[0m"
@@ -28,6 +28,10 @@ LIMITS = {
     "too_long": "max_too_long_fraction",
     "duplicate": "max_duplicate_fraction",
 }
+
+_PLAIN = re.compile(r"(?:\.{0,2}/)*[A-Za-z_][A-Za-z0-9_./-]*")
+_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}  # which YAML takes for something else than text
+KEYS = ("name", "kind", "path", "subset", "dataset_split", "format", "columns", "label_pattern", "uses", "weight")
 
 
 def guessed(guess: Guess, path: str) -> Iterator[str]:
@@ -245,7 +249,7 @@ def as_json(guess: Guess, found: list[Looked], params: Params) -> dict[str, Any]
                 "uses": list(tried.reading.uses),
                 "why": list(tried.reading.why),
                 "unsure": list(tried.reading.unsure),
-                "yaml": yaml.lines(tried.source),
+                "yaml": yaml_lines(tried.source),
                 **(_json_of(of_reading) if of_reading else {}),
             }
             for tried, of_reading in _with_found(guess, found)
@@ -269,3 +273,25 @@ def _json_of(found: Looked) -> dict[str, Any]:
             {"where": where, "sequences": [s if isinstance(s, str) else vars(s) for s in sequences]} for where, sequences in found.samples
         ],
     }
+
+
+def yaml_lines(source: SourceConfig) -> str:
+    """YAML that `parse_params` reads as this source; keys that have their default are left out."""
+    fields = type(source).model_fields
+    given = source.model_dump()
+    rest = [key for key in given if key not in KEYS]
+    kept = [key for key in (*KEYS, *rest) if key == "weight" or given[key] != fields[key].get_default(call_default_factory=True)]
+    first, *others = [f"{key}: {_yaml_value(given[key])}" for key in kept]
+    return "\n".join(["data:", "  sources:", f"    - {first}", *(f"      {line}" for line in others)])
+
+
+def _yaml_value(value: Any) -> str:
+    """In YAML's flow style, where JSON's strings are strings."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_yaml_value(k)}: {_yaml_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_yaml_value, value)) + "]"
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in text)

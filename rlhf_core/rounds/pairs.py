@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rlhf_core.data.hashing import with_ids
 from rlhf_core.data.schema import Message
-from rlhf_core.data.split import with_ids
 
 
 class Response(Protocol):

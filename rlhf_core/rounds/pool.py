@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable
 import numpy as np
 
 from rlhf_core.config import PromotionConfig
-from rlhf_core.data.split import conversation_text
+from rlhf_core.data.hashing import conversation_text
 
 
 def prompts_of_round(ids: Iterable[str], number: int, count: int, *, seed: int) -> list[str]:

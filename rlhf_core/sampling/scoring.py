@@ -1,13 +1,229 @@
-"""From raw scores to one reward: the weighted sum of the scorers' scores, normalised where so configured."""
+"""Scores of responses by every scorer, and the one reward that they make.
+
+RL, evaluation, rejection sampling and rounds of iterative DPO all score here. They differ in where scorers run: `LocalScorers` runs them in
+this process, `rlhf_core.trainers.rl.scoring` in Ray actors.
+
+    scorers = LocalScorers(section.scorers, reward_model=Path("models/reward"), source_judges=..., model=params.model)
+    groups = ResponseScorer(scorers, tokenizer, stops=stop_ids(tokenizer, folder)).score_groups(prompts, samples)
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.config import ScoreConfig, ScorerConfig
+from rlhf_core.config import ModelConfig, ScoreConfig, ScorerConfig
+from rlhf_core.engines.deepspeed_engine import device
+from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.sampling.requests import Sample
+from rlhf_core.scorers.members import combine_members
+from rlhf_core.scorers.needs import model_folders
+from rlhf_core.scorers.reasons import Reasons
+from rlhf_core.scorers.reward_input import RewardModelInput, without_stop
+from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS, load_members, score_by_members
+from rlhf_core.scorers.text import ScoreItem, TextScorers, score_item
+from rlhf_core.types import Prompt
+
+DISAGREEMENT = "disagreement"  # of an ensemble: the standard deviation over its members, in units of the raw score
+Components = dict[str, list[float]]  # scorer's name -> one raw score per response, NaN = not scored
+
+
+class Response(Protocol):
+    """A sampled response: `rlhf_core.types.Rollout`, for one.
+
+    response_ids: up to and including the end token, if one was sampled.
+    finished: the model ended the response; False: it was truncated at the length limit.
+    """
+
+    prompt: Prompt
+    response_ids: list[int]
+    finished: bool
+
+
+@dataclass(frozen=True)
+class SampledResponse:
+    """A `Response` outside RL, whose log-probabilities nobody needs."""
+
+    prompt: Prompt
+    response_ids: list[int]
+    finished: bool
+
+
+@dataclass(frozen=True)
+class ScoredResponse(SampledResponse):
+    """A response with its text and scores.
+
+    score: weighted sum of the raw scores; NaN where a scorer with a weight has no score, or no scorer has a weight.
+    components: raw score by scorer's name; NaN = not scored.
+    """
+
+    text: str
+    score: float
+    components: dict[str, float]
+
+
+@dataclass
+class ScorerMetrics:
+    """Means of what scorers measured beside their scores, as <scorer>.<name>, weighted by the number of responses in each call."""
+
+    _sums: dict[str, float] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, scorer: str, metrics: dict[str, float], *, count: int) -> None:
+        for name, value in metrics.items():
+            key = f"{scorer}.{name}"
+            self._sums[key] = self._sums.get(key, 0.0) + count * value
+            self._counts[key] = self._counts.get(key, 0) + count
+
+    def means(self) -> dict[str, float]:
+        return {name: self._sums[name] / self._counts[name] for name in sorted(self._sums)}
+
+
+class Scorers:
+    """The scorers of a stage, and the tokenizers of their reward models. A subclass says where the scorers run.
+
+    Args:
+        folders: scorer's name -> folder of its reward model.
+        model: of the policy; its max_length bounds a reward model's input.
+    """
+
+    def __init__(self, configs: list[ScorerConfig], folders: dict[str, Path], model: ModelConfig):
+        self.configs = configs
+        self.max_length = model.max_length
+        self.tokenizers = {
+            name: load_tokenizer(str(folder), trust_remote_code=model.trust_remote_code, template_date=model.template_date, scores=True)
+            for name, folder in folders.items()
+        }
+        self.reports = {name: Reasons(name) for name in folders}
+
+    def submit_sequences(self, name: str, sequences: list[list[int] | None]) -> Callable[[], torch.Tensor]:
+        """Start a reward model's forward passes. The result waits for them: raw scores [N, members], NaN where a sequence is None."""
+        raise NotImplementedError
+
+    def score_texts(self, config: ScorerConfig, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
+        """One score per item (NaN = not scored) by a scorer that reads text, and its further metrics."""
+        raise NotImplementedError
+
+
+class LocalScorers(Scorers):
+    """Scorers in this process. Reward models compute in `model.dtype`, as in RL, on the GPU where there is one.
+
+    Args:
+        reward_model: folder of the chain's own, for scorers of kind reward_model without a path.
+        source_judges: data source -> its judge.
+    Raises:
+        ValueError: a scorer's function or reward model can't be loaded.
+    """
+
+    def __init__(self, configs: list[ScorerConfig], *, reward_model: Path, source_judges: dict[str, str], model: ModelConfig):
+        folders = model_folders(configs, reward_model)
+        self._text_scorers = TextScorers(0, configs, source_judges)
+        self._members = {
+            config.name: load_members(
+                folders[config.name],
+                device=device(),
+                dtype=getattr(torch, model.dtype),
+                training_dtype=model.dtype,
+                trust_remote_code=model.trust_remote_code,
+                count=config.members,
+                label=config.label,
+            )
+            for config in configs
+            if config.name in folders
+        }
+        super().__init__(configs, folders, model)
+
+    def submit_sequences(self, name: str, sequences: list[list[int] | None]) -> Callable[[], torch.Tensor]:
+        pad_id = self.tokenizers[name].pad_token_id
+        scores = score_by_members(self._members[name], sequences, pad_id=pad_id, microbatch_tokens=MICROBATCH_TOKENS, device=device())
+        return lambda: scores
+
+    def score_texts(self, config: ScorerConfig, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
+        return self._text_scorers.score_items(config.name, items)
+
+
+@dataclass(frozen=True)
+class PendingScores:
+    """Responses whose reward models are at work; `ResponseScorer.collect` waits for the scores."""
+
+    responses: Sequence[Response]
+    by_model: dict[str, Callable[[], torch.Tensor]]
+
+
+class ResponseScorer:
+    """Raw scores of one policy's responses by every scorer.
+
+    Args:
+        tokenizer: of the policy, with the template that rendered the prompts.
+        stops: `stop_ids` of the policy; they are no part of a response's text.
+    """
+
+    def __init__(self, scorers: Scorers, tokenizer: PreTrainedTokenizerBase, *, stops: Collection[int] = ()):
+        self._scorers, self._tokenizer, self._stops = scorers, tokenizer, stops
+        self._inputs = {
+            name: RewardModelInput(tokenizer, own, max_length=scorers.max_length, stops=stops, report=scorers.reports[name])
+            for name, own in scorers.tokenizers.items()
+        }
+
+    def submit(self, responses: Sequence[Response]) -> PendingScores:
+        """Start the reward models' forward passes."""
+        triples = [(r.prompt, r.response_ids, r.finished) for r in responses]
+        return PendingScores(
+            responses, {name: self._scorers.submit_sequences(name, inputs.sequences(triples)) for name, inputs in self._inputs.items()}
+        )
+
+    def collect(self, pending: PendingScores, metrics: ScorerMetrics | None = None, *, texts: list[str] | None = None) -> Components:
+        """Run the scorers that read text, then wait for the reward models.
+
+        Args:
+            metrics: collects further metrics of scorers, and the disagreement of ensembles.
+            texts: `self.texts(responses)`, if the caller has it.
+        """
+        by_text = [config for config in self._scorers.configs if config.name not in self._inputs]
+        found: Components = {}
+        if by_text:
+            texts = self.texts(pending.responses) if texts is None else texts
+            items = [
+                score_item(r.prompt, text, finished=r.finished, response_length=len(r.response_ids))
+                for r, text in zip(pending.responses, texts, strict=True)
+            ]
+            for config in by_text:
+                found[config.name], measured = self._scorers.score_texts(config, items)
+                if metrics is not None:
+                    metrics.add(config.name, measured, count=len(items))
+        for config in self._scorers.configs:
+            if config.name in pending.by_model:
+                combined, std = combine_members(pending.by_model[config.name](), std_coef=config.std_coef)
+                known = std[std.isfinite()]
+                if metrics is not None and config.members > 1 and len(known):
+                    metrics.add(config.name, {DISAGREEMENT: float(known.mean())}, count=len(known))
+                found[config.name] = combined.tolist()
+        return {config.name: found[config.name] for config in self._scorers.configs}
+
+    def texts(self, responses: Sequence[Response]) -> list[str]:
+        said = [without_stop(r.response_ids, self._stops, finished=r.finished) for r in responses]
+        return self._tokenizer.batch_decode(said, skip_special_tokens=True)
+
+    def score_groups(self, prompts: list[Prompt], samples: list[list[Sample]]) -> list[list[ScoredResponse]]:
+        """Every prompt's responses with their scores, in order."""
+        responses = [SampledResponse(p, s.response_ids, s.finished) for p, group in zip(prompts, samples, strict=True) for s in group]
+        texts = self.texts(responses)
+        components = self.collect(self.submit(responses), texts=texts)
+        configs = self._scorers.configs
+        tensors = {name: torch.tensor(values) for name, values in components.items()}
+        weighted = any(config.weight for config in configs)
+        scores = weighted_score(tensors, configs).tolist() if weighted else [math.nan] * len(responses)
+        scored = (
+            ScoredResponse(**vars(response), text=text, score=score, components={name: v[i] for name, v in components.items()})
+            for i, (response, text, score) in enumerate(zip(responses, texts, scores, strict=True))
+        )
+        return [[next(scored) for _ in group] for group in samples]
 
 
 @dataclass(frozen=True)

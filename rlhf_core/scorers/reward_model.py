@@ -16,6 +16,8 @@ from rlhf_core.models.cpu.parallel import AT_A_TIME, can_run_side_by_side, side_
 from rlhf_core.models.wrappers import ScalarModule, collate_tokens
 from rlhf_core.scorers.members import member_folders
 
+MICROBATCH_TOKENS = 8192  # of a forward pass outside training
+
 log = logging.getLogger("rlhf")
 
 

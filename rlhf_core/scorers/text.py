@@ -65,7 +65,7 @@ class TextScorers:
     def __init__(self, rank: int, configs: list[ScorerConfig], source_judges: dict[str, str]):
         self._scorers = {c.name: _scorer(c, source_judges) for c in configs if c.kind != "reward_model"}
 
-    def score(self, name: str, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
+    def score_items(self, name: str, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
         """A score for each item (NaN: it could not be scored, for the reason in the log) and what else the scorer measured."""
         return self._scorers[name](items)
 

@@ -14,11 +14,13 @@ from typing import Any
 
 from rlhf_core.config import PromotionConfig
 from rlhf_core.data.schema import read_rows
+from rlhf_core.paths import PREPARED, REWARD_MODEL
 from rlhf_core.rounds.pins import ROUNDS_FILE, BudgetPin, Round, read_round, round_folder
+from rlhf_core.stage.files import read_json, source_judges, write_json
+from rlhf_core.stage.run import Stage, round_argument
 from rlhf_core.statistics.error_budget import spent_after
 from rlhf_core.statistics.exact_test import p_value, prompts_needed, smallest_gain
 from rlhf_core.statistics.intervals import POWER
-from tasks.stage import PREPARED, REWARD_MODEL, Stage, read_json, round_argument, source_judges, write_json
 
 MICROBATCH_TOKENS = 8192
 MODES = ("greedy", "sampled")
@@ -197,14 +199,15 @@ def answer(stage: Stage, number: int, models: dict[str, Path]):
 def judged(stage: Stage, tokenizer, ends: dict[str, tuple[int, ...]], prompts: list, samples: dict[str, dict[str, list]]):
     """The samples with scores and, where the data has a judge, its word."""
     from rlhf_core.evaluation import judged as with_judgement
-    from rlhf_core.sampling.drawing import ResponseScorer
+    from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 
     params = stage.params
     judges = source_judges()
-    score = ResponseScorer(params.iterative.scorers, reward_model=REWARD_MODEL, source_judges=judges, model=params.model)
+    scorers = LocalScorers(params.iterative.scorers, reward_model=REWARD_MODEL, source_judges=judges, model=params.model)
 
     def answers(name: str, groups: list) -> list:
-        return [with_judgement(r, judges) for (r,) in score(prompts, groups, tokenizer, stops=ends[name])]
+        scorer = ResponseScorer(scorers, tokenizer, stops=ends[name])
+        return [with_judgement(r, judges) for (r,) in scorer.score_groups(prompts, groups)]
 
     return {mode: {name: answers(name, groups) for name, groups in by_model.items()} for mode, by_model in samples.items()}
 

@@ -11,20 +11,10 @@ from pathlib import Path
 
 from rlhf_core.config import IterativeConfig
 from rlhf_core.data.schema import read_rows, write_rows
+from rlhf_core.paths import METRICS, PREPARED, REWARD_MODEL
 from rlhf_core.rounds.pins import Round, prompts_hash, read_round, round_folder
-from tasks.stage import (
-    METRICS,
-    PREPARED,
-    REWARD_MODEL,
-    Stage,
-    StageStopped,
-    check_gate,
-    publish,
-    read_json,
-    round_argument,
-    source_judges,
-    write_json,
-)
+from rlhf_core.stage.files import publish, read_json, source_judges, write_json
+from rlhf_core.stage.run import Stage, StageStopped, check_gate, round_argument
 
 
 def main() -> None:
@@ -104,7 +94,8 @@ def check_promotion(stage: Stage, entry: Round, number: int, judges: dict[str, s
 def sample(stage: Stage, entry: Round, rows: list[dict], judges: dict[str, str]):
     """Scored responses of each prompt that leaves room for one, and how many prompts don't."""
     from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
-    from rlhf_core.sampling.drawing import ResponseScorer, SamplingStopped, choose_prompts, sample_responses
+    from rlhf_core.sampling.drawing import SamplingStopped, choose_prompts, sample_responses
+    from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 
     params, config = stage.params, stage.params.iterative
     stage.use_threads()
@@ -124,8 +115,9 @@ def sample(stage: Stage, entry: Round, rows: list[dict], judges: dict[str, str])
         )
     except SamplingStopped as stop:
         raise StageStopped from stop
-    scorer = ResponseScorer(config.scorers, reward_model=REWARD_MODEL, source_judges=judges, model=params.model)
-    return scorer(prompts, samples, tokenizer, stops=stop_ids(tokenizer, entry.policy.path)), len(rows) - len(prompts)
+    scorers = LocalScorers(config.scorers, reward_model=REWARD_MODEL, source_judges=judges, model=params.model)
+    scorer = ResponseScorer(scorers, tokenizer, stops=stop_ids(tokenizer, entry.policy.path))
+    return scorer.score_groups(prompts, samples), len(rows) - len(prompts)
 
 
 def write_data(folder: Path, groups: list, min_margin: float) -> dict:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from rlhf_core.rounds.pins import Round, read_round, round_folder
-from tasks.stage import Stage, StageStopped, publish, publish_model, read_json, round_argument, write_json
+from rlhf_core.stage.files import publish, publish_model, read_json, write_json
+from rlhf_core.stage.run import Stage, StageStopped, round_argument
 
 log = logging.getLogger("rlhf")
 

@@ -13,12 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf_core.data.schema import open_rows
+from rlhf_core.paths import PREPARED, TOKENIZER
 from rlhf_core.rounds.pins import round_folder
-from tasks.stage import PREPARED, TOKENIZER, Stage, round_argument, write_json
+from rlhf_core.stage.files import write_json
+from rlhf_core.stage.run import Stage, round_argument
 from tasks.validate_data import load
 
 if TYPE_CHECKING:
-    from rlhf_core.data.validation import Finding
+    from rlhf_core.data.validation.validate import Finding
 
 # The round's pairs, and the prompts beside them: a pair whose prompt is held out would be a leak.
 NEEDED = (("preference", "train"), ("prompt", "promotion"))
@@ -39,7 +41,7 @@ def main() -> None:
             "prompt": open_rows(PREPARED / "prompt.parquet"),
         }
         logging.getLogger("great_expectations").setLevel(logging.WARNING)
-        from rlhf_core.data.validation import summary, validate  # takes seconds
+        from rlhf_core.data.validation.validate import summary, validate  # takes seconds
 
         params = stage.params
         config = params.validation.model_copy(update={"min_pairs": params.iterative.min_pairs})

@@ -45,14 +45,14 @@ ALL = [(method, stage) for method in METHODS for stage in STAGES if method == "r
 # Code that runs in a stage and yet is no dependency of it, because it doesn't decide what comes out. A change of it that does
 # (rlhf_core/config deriving a value in another way, say) is one to run `dvc repro --force` after.
 FRAME = {
-    "tasks/stage.py": "the frame around a stage: locks, signals, messages",
+    "rlhf_core/stage": "the frame around a stage: locks, signals, messages, scratch folders",
+    "rlhf_core/paths.py": "where files lie, which the stage's outs and deps say too",
     "rlhf_core/config": "reads params.yaml, whose sections are dependencies themselves",
     "rlhf_core/environment.py": "which environment variables a stage sees",
     "rlhf_core/progress.py": "what is told while a stage works",
     "rlhf_core/process.py": "environment variables that silence libraries",
     "rlhf_core/tracking.py": "where curves are written to",
-    "rlhf_core/checkpoint/store.py": "where unfinished work is kept",
-    "rlhf_core/checkpoint/digest.py": "what is written beside it, to be compared",
+    "rlhf_core/checkpoint": "where unfinished work is kept, and its state digests",
 }
 
 
@@ -83,7 +83,7 @@ def test_the_flow_runs_the_stages_of_dvc_yaml_in_the_order_of_the_design():
 
 
 def test_every_stage_has_a_module_and_every_module_a_stage():
-    modules = {p.stem for p in (ROOT / "tasks").rglob("*.py")} - {"__init__", "stage", "work"}
+    modules = {p.stem for p in (ROOT / "tasks").rglob("*.py")} - {"__init__"}
     assert modules == {module(method, stage) for method, stage in ALL} | set(ROUND_STAGES)
     for method, stage in ALL:
         assert CHAINS[method][stage]["cmd"] == f"exec python -m tasks.{module(method, stage)}"

@@ -25,7 +25,7 @@ from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.process import be_quiet
 from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.trainers.rl.data import collate
-from rlhf_core.trainers.rl.metrics import LogprobMismatch, check_logprobs
+from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_logprobs
 from rlhf_core.types import Prompt, Rollout, ScoredRollout
 
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,6 @@
 """A small project for tests of the flow's mechanics: its own git repository, DVC set-up and four cheap stages.
 
-The stages are real ones in the real frame (tasks.stage.Stage) under names that params.yaml knows; what they compute is small
+The stages are real ones in the real frame (rlhf_core.stage.run.Stage) under names that params.yaml knows; what they compute is small
 and, for train_sft, slow on request, so that it can be killed in the middle.
 """
 
@@ -34,7 +34,9 @@ import sys
 import time
 from pathlib import Path
 
-from tasks.stage import METRICS, Stage, StageFailed, StageStopped, publish, write_json
+from rlhf_core.paths import METRICS
+from rlhf_core.stage.files import publish, write_json
+from rlhf_core.stage.run import Stage, StageFailed, StageStopped
 
 
 def prepare_data(stage):

@@ -31,7 +31,7 @@ stages:
 
 @pytest.fixture(autouse=True)
 def _this_checkout(monkeypatch):
-    """Stages import tasks.stage from here, wherever the installed one is."""
+    """Stages import rlhf_core.stage from here, wherever the installed one is."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from flows.chain.overrides import check
 from rlhf_core.config import apply_overrides, read_recipe
+from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import SCHEMAS, SPLITS, read_rows
-from rlhf_core.data.split import conversation_text
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT / "../shared/data"

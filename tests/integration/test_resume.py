@@ -41,8 +41,8 @@ from small_chain import (
 )
 from small_workspace import lay_out_database, wait_until
 
-from rlhf_core.checkpoint.digest import differences, read_certificate
-from tasks.stage import STOPPED_BY_SIGNAL
+from rlhf_core.checkpoint.digest import differences, read_digest
+from rlhf_core.stage.run import STOPPED_BY_SIGNAL
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -91,13 +91,13 @@ def same_results(undisturbed: Path, workspace: Path, *paths: str) -> None:
     assert chosen and {name: got.get(name) for name in chosen} == {name: expected[name] for name in chosen}
 
 
-def same_certificates(undisturbed: Path, workspace: Path, *stages: str) -> None:
+def same_digests(undisturbed: Path, workspace: Path, *stages: str) -> None:
     """Each phase's last checkpoint held the same state: weights, optimizer, generators and all that the loop knows."""
     for stage in stages:
-        phases = sorted((undisturbed / "reports/certificates" / stage).iterdir())
-        assert phases, f"{stage}: expected certificates, got none"
+        phases = sorted((undisturbed / "reports/digests" / stage).iterdir())
+        assert phases, f"{stage}: expected state digests, got none"
         for phase in phases:
-            a, b = (read_certificate(top / "reports/certificates" / stage / phase.name) for top in (undisturbed, workspace))
+            a, b = (read_digest(top / "reports/digests" / stage / phase.name) for top in (undisturbed, workspace))
             assert differences(a, b) == []
 
 
@@ -120,7 +120,7 @@ def test_killed_sft_goes_on_from_its_checkpoint_and_ends_with_the_same_bits(chai
     assert code == 0 and ran(printed) == ["train_sft"], printed
     assert going_on("train_sft", reached) in printed
     same_results(chain.workspace, battered, "models/sft", "metrics/train_sft", "plots/train_sft")
-    same_certificates(chain.workspace, battered, "train_sft")
+    same_digests(chain.workspace, battered, "train_sft")
 
 
 def test_a_second_start_waits_for_the_first_and_takes_over_when_it_dies(chain, battered):
@@ -149,7 +149,7 @@ def test_a_second_start_waits_for_the_first_and_takes_over_when_it_dies(chain, b
     assert second.wait(timeout=DEADLINE) == 0, said(battered)[-2000:]
     assert going_on("train_reward", at) in said(battered)
     same_results(chain.workspace, battered, "models/reward", "data/reward_heldout", "metrics/train_reward", "plots/train_reward")
-    same_certificates(chain.workspace, battered, "train_reward")
+    same_digests(chain.workspace, battered, "train_reward")
 
 
 def test_killed_rl_goes_on_and_the_whole_chain_ends_with_the_same_lock(undisturbed, battered):
@@ -182,7 +182,7 @@ def test_killed_rl_goes_on_and_the_whole_chain_ends_with_the_same_lock(undisturb
     assert_nothing_left(battered)
 
     same_results(undisturbed, battered, "")
-    same_certificates(undisturbed, battered, "train_sft", "train_reward", "train_policy")
+    same_digests(undisturbed, battered, "train_sft", "train_reward", "train_policy")
     assert (battered / "dvc.lock").read_text() == (undisturbed / "dvc.lock").read_text()
     code, printed = run(battered, "dvc", "repro")
     assert code == 0 and ran(printed) == []

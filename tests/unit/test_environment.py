@@ -120,7 +120,7 @@ def test_a_scorer_that_misses_a_variable_is_told_where_to_name_it(tmp_path, monk
     monkeypatch.setenv(rules.WITHHELD, "OTHER,THEIR_API_KEY")
     (tmp_path / "mine.py").write_text(REWARD)
     config = ScorerConfig(name="f", kind="function", weight=1.0, normalization="none", path=f"{tmp_path}/mine.py:{name}")
-    TextScorers(0, [config], {}).score("f", [ScoreItem("q", [], "r", None, {"id": "1", "source": "s"})])
+    TextScorers(0, [config], {}).score_items("f", [ScoreItem("q", [], "r", None, {"id": "1", "source": "s"})])
     assert ("THEIR_API_KEY is set outside, and stages don't see it: name it in flow.environment" in caplog.text) == hinted
 
 

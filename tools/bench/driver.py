@@ -24,7 +24,7 @@ from rlhf_core.trainers.rl.job import RlJob, beat
 from tools.bench.work import Work
 
 if TYPE_CHECKING:
-    from rlhf_core.trainers.rl.actors import Actors
+    from rlhf_core.trainers.rl.driver import Actors
 
 CLOCK = "clock.json"
 ANSWER_SECONDS = 300.0  # for a bare engine's answer; its start is among them
@@ -59,7 +59,7 @@ def main() -> int:
 
 def start_actors(end_step: Callable[[], None], job: RlJob) -> Actors:
     """Instead of the driver's own call: it has `end_step` follow the last thing that the loop does in a step."""
-    from rlhf_core.trainers.rl.actors import Actors
+    from rlhf_core.trainers.rl.driver import Actors
 
     actors = Actors(job)
     from rlhf_core.trainers.rl import loop  # only now, as in the driver: the actors start meanwhile

@@ -19,7 +19,7 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
     """Median computing time of a step of RLOO on the benchmark's small model, in seconds; the largest resident set in GB; responses."""
     from rlhf_core.engines.pytorch_engine import PytorchEngine
     from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
-    from rlhf_core.trainers.rl.advantages import RewardNormalizer, assign_credit
+    from rlhf_core.trainers.rl.advantages import RewardNormalizer, compute_advantages
     from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, read_prompts, sequences_of
     from rlhf_core.trainers.rl.minibatch import plan_update
     from rlhf_core.trainers.rl.rank import TrainerRank
@@ -52,7 +52,7 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
             scores = of_texts(tokenizer.batch_decode([r.response_ids for r in rollouts]))
             scored = [ScoredRollout(r, {"variety": score}) for r, score in zip(rollouts, scores, strict=True)]
             batch = collate(scored, rank.forward(*sequences_of(rollouts)), tokenizer.pad_token_id, None)
-            credited, _ = assign_credit(batch, rl, RewardNormalizer(rl.reward), kl_coef=rl.kl.coef)
+            credited, _ = compute_advantages(batch, rl, RewardNormalizer(rl.reward), kl_coef=rl.kl.coef)
             (plan,) = plan_update(credited, demonstrations, rl, seed=job.seed, step=step)
             rank.update(plan, kl_coef=rl.kl.coef, train_policy=True)
             engine.load_weights(rank.weights(), step + 1)

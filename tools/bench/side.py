@@ -28,7 +28,7 @@ def main() -> None:
     from tools.bench.work import works_from_json
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    train = importlib.import_module(f"bench.{arguments.side}").train
+    train = importlib.import_module(f"tools.bench.{arguments.side}").train
     runs = []
     for work in works_from_json(arguments.works.read_text()):
         with tempfile.TemporaryDirectory() as folder:

@@ -138,12 +138,10 @@ def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
         for same_pairs in (True, False) if tries > 1 else (True,):
             for counted in (False, True) if tries > 1 else (True,):
                 hits = sum(any_passes(rng, config, tries=tries, counted=counted, same_pairs=same_pairs) for _ in range(replications))
-                if tries == 1:
-                    rows.append(Row("a model at the threshold passes", "at most 0.025", hits, replications))
-                    continue
-                case = f"any of {tries}, {'on the same pairs' if same_pairs else 'each on its own pairs'}"
-                how = "looks counted: at most 0.05 expected" if counted else "each judged as the first look"
-                rows.append(Row(f"{case}, {how}", "at most 0.05", hits, replications, ("models at the threshold: any passes", case, how)))
+                where = "" if tries == 1 else ", on the same pairs" if same_pairs else ", each on pairs of its own"
+                how = "" if tries == 1 else ", looks counted" if counted else ", each judged as the first look"
+                case = f"{'a model' if tries == 1 else f'any of {tries} models'} at the threshold passes{where}{how}"
+                rows.append(Row(case, "at most 0.025" if tries == 1 else "at most 0.05", hits, replications))
     for guarded in (False, True):
         ends = np.array([chain(rng, config, guarded=guarded) for _ in range(replications)])
         how = "with the anchor, looks counted" if guarded else "against the incumbent alone, each judged as the first look"
@@ -162,6 +160,5 @@ def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
     for number in (1, 2, 5, 10, 30):
         found = [power(rng, config, number) for _ in range(replications)]
         for k, what in enumerate((f"a model of {BETTER}", f"a model as good as incumbent and anchor ({START})")):
-            cell = ("passes at look", what, str(number))
-            rows.append(Row(f"{what} passes at look {number}", "high", sum(f[k] for f in found), replications, cell))
+            rows.append(Row(f"{what} passes at look {number}", "high", sum(f[k] for f in found), replications))
     return rows

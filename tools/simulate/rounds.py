@@ -46,9 +46,9 @@ def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
         for n in PROMPTS:
             for decided in (1.0, 0.5):
                 accepted = series(np.full(HORIZON, gain), n, decided, replications, rng)
-                case = f"{100 * gain:.0f} points, {_prompts(n, decided)}"
-                for what, found in (("first accepted", accepted[:, 0]), ("any of 30 accepted", accepted.any(1))):
-                    rows.append(_row(f"{case}: {what}", "power", found, ("gain in each round", case, what)))
+                case = f"a gain of {100 * gain:.0f} points in each round, {_prompts(n, decided)}"
+                rows.append(_row(f"{case}: the first accepted", "power", accepted[:, 0]))
+                rows.append(_row(f"{case}: any of 30 accepted", "power", accepted.any(1)))
     return rows
 
 
@@ -96,5 +96,5 @@ def _prompts(n: int, decided: float) -> str:
     return f"{n:,} prompts, {'none' if decided == 1 else 'half'} tied"
 
 
-def _row(case: str, wanted: str, hits: np.ndarray, cell: tuple[str, str, str] | None = None) -> Row:
-    return Row(case, wanted, int(hits.sum()), len(hits), cell)
+def _row(case: str, wanted: str, hits: np.ndarray) -> Row:
+    return Row(case, wanted, int(hits.sum()), len(hits))

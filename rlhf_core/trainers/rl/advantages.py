@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from rlhf_core.algorithms.advantages import (
@@ -23,7 +25,7 @@ from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.types import Baseline, RolloutBatch, TrainBatch
 
 
-def assign_credit(
+def compute_advantages(
     batch: RolloutBatch, rl: RlConfig, normalizer: RewardNormalizer, *, kl_coef: float
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Advantages (and returns, for the critic) of a batch by `rl.algorithm`. The normaliser may move on.
@@ -153,3 +155,32 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     """1 - Var(returns - values) / Var(returns) over the response tokens: 1 is a perfect critic, 0 a constant one."""
     spread = returns[mask].var(correction=0)
     return float(1 - (returns - values)[mask].var(correction=0) / spread) if spread > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class ValueUnits:
+    """From what a critic says to values in the units of the rewards: scale * output + offset.
+
+    A critic that starts as the reward model speaks in raw scores, and its head has no bias that could take the offset.
+    """
+
+    scale: float = 1.0
+    offset: float = 0.0
+
+    def __call__(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs if self == ValueUnits() else self.scale * outputs + self.offset
+
+
+def value_units(rl: RlConfig, normalizer: RewardNormalizer) -> ValueUnits:
+    """Of a critic that starts as the reward model: what that one's scores are in the reward, by the initial policy's statistics.
+
+    What other scorers add isn't known to it. A critic with a new head starts at 0 in any units.
+    """
+    if rl.ppo.critic_init != "reward_model":
+        return ValueUnits()
+    scale = offset = 0.0
+    for scorer in rl.reward.own_reward_models:
+        mean, std = normalizer.location_and_spread(scorer)
+        scale += scorer.weight / std
+        offset -= scorer.weight * mean / std
+    return ValueUnits(scale, offset)

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from rlhf_core.config import RlConfig
-from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics
 from rlhf_core.trainers.rl.advantages import shaped_rewards
 from rlhf_core.trainers.rl.data import Components, PromptStream, baseline_of, components_of
 from rlhf_core.trainers.rl.metrics import Clock, Metrics
-from rlhf_core.trainers.rl.scoring import DISAGREEMENT, ScorerMetrics
 from rlhf_core.trainers.rl.workers import Asked, Workers
 from rlhf_core.types import Baseline, Prompt, ScoredRollout
 

@@ -11,14 +11,12 @@ from pathlib import Path
 
 from rlhf_core.checkpoint.store import NoSpace
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.process import collect_as_usual, overlook_what_is_imported
+from rlhf_core.process import collect_as_usual, freeze_gc
 from rlhf_core.progress import Bar
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.tracking import MetricsLog
-from rlhf_core.trainers.rl.actors import Actors
-from rlhf_core.trainers.rl.advantages import assign_credit, correct
+from rlhf_core.trainers.rl.advantages import compute_advantages, correct, value_units
 from rlhf_core.trainers.rl.collect import draw, greedy_components
-from rlhf_core.trainers.rl.critic import value_units
 from rlhf_core.trainers.rl.data import (
     DemonstrationStream,
     PromptStream,
@@ -28,23 +26,13 @@ from rlhf_core.trainers.rl.data import (
     read_prompts,
     with_old_logprobs,
 )
-from rlhf_core.trainers.rl.job import FULL, STOPPED, RlJob, refuse
-from rlhf_core.trainers.rl.metrics import (
-    Clock,
-    LogprobMismatch,
-    Metrics,
-    TooManyUnscored,
-    batch_metrics,
-    check_finite,
-    check_logprobs,
-    check_scored,
-    evaluation_metrics,
-    told,
-)
+from rlhf_core.trainers.rl.driver import Actors
+from rlhf_core.trainers.rl.job import FULL, STOPPED, RlJob, StepAbandoned, Stop, refuse
+from rlhf_core.trainers.rl.metrics import Clock, Metrics, TooManyUnscored, batch_metrics, check_scored, evaluation_metrics, told
 from rlhf_core.trainers.rl.minibatch import plan_update
+from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_finite, check_logprobs
 from rlhf_core.trainers.rl.monitor import Finding, holds, observe
 from rlhf_core.trainers.rl.state import Best, Progress
-from rlhf_core.trainers.rl.stop import StepAbandoned, Stop
 from rlhf_core.trainers.rl.workers import Workers
 from rlhf_core.types import Prompt, ScoredRollout
 
@@ -74,7 +62,7 @@ def run(job: RlJob, actors: Actors, stop: Stop) -> int:
 def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
     """Every step from the last checkpoint to the end, or until a limit or a signal stops it; on a signal the state is saved."""
     collect_as_usual()
-    overlook_what_is_imported()
+    freeze_gc()
     rl = job.rl
     prompts = PromptStream(read_prompts(job, "train"), rl.prompt_weights, seed=job.seed)
     validation = evaluation_prompts(job)
@@ -117,8 +105,8 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         else:
             difference = check_logprobs(batch, rl, step=step, dtype=job.model.dtype)
         clock.lap("collate")
-        train_batch, credit_metrics = assign_credit(batch, rl, normalizer, kl_coef=kl_coef)
-        clock.lap("credit")
+        train_batch, advantage_metrics = compute_advantages(batch, rl, normalizer, kl_coef=kl_coef)
+        clock.lap("advantages")
         plans = plan_update(train_batch, demonstrations, rl, seed=job.seed, step=step)
         clock.lap("plan")
         update = workers.update(plans, kl_coef=kl_coef, train_policy=trains_policy(rl, step), on_policy=on_policy)
@@ -126,7 +114,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         if on_policy:  # only now are the policy's own log-probabilities known; what was sampled stays the same
             batch = with_old_logprobs(batch, workers.updated_logprobs(plans, batch), has_reference="ref_logprobs" in outputs)
             difference = check_logprobs(batch, rl, step=step, dtype=job.model.dtype)
-            credit_metrics |= correct(batch, train_batch.response_mask, rl)[1]
+            advantage_metrics |= correct(batch, train_batch.response_mask, rl)[1]
             clock.lap("collate")
         workers.rollouts.collect_ahead()
         clock.lap("generate")
@@ -136,7 +124,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
             "step": step + 1,
             **batch_metrics(batch, rl.reward),
             **drawn.metrics,
-            **credit_metrics,
+            **advantage_metrics,
             **update,
             "kl_coef": kl_coef,
             "logprob_difference": difference,
@@ -175,7 +163,7 @@ def check_beginnings(workers: Workers, rl: RlConfig, *, step: int, dtype: str) -
     """
     rollouts = workers.rollouts.beginnings()
     if not rollouts:
-        return workers.rollouts.arrival.difference
+        return workers.rollouts.sync_check.difference
     outputs = workers.forward(workers.ask(rollouts, share=1.0))
     batch = collate([ScoredRollout(r, {}) for r in rollouts], outputs, workers.pad_id, None)
     return check_logprobs(batch, rl, step=step, dtype=dtype, few=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,15 +11,10 @@ from rlhf_core.config import RlConfig, ScoreConfig
 from rlhf_core.sampling.scoring import weighted_score
 from rlhf_core.trainers.rl.data import Components
 from rlhf_core.trainers.rl.minibatch import EXTREMES
-from rlhf_core.trainers.rl.policy_statistics import correlation, distinct, rank_correlation, repetition, token_kl
 from rlhf_core.types import RolloutBatch
 
 Metrics = dict[str, float]
 REPETITION_N = 3  # tokens that come again
-
-
-class LogprobMismatch(RuntimeError):
-    """The sampling engine and the trainer disagree about the same tokens: stale weights, or different arithmetic."""
 
 
 class TooManyUnscored(RuntimeError):
@@ -102,102 +96,6 @@ def check_scored(batch: RolloutBatch, rl: RlConfig, *, step: int) -> None:
         raise TooManyUnscored(f"step {step}: expected a response that every scorer could score, got none; each failed for other ones")
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Sizes of the differences between two log-probabilities of the same tokens, in nats; 0 without any token, NaN with one that is NaN."""
-
-    largest: float
-    mean: float
-    p999: float
-
-    def of(self, dtype: str) -> float:
-        """The figure by which engine and trainer are watched: of float32 the largest; of bfloat16 the quantile 0.999."""
-        return self.largest if dtype == "float32" else self.p999
-
-
-def compare(differences: torch.Tensor, rl: RlConfig | None = None) -> Difference:
-    """Of the differences [N] between two log-probabilities.
-
-    Args:
-        rl: how the tokens were drawn, see `largest_difference`; None: these are log-probabilities within the whole distribution.
-    """
-    sizes = differences.abs().float().sort().values
-    if not len(sizes):
-        return Difference(0.0, 0.0, 0.0)
-    if sizes.isnan().any():
-        return Difference(math.nan, math.nan, math.nan)
-    largest = float(sizes[-1]) if rl is None else largest_difference(differences, rl)
-    return Difference(largest, float(sizes.mean()), float(sizes[math.ceil(0.999 * len(sizes)) - 1]))
-
-
-def exceeded(difference: Difference, rl: RlConfig, dtype: str, *, probe: bool = False) -> str | None:
-    """Which figure is above its limit, in words; None: none is.
-
-    Args:
-        dtype: model.dtype. In float32 the largest difference counts. In bfloat16, where the largest of a million tokens is above any limit
-            that can tell, the mean and the quantile 0.999 do.
-        probe: of the few fixed tokens of the probe, which are unlikely ones: in bfloat16 their mean difference is two to three times that
-            of sampled tokens, and their quantile 0.999 is their largest. So their mean is held to the quantile's limit, and nothing else.
-    """
-    rollout = rl.rollout
-    figures = [("a largest difference", difference.largest, "max_logprob_difference", rollout.max_logprob_difference)]
-    if dtype == "bfloat16":
-        figures = [
-            ("a mean difference", difference.mean, "bfloat16_mean_difference", rollout.bfloat16_mean_difference),
-            ("a quantile 0.999 of the differences", difference.p999, "bfloat16_p999_difference", rollout.bfloat16_p999_difference),
-        ]
-        figures = [("a mean difference", difference.mean, *figures[1][2:])] if probe else figures
-    for name, value, key, limit in figures:
-        if not value <= limit:
-            return f"{name} of {value:.3g}, above rl.rollout.{key}={limit}"
-    return None
-
-
-def check_logprobs(batch: RolloutBatch, rl: RlConfig, *, step: int, dtype: str, few: bool = False) -> float:
-    """Difference, in nats, between the sampling engine's and the trainer's log-probabilities of the sampled tokens: see `Difference.of`.
-
-    Before rollout.min_new_tokens the engine forbids the end token, and the others share its probability: nothing to compare.
-
-    Args:
-        few: a quantile 0.999 of so few tokens would be their largest, and isn't limited.
-    Raises:
-        LogprobMismatch: it is above its limit: see `exceeded`. Stale weights were looked for at their sync, see `Arrival.check`.
-    """
-    mask = batch.response_mask.clone()
-    mask[:, : rl.rollout.min_new_tokens] = False
-    difference = compare((batch.rollout_logprobs - batch.sampler_logprobs)[mask], rl)
-    if reason := exceeded(replace(difference, p999=0.0) if few else difference, rl, dtype):
-        raise LogprobMismatch(
-            f"step {step}: expected the rollout engine's and the trainer's log-probabilities of the same tokens to agree, got {reason}; "
-            "the probe has shown no stale weights, so the arithmetic differs: raise the limit, or set rl.rollout.backend to pytorch"
-        )
-    return difference.of(dtype)
-
-
-def check_finite(batch: RolloutBatch, *, step: int) -> None:
-    """That log-probabilities which are learned from as the engine gave them are numbers.
-
-    Raises:
-        LogprobMismatch: one isn't.
-    """
-    if not batch.rollout_logprobs[batch.response_mask].isfinite().all():
-        raise LogprobMismatch(
-            f"step {step}: expected finite log-probabilities from the rollout engine, got others; look at the policy's weights"
-        )
-
-
-def largest_difference(differences: torch.Tensor, rl: RlConfig) -> float:
-    """The largest of the differences [N] between two log-probabilities of the same tokens, in nats; 0 without any, NaN with one.
-
-    Where top-p or top-k is set, rounding decides for a token in many thousands whether it is still among those that may be drawn, which
-    shifts all of its position; so the thousandth part that differs most is left out.
-    """
-    ordered = differences.abs().sort().values
-    if (rl.rollout.top_p < 1.0 or rl.rollout.top_k is not None) and not ordered.isnan().any():
-        ordered = ordered[: len(ordered) - math.ceil(len(ordered) / 1000)]
-    return float(ordered[-1]) if len(ordered) else 0.0
-
-
 class Clock:
     """Where a step's time goes, in seconds per phase; a phase that comes again adds up."""
 
@@ -225,3 +123,79 @@ def told(row: Metrics, rl: RlConfig, clock: Clock) -> Metrics:
     """What is shown of a step while the training goes on."""
     names = {"score_mean": "score", "kl_mean": "kl", "response_length": "length", "entropy": "entropy", "eval_score": "validation"}
     return {name: row[key] for key, name in names.items() if key in row} | {"samples/s": rl.samples_per_step / clock.total}
+
+
+def repetition(response_ids: torch.Tensor, response_mask: torch.Tensor, *, n: int) -> float:
+    """Mean over responses of the share of n-grams that stood in the same response before.
+
+    1 - distinct / all, in each response ("seq-rep-n" of Welleck et al. 2020, https://arxiv.org/abs/1908.04319, section 6).
+
+    Args:
+        response_ids: [B, R] int64, from 0 on.
+        response_mask: [B, R] bool; an n-gram across a gap doesn't count.
+    Returns:
+        0 for responses that are too short for an n-gram twice; responses without any are left out (NaN: all are).
+    """
+    codes, whole = _ngrams(response_ids, response_mask, n=n)
+    counts = whole.sum(1)
+    if not counts.any():
+        return math.nan
+    nowhere = -1 - torch.arange(codes.shape[1])  # codes are never negative, so that these equal nothing
+    ordered = codes.where(whole, nowhere).sort(1).values
+    repeated = (ordered[:, 1:] == ordered[:, :-1]).sum(1)
+    return float((repeated / counts.clamp(min=1))[counts > 0].mean())
+
+
+def distinct(response_ids: torch.Tensor, response_mask: torch.Tensor, *, n: int) -> float:
+    """Different n-grams among all n-grams of the whole batch (distinct-n of Li et al. 2016, https://arxiv.org/abs/1510.03055).
+
+    It falls with the number of tokens: compare only batches of about the same size. NaN without n-grams.
+    """
+    codes, whole = _ngrams(response_ids, response_mask, n=n)
+    found = codes[whole]
+    return len(found.unique()) / len(found) if len(found) else math.nan
+
+
+def _ngrams(ids: torch.Tensor, mask: torch.Tensor, *, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A number for each n-gram [B, max(R - n + 1, 0)], different for different ones, and whether all its tokens count."""
+    if ids.shape[1] < n:
+        return ids[:, :0], mask[:, :0]
+    base = int(ids.max()) + 1
+    assert base**n < 2**63, f"{n}-grams of {base} tokens don't fit in 64 bits"
+    weights = base ** torch.arange(n)
+    return (ids.unfold(1, n, 1) * weights).sum(-1), mask.unfold(1, n, 1).all(-1)
+
+
+def correlation(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Pearson's correlation of two vectors [B] over the rows where both are finite; NaN where one of them doesn't vary."""
+    known = first.isfinite() & second.isfinite()
+    a, b = first[known].double(), second[known].double()
+    if len(a) < 2 or a.min() == a.max() or b.min() == b.max():
+        return math.nan
+    a, b = a - a.mean(), b - b.mean()
+    return float((a * b).sum() / (a.square().sum() * b.square().sum()).sqrt())
+
+
+def rank_correlation(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Spearman's correlation of two vectors [B] over the rows where both are finite; ties share the mean of their ranks."""
+    known = first.isfinite() & second.isfinite()
+    return correlation(_ranks(first[known]), _ranks(second[known]))
+
+
+def _ranks(values: torch.Tensor) -> torch.Tensor:
+    """[B] ranks from 1 on."""
+    _, which, counts = values.unique(return_inverse=True, return_counts=True)
+    last = counts.cumsum(0)
+    return (last - (counts - 1) / 2)[which]
+
+
+def token_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, response_mask: torch.Tensor) -> tuple[float, float, float]:
+    """Mean, smallest and largest log ratio of a sampled token, policy over reference, in nats; NaN without tokens.
+
+    The mean estimates the divergence per token (k1); the extremes name the token on which the two differ most.
+
+    Args:
+        logprobs, ref_logprobs: [B, R]; response_mask: [B, R] bool, masked entries may hold anything.
+    """
+    ratios = (logprobs - ref_logprobs)[response_mask]
+    return (float(ratios.mean()), float(ratios.min()), float(ratios.max())) if len(ratios) else (math.nan,) * 3

@@ -13,20 +13,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.batching import even_microbatches
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device, equal_count, join_world
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.engines.weights import PackedTensor, pack
 from rlhf_core.models.branches import collate_branches, continue_prefix
-from rlhf_core.models.build import checkpoint_names, frozen, load_language_model, save_model
+from rlhf_core.models.build import (
+    checkpoint_names,
+    frozen,
+    load_language_model,
+    load_scalar_model,
+    new_scalar_model,
+    save_model,
+    scalar_head,
+)
 from rlhf_core.models.cpu.parallel import AT_A_TIME, side_by_side
 from rlhf_core.models.lora import add_adapters, without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, PolicyOutput, ScalarModule, TokenBatch, collate_tokens
 from rlhf_core.process import collect_as_usual
 from rlhf_core.scorers.reward_model import load_members, score_by_members
-from rlhf_core.trainers.rl.critic import ValueUnits, initial_critic
+from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.fast_paths import balanced_experts, can_keep, can_run_at_once, can_share_prompts
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import Minibatch
@@ -120,7 +129,7 @@ class TrainerRank:
 
     # Before the update
 
-    def score(self, name: str, sequences: list[list[int] | None]) -> torch.Tensor:
+    def score_sequences(self, name: str, sequences: list[list[int] | None]) -> torch.Tensor:
         """Raw scores [N, members] of this rank's sequences by a scorer of kind reward_model; NaN where there is none."""
         tokens = self._job.rl.trainer.microbatch_tokens
         # The ids are those of the scorer's own tokenizer. Any of its ids can pad, and 0 always is one.
@@ -325,3 +334,19 @@ class TrainerRank:
     @property
     def _reference_moves(self) -> bool:
         return self._job.rl.kl.refresh_reference_every is not None
+
+
+def initial_critic(job: RlJob, tokenizer: PreTrainedTokenizerBase, how: dict[str, Any]) -> PreTrainedModel:
+    """The model that rl.ppo.critic_init names; a new head starts at 0.
+
+    Args:
+        tokenizer: the policy's.
+        how: arguments of the loaders.
+    """
+    init = job.rl.ppo.critic_init
+    if init == "reward_model":
+        return load_scalar_model(job.reward_model, **how)
+    model = new_scalar_model(Path(job.sft_model if init == "sft" else job.reward_model), tokenizer, **how)
+    if (bias := scalar_head(model).bias) is not None:
+        torch.nn.init.zeros_(bias)
+    return model

@@ -12,9 +12,9 @@ from typing import Any
 from rlhf_core.config import RlConfig
 from rlhf_core.engines.ray_actors import ActorGroup, Pending, RoleLost
 from rlhf_core.sampling.requests import SamplingSettings, request_seeds
-from rlhf_core.trainers.rl.arrival import Arrival
 from rlhf_core.trainers.rl.job import RlJob
-from rlhf_core.trainers.rl.replacements import Replacements
+from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
+from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.types import Prompt, Rollout
 
 log = logging.getLogger("rlhf")
@@ -71,7 +71,7 @@ class RolloutEngines:
     ):
         self._job, self._engines, self._stop_ids, self._replacements = job, engines, stop_ids, replacements
         self._packed_weights = packed_weights
-        self.arrival = Arrival(job, vocabulary=vocabulary)
+        self.sync_check = WeightSyncCheck(job, vocabulary=vocabulary)
         self._sampling = sampling_settings(job.rl)
         self._version = 0
         self._loaded: Pending | None = None  # kept where the trainer's own move on while engines draw
@@ -83,11 +83,11 @@ class RolloutEngines:
         self._engines.wait_ready()
 
     def begin(self, trainer: list[float]) -> None:
-        """See `Arrival.begin`. Args: trainer: what its policy says of the probe, before the first sync."""
-        per_rank = [(self.arrival.ids,)] * len(self._engines)
+        """See `WeightSyncCheck.begin`. Args: trainer: what its policy says of the probe, before the first sync."""
+        per_rank = [(self.sync_check.ids,)] * len(self._engines)
         references, deadline = self._engines.submit("probe", per_rank), self._job.rl.deadlines.step
         engines = self._engines.wait_and_replace(references, "probe", per_rank, deadline=deadline, replace=self._start)
-        self.arrival.begin(engines, trainer)
+        self.sync_check.begin(engines, trainer)
 
     # Responses
 
@@ -185,7 +185,7 @@ class RolloutEngines:
 
     def load_weights(self, weights: Pending, *, version: int, given_by: ActorGroup) -> list[list[float]]:
         """Into every engine. Returns what each then says of the probe."""
-        per_rank = [(weights, version, self.arrival.ids)] * len(self._engines)
+        per_rank = [(weights, version, self.sync_check.ids)] * len(self._engines)
         references = self._engines.submit("load_weights", per_rank)
         answers = self._engines.wait_and_replace(
             references,
@@ -224,7 +224,7 @@ class RolloutEngines:
         weights = self._loaded if off_policy else self._packed_weights()
         for rank in lost.ranks:
             version, said = self._equip(rank, weights)
-            reason = self.arrival.agrees(said)
+            reason = self.sync_check.agrees(said)
             if version != self._version or reason:
                 raise RoleLost(
                     f"{lost}; rollout rank {rank}: expected a new engine with policy version {self._version} and the trainer's "
@@ -243,7 +243,7 @@ class RolloutEngines:
         Raises:
             RoleLost: the limit of replacements is reached.
         """
-        deadline, ids = self._job.rl.deadlines.step, self.arrival.ids
+        deadline, ids = self._job.rl.deadlines.step, self.sync_check.ids
         while True:
             try:
                 if weights is None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rlhf_core.algorithms.kl import adaptive_kl_coef
-from rlhf_core.checkpoint.digest import write_certificate
+from rlhf_core.checkpoint.digest import write_digest
 from rlhf_core.checkpoint.store import CheckpointStore, Found, StoreSettings
 from rlhf_core.config import RlConfig
 from rlhf_core.sampling.scoring import Moments, RewardNormalizer
@@ -91,7 +91,7 @@ class RunStore:
     """The folders of a run's state: checkpoints, whole or not there, and the best policy so far, which each checkpoint has a copy of."""
 
     def __init__(self, work: Path, settings: StoreSettings | None = None):
-        self._checkpoints = CheckpointStore(work / "checkpoints", settings, certify=write_certificate)
+        self._checkpoints = CheckpointStore(work / "checkpoints", settings, write_digest=write_digest)
         self.best_policy = work / "best"
 
     def write(

@@ -22,7 +22,7 @@ from rlhf_core.models.branches import Branches, collate_branches, continue_prefi
 from rlhf_core.models.cpu.parallel import side_by_side
 from rlhf_core.models.wrappers import PolicyOutput, TokenBatch
 from rlhf_core.trainers.demonstrations import collate_demonstrations
-from rlhf_core.trainers.rl.critic import ValueUnits
+from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.minibatch import Minibatch, Totals, gather
 from rlhf_core.types import TrainBatch
 

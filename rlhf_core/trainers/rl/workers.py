@@ -16,16 +16,16 @@ from rlhf_core.checkpoint.store import Found
 from rlhf_core.engines.ray_actors import Pending
 from rlhf_core.models.build import vocabulary_size
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
-from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl.actors import Actors
-from rlhf_core.trainers.rl.critic import ValueUnits
+from rlhf_core.sampling.scoring import ResponseScorer, RewardNormalizer, ScorerMetrics
+from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.data import sequences_of
+from rlhf_core.trainers.rl.driver import Actors
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.metrics import Metrics, update_metrics
 from rlhf_core.trainers.rl.minibatch import Minibatch, Totals, gather
-from rlhf_core.trainers.rl.replacements import Replacements
+from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.rollouts import RolloutEngines
-from rlhf_core.trainers.rl.scoring import ScorerMetrics, Scoring
+from rlhf_core.trainers.rl.scoring import ActorScorers
 from rlhf_core.trainers.rl.state import Progress, RunStore
 from rlhf_core.types import Rollout, RolloutBatch, ScoredRollout
 
@@ -63,6 +63,7 @@ class Workers:
         self._trainers = actors.trainers
         self.store = RunStore(Path(job.work), job.checkpoints)
         tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
+        self._tokenizer, self._stops = tokenizer, stop_ids(tokenizer, job.sft_model)
         self.pad_id = tokenizer.pad_token_id
         self._updated: Pending | None = None  # the weights after the last update, asked for ahead of their sync
         self._seen: list[Pending] = []  # its log-probabilities, where it was on policy
@@ -70,7 +71,7 @@ class Workers:
         self.rollouts = RolloutEngines(
             job,
             actors.rollouts,
-            stop_ids=stop_ids(tokenizer, job.sft_model),
+            stop_ids=self._stops,
             replacements=self.replacements,
             packed_weights=self._weights,
             vocabulary=min(len(tokenizer), vocabulary_size(job.sft_model, trust_remote_code=job.model.trust_remote_code)),
@@ -78,7 +79,8 @@ class Workers:
 
     def __enter__(self) -> Workers:
         start = self._job.rl.deadlines.start
-        self._scoring = Scoring(self._job, self._trainers, self.replacements)
+        self._scorers = ActorScorers(self._job, self._trainers, self.replacements)
+        self._scorer = ResponseScorer(self._scorers, self._tokenizer, stops=self._stops)
         (address, *_) = self._trainers.call("address", deadline=start)
         self._trainers.call("connect", [address] * len(self._trainers), deadline=start)
         probed = self._probe()
@@ -88,15 +90,23 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         self.store.close()
-        self._scoring.close()
+        self._scorers.close()
 
     # Before the update
 
     def score(
         self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None, *, meanwhile: Callable[[], None] = lambda: None
     ) -> list[ScoredRollout]:
-        """See `Scoring.score`."""
-        return self._scoring.score(rollouts, metrics, meanwhile=meanwhile)
+        """Raw scores by every scorer; NaN = not scored.
+
+        Args:
+            metrics: collects what scorers measure beside their scores.
+            meanwhile: called once the reward models are at work; the trainer ranks do what it asks of them after that.
+        """
+        pending = self._scorer.submit(rollouts)
+        meanwhile()
+        components = self._scorer.collect(pending, metrics)
+        return [ScoredRollout(r, {name: scores[i] for name, scores in components.items()}) for i, r in enumerate(rollouts)]
 
     def ask(self, rollouts: Sequence[Rollout], *, share: float, learn: bool = False) -> Asked:
         """Have policy, reference and critic look at rollouts, without waiting.
@@ -163,10 +173,10 @@ class Workers:
         probed = self._probe()  # computed while engines load
         engines = self.rollouts.load_weights(weights, version=version, given_by=self._trainers)
         trainer, *_ = self._trainers.wait(probed, deadline=self._job.rl.deadlines.step, what="probe")
-        self.rollouts.arrival.check(engines, trainer, version=version)
+        self.rollouts.sync_check.check(engines, trainer, version=version)
 
     def _probe(self) -> list[Pending]:
-        return self._trainers.submit("probe", [(self.rollouts.arrival.ids,)] * len(self._trainers))
+        return self._trainers.submit("probe", [(self.rollouts.sync_check.ids,)] * len(self._trainers))
 
     def _weights(self) -> Pending:
         """The policy's weights of now, to be handed on to engines."""

@@ -166,21 +166,21 @@ def test_one_that_was_being_replaced_when_the_process_was_killed_comes_back(tmp_
 
 
 def test_publishing_goes_on_beside_the_work_and_what_fails_there_comes_out_at_the_next_write_or_in_the_end(tmp_path: Path):
-    may_go_on, certified = threading.Event(), []
+    may_go_on, digested = threading.Event(), []
 
-    def certify(folder: Path, step: int) -> None:
+    def write_digest(folder: Path, step: int) -> None:
         may_go_on.wait(60)
         if step == 20:
             raise OSError("the disk said no")
-        certified.append(step)
+        digested.append(step)
 
-    store = CheckpointStore(tmp_path, certify=certify)
+    store = CheckpointStore(tmp_path, write_digest=write_digest)
     store.write(10, writer("ten"))
     store.publish()
     assert not (tmp_path / "step-10").exists()  # the work goes on while it waits for the event
     may_go_on.set()
     store.write(20, writer("twenty"))
-    assert certified == [10] and (tmp_path / "step-10").exists()
+    assert digested == [10] and (tmp_path / "step-10").exists()
     store.publish()
     with pytest.raises(OSError, match="the disk said no"):
         store.write(30, writer("thirty"))

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rlhf_core.config import DataConfig, ValidationConfig
 from rlhf_core.data import schema
-from rlhf_core.data.mixing import mix
 from rlhf_core.data.schema import open_rows
+from rlhf_core.data.sources import mix
 
 TEXT_BYTES = 2000
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "bdgklmnprst"]
@@ -38,7 +38,7 @@ def prepared(folder: Path, count: int) -> Path:
 
 
 def validated(folder: Path) -> None:
-    from rlhf_core.data.validation import validate
+    from rlhf_core.data.validation.validate import validate
     from rlhf_core.models.tokenizer import build_tokenizer
 
     limits = dict.fromkeys(("empty", "identical", "duplicate", "contradictory", "too_long"), 0.0)

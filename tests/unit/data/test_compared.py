@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.config import SourceConfig
-from rlhf_core.data.dropped import Dropped, Misfit
+from rlhf_core.data.drops import Dropped, Misfit
 from rlhf_core.data.formats import convert
 
 SOURCE = SourceConfig(name="x", kind="file", path="x.jsonl", format="compared", uses=["sft", "preference", "prompt"], weight=1.0)

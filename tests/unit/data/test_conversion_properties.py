@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config import SourceConfig
+from rlhf_core.data.drops import Dropped
 from rlhf_core.data.formats import convert
-from rlhf_core.data.messages import Dropped
 from rlhf_core.data.sources import load_source
 
 ANY = st.text(st.characters(codec="utf-8"), max_size=12)

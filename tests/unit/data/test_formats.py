@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.config import SourceConfig
+from rlhf_core.data.drops import Dropped
 from rlhf_core.data.formats import convert
-from rlhf_core.data.messages import Dropped
 
 
 def source(format: str, **settings) -> SourceConfig:

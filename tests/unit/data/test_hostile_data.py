@@ -22,10 +22,10 @@ from gate_pairs import write_slices
 from hostile import NASTY_VALUES, is_clear, mangled
 
 from rlhf_core.config import SourceConfig
-from rlhf_core.data import files
-from rlhf_core.data.messages import MAX_CHARACTERS
+from rlhf_core.data import tables
 from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.sources import Loaded, load_source
+from rlhf_core.data.values import MAX_CHARACTERS
 
 ROOT = Path(__file__).parents[3]
 PAIR = {"prompt": "What is 1 + 1?", "chosen": "2", "rejected": "3", "label": "2"}
@@ -208,8 +208,8 @@ def repeated(rows: int, characters: int, *, dense: bool = False) -> pa.Table:
 
 def test_a_batch_that_does_not_fit_is_refused_whatever_the_file_says(tmp_path, monkeypatch):
     """As of a file whose figures lie: neither its ratio nor its own sizes stop it."""
-    monkeypatch.setattr(files, "PARQUET_FREE_BYTES", 2**40)
-    monkeypatch.setattr(files, "BATCH_BYTES", 2**28)
+    monkeypatch.setattr(tables, "PARQUET_FREE_BYTES", 2**40)
+    monkeypatch.setattr(tables, "BATCH_BYTES", 2**28)
     pq.write_table(repeated(64, 60_000_000), tmp_path / "d.parquet")
     assert "expected 64 rows of at most 268435456 bytes in memory, got more after 0 rows" in _refusal(tmp_path / "d.parquet")
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY

@@ -11,10 +11,9 @@ import pytest
 
 from rlhf_core.config import DataConfig
 from rlhf_core.data import schema
-from rlhf_core.data.mixing import Mixed, mix
+from rlhf_core.data.hashing import with_ids
 from rlhf_core.data.schema import SCHEMAS, SPLITS, read_rows, read_slices
-from rlhf_core.data.sources import load_source
-from rlhf_core.data.split import with_ids
+from rlhf_core.data.sources import Mixed, load_source, mix
 
 PAIRS = 60
 USES = ["sft", "preference", "prompt"]

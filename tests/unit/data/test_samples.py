@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import SamplesConfig, SourceConfig
-from rlhf_core.data.dropped import LeftOut
+from rlhf_core.data.drops import LeftOut
 from rlhf_core.data.samples import Written, whole_sentences
 from rlhf_core.data.sources import read_source
 

@@ -11,9 +11,9 @@ import pytest
 from chat_templates import templated
 
 from rlhf_core.config import DataConfig
-from rlhf_core.data.mixing import Mixed, mix
+from rlhf_core.data.filters import drop_unrenderable
 from rlhf_core.data.schema import MESSAGES, WIDE_MESSAGES, read_rows
-from rlhf_core.data.unrenderable import drop_unrenderable
+from rlhf_core.data.sources import Mixed, mix
 from rlhf_core.models.tokenizer import encode_prompt
 from tasks.prepare_data import leave_out_unrenderable
 

@@ -15,9 +15,9 @@ import pytest
 from chat_templates import TEMPLATES, templated
 
 from rlhf_core.config import ValidationConfig
-from rlhf_core.data.measures import measure
 from rlhf_core.data.schema import SCHEMAS
-from rlhf_core.data.validation import NO_ID, Finding, summary, validate
+from rlhf_core.data.validation.measures import measure
+from rlhf_core.data.validation.validate import NO_ID, Finding, summary, validate
 from rlhf_core.models.tokenizer import build_tokenizer, encode_conversation, turn_end
 from tasks.rounds.validate_round import in_rounds
 

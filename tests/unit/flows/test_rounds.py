@@ -17,10 +17,10 @@ from rlhf_core.data.schema import read_rows, write_rows
 from rlhf_core.provenance.inputs import read_inputs
 from rlhf_core.report.rounds import draw, table
 from rlhf_core.rounds.pins import BudgetPin, Pin, dvc_md5, read_round_stages, read_rounds, round_folder, write_rounds
+from rlhf_core.stage.files import write_json
+from rlhf_core.stage.scratch import read_work
 from rlhf_core.statistics.error_budget import next_budget
 from tasks.rounds.evaluate_round import check_budget, verdict
-from tasks.stage import write_json
-from tasks.work import read_work
 
 ROOT = Path(__file__).parents[3]
 SFT = Path("models/sft")

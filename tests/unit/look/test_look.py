@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.config import parse_params, parse_yaml, read_yaml
-from rlhf_core.data.mixing import mix
 from rlhf_core.data.schema import SCHEMAS, read_rows
-from rlhf_core.data.sources import load_source
-from rlhf_core.look import page, yaml
+from rlhf_core.data.sources import load_source, mix
+from rlhf_core.look import page
 from rlhf_core.look.__main__ import main
-from rlhf_core.look.encoded import pieces
 from rlhf_core.look.look import Looked, guess, look, place_of, sample_of
+from rlhf_core.look.rows import pieces
 from rlhf_core.models.given import new_tokenizer
 from rlhf_core.models.tokenizer import encode_prompt, encode_scored
 from rlhf_core.trainers.demonstrations import collate_demonstrations, encode_demonstrations
@@ -179,7 +178,7 @@ def test_the_yaml_is_a_source_of_the_params_that_gives_the_rows_that_were_shown(
     main([str(path), "--json", "--params", str(DEFAULTS), *choice])
     (reading,) = json.loads(capsys.readouterr().out)["readings"]
     assert {use: counts["rows"] for use, counts in reading["counts"].items()} == {use: len(of_use) for use, of_use in rows.items()}
-    assert reading["yaml"] == yaml.lines(source)
+    assert reading["yaml"] == page.yaml_lines(source)
 
 
 def test_two_readings_are_both_shown_with_their_yaml_and_end_with_2(tmp_path, capsys):
@@ -259,7 +258,7 @@ def test_every_use_that_a_reading_has_is_a_use_of_the_schema(tmp_path):
 def test_objections_are_those_of_validate_data(tmp_path):
     """The same rows, validated: every expectation that counts rows finds as many."""
     from rlhf_core.data.schema import open_rows
-    from rlhf_core.data.validation import validate
+    from rlhf_core.data.validation.validate import validate
 
     records = [
         *PAIRS,

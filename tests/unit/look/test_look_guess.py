@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config import ConfigError
-from rlhf_core.data.files import Found
+from rlhf_core.data.values import Found
 from rlhf_core.look import page
 from rlhf_core.look.guess import PROMPT
 from rlhf_core.look.look import Guess, Place, guess, look, place_of, sample_of

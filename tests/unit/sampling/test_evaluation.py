@@ -22,7 +22,7 @@ from rlhf_core.evaluation import (
 )
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.wrappers import PolicyModule
-from rlhf_core.sampling.drawing import ScoredResponse
+from rlhf_core.sampling.scoring import ScoredResponse
 from rlhf_core.types import Prompt
 
 PROMPT = Prompt("id", "clerk", [{"role": "user", "content": "Please sort 41."}], [5, 6], None)
@@ -33,7 +33,7 @@ RUDE = Judgement(GOOD.aspects | {"polite": False})
 def answer(
     score: float, *, text: str = "text", length: int = 3, finished: bool = True, other: float = 0.0, judgement: Judgement | None = None
 ) -> Answer:
-    return Answer(PROMPT, [7] * length, text, finished, score, {"reward_model": score, "other": other}, judgement)
+    return Answer(PROMPT, [7] * length, finished, text, score, {"reward_model": score, "other": other}, judgement)
 
 
 def test_summary_by_hand():
@@ -61,7 +61,7 @@ def test_aspects_are_counted_over_the_answers_whose_judge_has_them():
 
 def test_an_answer_is_judged_by_the_judge_of_its_source(tmp_path):
     (tmp_path / "mine.py").write_text("def calm(prompt, response):\n    return {'calm': '!' not in response, 'asked': 'sort' in prompt}\n")
-    response = ScoredResponse(PROMPT, [7], "Stop!", True, 0.0, {})
+    response = ScoredResponse(PROMPT, [7], True, "Stop!", 0.0, {})
     assert judged(response, {"clerk": f"{tmp_path}/mine.py:calm"}).judgement == Judgement({"calm": False, "asked": True})
     assert judged(response, {"clerk": "clerk"}).judgement == Judgement({"correct": False, "polite": False, "brief": True, "safe": True})
     assert judged(response, {"other": "clerk"}).judgement is None

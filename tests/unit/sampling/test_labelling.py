@@ -14,14 +14,13 @@ from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import CHAT_TEMPLATE, encode_conversation, encode_prompt
 from rlhf_core.rounds.pool import distinct_prompts
 from rlhf_core.sampling.drawing import (
-    ResponseScorer,
-    ScoredResponse,
     best_responses,
     choose_prompts,
     promotion_prompts,
     promotion_seeds,
 )
 from rlhf_core.sampling.requests import Sample, request_seeds
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse
 from rlhf_core.trainers.conditional import asking_tokenizer, with_quality
 from rlhf_core.types import Prompt
 
@@ -62,8 +61,8 @@ def scorer(kind: str, weight: float, **options) -> ScorerConfig:
     return ScorerConfig(name=kind, kind=kind, weight=weight, normalization="none", **options)
 
 
-def response_scorer(reward_folder: Path, *scorers: ScorerConfig) -> ResponseScorer:
-    return ResponseScorer(list(scorers), reward_model=reward_folder, source_judges={}, model=tiny_params().model)
+def local_scorers(reward_folder: Path, *scorers: ScorerConfig) -> LocalScorers:
+    return LocalScorers(list(scorers), reward_model=reward_folder, source_judges={}, model=tiny_params().model)
 
 
 def samples_of(tokenizer, *texts: str, finished: bool = True) -> list[Sample]:
@@ -79,10 +78,10 @@ def reward(folder: Path, ids: list[int]) -> float:
 def test_scores_are_raw_weighted_sums_and_responses_stay_with_their_prompts(reward_folder: Path, tokenizer):
     prompts = choose_prompts(ROWS[:2], tokenizer, longest=60, count=None, seed=0)
     samples = [samples_of(tokenizer, "14", "I can't"), samples_of(tokenizer, "411")]
-    score = response_scorer(
+    scorers = local_scorers(
         reward_folder, scorer("reward_model", 2.0), scorer("regex", -0.5, pattern="4"), scorer("length", 0.0, target_length=3)
     )
-    groups = score(prompts, samples, tokenizer)
+    groups = ResponseScorer(scorers, tokenizer).score_groups(prompts, samples)
     assert [[r.text for r in group] for group in groups] == [["14", "I can't"], ["411"]]
     for prompt, group, drawn in zip(prompts, groups, samples, strict=True):
         for response, sample in zip(group, drawn, strict=True):
@@ -96,9 +95,11 @@ def test_scores_are_raw_weighted_sums_and_responses_stay_with_their_prompts(rewa
 
 def test_what_cannot_be_scored_is_nan_and_so_is_the_sum_it_counts_in(reward_folder: Path, tokenizer):
     prompts, samples = [PROMPT], [samples_of(tokenizer, "4")]
-    ((counts,),) = response_scorer(reward_folder, scorer("number", 1.0), scorer("regex", 1.0, pattern="4"))(prompts, samples, tokenizer)
+    by_number = local_scorers(reward_folder, scorer("number", 1.0), scorer("regex", 1.0, pattern="4"))
+    ((counts,),) = ResponseScorer(by_number, tokenizer).score_groups(prompts, samples)
     assert math.isnan(counts.components["number"]) and math.isnan(counts.score) and counts.components["regex"] == 1.0
-    ((measured,),) = response_scorer(reward_folder, scorer("number", 0.0), scorer("regex", 1.0, pattern="4"))(prompts, samples, tokenizer)
+    without_weight = local_scorers(reward_folder, scorer("number", 0.0), scorer("regex", 1.0, pattern="4"))
+    ((measured,),) = ResponseScorer(without_weight, tokenizer).score_groups(prompts, samples)
     assert math.isnan(measured.components["number"]) and measured.score == 1.0
 
 
@@ -106,12 +107,13 @@ def test_a_reward_model_sees_no_quality_that_the_policys_template_asks_for(rewar
     asking = asking_tokenizer(tokenizer, levels=2, wanted=1)
     (prompt,) = choose_prompts(ROWS[:1], asking, longest=60, count=None, seed=0)
     assert prompt.prompt_ids == encode_prompt(tokenizer, with_quality(prompt.messages, 1)) and tokenizer.chat_template == CHAT_TEMPLATE
-    ((response,),) = response_scorer(reward_folder, scorer("reward_model", 1.0))([prompt], [samples_of(asking, "14")], asking)
+    scorers = local_scorers(reward_folder, scorer("reward_model", 1.0))
+    ((response,),) = ResponseScorer(scorers, asking).score_groups([prompt], [samples_of(asking, "14")])
     assert response.score == pytest.approx(reward(reward_folder, encode_conversation(tokenizer, prompt.messages, "14")[0]), abs=1e-5)
 
 
 def scored(score: float, *, finished: bool = True) -> ScoredResponse:
-    return ScoredResponse(PROMPT, [7], f"{score}", finished, score, {"reward_model": score})
+    return ScoredResponse(PROMPT, [7], finished, f"{score}", score, {"reward_model": score})
 
 
 def test_the_best_finished_response_is_kept_and_prompts_without_one_are_counted():

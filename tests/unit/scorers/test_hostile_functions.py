@@ -60,14 +60,14 @@ def scorers(program: Path, name: str) -> TextScorers:
 @pytest.mark.parametrize("name", ["endless", "leaves", "late", "rude", "rude_itself"])
 def test_what_fails_in_any_way_gives_no_score(program, name, caplog):
     with caplog.at_level(logging.WARNING, "rlhf"):
-        scores, metrics = scorers(program, name).score("f", ITEMS)
+        scores, metrics = scorers(program, name).score_items("f", ITEMS)
     assert all(math.isnan(s) for s in scores) and len(scores) == 2 and all(math.isnan(m) for m in metrics.values())
     assert len(caplog.messages) == 1 and is_clear(caplog.messages[0]), caplog.messages
 
 
 def test_a_function_that_spoils_its_arguments_spoils_nothing_else(program):
     before = [ScoreItem(i.prompt, list(i.messages), i.response, i.label, dict(i.metadata)) for i in ITEMS]
-    assert scorers(program, "spoils").score("f", ITEMS) == ([1.0, 2.0], {})
+    assert scorers(program, "spoils").score_items("f", ITEMS) == ([1.0, 2.0], {})
     assert before == ITEMS
 
 
@@ -83,7 +83,7 @@ def test_any_answer_gives_finite_scores_or_none(program, answer):
     loaded = scorers(program, "answer")
     module = next(m for name, m in sys.modules.items() if name.startswith("user_mine"))
     module.ANSWER = answer
-    scores, metrics = loaded.score("f", ITEMS)
+    scores, metrics = loaded.score_items("f", ITEMS)
     assert len(scores) == 2 and all(isinstance(s, float) and (math.isnan(s) or math.isfinite(s)) for s in scores)
     for name, value in metrics.items():
         assert isinstance(value, float)

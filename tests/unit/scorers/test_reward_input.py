@@ -15,8 +15,8 @@ from transformers import BertTokenizer, PreTrainedTokenizerBase
 from rlhf_core.config import ScorerConfig
 from rlhf_core.gate.scoring import LoadedModel
 from rlhf_core.models.tokenizer import encode_prompt, encode_scored, load_tokenizer, turn_end
-from rlhf_core.sampling.drawing import ResponseScorer
 from rlhf_core.sampling.requests import Sample
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.reward_input import RewardModelInput
 from rlhf_core.trainers.conditional import RatedResponse, reward_scores
@@ -118,8 +118,8 @@ def test_texts_are_scored_without_an_end_token_that_is_not_special(tmp_path: Pat
     config = ScorerConfig(name="is", kind="regex", weight=1.0, normalization="none", pattern="call")
     prompt = Prompt("p", "mine", QUESTION, encode_prompt(tokenizer, QUESTION), None)
     samples = [[Sample([*ids_of(tokenizer, ANSWER), end], [], finished) for finished in (True, False)]]
-    scorer = ResponseScorer([config], reward_model=tmp_path, source_judges={}, model=tiny_params().model)
-    ((ended, cut),) = scorer([prompt], samples, tokenizer, stops=(end,))
+    scorers = LocalScorers([config], reward_model=tmp_path, source_judges={}, model=tiny_params().model)
+    ((ended, cut),) = ResponseScorer(scorers, tokenizer, stops=(end,)).score_groups([prompt], samples)
     assert ended.text == ANSWER and cut.text == ANSWER + "</tool_call>"
 
 
@@ -175,10 +175,10 @@ def by_response_scorer(folder: Path, response: str, **changes: str) -> float:
     tokenizer = tiny_tokenizer()
     config = ScorerConfig(name="ready", kind="reward_model", weight=1.0, normalization="none", path=str(folder))
     model = tiny_params(**{key.replace("__", "."): value for key, value in changes.items()}).model
-    scorer = ResponseScorer([config], reward_model=folder, source_judges={}, model=model)
+    scorers = LocalScorers([config], reward_model=folder, source_judges={}, model=model)
     prompt = Prompt("p", "mine", QUESTION, encode_prompt(tokenizer, QUESTION), None)
     sample = Sample([*ids_of(tokenizer, response), tokenizer.eos_token_id], [], True)
-    return scorer([prompt], [[sample]], tokenizer)[0][0].components["ready"]
+    return ResponseScorer(scorers, tokenizer).score_groups([prompt], [[sample]])[0][0].components["ready"]
 
 
 def by_gate(folder: Path, response: str) -> float:
@@ -278,7 +278,8 @@ def test_scores_of_a_classifier_with_labels_are_those_of_the_chosen_one(tmp_path
     prompt = Prompt("p", "mine", QUESTION, encode_prompt(tokenizer, QUESTION), None)
     sample = Sample([*ids_of(tokenizer, "no"), *turn_end(tokenizer).trained], [], True)
     model = tiny_params().model
-    ((scored,),) = ResponseScorer([config], reward_model=folder, source_judges={}, model=model)([prompt], [[sample]], tokenizer)
+    scorers = LocalScorers([config], reward_model=folder, source_judges={}, model=model)
+    ((scored,),) = ResponseScorer(scorers, tokenizer).score_groups([prompt], [[sample]])
     expected = own_scores_alone(tiny_classifier("llama", vocab_size=400, num_labels=2), [encode_scored(tokenizer, QUESTION, "no")])
     assert scored.components["mood"] == pytest.approx(float(expected[0, 1]), abs=1e-5)
     with pytest.raises(ValueError, match="label: expected none for a scorer of kind length"):

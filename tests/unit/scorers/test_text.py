@@ -27,7 +27,7 @@ def scorers(kind: str, **settings) -> TextScorers:
 
 
 def scores(kind: str, *items: ScoreItem, **settings) -> list[float]:
-    found, metrics = scorers(kind, **settings).score("it", list(items))
+    found, metrics = scorers(kind, **settings).score_items("it", list(items))
     assert metrics == {}
     return found
 
@@ -49,7 +49,7 @@ def test_without_a_label_there_is_no_score_and_the_log_says_so_once(kind, caplog
     scorer = scorers(kind)
     with caplog.at_level(logging.WARNING, logger="rlhf"):
         for _ in range(2):
-            found, _ = scorer.score("it", [item("3", label="3"), item("3"), item("4")])
+            found, _ = scorer.score_items("it", [item("3", label="3"), item("3"), item("4")])
             assert found[0] == 1.0 and all(map(math.isnan, found[1:]))
     assert [r.getMessage() for r in caplog.records] == [
         "scorer it: expected a score for every response, got none for 2; the prompt has no label to compare with: id-1 of source clerk"
@@ -81,7 +81,7 @@ def function_file(folder: Path, body: str) -> str:
 
 def test_a_function_sees_everything_and_may_measure_more(tmp_path):
     path = function_file(tmp_path, "return [len(r) + m['response_length'] for r, m in zip(responses, metadata)], {'share': 0.25}")
-    found, metrics = scorers("function", path=path).score("it", [item("abc"), item("a", length=9)])
+    found, metrics = scorers("function", path=path).score_items("it", [item("abc"), item("a", length=9)])
     assert (found, metrics) == ([6.0, 10.0], {"share": 0.25})  # 3 characters and 3 tokens; 1 and 9
     path = function_file(
         tmp_path, "assert (prompts, labels, metadata[0]['messages'][0]['role']) == (['Please sort 41.'], ['x'], 'system'); return [True]"
@@ -103,7 +103,7 @@ def test_a_function_that_fails_gives_no_score_and_never_a_zero(tmp_path, caplog,
     scorer = scorers("function", path=function_file(tmp_path, body))
     with caplog.at_level(logging.WARNING, logger="rlhf"):
         for _ in range(2):
-            found, metrics = scorer.score("it", [item("a"), item("b"), item("c")])
+            found, metrics = scorer.score_items("it", [item("a"), item("b"), item("c")])
             assert found == pytest.approx(expected, nan_ok=True) and metrics == {}
     (record,) = caplog.records
     assert reason in record.getMessage()
@@ -140,7 +140,7 @@ def test_a_file_that_does_not_compile_is_refused(tmp_path):
 def test_the_example_of_the_documentation_runs():
     example = re.search(r"```python\n(.*?)```", (ROOT / "docs/scorers.md").read_text(), re.DOTALL)[1]
     assert (ROOT / "rewards/manners.py").read_text().endswith(f"\n{example}")
-    found, metrics = scorers("function", path=f"{ROOT}/rewards/manners.py:calm").score(
+    found, metrics = scorers("function", path=f"{ROOT}/rewards/manners.py:calm").score_items(
         "it", [item("4, as asked.", label="4"), item("4!", label="4"), item("none", label="4"), item("4")]
     )
     assert found == pytest.approx([1.0, 0.5, 0.0, math.nan], nan_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rlhf_core.data.split import conversation_text
+from rlhf_core.data.hashing import conversation_text
 from rlhf_core.types import Prompt
 from tasks.evaluate import apart
 

@@ -25,9 +25,9 @@ from rlhf_core.gate.incumbent import compare
 from rlhf_core.gate.looks import LEDGER
 from rlhf_core.gate.scoring import LoadedModel
 from rlhf_core.rounds.pins import dvc_md5
+from rlhf_core.stage.files import write_json
 from rlhf_core.statistics.intervals import wilson_interval
 from tasks.gate_reward import COLUMNS, UnusableScores, explain, read_heldout, with_registry, with_verdict
-from tasks.stage import write_json
 
 ROOT = Path(__file__).parents[3]
 JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}

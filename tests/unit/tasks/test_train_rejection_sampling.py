@@ -12,10 +12,11 @@ from chat_templates import templated
 from tiny_models import tiny_params
 
 from rlhf_core.data.schema import write_rows
-from rlhf_core.sampling.drawing import ScoredResponse
 from rlhf_core.sampling.requests import Sample
+from rlhf_core.sampling.scoring import ScoredResponse
+from rlhf_core.stage.files import write_json
+from rlhf_core.stage.run import StageFailed
 from rlhf_core.types import Prompt
-from tasks.stage import StageFailed, write_json
 from tasks.train_rejection_sampling import as_demonstration, as_samples, as_scored, check_inputs, kept, score_means, without_prompts
 
 PROMPT = Prompt("id", "mine", [{"role": "user", "content": "2 + 2?"}], [5, 6], None)
@@ -23,7 +24,7 @@ JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none
 
 
 def scored(score: float, judge: float) -> ScoredResponse:
-    return ScoredResponse(PROMPT, [7], "4", True, score, {"reward_model": score, "judge": judge})
+    return ScoredResponse(PROMPT, [7], True, "4", score, {"reward_model": score, "judge": judge})
 
 
 def test_what_is_kept_is_made_once_and_never_half(tmp_path: Path):

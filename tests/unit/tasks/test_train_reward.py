@@ -16,9 +16,9 @@ from rlhf_core.data.schema import write_rows
 from rlhf_core.gate.scoring import LoadedModel
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.tokenizer import encode_prompt
-from tasks.stage import Stage, StageStopped
+from rlhf_core.stage.run import Stage, StageStopped
+from rlhf_core.stage.scratch import Work
 from tasks.train_reward import COLUMNS, train_members
-from tasks.work import Work
 
 ROOT = Path(__file__).parents[3]
 STEPS = 4  # of each member: 8 conversations, 2 a step, one pass

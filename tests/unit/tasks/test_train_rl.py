@@ -16,8 +16,8 @@ import pytest
 from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import write_rows
+from rlhf_core.stage.run import TAIL, StageFailed
 from rlhf_core.trainers.rl.job import REFUSED, RlJob, forget_refusal, refusal_of, refuse
-from tasks.stage import TAIL, StageFailed
 from tasks.train_rl import check_rewards, describe, final_figures
 
 ROOT = Path(__file__).parents[3]

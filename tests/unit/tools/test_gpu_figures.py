@@ -10,7 +10,6 @@ from rlhf_core.models.branches import Branches, collate_branches
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.tokenizer import encode_conversation
 from rlhf_core.models.wrappers import collate_tokens
-from rlhf_core.planning.timing import forward_flops, update_flops
 from tools.bench.gpu.expected import adapted_bytes, adapter_parameters, step_bytes, trained_bytes
 from tools.bench.gpu.flops import PEAKS, Passed, step_flops, utilization
 from tools.bench.gpu.lora import LORA
@@ -18,6 +17,7 @@ from tools.bench.gpu.memory import ON_GPU, PASSES, planned_parts
 from tools.bench.gpu.roles import by_place, storage_bytes
 from tools.bench.gpu.shapes import SHAPES, TINY, Lengths, configuration, demonstrations, pairs, tokenizer
 from tools.bench.gpu.steps import count
+from tools.planning.timing import forward_flops, update_flops
 
 
 def test_plain_sequences_are_counted_without_their_padding():

@@ -9,7 +9,7 @@ import torch
 from tiny_models import largest_difference, policy_engine, save_tiny_experts
 from two_ranks import BATCHES, CASES, STAGES, load_of_other_ranks, rl_case, run_two_ranks, saved_by_one_rank, sft_steps
 
-from rlhf_core.checkpoint.digest import CERTIFICATE, differences, read_certificate, write_certificate
+from rlhf_core.checkpoint.digest import DIGEST_FILE, differences, read_digest, write_digest
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.trainers.rl.minibatch import EXTREMES
 
@@ -104,11 +104,11 @@ def test_resume_on_two_ranks_equals_an_uninterrupted_run_bit_for_bit(ranks: list
         assert largest_difference(resumed_weights, weights) == 0
 
 
-def test_the_certificates_of_what_two_ranks_saved_and_saved_again_are_equal_and_name_the_ranks(ranks: list[dict], out: Path):
+def test_the_state_digests_of_what_two_ranks_saved_and_saved_again_are_equal_and_name_the_ranks(ranks: list[dict], out: Path):
     found = []
     for name in ("engines", "again"):
-        write_certificate(out / name, 2)
-        found.append(read_certificate(out / name / CERTIFICATE))
+        write_digest(out / name, 2)
+        found.append(read_digest(out / name / DIGEST_FILE))
     assert differences(*found) == []
     for part, kind in (("optimizer", "exp_avg"), ("weights", "master weights")):
         last = f"{kind} of model.model.norm.weight of stage-3 on rank 1"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rlhf_core.planning.hardware import GIB
-from rlhf_core.planning.memory import activations, frozen_weights, logits, training_states
-from rlhf_core.planning.shape import ModelShape
+from tools.planning.hardware import GIB
+from tools.planning.memory import activations, frozen_weights, logits, training_states
+from tools.planning.shape import ModelShape
 
-RESERVE = 3 * GIB  # of a GPU that no role gets, as rlhf_core/planning has it
+RESERVE = 3 * GIB  # of a GPU that no role gets, as tools/planning has it
 NF4_BYTES = 0.5 + 4 / 64  # of a rounded number and its share of a block's float32 scale (rlhf_core/models/quantized.py)
 
 

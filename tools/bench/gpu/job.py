@@ -19,7 +19,7 @@ from tools.bench.driver import start_actors
 if TYPE_CHECKING:
     import torch
 
-    from rlhf_core.trainers.rl.actors import Actors
+    from rlhf_core.trainers.rl.driver import Actors
 
 SEEN = "seen.json"
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}

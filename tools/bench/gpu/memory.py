@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.planning.hardware import GIB, Cluster, Gpu
-from rlhf_core.planning.plan import CRITIC, POLICY, REFERENCE, REWARD, Group, Placement, Workload, group_memory
 from rlhf_core.process import be_quiet
 from tools.bench.gpu.cases import Case, measure_apart, measure_here, run_or_die
 from tools.bench.gpu.record import Record
 from tools.bench.gpu.shapes import SHAPES, TINY, argument_parser, models_folder, shape_name
+from tools.planning.hardware import GIB, Cluster, Gpu
+from tools.planning.plan import CRITIC, POLICY, REFERENCE, REWARD, Group, Placement, Workload, group_memory
 
 CASE_SECONDS = 200.0
 PASSES = "one pass: activations, logits"  # as the planner calls it

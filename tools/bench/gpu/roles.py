@@ -20,7 +20,7 @@ from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
 from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl.advantages import assign_credit
+from rlhf_core.trainers.rl.advantages import compute_advantages
 from rlhf_core.trainers.rl.data import DemonstrationStream, collate, sequences_of
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import plan_update
@@ -58,12 +58,12 @@ def one_step(rank: TrainerRank, job: RlJob, rollouts: list[Rollout], watch: Watc
     tokenizer = load_tokenizer(job.sft_model, trust_remote_code=False)
     sequences, starts = sequences_of(rollouts)
     with watch.phase("score"):
-        scores = rank.score(SCORER, sequences)[:, 0].tolist()
+        scores = rank.score_sequences(SCORER, sequences)[:, 0].tolist()
     with watch.phase("forward"):
         outputs = rank.forward(sequences, starts)
     scored = [ScoredRollout(rollout, {SCORER: score}) for rollout, score in zip(rollouts, scores, strict=True)]
     batch = collate(scored, outputs, tokenizer.pad_token_id, None)
-    credited, _ = assign_credit(batch, job.rl, RewardNormalizer(job.rl.reward), kl_coef=job.rl.kl.coef)
+    credited, _ = compute_advantages(batch, job.rl, RewardNormalizer(job.rl.reward), kl_coef=job.rl.kl.coef)
     (plan,) = plan_update(credited, DemonstrationStream(job), job.rl, seed=job.seed, step=step)
     with watch.phase("update"), watch.engines(rank):
         rank.update(plan, kl_coef=job.rl.kl.coef, train_policy=True)

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.planning.hardware import GIB
 from rlhf_core.process import be_quiet
 from tools.bench.gpu.cases import Case, measure_apart, measure_here, run_or_die
 from tools.bench.gpu.expected import RESERVE, adapted_bytes, step_bytes, trained_bytes
 from tools.bench.gpu.flops import Passed, step_flops, utilization
 from tools.bench.gpu.record import Record
 from tools.bench.gpu.shapes import SHAPES, TINY, argument_parser, model_folder, models_folder, shape_name
+from tools.planning.hardware import GIB
 
 CASE_SECONDS = 240.0
 METHODS = {"sft": "SFT", "reward": "reward model", "dpo": "DPO"}

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_credit import rl, rollouts, scorer
+from test_rl_advantages import rl, rollouts, scorer
 from tiny_models import rl_job
 
 from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl.advantages import assign_credit
-from rlhf_core.trainers.rl.critic import ValueUnits, value_units
+from rlhf_core.trainers.rl.advantages import ValueUnits, compute_advantages, value_units
 from rlhf_core.trainers.rl.state import Progress
 
 
@@ -57,7 +56,7 @@ def test_the_same_reward_model_on_another_scale_gives_the_same_advantages(scale:
         normalizer.calibrate({"reward_model": a * start + b})
         values = value_units(config, normalizer)(a * spoken + b)
         batch = rollouts({"reward_model": (a * scores + b).tolist()}, [3] * 8, values=values.float())
-        train, _ = assign_credit(batch, config, normalizer, kl_coef=0.0)
+        train, _ = compute_advantages(batch, config, normalizer, kl_coef=0.0)
         found.append(train)
     torch.testing.assert_close(found[0].advantages, found[1].advantages, rtol=0, atol=3e-5)
     assert float(found[0].old_values.abs().max()) < 5

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlhf_core.trainers.rl.policy_statistics import correlation, distinct, rank_correlation, repetition, token_kl
+from rlhf_core.trainers.rl.metrics import correlation, distinct, rank_correlation, repetition, token_kl
 
 NAN, INF = math.nan, math.inf
 

@@ -13,9 +13,9 @@ from rlhf_core.engines.in_process import RolloutActor
 from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
 from rlhf_core.engines.weights import pack
 from rlhf_core.trainers.rl.loop import check_beginnings
-from rlhf_core.trainers.rl.metrics import LogprobMismatch
+from rlhf_core.trainers.rl.mismatch import LogprobMismatch
 from rlhf_core.trainers.rl.rank import TrainerRank
-from rlhf_core.trainers.rl.replacements import Replacements
+from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.workers import Workers
 from rlhf_core.types import Prompt
 
@@ -79,7 +79,9 @@ def test_the_same_policy_passes_and_another_one_ends_the_run(workers: Workers):
     rl = workers._job.rl
     workers.rollouts.generate_ahead(PROMPTS, step=1)
     assert 0 < check_beginnings(workers, rl, step=0, dtype="float32") < 1e-4
-    assert check_beginnings(workers, rl, step=0, dtype="float32") == workers.rollouts.arrival.difference == 0.0  # nothing was drawn since
+    assert (
+        check_beginnings(workers, rl, step=0, dtype="float32") == workers.rollouts.sync_check.difference == 0.0
+    )  # nothing was drawn since
     (rank,), (engine,) = workers._trainers.actors, workers.rollouts._engines.actors
     torch.manual_seed(0)
     engine.load_weights(pack({name: w + 0.02 * torch.randn_like(w) for name, w in rank.weights().items()}), 1, [5, 6])
@@ -94,8 +96,8 @@ def test_an_engine_that_is_lost_while_it_begins_is_asked_for_the_rest_too(worker
     (engine,), (rank,) = workers.rollouts._engines.actors, workers._trainers.actors
     group = workers.rollouts._engines = LosesOne(engine)
     workers.rollouts._replacements = Replacements(1)
-    ids = workers.rollouts.arrival.ids
-    workers.rollouts.arrival.begin([engine.probe(ids)], rank.probe(ids))
+    ids = workers.rollouts.sync_check.ids
+    workers.rollouts.sync_check.begin([engine.probe(ids)], rank.probe(ids))
     workers.rollouts.generate_ahead(PROMPTS, step=1)
     assert (workers.rollouts.beginnings(), workers.rollouts.collect_ahead(), workers.rollouts._ahead) == undisturbed
     assert group.replaced == [0] and workers.rollouts._replacements.count == 1

@@ -11,16 +11,9 @@ from tiny_models import tiny_params
 
 from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl.advantages import assign_credit
-from rlhf_core.trainers.rl.metrics import (
-    LogprobMismatch,
-    TooManyUnscored,
-    batch_metrics,
-    check_logprobs,
-    check_scored,
-    evaluation_metrics,
-    update_metrics,
-)
+from rlhf_core.trainers.rl.advantages import compute_advantages
+from rlhf_core.trainers.rl.metrics import TooManyUnscored, batch_metrics, check_scored, evaluation_metrics, update_metrics
+from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_logprobs
 from rlhf_core.types import RolloutBatch
 
 NAN = math.nan
@@ -163,7 +156,7 @@ def test_with_a_filter_the_thousandth_part_at_its_edge_is_left_out_and_no_more(f
 def test_every_column_of_a_step_is_known_before_the_first(algorithm: str):
     rl = config(**{"rl.algorithm": algorithm, "rl.ptx.coef": 0.1, "rl.moe_aux_coef": 0.1, "rl.evaluation.every": 3})
     batch = batch_of({"model": [1.0, 2.0], "short": [0.0, -1.0], "seen": [0.0, 1.0]})
-    _, credit = assign_credit(batch, rl, RewardNormalizer(rl.reward), kl_coef=0.1)
+    _, credit = compute_advantages(batch, rl, RewardNormalizer(rl.reward), kl_coef=0.1)
     losses = dict.fromkeys(("policy_loss", "value_loss", "ptx_loss", "moe_aux_loss", "grad_norm", "critic_grad_norm"), 1.0)
     sums = {"tokens": 4, "entropy_sum": 1.0, "clip_frac_sum": 0.0, "approx_kl_sum": 0.0, "optimizer_steps": 1, "stopped_early": 0}
     sums |= {"skipped_steps": 0, "policy_ratio_max": 1.2, "policy_ratio_min": 0.8, **losses}

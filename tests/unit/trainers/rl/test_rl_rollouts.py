@@ -9,8 +9,8 @@ import pytest
 from tiny_models import rl_job
 
 from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
-from rlhf_core.trainers.rl.arrival import Arrival
-from rlhf_core.trainers.rl.replacements import Replacements
+from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
+from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.rollouts import AHEAD, Ahead, RolloutEngines
 from rlhf_core.types import Prompt, Rollout
 
@@ -28,7 +28,7 @@ def engines(folders: tuple[Path, Path], **changes) -> RolloutEngines:
     changes = {"rl.algorithm": "rloo", "rl.rollout.one_step_off_policy": True, **changes}
     job = rl_job(*folders, **changes)
     made = RolloutEngines(job, None, stop_ids=(1,), replacements=Replacements(0), packed_weights=None, vocabulary=300)
-    made.arrival.begin([TRAINER], TRAINER)
+    made.sync_check.begin([TRAINER], TRAINER)
     return made
 
 
@@ -114,10 +114,10 @@ class LosesOneAtFirst(ActorGroup):
 def test_an_engine_that_is_lost_before_the_first_sync_is_replaced_up_to_the_limit(model_folders: tuple[Path, Path], limit: int):
     made = engines(model_folders)
     made._engines, made._replacements = LosesOneAtFirst(), Replacements(limit)
-    made.arrival = Arrival(made._job, vocabulary=300)
+    made.sync_check = WeightSyncCheck(made._job, vocabulary=300)
     if limit:
         made.begin(TRAINER)
-        assert made.arrival.agrees(TRAINER) is None
+        assert made.sync_check.agrees(TRAINER) is None
     else:
         with pytest.raises(RoleLost, match="rollout rank 1: dead"):
             made.begin(TRAINER)

@@ -1,0 +1,1 @@
+"""Validation of prepared data with Great Expectations."""

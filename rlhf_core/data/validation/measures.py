@@ -1,0 +1,332 @@
+"""Measures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlhf_core.data.hashing import conversation_text
+from rlhf_core.data.schema import SCHEMAS, Message, read_batches
+from rlhf_core.data.values import ROLE_ORDER
+from rlhf_core.models.tokenizer import encode_conversation, encode_texts, in_parts
+from rlhf_core.models.turns import TurnEnd, Unrenderable, answer_of, copies_response, for_template, render, turn_end
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# The columns that hold a text which a model learns to write.
+TEXT_COLUMNS: dict[str, tuple[str, ...]] = {
+    "pretrain": ("text",),
+    "sft": ("response",),
+    "preference": ("chosen", "rejected"),
+    "prompt": (),
+}
+
+ANY, OTHER = "a", "b"  # two texts without fault
+DISTINCT = ("id", "pair")  # columns of which hardly two rows are alike
+STAND_INS = {
+    **dict.fromkeys(("text", "response", "response_decoded", "chosen", "chosen_decoded", "preference"), ANY),
+    **dict.fromkeys(("rejected", "rejected_decoded"), OTHER),
+    **dict.fromkeys(("conversation", "shortest_message"), ANY),
+    "roles": "user",
+}
+
+
+def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
+    """The rows of one use with what the expectations are about; missing values wherever there was nothing to measure.
+
+    All uses: id, source, split, the texts of TEXT_COLUMNS, and tokens: of the longest sequence a trainer makes of the row,
+    the end token included (for a prompt: with room for one token of an answer).
+    With messages: conversation (as JSON), canonical_conversation (case and white space ignored), roles (joined by commas),
+    shortest_message (stripped) and template_error (why the chat template refuses the conversation).
+    sft, preference: <text>_decoded, what comes back after template, encoding and decoding.
+    preference: pair (JSON of the conversation and both texts, whichever was preferred), preference (which of them was),
+    is_pair, chosen_is_longer (in tokens: 1, 0 or, for a tie, 0.5), is_chosen (unpaired rows only).
+    """
+    frame = read_texts(use, rows)
+    if use == "pretrain":
+        lengths = {text: len(ids) + 1 for text, ids in encode_texts(tokenizer, frame["text"].dropna().unique().tolist())}
+        return frame.assign(tokens=frame["text"].map(lengths))
+    frame = frame.assign(**_token_columns(frame, TEXT_COLUMNS[use], tokenizer))
+    return frame.assign(**pair_columns(frame), **_preference_columns(frame)) if use == "preference" else frame
+
+
+def read_texts(use: str, rows: Sequence[dict]) -> pd.DataFrame:
+    """Those of the columns of `measure` that need no tokenizer, but for a pair's."""
+    frame = pd.DataFrame({column: _strings(row[column] for row in rows) for column in ("id", "source", "split", *TEXT_COLUMNS[use])})
+    return frame if use == "pretrain" else frame.assign(**_conversation_columns([row["messages"] for row in rows]))
+
+
+def pair_columns(frame: pd.DataFrame) -> dict[str, pd.Series]:
+    """pair and preference."""
+    is_pair, is_unpaired = _kinds(frame)
+    sides = [sorted([c, r]) for c, r in zip(frame["chosen"].fillna(""), frame["rejected"].fillna(""), strict=True)]
+    keys = (
+        json.dumps([conversation, bool(paired), *texts], ensure_ascii=False)
+        for conversation, paired, texts in zip(frame["conversation"], is_pair, sides, strict=True)
+    )
+    return {
+        "pair": _strings(keys).where(frame["conversation"].notna() & (is_pair | is_unpaired)),
+        "preference": frame["chosen"].where(is_pair, frame["chosen"].notna().map({True: "chosen", False: "rejected"})),
+    }
+
+
+def schema_frame(use: str, found: dict[str, str]) -> pd.DataFrame:
+    """One row per column of a use, expected or found: id (the column and what is wrong with it), expected and found (types, as text)."""
+    wanted = {field.name: str(field.type) for field in SCHEMAS[use]}
+    nothing = "no such column"
+    columns = [(name, wanted.get(name, nothing), found.get(name, nothing)) for name in sorted({*wanted, *found})]
+    ids = [name if want == got else f"{name} (expected {want}, got {got})" for name, want, got in columns]
+    return pd.DataFrame({"id": _strings(ids), "expected": _strings(c[1] for c in columns), "found": _strings(c[2] for c in columns)})
+
+
+def _strings(values) -> pd.Series:
+    return pd.Series(list(values), dtype="str")
+
+
+def _conversation_columns(conversations: list[list[Message] | None]) -> dict[str, pd.Series]:
+    """Of each distinct conversation once: most have many rows."""
+    keys = [None if messages is None else json.dumps(messages, ensure_ascii=False) for messages in conversations]
+    distinct = {key: messages for key, messages in zip(keys, conversations, strict=True) if messages is not None}
+    views = {key: _views(messages) for key, messages in distinct.items()}
+    nothing = (None, None, None)
+    columns = list(zip(*(views.get(key, nothing) for key in keys), strict=True)) or [(), (), ()]
+    names = ("roles", "shortest_message", "canonical_conversation")
+    return {"conversation": _strings(keys), **{name: _strings(column) for name, column in zip(names, columns, strict=True)}}
+
+
+def _views(messages: list[Message | None]) -> tuple[str, str | None, str]:
+    """Roles, the shortest message and the canonical text; nulls inside count as empty texts."""
+    filled: list[Message] = [
+        {"role": (m or {}).get("role") or "", "content": (m or {}).get("content") or "", "extra": (m or {}).get("extra")} for m in messages
+    ]
+    shortest = min(((m["content"].strip() or m["extra"] or "") for m in filled), key=len, default=None)
+    return ",".join(m["role"] for m in filled), shortest, conversation_text(filled)
+
+
+def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> dict[str, pd.Series]:
+    """tokens, template_error and, per text, <text>_tokens and <text>_decoded.
+
+    Conversations whose roles are out of order, or with an empty message, are reported as such and not encoded.
+    """
+    sound = frame["roles"].str.match(ROLE_ORDER).eq(True) & frame["shortest_message"].ne("")
+    keys = frame["conversation"].where(sound).tolist()
+    conversations = {key: json.loads(key) for key in frame["conversation"][sound].unique().tolist()}
+    rendered = dict(zip(conversations, _render(tokenizer, list(conversations.values()), add_generation_prompt=True), strict=True))
+    prompts = {key: text for key, text in rendered.items() if isinstance(text, str)}
+    lengths = {text: len(ids) for text, ids in encode_texts(tokenizer, list(dict.fromkeys(prompts.values())))}
+
+    rows = [
+        (key, text)
+        for name in texts
+        for key, text in zip(keys, frame[name].tolist(), strict=True)
+        if key in prompts and isinstance(text, str)
+    ]
+    answers = _answers(list(dict.fromkeys(rows)), conversations, prompts, tokenizer)
+    columns: dict[str, pd.Series] = {
+        "template_error": _strings(str(rendered[key]) if key in rendered and key not in prompts else None for key in keys)
+    }
+    longest = np.zeros(len(frame))
+    for name in texts:
+        found = [answers.get(row, (np.nan, None)) for row in zip(keys, frame[name].tolist(), strict=True)]
+        columns[f"{name}_tokens"] = pd.Series([tokens for tokens, _ in found], dtype=float)
+        columns[f"{name}_decoded"] = _strings(decoded for _, decoded in found)
+        longest = np.fmax(longest, columns[f"{name}_tokens"])
+    prompt_tokens = pd.Series([lengths[prompts[key]] if key in prompts else np.nan for key in keys], dtype=float)
+    end = turn_end(tokenizer) if prompts else TurnEnd((0,), ())
+    behind = len(end.trained) * bool(texts) + len(end.after) * (len(texts) > 1)
+    return columns | {"tokens": prompt_tokens + longest + (behind or 1)}
+
+
+def _answers(
+    rows: list[tuple[str, str]], conversations: dict[str, list[Message]], prompts: dict[str, str], tokenizer: PreTrainedTokenizerBase
+) -> dict[tuple[str, str], tuple[int, str]]:
+    """Of each (conversation's key, response): the tokens of what the template makes of the response, and what comes back of it.
+
+    The template may trim a response and write its thoughts in its own layout, or empty ones. If it rewrites the answer, training would see
+    another text than the policy writes, and that text is what comes back.
+    """
+    texts = list(dict.fromkeys(text for _, text in rows))
+    counts: dict[str, int] = {}
+    decoded: dict[str, str] = {}
+    for part in in_parts(texts):
+        ids = [ids for _, ids in encode_texts(tokenizer, part, split_special_tokens=True)]
+        counts |= zip(part, map(len, ids), strict=True)
+        decoded |= zip(part, tokenizer.batch_decode(ids, skip_special_tokens=True), strict=True)
+    found = {}
+    for part in in_parts(rows):
+        complete = _render(tokenizer, [[*conversations[key], {"role": "assistant", "content": text}] for key, text in part])
+        for (key, text), full in zip(part, map(str, complete), strict=True):
+            if copies_response(tokenizer):
+                copied = full.startswith(prompts[key] + text)  # one that copies may still have an exception
+                found[key, text] = counts[text], decoded[text] if copied else full.removeprefix(prompts[key])
+            else:
+                found[key, text] = _rewritten(tokenizer, conversations[key], text)
+    return found
+
+
+def _rewritten(tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str) -> tuple[int, str]:
+    """The same of one response that the template doesn't copy."""
+    try:
+        ids, start = encode_conversation(tokenizer, messages, text)
+    except Unrenderable as error:
+        return 0, str(error)
+    end = len(turn_end(tokenizer).trained)
+    written = tokenizer.decode(ids[start:-end], skip_special_tokens=False)
+    answer = answer_of(text).strip()
+    return len(ids) - start - end, text if written.rstrip().endswith(answer) else written
+
+
+def _kinds(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """Which rows are pairs, and which have one text alone."""
+    return frame["chosen"].notna() & frame["rejected"].notna(), frame["chosen"].notna() ^ frame["rejected"].notna()
+
+
+def _preference_columns(frame: pd.DataFrame) -> dict[str, pd.Series]:
+    is_pair, is_unpaired = _kinds(frame)
+    measured = is_pair & frame["chosen_tokens"].notna() & frame["rejected_tokens"].notna()
+    longer = (np.sign(frame["chosen_tokens"] - frame["rejected_tokens"]) + 1) / 2
+    return {
+        "is_pair": is_pair.astype(int),
+        "chosen_is_longer": longer.where(measured),
+        "is_chosen": frame["chosen"].notna().astype(float).where(is_unpaired),
+    }
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]], **options: bool) -> list[str | Unrenderable]:
+    """Each conversation through the chat template, or why the template refuses it."""
+    if not conversations:
+        return []
+    try:
+        prepared = [for_template(tokenizer, conversation) for conversation in conversations]
+        return tokenizer.apply_chat_template(prepared, tokenize=False, **options)
+    except Exception:  # of a template, which is a program; then find out of which conversation
+        return [_render_one(tokenizer, conversation, **options) for conversation in conversations]
+
+
+def _render_one(tokenizer: PreTrainedTokenizerBase, conversation: list[Message], **options: bool) -> str | Unrenderable:
+    try:
+        return render(tokenizer, conversation, waits=options.get("add_generation_prompt", False))
+    except Unrenderable as error:
+        return error
+
+
+def measure_table(use: str, table: pq.ParquetFile, tokenizer: PreTrainedTokenizerBase) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """What `measure` makes of the rows of one use, with stand-ins; and of each its conversation (a hash of the canonical one) and split.
+
+    The latter has no rows where the use has no conversations.
+    """
+    frames, places = [], [pd.DataFrame()]
+    for rows in _parts(table):
+        measured = measure(use, rows, tokenizer)
+        frames.append(_without_sound_texts(use, measured))
+        if "canonical_conversation" in measured:
+            places.append(pd.DataFrame({"conversation": _hashes(measured["canonical_conversation"]), "split": measured["split"]}))
+    frame = pd.DataFrame({name: pd.concat([part.pop(name) for part in frames], ignore_index=True) for name in list(frames[0])})
+    if "pair" in frame:
+        _show_repeated_pairs(frame, table)
+    place = pd.concat(places, ignore_index=True)
+    return _narrow(frame), place.astype({"split": "category"}) if len(place) else place
+
+
+def across_uses(tables: dict[str, pq.ParquetFile], places: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """All conversations of all uses: id (`<use>:<id>`), canonical_conversation, split; as they are where one is in two splits.
+
+    Args:
+        places: of the uses, the second of what `measure_table` returns.
+    """
+    places = {use: of_use for use, of_use in places.items() if len(of_use)}
+    if not places:
+        return pd.DataFrame(columns=["id", "canonical_conversation", "split"])
+    splits = pd.CategoricalDtype(sorted(set().union(*(of_use["split"].cat.categories for of_use in places.values()))))
+    rows = pd.concat({use: of_use.astype({"split": splits}) for use, of_use in places.items()})
+    distinct = rows.dropna().drop_duplicates()["conversation"]
+    leaked = rows["conversation"].isin(distinct[distinct.duplicated()]) & rows["split"].notna()
+    texts = [read_texts(use, _rows_at(tables[use], leaked[use])) for use in places]
+    found = pd.concat(of_use.assign(id=f"{use}:" + of_use["id"]) for use, of_use in zip(places, texts, strict=True))
+    present = {"id": slice(None), "canonical_conversation": rows["conversation"].notna(), "split": rows["split"].notna()}
+    columns = {name: _mostly_blank(found[name], leaked.to_numpy(), present[name]) for name in present}
+    return pd.DataFrame(columns)
+
+
+def _mostly_blank(found: pd.Series, where: np.ndarray, present: pd.Series | slice) -> pd.Categorical:
+    """A stand-in for each row that is `present`, and at the places of a mask what was found: a byte for each row, as categories."""
+    texts = pd.Categorical([ANY, *found])
+    codes = np.full(len(where), -1, dtype=np.int8 if len(texts.categories) < 128 else np.int32)
+    codes[present] = texts.codes[0]
+    codes[where] = texts.codes[1:]
+    return pd.Categorical.from_codes(codes, dtype=texts.dtype)
+
+
+def _narrow(frame: pd.DataFrame) -> pd.DataFrame:
+    """With texts as categories, a byte for each row that has a stand-in; the same for all columns, so that their texts can be compared."""
+    texts = [name for name in frame.select_dtypes("str") if name not in DISTINCT]
+    categories = sorted(set().union(*(frame[name].dropna().unique() for name in texts)))
+    kind = pd.CategoricalDtype(pd.Index(categories, dtype="str"))
+    columns = {}
+    for name in list(frame):  # one after the other: both are in memory only of one
+        column = frame.pop(name)
+        columns[name] = column.astype(kind) if name in texts else column
+    return pd.DataFrame(columns)
+
+
+def _parts(table: pq.ParquetFile) -> Iterator[list[dict]]:
+    """The rows, some at a time; an empty part where there are none."""
+    parts = (batch.to_pylist() for batch in read_batches(table))
+    yield next(parts, [])
+    yield from parts
+
+
+def _without_sound_texts(use: str, measured: pd.DataFrame) -> pd.DataFrame:
+    """In place of a pair its hash, as text."""
+    sound = _sound(use, measured)
+    columns = {name: measured[name].mask(sound & measured[name].notna(), text) for name, text in STAND_INS.items() if name in measured}
+    if "pair" in measured:
+        columns["pair"] = _hashes(measured["pair"]).astype("str")
+    unused = ["canonical_conversation", *(f"{text}_tokens" for text in TEXT_COLUMNS[use])]
+    return measured.drop(columns=unused, errors="ignore").assign(**columns)
+
+
+def _sound(use: str, measured: pd.DataFrame) -> pd.Series:
+    """Rows whose texts every check on rows takes as they are. A missing one is as good as any: it stays missing."""
+    sound = pd.Series(True, index=measured.index)
+    for text in TEXT_COLUMNS[use]:
+        sound &= measured[text].str.strip().ne("")
+        if (decoded := f"{text}_decoded") in measured:
+            sound &= measured[text].eq(measured[decoded]) | measured[decoded].isna()
+    if use != "pretrain":
+        sound &= measured["roles"].str.fullmatch(ROLE_ORDER).eq(True) & measured["shortest_message"].str.strip().ne("")
+    if use == "preference":
+        sound &= measured["chosen"].str.strip().ne(measured["rejected"].str.strip())
+    return sound
+
+
+def _hashes(texts: pd.Series) -> pd.Series:
+    """64 bits of each; missing where there is no text."""
+    hashes = pd.util.hash_array(texts.fillna("").to_numpy(object), categorize=False)
+    return pd.Series(hashes, index=texts.index, dtype="UInt64").mask(texts.isna())
+
+
+def _show_repeated_pairs(frame: pd.DataFrame, table: pq.ParquetFile) -> None:
+    """Pair and preference of the rows whose pair comes again, as they are."""
+    repeated = frame["pair"].duplicated(keep=False) & frame["pair"].notna()
+    columns = pair_columns(read_texts("preference", _rows_at(table, repeated)))
+    for name, column in columns.items():
+        frame.loc[repeated, name] = column.to_numpy()
+
+
+def _rows_at(table: pq.ParquetFile, wanted: pd.Series) -> list[dict]:
+    """The rows of a mask, [rows] bool."""
+    found: list[dict] = []
+    start = 0
+    for batch in read_batches(table) if wanted.any() else ():
+        found += batch.filter(pa.array(wanted.iloc[start : start + batch.num_rows])).to_pylist()
+        start += batch.num_rows
+    return found

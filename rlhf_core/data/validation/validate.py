@@ -1,0 +1,334 @@
+"""Validate."""
+
+from __future__ import annotations
+
+import html
+import logging
+import math
+import re
+import shutil
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import great_expectations as gx
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from great_expectations.core.expectation_validation_result import ExpectationValidationResult
+from great_expectations.data_context import EphemeralDataContext
+from great_expectations.data_context.types.base import DataContextConfig, InMemoryStoreBackendDefaults, ProgressBarsConfig
+from great_expectations.exceptions import GreatExpectationsError
+from great_expectations.execution_engine import pandas_execution_engine
+
+from rlhf_core.config import ValidationConfig, reordering_shown
+from rlhf_core.data.drops import named, start_of
+from rlhf_core.data.schema import MESSAGES, ORIGIN, SCHEMAS, WIDE_MESSAGES, read_batches
+from rlhf_core.data.validation.expectations import Check, checks_for, leakage_checks, presence_checks, schema_checks
+from rlhf_core.data.validation.measures import across_uses, measure_table, schema_frame
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+ALL_USES = "all"
+# What the later stages read with a reward model and RL; `config.rows_needed` has it for each method. Without it they have nothing to do.
+READ_LATER = (("sft", "train"), ("preference", "train"), ("preference", "test"), ("prompt", "train"), ("prompt", "test"))
+SIDES = ("chosen", "rejected")
+IDS_IN_MESSAGE = 5
+NO_ID = "(no id)"
+DOCS_SITE = "validation"
+
+pandas_execution_engine.HASH_THRESHOLD = 0  # no fingerprints of tables: nothing reads them, and one takes 300 bytes of memory for each row
+
+log = logging.getLogger("rlhf")
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 75rem; padding: 0 1rem; color: #222; background: #fff; }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem; }
+th, td { border: 1px solid #ccc; padding: .3rem .6rem; vertical-align: top; text-align: left; }
+.fa-check-circle::before { content: "\\2714"; color: #17803d; } .fa-times::before { content: "\\2718"; color: #c0262d; }
+.fa-exclamation-triangle::before { content: "\\26A0"; }
+.modal, .card.mb-3, .btn, .btn-group, .cta-footer, footer, form, input { display: none; }
+.sticky, .ge-breadcrumbs { position: static; } .nav, .ge-breadcrumbs { list-style: none; padding-left: 0; }
+"""
+_SCRIPT = re.compile(
+    r"<script\b.*?</script\s*>|<link\b[^>]*>|<style\b.*?</style\s*>|<img\b[^>]*>|<iframe\b.*?</iframe\s*>", re.DOTALL | re.IGNORECASE
+)
+_OUTSIDE = re.compile(r"<a\b[^>]*href=[\"']https?:[^>]*>(.*?)</a\s*>", re.DOTALL | re.IGNORECASE)
+_INDEX = "index.html"
+
+_READ = ("id", ORIGIN, "messages", "text")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one expectation found in one use.
+
+    checked, unexpected: rows; unexpected is None where the expectation is about the whole table.
+    observed: the number that is compared with the limit, in `unit`.
+    ids: of unexpected rows, sorted and all of them.
+    places: of the first of them, where a check failed: id -> where the row's record stands and how its text starts.
+    """
+
+    name: str
+    use: str
+    meaning: str
+    advice: str
+    checked: int
+    unexpected: int | None
+    observed: float
+    bound: str
+    limit: float
+    unit: str
+    passed: bool
+    ids: tuple[str, ...]
+    places: Mapping[str, str] = field(default_factory=dict)
+
+    def message(self) -> str:
+        """For people: which expectation, how many rows, the limit, the first ids and where they come from, what to do."""
+        if self.unexpected is None:
+            return f"{self.use}: {self.name}: expected {self.unit} {self.bound} {self.limit:g}, got {self.observed:.4g}; {self.advice}"
+        more = len(self.ids) - IDS_IN_MESSAGE
+        ids = ", ".join(f"{i} ({self.places[i]})" if i in self.places else i for i in self.ids[:IDS_IN_MESSAGE]) + (
+            f" and {more} more" if more > 0 else ""
+        )
+        return (
+            f"{self.use}: {self.name}: expected that {self.meaning} ({self.unit} that break this: {self.bound} {self.limit:g}), "
+            f"got {self.unexpected} of {self.checked} ({self.observed:.4g}): {ids}; {self.advice}"
+        )
+
+
+class Validator:
+    """A Great Expectations context in memory; each call of `run` adds a suite and its result to the Data Docs."""
+
+    def __init__(self):
+        config = DataContextConfig(
+            store_backend_defaults=InMemoryStoreBackendDefaults(),
+            analytics_enabled=False,
+            progress_bars=ProgressBarsConfig(globally=False, metric_calculations=False),
+        )
+        self._context: EphemeralDataContext = gx.get_context(mode="ephemeral", project_config=config)
+        self._source = self._context.data_sources.add_pandas("prepared")
+
+    def run(self, suite_name: str, use: str, frame: pd.DataFrame, checks: list[Check]) -> list[Finding]:
+        """Check a table with a column `id`. Findings come in the order of the checks.
+
+        Raises:
+            RuntimeError: an expectation couldn't be computed, which is a fault of ours.
+        """
+        for check in checks:
+            check.expectation.description = check.meaning
+            check.expectation.meta = {"name": check.name}
+        batch = self._source.add_dataframe_asset(suite_name).add_batch_definition_whole_dataframe("all rows")
+        suite = self._context.suites.add(gx.ExpectationSuite(name=suite_name, expectations=[check.expectation for check in checks]))
+        definition = gx.ValidationDefinition(name=suite_name, data=batch, suite=suite)
+        result = self._context.validation_definitions.add(definition).run(
+            batch_parameters={"dataframe": _escaped(frame)},
+            result_format={
+                "result_format": "COMPLETE",
+                "unexpected_index_column_names": ["id"],
+                "return_unexpected_index_query": False,
+            },
+        )
+        seen = self._source.get_execution_engine().batch_manager  # which keeps every table
+        seen.reset_batch_cache()
+        seen.batch_data_cache.clear()
+        by_name = {r.expectation_config.meta["name"]: r for r in result.results}
+        return [_finding(use, check, by_name[check.name], rows=len(frame)) for check in checks]
+
+    def write_docs(self, folder: Path) -> None:
+        """The Data Docs, a site of HTML files that load nothing from elsewhere. They contain times, so no two runs write the same.
+
+        Raises:
+            OSError, GreatExpectationsError: they couldn't be written.
+        """
+        backend = {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(folder.absolute())}
+        site = {"class_name": "SiteBuilder", "site_index_builder": {"class_name": "DefaultSiteIndexBuilder"}, "store_backend": backend}
+        self._context.add_data_docs_site(DOCS_SITE, site)
+        self._context.build_data_docs(site_names=[DOCS_SITE])
+        make_offline(folder)
+
+
+def validate(
+    tables: dict[str, pq.ParquetFile],
+    tokenizer: PreTrainedTokenizerBase,
+    config: ValidationConfig,
+    *,
+    max_length: int,
+    needed: Sequence[tuple[str, str]] = READ_LATER,
+    pairs: bool = True,
+    docs: Path | None = None,
+) -> list[Finding]:
+    """Every check of every use. `tables` has those that prepare_data made; `docs`: a folder for the Data Docs.
+
+    A use whose schema is wrong is not looked at further. Findings don't depend on the order of the rows.
+
+    Args:
+        needed: uses and splits in which there must be rows.
+        pairs: whether preferences are learned from as pairs: then there must be enough of them, not only single responses with a label.
+    """
+    validator, findings, places = Validator(), [], {}
+    for use in (u for u in SCHEMAS if u in tables):
+        schema = validator.run(f"schema of {use}", use, schema_frame(use, _types(use, tables[use].schema_arrow)), schema_checks())
+        findings += schema
+        if all(f.passed for f in schema):
+            frame, places[use] = measure_table(use, tables[use], tokenizer)
+            findings += validator.run(use, use, frame, checks_for(use, frame, config, max_length=max_length, pairs=pairs))
+            del frame  # before the next one is made
+    findings += validator.run("rows", ALL_USES, _row_counts(tables, needed, pairs=pairs), presence_checks())
+    findings += validator.run("splits", ALL_USES, across_uses(tables, places), leakage_checks())
+    if docs is not None:
+        _write_docs(validator, docs)
+    return _located(findings, tables)
+
+
+def _located(findings: list[Finding], tables: dict[str, pq.ParquetFile]) -> list[Finding]:
+    """Those that failed with the places of the rows that their messages name; one pass over each file that has such rows."""
+    asked: dict[str, set[str]] = {}
+    for finding in (f for f in findings if not f.passed):
+        for use, row_id in _named_rows(finding):
+            asked.setdefault(use, set()).add(row_id)
+    found = {use: locate_rows(tables[use], ids) for use, ids in asked.items() if use in tables}
+    return [replace(f, places=_places(f, found)) if not f.passed else f for f in findings]
+
+
+def _places(finding: Finding, found: dict[str, dict[str, str]]) -> dict[str, str]:
+    named = zip(finding.ids, _named_rows(finding), strict=False)
+    return {shown: found[use][row_id] for shown, (use, row_id) in named if row_id in found.get(use, {})}
+
+
+def _named_rows(finding: Finding) -> list[tuple[str, str]]:
+    """Use and id of the rows that the message names."""
+    ids = finding.ids[:IDS_IN_MESSAGE]
+    return [tuple(i.split(":", 1)) for i in ids if ":" in i] if finding.use == ALL_USES else [(finding.use, i) for i in ids]
+
+
+def summary(findings: list[Finding], tables: dict[str, pq.ParquetFile], *, max_reported_ids: int) -> dict[str, Any]:
+    """Findings as what metrics/validation.json holds: the same bytes for the same rows, whatever their order."""
+    observed: dict[str, dict[str, float]] = {}
+    for finding in findings:
+        observed.setdefault(finding.use, {})[finding.name] = finding.observed
+    return {
+        "passed": all(f.passed for f in findings),
+        "checked": len(findings),
+        "failed": sum(not f.passed for f in findings),
+        "rows": {use: table.metadata.num_rows for use, table in tables.items()},
+        "observed": observed,
+        "expectations": [_entry(f, max_reported_ids) for f in findings],
+    }
+
+
+def _entry(finding: Finding, max_reported_ids: int) -> dict[str, Any]:
+    keys = ("name", "use", "meaning", "checked", "unexpected", "observed", "bound", "limit", "unit", "passed")
+    return {key: getattr(finding, key) for key in keys} | {"ids": list(finding.ids[:max_reported_ids])}
+
+
+def _finding(use: str, check: Check, result: ExpectationValidationResult, *, rows: int) -> Finding:
+    if any(error["raised_exception"] for error in _exceptions(result.exception_info)):
+        raise RuntimeError(f"{use}: {check.name}: expected a result, got {result.exception_info}; this is a fault of the check")
+    if check.of_observed is None:
+        checked = int(result.result["element_count"]) - int(result.result.get("missing_count") or 0)
+        unexpected = int(result.result["unexpected_count"])
+        observed = unexpected / checked if checked else 0.0
+        found = [row["id"] for row in result.result.get("unexpected_index_list") or ()]
+        ids = tuple(sorted(html.unescape(id_) if isinstance(id_, str) else NO_ID for id_ in found))
+    else:
+        checked, unexpected, ids = rows, None, ()
+        observed = check.of_observed(float(result.result["observed_value"]))
+    assert not math.isnan(observed)
+    named = {"name": check.name, "use": use, "meaning": check.meaning, "advice": check.advice, "unit": check.unit}
+    compared = {"observed": observed, "bound": check.bound, "limit": check.limit, "passed": bool(result.success)}
+    return Finding(checked=checked, unexpected=unexpected, ids=ids, **named, **compared)
+
+
+def _escaped(frame: pd.DataFrame) -> pd.DataFrame:
+    """The texts of the data as the Data Docs can show them, which don't escape HTML. Texts stay as equal or different as they were."""
+    texts = [c for c in frame if frame[c].dtype == "str" and frame[c].str.contains(r"[&<>\"']").any()]  # a copy of these alone
+    narrow = {c: frame[c].cat.rename_categories(html.escape) for c in frame.select_dtypes("category")}
+    return frame.assign(**narrow, **{c: frame[c].map(html.escape, na_action="ignore") for c in texts})
+
+
+def _exceptions(info: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Great Expectations reports one exception flat, and several by the metric that raised."""
+    yield from [info] if "raised_exception" in info else info.values()
+
+
+def _types(use: str, schema: pa.Schema) -> dict[str, str]:
+    """Column types as text; equal types read like those of SCHEMAS, which Parquet files name a little differently. Messages may be wide."""
+    expected = {field.name: field.type for field in SCHEMAS[use]}
+    schema = schema if "origin" in schema.names else schema.append(pa.field("origin", pa.string()))  # rows need none
+    accepted = {name: [kind, WIDE_MESSAGES] if kind.equals(MESSAGES) else [kind] for name, kind in expected.items()}
+    return {f.name: str(expected[f.name] if any(f.type.equals(k) for k in accepted.get(f.name, ())) else f.type) for f in schema}
+
+
+def _row_counts(tables: dict[str, pq.ParquetFile], needed: Sequence[tuple[str, str]], *, pairs: bool) -> pd.DataFrame:
+    """id (`<use>:<split>`) and rows, of what later stages read."""
+    counts = {use: _splits(table, SIDES if pairs and use == "preference" else ()) for use, table in tables.items()}
+    rows = [counts.get(use, Counter())[split] for use, split in needed]
+    return pd.DataFrame({"id": [f"{use}:{split}" for use, split in needed], "rows": rows})
+
+
+def _splits(table: pq.ParquetFile, filled: Sequence[str]) -> Counter[Any]:
+    """Rows of each split in which the columns `filled` aren't null; none where the table lacks a column."""
+    columns = ["split", *filled]
+    if not set(columns) <= set(table.schema_arrow.names):
+        return Counter()
+    found: Counter[Any] = Counter()
+    for batch in read_batches(table, columns):
+        found.update(split for split, *texts in zip(*(batch[c].to_pylist() for c in columns), strict=True) if None not in texts)
+    return found
+
+
+def _write_docs(validator: Validator, folder: Path) -> None:
+    try:
+        validator.write_docs(folder)
+    except (OSError, GreatExpectationsError) as error:
+        log.warning("Data Docs: expected to write %s, got %s; the result itself is not affected", folder, error)
+
+
+_HEAD = f'<head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}"><style>{STYLE}</style>'
+
+
+def make_offline(folder: Path) -> None:
+    """Rewrite every page of the Data Docs in a folder, with an index of links; what the pages no longer use goes."""
+    pages = sorted(path for path in folder.rglob("*.html") if path != folder / _INDEX)
+    for path in pages:
+        path.write_text(offline(path.read_text(encoding="utf-8")), encoding="utf-8")
+    (folder / _INDEX).write_text(index([path.relative_to(folder) for path in pages]), encoding="utf-8")
+    shutil.rmtree(folder / "static", ignore_errors=True)
+
+
+def offline(page: str) -> str:
+    """A page without scripts, images, styles and links to elsewhere, with a style and a policy that loads nothing."""
+    page = _OUTSIDE.sub(r"\1", _SCRIPT.sub("", page))
+    return reordering_shown(re.sub(r"<head\b[^>]*>", lambda _: _HEAD, page, count=1))
+
+
+def index(pages: list[Path]) -> str:
+    """Results of validation first, then what was expected."""
+    parts = []
+    for kind, title in (("validations", "Results"), ("expectations", "Expectations")):
+        links = [
+            f'<li><a href="{quote(page.as_posix())}">{html.escape(page.parts[1].removesuffix(".html"))}</a></li>'
+            for page in pages
+            if page.parts[0] == kind
+        ]
+        parts.append(f"<h2>{title}</h2>\n<ul>\n" + "\n".join(links) + "\n</ul>")
+    body = "\n".join(parts)
+    return f"<!DOCTYPE html>\n<html>\n{_HEAD}<title>Data Docs</title></head>\n<body>\n<h1>Data Docs</h1>\n{body}\n</body>\n</html>\n"
+
+
+def locate_rows(file: pq.ParquetFile, ids: Collection[str]) -> dict[str, str]:
+    """id -> where the row's record stands and how its text starts, of the ids that the file has."""
+    wanted = pa.array(sorted(ids), type=pa.string())
+    found: dict[str, str] = {}
+    for batch in read_batches(file, [name for name in _READ if name in file.schema_arrow.names]) if ids else ():
+        for row in batch.filter(pc.is_in(batch["id"], value_set=wanted)).to_pylist():
+            found.setdefault(row["id"], named(row.get(ORIGIN), start_of(row)))
+    return found

@@ -1,0 +1,205 @@
+"""Rows."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config import Params
+from rlhf_core.data.hashing import key_of
+from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, encode_scored
+from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations, encode_texts
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from transformers import PreTrainedTokenizerBase
+
+
+ROWS_AT_ONCE = 4096
+
+BACK = 4  # tokens before one that its text may depend on: a space, or the bytes of one character
+TORN = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass
+class UseCounts:
+    """Of the rows of one use.
+
+    found: kind of objection -> rows. lengths: tokens of the longest sequence of a row -> rows.
+    chosen_is_longer: pairs in which it is, in tokens; a tie is half of one.
+    pairs, preferences: of each row that has both, 8 bytes of a hash of its pair and of the text that it prefers.
+    """
+
+    use: str
+    rows: int = 0
+    found: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)
+    chosen_is_longer: float = 0.0
+    pairs: array[int] = field(default_factory=lambda: array("Q"))
+    preferences: array[int] = field(default_factory=lambda: array("Q"))
+
+    def add(self, rows: list[dict], tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+        from rlhf_core.data.validation.measures import TEXT_COLUMNS, measure
+
+        frame = measure(self.use, [{"id": "", "source": "", "split": "", **row} for row in rows], tokenizer)
+        self.rows += len(frame)
+        tokens = frame["tokens"].dropna()
+        self.lengths.update(int(t) for t in tokens)
+        self.found["too_long"] += int((tokens > max_length).sum())
+        texts = [*TEXT_COLUMNS[self.use], *([] if self.use == "pretrain" else ["shortest_message"])]
+        empty = [frame[text].notna() & ~frame[text].str.contains(r"\S", na=False) for text in texts]
+        self.found["empty"] += int(sum(empty).gt(0).sum()) if empty else 0
+        if self.use != "pretrain":
+            self._add_templates(frame)
+        if self.use == "preference":
+            self._add_pairs(frame)
+
+    def _add_templates(self, frame: pd.DataFrame) -> None:
+        from rlhf_core.data.values import ROLE_ORDER
+
+        self.found["roles out of order"] += int((~frame["roles"].str.match(ROLE_ORDER).eq(True)).sum())
+        self.found["refused by the template"] += int(frame["template_error"].notna().sum())
+
+    def _add_pairs(self, frame: pd.DataFrame) -> None:
+        both = frame["chosen"].notna() & frame["rejected"].notna()
+        self.found["identical"] += int((both & (frame["chosen"].str.strip() == frame["rejected"].str.strip())).sum())
+        self.chosen_is_longer += float(frame["chosen_is_longer"].sum())
+        self.found["pairs"] += int(frame["chosen_is_longer"].notna().sum())
+        for pair, preference in zip(frame["pair"], frame["preference"], strict=True):
+            if isinstance(pair, str) and isinstance(preference, str):
+                self.pairs.append(key_of(pair))
+                self.preferences.append(key_of(preference))
+
+    def objections(self) -> dict[str, int]:
+        """Kind -> rows, of those that there are."""
+        found = Counter({kind: n for kind, n in self.found.items() if kind != "pairs"})
+        if self.pairs:
+            found["contradictory"], found["duplicate"] = self._repeated()
+        return {kind: n for kind, n in found.items() if n}
+
+    def _repeated(self) -> tuple[int, int]:
+        """Rows whose pair another row prefers the other way round, and rows that another one repeats."""
+        import numpy as np
+
+        rows = np.stack([np.frombuffer(self.pairs, dtype=np.uint64), np.frombuffer(self.preferences, dtype=np.uint64)])
+        judged, times = np.unique(rows, axis=1, return_counts=True)
+        _, pair, ways = np.unique(judged[0], return_inverse=True, return_counts=True)
+        return int(times[ways[pair] > 1].sum()), int(times[times > 1].sum())
+
+    def quantile(self, share: float) -> int:
+        """Tokens that so large a share of the rows doesn't exceed; 0: there is no row."""
+        left = share * self.lengths.total()
+        for tokens, rows in sorted(self.lengths.items()):
+            left -= rows
+            if left <= 0:
+                return tokens
+        return 0
+
+    def longer_than(self, tokens: int) -> int:
+        """Rows."""
+        return sum(rows for length, rows in self.lengths.items() if length > tokens)
+
+    def values(self) -> dict[str, Any]:
+        lengths = {"median": self.quantile(0.5), "0.95": self.quantile(0.95), "longest": max(self.lengths, default=0)}
+        shares = {"chosen_is_longer": self.chosen_is_longer, "pairs": self.found["pairs"]} if self.use == "preference" else {}
+        return {"rows": self.rows, "tokens": lengths, **shares, "objections": self.objections()}
+
+
+class Counting:
+    """Rows by use as they come, counted a few thousand at a time."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: Params):
+        self._tokenizer, self._params = tokenizer, params
+        self._waiting: dict[str, list[dict]] = {}
+        self._counts: dict[str, UseCounts] = {}
+
+    def add(self, use: str, row: dict) -> None:
+        waiting = self._waiting.setdefault(use, [])
+        waiting.append(row)
+        if len(waiting) >= ROWS_AT_ONCE:
+            self._flush(use)
+
+    def done(self) -> dict[str, UseCounts]:
+        for use in list(self._waiting):
+            self._flush(use)
+        return self._counts
+
+    def _flush(self, use: str) -> None:
+        rows, self._waiting[use] = self._waiting[use], []
+        if rows:
+            self._counts.setdefault(use, UseCounts(use)).add(rows, self._tokenizer, self._params.model.max_length)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence that goes through a model.
+
+    name: of the use and, of a pair, its side. ids, trained: [T]; trained: the loss or the compared log-probability is of this token.
+    remark: for people.
+    """
+
+    name: str
+    ids: list[int]
+    trained: list[bool]
+    remark: str = ""
+
+
+def sequences(use: str, row: dict, tokenizer: PreTrainedTokenizerBase, params: Params) -> list[Sequence]:
+    """What a row of a use becomes, whether it is too long or not.
+
+    Raises:
+        Unrenderable: the chat template doesn't take the conversation.
+    """
+    if use == "pretrain":
+        return [_of_demonstration("pretrain", d) for d in encode_texts([row], tokenizer, max_length=sys.maxsize)[0]]
+    if use == "sft":
+        how = {"train_on": params.sft.train_on, "train_on_thoughts": params.sft.train_on_thoughts}
+        return [_of_demonstration("sft", d) for d in encode_demonstrations([row], tokenizer, max_length=sys.maxsize, **how)[0]]
+    if use == "prompt":
+        ids = encode_prompt(tokenizer, row["messages"])
+        label = row.get("label")
+        return [Sequence("prompt", ids, [False] * len(ids), "no label" if label is None else f"label {label!r}")]
+    return list(_sides(row, tokenizer))
+
+
+def _sides(row: dict, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence]:
+    paired = row["chosen"] is not None and row["rejected"] is not None
+    for side in ("chosen", "rejected"):
+        if row[side] is not None:
+            ids, start = encode_conversation(tokenizer, row["messages"], row[side])
+            name = f"preference, {side}" if paired else f"kto, {'desirable' if side == 'chosen' else 'undesirable'}"
+            scored = len(encode_scored(tokenizer, row["messages"], row[side]))
+            remark = (
+                f"the reward model reads {scored}, as the template writes the whole conversation" if paired and scored != len(ids) else ""
+            )
+            yield Sequence(name, ids, [False] * start + [True] * (len(ids) - start), remark)
+
+
+def _of_demonstration(name: str, demonstration: Demonstration) -> Sequence:
+    trained = [i >= demonstration.start for i in range(len(demonstration.ids))]
+    for first, end in demonstration.skipped:
+        trained[first:end] = [False] * (end - first)
+    return Sequence(name, demonstration.ids, trained)
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[tuple[str, int, int]]:
+    """The text of the ids in parts: text, first token, end. A part is one token, or the tokens that one character is made of."""
+
+    def decode(first: int, end: int) -> str:
+        return tokenizer.decode(ids[first:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    found, start = [], 0
+    for end in range(1, len(ids) + 1):
+        back = max(0, start - BACK)
+        before, text = decode(back, start), decode(back, end)
+        if (text.endswith(TORN) and end < len(ids) and end - start < BACK) or not text.startswith(before):
+            continue
+        found.append((text.removeprefix(before), start, end))
+        start = end
+    if start < len(ids):
+        found.append((decode(start, len(ids)), start, len(ids)))
+    return found

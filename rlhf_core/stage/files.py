@@ -1,0 +1,80 @@
+"""What stages read and write: JSON, prepared data, and outputs that appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.paths import PREPARED, SOURCES
+
+if TYPE_CHECKING:
+    from rlhf_core.models.card import CardFacts
+
+PROBABILITIES = ("p_value", "level", "spent")  # keys of metrics
+
+
+def source_judges() -> dict[str, str]:
+    """Name of each data source that has a judge -> the judge's (`SourceConfig.judge_name`)."""
+    return {name: source["judge"] for name, source in read_json(SOURCES).items() if source["judge"]}
+
+
+def has_labels() -> bool:
+    """Whether any training prompt has the expected answer beside it."""
+    from rlhf_core.data.schema import read_rows
+
+    return any(row["label"] is not None for row in read_rows(PREPARED, "prompt", "train"))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Deterministic JSON, written aside and renamed. NaN and infinities become null, which JSON has. Numbers have six decimals,
+    PROBABILITIES six significant digits, since a small one is not 0.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(json.dumps(_finite(content), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
+    aside.replace(path)
+
+
+def _finite(node: Any, key: str = "") -> Any:
+    if isinstance(node, dict):
+        return {k: _finite(v, k) for k, v in node.items()}
+    if isinstance(node, list | tuple):
+        return [_finite(v, key) for v in node]
+    if isinstance(node, float) and not math.isfinite(node):
+        return None
+    if isinstance(node, float):
+        return float(f"{node:.6g}") if key in PROBABILITIES else round(node, 6)
+    return node
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def publish_model(aside: Path, final: Path, facts: CardFacts) -> None:
+    """Give a finished model's folder its card and move it to its place."""
+    from rlhf_core.models.card import write_card
+
+    write_card(aside, facts)
+    publish(aside, final)
+
+
+def publish(aside: Path, final: Path) -> None:
+    """Move a finished file or folder to its place, readable as any new file is; a partial one is never seen there."""
+    like_new(aside)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    if final.is_dir():
+        shutil.rmtree(final)
+    shutil.move(aside, final)
+
+
+def like_new(path: Path) -> None:
+    """Modes as the umask gives new files and folders: safetensors makes its files readable for their owner alone."""
+    umask = os.umask(0o077)  # it can't be read without being set
+    os.umask(umask)
+    for found in [path, *(path.rglob("*") if path.is_dir() else ())]:
+        found.chmod((0o777 if found.is_dir() else 0o666) & ~umask)

@@ -1,0 +1,329 @@
+"""What every stage does around its work: parameters, scratch folder, one run at a time, a clean end.
+
+    def main() -> None:
+        with Stage("train_sft") as stage:
+            ...stage.params.sft..., stage.scratch, stage.stop_requested...
+
+A stage is killed in three ways, and each leaves the work resumable: SIGTERM (it checkpoints and exits 143), the death of
+its parent (the kernel then sends it SIGTERM) and SIGKILL (the last checkpoint counts).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_core.checkpoint.store import NoSpace, Origin, StoreSettings
+from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params, reordering_shown
+from rlhf_core.environment import keep_visible, of_stage
+from rlhf_core.paths import CURVES, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, SOURCES, STAGE_METRICS, STATE_DIGESTS, TIMINGS
+from rlhf_core.process import be_quiet, show_own_log
+from rlhf_core.progress import name_stage
+from rlhf_core.stage.files import publish_model, read_json, write_json
+from rlhf_core.stage.scratch import input_hashes, metrics_path, prepare_scratch, read_work
+
+# Exit codes. The flow retries all but the first, which would end the same again.
+REFUSED = 1  # wrong params, data or a model that isn't acceptable
+CRASHED = 70  # an error that nobody foresaw; EX_SOFTWARE of sysexits.h
+STOPPED_BY_SIGNAL = 143  # 128 + SIGTERM, what a shell reports too
+TAIL = 20  # steps at the end of a training over which final figures are averaged, at most
+LOCK_DEADLINE = 60.0  # seconds; a stage that was told to stop needs some to write its checkpoint
+
+log = logging.getLogger("rlhf")
+
+
+def no_arguments(about: str | None) -> None:
+    """The command line of a stage that takes none: --help is answered, anything else refused, and nothing runs."""
+    stage_arguments(about).parse_args()
+
+
+def round_argument(about: str | None) -> int:
+    """The command line of a stage of rounds/dvc.yaml: the number of a round."""
+    parser = stage_arguments(about)
+    parser.add_argument("round", type=int, help="number of the round of iterative DPO, from 1")
+    number = parser.parse_args().round
+    if number < 1:
+        parser.error(f"round: expected a number from 1, got {number}; see rounds/rounds.yaml")
+    return number
+
+
+def stage_arguments(about: str | None) -> argparse.ArgumentParser:
+    """With the words of the stage's module as help."""
+    module = sys.modules["__main__"].__spec__
+    how = {"description": about, "epilog": "params.yaml says what the stage does.", "allow_abbrev": False}
+    name = None if module is None else f"python -m {module.name}"
+    return argparse.ArgumentParser(prog=name, formatter_class=argparse.RawDescriptionHelpFormatter, **how)
+
+
+class StageStopped(Exception):
+    """SIGTERM came; the work so far is in a checkpoint."""
+
+
+class StageFailed(RuntimeError):
+    """The stage did its work and the result is not acceptable, such as data that fails validation. Shown without a traceback."""
+
+
+class Stage:
+    """The frame around one stage's work; see the module.
+
+    Args:
+        resumable: the work looks at `stop_requested` and checkpoints; False: SIGTERM ends it where it is.
+        round_number: of iterative DPO, for a stage of rounds/dvc.yaml; None: the stage is one of dvc.yaml.
+    Attributes:
+        params: the whole, checked params.yaml.
+        work: what the stage's work is made of: its command, its params and the content of its dependencies.
+        resumed_from: the other work whose checkpoints it took over (checkpoints.resume_from), oldest first.
+        scratch: a folder that only this work finds again, outside what DVC deletes; removed when the stage succeeds.
+    """
+
+    def __init__(self, name: str, *, resumable: bool = True, round_number: int | None = None):
+        self.name = name if round_number is None else f"{name}@{round_number}"
+        self._round_number = round_number
+        self._resumable = resumable
+        self._stop = threading.Event()
+        be_quiet()
+        show_own_log()
+
+    def __enter__(self) -> Stage:
+        end_with_parent()
+        signal.signal(signal.SIGTERM, self._on_stop)
+        try:
+            self.params: Params = load_params()
+            self.work = read_work(self.name, self._round_number)
+        except ConfigError as error:
+            self._exit(str(error))
+        self._hide_secrets()
+        name_stage(self.name)
+        self.scratch = SCRATCH / self.name / self.work.folder_name
+        self.scratch.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.scratch.parent / "lock").open("a+")
+        self._acquire()
+        try:  # only now: the run that held the lock may have removed the folder
+            self.resumed_from = prepare_scratch(self.scratch, self.work, self.params.checkpoints, self.name)
+        except ConfigError as error:
+            self._exit(str(error))
+        self._started = time.monotonic()
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if error is None:
+            self._note_where_it_began()
+            self._keep_digests()
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        self._lock.close()
+        if error is None:
+            log.info("%s: done in %.1f s", self.name, time.monotonic() - self._started)
+        elif isinstance(error, StageStopped):
+            log.info("%s: stopped by a signal; run it again to go on%s", self.name, " from its checkpoint" if self._resumable else "")
+            sys.exit(STOPPED_BY_SIGNAL)
+        elif isinstance(error, StageFailed | ValueError | FileNotFoundError):
+            log.debug("traceback", exc_info=error)
+            self._exit(str(error))
+        elif isinstance(error, NoSpace):  # worth another try: somebody may make room
+            log.error("%s: %s", self.name, error)
+            sys.exit(CRASHED)
+        elif isinstance(error, Exception):
+            log.error("%s: crashed", self.name, exc_info=error)
+            sys.exit(CRASHED)
+
+    def _hide_secrets(self) -> None:
+        """Also where DVC alone started the stage, in a shell with all that is in it."""
+        wanted = self.params.flow.environment
+        if missing := [name for name in wanted if name not in os.environ]:
+            log.warning("flow.environment: expected %s in the environment, got nothing of that name", ", ".join(missing))
+        keep_visible(of_stage(self.params, self.name, os.environ), named=wanted)
+
+    def _on_stop(self, *_: object) -> None:
+        self._stop.set()
+        if not self._resumable:
+            raise StageStopped
+
+    @property
+    def stop_requested(self) -> bool:
+        """True once SIGTERM has come: write a checkpoint and raise StageStopped."""
+        return self._stop.is_set()
+
+    @property
+    def fingerprint(self) -> str:
+        return self.work.fingerprint
+
+    @property
+    def lock_descriptor(self) -> int:
+        """Of the stage's lock: as long as a process that inherits it lives, no other run of the stage begins."""
+        return self._lock.fileno()
+
+    def use_threads(self) -> None:
+        """Let torch use the cores of `cluster.threads` in this process."""
+        import torch
+
+        torch.set_num_threads(self.params.cluster.threads)
+
+    def loop(self, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int) -> dict[str, Any]:
+        """What the training loop of a supervised stage needs from its stage: settings, curves, the stop signal."""
+        from rlhf_core.checkpoint.digest import write_digest
+        from rlhf_core.checkpoint.store import CheckpointStore
+        from rlhf_core.tracking import MetricsLog
+        from rlhf_core.trainers.supervised import LoopSettings
+
+        def metrics_log(step: int) -> MetricsLog:
+            return MetricsLog(
+                self.scratch / "curves.csv",
+                columns,
+                timings=TIMINGS / f"{self.name}.csv",
+                tracking=self.params.tracking,
+                run_name=f"{self.name}-{self.fingerprint[:8]}",
+                first_step=step,
+            )
+
+        def store(phase: str) -> CheckpointStore:
+            return CheckpointStore(self.scratch / phase, self.store_settings(zero_stage=config.zero_stage), write_digest=write_digest)
+
+        settings = LoopSettings(seed=self.params.seed, checkpoint_every=config.checkpoint_every, eval_every=config.eval_every)
+        return {
+            "settings": settings,
+            "checkpoints": store,
+            "first_step": first_step,
+            "metrics_log": metrics_log,
+            "stop_requested": lambda: self.stop_requested,
+        }
+
+    def store_settings(self, *, zero_stage: int, world_size: int = 1) -> StoreSettings:
+        """Of the stage's checkpoints: how many stay, what they say they are of, and which ones are gone on from."""
+        wanted = self.params.checkpoints
+        accepted = tuple(Origin(**entry["origin"]) for entry in self.resumed_from)
+        return StoreSettings(wanted.keep_last, wanted.keep_best, self.work.origin, accepted, world_size, zero_stage)
+
+    def recent_mean(self, column: str) -> float:
+        """Of a column of the training curves, over their end."""
+        import pandas as pd
+
+        rows = pd.read_csv(self.scratch / "curves.csv")
+        return float(rows[column].tail(steps_at_the_end(len(rows))).mean())
+
+    def card(self, kind: str, method: str, metrics: Mapping[str, Any], *, gate: Mapping[str, Any] | None = None):
+        """What the stage knows of the model that it has trained, for the model's card.
+
+        Args:
+            kind: sft, reward or policy. metrics: of which the held-out figures are kept.
+            gate: what gate_reward wrote, where the method asks the reward model; None: neither has a part in the model.
+        """
+        from rlhf_core.models.card import CardFacts
+
+        inputs = input_hashes(self.name, self._round_number)
+        if kind == "policy" and gate is None:
+            inputs = {path: md5 for path, md5 in inputs.items() if path != REWARD_MODEL.as_posix()}
+        figures = {name: value for name, value in metrics.items() if name.startswith("heldout_") and isinstance(value, float)}
+        gone_on = "Training went on from a checkpoint of other work (`checkpoints.resume_from`)."
+        return CardFacts(
+            kind=kind,
+            method=method,
+            base=self.params.model.path,
+            params={name: value for name, value in self.work.params.items() if ":" not in name},
+            sources=read_json(SOURCES),
+            inputs=inputs,
+            gate=gate,
+            figures=figures,
+            notes=[gone_on] * bool(self.resumed_from),
+        )
+
+    def _note_where_it_began(self) -> None:
+        """Work that took over other work's checkpoint says so in its metrics: nothing else tells it from work done from the start."""
+        path = metrics_path(self.name, self._round_number)
+        if self.resumed_from and path is not None:
+            began = [{name: entry[name] for name in ("of", "step", "differences")} for entry in self.resumed_from]
+            write_json(path, read_json(path) | {"resumed_from": began})
+
+    def _keep_digests(self) -> None:
+        folder = STATE_DIGESTS / self.name
+        shutil.rmtree(folder, ignore_errors=True)
+        for path in self.scratch.glob("*/step-*/digest.json"):
+            kept = folder / path.parent.parent.name / path.parent.name
+            kept.mkdir(parents=True)
+            shutil.copy(path, kept)
+
+    def _acquire(self) -> None:
+        deadline = time.monotonic() + LOCK_DEADLINE
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    self._lock.seek(0)
+                    other = self._lock.read().strip() or "unknown"
+                    self._exit(
+                        f"expected to be the only run in this workspace, got another one, process {other}, "
+                        f"still at work after {LOCK_DEADLINE:.0f} s; wait for it or stop it"
+                    )
+                time.sleep(0.2)
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+
+    def _exit(self, message: str) -> None:
+        for line in message.splitlines():
+            print(f"{self.name}: {reordering_shown(line)}", file=sys.stderr, flush=True)
+        sys.exit(REFUSED)
+
+
+def steps_at_the_end(steps: int) -> int:
+    """Of a training, over which final figures are averaged: its last third, at most TAIL of them."""
+    return min(TAIL, math.ceil(steps / 3))
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to send SIGTERM when the parent dies: killing dvc would otherwise leave a trainer behind.
+
+    The parent must be DVC itself and not a shell of its, hence `exec` in dvc.yaml.
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def check_gate(gate: dict[str, Any]) -> str | None:
+    """For a stage that uses the chain's own reward model: what gate_reward wrote must say that it is fit for use.
+
+    Returns:
+        The reason for which one that isn't is used all the same (gate.override), for the stage's metrics.
+    Raises:
+        StageFailed: it didn't pass, or was rolled back, and nobody gave a reason.
+    """
+    if gate["passed"]:
+        return None
+    if gate["override"] is None:
+        raise StageFailed(
+            f"reward model: expected one that passed the gate, got one that didn't; {gate['message']} Train a better one, or, to use this "
+            "one all the same, write the reason into gate.override"
+        )
+    log.warning("reward model: used although it did not pass the gate; the reason given: %s", gate["override"])
+    return gate["override"]
+
+
+def publish_policy(
+    stage: Stage, model: Any, weights: dict[str, Any], tokenizer: Any, metrics: dict[str, Any], *, gate: dict[str, Any] | None = None
+) -> None:
+    """All that stage train_policy makes, of a policy that was trained in its own process.
+
+    Args:
+        model: as loaded; weights: what it has become. gate: see `Stage.card`.
+    """
+    from rlhf_core.models.build import save_model
+
+    aside = stage.scratch / "model"
+    save_model(model, weights, tokenizer, aside)
+    publish_model(aside, POLICY_MODEL, stage.card("policy", metrics["method"], metrics, gate=gate))
+    PLOTS.mkdir(exist_ok=True)
+    shutil.copy(stage.scratch / "curves.csv", CURVES["train_policy"])
+    write_json(STAGE_METRICS["train_policy"], metrics)

@@ -1,0 +1,263 @@
+"""What a stage's work is made of, and its scratch folders: `scratch/<stage>/<fingerprint>`, one for each work that was not finished.
+
+Other params, data or code are other work with another folder. What an older folder holds is named when the new work starts; that it goes on
+from there is for a user to say (checkpoints.resume_from), and the stage's metrics then have it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.checkpoint.manifest import MANIFEST
+from rlhf_core.checkpoint.store import Origin, checkpoint_steps
+from rlhf_core.config import CheckpointsConfig, ConfigError, read_stages, read_yaml
+from rlhf_core.rounds.pins import dvc_md5, read_round_stages
+
+WORK = "work.json"  # in a scratch folder: what its work is made of
+RESUMED_FROM = "resumed_from.json"  # in a scratch folder: the older work whose checkpoints were taken over, oldest first
+TAKING_OVER = "taking-over-"
+CODE = ("tasks", "rlhf_core", "flows", "rewards")
+SHOWN = 12  # differences that a message names
+
+log = logging.getLogger("rlhf")
+
+
+@dataclass(frozen=True)
+class Work:
+    """command: of the stage. params: what dvc.yaml has it read. files: path of each file it depends on -> sha256."""
+
+    command: str
+    params: dict[str, Any]
+    files: dict[str, str]
+
+    @property
+    def fingerprint(self) -> str:
+        return _hash(asdict(self))
+
+    @property
+    def folder_name(self) -> str:
+        return self.fingerprint[:16]
+
+    @property
+    def origin(self) -> Origin:
+        code = {path: sha for path, sha in self.files.items() if is_code(path)}
+        data = {path: sha for path, sha in self.files.items() if not is_code(path)}
+        return Origin(config=_hash([self.command, self.params]), data=_hash(data), code=_hash(code))
+
+    def differences(self, older: Work) -> list[str]:
+        """What has changed since `older`, a line each: keys of params with both values, files of data, files of code."""
+        found = [] if self.command == older.command else [f"command: {older.command} -> {self.command}"]
+        new, old = dict(_leaves(self.params)), dict(_leaves(older.params))
+        for key in [*new, *(set(old) - set(new))]:
+            if new.get(key) != old.get(key):
+                found.append(f"{key}: {_value(old, key)} -> {_value(new, key)}")
+        for path in sorted({*self.files, *older.files}, key=lambda p: (is_code(p), p)):
+            before, now = older.files.get(path), self.files.get(path)
+            if before != now:
+                how = "new" if before is None else "gone" if now is None else "changed"
+                found.append(f"{'code' if is_code(path) else 'data'}: {path} {how}")
+        return found
+
+
+def read_work(stage: str, round_number: int | None = None) -> Work:
+    """Of a stage of dvc.yaml, or of a round's of rounds/dvc.yaml.
+
+    Raises:
+        ConfigError: a dependency is missing.
+    """
+    tree = read_yaml(Path("params.yaml"))
+    stages = read_stages(Path("dvc.yaml"), tree) if round_number is None else read_round_stages(round_number)
+    definition = stages[stage]
+    files = {}
+    for dependency in definition["deps"]:
+        for path in _files(Path(dependency), stage):
+            with path.open("rb") as file:
+                files[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
+    return Work(definition["cmd"], dict(_tracked(definition["params"], tree)), files)
+
+
+def input_hashes(stage: str, round_number: int | None = None) -> dict[str, str]:
+    """Data and models that a stage depends on, and the md5 of each, as dvc.lock will have them; a file outside the project by its name."""
+    stages = read_stages(Path("dvc.yaml"), read_yaml(Path("params.yaml"))) if round_number is None else read_round_stages(round_number)
+    inputs = [Path(d) for d in stages[stage]["deps"] if not is_code(d) and not d.startswith("metrics/")]
+    return {path.name if path.is_absolute() else path.as_posix(): dvc_md5(path) for path in inputs}
+
+
+def metrics_path(stage: str, round_number: int | None) -> Path | None:
+    """The first metrics file of a stage."""
+    stages = read_stages(Path("dvc.yaml"), read_yaml(Path("params.yaml"))) if round_number is None else read_round_stages(round_number)
+    entry = next(iter(stages[stage].get("metrics", [])), None)
+    return None if entry is None else Path(entry if isinstance(entry, str) else next(iter(entry)))
+
+
+def prepare_scratch(scratch: Path, work: Work, config: CheckpointsConfig, stage: str) -> list[dict[str, Any]]:
+    """Make a scratch folder that is ready for this work. The stage's lock is held.
+
+    Returns:
+        The older work that it goes on from, oldest first; empty: none.
+    Raises:
+        ConfigError: checkpoints.resume_from names what can't be gone on from.
+    """
+    older = [folder for folder in _older(scratch) if checkpoint_of(folder) is not None]
+    of, _, name = (config.resume_from or "").partition("/")
+    chosen = scratch.parent / name if of == stage else None
+    if chosen is not None and chosen != scratch:
+        _resume_from(chosen, scratch, work)
+    elif older and checkpoint_of(scratch) is None:
+        _tell(older[0], work, stage)
+    scratch.mkdir(exist_ok=True)
+    write_aside(scratch / WORK, asdict(work))
+    _clear(scratch, older, config.keep_abandoned, spared=chosen)
+    return resumed_from(scratch)
+
+
+def read_noted(scratch: Path) -> Work | None:
+    """What the work of a scratch folder was made of; None: nobody has noted it there."""
+    try:
+        return Work(**json.loads((scratch / WORK).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def resumed_from(scratch: Path) -> list[dict[str, Any]]:
+    path = scratch / RESUMED_FROM
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def checkpoint_of(scratch: Path) -> tuple[str, int] | None:
+    """Folder and step of the checkpoint that was written last in a scratch folder."""
+    manifests = [p for p in scratch.glob(f"*/step-*/{MANIFEST}") if p.parent.name.removeprefix("step-").isdigit()]
+    if not manifests:
+        return None
+    last = max(manifests, key=lambda p: p.stat().st_mtime_ns).parent
+    return last.parent.name, int(last.name.removeprefix("step-"))
+
+
+def _resume_from(chosen: Path, scratch: Path, work: Work) -> None:
+    """Copy the older work's checkpoints and curves into this one's scratch folder, once."""
+    if any(entry["scratch"] == chosen.name for entry in resumed_from(scratch)):
+        return
+    key = f"checkpoints.resume_from={chosen.parent.name}/{chosen.name}"
+    found = checkpoint_of(chosen)
+    if found is None:
+        raise ConfigError(f"{key}: expected a scratch folder with a checkpoint, got none at {chosen}; set it to null to begin anew")
+    if checkpoint_of(scratch) is not None:
+        raise ConfigError(
+            f"{key}: expected no checkpoint of this work's own yet, got one at {scratch}; set it to null to go on from that, or remove that"
+        )
+    older = read_noted(chosen)
+    if older is None:
+        raise ConfigError(f"{key}: expected {WORK} to say what that work was made of, got none; set it to null to begin anew")
+    if older.command != work.command:
+        raise ConfigError(f"{key}: expected work of the same command, {work.command}, got {older.command}; set it to null to begin anew")
+    differences = work.differences(older)
+    entry = {"scratch": chosen.name, "step": found[1], "of": found[0], "origin": asdict(older.origin), "differences": differences}
+    aside = scratch.with_name(TAKING_OVER + scratch.name)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    for part in chosen.iterdir():
+        if part.is_dir() and checkpoint_steps(part):
+            shutil.copytree(part, aside / part.name)
+        elif part.name == "curves.csv":
+            shutil.copy2(part, aside)
+    write_aside(aside / RESUMED_FROM, [*resumed_from(chosen), entry])
+    shutil.rmtree(scratch, ignore_errors=True)
+    aside.rename(scratch)
+    log.warning(
+        "%s: goes on from step %d of other work, %s; what has changed since:\n%s",
+        *(scratch.parent.name, found[1], chosen, _listed(differences)),
+    )
+
+
+def _tell(older: Path, work: Work, stage: str) -> None:
+    store, step = checkpoint_of(older) or ("", 0)
+    noted = read_noted(older)
+    differences = [] if noted is None else work.differences(noted)
+    log.warning(
+        "%s: starts anew. %s has the checkpoint of step %d (%s) of other work; what has changed since:\n%s\n"
+        "  To go on from it all the same: checkpoints.resume_from=%s/%s",
+        *(stage, older, step, store, _listed(differences), stage, older.name),
+    )
+
+
+def _clear(scratch: Path, older: list[Path], keep: int, *, spared: Path | None) -> None:
+    """Of other work's folders keep the newest that have a checkpoint, and as many of those that have none."""
+    without = [folder for folder in _older(scratch) if folder not in older]
+    for folder in {*older[keep:], *without[keep:]} - {spared}:
+        log.info("%s: removed, the scratch of work that was given up", folder)
+        shutil.rmtree(folder)
+    for left_over in scratch.parent.glob(f"{TAKING_OVER}*"):
+        shutil.rmtree(left_over)
+
+
+def _older(scratch: Path) -> list[Path]:
+    """Other work's folders of the same stage, the one that was at work last first."""
+    folders = [p for p in scratch.parent.iterdir() if p.is_dir() and p != scratch and re.fullmatch(r"[0-9a-f]{16}", p.name)]
+
+    def last_at_work(folder: Path) -> int:
+        return max(p.stat().st_mtime_ns for p in (folder, *folder.glob("*"), *folder.glob(f"*/step-*/{MANIFEST}")))
+
+    return sorted(folders, key=last_at_work, reverse=True)
+
+
+def is_code(path: str) -> bool:
+    return Path(path).parts[0] in CODE or path.endswith(".py")
+
+
+def write_aside(path: Path, content: Any) -> None:
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(json.dumps(content, indent=1, sort_keys=True), encoding="utf-8")
+    os.replace(aside, path)
+
+
+def _listed(differences: list[str]) -> str:
+    lines = [f"  {line}" for line in differences[:SHOWN]] or ["  nothing that is known"]
+    return "\n".join(lines + ([f"  and {len(differences) - SHOWN} more"] if len(differences) > SHOWN else []))
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, dict | list) or not node:
+        yield path, node
+        return
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        yield from _leaves(value, f"{path}.{key}" if path else str(key))
+
+
+def _value(values: dict[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "nothing"
+
+
+def _tracked(params: list[str | dict[str, list[str]]], tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a stage's `params` name, and its value: a section or key of params.yaml, or keys of another file."""
+    for entry in params:
+        if isinstance(entry, str):
+            yield entry, reduce(getitem, entry.split("."), tree)
+            continue
+        for file, keys in entry.items():
+            found = read_yaml(Path(file)) if Path(file).exists() else None  # a stage that is run by hand may have no hashes of its inputs
+            for key in keys:
+                yield f"{file}:{key}", None if found is None else reduce(getitem, key.split("."), found)
+
+
+def _files(path: Path, stage: str) -> Iterator[Path]:
+    if not path.exists():
+        raise ConfigError(f"{path}: expected what an earlier stage makes, got nothing; run `dvc repro {stage}`, which runs what is missing")
+    if path.is_file():
+        yield path
+    else:
+        yield from sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

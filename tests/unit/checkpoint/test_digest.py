@@ -1,0 +1,166 @@
+"""State digests: equal states have equal ones, of different ones the first that differs is named, and reading runs no code of a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import policy_engine, tiny_params
+from two_ranks import BATCHES, STAGES, sft_steps
+
+from rlhf_core.checkpoint.digest import DIGEST_FILE, differences, main, read_digest, write_digest
+from rlhf_core.checkpoint.store import CheckpointStore
+from rlhf_core.engines.deepspeed_engine import TrainEngine
+from rlhf_core.sampling.scoring import Moments, RewardNormalizer
+from rlhf_core.trainers.rl.monitor import MonitorState, Track
+from rlhf_core.trainers.rl.state import Best, Progress
+from rlhf_core.trainers.supervised import save_state
+
+pytestmark = pytest.mark.usefixtures("world")
+Q_PROJ = "model.model.layers.0.self_attn.q_proj.weight"
+RL = tiny_params().rl
+
+
+def trained(sft_folder: Path, stage: int) -> TrainEngine:
+    engine = policy_engine(sft_folder, zero_stage=stage)
+    sft_steps(engine, BATCHES[:1], rank=0, ranks=1)
+    return engine
+
+
+def saved(engine: TrainEngine, folder: Path) -> Path:
+    random.seed(1)
+    torch.manual_seed(1)
+    return CheckpointStore(folder, write_digest=write_digest).save(1, lambda aside: save_state(engine, aside))
+
+
+def bump_exp_avg(engine: TrainEngine, stage: int) -> None:
+    """One number of one parameter's first moment."""
+    parameter = dict(engine.module.named_parameters())[Q_PROJ]
+    if stage == 0:
+        engine._torch_optimizer.state[parameter]["exp_avg"][3, 5] += 1e-3
+        return
+    from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+
+    value = safe_get_full_optimizer_state(parameter, "exp_avg").clone()
+    value[3, 5] += 1e-3
+    safe_set_full_optimizer_state(parameter, value, "exp_avg")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_same_state_twice_is_equal_and_one_number_of_the_optimizer_is_named(sft_folder: Path, tmp_path: Path, stage: int, capsys):
+    a, b = (saved(trained(sft_folder, stage), tmp_path / name) for name in "ab")
+    assert main(["compare", str(a), str(b)]) == 0
+    assert capsys.readouterr().out.startswith("equal: both are the same state, after step 1, in ")
+    engine = trained(sft_folder, stage)
+    bump_exp_avg(engine, stage)
+    c = saved(engine, tmp_path / "c")
+    assert main(["compare", str(a), str(c)]) == 1
+    rank = "" if stage == 0 else " on rank 0"
+    assert capsys.readouterr().out == f"different: optimizer: exp_avg of {Q_PROJ} of engine{rank}: other content\n"
+
+
+def test_another_step_of_training_differs_in_everything_that_moves_and_position_comes_first(sft_folder: Path, tmp_path: Path, capsys):
+    engine = policy_engine(sft_folder)
+    store = CheckpointStore(tmp_path, write_digest=write_digest)
+    for step, batch in enumerate(BATCHES[:2], 1):
+        sft_steps(engine, [batch], rank=0, ranks=1)
+        torch.manual_seed(step)
+        store.save(step, lambda folder: save_state(engine, folder))
+    found = differences(*(read_digest(tmp_path / f"step-{step}") for step in (1, 2)))
+    assert found[0] == "data position: step: 1 and 2"
+    parts = [line.split(":")[0] for line in found]
+    assert list(dict.fromkeys(parts)) == ["data position", "random number generators", "scheduler", "counters", "optimizer", "weights"]
+    assert f"optimizer: step of {Q_PROJ} of engine: 1.0 and 2.0" in found
+    assert main(["compare", str(tmp_path / "step-1"), str(tmp_path / "step-2")]) == 1
+    assert capsys.readouterr().out == f"different: data position: step: 1 and 2 (and {len(found) - 1} more; --all names them)\n"
+
+
+CHANGES: dict[str, tuple[Callable[[Progress], Progress], str]] = {
+    "prompts": (lambda p: replace(p, prompts_drawn=97), "data position: prompts_drawn: 96 and 97"),
+    "coefficient": (lambda p: replace(p, kl_coef=0.15000000000000002), "KL coefficient: kl_coef: 0.15 and 0.15000000000000002"),
+    "monitor": (
+        lambda p: replace(p, monitor=MonitorState({"kl": Track((0.1,), None, 2)})),
+        'running statistics: monitor tracks: {"kl": {"past": 1, "peak": null, "values": [0.1]}} and '
+        '{"kl": {"past": 2, "peak": null, "values": [0.1]}}',
+    ),
+    "best": (lambda p: replace(p, best=Best(2, 0.25)), 'best policy: best: {"step": 2, "value": 0.5} and {"step": 2, "value": 0.25}'),
+}
+
+
+def driver(folder: Path, change: Callable[[Progress], Progress] = lambda p: p, count: int = 4) -> Path:
+    normalizer = RewardNormalizer(RL.reward)
+    normalizer.moments = {"reward_model": Moments(count, 1.5, 2.5)}
+    progress = change(Progress(3, 96, 0.15, Best(2, 0.5), MonitorState({"kl": Track((0.1,), None, 1)})))
+    return CheckpointStore(folder, write_digest=write_digest).save(3, lambda aside: progress.write(aside / "driver.json", normalizer))
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_the_driver_of_an_rl_run_knows_is_compared_by_value(tmp_path: Path, what: str):
+    change, said = CHANGES[what]
+    a, b = read_digest(driver(tmp_path / "a")), read_digest(driver(tmp_path / "b", change))
+    assert a["parts"]["position"] == {"step": 3, "policy version": 3, "prompts_drawn": 96}
+    assert differences(a, b) == [said]
+
+
+def test_running_statistics_of_the_rewards_too(tmp_path: Path):
+    a, b = read_digest(driver(tmp_path / "a")), read_digest(driver(tmp_path / "b", count=5))
+    (said,) = differences(a, b)
+    assert said.startswith('running statistics: normalizer reward_model: {"count": 4, ')
+
+
+def test_what_isnt_a_number_equals_itself_and_nothing_isnt_null():
+    a, b = ({"step": 1, "parts": {"statistics": part}} for part in ({"x": math.nan, "y": None}, {"x": math.nan}))
+    assert differences(a, a) == [] and differences(a, b) == ["running statistics: y: null and nothing"]
+
+
+def test_the_newest_of_a_folder_counts_and_what_cant_be_read_is_refused(tmp_path: Path, capsys):
+    driver(tmp_path / "a")
+    driver(tmp_path / "b")
+    assert main(["compare", str(tmp_path), str(tmp_path / "a")]) == 2
+    assert "expected checkpoints of one phase, got those of several" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b/step-3" / DIGEST_FILE)]) == 0
+    assert main(["show", str(tmp_path / "a")]) == 0
+    assert "data position: 3 hashed or noted (step 3, policy version 3, prompts_drawn 96)" in capsys.readouterr().out
+    shutil.copytree(tmp_path / "b", tmp_path / "kept", ignore=lambda _, names: set(names) - {"step-3", DIGEST_FILE})
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "kept")]) == 0
+    content = json.loads((tmp_path / "b/step-3/driver.json").read_text()) | {"kl_coef": 1.0}
+    (tmp_path / "b/step-3/driver.json").write_text(json.dumps(content))
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    assert "a damaged checkpoint's state digest says nothing" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "nowhere")]) == 2
+    assert "expected a state digest" in capsys.readouterr().err
+
+
+class Touch:
+    """Unpickled as Python does it, this makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_reading_a_file_runs_nothing_of_what_is_in_it(tmp_path: Path):
+    folder = tmp_path / "step-1"
+    folder.mkdir()
+    for name in ("rng.pt", "reference.pt"):
+        torch.save({"torch": torch.zeros(3), "bad": Touch(tmp_path / "touched")}, folder / name)
+    write_digest(folder, 1)
+    assert not (tmp_path / "touched").exists()
+    assert sorted(read_digest(folder / DIGEST_FILE)["parts"]["generators"]) == ["bad", "torch"]
+
+
+def test_comparing_needs_no_torch(tmp_path: Path):
+    program = "import sys; from rlhf_core.checkpoint.digest import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", program, "compare", str(driver(tmp_path / "a")), str(driver(tmp_path / "b"))]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1] == "False"

@@ -1,0 +1,299 @@
+"""The frame around a stage: fingerprint, scratch, lock, exit codes and the ways in which it is stopped. Stages are real processes here."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+from safetensors.torch import save_file
+
+from rlhf_core.config import ConfigError, load_params
+from rlhf_core.rounds.pins import dvc_md5
+from rlhf_core.stage.files import publish, read_json, write_json
+from rlhf_core.stage.run import CRASHED, REFUSED, STOPPED_BY_SIGNAL, Stage
+from rlhf_core.stage.scratch import read_work
+
+ROOT = Path(__file__).parents[3]
+DVC = """
+stages:
+  train_sft:
+    cmd: python work.py
+    params: [seed, model, sft]
+    deps: [work.py, inputs]
+    metrics: [metrics/train_sft.json]
+"""
+WORK = """
+import sys, time
+from pathlib import Path
+from rlhf_core.checkpoint.store import CheckpointStore
+from rlhf_core.paths import METRICS
+from rlhf_core.stage.files import write_json
+from rlhf_core.stage.run import Stage, StageFailed, StageStopped
+
+def work(stage):
+    how = sys.argv[1]
+    if how == "crash":
+        raise RuntimeError("no memory left")
+    if how == "refuse":
+        raise StageFailed("the data is empty")
+    if how in ("save", "finish"):
+        store = CheckpointStore(stage.scratch / "sft", stage.store_settings(zero_stage=0))
+        found = store.latest()
+        print("step", found and found.step, flush=True)
+        if how == "save":
+            store.save(5, lambda folder: (folder / "digest.json").write_text("{}"))
+            raise RuntimeError("no memory left")
+        write_json(METRICS / "train_sft.json", {"loss": 1.0})
+        return
+    checkpoint = stage.scratch / "checkpoint"
+    print("resumed" if checkpoint.exists() else "fresh", stage.fingerprint[:16], flush=True)
+    while how in ("wait", "deaf"):
+        time.sleep(0.02)
+        if how == "deaf":
+            continue
+        if stage.stop_requested:
+            checkpoint.write_text("half")
+            raise StageStopped
+
+with Stage("train_sft", resumable=sys.argv[1] != "deaf") as stage:
+    work(stage)
+"""
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    (tmp_path / "dvc.yaml").write_text(DVC)
+    (tmp_path / "work.py").write_text(WORK)
+    (tmp_path / "inputs").mkdir()
+    (tmp_path / "inputs/rows").write_text("1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def begin(how: str, *wrapper: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [*wrapper, sys.executable, "work.py", how]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def fingerprint(stage: str) -> str:
+    return read_work(stage).fingerprint
+
+
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_fingerprint_follows_command_params_and_dependencies_and_nothing_else(workspace):
+    first = fingerprint("train_sft")
+    (workspace / "unrelated").write_text("x")
+    change(workspace / "params.yaml", "min_accuracy: 0.75", "min_accuracy: 0.8")  # the gate's section, not this stage's
+    (workspace / "inputs/__pycache__").mkdir()
+    (workspace / "inputs/__pycache__/x.pyc").write_text("x")
+    assert fingerprint("train_sft") == first
+    seen = {first}
+    for edit in (
+        lambda: change(workspace / "params.yaml", "seed: 0", "seed: 1"),
+        lambda: (workspace / "inputs/rows").write_text("2"),
+        lambda: (workspace / "inputs/rows").rename(workspace / "inputs/lines"),
+        lambda: change(workspace / "dvc.yaml", "python work.py", "python  work.py"),
+    ):
+        edit()
+        seen.add(fingerprint("train_sft"))
+    assert len(seen) == 5
+    change(workspace / "params.yaml", "seed: 1", "seed: 0")
+    change(workspace / "dvc.yaml", "python  work.py", "python work.py")
+    (workspace / "inputs/lines").rename(workspace / "inputs/rows")
+    (workspace / "inputs/rows").write_text("1")
+    assert fingerprint("train_sft") == first
+
+
+def test_a_missing_dependency_is_named(workspace):
+    (workspace / "inputs/rows").unlink()
+    (workspace / "inputs").rmdir()
+    with pytest.raises(ConfigError, match="inputs: expected what an earlier stage makes, got nothing; run `dvc repro train_sft`"):
+        fingerprint("train_sft")
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [("refuse", REFUSED, "train_sft: the data is empty\n"), ("crash", CRASHED, "RuntimeError: no memory left"), ("end", 0, "")],
+)
+def test_exit_codes_tell_a_refusal_from_a_crash(workspace, how, code, said):
+    stage = begin(how)
+    out, err = stage.communicate(timeout=60)
+    assert stage.returncode == code, err
+    assert said in err + out
+    assert ("Traceback" in out + err) == (how == "crash")
+    scratch = [p for p in (workspace / "scratch/train_sft").iterdir() if p.is_dir()]
+    assert len(scratch) == (0 if how == "end" else 1)  # success leaves none
+
+
+def test_wrong_params_are_refused_without_a_traceback(workspace):
+    change(workspace / "params.yaml", "seed: 0", "sead: 0")
+    stage = begin("end")
+    _, err = stage.communicate(timeout=60)
+    assert stage.returncode == REFUSED
+    assert "train_sft: params.yaml: sead: expected a known key" in err and "Traceback" not in err
+
+
+def test_sigterm_checkpoints_and_the_same_work_resumes_while_changed_work_does_not(workspace):
+    stage = begin("wait")
+    first = stage.stdout.readline().split()
+    stage.terminate()
+    assert stage.wait(timeout=20) == STOPPED_BY_SIGNAL
+    assert "stopped by a signal; run it again" in stage.stdout.read()
+
+    (workspace / "inputs/rows").write_text("2")
+    assert begin("end").communicate(timeout=60)[0].startswith("fresh ")
+    (workspace / "inputs/rows").write_text("1")
+    assert begin("end").communicate(timeout=60)[0].splitlines()[0] == f"resumed {first[1]}"
+    assert begin("end").communicate(timeout=60)[0].startswith("fresh ")  # success removed the checkpoint
+
+
+def test_work_whose_params_were_changed_goes_on_from_the_older_checkpoint_when_asked_and_its_metrics_say_so(workspace):
+    assert begin("save").wait(timeout=60) == CRASHED
+    change(workspace / "params.yaml", "seed: 0", "seed: 1")
+    out, _ = begin("finish").communicate(timeout=60)
+    (older,) = re.findall(r"resume_from=(train_sft/\w{16})", out)
+    assert "has the checkpoint of step 5 (sft) of other work; what has changed since:\n  seed: 0 -> 1\n" in out and "step None" in out
+    assert read_json(workspace / "metrics/train_sft.json") == {"loss": 1.0}
+    change(workspace / "params.yaml", "resume_from: null", f"resume_from: {older}")
+    out, err = begin("finish").communicate(timeout=60)
+    assert "step 5" in out, err
+    noted = {"of": "sft", "step": 5, "differences": ["seed: 0 -> 1"]}
+    assert read_json(workspace / "metrics/train_sft.json") == {"loss": 1.0, "resumed_from": [noted]}
+    assert (workspace / "reports/digests/train_sft/sft/step-5/digest.json").exists()
+    # Its own work, with the params of then, is still where it was.
+    change(workspace / "params.yaml", "seed: 1", "seed: 0")
+    assert "step 5" in begin("finish").communicate(timeout=60)[0]
+    assert not [p for p in (workspace / "scratch/train_sft").iterdir() if p.is_dir()]
+    change(workspace / "params.yaml", "seed: 0", "seed: 1")
+    _, err = begin("finish").communicate(timeout=60)
+    assert f"checkpoints.resume_from={older}: expected a scratch folder with a checkpoint, got none" in err
+
+
+def test_a_second_run_waits_until_the_first_has_ended(workspace):
+    first = begin("wait")
+    first.stdout.readline()
+    second = begin("end")
+    time.sleep(2.0)
+    assert second.poll() is None
+    lock = workspace / "scratch/train_sft/lock"
+    assert lock.read_text() == str(first.pid)
+    first.terminate()
+    first.wait(timeout=20)
+    out, _ = second.communicate(timeout=60)
+    assert second.returncode == 0 and out.startswith("resumed ")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells a child about its parent's death on Linux only")
+def test_the_death_of_the_parent_stops_the_stage_with_a_checkpoint(workspace):
+    # A parent that starts the stage as DVC does, through no shell, and is killed without a chance to tell it.
+    parent = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    wrapper = begin("wait", sys.executable, "-c", parent)
+    wrapper.stdout.readline()
+    pid = int((workspace / "scratch/train_sft/lock").read_text())
+    assert pid != wrapper.pid and alive(pid)
+    wrapper.send_signal(signal.SIGKILL)
+    wrapper.wait(timeout=20)
+    until = time.monotonic() + 20
+    while alive(pid):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert [p.read_text() for p in (workspace / "scratch/train_sft").glob("*/checkpoint")] == ["half"]
+
+
+def test_json_is_deterministic_and_finite(tmp_path):
+    path = tmp_path / "metrics/x.json"
+    write_json(path, {"b": float("nan"), "a": [float("inf"), 0.12345678], "c": {"z": 1, "y": None}})
+    assert read_json(path) == {"a": [None, 0.123457], "b": None, "c": {"y": None, "z": 1}}
+    first = path.read_bytes()
+    write_json(path, {"c": {"y": None, "z": 1}, "a": [float("-inf"), 0.12345679], "b": float("nan")})
+    assert path.read_bytes() == first and list(path.parent.iterdir()) == [path]
+
+
+def test_small_probabilities_are_not_0_in_json(tmp_path):
+    path = tmp_path / "x.json"
+    write_json(path, {"looks": [{"p_value": 1.23456789e-12, "level": 3e-9, "value": 1.23456789e-12}], "p_value": 0.0, "spent": 1 / 3})
+    found = {"p_value": 1.23457e-12, "level": 3e-9, "value": 0.0}
+    assert read_json(path) == {"looks": [found], "p_value": 0.0, "spent": 0.333333}
+
+
+def test_publish_replaces_a_folder_and_a_file(tmp_path):
+    for round_ in ("one", "two"):
+        aside = tmp_path / "aside"
+        aside.mkdir()
+        (aside / round_).write_text(round_)
+        publish(aside, tmp_path / "deep/final")
+    assert [p.name for p in (tmp_path / "deep/final").iterdir()] == ["two"] and not (tmp_path / "aside").exists()
+
+
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o007, 0o660, 0o770)])
+def test_what_is_published_has_the_modes_of_new_files(tmp_path, umask, file, folder):
+    aside = tmp_path / "aside"
+    (aside / "member_1").mkdir(parents=True, mode=0o700)
+    for name in ("model.safetensors", "member_1/model.safetensors"):
+        save_file({"w": torch.zeros(2)}, aside / name)
+    before = os.umask(umask)
+    try:
+        publish(aside, tmp_path / "models/sft")
+    finally:
+        os.umask(before)
+    modes = {p.relative_to(tmp_path / "models").as_posix(): p.stat().st_mode & 0o777 for p in (tmp_path / "models").rglob("*")}
+    assert modes == {
+        "sft": folder,
+        "sft/member_1": folder,
+        "sft/model.safetensors": file,
+        "sft/member_1/model.safetensors": file,
+    }
+
+
+def test_a_card_names_the_inputs_that_count_and_their_md5s(workspace):
+    (workspace / "data/prepared").mkdir(parents=True)
+    (workspace / "data/prepared/sources.json").write_text('{"mine": {"kind": "file", "path": "x", "rows": {"sft": {"train": 7}}}}')
+    dvc = YAML(typ="safe", pure=True).load(DVC)
+    dvc["stages"]["train_policy"] = {
+        "cmd": "exec python -m tasks.train_dpo",
+        "params": ["seed", "model", "dpo"],
+        "deps": ["work.py", "data/prepared", "inputs", "models/reward", "metrics/gate.json"],
+    }
+    with (workspace / "dvc.yaml").open("w") as file:
+        YAML(typ="safe", pure=True).dump(dvc, file)
+    for name in ("models/reward/model.safetensors", "metrics/gate.json"):
+        (workspace / name).parent.mkdir(parents=True)
+        (workspace / name).write_text("{}")
+    stage = Stage("train_policy")  # not entered: signals and environment are this process's
+    stage.params, stage.work, stage.resumed_from = load_params(), read_work("train_policy"), []
+    facts = stage.card("policy", "dpo", {"heldout_loss": 0.5, "heldout_pairs": 3, "loss": 0.4})
+    asked = stage.card("policy", "rl (rloo)", {}, gate={"passed": True, "message": "good"})
+    assert facts.inputs == {name: dvc_md5(workspace / name) for name in ("data/prepared", "inputs")}
+    assert asked.inputs == facts.inputs | {"models/reward": dvc_md5(workspace / "models/reward")}
+    assert facts.figures == {"heldout_loss": 0.5} and facts.gate is None and facts.params.keys() == {"seed", "model", "dpo"}
+
+
+def test_sigterm_ends_a_stage_that_writes_no_checkpoints_where_it_is(workspace):
+    child = begin("deaf")
+    assert child.stdout.readline().startswith("fresh")
+    child.send_signal(signal.SIGTERM)
+    output, errors = child.communicate(timeout=60)
+    assert child.returncode == 143, errors
+    assert "stopped by a signal" in output

@@ -1,0 +1,38 @@
+"""The command says which workload its prediction is of, and where each quantity comes from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.planning.__main__ import main
+
+PARAMS = Path(__file__).parents[3] / "params.yaml"
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *arguments])
+    assert main() == 0
+    return capsys.readouterr().out
+
+
+def test_the_workload_stands_before_the_prediction_with_its_keys(monkeypatch, capsys):
+    out = printed(monkeypatch, capsys, "--samples", "512", "--response-length", "20")
+    workload, _, prediction = out.partition("\n\nproposed: ")
+    told = {line[:20].strip(): line[20:].split() for line in workload.splitlines() if line.startswith("  ")}
+    assert told["samples"] == ["512", "responses", "a", "step", "--samples"]
+    assert told["prompt length"] == ["64", "tokens", "model.max_length", "-", "rl.rollout.max_new_tokens"]  # 96 - 32
+    assert told["response length"][0] == "20" and told["response length"][-1] == "--response-length"
+    assert told["minibatch"][0] == "256" and told["minibatch"][-1] == "rl.minibatch_size"
+    assert told["steps"][0] == "60" and told["steps"][-1] == "rl.steps"
+    assert "GPUs" in prediction
+
+
+def test_json_has_the_workload_too(monkeypatch, capsys):
+    found = json.loads(printed(monkeypatch, capsys, "--json", "--algorithm", "grpo"))
+    assert found["workload"]["group size"] == {"value": 8, "unit": "responses to a prompt", "source": "rl.grpo.group_size"}
+    assert found["workload"]["prompts"]["value"] == 32  # 256 / 8
+    assert found["proposed"]["fits"]

@@ -1,0 +1,221 @@
+"""Memory and time of online RL on a cluster, on paper: python -m tools.planning [--gpu h100 --gpus 16 --model llama3-8b ...].
+
+What isn't given comes from params.yaml: the model's shape, lengths, batches and roles. Without --layout a placement is proposed;
+with it that one is judged, and one proposed beside it. Ends with 1 where neither fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from rlhf_core.config import ConfigError, Params, load_params
+from tools.planning.assumed import assumed, workload_text, workload_values
+from tools.planning.describe import text, values
+from tools.planning.hardware import GIB, GPUS, Cluster, Efficiency
+from tools.planning.phases import predict
+from tools.planning.plan import Placement, Prediction, Workload
+from tools.planning.published import table
+from tools.planning.search import apart, colocated, propose, three_parts
+from tools.planning.shape import SIZES, ModelShape, from_architecture, from_folder
+
+LAYOUTS = ("colocated", "apart", "three-parts")
+
+
+def main() -> int:
+    arguments = parse()
+    if arguments.check:
+        print(table())
+        return 0
+    try:
+        params = load_params(arguments.params)
+        work = workload(params, arguments)
+        found = plan(work, params, arguments)
+    except (ConfigError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    cluster = cluster_of(arguments)
+    for notice in notices(params, arguments):
+        print(notice, file=sys.stderr)
+    basis = assumed(work, params, arguments)
+    if arguments.json:
+        predicted = {name: values(prediction) for name, prediction in found.items()}
+        print(json.dumps({"workload": workload_values(basis), **predicted}, indent=2))
+    else:
+        print(f"{workload_text(basis)}\n")
+        for name, prediction in found.items():
+            print(f"{name}: {text(prediction, cluster)}\n")
+    return 0 if any(prediction.fits for prediction in found.values()) else 1
+
+
+def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
+    """Where a prediction is of something else than params.yaml, or of another number format than the GPU's figures."""
+    found = []
+    if (arguments.dtype or params.model.dtype) == "float32" and arguments.gpu_flops is None:
+        found.append(f"{arguments.gpu}: its FLOP/s are those of bfloat16, and the model's dtype is float32; give --dtype or --gpu-flops")
+    if params.rl.lora is not None:
+        found.append("rl.lora: adapters are not counted; full training is predicted")
+    return found
+
+
+def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[str, Prediction]:
+    cluster = cluster_of(arguments)
+    efficiency = Efficiency(
+        arguments.flops_efficiency, arguments.bandwidth_efficiency, arguments.network_efficiency, arguments.decode_overhead
+    )
+    at_a_time = arguments.max_concurrent or params.rl.rollout.max_concurrent_sequences
+    found = {}
+    if arguments.layout:
+        found["asked for"] = predict(work, asked(work, params, arguments, at_a_time), cluster, efficiency)
+    found["proposed"] = propose(
+        work,
+        cluster,
+        efficiency,
+        checkpointing=arguments.checkpointing,
+        sleep=arguments.sleep,
+        max_concurrent=at_a_time,
+        only_built=arguments.only_built,
+    )
+    return found
+
+
+def asked(work: Workload, params: Params, arguments: argparse.Namespace, at_a_time: int) -> Placement:
+    engines = arguments.engine_gpus or max(1, arguments.gpus // 2)
+    groups = {
+        "colocated": lambda: colocated(work, arguments.gpus),
+        "apart": lambda: apart(work, arguments.gpus, engines),
+        "three-parts": lambda: three_parts(work, arguments.gpus, engines),
+    }[arguments.layout]()
+    return Placement(
+        groups,
+        zero_stage=params.rl.trainer.zero_stage if arguments.zero_stage is None else arguments.zero_stage,
+        offload=params.rl.trainer.offload_optimizer if arguments.offload is None else arguments.offload,
+        tensor_parallel=arguments.tensor_parallel,
+        checkpointing=bool(arguments.checkpointing),
+        sleep=arguments.sleep,
+        max_concurrent=at_a_time,
+    )
+
+
+def shape_of(name: str) -> ModelShape:
+    """Of a known size, or of a folder."""
+    if name not in SIZES and not Path(name).is_dir():
+        raise ValueError(f"model: expected a folder with a config.json or one of {', '.join(SIZES)}, got {name!r}; correct it")
+    return SIZES[name] if name in SIZES else from_folder(name)
+
+
+def workload(params: Params, arguments: argparse.Namespace) -> Workload:
+    """What the arguments say, and params.yaml where they don't."""
+    rl, model = params.rl, params.model
+    name = arguments.model or model.path
+    policy = shape_of(name) if name else from_architecture(model.architecture)
+    algorithm = arguments.algorithm or rl.algorithm
+    response = arguments.response_length or rl.rollout.max_new_tokens
+    samples = arguments.samples or rl.samples_per_step
+    scorers = sum(scorer.members for scorer in rl.reward.scorers if scorer.kind == "reward_model")
+    rewards = [shape_of(given) for given in arguments.reward_model] or [policy] * scorers
+    return Workload(
+        policy=policy,
+        critic=(shape_of(arguments.critic_model) if arguments.critic_model else policy) if algorithm == "ppo" else None,
+        reference=rl.kl.keeps_reference if arguments.reference is None else arguments.reference,
+        reward_models=() if arguments.no_reward_model else tuple(rewards),
+        samples=samples,
+        group_size=arguments.group_size or rl.model_copy(update={"algorithm": algorithm}).group_size,
+        minibatch=min(samples, arguments.minibatch or rl.minibatch_size),
+        epochs=arguments.epochs or rl.epochs,
+        prompt_length=arguments.prompt_length or model.max_length - rl.rollout.max_new_tokens,
+        response_length=response,
+        longest=max(response, arguments.longest or 0),
+        microbatch_tokens=arguments.microbatch_tokens or rl.trainer.microbatch_tokens,
+        dtype=arguments.dtype or model.dtype,
+    )
+
+
+def cluster_of(arguments: argparse.Namespace) -> Cluster:
+    gpu = GPUS[arguments.gpu]
+    units = {"memory": GIB, "flops": 1e12, "bandwidth": 1e9, "link": 1e9}
+    given = {key: getattr(arguments, f"gpu_{key}") for key in units}
+    gpu = replace(gpu, **{key: given[key] * unit for key, unit in units.items() if given[key] is not None})
+    return Cluster(
+        gpu,
+        arguments.gpus,
+        arguments.gpus_per_node,
+        network=arguments.network * 1e9,
+        host_link=arguments.host_link * 1e9,
+        host_bandwidth=arguments.host_bandwidth * 1e9,
+        reserve=arguments.reserve * GIB,
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
+    parser.add_argument("--check", action="store_true", help="predictions beside published and measured figures")
+    parser.add_argument("--json", action="store_true", help="bytes and seconds")
+    _work_arguments(parser.add_argument_group("what is trained"))
+    _cluster_arguments(parser.add_argument_group("the cluster"))
+    _placement_arguments(parser.add_argument_group("the placement"))
+    return parser.parse_args()
+
+
+def _positive(value: str) -> float:
+    number = float(value)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {value}")
+    return number
+
+
+def _count(value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {value}")
+    return int(value)
+
+
+def _work_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", help=f"a folder with a config.json, or one of {', '.join(SIZES)}")
+    group.add_argument("--critic-model", help="likewise; the policy's shape")
+    group.add_argument("--reward-model", action="append", default=[], help="likewise, once for each")
+    group.add_argument("--no-reward-model", action="store_true", help="scores come from functions")
+    group.add_argument("--algorithm", choices=("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"))
+    group.add_argument("--reference", action=argparse.BooleanOptionalAction, help="as rl.kl has it")
+    for name in ("samples", "group-size", "minibatch", "epochs", "microbatch-tokens"):
+        group.add_argument(f"--{name}", type=_count)
+    group.add_argument("--prompt-length", type=_count, help="mean, tokens")
+    group.add_argument("--response-length", type=_count, help="mean, tokens; rl.rollout.max_new_tokens")
+    group.add_argument("--longest", type=_count, help="tokens of the longest response")
+    group.add_argument("--dtype", choices=("bfloat16", "float32"))
+
+
+def _cluster_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--gpu", choices=GPUS, default="a100-80")
+    group.add_argument("--gpus", type=_count, default=8)
+    group.add_argument("--gpus-per-node", type=_count, default=8)
+    for name, unit in (("memory", "GiB"), ("flops", "TFLOP/s of the dtype"), ("bandwidth", "GB/s"), ("link", "GB/s in one direction")):
+        group.add_argument(f"--gpu-{name}", type=_positive, help=f"{unit}, in place of the known one")
+    group.add_argument("--network", type=_positive, default=25.0, help="GB/s between nodes for each GPU")
+    group.add_argument("--host-link", type=_positive, default=25.0, help="GB/s between a GPU and its host")
+    group.add_argument("--host-bandwidth", type=_positive, default=200.0, help="GB/s of a host's memory")
+    group.add_argument("--reserve", type=_positive, default=3.0, help="GiB of each GPU for context and buffers")
+    defaults = Efficiency()
+    for name in ("flops", "bandwidth", "network"):
+        group.add_argument(f"--{name}-efficiency", type=_positive, default=getattr(defaults, name), help="share of the peak")
+    group.add_argument("--decode-overhead", type=float, default=defaults.decode_overhead, help="seconds in each decoding step")
+
+
+def _placement_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--layout", choices=LAYOUTS, help="judge this one too")
+    group.add_argument("--engine-gpus", type=_count, help="of apart and three-parts; half")
+    group.add_argument("--zero-stage", type=int, choices=range(4))
+    group.add_argument("--offload", action=argparse.BooleanOptionalAction, help="the optimizer's state on the host")
+    group.add_argument("--tensor-parallel", type=_count, default=1, help="of each engine")
+    group.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, help="without either both are tried")
+    group.add_argument("--sleep", action=argparse.BooleanOptionalAction, default=True, help="engines give their memory back meanwhile")
+    group.add_argument("--only-built", action="store_true", help="propose nothing that this pipeline can't do yet")
+    group.add_argument("--max-concurrent", type=_count, help="responses of an engine at a time")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Seconds of the phases of a step: generate, score, update, sync. Groups of GPUs compute at the same time, their roles in turn."""
+
+from __future__ import annotations
+
+import math
+
+from tools.planning.hardware import Cluster, Efficiency
+from tools.planning.memory import element_bytes
+from tools.planning.plan import (
+    CRITIC,
+    ENGINE,
+    POLICY,
+    REFERENCE,
+    REWARD,
+    Group,
+    Placement,
+    Prediction,
+    Workload,
+    concurrency,
+    group_memory,
+    trained_parameters,
+)
+from tools.planning.shape import ModelShape
+from tools.planning.timing import (
+    Requests,
+    compute_seconds,
+    forward_flops,
+    gather_traffic,
+    generation,
+    gradient_traffic,
+    offload_seconds,
+    traffic_seconds,
+    update_flops,
+)
+
+
+def predict(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> Prediction:
+    """Memory and time of one step.
+
+    Raises:
+        ValueError: the groups don't hold each role once, or aren't as large as the cluster or a multiple of the tensor-parallel size.
+    """
+    _check(work, placement, cluster)
+    memory = tuple(group_memory(work, group, placement, cluster) for group in placement.groups)
+    engines = next(m for m in memory if ENGINE in m.group.roles)
+    at_a_time = concurrency(work, placement, engines)
+    return Prediction(placement, memory, phase_seconds(work, placement, cluster, efficiency, at_a_time), at_a_time)
+
+
+def _check(work: Workload, placement: Placement, cluster: Cluster) -> None:
+    held = sorted(role for group in placement.groups for role in group.roles)
+    if held != sorted(work.roles):
+        raise ValueError(f"groups: expected each of {', '.join(work.roles)} once, got {', '.join(held)}; correct the placement")
+    used = sum(group.gpus for group in placement.groups)
+    if used > cluster.gpus or any(group.gpus < 1 for group in placement.groups):
+        raise ValueError(f"groups: expected at least one GPU each and {cluster.gpus} in all, got {used}; change the sizes")
+    engines = placement.group_of(ENGINE).gpus
+    if engines % placement.tensor_parallel or work.policy.heads % placement.tensor_parallel:
+        raise ValueError(
+            f"tensor_parallel: expected a divisor of {engines} GPUs and {work.policy.heads} heads, got {placement.tensor_parallel}; "
+            "change it"
+        )
+    if placement.offload and placement.zero_stage == 0:
+        raise ValueError("offload: expected zero_stage 1 to 3 with it, got 0; DeepSpeed moves only a split optimizer to the host")
+
+
+def phase_seconds(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency, at_a_time: float) -> dict[str, float]:
+    """Args: at_a_time: responses that an engine makes at a time."""
+    arguments = (work, placement, cluster, efficiency)
+    return {
+        "generate": generate_seconds(*arguments, at_a_time),
+        "score": max(score_seconds(group, *arguments) for group in placement.groups),
+        "update": max(update_seconds(group, *arguments) for group in placement.groups),
+        "sync": sync_seconds(*arguments),
+    }
+
+
+def generate_seconds(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency, at_a_time: float) -> float:
+    """Of the engines, which share the prompts evenly; samples of a prompt stay together."""
+    engines = placement.group_of(ENGINE).gpus // placement.tensor_parallel
+    prompts = math.ceil(work.samples / work.group_size / engines)
+    requests = Requests(prompts, prompts * work.group_size, work.prompt_length, work.response_length, work.longest)
+    times = generation(
+        work.policy,
+        requests,
+        cluster,
+        efficiency,
+        tensor_parallel=placement.tensor_parallel,
+        concurrency=at_a_time,
+        dtype=work.dtype,
+    )
+    return times.prefill + times.decode
+
+
+def _scored(work: Workload, group: Group) -> list[tuple[ModelShape, bool, int]]:
+    """(shape, whether the vocabulary's head is computed, parameters) of the models of a group that pass the samples once."""
+    models: list[tuple[ModelShape, bool, int]] = []
+    models += [(work.policy, True, work.policy.parameters) for role in group.roles if role in (POLICY, REFERENCE)]
+    if CRITIC in group.roles and work.critic is not None:
+        models.append((work.critic, False, work.critic.scalar_parameters))
+    if REWARD in group.roles:
+        models += [(shape, False, shape.scalar_parameters) for shape in work.reward_models]
+    return models
+
+
+def score_seconds(group: Group, work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> float:
+    """Old log-probabilities, reference's, values and rewards: one forward pass of each over all samples."""
+    tokens = work.samples * work.sequence
+    passes = work.micro_batches(work.samples, group.gpus)
+    seconds = 0.0
+    for shape, head, parameters in _scored(work, group):
+        seconds += compute_seconds(forward_flops(shape, tokens, work.sequence, head=head), group.gpus, cluster, efficiency)
+        traffic = gather_traffic(parameters, ranks=group.gpus, zero_stage=placement.zero_stage, micro_batches=passes, dtype=work.dtype)
+        seconds += traffic_seconds(traffic, group.gpus, cluster, efficiency)
+    return seconds
+
+
+def update_seconds(group: Group, work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> float:
+    """Forward and backward of policy and critic, all epochs, with what travels in each optimizer step."""
+    tokens = work.epochs * work.samples * work.sequence
+    steps = work.epochs * math.ceil(work.samples / work.minibatch)
+    passes = work.micro_batches(min(work.minibatch, work.samples), group.gpus)
+    seconds = 0.0
+    for role, shape in ((POLICY, work.policy), (CRITIC, work.critic)):
+        if role not in group.roles or shape is None:
+            continue
+        forward = forward_flops(shape, tokens, work.sequence, head=role == POLICY)
+        flops = update_flops(forward, checkpointing=placement.checkpointing)
+        parameters = trained_parameters(work, role)
+        traffic = gradient_traffic(parameters, ranks=group.gpus, zero_stage=placement.zero_stage, micro_batches=passes, dtype=work.dtype)
+        seconds += compute_seconds(flops, group.gpus, cluster, efficiency)
+        seconds += steps * traffic_seconds(traffic, group.gpus, cluster, efficiency)
+        if placement.offload:
+            seconds += steps * offload_seconds(parameters, group.gpus, cluster, efficiency, work.dtype)
+    return seconds
+
+
+def sync_seconds(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> float:
+    """The policy's weights to the engines, once: all bytes over the link that the two groups share.
+
+    On the same GPUs and with whole weights there (ZeRO 0 to 2) they are copied in the GPU's own memory, read and written.
+    """
+    weights = work.policy.parameters * element_bytes(work.dtype)
+    trainer, engines = placement.group_of(POLICY), placement.group_of(ENGINE)
+    if trainer is engines and (placement.zero_stage < 3 or trainer.gpus == 1):
+        return 2 * weights / (cluster.gpu.bandwidth * efficiency.bandwidth)
+    apart = 0 if trainer is engines else engines.gpus
+    return traffic_seconds(weights, trainer.gpus + apart, cluster, efficiency)

@@ -1,0 +1,217 @@
+"""What a step is made of, where it runs, and what that takes: the memory of each group of GPUs and the seconds of each phase."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tools.planning.hardware import Cluster
+from tools.planning.memory import (
+    States,
+    activations,
+    element_bytes,
+    forward_activations,
+    frozen_weights,
+    kv_bytes_per_token,
+    kv_capacity,
+    logits,
+    training_states,
+)
+from tools.planning.shape import ModelShape
+
+ENGINE, POLICY, CRITIC, REFERENCE, REWARD = "engine", "policy", "critic", "reference", "reward"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of online RL. Lengths in tokens: means, but for `longest`, the longest response.
+
+    critic: None for every algorithm but PPO. reference: false where nothing measures the divergence. prompts are
+    samples / group_size. minibatch: samples per optimizer step. microbatch_tokens: of a forward pass on one GPU.
+    """
+
+    policy: ModelShape
+    critic: ModelShape | None
+    reference: bool
+    reward_models: tuple[ModelShape, ...]
+    samples: int
+    group_size: int
+    minibatch: int
+    epochs: int
+    prompt_length: float
+    response_length: float
+    longest: float
+    microbatch_tokens: int
+    dtype: str = "bfloat16"
+
+    @property
+    def sequence(self) -> float:
+        return self.prompt_length + self.response_length
+
+    @property
+    def pass_tokens(self) -> int:
+        """Of a micro-batch: at least one whole sample, the longest too."""
+        return max(self.microbatch_tokens, math.ceil(self.prompt_length + self.longest))
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        there = {CRITIC: self.critic is not None, REFERENCE: self.reference, REWARD: bool(self.reward_models)}
+        return (ENGINE, POLICY, *(role for role, is_there in there.items() if is_there))
+
+    def micro_batches(self, samples: float, ranks: int) -> int:
+        """Forward passes that each rank needs for so many samples of all ranks."""
+        return max(1, math.ceil(samples * self.sequence / ranks / self.pass_tokens))
+
+
+@dataclass(frozen=True)
+class Group:
+    """GPUs that hold the same roles, each of which is data-parallel over all of them (the engines: tensor-parallel in parts)."""
+
+    gpus: int
+    roles: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return "+".join(self.roles)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """sleep: engines that share their GPUs give their memory back while others compute. max_concurrent: responses at a time and engine."""
+
+    groups: tuple[Group, ...]
+    zero_stage: int = 0
+    offload: bool = False
+    tensor_parallel: int = 1
+    checkpointing: bool = False
+    sleep: bool = True
+    max_concurrent: int = 256
+
+    def group_of(self, role: str) -> Group:
+        return next(group for group in self.groups if role in group.roles)
+
+
+def lacking(placement: Placement) -> list[str]:
+    """What a placement needs that this pipeline can't do (docs/gpu.md)."""
+    engines, trainer = placement.group_of(ENGINE), placement.group_of(POLICY)
+    trained = [group for group in placement.groups if {POLICY, CRITIC} & set(group.roles)]
+    needs = {
+        "an engine on several GPUs": placement.tensor_parallel > 1,
+        "activation checkpointing": placement.checkpointing,
+        "engines that sleep while the trainer works": engines is trainer and placement.sleep,
+        "critic and reward model apart from the policy": len(trained) > 1,
+    }
+    return [what for what, needed in needs.items() if needed]
+
+
+@dataclass(frozen=True)
+class GroupMemory:
+    """Bytes on each GPU of a group.
+
+    parts: by role and kind. needed: at the worst moment, with one response in the engine. missing: 0 where it fits.
+    cache: what is left for an engine's keys and values. host: of the node's memory for each GPU.
+    """
+
+    group: Group
+    parts: dict[str, float]
+    needed: float
+    missing: float
+    cache: float
+    host: float
+
+
+def group_memory(work: Workload, group: Group, placement: Placement, cluster: Cluster) -> GroupMemory:
+    parts: dict[str, float] = {}
+    working, host = 0.0, 0.0
+    for role in group.roles:
+        if role in (POLICY, CRITIC):
+            working = max(working, _training_parts(parts, work, role, group, placement))
+            host += _states(work, role, group, placement).host
+        elif role in (REFERENCE, REWARD):
+            working = max(working, _frozen_parts(parts, work, role, group, placement))
+    static = sum(parts.values())
+    if working:
+        parts["one pass: activations, logits"] = working
+    resident = static if placement.sleep else static + working
+    room = cluster.gpu.memory - cluster.reserve - resident
+    engine = _engine_minimum(work, placement) if ENGINE in group.roles else 0.0
+    if engine:
+        parts[f"{ENGINE}: weights"] = work.policy.parameters * element_bytes(work.dtype) / placement.tensor_parallel
+        parts[f"{ENGINE}: one response"] = engine - parts[f"{ENGINE}: weights"]
+    needed = max(static + working, resident + engine)
+    available = cluster.gpu.memory - cluster.reserve
+    cache = max(0.0, room - parts.get(f"{ENGINE}: weights", 0.0)) if engine else 0.0
+    return GroupMemory(group, parts, needed, max(0.0, needed - available), cache, host)
+
+
+def _shape(work: Workload, role: str) -> ModelShape:
+    return work.critic if role == CRITIC and work.critic is not None else work.policy
+
+
+def trained_parameters(work: Workload, role: str) -> int:
+    shape = _shape(work, role)
+    return shape.parameters if role == POLICY else shape.scalar_parameters
+
+
+def _states(work: Workload, role: str, group: Group, placement: Placement) -> States:
+    parameters = trained_parameters(work, role)
+    return training_states(parameters, ranks=group.gpus, zero_stage=placement.zero_stage, offload=placement.offload, dtype=work.dtype)
+
+
+def _training_parts(parts: dict[str, float], work: Workload, role: str, group: Group, placement: Placement) -> float:
+    """Adds a trained role's states; returns what a pass of it takes."""
+    states = _states(work, role, group, placement)
+    for kind in ("weights", "gradients", "optimizer"):
+        parts[f"{role}: {kind}"] = getattr(states, kind)
+    shape = _shape(work, role)
+    one_pass = activations(shape, work.pass_tokens, checkpointing=placement.checkpointing, dtype=work.dtype)
+    return one_pass + (logits(shape, work.pass_tokens, training=True, dtype=work.dtype) if role == POLICY else 0.0)
+
+
+def _frozen_parts(parts: dict[str, float], work: Workload, role: str, group: Group, placement: Placement) -> float:
+    """Adds a frozen role's weights; returns what a pass of it takes."""
+    shapes = (work.policy,) if role == REFERENCE else work.reward_models
+    sizes = [shape.parameters if role == REFERENCE else shape.scalar_parameters for shape in shapes]
+    parts[f"{role}: weights"] = sum(
+        frozen_weights(size, ranks=group.gpus, zero_stage=placement.zero_stage, dtype=work.dtype) for size in sizes
+    )
+    one_pass = max(forward_activations(shape, work.pass_tokens, work.dtype) for shape in shapes)
+    return one_pass + (logits(work.policy, work.pass_tokens, training=False, dtype=work.dtype) if role == REFERENCE else 0.0)
+
+
+def _engine_minimum(work: Workload, placement: Placement) -> float:
+    """Bytes on each of an engine's GPUs with the longest response in it and nothing else."""
+    tokens = work.prompt_length + work.longest
+    weights = work.policy.parameters * element_bytes(work.dtype)
+    return (weights + tokens * kv_bytes_per_token(work.policy, work.dtype)) / placement.tensor_parallel
+
+
+def concurrency(work: Workload, placement: Placement, memory: GroupMemory) -> float:
+    """Responses that one engine makes at a time: limited by its setting, its share of the samples, and its cache at full length."""
+    engines = max(1, memory.group.gpus // placement.tensor_parallel)
+    weights = work.policy.parameters * element_bytes(work.dtype) / placement.tensor_parallel
+    tokens = kv_capacity(work.policy, memory.cache + weights, tensor_parallel=placement.tensor_parallel, dtype=work.dtype)
+    return max(1.0, min(placement.max_concurrent, work.samples / engines, tokens / work.sequence))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A placement with what it takes. seconds: of generate, score, update and sync, one after the other."""
+
+    placement: Placement
+    memory: tuple[GroupMemory, ...]
+    seconds: dict[str, float]
+    concurrency: float
+
+    @property
+    def missing(self) -> float:
+        """Bytes on the GPU that lacks most."""
+        return max(group.missing for group in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        return self.missing == 0
+
+    @property
+    def step(self) -> float:
+        return sum(self.seconds.values())

@@ -1,0 +1,122 @@
+"""Seconds: of forward and backward passes, generation, and the bytes that travel between GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tools.planning.hardware import Cluster, Efficiency
+from tools.planning.memory import BYTES_PER_PARAMETER, element_bytes, kv_bytes_per_token
+from tools.planning.shape import ModelShape
+
+HOST_ADAM_BYTES = 28  # of host memory per parameter and step: gradient 4, weight and two moments read and written 24
+
+
+def forward_flops(shape: ModelShape, tokens: float, context: float, *, head: bool) -> float:
+    """FLOP of a forward pass: 2 per matrix element and token, and 2 x layers x context x attention width for attention.
+
+    Source: Kaplan et al. 2020, https://arxiv.org/abs/2001.08361, section 2.1
+    Args:
+        context: mean length of the sequences the tokens are in. The causal mask halves what 4 x layers x context x width would be.
+        head: whether the vocabulary's head is computed.
+    """
+    matrices = shape.active_trunk + (shape.embedding if head else 0)
+    return tokens * (2 * matrices + 2 * shape.layers * context * shape.attention_width)
+
+
+def update_flops(forward: float, *, checkpointing: bool) -> float:
+    """A backward pass takes two forward passes' FLOP (Kaplan et al. 2020: 6ND in all), checkpointing one more to compute them again."""
+    return forward * (4 if checkpointing else 3)
+
+
+def compute_seconds(flops: float, gpus: int, cluster: Cluster, efficiency: Efficiency) -> float:
+    return flops / (gpus * cluster.gpu.flops * efficiency.flops)
+
+
+def gradient_traffic(parameters: int, *, ranks: int, zero_stage: int, micro_batches: int, dtype: str = "bfloat16") -> float:
+    """Bytes that each GPU sends in one optimizer step.
+
+    Up to stage 2 a reduce-scatter and an all-gather, each of all parameters. Stage 3 gathers the weights before the forward and
+    before the backward pass of each micro-batch, and reduces the gradients of each.
+    Source: Rajbhandari et al. 2020, section 7: 2 and 3 times the parameters
+    """
+    if ranks == 1:
+        return 0.0
+    passes = 3 * micro_batches if zero_stage == 3 else 2
+    return passes * parameters * element_bytes(dtype) * (ranks - 1) / ranks
+
+
+def gather_traffic(parameters: int, *, ranks: int, zero_stage: int, micro_batches: int, dtype: str = "bfloat16") -> float:
+    """Bytes that each GPU sends in forward passes: the weights once for each micro-batch with stage 3, none otherwise."""
+    return micro_batches * parameters * element_bytes(dtype) * (ranks - 1) / ranks if zero_stage == 3 else 0.0
+
+
+def traffic_seconds(traffic: float, ranks: int, cluster: Cluster, efficiency: Efficiency) -> float:
+    """Nothing is taken to overlap with computing."""
+    return traffic / (cluster.bandwidth_between(ranks) * efficiency.network)
+
+
+def offload_seconds(parameters: int, ranks: int, cluster: Cluster, efficiency: Efficiency, dtype: str = "bfloat16") -> float:
+    """Of one optimizer step on the host: gradients there, weights back, Adam at the speed of the host's memory.
+
+    Source: Ren et al. 2021 (ZeRO-Offload), https://arxiv.org/abs/2101.06840, section 4; what travels is 2 + 2 bytes in bfloat16
+    """
+    weights, gradients, _ = BYTES_PER_PARAMETER[dtype]
+    travel = parameters / ranks * (weights + gradients) / (cluster.host_link * efficiency.network)
+    sharing = min(ranks, cluster.gpus_per_node)
+    return travel + parameters / ranks * HOST_ADAM_BYTES * sharing / cluster.host_bandwidth
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Of one engine. concurrency: responses at a time, in the mean; seconds: prefill and decode."""
+
+    concurrency: float
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What one engine is given in a step. Lengths in tokens, means but for `longest`; `prompts` are computed once for their samples."""
+
+    prompts: float
+    samples: float
+    prompt_length: float
+    response_length: float
+    longest: float
+
+
+def generation(
+    shape: ModelShape,
+    requests: Requests,
+    cluster: Cluster,
+    efficiency: Efficiency,
+    *,
+    tensor_parallel: int,
+    concurrency: float,
+    dtype: str = "bfloat16",
+) -> Generation:
+    """Prefill is bound by FLOP/s; decoding by FLOP/s or by the memory's bandwidth, whichever takes longer.
+
+    Each decoding step reads all weights once and each running response's keys and values. Steps: the samples' tokens over those
+    made at a time, and at least the longest response's. Tensor parallelism splits bytes and FLOP; in each layer of a step two
+    all-reduces of [concurrency, hidden] go over the link.
+    Source: Pope et al. 2022, https://arxiv.org/abs/2211.05102, section 2; Shoeybi et al. 2019 (Megatron-LM), arXiv 1909.08053, section 3
+
+    Args:
+        concurrency: responses at a time, at most; a mixture's experts are all read.
+    """
+    r, gpu = requests, cluster.gpu
+    flops = gpu.flops * efficiency.flops * tensor_parallel
+    prefill = forward_flops(shape, r.prompts * r.prompt_length, r.prompt_length, head=False) / flops
+    tokens = r.samples * r.response_length
+    at_a_time = min(concurrency, r.samples)
+    steps = max(tokens / at_a_time, r.longest)
+    context = r.prompt_length + r.response_length / 2
+    weights = (shape.parameters - (0 if shape.tied else shape.embedding)) * element_bytes(dtype)
+    read = steps * weights + tokens * context * kv_bytes_per_token(shape, dtype)
+    computing = forward_flops(shape, tokens, 2 * context, head=True) / flops
+    reading = read / (gpu.bandwidth * efficiency.bandwidth * tensor_parallel)
+    reduced = 2 * shape.layers * tokens * shape.hidden * element_bytes(dtype) * 2 * (tensor_parallel - 1) / tensor_parallel
+    reducing = reduced / (cluster.bandwidth_between(tensor_parallel) * efficiency.network)
+    return Generation(tokens / steps, prefill, max(computing, reading) + reducing + steps * efficiency.decode_overhead)
