@@ -39,18 +39,13 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
     @classmethod
-    def completed(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """The section as written, with the defaults that a field's own default can't express."""
+    def completed(cls, tree: Any) -> Any:
+        """The section as written, with the defaults that depend on other values; a section that has some makes it a model validator."""
         return tree
 
     def conflicts(self) -> Iterator[str]:
         """Values of this section that don't fit together, each as `key: expected X, got Y; what to do`, the key relative to the section."""
         yield from ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _complete(cls, tree: Any) -> Any:
-        return cls.completed(tree) if isinstance(tree, dict) else tree
 
     @model_validator(mode="after")
     def _refuse_conflicts(self, info: ValidationInfo):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Fraction, Section
 
@@ -106,9 +106,11 @@ class SourceConfig(Section):
     drop: list[DropKind] = Field(default_factory=list)  # rows that are left out and counted, where else validation would refuse them
     label_pattern: str | None = None  # regular expression that finds the label inside its column; its first group, if it has one
 
+    @model_validator(mode="before")
     @classmethod
-    def completed(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        return tree | {"clerk": {}} if tree.get("kind") == "clerk" and tree.get("clerk") is None else tree
+    def completed(cls, tree: Any) -> Any:
+        is_clerk = isinstance(tree, dict) and tree.get("kind") == "clerk"
+        return tree | {"clerk": {}} if is_clerk and tree.get("clerk") is None else tree
 
     def conflicts(self) -> Iterator[str]:
         if self.revision is not None and self.kind != "huggingface":

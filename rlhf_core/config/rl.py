@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, Section, did_you_mean
 from rlhf_core.config.model import LoraConfig
@@ -71,9 +71,10 @@ class RlConfig(Section):
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
     max_replacements: int = Field(default=4, ge=0)
 
+    @model_validator(mode="before")
     @classmethod
-    def completed(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        monitor = tree.get("monitor", {})
+    def completed(cls, tree: Any) -> Any:
+        monitor = tree.get("monitor", {}) if isinstance(tree, dict) else None
         return tree | {"monitor": completed_limits(monitor)} if isinstance(monitor, dict) else tree
 
     @property

@@ -9,8 +9,8 @@ from typing import Any
 from rlhf_core.config.base import ConfigError
 from rlhf_core.config.reading import read_yaml_text
 
-# Sections and single keys of params.yaml that each stage reads; dvc.yaml lists the same (a contract test compares them). A single key must have
-# no default, because DVC refuses a listed key that params.yaml lacks.
+# Sections and single keys of params.yaml that each stage reads; dvc.yaml lists the same (a contract test compares them).
+# A single key has no default, because DVC refuses a listed key that params.yaml lacks.
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "hash_inputs": (
         *("model", "data", "alignment.method", "gate.external"),

@@ -20,6 +20,7 @@ from rlhf_core.config import ConfigError, Params, apply_overrides, parse_params,
 
 DEFAULT = Path(__file__).parents[3] / "params.yaml"
 TREE = read_yaml(DEFAULT)
+NASTY = st.sampled_from(NASTY_VALUES) | st.floats() | st.text(max_size=9)
 SMALL = b"""\
 # a comment
 seed: 1
@@ -95,7 +96,7 @@ def test_what_is_no_file_is_refused(tmp_path):
 
 
 @settings(max_examples=300)
-@given(key=st.sampled_from([k for k in paths(TREE) if not k.startswith("training.")]), value=st.sampled_from(NASTY_VALUES) | st.floats() | st.text(max_size=9))
+@given(key=st.sampled_from([key for key in paths(TREE) if not key.startswith("training.")]), value=NASTY)
 @example(key="reward.margin", value=float("nan"))
 @example(key="model.path", value="\ud800")
 @example(key="seed", value=2**64)

@@ -18,6 +18,7 @@ from tasks.prepare_data import account, leave_out_too_long, summarize
 USES = ["sft", "preference", "prompt"]
 MAX_LENGTH = 60
 STRICT = ValidationConfig(
+    max_dropped_fraction=0.1,
     max_empty_fraction=0.0,
     max_identical_fraction=0.0,
     max_duplicate_fraction=1.0,
