@@ -20,7 +20,7 @@ from rlhf_core.config.alignment import (
 from rlhf_core.config.base import ConfigError, RolloutBackend, Section, did_you_mean, reordering_shown, shown
 from rlhf_core.config.data import CLERK_JUDGE, ClerkConfig, DataConfig, SamplesConfig, SourceConfig, ValidationConfig
 from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConfig, RolledBackConfig
-from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig, SharedTrainingConfig, TrainingConfig
+from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig, SftConfig, SharedTrainingConfig, TrainingConfig
 from rlhf_core.config.overrides import apply_overrides, load_overlaid, overridden, read_recipe, set_key, set_keys
 from rlhf_core.config.params import Params, conflicts, keys_in_use, needs_pairs, rows_needed
 from rlhf_core.config.reading import (
@@ -36,7 +36,7 @@ from rlhf_core.config.reading import (
 )
 from rlhf_core.config.rl import Algorithm, RlConfig, curve_columns
 from rlhf_core.config.rl_parts import DEFAULT_LIMITS, CorrectionConfig, KlConfig, LimitAction, LimitConfig
-from rlhf_core.config.run import CheckpointsConfig, FlowConfig, RegistryConfig, TrackingConfig
+from rlhf_core.config.run import CheckpointsConfig, EvaluationConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.scorers import LABEL_SCORERS, ScoreConfig, ScorerConfig
 from rlhf_core.config.stages import INPUT_SECTIONS, ROUND_STAGE_SECTIONS, STAGE_SECTIONS, UNTRACKED_SECTIONS, fill_in, read_stages
 
@@ -59,6 +59,7 @@ __all__ = [
     "CorrectionConfig",
     "DataConfig",
     "DpoConfig",
+    "EvaluationConfig",
     "ExternalPairsConfig",
     "FlowConfig",
     "GateConfig",
@@ -83,6 +84,7 @@ __all__ = [
     "ScoreConfig",
     "ScorerConfig",
     "Section",
+    "SftConfig",
     "SharedTrainingConfig",
     "SourceConfig",
     "TrackingConfig",

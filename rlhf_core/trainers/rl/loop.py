@@ -8,10 +8,11 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_core.checkpoint.store import NoSpace
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.process import collect_as_usual, freeze_gc
+from rlhf_core.process import collect_by_default, freeze_gc
 from rlhf_core.progress import Bar
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.tracking import MetricsLog
@@ -26,7 +27,6 @@ from rlhf_core.trainers.rl.data import (
     read_prompts,
     with_old_logprobs,
 )
-from rlhf_core.trainers.rl.driver import Actors
 from rlhf_core.trainers.rl.job import FULL, STOPPED, RlJob, StepAbandoned, Stop, refuse
 from rlhf_core.trainers.rl.metrics import Clock, Metrics, TooManyUnscored, batch_metrics, check_scored, evaluation_metrics, told
 from rlhf_core.trainers.rl.minibatch import plan_update
@@ -35,6 +35,9 @@ from rlhf_core.trainers.rl.monitor import Finding, holds, observe
 from rlhf_core.trainers.rl.state import Best, Progress
 from rlhf_core.trainers.rl.workers import Workers
 from rlhf_core.types import Prompt, ScoredRollout
+
+if TYPE_CHECKING:
+    from rlhf_core.trainers.rl.driver import Actors
 
 log = logging.getLogger("rlhf")
 
@@ -61,7 +64,7 @@ def run(job: RlJob, actors: Actors, stop: Stop) -> int:
 
 def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
     """Every step from the last checkpoint to the end, or until a limit or a signal stops it; on a signal the state is saved."""
-    collect_as_usual()
+    collect_by_default()
     freeze_gc()
     rl = job.rl
     prompts = PromptStream(read_prompts(job, "train"), rl.prompt_weights, seed=job.seed)
