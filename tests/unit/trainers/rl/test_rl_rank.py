@@ -167,7 +167,7 @@ def test_models_that_run_at_the_same_time_compute_the_same_bits(tmp_path: Path, 
     for threads in (2, 1):
         torch.set_num_threads(threads)
         rank = connected(model_folders, **{"rl.trainer.microbatch_tokens": 60})
-        assert rank._at_once == (threads == 2)
+        assert rank._backend.workers == threads
         asked = {"scores": rank.score_sequences("reward_model", ids), **rank.forward(ids, [3] * 12)}
         told = update(rank, [whole(train_batch(8, seed=k)) for k in (1, 2)])
         batch = train_batch(12, seed=3)
@@ -182,10 +182,10 @@ def test_models_that_run_at_the_same_time_compute_the_same_bits(tmp_path: Path, 
 
 @pytest.mark.usefixtures("two_threads")
 def test_zero_and_adapters_keep_the_models_in_turn(model_folders: tuple[Path, Path]):
-    assert connected(model_folders)._at_once
+    assert connected(model_folders)._backend.workers == 2
     lora = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
     for changes in ({"rl.trainer.zero_stage": 1}, {"rl.lora": lora}):
-        assert not connected(model_folders, **changes)._at_once
+        assert connected(model_folders, **changes)._backend.workers == 1
 
 
 def test_forward_of_samples_side_by_side_equals_that_of_samples_apart(model_folders: tuple[Path, Path]):
