@@ -30,14 +30,13 @@ from flows.chain.worktree import commit_results, slug
 from flows.runs.record import note
 from flows.runs.results import input_paths, result_paths
 from rlhf_core.config import Algorithm, ConfigError, Method, load_params, read_recipe
+from rlhf_core.paths import EVALUATION_METRICS, REPORTS
 from rlhf_core.process import end_with_parent, module_command
 from rlhf_core.report.comparison import Run, draw, methods_table, table
 
 RECIPE = Path("recipes/compare.yaml")
 SHARED = "gate_reward"  # up to here the runs of a seed are the same
-FIGURE, TABLE = Path("reports/compare.svg"), Path("reports/compare.md")
-METHODS_TABLE = Path("reports/compare_methods.md")
-EVALUATION = Path("metrics/evaluate.json")
+FIGURE, TABLE, METHODS_TABLE = REPORTS / "compare.svg", REPORTS / "compare.md", REPORTS / "compare_methods.md"
 THREADS = "cluster.threads"  # as many as --jobs leaves to each
 
 
@@ -92,7 +91,9 @@ def compare(root: Path, asked: argparse.Namespace, held: ExitStack) -> int:
     FIGURE.parent.mkdir(exist_ok=True)
     confidence = load_params(next(iter(workspaces.values())) / "params.yaml").evaluation.confidence
     if asked.methods:
-        evaluations = [(name, seed, json.loads((workspace / EVALUATION).read_text())) for (name, seed), workspace in workspaces.items()]
+        evaluations = [
+            (name, seed, json.loads((workspace / EVALUATION_METRICS).read_text())) for (name, seed), workspace in workspaces.items()
+        ]
         text = methods_table(evaluations, confidence)
         METHODS_TABLE.write_text(text, encoding="utf-8")
         print(f"{text}\nTable: {METHODS_TABLE}")

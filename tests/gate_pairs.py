@@ -1,4 +1,4 @@
-"""Pairs for the gate's tests, of which only what a test names is anything but a filler; and slices of rows."""
+"""Pairs for the gate's tests, with fillers for everything that a test doesn't name; and slices of rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlhf_core.data.schema import SLICES_SCHEMA, RowWriter, slice_rows
+from rlhf_core.data.schema import SLICES_SCHEMA, RowWriter
 from rlhf_core.gate.pairs import Pairs
 
 
@@ -21,7 +21,7 @@ def pairs(
     prompt_tokens: Sequence[int] | None = None,
     **labels: Sequence[str | None],
 ) -> Pairs:
-    """The rejected scores are 0; each pair has a prompt of its own unless told otherwise."""
+    """Rejected scores are 0; each pair has its own prompt by default."""
     n = len(margins)
     return Pairs(
         chosen=np.array(margins, dtype=float),
@@ -43,5 +43,5 @@ def write_slices(folder: Path, slices: dict[str, dict[str, str]]) -> None:
     """Write id -> column -> value, as prepare_data does."""
     with RowWriter(folder / "slices.parquet", SLICES_SCHEMA) as file:
         for row_id, of_row in slices.items():
-            for row in slice_rows(row_id, of_row.items()):
-                file.add(row)
+            for column, value in of_row.items():
+                file.add({"id": row_id, "column": column, "value": value})

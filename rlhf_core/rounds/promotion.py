@@ -16,7 +16,8 @@ import math
 from typing import Any
 
 from rlhf_core.config import PromotionConfig
-from rlhf_core.rounds.pins import ROUNDS_FILE, BudgetPin
+from rlhf_core.paths import ROUNDS_FILE
+from rlhf_core.rounds.pins import BudgetPin
 from rlhf_core.statistics.exact_test import p_value, prompts_needed, smallest_gain
 from rlhf_core.statistics.intervals import POWER
 

@@ -14,14 +14,18 @@ _MODULE = re.compile(r"^(?:flows|tasks|rlhf_core)(?:\.\w+)+$")
 
 
 @cache
-def imported_names(path: Path, *, started: bool = True) -> frozenset[str]:
+def imported_names(path: Path, *, started: bool = True, typing: bool = True) -> frozenset[str]:
     """Dotted names that a file imports; `from a import b` gives both a and a.b, one of which is the module.
 
     Args:
         started: a string that is the dotted name of a module of the project counts as an import: it names a job for `python -m`.
+        typing: imports under `if TYPE_CHECKING:` count.
     """
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if not typing:
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -51,8 +55,8 @@ def own_imports(path: Path) -> set[Path]:
 
 
 def runtime_imports(path: Path) -> set[Path]:
-    """Files of the project that a file imports, at module level or inside a function."""
-    return {file for name in imported_names(path, started=False) if (file := module_file(name))}
+    """Files of the project that a file imports when it runs, at module level or inside a function."""
+    return {file for name in imported_names(path, started=False, typing=False) if (file := module_file(name))}
 
 
 def foreign_imports(path: Path) -> set[str]:

@@ -9,8 +9,8 @@ ROOT = Path(__file__).parents[2]
 READERS = [p for folder in ("tasks", "flows", "rlhf_core") for p in sorted((ROOT / folder).rglob("*.py"))]
 # What writes and checks all rows, whatever their split.
 WHOLE_FILES = {
-    *("tasks/prepare_data.py", "tasks/validate_data.py", "tasks/rounds/validate_round.py", "rlhf_core/data/schema.py"),
-    *("rlhf_core/data/filters.py", "rlhf_core/data/sources.py"),
+    *("tasks/validate_data.py", "tasks/rounds/validate_round.py", "rlhf_core/data/schema.py"),
+    *("rlhf_core/data/filters.py", "rlhf_core/data/prepare.py", "rlhf_core/data/sources.py"),
 }
 
 

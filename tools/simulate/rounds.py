@@ -10,7 +10,7 @@ from rlhf_core.statistics.exact_test import p_value
 from tools.simulate.rows import Row
 
 ERROR_BUDGET, HORIZON = 0.05, 30  # the defaults of iterative.promotion
-GAINS = (0.02, 0.04, 0.08)  # of win rate, over the policy before
+GAINS = (0.02, 0.04, 0.08)  # of win rate over the previous policy
 PROMPTS = (1000, 4000)
 
 
@@ -73,13 +73,13 @@ def judged(ahead: np.ndarray, behind: np.ndarray, n: int) -> np.ndarray:
 
 
 def intervals(rounds: int, n: int, decided: float, replications: int, rng: np.random.Generator) -> np.ndarray:
-    """The same, where a round accepts if a 95% interval of its win rate, whatever was asked before, is above a half."""
+    """The same, but a round accepts if its own 95% interval of the win rate is above a half."""
     ahead, behind = draw(np.zeros(rounds), n, decided, replications, rng)
     return ahead - behind > ndtri(0.975) * np.sqrt(ahead + behind)
 
 
 def draw(gains: np.ndarray, n: int, decided: float, replications: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts on which the new policy is ahead and behind, [replications, rounds] each."""
+    """Numbers of prompts with the new policy ahead and behind, [replications, rounds] each."""
     shape = (replications, len(gains))
     total = rng.binomial(n, decided, size=shape)
     ahead = rng.binomial(total, np.broadcast_to(0.5 + gains / decided, shape))
@@ -87,7 +87,7 @@ def draw(gains: np.ndarray, n: int, decided: float, replications: int, rng: np.r
 
 
 def draw_alike(rounds: int, n: int, replications: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The same without ties, where each prompt has a chance of its own, uniform between 0 and 1, that a new policy is ahead on it."""
+    """The same without ties; each prompt's probability of a lead is uniform between 0 and 1."""
     ahead = np.stack([(rng.random((rounds, n)) < rng.random(n)).sum(1) for _ in range(replications)])
     return ahead, n - ahead
 

@@ -8,6 +8,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_core.checkpoint.store import NoSpace
 from rlhf_core.config import RlConfig, curve_columns
@@ -26,7 +27,6 @@ from rlhf_core.trainers.rl.data import (
     read_prompts,
     with_old_logprobs,
 )
-from rlhf_core.trainers.rl.driver import Actors
 from rlhf_core.trainers.rl.job import FULL, STOPPED, RlJob, StepAbandoned, Stop, refuse
 from rlhf_core.trainers.rl.metrics import Clock, Metrics, TooManyUnscored, batch_metrics, check_scored, evaluation_metrics, told
 from rlhf_core.trainers.rl.minibatch import plan_update
@@ -35,6 +35,9 @@ from rlhf_core.trainers.rl.monitor import Finding, holds, observe
 from rlhf_core.trainers.rl.state import Best, Progress
 from rlhf_core.trainers.rl.workers import Workers
 from rlhf_core.types import Prompt, ScoredRollout
+
+if TYPE_CHECKING:
+    from rlhf_core.trainers.rl.driver import Actors
 
 log = logging.getLogger("rlhf")
 
