@@ -38,8 +38,8 @@ from rlhf_core.report.page import (
     side_by_side,
 )
 from rlhf_core.report.texts import MAX_TEXT, markdown_block, markdown_text, measured, number, signed, visible
-from tasks.gate_reward import NOT_NEEDED
 from rlhf_core.report.verdict import data_verdict, gate_verdict, judge_selects, outcome
+from tasks.gate_reward import NOT_NEEDED
 from tasks.report import read_inputs, write_stopped
 from tasks.train_reward import NOT_TRAINED
 
