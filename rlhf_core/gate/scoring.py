@@ -18,9 +18,9 @@ from rlhf_core.data.schema import Message
 from rlhf_core.data.sources import load_source
 from rlhf_core.gate.heldout import Heldout
 from rlhf_core.gate.pairs import compare, pair_points
+from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.template import DEFAULT_DATE
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.models.wrappers import ScalarModule
 from rlhf_core.provenance.cached_model import checkout
 from rlhf_core.provenance.file_hashes import FileHashes
 from rlhf_core.scorers.reasons import Reasons

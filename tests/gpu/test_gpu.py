@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 def engine(folder, dtype: str):
     from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, join_world, warmup_cosine
     from rlhf_core.models.build import load_language_model
-    from rlhf_core.models.wrappers import PolicyModule
+    from rlhf_core.models.forward import PolicyModule
 
     join_world()
     settings = EngineSettings(
@@ -49,8 +49,8 @@ def engine(folder, dtype: str):
 
 
 def batch(folder):
+    from rlhf_core.models.batch import collate_tokens
     from rlhf_core.models.tokenizer import load_tokenizer
-    from rlhf_core.models.wrappers import collate_tokens
 
     tokenizer = load_tokenizer(str(folder), trust_remote_code=False)
     ids = tokenizer(TEXTS[:64], add_special_tokens=False)["input_ids"]
@@ -71,7 +71,7 @@ def test_training_steps_on_the_gpu_lower_the_loss(folder, dtype):
 
 def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
     from rlhf_core.models.build import load_language_model
-    from rlhf_core.models.wrappers import PolicyModule
+    from rlhf_core.models.forward import PolicyModule
 
     module, tokens = PolicyModule(load_language_model(folder)).eval(), batch(folder)
     with torch.no_grad():
@@ -83,8 +83,9 @@ def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
 @pytest.mark.parametrize("backend", ["vllm", "pytorch"])
 def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend):
     from rlhf_core.engines.in_process import open_engine
+    from rlhf_core.models.batch import collate_tokens
     from rlhf_core.models.build import checkpoint_names, load_language_model
-    from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+    from rlhf_core.models.forward import PolicyModule
     from rlhf_core.sampling.requests import SamplingSettings, request_seeds
 
     model = load_language_model(folder)
