@@ -137,9 +137,9 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_reads_params_and_needs_no_torch():
     done = command("--json", "--layout", "apart", "--gpus", "4")
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "a100-80: its FLOP/s are those of bfloat16, and the model's dtype is float32; give --dtype or --gpu-flops\n"
+    assert done.stderr == "a100-80: its FLOP/s are for bfloat16, but the model's dtype is float32; pass --dtype or --gpu-flops\n"
     found = json.loads(done.stdout)
-    assert found["asked for"]["fits"] and found["proposed"]["seconds"]["step"] <= found["asked for"]["seconds"]["step"]
+    assert found["requested"]["fits"] and found["proposed"]["seconds"]["step"] <= found["requested"]["seconds"]["step"]
 
 
 def test_the_command_says_what_is_wrong():
