@@ -15,6 +15,7 @@ from classifiers import own_scores_alone, save_classifier
 from tiny_models import PAD, demonstrations, largest_difference, rl_job, save_tiny_experts, save_tiny_models, sequences, train_batch, whole
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from rlhf_core.config import DEFAULT_LIMITS
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.build import load_language_model, load_scalar_model, read_state_dict, scalar_head, trunk
 from rlhf_core.trainers.rl.advantages import ValueUnits
@@ -297,7 +298,9 @@ def test_an_update_goes_on_from_the_passes_before_it(
 
 
 def test_no_kl_needs_no_reference_and_no_ppo_needs_no_critic(model_folders: tuple[Path, Path]):
-    rank = connected(model_folders, **{"rl.algorithm": "rloo", "rl.kl.coef": 0.0, "rl.kl.measure": False, "rl.monitor": {}})
+    rank = connected(
+        model_folders, **{"rl.algorithm": "rloo", "rl.kl.coef": 0.0, "rl.kl.measure": False, "rl.monitor": dict.fromkeys(DEFAULT_LIMITS)}
+    )
     assert rank.forward([[5, 6, 7]], [1]).keys() == {"old_logprobs"}
     assert update(rank, [whole(train_batch())]).keys().isdisjoint({"value_loss", "critic_grad_norm"})
 
