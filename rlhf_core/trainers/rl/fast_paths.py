@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from transformers import PreTrainedModel
 
-from rlhf_core.models.branches import can_share_prefixes
-from rlhf_core.models.build import trunk
-from rlhf_core.models.cpu.packed import can_pack
-from rlhf_core.models.cpu.parallel import can_run_side_by_side
+from rlhf_core.models.backend import Backend
+from rlhf_core.models.forward import GENERAL, PolicyModule, ScalarModule, common_backend
+from rlhf_core.models.probe import can_share_prefixes
 from rlhf_core.trainers.rl.job import RlJob
 
 
@@ -38,26 +36,7 @@ def can_share_prompts(job: RlJob, model: PreTrainedModel, *, experts_per_token: 
     return wanted and can_share_prefixes(model, max_length=job.model.max_length)
 
 
-def can_run_at_once(job: RlJob, world_size: int, modules: list[torch.nn.Module]) -> bool:
-    """Whether the models can be asked and trained at once.
-
-    Args:
-        modules: those of policy and critic, and the reference.
-    """
-    return _is_alone(job, world_size) and can_run_side_by_side(*modules)
-
-
-def can_keep(job: RlJob, world_size: int, modules: list[torch.nn.Module]) -> bool:
-    """Whether the update can go on from passes that were made for `forward`. Not where the sampler's distribution is computed too:
-    it takes the logits of all tokens, sorted.
-
-    Args:
-        modules: those of policy and critic.
-    """
-    packed = all(can_pack(trunk(module.model)) for module in modules)
-    return _is_alone(job, world_size) and packed and job.rl.rollout.samples_any_token
-
-
-def _is_alone(job: RlJob, world_size: int) -> bool:
-    """Whether nothing waits for another rank. With others, and with ZeRO, the order of collectives counts."""
-    return world_size == 1 and job.rl.trainer.zero_stage == 0
+def rank_backend(job: RlJob, world_size: int, modules: list[PolicyModule | ScalarModule]) -> Backend:
+    """What computes all of these modules. The general backend with other ranks or ZeRO, where the order of collectives counts."""
+    alone = world_size == 1 and job.rl.trainer.zero_stage == 0
+    return common_backend(*modules) if alone else GENERAL

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rlhf_core.data.batching import even_microbatches
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device, equal_count, join_world
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.engines.weights import PackedTensor, pack
-from rlhf_core.models.branches import collate_branches, continue_prefix
+from rlhf_core.models.batch import TokenBatch, collate_branches, collate_tokens, continue_prefix
 from rlhf_core.models.build import (
     checkpoint_names,
     frozen,
@@ -29,14 +28,13 @@ from rlhf_core.models.build import (
     save_model,
     scalar_head,
 )
-from rlhf_core.models.cpu.parallel import AT_A_TIME, side_by_side
+from rlhf_core.models.forward import PolicyModule, PolicyOutput, ScalarModule
 from rlhf_core.models.lora import add_adapters, without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.models.wrappers import PolicyModule, PolicyOutput, ScalarModule, TokenBatch, collate_tokens
 from rlhf_core.process import collect_by_default
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.trainers.rl.advantages import ValueUnits
-from rlhf_core.trainers.rl.fast_paths import balanced_experts, can_keep, can_run_at_once, can_share_prompts
+from rlhf_core.trainers.rl.fast_paths import balanced_experts, can_share_prompts, rank_backend
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import Minibatch
 from rlhf_core.trainers.rl.update import Kept, RlUpdate, before, policy_arguments
@@ -86,8 +84,9 @@ class TrainerRank:
                 self.refresh_reference()
         self._scorers = self._reward_models(how)
         learning = [engine.module for engine in self._engines.values()]
-        self._at_once = can_run_at_once(job, self._world_size, learning + [self._reference] * (self._reference is not None))
-        self._keeps = can_keep(job, self._world_size, learning)
+        self._backend = rank_backend(job, self._world_size, learning + [self._reference] * (self._reference is not None))
+        # The sampler's distribution takes the sorted logits of all tokens, which are too large to keep.
+        self._keeps = rank_backend(job, self._world_size, learning).keeps_graphs and job.rl.rollout.samples_any_token
         self._kept: list[Kept] = []  # for the next update
         self._value_units = ValueUnits()
         seed_generators(job.seed + self._rank)
@@ -187,9 +186,9 @@ class TrainerRank:
                 found.setdefault(name, {}).update(zip(numbers, flat.detach().float().cpu().split(sizes), strict=True))
             return Kept(numbers, sizes, policy, values)
 
-        counts, multiple = [len(r) for r in rows], AT_A_TIME if self._at_once or keep else 1
+        counts, multiple = [len(r) for r in rows], 2 if keep else self._backend.workers
         parts = equal_count(even_microbatches(longest, max_tokens=tokens, multiple=multiple, rows=counts))
-        kept = side_by_side(*(partial(look, part) for part in parts), at_once=self._at_once)
+        kept = self._backend.map(look, parts)
         return kept if keep else []
 
     def _groups(self, sequences: list[list[int]], starts: list[int]) -> list[list[int]]:
@@ -254,7 +253,7 @@ class TrainerRank:
             on_policy=on_policy,
             experts_per_token=self._experts_per_token,
             shares_prompts=self._shares_prompts,
-            at_once=self._at_once,
+            backend=self._backend,
             kept=kept,
         )
         return self._last_update.run(minibatches)

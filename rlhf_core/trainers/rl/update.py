@@ -18,9 +18,9 @@ from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, value_loss
 from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
-from rlhf_core.models.branches import Branches, collate_branches, continue_prefix
-from rlhf_core.models.cpu.parallel import side_by_side
-from rlhf_core.models.wrappers import PolicyOutput, TokenBatch
+from rlhf_core.models.backend import Backend
+from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, continue_prefix
+from rlhf_core.models.forward import PolicyOutput
 from rlhf_core.trainers.demonstrations import collate_demonstrations
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.minibatch import Minibatch, Totals, gather
@@ -61,7 +61,7 @@ class RlUpdate:
         are the old ones, whatever the batch has.
     experts_per_token: of a policy with experts whose load is to be balanced; None: no load balancing.
     shares_prompts: compute the prompt of a group's samples once; not with a critic, and not with experts, whose load counts every sample.
-    at_once: gradients of policy and critic at the same time, each with half of the cores.
+    backend: may compute gradients of policy and critic at the same time.
     kept: the passes of the only minibatch, where they have been made; whoever wasn't asked then makes them now. Given back in the end.
     """
 
@@ -76,7 +76,7 @@ class RlUpdate:
     on_policy: bool
     experts_per_token: int | None
     shares_prompts: bool
-    at_once: bool
+    backend: Backend
     kept: list[Kept] = field(default_factory=list)
     _seen: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # on policy: row of the minibatch -> its log-probabilities [R]
 
@@ -132,7 +132,7 @@ class RlUpdate:
                 self._critic_backward(part, values, minibatch, losses)
 
         wanted = [policy] * self.train_policy + [critic] * (self.critic is not None)
-        side_by_side(*wanted, at_once=self.at_once)
+        self.backend.map(lambda backward: backward(), wanted)
         gather(totals, seen)
         if self.train_policy and self._too_far(seen["approx_kl_sum"], minibatch.num_loss_tokens):
             self.policy.discard()
