@@ -1,11 +1,11 @@
-# make run     the whole chain on the embedded default; sets up by itself
-# make stories the second thing to try: a pretrained model, aligned to a rule on its own samples (recipes/stories.yaml), in runs/stories
-# make test    all tests; sets up by itself
+# make run     the whole chain on the built-in data; sets up .venv first
+# make stories align a small pretrained model to a rule on its own samples (recipes/stories.yaml), in runs/stories
+# make test    all tests; sets up .venv first
 # make server  Prefect's server, work pool, deployments and worker, until Ctrl-C
-# make bench   our trainers' speed beside TRL's (docs/performance.md); on a machine with nothing else to do
-# make gpu-check  what works on this machine's GPU and how fast, in twenty minutes (docs/gpu.md); installs nothing
+# make bench   speed beside TRL and beside the machine's limits (docs/performance.md); needs an idle machine
+# make gpu-check  what works on this GPU and how fast, at most twenty minutes (docs/gpu.md); installs nothing
 # make lint    style
-# make clean   what runs have left behind; not .venv, not DVC's cache, not your worktrees
+# make clean   remove outputs of runs; keeps .venv, DVC's cache and worktrees
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -13,7 +13,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 EXTRAS ?= cpu,dev
 comma := ,
 WANTED := $(subst $(comma), ,$(EXTRAS))
-# Pins of a CUDA machine with the extra gpu: make setup EXTRAS=gpu,dev, or EXTRAS=gpu,flash-attn,dev.
+# Pins of a CUDA machine, with the extra gpu: make setup EXTRAS=gpu,dev, or EXTRAS=gpu,flash-attn,dev.
 CONSTRAINTS := $(if $(filter gpu,$(WANTED)),constraints-gpu.txt,constraints.txt)
 RUN_ARGS ?=
 BENCH_ARGS ?=
@@ -22,7 +22,7 @@ GPU_ARGS ?=
 TEST_WORKERS ?= 2
 PORT ?= 4200
 STAMP := $(VENV)/.set-up
-# For what installs nothing: the Python that was named, or that of the active virtual environment, of .venv, or of an active conda environment.
+# Python of targets that install nothing: PYTHON, the active virtual environment, .venv, the active conda environment, or python3.
 NAMED := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
 ACTIVE := $(if $(VIRTUAL_ENV),$(wildcard $(VIRTUAL_ENV)/bin/python))
 CONDA := $(if $(CONDA_PREFIX),$(wildcard $(CONDA_PREFIX)/bin/python))
@@ -31,7 +31,7 @@ HERE := $(firstword $(NAMED) $(ACTIVE) $(wildcard $(VENV)/bin/python) $(CONDA) p
 .PHONY: setup run stories test server bench gpu-check lint clean
 .DEFAULT_GOAL := run
 
-# The stamp holds what was installed from which files, so that a touched file alone installs nothing again.
+# The stamp holds a checksum of the requirements, so that touching a file doesn't reinstall.
 setup:
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@wanted="$$(cat pyproject.toml $(CONSTRAINTS) | cksum) $(EXTRAS)"; \
@@ -39,8 +39,8 @@ setup:
 		$(MAKE) --no-print-directory install && echo "$$wanted" > $(STAMP); \
 	fi
 
-# Torch first, so that everything else finds it there; then one resolver run under the tested pins. What compiles against torch comes last,
-# outside of pip's isolated builds, which have another torch.
+# Torch first, because other packages need it to build; then one resolver run under the tested pins. flash-attn compiles against torch, so it comes
+# last and outside pip's isolated builds, which have another torch.
 .PHONY: install
 install:
 	@echo "Installing into $(VENV); the first time takes four to five minutes."
@@ -67,7 +67,7 @@ bench: setup
 	$(VENV)/bin/python -m tools.bench.peers $(BENCH_ARGS)
 	$(VENV)/bin/python -m tools.bench.limits $(LIMITS_ARGS)
 
-# No setup: its pins are for the CPU.
+# No setup, whose pins are for the CPU.
 gpu-check:
 	$(HERE) -m tools.bench.gpu $(GPU_ARGS)
 

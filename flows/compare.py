@@ -17,10 +17,10 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from flows.chain.children import end_with
 from flows.chain.locks import only_flow
 from flows.chain.overrides import parse_assignment
 from flows.chain.pins import prepare_run
@@ -30,14 +30,13 @@ from flows.chain.worktree import commit_results, slug
 from flows.runs.record import note
 from flows.runs.results import input_paths, result_paths
 from rlhf_core.config import Algorithm, ConfigError, Method, load_params, read_recipe
-from rlhf_core.process import quietly
+from rlhf_core.paths import EVALUATION_METRICS, REPORTS
+from rlhf_core.process import end_with_parent, module_command
 from rlhf_core.report.comparison import Run, draw, methods_table, table
 
 RECIPE = Path("recipes/compare.yaml")
 SHARED = "gate_reward"  # up to here the runs of a seed are the same
-FIGURE, TABLE = Path("reports/compare.svg"), Path("reports/compare.md")
-METHODS_TABLE = Path("reports/compare_methods.md")
-EVALUATION = Path("metrics/evaluate.json")
+FIGURE, TABLE, METHODS_TABLE = REPORTS / "compare.svg", REPORTS / "compare.md", REPORTS / "compare_methods.md"
 THREADS = "cluster.threads"  # as many as --jobs leaves to each
 
 
@@ -92,7 +91,9 @@ def compare(root: Path, asked: argparse.Namespace, held: ExitStack) -> int:
     FIGURE.parent.mkdir(exist_ok=True)
     confidence = load_params(next(iter(workspaces.values())) / "params.yaml").evaluation.confidence
     if asked.methods:
-        evaluations = [(name, seed, json.loads((workspace / EVALUATION).read_text())) for (name, seed), workspace in workspaces.items()]
+        evaluations = [
+            (name, seed, json.loads((workspace / EVALUATION_METRICS).read_text())) for (name, seed), workspace in workspaces.items()
+        ]
         text = methods_table(evaluations, confidence)
         METHODS_TABLE.write_text(text, encoding="utf-8")
         print(f"{text}\nTable: {METHODS_TABLE}")
@@ -133,12 +134,12 @@ def _repro(workspace: Path, stage: str) -> str | None:
     note(workspace, outcome="running", stage=stage, message="", until=None)
     with (workspace / "compare.log").open("a") as log:
         done = subprocess.run(
-            quietly("dvc", "repro", stage),
+            module_command("dvc", "repro", stage),
             cwd=workspace,
             env=stage_environment(workspace),
             stdout=log,
             stderr=subprocess.STDOUT,
-            preexec_fn=end_with(os.getpid()),  # of the thread, too, which lives until all runs have ended
+            preexec_fn=partial(end_with_parent, os.getpid()),  # the parent thread lives until all runs have ended
             check=False,
         )
     failed = {"outcome": "failed", "message": "see compare.log in its folder"}

@@ -16,6 +16,7 @@ from tabulate import tabulate
 from flows.chain.worktree import slug
 from flows.runs.results import read_side
 from rlhf_core.config import ConfigError
+from rlhf_core.paths import REPORTS
 from rlhf_core.report.comparison_page import Side, cards, render_comparison
 from rlhf_core.report.differences import figures_that_count, headline, outs_that_differ, params_that_differ, read_as
 from rlhf_core.report.seeds import tables, trained
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     first, second = sides
     print(summary(first, second))
-    output = asked.output or Path("reports") / f"compare-{slug(asked.first)}-{slug(asked.second)}.html"
+    output = asked.output or REPORTS / f"compare-{slug(asked.first)}-{slug(asked.second)}.html"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(render_comparison(first, second), encoding="utf-8", newline="\n")
     print(f"Page: {output}")

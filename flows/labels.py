@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from flows.chain.worktree import worktree_path
 from rlhf_core.config import shown
 from rlhf_core.data.labels import KEY, LabelPair, decide, export_pairs, read_key, read_labels, sha256
-from rlhf_core.rounds.pins import round_folder
+from rlhf_core.paths import round_folder
 
 LABELS = Path("data/labels")
 CONFIDENCE = 0.95

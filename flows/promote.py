@@ -22,7 +22,7 @@ from flows.registry.evidence import GateProblem, check_version, gates
 from flows.registry.state import ARTIFACTS, Registry, read_registry
 from flows.registry.tags import Event, Version, who
 from rlhf_core.config import ConfigError
-from rlhf_core.provenance.lineage import REWARD_MODEL
+from rlhf_core.paths import PROMOTED, REWARD_MODEL
 
 SHORT = 10  # characters of a hash in a table
 
@@ -154,7 +154,7 @@ def fetch(root: Path, asked: argparse.Namespace) -> str:
     if asked.version is None:
         found.check_decisions()
     wanted = found.get(asked.version)
-    folder = asked.to or Path("models/promoted") / f"{asked.artifact}-{wanted.version}"
+    folder = asked.to or PROMOTED / f"{asked.artifact}-{wanted.version}"
     version, source = versions.fetch(root, found, wanted.version, folder)
     files = version.lineage["files"]
     return f"{asked.artifact} {version.version}: {files} files from DVC's {source} in {folder}, {version.identity}, all checked"

@@ -21,15 +21,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from flows.chain.children import end_with, stop_session
+from flows.chain.children import stop_session
 from flows.runs.lost import DATABASES, end_lost_command_lines, end_lost_runs
 from rlhf_core.config import ConfigError
 from rlhf_core.engines.ports import free_ports
-from rlhf_core.process import be_quiet, quietly
+from rlhf_core.process import configure_process, end_with_parent, module_command
 
 HOST = "127.0.0.1"
 WORK_POOL = "local"
@@ -44,7 +44,7 @@ _QUIET = {
 
 def use_home(root: Path) -> Path:
     """Where Prefect keeps its things: PREFECT_HOME, or .prefect of the project."""
-    be_quiet()
+    configure_process()
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     home = Path(os.environ.setdefault("PREFECT_HOME", str(root.resolve() / ".prefect")))
@@ -122,7 +122,7 @@ def use_server(root: Path) -> Iterator[None]:
     environment |= {"PREFECT_SERVER_API_AUTH_STRING": os.environ["PREFECT_API_AUTH_STRING"], **_server_logging(home)}
     factory = ["--factory", "prefect.server.api.server:create_app", "--host", HOST, "--port", str(port), "--log-level", "error"]
     with first_start(home):
-        server = start(quietly("uvicorn", *factory, "--lifespan", "on"), **environment)
+        server = start(module_command("uvicorn", *factory, "--lifespan", "on"), **environment)
         atexit.register(stop, server)
         yield
         wait_for(url, server)
@@ -183,7 +183,15 @@ def wait_for(url: str, server: subprocess.Popen) -> None:
 
 
 def start(command: list[str], log: IO[str] | None = None, **environment: str) -> subprocess.Popen:
-    """A child in a session of its own, told by SIGTERM when we die. It writes to `log`, or where we write."""
+    """Start a child in a session of its own, which gets SIGTERM when this process dies; it writes to `log`, or where this process does."""
+    parent = os.getpid()
+
+    def prepare() -> None:
+        # A shell starts background jobs with SIGINT ignored, and children inherit that. A Prefect worker would then never end, since it
+        # answers SIGTERM with a SIGINT to itself.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        end_with_parent(parent)
+
     return subprocess.Popen(
         command,
         env={**os.environ, **environment},
@@ -191,20 +199,8 @@ def start(command: list[str], log: IO[str] | None = None, **environment: str) ->
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT if log else None,
-        preexec_fn=_listens(end_with(os.getpid())),
+        preexec_fn=prepare,
     )
-
-
-def _listens(ask: Callable[[], None]) -> Callable[[], None]:
-    """Between fork and exec: `ask`, and SIGINT as usual. A shell starts what it puts into the background with SIGINT ignored, children
-    inherit that, and a Prefect worker then never ends: it answers SIGTERM by a SIGINT to itself.
-    """
-
-    def prepare() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        ask()
-
-    return prepare
 
 
 def stop(child: subprocess.Popen, grace: float = 10.0) -> None:

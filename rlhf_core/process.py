@@ -1,16 +1,19 @@
-"""What every process of ours begins with: no usage statistics, no waiting for a network that isn't there, no spinning threads.
+"""What each process of the pipeline starts with: environment variables, garbage collection, logging, and an end with its parent.
 
-python -P <this file> <module> <arguments>: the module's command line in such a process; see `quietly`.
+`python -P <this file> <module> <arguments>` runs a module's command line in such a process; see `module_command`.
 """
 
 import atexit
+import ctypes
 import gc
 import logging
 import os
 import runpy
+import signal
 import sys
 
-QUIET_ENVIRONMENT = {
+# No usage statistics, no network unless asked for, fewer log lines, and threads that don't spin.
+PROCESS_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -26,85 +29,102 @@ QUIET_ENVIRONMENT = {
     "WANDB_MODE": "offline",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each engine says how it binds its memory
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # otherwise each engine logs how it binds its memory
     "DS_LOG_LEVEL": "error",
     # How long a waiting OpenMP thread spins before it sleeps. Never: a step on two idle cores takes 1.5 times as long. The default,
     # a hundred times this: ten times as long whenever another process is busy on the same cores. docs/performance.md has the trade.
     "GOMP_SPINCOUNT": "3000",
-    # NumPy's and SciPy's threads, one for each core, spin as well: for 2 to the power of this many ticks of the processor, by default 26.
+    # The threads of NumPy and SciPy spin for 2**20 processor ticks; the default is 2**26.
     "OPENBLAS_THREAD_TIMEOUT": "20",
-    # What a step frees stays for the next one. By glibc's own limits a trainer of RL gave memory back and took it again, some 6,000 to
-    # 14,000 pages in each step of a small model.
+    # Memory that a step frees is kept for the next step. With glibc's default limits a trainer returns and maps thousands of pages a step.
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
 }
 
 
-NEW_OBJECTS = 100_000  # between two looks for cyclic garbage, while a process starts
-USUAL_THRESHOLD = gc.get_threshold()
+IMPORT_THRESHOLD = 100_000  # new objects between two garbage collections while modules are imported
+DEFAULT_THRESHOLD = gc.get_threshold()
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def be_quiet() -> None:
-    """Set the environment for this process and all that it starts; what a user has set already wins."""
-    for name, value in QUIET_ENVIRONMENT.items():
+def configure_process() -> None:
+    """Set the environment of this process and its children (a variable that is already set wins) and garbage collection for imports.
+
+    To be called before anything large is imported. At exit Python skips its last garbage collection, since the memory is freed anyway.
+    """
+    for name, value in PROCESS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     collect_rarely()
-    end_quickly()
-
-
-def collect_rarely() -> None:
-    """To be called before anything large is imported: Python looks for cyclic garbage after every 700 new objects, a fifth of the time
-    that it takes to import PyTorch and vLLM.
-    """
-    gc.set_threshold(NEW_OBJECTS)
-
-
-def collect_as_usual() -> None:
-    """To be called where long work begins: what a step leaves in cycles would else add up for hundreds of steps, 70 KB in each."""
-    gc.set_threshold(*USUAL_THRESHOLD)
-
-
-def freeze_gc() -> None:
-    """To be called when all that is large has been imported and nothing has been built: garbage is never looked for among what there is by
-    now. One look through it all takes a trainer 0.3 s, in the middle of a step.
-    """
-    gc.freeze()
-
-
-def end_quickly() -> None:
-    """When this process ends, Python doesn't look for garbage once more among all there is, which goes with the process anyway."""
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
 
 
-def quietly(module: str, *arguments: str) -> list[str]:
-    """The command that runs another project's module as `python -m` does, but without the garbage collections of its start and its end: a
-    seventh of the computing of DVC's shorter commands. By this file's path, since the folder that it runs in may hold an older commit.
+def collect_rarely() -> None:
+    """For imports: by default Python collects garbage after every 700 new objects, a fifth of the time of importing PyTorch and vLLM."""
+    gc.set_threshold(IMPORT_THRESHOLD)
+
+
+def collect_by_default() -> None:
+    """For training: with the threshold for imports, reference cycles of hundreds of steps (70 KB each) would stay in memory."""
+    gc.set_threshold(*DEFAULT_THRESHOLD)
+
+
+def freeze_gc() -> None:
+    """Exclude the objects that exist now, those of imported modules, from garbage collection, which would take 0.3 s in a trainer's step.
+
+    To be called after the large imports and before models are built.
+    """
+    gc.freeze()
+
+
+def end_with_parent(parent: int | None = None, number: int = signal.SIGTERM) -> None:
+    """Have the kernel send this process a signal when its parent thread ends, in whatever way. Linux only; elsewhere nothing is done.
+
+    May be called between fork and exec: it makes system calls only and takes no lock.
+
+    Args:
+        parent: number of the parent process; this process exits at once if that one is no longer its parent.
+    """
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, number)
+        if parent is not None and os.getppid() != parent:
+            os._exit(1)
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Command line that runs another project's module as `python -m` does, in a process configured by `configure_process`.
+
+    Without the garbage collections at start and exit a short DVC command takes a seventh less time. The command names this file's path and
+    not its module, since the working directory may hold an older commit.
     """
     return [sys.executable, "-P", __file__, module, *arguments]
 
 
 def show_own_log() -> None:
-    """Our log lines go to stdout as they are; of other libraries only warnings are shown. What would reorder a line is shown by number."""
-    from rlhf_core.config import reordering_shown  # by then a process of ours has it; DVC's, which start here too, need none of it
+    """Write the pipeline's log lines to stdout, beside progress bars, and only warnings of other libraries.
+
+    Characters that would reorder a line on a terminal are written as their code points.
+    """
+    from rlhf_core.config import reordering_shown  # imported here: processes of DVC, which start with this file, need neither
     from rlhf_core.progress import STATUS
 
-    class AsItStands(logging.Formatter):
+    class VisibleFormatter(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
             return reordering_shown(super().format(record))
 
-    class BesideTheBar(logging.StreamHandler):
+    class BarHandler(logging.StreamHandler):
         def emit(self, record: logging.LogRecord) -> None:
             with STATUS.aside():
                 super().emit(record)
 
-    handler = BesideTheBar(sys.stdout)
-    handler.setFormatter(AsItStands("%(message)s"))
+    handler = BarHandler(sys.stdout)
+    handler.setFormatter(VisibleFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("rlhf").setLevel(logging.INFO)
 
 
 if __name__ == "__main__":
-    be_quiet()
+    configure_process()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

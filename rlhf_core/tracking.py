@@ -15,7 +15,7 @@ class MetricsLog:
     """Appends rows to a CSV whose columns are fixed at the start, so that a resumed run goes on in the same file.
 
     Timings go to a file of their own: the curves are what DVC compares, and no two runs take the same time. Beside it, with the ending
-    `.of`, stands the sha256 of the curves that they belong to (rlhf_core/report/times.py asks for it).
+    `.of`, stands the sha256 of the curves that they belong to (rlhf_core/report/inputs.py asks for it).
 
     Args:
         path: of the CSV file, in the scratch folder of the work.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-# Where the old log-probabilities of the policy loss come from: `RlConfig.old_logprobs_source` decides, once per step.
+# Where the old log-probabilities of the policy loss come from; `RlConfig.old_logprobs_source` decides it once per step.
 OldLogprobs = Literal["recompute", "from_update", "from_engine"]
 
 

@@ -18,9 +18,8 @@ import pandas as pd
 from rlhf_core.config import STAGE_SECTIONS, ConfigError, Params, load_params, read_yaml
 from rlhf_core.paths import EVALUATION_PROMPTS, EVALUATION_SAMPLES, METRICS, PLOTS, REPORT, REWARD_HELDOUT, TIMINGS
 from rlhf_core.report.differences import Results
-from rlhf_core.report.inputs import ReportInputs, Stopped
+from rlhf_core.report.inputs import ReportInputs, Stopped, read_times, sha256
 from rlhf_core.report.page import render, render_times
-from rlhf_core.report.times import read_times, sha256
 from rlhf_core.stage.files import read_json
 from rlhf_core.stage.run import Stage, stage_arguments
 
@@ -89,6 +88,8 @@ def read_inputs(params: Params, fingerprint: str, stopped: Stopped | None = None
         title=params.report.title,
         params={s: v for s, v in params.model_dump().items() if s in STAGE_SECTIONS["report"]},
         written_params={s: v for s, v in read_yaml(PARAMS).items() if s in STAGE_SECTIONS["report"]},
+        evaluation_scorers=[scorer.model_dump() for scorer in params.evaluation_scorers],
+        method_scorers=[scorer.model_dump() for scorer in (params.method_scorers or ("", []))[1]],
         files={path.as_posix(): sha256(path) for path in sorted(files.values())},
         outs=read_outs(LOCK, reached),
         packages=dict(read_versions()),

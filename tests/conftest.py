@@ -8,9 +8,9 @@ import gc
 import os
 import signal
 
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 
-be_quiet()
+configure_process()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

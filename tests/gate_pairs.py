@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlhf_core.data.schema import SLICES_SCHEMA, RowWriter, slice_rows
+from rlhf_core.data.schema import SLICES_SCHEMA, RowWriter
 from rlhf_core.gate.pairs import Pairs
 
 
@@ -43,5 +43,5 @@ def write_slices(folder: Path, slices: dict[str, dict[str, str]]) -> None:
     """Write id -> column -> value, as prepare_data does."""
     with RowWriter(folder / "slices.parquet", SLICES_SCHEMA) as file:
         for row_id, of_row in slices.items():
-            for row in slice_rows(row_id, of_row.items()):
-                file.add(row)
+            for column, value in of_row.items():
+                file.add({"id": row_id, "column": column, "value": value})

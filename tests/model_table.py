@@ -76,9 +76,9 @@ def in_process(family: str, columns: list[str]) -> Cells:
 
 def one_family(family: str, columns: list[str]) -> Cells:
     """In this process."""
-    from rlhf_core.process import be_quiet
+    from rlhf_core.process import configure_process
 
-    be_quiet()
+    configure_process()
     from rlhf_core.config import LoraConfig, load_params
     from rlhf_core.engines.deepspeed_engine import join_world
     from rlhf_core.model_check.miniature import random_model

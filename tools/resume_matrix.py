@@ -1,4 +1,4 @@
-"""The resume matrix: python -m tools.resume_matrix [--only WORD ...] [--seed N] [--folder F] [--list]; docs/resume.md has its table.
+"""The resume matrix: python -m tools.resume_matrix [--only WORD ...] [--seed N] [--folder F] [--list]; docs/resume.md describes it.
 
 Each cell runs a real training stage of a small chain twice: once undisturbed, and once killed by SIGKILL after a step that the seed draws
 and then run again. All state digests, the final weights, curves and metrics of both must be the same. Supervised stages are forked from one
@@ -8,6 +8,7 @@ process that has imported everything; RL stages share one Ray head, and what is 
 from __future__ import annotations
 
 import argparse
+import csv
 import hashlib
 import importlib
 import json
@@ -34,8 +35,7 @@ from small_chain import SMALL, SMALL_CLERK, change_params, make_chain, run
 
 from rlhf_core.checkpoint.digest import differences, read_digest
 
-DOCS = Path(__file__).parents[1] / "docs" / "resume.md"
-MARKS = ("<!-- resume matrix -->\n", "<!-- end of the resume matrix -->\n")
+TABLE = Path(__file__).parents[1] / "docs/tables/resume.csv"
 LIMIT = 400.0  # seconds for one run of a stage
 LINKED = ("rlhf_core", "tasks", "rewards", "flows", "rounds", "dvc.yaml", "baselines.json")
 OUTS = {"train_sft": ("models/sft",), "train_reward": ("models/reward",), "train_policy": ("models/policy",)}
@@ -70,7 +70,7 @@ class Row:
 
     cell: str
     killed_after: int
-    went_on_from: str
+    resumed_from: str
     digests: int
     seconds: float
     problems: list[str] = field(default_factory=list)
@@ -304,18 +304,13 @@ def prepare(base: Path) -> Path:
 
 
 def write_table(rows: dict[str, Row], seed: int) -> None:
-    """Into docs/resume.md, between its marks; cells that were not run are listed as such."""
-    lines = ["| cell | killed after row | resumed from | digests |", "|---|---|---|---|"]
-    for cell in all_cells():
-        row = rows.get(cell.name)
-        shown = "not run | | |" if row is None else f"{row.killed_after} | {row.went_on_from} | {row.digests} |"
-        lines.append(f"| {cell.name} | {shown}")
-    different = [f"- {row.cell}: {'; '.join(row.problems)}" for row in rows.values() if row.problems]
-    lines += ["", "Different:" if different else "The same bits in every cell that was run.", *different]
-    text = DOCS.read_text(encoding="utf-8")
-    before, _, rest = text.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    DOCS.write_text(f"{before}{MARKS[0]}\nSeed {seed}.\n\n" + "\n".join(lines) + f"\n\n{MARKS[1]}{after}", encoding="utf-8")
+    """A line for each cell that was run, in the order of all cells."""
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["cell", "seed", "killed after row", "resumed from", "digests compared", "result"])
+        for row in (rows[cell.name] for cell in all_cells() if cell.name in rows):
+            result = "; ".join(row.problems) or "same bits"
+            writer.writerow([row.cell, seed, row.killed_after, row.resumed_from, row.digests, result])
 
 
 if __name__ == "__main__":

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
-import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 import psutil
 
 END_SECONDS = 25.0  # for a process to be gone whose children are
 REST_SECONDS = 5.0
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Lines:
@@ -59,19 +55,6 @@ class Lines:
         with suppress(queue.Empty):
             while not self._ended and (line := self._lines.get(timeout=REST_SECONDS)) is not None:
                 yield line
-
-
-def end_with(parent: int) -> Callable[[], None]:
-    """To be called between fork and exec: SIGTERM for the child when its parent dies, however it dies."""
-
-    def ask() -> None:
-        if _libc is not None:
-            pr_set_pdeathsig = 1
-            _libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
-            if os.getppid() != parent:
-                os._exit(1)
-
-    return ask
 
 
 def session_members(session: int) -> list[psutil.Process]:

@@ -19,11 +19,10 @@ from flows.registry.state import read_for_decision
 from flows.registry.tags import Version
 from flows.registry.versions import fetch
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params, shown
+from rlhf_core.paths import PROMOTED, REWARD_MODEL
 from rlhf_core.rounds.pins import dvc_md5
 
 INCUMBENT, ANCHOR, ROLLED_BACK = "gate.incumbent", "gate.anchor", "gate.rolled_back"
-REWARD_MODEL = Path("models/reward")
-PROMOTED = Path("models/promoted")  # of a workspace: versions from the registry, a folder each
 
 log = logging.getLogger("rlhf.flows")
 

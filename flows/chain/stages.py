@@ -16,16 +16,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from flows.chain.children import Lines, end_with, stop_session
+from flows.chain.children import Lines, stop_session
 from rlhf_core import config
 from rlhf_core.config import ConfigError
 from rlhf_core.environment import keep_visible, of_stage
-from rlhf_core.process import QUIET_ENVIRONMENT, quietly
+from rlhf_core.process import PROCESS_ENVIRONMENT, end_with_parent, module_command
 from rlhf_core.progress import is_end, is_progress
 from rlhf_core.provenance.inputs import read_inputs, read_recorded
 
@@ -152,7 +153,7 @@ def dvc_environment(workspace: Path) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("PREFECT_")}
     path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])
     code = os.pathsep.join(filter(None, [str(workspace.resolve()), inherited.get("PYTHONPATH")]))
-    return {**QUIET_ENVIRONMENT, **inherited, "PATH": path, "PYTHONPATH": code, "PYTHONUNBUFFERED": "1"}
+    return {**PROCESS_ENVIRONMENT, **inherited, "PATH": path, "PYTHONPATH": code, "PYTHONUNBUFFERED": "1"}
 
 
 def up_to_date(workspace: Path, *stages: str) -> bool:
@@ -173,7 +174,7 @@ def unchanged(workspace: Path, stages: list[str]) -> list[str]:
 
 def _changed(workspace: Path, *stages: str) -> set[str] | None:
     """Which of these stages, or of all, have something to do; None where DVC can't say, or not in time."""
-    command = quietly("dvc", "status", "--json", *stages)
+    command = module_command("dvc", "status", "--json", *stages)
     how = {"cwd": workspace, "env": dvc_environment(workspace), "timeout": STATUS_DEADLINE}
     with suppress(subprocess.TimeoutExpired, json.JSONDecodeError):
         done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
@@ -238,7 +239,7 @@ def _repro(
     stage = arguments[-1]
     clear_locks(workspace)
     child = subprocess.Popen(
-        quietly("dvc", "repro", "--single-item", *arguments),
+        module_command("dvc", "repro", "--single-item", *arguments),
         cwd=workspace,
         env=stage_environment(workspace, stage),
         stdin=subprocess.DEVNULL,
@@ -247,7 +248,7 @@ def _repro(
         text=True,
         errors="replace",
         start_new_session=True,
-        preexec_fn=end_with(os.getpid()),  # two system calls and no lock: safe beside threads
+        preexec_fn=partial(end_with_parent, os.getpid()),
     )
     lines = Lines(child)
 

@@ -12,11 +12,9 @@ from tabulate import tabulate
 
 from flows.chain.stages import HASH_INPUTS, StageResult, metrics_file
 from rlhf_core.config import reordering_shown
+from rlhf_core.paths import REPORT, STOPPED_REPORT
 from rlhf_core.provenance.inputs import read_recorded, summary
 from rlhf_core.report.texts import markdown_text
-
-REPORT = Path("reports/report.html")
-STOPPED_REPORT = Path("reports/stopped.html")  # of a chain that ended early
 
 
 def _rows(m: dict[str, Any]) -> str:

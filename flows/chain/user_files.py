@@ -12,8 +12,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from flows.chain.worktree import FOLDER, git_environment, worktree_path
+from flows.chain.worktree import git_environment, worktree_path
 from rlhf_core.config import ConfigError, Params, ScorerConfig, shown
+from rlhf_core.paths import RUNS
 from rlhf_core.provenance.inputs import input_problems
 
 
@@ -91,13 +92,13 @@ def _has(root: Path, commit: str, path: str | None = None) -> bool:
 
 
 def _problem(key: str, wanted: str, in_root: str | None, root: Path, name: str | None) -> str:
-    place = "in the project's folder" if name is None else f"in the worktree {FOLDER}/{name}"
+    place = "in the project's folder" if name is None else f"in the worktree {RUNS}/{name}"
     if name is None or in_root is None:
         return f"{key}: expected {shown(wanted)} {place}, got no such file; correct the path, relative to the project's folder"
     advice = "commit it: a named run's worktree starts from the last commit"
     if worktree_path(root, name).exists():
         advice += (
-            f"; then choose another name, or remove this worktree with `git worktree remove --force {FOLDER}/{name}` and "
+            f"; then choose another name, or remove this worktree with `git worktree remove --force {RUNS}/{name}` and "
             f"`git branch -D run/{name}`"
         )
     return f"{key}: expected {shown(wanted)} {place}, got the file only in the project's folder; {advice}"

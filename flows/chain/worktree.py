@@ -23,12 +23,12 @@ import psutil
 from flows.chain.children import session_members, stop_session
 from flows.chain.stages import dvc_environment
 from rlhf_core.config import ConfigError, apply_overrides, shown
-from rlhf_core.process import quietly
+from rlhf_core.paths import RUNS
+from rlhf_core.process import module_command
 from rlhf_core.provenance.cached_model import cache_folder
 
 log = logging.getLogger("rlhf.flows")
 
-FOLDER = "runs"
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")
 HOOK_SECONDS = 300.0  # for all hooks of a commit, or of a worktree, together
 HOOK_GRACE = 5.0  # seconds, for a hook that was told to end
@@ -51,7 +51,7 @@ def prepare_worktree(root: Path, name: str, overrides: dict[str, Any]) -> Path:
     if not path.exists():
         _add(root, path, name)
     elif Path(git(path, "rev-parse", "--show-toplevel")) != path.resolve():
-        raise ConfigError(f"{FOLDER}/{name}: expected a worktree of git, got another folder; move it away or choose another name")
+        raise ConfigError(f"{RUNS}/{name}: expected a worktree of git, got another folder; move it away or choose another name")
     share_cache(root, path)
     if overrides:
         apply_overrides(path / "params.yaml", overrides)
@@ -67,7 +67,7 @@ def worktree_path(root: Path, name: str) -> Path:
         raise ConfigError(
             f"run name: expected at most 80 letters, digits, '.', '_' and '-', a letter or digit first, got {name!r}; choose another"
         )
-    return root / FOLDER / name
+    return root / RUNS / name
 
 
 def derive_name(root: Path, overrides: dict[str, Any], recipes: list[Path]) -> str:
@@ -193,7 +193,7 @@ def share_cache(root: Path, path: Path) -> None:
     if (root / ".dvc" / "config.local").exists():
         shutil.copy2(root / ".dvc" / "config.local", local)
     cache = cache_folder(root).parents[1].resolve()
-    _run(quietly("dvc", "cache", "dir", "--local", str(cache)), path)
+    _run(module_command("dvc", "cache", "dir", "--local", str(cache)), path)
 
 
 def _say_what_differs(root: Path, path: Path, name: str) -> None:
@@ -203,7 +203,7 @@ def _say_what_differs(root: Path, path: Path, name: str) -> None:
         log.warning(
             "run/%s: was made %s commits ago and keeps its code; choose another name for a fresh one, or remove this one with "
             "`git worktree remove --force %s/%s` and `git branch -D run/%s`",
-            *(name, behind, FOLDER, name, name),
+            *(name, behind, RUNS, name, name),
         )
 
 

@@ -19,22 +19,22 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flows.registry.objects import Object, read_objects
 from flows.registry.tags import Version
 from rlhf_core.config import MAX_BYTES, ConfigError, parse_json, read_yaml_text, shown
+from rlhf_core.paths import GATE_METRICS, ROUNDS, ROUNDS_PIPELINE
 from rlhf_core.provenance.lineage import lineage
-from rlhf_core.rounds.pins import FOLDER, PIPELINE
 
 LOCK, ROUNDS_LOCK, PARAMS, PIPELINE_FILE, GATE = (
     "dvc.lock",
-    str(PIPELINE.with_suffix(".lock")),
+    str(ROUNDS_PIPELINE.with_suffix(".lock")),
     "params.yaml",
     "dvc.yaml",
-    "metrics/gate.json",
+    str(GATE_METRICS),
 )
 # Of a lineage, and the file of the commit that says it too.
 SAID_BY = {
     **{"md5": LOCK, "size": LOCK, "files": LOCK, "data": LOCK, "inputs": LOCK, "parents": LOCK, "stages": LOCK},
     **{"params": PARAMS, "gate": GATE, "decided": "the chain or the round"},
 }
-_ROUND = re.compile(rf"{FOLDER}/([1-9][0-9]*)/policy")
+_ROUND = re.compile(rf"{ROUNDS}/([1-9][0-9]*)/policy")
 
 
 class _Form(BaseModel):

@@ -18,10 +18,10 @@ from flows.registry.evidence import GATE, LOCK, ROUNDS_LOCK, check_version, deci
 from flows.registry.state import Registry, read_registry
 from flows.registry.tags import Version
 from rlhf_core.config import ConfigError, parse_json, read_yaml_text
-from rlhf_core.process import quietly
+from rlhf_core.paths import EVALUATION_METRICS, REWARD_MODEL, ROUNDS_PIPELINE, round_folder
+from rlhf_core.process import module_command
 from rlhf_core.provenance.cached_model import cache_folder, checkout, missing, verify
-from rlhf_core.provenance.lineage import REWARD_MODEL, hashes_of_outs, history, lineage
-from rlhf_core.rounds.pins import PIPELINE, round_folder
+from rlhf_core.provenance.lineage import hashes_of_outs, history, lineage
 
 LAST_STAGE = {"reward-model": "gate_reward", "policy": "train_policy"}  # up to here DVC must find nothing to do
 
@@ -59,7 +59,7 @@ def register(root: Path, artifact: str, run: str | None, round_number: int | Non
         raise ConfigError(f"{artifact} of {branch}: {error}") from error
     _check_nothing_to_do(workspace, last)
     known = {version.md5: version.version for version in read_registry(root, "reward-model").versions.values()}
-    made_of["reward_model_version"] = known.get(made_of["parents"].get(REWARD_MODEL))
+    made_of["reward_model_version"] = known.get(made_of["parents"].get(str(REWARD_MODEL)))
     with registry_lock(root):
         return add_version(root, artifact, made_of)
 
@@ -91,10 +91,10 @@ def _of_round(workspace: Path, artifact: str, number: int) -> tuple[str, str, di
     if artifact != "policy":
         raise ConfigError(f"{artifact}: expected the policy with a round, got another model; rounds train no reward model")
     folder = round_folder(number)
-    verdict = _read(workspace, f"{folder}/metrics/evaluate.json")
+    verdict = _read(workspace, f"{folder}/{EVALUATION_METRICS}")
     if not verdict["accepted"]:
         raise ConfigError(f"round {number}: expected one whose policy was accepted, got one that wasn't: {verdict['reason']}")
-    return f"{folder}/policy", f"{PIPELINE}:evaluate_round@{number}", decision_of_round(number, verdict)
+    return f"{folder}/policy", f"{ROUNDS_PIPELINE}:evaluate_round@{number}", decision_of_round(number, verdict)
 
 
 def _read(workspace: Path, name: str) -> Any:
@@ -189,4 +189,4 @@ def fetch(root: Path, registry: Registry, version: str | None, folder: Path) -> 
 
 
 def _dvc(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_within(STATUS_DEADLINE, quietly("dvc", *arguments), workspace, dvc_environment(workspace))
+    return run_within(STATUS_DEADLINE, module_command("dvc", *arguments), workspace, dvc_environment(workspace))

@@ -16,7 +16,6 @@ from flows.chain.pins import check_not_rolled_back
 from flows.chain.stages import StageFailed, unchanged
 from flows.chain.worktree import commit_results
 from flows.rounds.series import (
-    FIGURE,
     chain_before_rounds,
     check_promotion_split,
     check_reward_model,
@@ -31,6 +30,7 @@ from flows.rounds.series import (
 from flows.runs.record import REFUSED, ROUND_REFUSED, note, recording
 from flows.runs.results import input_paths, result_paths
 from rlhf_core.config import ConfigError, Params, load_params
+from rlhf_core.paths import ROUNDS_FIGURE
 
 
 @flow(name="iterative-dpo", persist_result=False)
@@ -114,6 +114,6 @@ def _show(workspace: Path, number: int) -> None:
     text = publish(workspace, number)
     tell(f"\n{text}")
     create_markdown_artifact(text, key="rounds", description=f"Rounds of {workspace.name}")
-    if (workspace / FIGURE).is_file():
-        path = (workspace / FIGURE).resolve()
-        create_link_artifact(path.as_uri(), link_text=FIGURE.name, key="rounds-figure", description=str(path))
+    if (workspace / ROUNDS_FIGURE).is_file():
+        path = (workspace / ROUNDS_FIGURE).resolve()
+        create_link_artifact(path.as_uri(), link_text=ROUNDS_FIGURE.name, key="rounds-figure", description=str(path))

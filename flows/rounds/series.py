@@ -19,28 +19,24 @@ from flows.chain.worktree import commit, commit_results, prepare_worktree, workt
 from flows.runs.results import input_paths, result_paths
 from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, PromotionConfig, ScorerConfig, load_params, read_yaml
 from rlhf_core.data.schema import read_rows
+from rlhf_core.paths import (
+    GATE_METRICS,
+    PREPARED,
+    REWARD_MODEL,
+    ROUNDS_FIGURE,
+    ROUNDS_FILE,
+    ROUNDS_PIPELINE,
+    ROUNDS_TABLE,
+    SOURCES,
+    round_folder,
+)
 from rlhf_core.provenance.inputs import changes_since, read_inputs
 from rlhf_core.report.rounds import draw, table
-from rlhf_core.rounds.pins import (
-    FOLDER,
-    PIPELINE,
-    ROUNDS_FILE,
-    BudgetPin,
-    Pin,
-    PromptsPin,
-    Round,
-    dvc_md5,
-    prompts_hash,
-    read_rounds,
-    round_folder,
-    write_rounds,
-)
-from rlhf_core.rounds.pool import check_promotion_rows, prompts_of_round
-from rlhf_core.statistics.error_budget import next_budget
+from rlhf_core.rounds.data import check_promotion_rows, prompts_of_round
+from rlhf_core.rounds.pins import BudgetPin, Pin, PromptsPin, Round, dvc_md5, prompts_hash, read_rounds, write_rounds
+from rlhf_core.rounds.promotion import next_budget
 
 STAGES = ("sample_round", "validate_round", "train_round", "evaluate_round")
-FIGURE, TABLE = FOLDER / "rounds.svg", FOLDER / "rounds.md"
-GATE, PREPARED, REWARD_MODEL = Path("metrics/gate.json"), Path("data/prepared"), Path("models/reward")
 
 log = logging.getLogger("rlhf.flows")
 
@@ -81,7 +77,7 @@ def prepare_series(root: Path, series: str, overrides: dict[str, Any], *, update
 def _other_inputs(workspace: Path, params: Params) -> list[str]:
     """What isn't the project's own and has changed since the chain and the rounds read it, a line each."""
     inputs, before = read_inputs(params, workspace), chain_before_rounds(workspace, params)
-    locks = (workspace / "dvc.lock", workspace / PIPELINE.with_suffix(".lock"))
+    locks = (workspace / "dvc.lock", workspace / ROUNDS_PIPELINE.with_suffix(".lock"))
     return [line for lock in locks for line in changes_since(lock, inputs, workspace, beside=set(stage_order(workspace)) - set(before))]
 
 
@@ -116,10 +112,10 @@ def check_reward_model(workspace: Path, params: Params) -> None:
     Raises:
         ConfigError: it labels and didn't pass.
     """
-    gate = _read(workspace / GATE)
+    gate = _read(workspace / GATE_METRICS)
     usable = gate and (gate["passed"] or gate["override"])
     if any(_is_own(scorer) for scorer in params.iterative.scorers) and not usable:
-        said = gate["message"] if gate else f"{GATE} is missing"
+        said = gate["message"] if gate else f"{GATE_METRICS} is missing"
         raise ConfigError(
             f"iterative.scorers: expected a reward model that passed its gate, got one that didn't ({said}); make it pass, or take scorers "
             "that need none (docs/scorers.md)"
@@ -193,7 +189,7 @@ def new_round(workspace: Path, rounds: dict[int, Round], params: Params, start: 
         origin=rounds[1].origin if rounds else pin(start),
         policy=pin(round_folder(accepted[-1]) / "policy" if accepted else start),
         reward_models={s.name: pin(s.path or REWARD_MODEL) for s in config.scorers if s.kind == "reward_model"},
-        gate=pin(GATE),
+        gate=pin(GATE_METRICS),
         prompts=PromptsPin(first=(number - 1) * len(prompts), count=len(prompts), sha256=prompts_hash(prompts)),
         budget=budget_of_next(workspace, rounds, config.promotion),
     )
@@ -205,7 +201,7 @@ def check_promotion_split(workspace: Path, params: Params) -> None:
     Raises:
         ConfigError: there isn't.
     """
-    sources = _read(workspace / PREPARED / "sources.json") or {}
+    sources = _read(workspace / SOURCES) or {}
     judged = {name for name, source in sources.items() if source["judge"]}
     try:
         check_promotion_rows(read_rows(workspace / PREPARED, "prompt", "promotion"), params.iterative.promotion, judged=judged)
@@ -238,7 +234,7 @@ def _shown(budget: BudgetPin) -> str:
 
 def is_finished(workspace: Path, number: int) -> bool:
     """Whether the round has its verdict and DVC has recorded it."""
-    lock = workspace / PIPELINE.with_suffix(".lock")
+    lock = workspace / ROUNDS_PIPELINE.with_suffix(".lock")
     recorded = lock.exists() and f"{STAGES[-1]}@{number}" in (read_yaml(lock).get("stages") or {})
     return recorded and verdict(workspace, number) is not None
 
@@ -250,7 +246,7 @@ def verdict(workspace: Path, number: int) -> dict[str, Any] | None:
 
 def round_stages(number: int) -> list[str]:
     """DVC's names of a round's stages, in order."""
-    return [f"{PIPELINE}:{stage}@{number}" for stage in STAGES]
+    return [f"{ROUNDS_PIPELINE}:{stage}@{number}" for stage in STAGES]
 
 
 def results(workspace: Path) -> list[dict[str, Any]]:
@@ -268,11 +264,11 @@ def publish(workspace: Path, number: int) -> str:
     """Figure and table of all rounds into the worktree, and the commit of what this round has shown. Returns the table."""
     rows = results(workspace)
     text = table(rows)
-    (workspace / TABLE).write_text(f"# Rounds of {workspace.name}\n\n{text}", encoding="utf-8")
+    (workspace / ROUNDS_TABLE).write_text(f"# Rounds of {workspace.name}\n\n{text}", encoding="utf-8")
     try:
-        draw(rows, workspace / FIGURE)
+        draw(rows, workspace / ROUNDS_FIGURE)
     except ModuleNotFoundError as error:
-        log.warning("%s: expected matplotlib for the figure, got none (%s); install the extra `compare`", FIGURE, error)
+        log.warning("%s: expected matplotlib for the figure, got none (%s); install the extra `compare`", ROUNDS_FIGURE, error)
     commit_results(workspace, f"Results of round {number}", result_paths(workspace), input_paths(workspace))
     return text
 

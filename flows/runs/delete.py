@@ -14,14 +14,14 @@ from flows.chain.worktree import git
 from flows.registry.state import ARTIFACTS, read_registry
 from flows.runs.state import RunState, read_runs
 from rlhf_core.config import ConfigError, read_yaml, shown
-from rlhf_core.rounds.pins import PIPELINE
+from rlhf_core.paths import CHECK_MODEL_FIGURES, DATA_DOCS, PROMOTED, ROUNDS_PIPELINE, SCRATCH, STATE_DIGESTS, STOPPED_REPORT, TIMINGS
 
 # Beginnings of what a run itself commits; `{}` is its name.
 OF_THE_RUN = ("Run {}: ", "Results of run {}", "Results of round ", "Begin round ", "Take back the beginning of round ")
 # Ignored by git and nobody's work, beside the outs of stages.
 OF_THE_PIPELINE = (
-    *(".dvc", ".prefect", "scratch", "wandb", "compare.log", "models/promoted", "reports/stopped.html", "reports/check_model.json"),
-    *("reports/timings", "reports/digests", "reports/data_docs"),
+    *(".dvc", ".prefect", "wandb", "compare.log"),
+    *map(str, (SCRATCH, PROMOTED, STOPPED_REPORT, CHECK_MODEL_FIGURES, TIMINGS, STATE_DIGESTS, DATA_DOCS)),
 )
 CACHES = re.compile(r"(^|/)(__pycache__|\.venv|\.(pytest|ruff)_cache|\.hypothesis|\.ipynb_checkpoints|[^/]+\.egg-info)/")
 FREE_CACHE = (
@@ -88,7 +88,7 @@ def _outs(folder: Path) -> set[str]:
     with suppress(ConfigError):  # a file that can't be read names none, and what it would have named is asked about
         entries = [entry for stage in read_stages(folder).values() for entry in stage.get("outs") or []]
         found |= {path for entry in entries for path in ([entry] if isinstance(entry, str) else entry)}
-    for lock in (folder / "dvc.lock", folder / PIPELINE.with_suffix(".lock")):
+    for lock in (folder / "dvc.lock", folder / ROUNDS_PIPELINE.with_suffix(".lock")):
         with suppress(ConfigError):
             tree = read_yaml(lock) if lock.is_file() else {}
             found |= {out["path"] for stage in tree.get("stages", {}).values() for out in stage.get("outs", [])}

@@ -14,30 +14,26 @@ from typing import Any
 import pandas as pd
 
 from flows.chain.stages import read_stages
-from flows.chain.worktree import FOLDER
 from rlhf_core.config import ConfigError, read_yaml_text
+from rlhf_core.paths import (
+    CURVES,
+    EVALUATION_PROMPTS,
+    EVALUATION_SAMPLES,
+    METRICS,
+    ROUNDS_FIGURE,
+    ROUNDS_FILE,
+    ROUNDS_PIPELINE,
+    ROUNDS_TABLE,
+    RUNS,
+    STAGE_METRICS,
+)
 from rlhf_core.provenance.cached_model import cache_folder
 from rlhf_core.report.comparison_page import Side
 from rlhf_core.report.differences import Results
-from rlhf_core.report.times import read_times
-from rlhf_core.rounds.pins import FOLDER as FOLDER_OF_ROUNDS
-from rlhf_core.rounds.pins import PIPELINE, ROUNDS_FILE, read_round_stages, read_rounds
+from rlhf_core.report.inputs import read_times
+from rlhf_core.rounds.pins import read_round_stages, read_rounds
 
-# Stage -> its metrics.
-METRICS = {
-    "prepare_data": "metrics/prepare_data.json",
-    "validate_data": "metrics/validation.json",
-    "check_model": "metrics/check_model.json",
-    "train_sft": "metrics/train_sft.json",
-    "train_reward": "metrics/train_reward.json",
-    "gate_reward": "metrics/gate.json",
-    "train_policy": "metrics/train_policy.json",
-    "evaluate": "metrics/evaluate.json",
-}
 TRACKED = ("data/prepared", "models/")  # data and models; what else DVC keeps are results
-CURVES = ("train_sft", "train_reward", "train_policy")
-SAMPLES = "data/evaluation_samples.parquet"
-PROMPTS = "plots/evaluation.csv"  # results of the evaluation, prompt by prompt
 
 Read = Callable[[str], bytes | None]  # a path inside the run -> its content; None: not there
 
@@ -48,14 +44,14 @@ def read_side(root: Path, name: str) -> Side:
     Raises:
         ConfigError: there is no such run, or it has no results.
     """
-    folder = next((f for f in (root / FOLDER / name, root / name) if (f / "params.yaml").is_file()), None)
+    folder = next((f for f in (root / RUNS / name, root / name) if (f / "params.yaml").is_file()), None)
     if folder is not None:
         read = partial(content, folder)
-        return _side(name, read, read(SAMPLES), times=read_times(folder))
+        return _side(name, read, read(str(EVALUATION_SAMPLES)), times=read_times(folder))
     commit = find_commit(root, name)
     if commit is None:
         raise ConfigError(
-            f"{name}: expected a run in {FOLDER}/, a folder with params.yaml, or a branch, tag or commit, got none of these; "
+            f"{name}: expected a run in {RUNS}/, a folder with params.yaml, or a branch, tag or commit, got none of these; "
             f"there are {', '.join(known_runs(root)) or 'no runs'}"
         )
     committed = partial(show, root, commit)
@@ -68,7 +64,7 @@ def content(folder: Path, path: str) -> bytes | None:
 
 def _side(name: str, read: Read, samples: bytes | None, *, times: dict) -> Side:
     results = read_results(name, read)
-    curves = {stage: rows for stage in CURVES if (rows := read(f"plots/{stage}.csv")) is not None}
+    curves = {stage: rows for stage, path in CURVES.items() if (rows := read(str(path))) is not None}
     return Side(
         results=results,
         curves={stage: pd.read_csv(io.BytesIO(rows)) for stage, rows in curves.items() if stage in results.metrics},
@@ -82,13 +78,13 @@ def read_results(name: str, read: Read) -> Results:
     params, lock = read("params.yaml"), read("dvc.lock")
     if params is None:
         raise ConfigError(f"{name}: expected a run with params.yaml, got none there; name a run, a folder or a commit of this project")
-    metrics = {stage: json.loads(text) for stage, path in METRICS.items() if (text := read(path)) is not None}
+    metrics = {stage: json.loads(text) for stage, path in STAGE_METRICS.items() if (text := read(str(path))) is not None}
     if not metrics:
-        raise ConfigError(f"{name}: expected the results of a run, got no file of {Path(METRICS['train_sft']).parent}/; run it first")
+        raise ConfigError(f"{name}: expected the results of a run, got no file of {METRICS}/; run it first")
     stages = {} if lock is None else read_yaml_text(lock.decode(), f"dvc.lock of {name}")["stages"]
     outs = {out["path"]: out["md5"] for stage in stages.values() for out in stage.get("outs", [])}
     kept = {path: md5 for path, md5 in outs.items() if path.startswith(TRACKED)}
-    prompts = read(PROMPTS) if "evaluate" in metrics else None
+    prompts = read(str(EVALUATION_PROMPTS)) if "evaluate" in metrics else None
     return Results(
         name, read_yaml_text(params.decode(), f"params.yaml of {name}"), kept, metrics, None if prompts is None else prompts.decode()
     )
@@ -99,10 +95,7 @@ def result_paths(workspace: Path) -> list[str]:
     stages = [*read_stages(workspace).values()]
     found = ["params.yaml", "dvc.lock", "baselines.json"]
     if rounds := read_rounds(workspace) if (workspace / ROUNDS_FILE).is_file() else {}:
-        found += [
-            str(path)
-            for path in (ROUNDS_FILE, PIPELINE.with_suffix(".lock"), FOLDER_OF_ROUNDS / "rounds.md", FOLDER_OF_ROUNDS / "rounds.svg")
-        ]
+        found += map(str, (ROUNDS_FILE, ROUNDS_PIPELINE.with_suffix(".lock"), ROUNDS_TABLE, ROUNDS_FIGURE))
         stages += [stage for number in rounds for stage in read_round_stages(number, workspace).values()]
     for stage in stages:
         entries = [entry for kind in ("outs", "metrics", "plots") for entry in stage.get(kind) or []]
@@ -141,7 +134,7 @@ def _from_cache(root: Path, read: Read) -> bytes | None:
     """The samples, which git doesn't have: from DVC's cache, where they are in it."""
     lock: Any = read("dvc.lock")
     stages = {} if lock is None else read_yaml_text(lock.decode(), "dvc.lock")["stages"]
-    md5 = next((out["md5"] for out in stages.get("evaluate", {}).get("outs", []) if out["path"] == SAMPLES), None)
+    md5 = next((out["md5"] for out in stages.get("evaluate", {}).get("outs", []) if out["path"] == str(EVALUATION_SAMPLES)), None)
     if md5 is None:
         return None
     with suppress(OSError):

@@ -15,13 +15,14 @@ from typing import Any
 from flows.chain.locks import at_work
 from flows.chain.stages import HASH_INPUTS
 from flows.chain.summary import KEY_FIGURES
-from flows.chain.worktree import FOLDER, git
+from flows.chain.worktree import git
 from flows.registry.objects import read_objects
 from flows.runs.record import GATE_REJECTED, read_record
 from rlhf_core.config import ConfigError
+from rlhf_core.paths import EVALUATION_METRICS, GATE_METRICS, ROUNDS, RUNS
 
-METRICS = {"gate_reward": "metrics/gate.json", "evaluate": "metrics/evaluate.json"}
-READ = ("params.yaml", "dvc.lock", *METRICS.values())
+METRICS = (str(GATE_METRICS), str(EVALUATION_METRICS))
+READ = ("params.yaml", "dvc.lock", *METRICS)
 STAGES = [*KEY_FIGURES, "report"]
 ORDER = [HASH_INPUTS, *STAGES]
 
@@ -70,7 +71,7 @@ class RunState:
 
 def run_names(root: Path) -> list[str]:
     """Of worktrees in runs/ and of branches run/*."""
-    folders = {path.parent.name for path in (root / FOLDER).glob("[!.]*/.git") if path.is_file()}
+    folders = {path.parent.name for path in (root / RUNS).glob("[!.]*/.git") if path.is_file()}
     return sorted(folders | set(_branches(root)))
 
 
@@ -81,12 +82,12 @@ def read_runs(root: Path, names: list[str], *, sizes: bool = True) -> list[RunSt
         ConfigError: there is no run of that name.
     """
     branches = _branches(root)
-    alone = [name for name in names if name in branches and not (root / FOLDER / name / ".git").is_file()]
+    alone = [name for name in names if name in branches and not (root / RUNS / name / ".git").is_file()]
     paths = [f"refs/heads/run/{name}:{path}" for name in alone for path in READ]
     found = dict(zip(paths, read_objects(root, paths), strict=True))
     states = []
     for name in names:
-        folder = root / FOLDER / name
+        folder = root / RUNS / name
         if name in alone:
             texts = {path: found[f"refs/heads/run/{name}:{path}"] for path in READ}
             known = {path: o.content.decode(errors="replace") for path, o in texts.items() if o is not None and o.content is not None}
@@ -130,16 +131,16 @@ def _state(
     process = at_work(root, name) if folder else None
     lock = read("dvc.lock") or ""
     done = [stage for stage in STAGES if re.search(rf"^  {stage}:", lock, re.MULTILINE)]
-    gate, evaluated = (_json(read(path)) for path in METRICS.values())
+    gate, evaluated = (_json(read(path)) for path in METRICS)
     outcome, stage, message = _outcome(record, process, done, gate)
     until = record.get("until") if outcome == "done" else None
     reached = _reached(outcome, stage, until)
     metric, before, after = _judge(evaluated) if "evaluate" in reached else (None, None, None)
-    rounds = len(list(folder.glob("rounds/[0-9]*/metrics/evaluate.json"))) if folder else 0
+    rounds = len(list(folder.glob(f"{ROUNDS}/[0-9]*/{EVALUATION_METRICS}"))) if folder else 0
     written = [second, *(int(p.stat().st_mtime) for p in ((folder / "dvc.lock", folder / ".git") if folder else ()) if p.exists())]
     return RunState(
         name=name,
-        folder=f"{FOLDER}/{name}" if folder else None,
+        folder=f"{RUNS}/{name}" if folder else None,
         branch=branch,
         commit=commit,
         made=_time((folder / ".git").stat().st_mtime) if folder else None,

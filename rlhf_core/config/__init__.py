@@ -29,10 +29,10 @@ from rlhf_core.config.params import Params
 from rlhf_core.config.reading import MAX_BYTES, load_params, parse_json, parse_params, parse_yaml, read_yaml, read_yaml_text
 from rlhf_core.config.rl import Algorithm, RlConfig, curve_columns
 from rlhf_core.config.rl_parts import CorrectionConfig, KlConfig, LimitAction, LimitConfig
-from rlhf_core.config.run import CheckpointsConfig, FlowConfig, RegistryConfig, TrackingConfig
+from rlhf_core.config.run import CheckpointsConfig, EvaluationConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.scorers import LABEL_SCORERS, ScoreConfig, ScorerConfig
 from rlhf_core.config.stages import INPUT_SECTIONS, ROUND_STAGE_SECTIONS, STAGE_SECTIONS, UNTRACKED_SECTIONS, fill_in, read_stages
-from rlhf_core.config.training import TrainingConfig
+from rlhf_core.config.training import SftConfig, TrainingConfig
 
 __all__ = [
     "CLERK_JUDGE",
@@ -52,6 +52,7 @@ __all__ = [
     "CorrectionConfig",
     "DataConfig",
     "DpoConfig",
+    "EvaluationConfig",
     "ExternalPairsConfig",
     "FlowConfig",
     "GateConfig",
@@ -76,6 +77,7 @@ __all__ = [
     "ScoreConfig",
     "ScorerConfig",
     "Section",
+    "SftConfig",
     "SourceConfig",
     "TrackingConfig",
     "TrainingConfig",

@@ -104,7 +104,7 @@ class PromotionConfig(Section):
     """When a round's policy takes the place of the one before.
 
     metric: win_rate (of the score, ties half) or judge (difference in shares, where the data has a judge), on the promotion split.
-    error_budget: chance that a series of rounds ever accepts a policy that is no better (rlhf_core/statistics/error_budget.py).
+    error_budget: chance that a series of rounds ever accepts a policy that is no better (rlhf_core/rounds/promotion.py).
     rounds: comparisons over which most of the budget is spread; a series may have more.
     min_advantage: the win rate minus a half, or the difference, must be shown to be above this.
     """

@@ -25,7 +25,6 @@ from rlhf_core.config.rl_parts import (
     TrainerConfig,
 )
 from rlhf_core.config.scorers import ScoreConfig
-from rlhf_core.types import OldLogprobs
 
 Algorithm = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"]
 
@@ -112,7 +111,7 @@ class RlConfig(Section):
         """Whether a step, counted from 0, trains the policy: in the first steps of PPO only the critic learns."""
         return self.algorithm != "ppo" or step >= self.ppo.critic_warmup_steps
 
-    def old_logprobs_source(self, step: int) -> OldLogprobs:
+    def old_logprobs_source(self, step: int) -> Literal["recompute", "from_update", "from_engine"]:
         """Where the policy loss of a step, counted from 0, takes its old log-probabilities from.
 
         from_engine: from the rollout engine, where rollouts are one step old and not corrected: its policy is the one that sampled.

@@ -1,4 +1,7 @@
-"""Data files, record by record: JSON lines, JSON and CSV; `tables` reads Parquet."""
+"""Data files, record by record: JSON lines, JSON and CSV here, Parquet in `tables`; with limits on what a hostile file may hold.
+
+Every error names the file and, where it has one, the line, and says what was there instead. docs/security.md lists the limits.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,18 @@ from rlhf_core.config import SourceConfig, shown
 from rlhf_core.data.drops import excerpt
 from rlhf_core.data.places import exists, locate
 from rlhf_core.data.tables import MAX_RATIO, parquet_records
-from rlhf_core.data.values import MAX_CHARACTERS, MAX_NAME, Found
+from rlhf_core.data.values import MAX_CHARACTERS, MAX_NAME, RawRecord
 from rlhf_core.provenance.file_hashes import entries_below
 
-# What no data set has and a hostile file may: see docs/security.md.
 MAX_JSON_BYTES = 2**30  # of a .json file, which is read as a whole
-GZIP_FREE_BYTES = 2**22  # unpacked, before the ratio counts
-DELIMITERS = (",", ";", "\t", "|")  # that a header is looked at for
+GZIP_FREE_BYTES = 2**22  # unpacked, up to which MAX_RATIO doesn't count
+DELIMITERS = (",", ";", "\t", "|")  # tried on a header
 MAX_HEADER_LINES = 100
 
+Reader = Callable[[Path, SourceConfig], Iterator[RawRecord]]
 
-Reader = Callable[[Path, SourceConfig], Iterator[Found]]
 
-
-def file_records(source: SourceConfig) -> Iterator[Found]:
+def file_records(source: SourceConfig) -> Iterator[RawRecord]:
     """The records of a file, or of all files of a folder in the order of their names.
 
     Raises:
@@ -53,15 +54,15 @@ def file_records(source: SourceConfig) -> Iterator[Found]:
             raise ValueError(
                 f"{_name(file)}: expected a name that ends in {', '.join(_READERS)}, got {shown(file.name)}; convert or rename it"
             )
-        if not file.is_file():  # a pipe would be waited for, a link to nothing left out
+        if not file.is_file():  # reading a pipe would block; a broken link would be skipped silently
             got = "something else" if file.exists() else "a link to nothing"
             raise ValueError(f"{_name(file)}: expected a file, got {got}; correct or remove it")
-        name = shown(str(Path(source.path) / file.relative_to(path)), MAX_NAME)  # as in the params, wherever it was found
+        name = shown(str(Path(source.path) / file.relative_to(path)), MAX_NAME)  # as in the params, also where the file was found elsewhere
         count = 0
         try:
             for place, record, note in reader(file, source):
                 count += 1
-                yield Found(f"{name} {place}", record, note)
+                yield RawRecord(f"{name} {place}", record, note)
         except UnicodeError as error:
             raise _undecodable(file, source, error, count) from error
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
@@ -75,11 +76,12 @@ def file_records(source: SourceConfig) -> Iterator[Found]:
 
 
 def _name(path: Path) -> str:
-    """Of a file, in an error."""
+    """A file's name in an error."""
     return shown(str(path), MAX_NAME)
 
 
 def _undecodable(file: Path, source: SourceConfig, error: UnicodeError, count: int) -> ValueError:
+    """The error for a file with another encoding, with the likely one."""
     got, likely = shown(str(error)), "its name, such as cp1252"
     if isinstance(error, UnicodeDecodeError):
         there = error.object[error.start : error.start + 2]
@@ -94,15 +96,15 @@ def _reader(path: Path) -> Reader | None:
     return next((reader for ending, reader in _READERS.items() if path.name.lower().endswith(ending)), None)
 
 
-def _json_lines(path: Path, source: SourceConfig) -> Iterator[Found]:
+def _json_lines(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
     with _open_text(path, source.encoding) as file:
         name = _name(path)
         for number, line in enumerate(_lines(file, path), start=1):
             if line.strip():
-                yield Found(f"line {number}", _object(_parse(line, f"{name} line {number}"), f"{name} line {number}"))
+                yield RawRecord(f"line {number}", _object(_parse(line, f"{name} line {number}"), f"{name} line {number}"))
 
 
-def _json(path: Path, source: SourceConfig) -> Iterator[Found]:
+def _json(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
     """A JSON file with a list of objects, all of it in memory."""
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
         raise ValueError(
@@ -119,11 +121,11 @@ def _json(path: Path, source: SourceConfig) -> Iterator[Found]:
             f"{_name(path)}: expected a list of objects, got {type(records).__name__}; name it .jsonl if it has one object a line"
         )
     for number, record in enumerate(records, start=1):
-        yield Found(f"record {number}", _object(record, f"{name} record {number}"))
+        yield RawRecord(f"record {number}", _object(record, f"{name} record {number}"))
 
 
-def _csv(path: Path, source: SourceConfig) -> Iterator[Found]:
-    """A table with a header; of a .csv file without `delimiter` the header tells which one it has."""
+def _csv(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
+    """A table with a header. If the source names no delimiter, a .csv file's header decides it."""
     csv.field_size_limit(MAX_CHARACTERS)  # the default refuses texts over 131072 characters
     with _open_text(path, source.encoding, newline="") as file:
         lines = _lines(file, path)
@@ -131,7 +133,7 @@ def _csv(path: Path, source: SourceConfig) -> Iterator[Found]:
         if header and not "".join(header).strip():
             raise ValueError(f"{_name(path)} line 1: expected a header with the columns' names, got an empty line; remove it")
         delimiter = source.delimiter or ("\t" if path.name.lower().endswith(".tsv") else _delimiter(header, path))
-        note = f"its fields are separated by {_named(delimiter)}; set the source's delimiter if that is wrong"
+        note = f"its fields are separated by {_delimiter_name(delimiter)}; set the source's delimiter if that is wrong"
         reader = csv.DictReader(itertools.chain(header, lines), delimiter=delimiter, strict=True)
         try:
             if twice := [column for column, n in Counter(reader.fieldnames).items() if n > 1]:
@@ -141,15 +143,15 @@ def _csv(path: Path, source: SourceConfig) -> Iterator[Found]:
                     fields = sum(v is not None for k, v in record.items() if k is not None) + len(record.get(None, []))
                     raise ValueError(
                         f"{_name(path)} line {reader.line_num}: expected {len(reader.fieldnames)} fields as in the header, got {fields}: "
-                        f"{excerpt(record)}; quote fields that contain {_named(delimiter)}, or set the source's delimiter"
+                        f"{excerpt(record)}; quote fields that contain {_delimiter_name(delimiter)}, or set the source's delimiter"
                     )
-                yield Found(f"line {reader.line_num}", record, note)
+                yield RawRecord(f"line {reader.line_num}", record, note)
         except csv.Error as error:
             raise ValueError(f"{_name(path)} line {reader.line_num}: expected CSV, got: {error}; correct that line ({note})") from error
 
 
 def _header(lines: Iterator[str]) -> list[str]:
-    """The lines of the header: several where a quoted name has line breaks."""
+    """The lines of the header: several if a quoted name contains line breaks."""
     header = list(itertools.islice(lines, 1))
     while sum(line.count('"') for line in header) % 2 and len(header) < MAX_HEADER_LINES and (more := next(lines, "")):
         header.append(more)
@@ -157,10 +159,10 @@ def _header(lines: Iterator[str]) -> list[str]:
 
 
 def _delimiter(header: list[str], path: Path) -> str:
-    """The one of DELIMITERS that makes the most columns of a header; a comma where none makes several.
+    """The one of DELIMITERS that splits a header into the most columns; a comma if none splits it.
 
     Raises:
-        ValueError: two make as many.
+        ValueError: two delimiters give the same number of columns.
     """
     columns = {delimiter: 0 for delimiter in DELIMITERS}
     for delimiter in DELIMITERS:
@@ -168,12 +170,12 @@ def _delimiter(header: list[str], path: Path) -> str:
             columns[delimiter] = len(next(csv.reader(header, delimiter=delimiter, strict=True)))
     most = [delimiter for delimiter, number in columns.items() if number == max(columns.values())]
     if len(most) > 1 and max(columns.values()) > 1:
-        got = f"{columns[most[0]]} of each with {' and '.join(map(_named, most))}"
-        raise ValueError(f"{_name(path)} line 1: expected a header with one way to tell its columns, got {got}; set the source's delimiter")
+        got = f"{columns[most[0]]} of each with {' and '.join(map(_delimiter_name, most))}"
+        raise ValueError(f"{_name(path)} line 1: expected a header that one delimiter splits best, got {got}; set the source's delimiter")
     return most[0]
 
 
-def _named(delimiter: str) -> str:
+def _delimiter_name(delimiter: str) -> str:
     return "tabs" if delimiter == "\t" else shown(repr(delimiter))
 
 
@@ -195,17 +197,17 @@ def _open_text(path: Path, encoding: str, newline: str | None = None) -> io.Text
 
 
 class _Unzipped(gzip.GzipFile):
-    """What a gzip file unpacks to, as long as that isn't out of all proportion to its size."""
+    """A gzip file that is read up to MAX_RATIO times its size: a small file may unpack to terabytes."""
 
     def __init__(self, path: Path, mode: str):
         super().__init__(path, mode)
         self._path, self._size, self._unpacked = path, path.stat().st_size, 0
 
     def read1(self, size: int = -1) -> bytes:
-        """What the text above asks for.
+        """The method that io.TextIOWrapper reads with.
 
         Raises:
-            ValueError: it is a bomb.
+            ValueError: more than the limit was unpacked.
         """
         part = super().read1(size)
         self._unpacked += len(part)
@@ -218,10 +220,10 @@ class _Unzipped(gzip.GzipFile):
 
 
 def _lines(file: io.TextIOBase, path: Path) -> Iterator[str]:
-    """The lines of a file, none of which may be longer than MAX_CHARACTERS.
+    """The lines of a file.
 
     Raises:
-        ValueError: one is.
+        ValueError: a line is longer than MAX_CHARACTERS.
     """
     number = 0
     while line := file.readline(MAX_CHARACTERS + 1):

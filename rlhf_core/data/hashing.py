@@ -1,4 +1,4 @@
-"""Hashing."""
+"""Decisions by hash, never by position: ids of rows, splits of conversations, which rows stay, and which texts repeat."""
 
 from __future__ import annotations
 
@@ -13,23 +13,30 @@ import numpy as np
 from rlhf_core.data.schema import Message, Split
 
 ID_BYTES = 8
-KEY_BYTES = 16  # two of 10**9 texts share a key with a chance of 10**-21
-
-PART = 1024  # items whose keys are looked up together
+CHUNK = 1024  # items whose keys are looked up together
 T = TypeVar("T")
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """Canonical text of a conversation: case and white space don't make another one."""
+    """Canonical text of a conversation: differences in case and white space are ignored."""
     return "\n".join(f"{m['role']}\t{' '.join([*m['content'].split(), *(m.get('extra') or '').split()]).casefold()}" for m in messages)
 
 
-def split_of(text: str, *, validation_fraction: float, test_fraction: float, promotion_fraction: float) -> Split:
-    """The split of a conversation's canonical text, the same in every use and for every seed.
+def distinct_prompts(rows: Sequence[dict]) -> list[dict]:
+    """The first row of each conversation."""
+    first: dict[str, dict] = {}
+    for row in rows:
+        first.setdefault(conversation_text(row["messages"]), row)
+    return list(first.values())
 
-    Promotion lies beside test: what one of the two gives to the other moves no row into or out of validation and train.
+
+def split_of(text: str, *, validation_fraction: float, test_fraction: float, promotion_fraction: float) -> Split:
+    """The split of a conversation's canonical text: the same in every use and for every seed.
+
+    The promotion split takes its share next to the test split, so moving the boundary between these two leaves validation and train as
+    they are.
     """
-    position = _fraction(text)
+    position = text_hash(text) / 2**64
     if position < test_fraction:
         return "test"
     if position < test_fraction + promotion_fraction:
@@ -37,52 +44,13 @@ def split_of(text: str, *, validation_fraction: float, test_fraction: float, pro
     return "validation" if position < test_fraction + promotion_fraction + validation_fraction else "train"
 
 
-class Ids:
-    """Ids of the rows of one source and use: a hash of source and row and, of equal rows, of how many came before.
+def kept_by_weight(ids: np.ndarray, share: float, max_rows: int | None) -> np.ndarray:
+    """Which rows stay, [rows] bool: the given share, at most `max_rows`; the lowest ids win, and ids are hashes.
 
-    The order of the rows changes no id, nor do slices and origins. Eight bytes of each row are in memory.
-    """
-
-    def __init__(self, source: str):
-        self._source = source
-        self._seen = Seen()
-
-    def of_next(self, rows: Sequence[dict]) -> np.ndarray:
-        """[rows] uint64, the beginnings of the hashes; `hexadecimal` writes one."""
-        contents = [self._content(row) for row in rows]
-        ids = np.array([_id(content, 0) for content in contents], dtype=np.uint64)
-        before = self._seen.count_and_add(ids)  # equal rows have equal hashes
-        for i in np.flatnonzero(before):
-            ids[i] = _id(contents[i], before[i])
-        return ids
-
-    def _content(self, row: dict) -> str:
-        plain = {key: value for key, value in row.items() if key not in ("slices", "origin")}
-        return json.dumps([self._source, plain], sort_keys=True, ensure_ascii=False)
-
-
-def _id(content: str, before: int) -> int:
-    return int.from_bytes(text_key(f"{content}#{before}")[:ID_BYTES], "big")
-
-
-def hexadecimal(number: int) -> str:
-    """An id as it stands in files."""
-    return f"{number:0{2 * ID_BYTES}x}"
-
-
-def with_ids(rows: Sequence[dict], source: str) -> list[dict]:
-    """Rows with source and id."""
-    numbers = Ids(source).of_next(rows)
-    return [{"id": hexadecimal(number), "source": source, **row} for number, row in zip(numbers.tolist(), rows, strict=True)]
-
-
-def kept(ids: np.ndarray, share: float, max_rows: int | None) -> np.ndarray:
-    """Which rows stay, [rows] bool: the given share, at most `max_rows`, those with the lowest ids, which are hashes.
-
-    A smaller share is a part of a larger one.
+    The rows of a smaller share are a subset of the rows of a larger one.
 
     Args:
-        ids: [rows] uint64, the ids read as hexadecimal numbers.
+        ids: [rows] uint64.
     """
     count = round(share * len(ids))
     if max_rows is not None:
@@ -92,29 +60,57 @@ def kept(ids: np.ndarray, share: float, max_rows: int | None) -> np.ndarray:
     return ids <= np.partition(ids, count - 1)[count - 1] if count else np.zeros(len(ids), dtype=bool)
 
 
-def text_key(text: str) -> bytes:
-    """The beginning of a SHA-256, which stands for a text that would fill the memory."""
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:KEY_BYTES]
+class Ids:
+    """Ids of the rows of one source and use: a hash of source, row and the number of equal rows before it.
+
+    The order of rows, their slices and their origins change no id. Memory: eight bytes a row.
+    """
+
+    def __init__(self, source: str):
+        self._source = source
+        self._seen = SeenKeys()
+
+    def assign(self, rows: Sequence[dict]) -> np.ndarray:
+        """[rows] uint64, for the next rows of the source; `hexadecimal` writes one as files have it."""
+        contents = [self._content(row) for row in rows]
+        ids = np.array([text_hash(f"{content}#0") for content in contents], dtype=np.uint64)
+        before = self._seen.count_and_add(ids)  # equal rows have equal hashes
+        for i in np.flatnonzero(before):
+            ids[i] = text_hash(f"{contents[i]}#{before[i]}")
+        return ids
+
+    def _content(self, row: dict) -> str:
+        plain = {key: value for key, value in row.items() if key not in ("slices", "origin")}
+        return json.dumps([self._source, plain], sort_keys=True, ensure_ascii=False)
 
 
-def _fraction(text: str) -> float:
-    """A hash of the text as a number in [0, 1)."""
-    return int.from_bytes(text_key(text)[:8], "big") / 2**64
+def hexadecimal(number: int) -> str:
+    """An id as files have it."""
+    return f"{number:0{2 * ID_BYTES}x}"
 
 
-def key_of(text: str) -> int:
-    """64 bits of a hash: of 10**7 texts two others have the same key with a chance of 10**-5."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+def with_ids(rows: Sequence[dict], source: str) -> list[dict]:
+    """Rows with the columns id and source."""
+    numbers = Ids(source).assign(rows)
+    return [{"id": hexadecimal(number), "source": source, **row} for number, row in zip(numbers.tolist(), rows, strict=True)]
 
 
-class Seen:
-    """Keys in sorted runs, of which two are merged as soon as the later one is no smaller than half of the other."""
+def text_hash(text: str) -> int:
+    """64 bits of the text's SHA-256: among 10**7 texts two share a hash with probability 10**-5."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:ID_BYTES], "big")
+
+
+class SeenKeys:
+    """Counts repetitions among very many 64-bit keys, in eight bytes for each occurrence.
+
+    The keys are in sorted runs. A new run is merged with the one before it as long as that one is at most twice as long.
+    """
 
     def __init__(self) -> None:
         self._runs: list[np.ndarray] = []
 
     def count_and_add(self, keys: np.ndarray) -> np.ndarray:
-        """How often each key came before, [keys] int64, among those before it in `keys` too.
+        """How often each key came before, [keys] int64; earlier positions in `keys` count too.
 
         Args:
             keys: [keys] uint64.
@@ -125,18 +121,15 @@ class Seen:
         before[order] = np.arange(len(keys)) - np.searchsorted(ascending, ascending)
         for run in self._runs:
             before += np.searchsorted(run, keys, side="right") - np.searchsorted(run, keys)
-        self._add(ascending)
+        while self._runs and 2 * len(ascending) >= len(self._runs[-1]):
+            ascending = np.concatenate([self._runs.pop(), ascending])
+            ascending.sort(kind="stable")  # a merge sort: both halves are sorted
+        self._runs.append(ascending)
         return before
 
-    def _add(self, run: np.ndarray) -> None:
-        while self._runs and 2 * len(run) >= len(self._runs[-1]):
-            run = np.concatenate([self._runs.pop(), run])
-            run.sort(kind="stable")  # which merges
-        self._runs.append(run)
 
-
-def in_parts(items: Iterable[T], size: int = PART) -> Iterator[list[T]]:
-    """The items, at most `size` at a time."""
+def chunks(items: Iterable[T], size: int = CHUNK) -> Iterator[list[T]]:
+    """The items as lists of at most `size`."""
     iterator = iter(items)
-    while part := list(islice(iterator, size)):
-        yield part
+    while chunk := list(islice(iterator, size)):
+        yield chunk

@@ -28,7 +28,7 @@ split: by a hash of the conversation, the same in every use. train; validation: 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -198,11 +198,6 @@ def read_batches(file: pq.ParquetFile, columns: list[str] | None = None) -> Iter
         yield from file.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"prepared data: expected whole Parquet files, got: {error}; run prepare_data again") from error
-
-
-def slice_rows(row_id: str, of_row: Iterable[tuple[str, str]]) -> Iterator[dict[str, str]]:
-    """One row's (column, value) as rows of SLICES_SCHEMA."""
-    return ({"id": row_id, "column": column, "value": value} for column, value in of_row)
 
 
 def read_slices(folder: Path) -> dict[str, dict[str, str]]:

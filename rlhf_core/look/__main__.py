@@ -20,7 +20,7 @@ from rlhf_core.config.data import DataFormat
 from rlhf_core.data.sources import records_of
 from rlhf_core.look import page
 from rlhf_core.look.look import GUESSED_FROM, Guess, Looked, Tried, guess, look, place_of, sample_of
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,5 +134,5 @@ def _look(tried: Tried, found: Guess, params: Params, tokenizer: PreTrainedToken
 
 
 if __name__ == "__main__":
-    be_quiet()
+    configure_process()
     sys.exit(main())

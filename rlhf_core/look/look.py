@@ -15,13 +15,13 @@ from pydantic import ValidationError
 
 from rlhf_core.config import ConfigError, Params, SourceConfig, shown
 from rlhf_core.config.data import FORMATS
-from rlhf_core.data.drops import Dropped, LeftOut, Misfit
+from rlhf_core.data.drops import DropCounts, Dropped, Misfit
 from rlhf_core.data.formats import convert
 from rlhf_core.data.hashing import conversation_text, split_of
 from rlhf_core.data.places import is_data_file, locate
 from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.sources import read_source, records_of
-from rlhf_core.data.values import Found
+from rlhf_core.data.values import RawRecord
 from rlhf_core.look.columns import Column, columns_of
 from rlhf_core.look.guess import Reading, known_as, left_aside, propose, settle, unread_marks, without_answer
 
@@ -83,7 +83,7 @@ class Guess:
 
     known: str | None
     columns: Mapping[str, Column]
-    records: list[Found]
+    records: list[RawRecord]
     whole: bool
     fitting: list[Tried]
     others: list[Tried]
@@ -101,7 +101,7 @@ class Looked:
 
     tried: Tried
     tokenizer: PreTrainedTokenizerBase
-    dropped: LeftOut
+    dropped: DropCounts
     samples: list[tuple[str, list[Sequence | str]]]
     counts: Mapping[str, UseCounts]
 
@@ -139,10 +139,10 @@ def place_of(path: str, options: Mapping[str, Any]) -> Place:
     return Place(kind, path, given)
 
 
-def sample_of(place: Place, limit: int) -> tuple[list[Found], bool]:
+def sample_of(place: Place, limit: int) -> tuple[list[RawRecord], bool]:
     """The first records, and whether these are known to be all: nothing behind the limit is read."""
     anything = place.source("text", ["pretrain"], {}, {})
-    records: list[Found] = []
+    records: list[RawRecord] = []
     characters = 0
     for record in records_of(anything):
         records.append(record)
@@ -152,7 +152,7 @@ def sample_of(place: Place, limit: int) -> tuple[list[Found], bool]:
     return records, True
 
 
-def guess(place: Place, records: list[Found], *, whole: bool, format_: str | None, columns: Mapping[str, Any]) -> Guess:
+def guess(place: Place, records: list[RawRecord], *, whole: bool, format_: str | None, columns: Mapping[str, Any]) -> Guess:
     """The readings that fit the sample.
 
     Args:
@@ -192,10 +192,10 @@ def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, 
     return chosen
 
 
-def attempt(place: Place, reading: Reading, records: list[Found]) -> Tried:
+def attempt(place: Place, reading: Reading, records: list[RawRecord]) -> Tried:
     """Convert the sample as prepare_data would; the uses are those that get rows."""
     source = place.source(reading.format, FORMATS[reading.format][0], reading.columns, reading.options)
-    taken, dropped, uses, refused = 0, LeftOut(), Counter[str](), ""
+    taken, dropped, uses, refused = 0, DropCounts(), Counter[str](), ""
     for where, values, note in records:
         try:
             rows = convert(values, source)
@@ -209,7 +209,7 @@ def attempt(place: Place, reading: Reading, records: list[Found]) -> Tried:
         taken += 1
         uses.update(use for use, of_use in rows.items() if of_use)
     if not taken:
-        return Tried(reading, source, 0, refused or dropped.told())
+        return Tried(reading, source, 0, refused or dropped.summary())
     given = [use for use in source.uses if uses[use]]
     if dropped.records > MANY * len(records):
         unsure = f"{dropped.records} of {len(records)} records are left out, most often since: {shown(dropped.most_common(1)[0][0])}"
@@ -231,7 +231,7 @@ def _with_warnings(tried: Tried, columns: Mapping[str, Column]) -> Tried:
 
 def look(
     tried: Tried,
-    records: Iterable[Found],
+    records: Iterable[RawRecord],
     params: Params,
     tokenizer: PreTrainedTokenizerBase | None,
     *,
@@ -248,7 +248,7 @@ def look(
     from rlhf_core.look.rows import Counting, sequences
     from rlhf_core.models.turns import Unrenderable
 
-    dropped = LeftOut()
+    dropped = DropCounts()
     rows = read_source(tried.source, seed=params.seed, dropped=dropped, records=records)
     if tokenizer is None:
         first = list(islice(rows, GUESSED_FROM * 8))

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from rlhf_core.config import Params, SourceConfig, shown
 from rlhf_core.config.data import DropKind
-from rlhf_core.data.drops import LeftOut, Tally
+from rlhf_core.data.drops import DropCounts, Tally
 from rlhf_core.look.guess import columns_line
 from rlhf_core.look.look import Guess, Looked, Tried
 from rlhf_core.look.rows import Sequence, pieces
@@ -198,7 +198,7 @@ def _counts(found: Looked, params: Params) -> Iterator[str]:
         yield from (f"  {objection(kind, count, values['rows'], params)}" for kind, count in values["objections"].items())
 
 
-def _reasons(dropped: LeftOut, reasons: list[str]) -> Iterator[str]:
+def _reasons(dropped: DropCounts, reasons: list[str]) -> Iterator[str]:
     for reason in reasons:
         yield f"  {dropped[reason]} {shown(reason)}"
         yield from (f"    {shown(where)}: {text}" for where, text in dropped.examples.get(reason, []))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Params
-from rlhf_core.data.hashing import key_of
+from rlhf_core.data.hashing import text_hash
 from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, encode_scored
 from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations, encode_texts
 
@@ -71,8 +71,8 @@ class UseCounts:
         self.found["pairs"] += int(frame["chosen_is_longer"].notna().sum())
         for pair, preference in zip(frame["pair"], frame["preference"], strict=True):
             if isinstance(pair, str) and isinstance(preference, str):
-                self.pairs.append(key_of(pair))
-                self.preferences.append(key_of(preference))
+                self.pairs.append(text_hash(pair))
+                self.preferences.append(text_hash(preference))
 
     def objections(self) -> dict[str, int]:
         """Kind -> rows, of those that there are."""

@@ -19,7 +19,7 @@ from typing import BinaryIO
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from rlhf_core.config import ConfigError, shown
-from rlhf_core.process import QUIET_ENVIRONMENT, quietly
+from rlhf_core.process import PROCESS_ENVIRONMENT, module_command
 from rlhf_core.provenance.file_hashes import folder_sha256
 from rlhf_core.rounds.pins import dvc_md5
 
@@ -163,8 +163,8 @@ def _cache_folder(root: Path, *_stamps: tuple[int, int] | None) -> Path:
     """Asked of DVC's command line, a third of a second, and again when a file of settings is another one: who imports DVC gets its log
     handlers and its terminal.
     """
-    environment = {**QUIET_ENVIRONMENT, **os.environ}
-    done = subprocess.run(quietly("dvc", "cache", "dir"), cwd=root, env=environment, capture_output=True, text=True, check=False)
+    environment = {**PROCESS_ENVIRONMENT, **os.environ}
+    done = subprocess.run(module_command("dvc", "cache", "dir"), cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"{root}: expected a project of DVC, got: {' '.join(done.stderr.split())}; run from the project's folder")
     return root / done.stdout.strip() / "files" / "md5"

@@ -16,10 +16,10 @@ from typing import Any
 from rlhf_core.config import Params, ScorerConfig, SourceConfig, read_yaml, shown
 from rlhf_core.data import places
 from rlhf_core.data.places import DATA_ENDINGS, exists, is_data_file, is_hub_name, locate
+from rlhf_core.paths import INPUTS, POLICY_MODEL, REWARD_MODEL, SFT_MODEL
 from rlhf_core.provenance.file_hashes import FileHash, FileHashes, files_below, of_listing
 
-INPUTS = Path("data/inputs.json")
-OWN_MODELS = ("models/sft", "models/reward", "models/policy")  # of the chain: dependencies already, and made later
+OWN_MODELS = tuple(map(str, (SFT_MODEL, REWARD_MODEL, POLICY_MODEL)))  # of the chain: dependencies already, and made later
 OWN_CODE = "rewards"  # likewise a dependency, all of it
 SHOWN_FILES = 5  # of a folder, in a message
 

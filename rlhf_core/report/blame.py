@@ -1,7 +1,7 @@
-"""Which stage is to blame when a run came to nothing, by which figure, and what to look at.
+"""The stage at fault when a policy is no better than the SFT model: the figure that shows it, and what to check.
 
-Stages are asked in the order of the chain, since each builds on the one before: the first that has a figure against it is named, and the
-policy's training only where nothing before it explains the outcome.
+Stages are checked in the order of the chain, since each builds on the one before. The first with a figure against it is named; the
+training of the policy is named last, if no earlier stage explains the outcome.
 """
 
 from __future__ import annotations
@@ -17,27 +17,24 @@ from rlhf_core.report.verdict import (
     MODES,
     NOT_COMPARED,
     by_mode,
-    evaluation_scorers,
     judge_direction,
     judged,
     outcome,
     reward_direction,
 )
 
-LEARNED = 0.98  # a loss that is still above this share of where it began has not been learned from
-OVERFITTED = 1.15  # a held-out loss this many times its lowest value has been passed long ago
-EDGE = 10  # steps at a curve's beginning and end that are averaged
-ENDLESS = 0.5  # share of the SFT model's sampled answers that are cut off
-MISMATCH = 1e-3  # nats per token between the sampling engine and the trainer; a run in sync is below 1e-6 in float32
-GAINED = 0.1  # standard deviations of the first step's scores by which RL must have raised their mean
-UNLEARNING = 0.9  # share of responses whose advantages are all zero
+LEARNED = 0.98  # final over initial loss above which nothing was learned
+OVERFITTED = 1.15  # final over lowest held-out loss above which the model is overfitted
+EDGE = 10  # steps averaged at the beginning and the end of a curve
+ENDLESS = 0.5  # share of the SFT model's sampled answers that are truncated
+MISMATCH = 1e-3  # nats per token between rollout engine and trainer; in sync it is below 1e-6 in float32
+GAINED = 0.1  # least gain of RL's mean score, in standard deviations of the first step's scores
+UNLEARNING = 0.9  # share of responses with an advantage of zero
 
 
 @dataclass(frozen=True)
 class Blame:
-    """stage: of dvc.yaml. figure: the measurement, with its value and what it is held against. sentence: what happened.
-    look_at: what to do next, most promising first.
-    """
+    """stage: of dvc.yaml. figure: the measurement and its limit. sentence: what happened. look_at: what to check, most likely first."""
 
     stage: str
     figure: str
@@ -46,14 +43,13 @@ class Blame:
 
 
 def blame(inputs: ReportInputs) -> Blame | None:
-    """None: the policy is better than the SFT model or nothing compared the two, every stage has accepted its work, and no limit ended the
-    training.
+    """None if the policy is better than the SFT model, or nothing compared the two, and no stage refused its work.
 
-    A stage's own refusal (data that failed validation, a reward model that failed its gate and was used all the same, a limit of the
-    monitor) is named whatever the outcome; a suspicion (a loss that didn't fall) only where the outcome is not good.
+    A refusal (data that failed validation, an overridden gate, a limit of the monitor) is named whatever the outcome. A suspicion (such as
+    a loss that didn't fall) is named only if the outcome isn't good.
     """
     refused = next(_refusals(inputs), None)
-    good = outcome(inputs.evaluation, evaluation_scorers(inputs.params), confidence=need(inputs.params, "evaluation", "confidence"))
+    good = outcome(inputs.evaluation, inputs.evaluation_scorers, confidence=need(inputs.params, "evaluation", "confidence"))
     if good.tone == "good" or good == NOT_COMPARED:
         return refused
     order = ["validate_data", "train_sft", "train_reward", "gate_reward", "train_policy", "evaluate"]
@@ -76,7 +72,7 @@ def _refusals(inputs: ReportInputs) -> Iterator[Blame]:
         yield Blame(
             "gate_reward",
             str(need(inputs.gate, "message")),
-            "The reward model did not pass its gate, and a policy was trained on it all the same.",
+            "The reward model did not pass its gate, but a policy was trained on it.",
             ("the gate's checks, in metrics/gate.json", "more or cleaner pairs, or longer training of the reward model"),
         )
     stopped = inputs.policy.get("monitor", {}).get("stopped")
@@ -91,7 +87,7 @@ def _refusals(inputs: ReportInputs) -> Iterator[Blame]:
 
 
 def _suspicions(inputs: ReportInputs) -> Iterator[Blame]:
-    """What speaks against each stage, in the order of the chain; the last one is always there."""
+    """Figures against each stage, in the order of the chain; the last one always exists."""
     yield from _sft(inputs)
     if need(inputs.gate, "needed"):
         yield from _reward_model(inputs)
@@ -111,10 +107,10 @@ def _sft(inputs: ReportInputs) -> Iterator[Blame]:
         yield Blame(
             "train_sft",
             f"SFT loss {start:.3g} in its first steps, {end:.3g} in its last",
-            "The SFT model has learned next to nothing, and everything after it starts from there.",
+            "The SFT model has learned almost nothing, and all later stages start from it.",
             (
                 "sft.learning_rate and sft.steps",
-                "the demonstrations: do prompts and responses belong together?",
+                "whether the demonstrations’ prompts and responses match",
                 "sft.lora, if set: its rank",
             ),
         )
@@ -123,7 +119,7 @@ def _sft(inputs: ReportInputs) -> Iterator[Blame]:
     if truncated > ENDLESS:
         yield Blame(
             "train_sft",
-            f"{truncated:.0%} of the SFT model’s sampled answers are cut off",
+            f"{truncated:.0%} of the SFT model’s sampled answers are truncated",
             "The SFT model does not end its answers.",
             ("whether demonstrations end with the end token of the chat template", "evaluation.max_new_tokens", "sft.steps"),
         )
@@ -135,8 +131,8 @@ def _reward_model(inputs: ReportInputs) -> Iterator[Blame]:
         yield Blame(
             "train_reward",
             f"held-out accuracy {accuracy:.3f} on {n} pairs, at least {low:.3f}; guessing has 0.5",
-            "The reward model cannot be told from guessing, so that whatever it rewards is chance.",
-            ("whether chosen and rejected are what their columns say", "reward.learning_rate and reward.epochs", "gate.min_accuracy"),
+            "The reward model is no better than guessing, so its rewards are noise.",
+            ("whether the columns chosen and rejected are mapped correctly", "reward.learning_rate and reward.epochs", "gate.min_accuracy"),
         )
     elif _overfitted(inputs.reward_curves["heldout_loss"]):
         yield _overfit("train_reward", "reward model", inputs.reward_curves["heldout_loss"], "reward.epochs, or more pairs")
@@ -148,25 +144,25 @@ def _reward_model(inputs: ReportInputs) -> Iterator[Blame]:
             "train_reward",
             f"the reward prefers the policy on {rate:.1%} of the prompts, the judge accepts {policy[0] / policy[1]:.1%} of its sampled "
             f"answers and {sft[0] / sft[1]:.1%} of the SFT model’s",
-            "The policy has found what the reward model is wrong about.",
+            "The policy exploits errors of the reward model.",
             (
-                "samples with the largest gain in score: what do they have in common?",
-                "pairs that show this fault, for the reward model",
+                "what the samples with the largest gain in score have in common",
+                "preference pairs that show this error, for the reward model",
                 "a higher rl.kl.coef, or a limit in rl.monitor",
             ),
         )
 
 
 def _serving(curves: pd.DataFrame) -> Iterator[Blame]:
-    if "mismatch_kl" not in curves or "policy_lag" in curves:  # one step off policy the two are apart by the step between them
+    if "mismatch_kl" not in curves or "policy_lag" in curves:  # one step off policy, they differ by that step
         return
     worst = curves.loc[curves["mismatch_kl"].fillna(0.0).idxmax()]
     if worst["mismatch_kl"] > MISMATCH:
         yield Blame(
             "train_policy",
             f"{worst['mismatch_kl']:.2g} nats per token between the engine’s and the trainer’s probabilities at step {int(worst['step'])}",
-            "The responses came from another distribution than the one that was trained: a serving mismatch.",
-            ("rl.rollout.max_logprob_difference, which was raised to let this pass", "rl.correction", "model.dtype"),
+            "Rollout engine and trainer disagree about the policy’s probabilities: a serving mismatch.",
+            ("rl.rollout.max_logprob_difference, which is too high to stop such a run", "rl.correction", "model.dtype"),
         )
 
 
@@ -178,8 +174,8 @@ def _rl(inputs: ReportInputs) -> Iterator[Blame]:
         yield Blame(
             "train_policy",
             f"{unlearned:.0%} of the responses had no advantage over the others",
-            "RL had nothing to learn from: nearly all responses to a prompt got the same reward.",
-            ("whether the reward tells good from bad responses of this model", "rl.dynamic_sampling", "group_size"),
+            "RL had no learning signal: nearly all responses to a prompt got the same reward.",
+            ("whether the reward distinguishes good from bad responses of this model", "rl.dynamic_sampling", "group_size"),
         )
     elif not end - start > GAINED * curves["score_std"].iloc[0]:
         yield Blame(
@@ -197,13 +193,13 @@ def _offline(inputs: ReportInputs) -> Iterator[Blame]:
         yield Blame(
             "train_policy",
             f"loss {start:.3g} in the first steps, {end:.3g} in the last",
-            "The policy’s training has learned next to nothing.",
+            "The training of the policy has learned almost nothing.",
             (f"{inputs.method}.learning_rate and {inputs.method}.steps",),
         )
 
 
 def _too_close(inputs: ReportInputs) -> Blame:
-    """No stage has a figure against it: too few prompts were asked, the modes differ, or what was learned is not what counts."""
+    """No stage has a figure against it: too few prompts, different results in the two modes, or a reward that misses the goal."""
     confidence = need(inputs.params, "evaluation", "confidence")
     gains = [need(inputs.evaluation, "win_rate", mode, "value") - 0.5 for mode in MODES]
     source = "win rate"
@@ -219,21 +215,21 @@ def _too_close(inputs: ReportInputs) -> Blame:
         return Blame(
             "evaluate",
             figure,
-            f"No figure of an earlier stage explains it: {apart.sentence}",
+            f"No figure of an earlier stage explains this: {apart.sentence}",
             ("samples of both modes beside the SFT model’s", "rl.kl.coef and the steps, if it is worse in one mode", "evaluation.prompts"),
         )
     if min(gains) > 0:
         return Blame(
             "evaluate",
             figure,
-            "The policy looks better, but on so few prompts that can be chance.",
+            "The policy looks better, but on so few prompts this can be chance.",
             ("evaluation.prompts", "longer training"),
         )
     return Blame(
         "train_policy",
         figure,
-        "No figure of an earlier stage explains it: the training of the policy did not make it better.",
-        ("samples of the policy beside the SFT model’s", "learning rate, steps and the divergence of the policy’s training", "the reward"),
+        "No earlier stage explains it: the training did not make the policy better.",
+        ("samples of the policy beside the SFT model’s", "learning rate, steps and KL divergence of the policy’s training", "the reward"),
     )
 
 
@@ -247,7 +243,7 @@ def _overfit(stage: str, model: str, heldout: pd.Series, look_at: str) -> Blame:
     return Blame(
         stage,
         f"held-out loss {known.iloc[-1]:.3g} at the end, {known.min():.3g} at its best",
-        f"The {model} was trained past its best.",
+        f"The {model} is overfitted: it was trained past its best step.",
         (look_at,),
     )
 

@@ -22,8 +22,8 @@ from rlhf_core.report.differences import (
     samples_that_differ,
 )
 from rlhf_core.report.figures import as_items
+from rlhf_core.report.inputs import StageTime
 from rlhf_core.report.page import answer, page, side_by_side
-from rlhf_core.report.times import StageTime
 from rlhf_core.report.verdict import MODES
 
 MAX_SAMPLES = 200

@@ -1,6 +1,6 @@
-"""What differs between two runs: params, data and models, figures with the interval of their difference.
+"""Differences between two runs: params, data and models, and figures with the interval of their difference.
 
-Where both runs asked the same prompts, their figures are compared prompt by prompt; otherwise the runs count as independent.
+If both runs were evaluated on the same prompts, figures are compared by prompt; otherwise the runs count as independent.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Interval = tuple[float, float, float]  # value, low, high
 Tables = tuple[pd.DataFrame, pd.DataFrame]  # results by prompt, of the first and the second run
 
 METHODS = ("rl", "dpo", "kto", "rejection_sampling", "conditional_sft")
-# Sections that change no figure of a run.
+# Sections that don't affect a run's figures.
 IGNORED = ("cluster", "tracking", "flow", "report", "iterative", "promotion")
-OF_THE_REGISTRY = ("incumbent", "anchor", "rolled_back")  # of the section gate: what flows/chain/pins.py wrote when the run began
+OF_THE_REGISTRY = ("incumbent", "anchor", "rolled_back")  # keys of the section gate that flows/chain/pins.py writes when a run starts
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a run has left.
+    """The results of a run.
 
-    name: as a reader knows it. params: section -> values. outs: path of data or a model -> md5.
-    metrics: stage -> content of its metrics file, of the stages that were run.
-    prompts: plots/evaluation.csv, a row for each prompt of the evaluation; None where there is none.
+    name: shown to the reader. params: section -> values. outs: path of data or a model -> md5.
+    metrics: finished stage -> content of its metrics file.
+    prompts: plots/evaluation.csv as text, with a row per prompt of the evaluation; None without it.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Results:
 
 @dataclass(frozen=True)
 class Difference:
-    """A figure of two runs. change: second minus first; low, high: its interval, where both figures have one.
+    """A figure of two runs. change: second minus first. low, high: its interval, if both figures have one.
 
-    p_value: of "no difference", where the figure has a better and a worse; one test alone.
-    prompts: on which the two were compared one by one; None: as independent.
-    tone: good or bad where the p-values of all rows, corrected together (Holm), call the change clear; else "".
-    detectable: of a row that is not clear, the true difference that would be found with 80%; None elsewhere, or where nothing varied.
+    p_value: of "no difference", uncorrected; None if the figure has no better direction.
+    prompts: number of prompts of a paired comparison; None: independent.
+    tone: good or bad if the change is significant after Holm's correction over all rows; else "".
+    detectable: the true difference that an insignificant row detects with 80% power; None otherwise, or without variation.
     """
 
     label: str
@@ -77,7 +77,7 @@ class Difference:
 
     @property
     def shown(self) -> tuple[str, str, str, str, str]:
-        """First, second, change, interval and detectable difference as a table has them."""
+        """First, second, change, interval and detectable difference, formatted."""
         values = [number(v) if self.form == "number" else measured(v, self.form) for v in (self.first, self.second)]
         change = "" if self.change is None else self._signed(self.change)
         interval = "" if self.low is None or self.high is None else f"{self._signed(self.low)} to {self._signed(self.high)}"
@@ -91,7 +91,7 @@ class Difference:
 
 
 def params_that_differ(first: Tree, second: Tree) -> list[tuple[str, str, str]]:
-    """(dotted key, value in the first, value in the second); of the ways to the policy only those that a run has used."""
+    """(dotted key, value in the first, value in the second), without sections of methods that neither run uses."""
     used = {str(tree["alignment"]["method"]) for tree in (first, second)}
     left_out = {*IGNORED, *(m for m in METHODS if m not in used)}
     one, other = (dict(_flat({s: v for s, v in tree.items() if s not in left_out})) for tree in (first, second))
@@ -118,13 +118,13 @@ def outs_that_differ(first: Results, second: Results) -> list[tuple[str, str, st
 
 
 def same_rewards(first: Results, second: Results) -> bool:
-    """Whether both runs' scores are of one scale: the same scorers with the same reward model."""
+    """Whether both runs' scores are comparable: the same scorers with the same reward model."""
     scorers = [r.params["rl"]["reward"]["scorers"] for r in (first, second)]
     return scorers[0] == scorers[1] and first.outs.get("models/reward") == second.outs.get("models/reward")
 
 
 def figures_that_count(first: Results, second: Results) -> list[Difference]:
-    """In the order of the chain; a figure that neither run has is left out."""
+    """Figures in the order of the chain, without those that neither run has."""
     tables = _paired_tables(first, second)
     gates = _gate(first, _confidence(second)), _gate(second, _confidence(second))
     rows = [
@@ -136,9 +136,9 @@ def figures_that_count(first: Results, second: Results) -> list[Difference]:
 
 
 def judged_together(rows: list[Difference], confidence: float) -> list[Difference]:
-    """The rows of one table with their tones: the p-values are corrected for how many there are (Holm).
+    """The rows of one table with tones, after Holm's correction for their number.
 
-    A row that is not clear has its detectable difference at the level that Holm leaves to the unclear rows.
+    An insignificant row gets its detectable difference at the level that Holm's method leaves to such rows.
     """
     tested = [i for i, row in enumerate(rows) if row.p_value is not None]
     corrected = dict(zip(tested, holm([rows[i].p_value for i in tested]), strict=True))  # type: ignore[misc]
@@ -154,13 +154,13 @@ def judged_together(rows: list[Difference], confidence: float) -> list[Differenc
 
 
 def same_prompts(first: Results, second: Results) -> int | None:
-    """How many prompts both runs were evaluated on, if they are the same ones."""
+    """The number of prompts if both runs were evaluated on the same ones; else None."""
     tables = _paired_tables(first, second)
     return None if tables is None else len(tables[0])
 
 
 def _paired_tables(first: Results, second: Results) -> Tables | None:
-    """Both runs' results by prompt, in one order; None where the prompts aren't the same."""
+    """Both runs' results by prompt, in the same order; None if the prompts differ."""
     one, other = (_by_prompt(r) for r in (first, second))
     return None if one is None or other is None or set(one.index) != set(other.index) else (one, other.reindex(one.index))
 
@@ -190,7 +190,7 @@ def _evaluated(first: Results, second: Results, mode: str, tables: Tables | None
 
 
 def find(results: Results, *path: str) -> Any:
-    """What a stage's metrics have at a path; None where the stage wasn't run, or has no such figure."""
+    """A value of a stage's metrics; None if the stage didn't run or has no such figure."""
     node: Any = results.metrics
     for key in path:
         node = node.get(key) if isinstance(node, Mapping) else None
@@ -198,9 +198,9 @@ def find(results: Results, *path: str) -> Any:
 
 
 def _gate(results: Results, confidence: float) -> Interval | None:
-    """The reward model's accuracy. The interval in gate.json is that of its look, and wider at a later one."""
+    """The reward model's accuracy with an interval at `confidence`; the interval in gate.json is wider at later looks."""
     accuracy, n = (find(results, "gate_reward", key) for key in ("accuracy", "n_effective"))
-    if accuracy is None or not n:  # a baseline from before there were looks has the ends alone
+    if accuracy is None or not n:  # baselines of older versions have the interval only
         return _triple(find(results, "gate_reward"), "accuracy", "low", "high")
     return accuracy, *wilson_interval(accuracy * n, n, confidence)
 
@@ -227,7 +227,7 @@ def _confidence(results: Results) -> float:
 def _apart(
     first: Results, second: Results, label: str, form: Form, both: tuple[Interval | None, Interval | None], *, more_is_better: bool | None
 ) -> Difference:
-    """From the interval of each, as if the two were independent."""
+    """The difference from both intervals, taking the runs as independent."""
     values = tuple(None if v is None else v[0] for v in both)
     one, other = both
     if one is None or other is None:
@@ -246,7 +246,7 @@ def _paired(
     confidence: float,
     more_is_better: bool | None,
 ) -> Difference | None:
-    """Prompt by prompt: Tango's interval and the sign test for the judge's word, Student's for means. None where no prompt has both."""
+    """The difference by prompt: Tango's interval and the sign test for the judge, Student's for means. None if no prompt has both."""
     one, other = (table[column] for table in tables)
     known = one.notna() & other.notna()
     values = [v[0] for v in both if v is not None]
@@ -261,14 +261,14 @@ def _paired(
 
 
 def _plain(first: Results, second: Results, label: str, path: tuple[str, ...], form: Form) -> Difference:
-    """Without an interval nothing is said to be clear."""
+    """A figure without an interval, and so without a test."""
     values = [find(r, *path) for r in (first, second)]
     change = None if None in values else values[1] - values[0]
     return Difference(label, form, values[0], values[1], change, None, None, None)
 
 
 def of_one_configuration(first: Results, second: Results) -> bool:
-    """Whether two runs' params are the same but for the seed, and for what was promoted when each of them began."""
+    """Whether two runs' params differ at most in the seed and in what was promoted when they started."""
     return not params_that_differ(_configuration(first.params), _configuration(second.params))
 
 
@@ -284,9 +284,9 @@ def differ_in_seed_only(first: Results, second: Results) -> tuple[Any, Any] | No
 
 
 def headline(first: Results, second: Results, rows: list[Difference]) -> tuple[Literal["good", "bad", "open"], str]:
-    """Which policy is better, by the judge, or by the score where one reward model gave both; clear in both modes, or it is open.
+    """Which policy is better, by the judge, or else by a common reward; it takes a significant difference in both modes.
 
-    Two seeds of one configuration are two checkpoints: whatever differs, no configuration is better.
+    Two seeds of one configuration are two checkpoints; neither is called the better configuration.
     """
     if not all("evaluate" in r.metrics for r in (first, second)):
         return "open", "One of the runs has no evaluation: there is no policy to compare."
@@ -312,25 +312,25 @@ def headline(first: Results, second: Results, rows: list[Difference]) -> tuple[L
 
 
 def read_as(first: Results, second: Results, rows: list[Difference]) -> list[str]:
-    """How the table of differences is to be read, one sentence each."""
+    """How to read the table of differences, one sentence each."""
     tested = sum(r.p_value is not None for r in rows)
     said = [
-        f"Intervals of {_confidence(second):.0%}, each of these two checkpoints: another seed of the same params would give another.",
-        "Green and red: clear by the table’s only test."
+        f"Intervals are {_confidence(second):.0%} intervals for these two checkpoints; another seed would give other figures.",
+        "Green and red: significant in the table’s only test."
         if tested == 1
-        else f"Green and red: clear, with the p-values of the table’s {tested} tests corrected together by Holm.",
-        "A row that is not clear says which true difference would be found with a probability of 80%.",
+        else f"Green and red: significant after Holm’s correction for the table’s {tested} tests.",
+        "Detectable: the true difference that an insignificant row would detect with a probability of 80%.",
     ]
     prompts = same_prompts(first, second)
     if prompts is not None:
-        return [*said, f"The figures of the evaluation are compared prompt by prompt, on the {prompts:,} prompts that both runs answered."]
+        return [*said, f"Evaluation figures are compared by prompt, on the {prompts:,} prompts that both runs answered."]
     if all("evaluate" in r.metrics for r in (first, second)):
-        said.append("The runs did not answer the same prompts, or one has no results by prompt: they count as independent.")
+        said.append("The runs answered different prompts, or one has no results by prompt, so they count as independent.")
     return said
 
 
 def samples_that_differ(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:
-    """Prompts that both runs answered, with other answers; the columns of each with the endings _first and _second."""
+    """Prompts that both runs answered differently; columns have the suffixes _first and _second."""
     keys = ["id", "source", "prompt", "mode"]
     columns = [*keys, "policy_response", "policy_score", "policy_judge_ok"]
     both = first[columns].merge(second[columns], on=keys, suffixes=("_first", "_second"))

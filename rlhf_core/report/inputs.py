@@ -1,9 +1,11 @@
-"""What the report is made from, checked before anything is drawn. Reading the files is the stage's business."""
+"""What the report is made from: the stages' results, checked before anything is drawn, and the timings of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -28,18 +30,19 @@ RL_COLUMNS = (  # of policy_curves, with method rl
     *("truncated_fraction", "clip_frac", "approx_kl", "logprob_difference"),
 )
 OFFLINE_COLUMNS = ("step", "loss")  # of policy_curves, with every other method
+TIMED_STAGES = ("train_sft", "train_reward", "train_policy")
 
 
 class ReportInputError(ValueError):
-    """A file lacks something that the report can't do without."""
+    """A file lacks a table, column or key that the report needs."""
 
 
 @dataclass(frozen=True)
 class Stopped:
     """Where the chain ended early.
 
-    because: what the stage said, or "".
-    states: stage -> done, stopped here or not reached, in their order.
+    because: the stage's message, or "".
+    states: stage -> done, stopped here or not reached, in the order of the chain.
     """
 
     stage: str
@@ -51,21 +54,24 @@ class Stopped:
 class ReportInputs:
     """Metrics as the stages wrote them, curves with one row per step, tables with one row per pair or sample.
 
-    None is what a chain that stopped early has not made; without `stopped` nothing is.
+    A field is None if the chain stopped before the stage that makes it. If `stopped` is None, no field is.
 
-    prompts: plots/evaluation.csv as it is (rlhf_core.report.differences).
-    params: the sections of params.yaml that shaped the result, section -> values.
-    written_params: the same as params.yaml has them, without what is left to defaults, as dvc.lock keeps those of other runs.
+    prompts: plots/evaluation.csv as text (rlhf_core.report.differences).
+    params: the sections of params.yaml that affect the result, section -> values.
+    written_params: the same without defaults, as params.yaml and the dvc.lock of other runs have them.
+    evaluation_scorers: scorers that scored the answers of the evaluation. method_scorers: those the policy was trained on.
     files: path -> sha256 of every file that the report is made from.
-    outs: path -> md5 of the data and models, as dvc.lock has them.
+    outs: path -> md5 of data and models, from dvc.lock.
     packages: name -> version.
-    baselines: previous, promoted -> the run that this one is held against, where there is one.
-    fingerprint: sha256 over all of them, the params and the code that made the report.
+    baselines: previous, promoted -> the run to compare with, if there is one.
+    fingerprint: sha256 over all inputs, the params and the report's code.
     """
 
     title: str
     params: Tree
     written_params: Tree
+    evaluation_scorers: Sequence[Tree]
+    method_scorers: Sequence[Tree]
     files: Mapping[str, str]
     outs: Mapping[str, str]
     packages: Mapping[str, str]
@@ -95,12 +101,12 @@ class ReportInputs:
             missing = [] if table is None else [c for c in columns if c not in table.columns]
             if missing:
                 raise ReportInputError(
-                    f"{name}: expected the columns {', '.join(columns)}, got none named {', '.join(missing)}; run the stage before again"
+                    f"{name}: expected the columns {', '.join(columns)}, got none named {', '.join(missing)}; rerun its stage"
                 )
 
     @property
     def method(self) -> str:
-        """Which way led to the policy: rl, dpo and so on."""
+        """alignment.method: rl, dpo and so on."""
         return need(self.params, "alignment", "method")
 
 
@@ -114,6 +120,47 @@ def need(tree: Tree, *path: str) -> Any:
     for i, key in enumerate(path):
         if not isinstance(node, Mapping) or key not in node:
             there = ", ".join(node) if isinstance(node, Mapping) else repr(node)
-            raise ReportInputError(f"{'.'.join(path)}: expected the key {path[i]}, got {there}; run the stage that writes it again")
+            raise ReportInputError(f"{'.'.join(path)}: expected the key {path[i]}, got {there}; rerun the stage that writes it")
         node = node[key]
     return node
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of all steps and of each phase. phases is empty for a stage without phases; `other` is the time outside of them."""
+
+    steps: int
+    seconds: float
+    phases: Mapping[str, float]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        return {name: seconds / self.seconds for name, seconds in self.phases.items()}
+
+
+def read_times(workspace: Path) -> dict[str, StageTime]:
+    """Timings of the stages whose curves in `workspace` were measured together with them.
+
+    DVC restores curves from its cache without their timings, so the file <stage>.of names the sha256 of the curves it belongs to.
+    """
+    times = {}
+    for stage in TIMED_STAGES:
+        timings, curves = workspace / f"reports/timings/{stage}.csv", workspace / f"plots/{stage}.csv"
+        of = timings.with_suffix(".of")
+        if timings.is_file() and curves.is_file() and of.is_file() and of.read_text(encoding="ascii") == sha256(curves):
+            times[stage] = summarize(pd.read_csv(timings))
+    return times
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def summarize(rows: pd.DataFrame) -> StageTime:
+    """Sum the columns `seconds` and `seconds_<phase>` over the steps; phases are ordered by their time."""
+    phases = {c.removeprefix("seconds_"): float(rows[c].sum()) for c in rows.columns if c.startswith("seconds_")}
+    total = float(rows["seconds"].sum())
+    if phases:
+        phases = dict(sorted(phases.items(), key=lambda phase: -phase[1])) | {"other": max(0.0, total - sum(phases.values()))}
+    return StageTime(len(rows), total, phases)

@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else: outcome first, then what it rests on.
+"""The report as one self-contained HTML file: the outcome first, then its evidence.
 
 Texts of data and models are untrusted. They reach the page through Jinja's escaping or as JSON, and the page's content
 security policy runs no script but those whose hashes it lists.
@@ -23,13 +23,11 @@ from rlhf_core.report.blame import blame
 from rlhf_core.report.canvas import DARK
 from rlhf_core.report.differences import Results, figures_that_count, headline, outs_that_differ, params_that_differ, read_as
 from rlhf_core.report.figures import Figures, all_figures, logprob_limit
-from rlhf_core.report.inputs import ReportInputError, ReportInputs, need
+from rlhf_core.report.inputs import ReportInputError, ReportInputs, StageTime, need
 from rlhf_core.report.texts import count, measured, number, share, signed, visible
-from rlhf_core.report.times import StageTime
 from rlhf_core.report.verdict import (
     MODES,
     data_verdict,
-    evaluation_scorers,
     gate_verdict,
     is_scored,
     judge_selects,
@@ -37,17 +35,16 @@ from rlhf_core.report.verdict import (
     outcome,
     rewarded_by,
     stopped_verdict,
-    training_scorers,
 )
 from rlhf_core.statistics.intervals import holm, wilson_interval
 
 USES = ("pretrain", "sft", "preference", "prompt")  # in the order of the chain
-# What shaped the result, in the order of the chain; everything else is folded away below.
+# Params shown first, in the order of the chain; the others are folded away.
 KEY_PARAMS = (
     *("seed", "model.path", "model.architecture", "model.dtype", "sft.steps", "sft.batch_size", "sft.learning_rate"),
     *("reward.epochs", "reward.batch_size", "reward.learning_rate", "alignment.method"),
 )
-# The same for each way to the policy.
+# Further ones for each alignment.method.
 METHOD_PARAMS = {
     "rl": (
         *("rl.algorithm", "rl.steps", "rl.samples_per_step", "rl.learning_rate", "rl.kl", "rl.reward.scorers"),
@@ -89,7 +86,7 @@ LABELS = {
     "truncated_fraction": "share truncated",
     "logprob_difference_max": "largest log-probability difference",
 }
-# Where on the page a stage's work is shown.
+# Stage -> section of the page.
 SECTIONS = {
     **dict.fromkeys(("prepare_data", "validate_data"), "data"),
     **dict.fromkeys(("check_model", "train_sft", "train_reward", "train_policy"), "training"),
@@ -98,8 +95,8 @@ SECTIONS = {
 }
 CLERK_ASPECTS = ("correct", "polite", "brief", "safe")
 MODEL_NAMES = {"sft": "SFT", "policy": "Policy"}
+LOOKS_SHOWN = 20  # earlier looks of the gate
 # Label, key of a model's figures, format, and whether more is better (None: neither).
-LOOKS_SHOWN = 20  # of the gate, before the present one
 EVALUATION_ROWS = (
     ("Judge: accepts", "judge_ok", "share", True),
     ("Tokens per answer", "length_mean", "length", None),
@@ -109,15 +106,16 @@ EVALUATION_ROWS = (
 
 
 def render(inputs: ReportInputs) -> str:
-    """The whole page, or what there is of it where the chain stopped; the same inputs give the same text in every process."""
-    scorers = evaluation_scorers(inputs.params)
+    """The page, or the finished part of it if the chain stopped. The same inputs give the same text in every process."""
+    scorers = inputs.evaluation_scorers
+    training = {"train_sft": inputs.sft, "train_reward": inputs.reward, "train_policy": inputs.policy}
     content = {
         "title": inputs.title if inputs.stopped is None else f"Stopped: {inputs.title}",
         "method_title": METHOD_TITLES[inputs.method],
         "method_name": method_name(inputs.params),
         "rewarder": rewarded_by(scorers),
         "scorers": scorers,
-        "method_scores": inputs.method in ("rl", "rejection_sampling"),
+        "method_scores": bool(inputs.method_scorers),
         "scored": inputs.evaluation is not None and is_scored(inputs.evaluation),
         "stopped": inputs.stopped,
         "gate_verdict": None if inputs.gate is None else gate_verdict(inputs.gate),
@@ -134,7 +132,7 @@ def render(inputs: ReportInputs) -> str:
         "changes": [changes(which, baseline, inputs) for which, baseline in inputs.baselines.items()],
         "override": None if inputs.gate is None else need(inputs.gate, "override"),
         "looks_shown": LOOKS_SHOWN,
-        "taken_over": taken_over(inputs),
+        "taken_over": [(stage, entry) for stage, tree in training.items() if tree is not None for entry in tree.get("resumed_from", [])],
         "monitor": None if inputs.policy is None else inputs.policy.get("monitor"),
         "modes": MODES,
         "samples": [] if inputs.samples is None else list(samples(inputs.samples)),
@@ -149,7 +147,7 @@ def render(inputs: ReportInputs) -> str:
 
 
 def changes(which: str, baseline: Results, inputs: ReportInputs) -> dict[str, Any]:
-    """This run against an earlier one. which: previous or promoted."""
+    """This run compared with an earlier one. which: previous or promoted."""
     metrics = {"train_sft": inputs.sft, "gate_reward": inputs.gate, "evaluate": inputs.evaluation}
     made = {stage: tree for stage, tree in metrics.items() if tree is not None}
     own = Results("this run", inputs.written_params, inputs.outs, made, inputs.prompts)
@@ -165,12 +163,6 @@ def changes(which: str, baseline: Results, inputs: ReportInputs) -> dict[str, An
     }
 
 
-def taken_over(inputs: ReportInputs) -> list[tuple[str, Mapping[str, Any]]]:
-    """The training stages that went on from other work's checkpoint (checkpoints.resume_from): name, and step and differences as noted."""
-    metrics = {"train_sft": inputs.sft, "train_reward": inputs.reward, "train_policy": inputs.policy}
-    return [(stage, entry) for stage, tree in metrics.items() if tree is not None for entry in tree.get("resumed_from", [])]
-
-
 def _evaluated(inputs: ReportInputs, scorers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     confidence = need(inputs.params, "evaluation", "confidence")
     return {
@@ -179,7 +171,7 @@ def _evaluated(inputs: ReportInputs, scorers: Sequence[Mapping[str, Any]]) -> di
             inputs.evaluation,
             scorers,
             confidence=confidence,
-            trained_on=training_scorers(inputs.params),
+            trained_on=inputs.method_scorers,
             selected=judge_selects(inputs.params),
         ),
         "tiles": list(tiles(inputs.evaluation, rewarded_by(scorers), confidence)),
@@ -192,7 +184,7 @@ def render_times(title: str, times: Mapping[str, StageTime]) -> str:
 
 
 def page(template: str, figures: Figures, content: Mapping[str, Any]) -> str:
-    """One self-contained file: the template with this content, style, scripts and figures inside."""
+    """Render a template into one file with its style, scripts and figures."""
     folder = Path(__file__).parent
     environment = Environment(
         loader=FileSystemLoader(folder),
@@ -200,7 +192,8 @@ def page(template: str, figures: Figures, content: Mapping[str, Any]) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_as_it_stands,
+        # Shows characters that reorder text by number, also where a template doesn't use `visible`. Markup is trusted.
+        finalize=lambda value: reordering_shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
     environment.filters |= {"share": share, "number": number, "count": count, "visible": visible, "measured": measured, "signed": signed}
     bokeh = ["\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)] if figures else []
@@ -215,25 +208,20 @@ def page(template: str, figures: Figures, content: Mapping[str, Any]) -> str:
     )
 
 
-def _as_it_stands(value: Any) -> Any:
-    """Of what a template writes: every text of others, whether or not the template says `visible`. Markup is our own."""
-    return reordering_shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
 def content_security_policy(scripts: list[str]) -> str:
-    """Nothing from elsewhere, and no script but these: an injected one wouldn't run even if it got into the page."""
+    """Allows these scripts by their hash and nothing from other hosts, so an injected script doesn't run."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 def json_for_html(content: Any) -> str:
-    """JSON that can stand inside a script element: no `<`, so nothing in it ends the element or opens a comment."""
+    """JSON for a script element: without `<`, so that no text ends the element or opens a comment."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return json.dumps(json.loads(reordering_shown(text)), ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def tiles(evaluation: Mapping[str, Any], rewarder: str, confidence: float) -> Iterator[dict[str, str]]:
-    """The few figures that matter most: before, after, and how sure."""
+    """The headline figures: before, after, and an interval."""
     for mode in MODES:
         sft, policy = need(evaluation, mode, "sft"), need(evaluation, mode, "policy")
         if need(evaluation, "judge"):
@@ -259,7 +247,7 @@ def tiles(evaluation: Mapping[str, Any], rewarder: str, confidence: float) -> It
 
 
 def data_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row per use: its splits, its sources, its mean lengths in tokens."""
+    """One row per use: rows by split and source, mean lengths in tokens."""
     by_source, tokens = need(data, "rows_by_source"), need(data, "mean_tokens")
     return [
         {"use": use, "splits": splits, "total": sum(splits.values()), "sources": by_source.get(use, {}), "tokens": tokens.get(use, {})}
@@ -268,7 +256,7 @@ def data_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def source_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row per source: records read (None: it has none), rows kept by use, the largest share dropped, and reasons with their counts."""
+    """One row per source: records read (None: generated), rows kept by use, the largest share dropped, and counts by reason."""
     by_source, records, shares = need(data, "rows_by_source"), data.get("records", {}), data.get("dropped_fraction", {})
     return [
         {
@@ -283,7 +271,7 @@ def source_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def expectations(validation: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """Notable ones first: those that failed, found exceptions, or compare a number with a limit."""
+    """Notable ones failed, found exceptions or compare a number with a limit; failed ones come first."""
     notable: list[Mapping[str, Any]] = []
     plain: list[Mapping[str, Any]] = []
     for e in need(validation, "expectations"):
@@ -292,7 +280,7 @@ def expectations(validation: Mapping[str, Any]) -> dict[str, list[Mapping[str, A
 
 
 def facts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A stage's final figures, whatever it measured, with a readable label where there is one."""
+    """Label and value of each final figure of a stage."""
     known = [key for key in LABELS if key in metrics]
     for key in [*known, *(key for key in metrics if key not in LABELS)]:
         value = metrics[key]
@@ -314,7 +302,7 @@ def key_params(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def method_name(params: Mapping[str, Any]) -> str:
-    """RL's algorithm, a preference method's loss, or the method."""
+    """The algorithm of RL, otherwise the method with its loss."""
     method = need(params, "alignment", "method")
     if method == "rl":
         return need(params, "rl", "algorithm").upper()
@@ -327,16 +315,16 @@ def _shown(value: Any) -> str:
 
 
 def scorer_name(scorer: Mapping[str, Any]) -> str:
-    """Its name, its kind where the name doesn't say it, and its weight."""
+    """Name, kind (if it differs from the name) and weight."""
     kind = "" if scorer["kind"] == scorer["name"] else f"{scorer['kind'].replace('_', ' ')}, "
     weight = f"weight {scorer['weight']:g}" if scorer["weight"] else "only measured"
     return f"{scorer['name'].replace('_', ' ')} ({kind}{weight})"
 
 
 def evaluation_rows(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]], confidence: float) -> list[dict[str, Any]]:
-    """A row per figure that was measured, with what changed from SFT to policy in each mode. The scores come last.
+    """A row per figure with the change from SFT model to policy in each mode; scores come last.
 
-    A change has a tone where the p-values of all changes of the table that are better or worse, corrected together (Holm), call it clear.
+    A change has a tone if it is significant after Holm's correction for all changes of the table that have a better direction.
     """
     rows = [*_figure_rows(evaluation), *_scorer_rows(evaluation, scorers)]
     judged = [cell for row in rows for cell in row["cells"] if cell["more_is_better"] is not None and cell["change"] is not None]
@@ -361,14 +349,14 @@ def _figure_rows(evaluation: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def judge_aspects(evaluation: Mapping[str, Any]) -> list[str]:
-    """What the judge looks at: the clerk's in its order, those of rules by name."""
+    """The judge's aspects: those of the built-in data in a fixed order, those of rules by name."""
     keys = need(evaluation, "greedy", "policy")
     found = {key.removeprefix("judge_") for key in keys if key.startswith("judge_")} - {"n", "ok"}
     return [a for a in CLERK_ASPECTS if a in found] + sorted(found - set(CLERK_ASPECTS))
 
 
 def _scorer_rows(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A row per scorer, where there are several; a negative weight asks for less."""
+    """A row per scorer if there are several. With a negative weight, less is better."""
     for scorer in scorers if len(scorers) > 1 else ():
         more_is_better = scorer["weight"] > 0 if scorer["weight"] else None
         path = ("scores", scorer["name"])
@@ -379,7 +367,7 @@ def _scorer_rows(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, A
 def _cells(
     evaluation: Mapping[str, Any], path: tuple[str, ...], of_difference: tuple[str, ...], more_is_better: bool | None
 ) -> list[dict[str, Any]]:
-    """One cell a mode. change: None where no prompt has both."""
+    """One cell per mode. change: None if no prompt has both figures."""
     cells = []
     for mode in MODES:
         sft, policy = need(evaluation, mode, "sft", *path), need(evaluation, mode, "policy", *path)
@@ -390,7 +378,7 @@ def _cells(
 
 
 def samples(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """A card for each prompt and mode, the largest gains and losses of score first."""
+    """A card for each prompt and mode, the largest changes in score first."""
     cards = [_card(row) for row in table.to_dict("records")]
     return sorted(cards, key=lambda card: 0.0 if card["gain"] is None else -abs(card["gain"]))
 
@@ -401,12 +389,12 @@ def _card(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer(model: str, text: str, score: float | None, ok: bool | None) -> dict[str, Any]:
-    """One side of a card. NaN, as pandas reads a null, becomes None."""
+    """One side of a card. NaN, which pandas reads for null, becomes None."""
     return {"model": model, "text": text, "score": None if pd.isna(score) else float(score), "ok": None if pd.isna(ok) else bool(ok)}
 
 
 def side_by_side(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Both answers, what the second gained in score, and whether the judge sees it otherwise: fixed, broken or ""."""
+    """Both answers, the second's gain in score, and the judge's change of mind: fixed, broken or ""."""
     gain = None if None in (first["score"], second["score"]) else second["score"] - first["score"]
     changed = "" if None in (first["ok"], second["ok"]) or first["ok"] == second["ok"] else "fixed" if second["ok"] else "broken"
     return {"answers": [first, second], "gain": gain, "changed": changed}

@@ -1,4 +1,4 @@
-"""What a run came to, in sentences: is the policy better than the model it started from, and who says so?"""
+"""The run's verdict in sentences: whether the policy is better than the SFT model, by the judge and by the reward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tone = Literal["good", "bad", "open"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """tone: what colour it gets. headline: one sentence. details: what it rests on, one sentence each."""
+    """tone: the colour. headline: one sentence. details: the evidence, one sentence each."""
 
     tone: Tone
     headline: str
@@ -32,15 +32,14 @@ def outcome(
     trained_on: Sequence[Mapping[str, Any]] | None = None,
     selected: Sequence[str] = (),
 ) -> Verdict:
-    """Policy against SFT.
+    """Compare the policy with the SFT model.
 
-    The judge, where there is one, decides. What was rewarded is what the policy was trained to please, so its preference alone is weaker
-    evidence, and its preference against the judge is reward hacking. Where the judge was part of the reward or had a say in which policy
-    was kept, a sentence says so.
+    If there is a judge, it decides. The reward is weaker evidence, because the policy was trained on it. A policy that the reward prefers
+    and the judge rejects has hacked its reward. The details note a judge that was part of the reward or selected the policy.
 
     Args:
-        scorers: `evaluation_scorers`, which say what the answers were scored by.
-        trained_on: `training_scorers`; None: the same.
+        scorers: those that scored the answers (Params.evaluation_scorers).
+        trained_on: those of the training (Params.method_scorers); None: the same.
         selected: sentences of `judge_selects`.
     """
     rewarder = rewarded_by(scorers)
@@ -49,9 +48,7 @@ def outcome(
         return NOT_COMPARED
     details = [NO_SCORE if reward is None else _win_rates(evaluation, rewarder, confidence)]
     if shared := evaluation.get("prompts_of_gate"):
-        details.append(
-            f"{shared} of the prompts were read by the gate too: a reward model that was chosen on them looks better here than it is."
-        )
+        details.append(f"{shared} of the prompts were also used by the gate: a reward model selected on them looks better here than it is.")
     tone: Tone
     if judge is None:
         tone, headline = _BY_REWARD_ALONE[reward]
@@ -59,14 +56,14 @@ def outcome(
             tone, headline = "bad" if apart.worse_alone else "open", f"By the {{}}, {apart.sentence}"
             details += apart.details
         details.append(
-            f"There is no judge for this data: only the {rewarder} has compared the answers, and a policy trained on it pleases it."
+            f"There is no judge for this data: only the {rewarder} compared the answers, and the policy was trained to maximise it."
         )
         return Verdict(tone, headline.format(rewarder), tuple(details))
     details.insert(0, _judge_shares(evaluation, confidence))
     if judge == "unclear":
-        details.insert(1, _would_be_found(evaluation, confidence))
+        details.insert(1, _detectable(evaluation, confidence))
     if any(s["kind"] == "judge" and s["weight"] > 0 for s in (scorers if trained_on is None else trained_on)):
-        details.append("The judge was part of the reward: the policy was trained to please it too.")
+        details.append("The judge was part of the reward, so the policy was trained to satisfy it.")
     details += selected
     tone, headline = _BY_JUDGE[judge, reward or _AS_IF[judge]]
     if (apart := by_mode(evaluation, "judge", confidence)) is not None:
@@ -76,44 +73,30 @@ def outcome(
     return Verdict(tone, headline.format(rewarder), tuple(details))
 
 
-NO_SCORE = "Nothing scored the answers: there is no reward model, and rl.reward.scorers has nothing else that counts."
-# Where neither a judge nor a score is there.
+NO_SCORE = "Nothing scored the answers: there is no reward model and no other scorer with a weight in rl.reward.scorers."
+# The verdict without a judge and without a score.
 NOT_COMPARED = Verdict(
     "open",
-    "Whether the policy is better can’t be said: nothing compared its answers with those of the SFT model.",
+    "There is no verdict: nothing compared the policy’s answers with those of the SFT model.",
     (
-        f"{NO_SCORE} And there is no judge for this data.",
-        "What is known is how long the answers are, how many are cut off, and how far the policy has moved from the SFT model. Read the "
-        "samples, or give a data source a rule as `judge`, set reward.enabled to true, or put a scorer into rl.reward.scorers, and run "
-        "the evaluation again.",
+        f"{NO_SCORE} There is no judge for this data either.",
+        "The evaluation only has the answers’ lengths, the share of truncated answers, and the KL divergence from the SFT model. Read the "
+        "samples. For a verdict, give a data source a rule as `judge`, set reward.enabled to true, or add a scorer to rl.reward.scorers, "
+        "and rerun the evaluation.",
     ),
 )
 
 
-def evaluation_scorers(params: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Those of rl.reward.scorers by which the evaluation scored: without a reward model the chain's own is left out."""
-    enabled = need(params, "reward", "enabled")
-    return [s for s in need(params, "rl", "reward", "scorers") if enabled or s["kind"] != "reward_model" or s["path"] is not None]
-
-
-def training_scorers(params: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Those that the policy was trained to please; the methods that learn from pairs and labels have none."""
-    method = need(params, "alignment", "method")
-    if method == "rl":
-        return need(params, "rl", "reward", "scorers")
-    return need(params, "rejection_sampling", "scorers") if method == "rejection_sampling" else []
-
-
 def is_scored(evaluation: Mapping[str, Any]) -> bool:
-    """Whether any prompt has a score of both models' answers."""
+    """Whether any prompt has scores for both models' answers."""
     return any(need(evaluation, "win_rate", mode, "n") for mode in MODES)
 
 
 @dataclass(frozen=True)
 class ByMode:
-    """A policy that is clearly better or worse in one mode, and not so in the other.
+    """A policy with different results in the two modes.
 
-    worse_alone: worse in one mode, and better in none. sentence: of both modes, without its subject's judge.
+    worse_alone: significantly worse in one mode, and better in neither. sentence: the result of each mode.
     """
 
     worse_alone: bool
@@ -122,11 +105,7 @@ class ByMode:
 
 
 def by_mode(evaluation: Mapping[str, Any], who: str, confidence: float) -> ByMode | None:
-    """None: the same can be said of both modes.
-
-    Args:
-        who: judge, or reward.
-    """
+    """None if both modes have the same result. who: judge or reward."""
     signs = {mode: sign for (of, mode), sign in _signs(evaluation, confidence).items() if of == who}
     if len(set(signs.values())) == 1:
         return None
@@ -134,9 +113,9 @@ def by_mode(evaluation: Mapping[str, Any], who: str, confidence: float) -> ByMod
     told = [f"{words[signs[mode]]} {mode} ({_figure(evaluation, who, mode)})" for mode in reversed(MODES)]
     details = [_scores(evaluation)] if is_scored(evaluation) else []
     if 0 not in signs.values():
-        details.append("The two modes disagree: sampled answers are what RL trains, greedy ones take the likeliest token at each place.")
+        details.append("The two modes disagree: RL trains on sampled answers; greedy ones take the most likely token at each step.")
         if signs["greedy"] < 0:
-            details.append("A greedy answer loses by however little its score is lower: look at the size of the change too.")
+            details.append("A greedy answer counts as a loss however small the difference in score: check the mean scores too.")
     return ByMode(1 not in signs.values(), f"the policy is {' and '.join(told)}.", tuple(details))
 
 
@@ -156,9 +135,9 @@ def _scores(evaluation: Mapping[str, Any]) -> str:
 
 
 def judge_selects(params: Mapping[str, Any]) -> list[str]:
-    """How the judge had a say in which policy the training kept, one sentence each: it is then no stranger to that policy.
+    """How the judge influenced which policy the training kept, one sentence each; such a judge is no longer independent.
 
-    A function of a scorer that is also a source's judge counts as the judge.
+    A scorer of kind function whose function is also a source's judge counts as the judge.
     """
     if need(params, "alignment", "method") != "rl":
         return []
@@ -170,20 +149,20 @@ def judge_selects(params: Mapping[str, Any]) -> list[str]:
     if rl["evaluation"]["metric"] in names:
         if rl["evaluation"]["keep_best"]:
             said.append(
-                "The judge chose this policy among those of the training (rl.evaluation.metric, keep_best): its shares are too favourable."
+                "The judge selected this policy during training (rl.evaluation.metric, keep_best), so its acceptance rates are biased."
             )
         elif back := [name for name, limit in limits.items() if limit["action"] == "rollback"]:
             said.append(
-                f"Where the limit {' or '.join(back)} ends the training, the judge chooses the policy that is kept (rl.evaluation.metric): "
-                "its shares are then too favourable."
+                f"If the limit {' or '.join(back)} ends the training, the judge selects the policy (rl.evaluation.metric), and its "
+                "acceptance rates are then biased."
             )
     if watching := [name for name, limit in limits.items() if limit["metric"] in columns]:
-        said.append(f"The judge had a say in when the training ends (rl.monitor: {', '.join(watching)}).")
+        said.append(f"The judge influences when the training ends (rl.monitor: {', '.join(watching)}).")
     return said
 
 
 def rewarded_by(scorers: Sequence[Mapping[str, Any]]) -> str:
-    """What the score is called: that of a single reward model, or of whatever else was rewarded."""
+    """What the page calls the score: `reward model` if it is the only scorer with a weight, else `reward`."""
     rewarded = [s["kind"] for s in scorers if s["weight"] != 0]
     return "reward model" if rewarded == ["reward_model"] else "reward"
 
@@ -193,8 +172,8 @@ _BY_REWARD_ALONE: dict[Direction, tuple[Tone, str]] = {
     "worse": ("bad", "The {} prefers the SFT model’s answers to those of the policy."),
     "unclear": ("open", "The {} sees no clear difference between the policy and the SFT model."),
 }
-_AS_IF: dict[Direction, Direction] = {"better": "better", "unclear": "unclear", "worse": "unclear"}  # without a score, in _BY_JUDGE
-_HACKED = "The policy pleases the {} more and the judge less: it has learned to hack its reward."
+_AS_IF: dict[Direction, Direction] = {"better": "better", "unclear": "unclear", "worse": "unclear"}  # key of _BY_JUDGE without a score
+_HACKED = "The {} prefers the policy and the judge prefers the SFT model: the policy has learned to hack its reward."
 _BY_JUDGE: dict[tuple[Direction, Direction], tuple[Tone, str]] = {
     ("better", "better"): ("good", "The policy is better than the SFT model it started from."),
     ("better", "unclear"): ("good", "The policy is better than the SFT model by the judge; the {} sees no clear difference."),
@@ -209,23 +188,23 @@ _BY_JUDGE: dict[tuple[Direction, Direction], tuple[Tone, str]] = {
 
 
 def judge_direction(evaluation: Mapping[str, Any], confidence: float) -> Direction | None:
-    """Better: in both modes the judge accepts clearly more of the policy's answers. Worse: in any mode clearly fewer. None: no judge."""
+    """Better: the judge accepts significantly more of the policy's answers in both modes. Worse: fewer in any mode. None: no judge."""
     return _directions(evaluation, confidence).get("judge")
 
 
 def reward_direction(evaluation: Mapping[str, Any], confidence: float) -> Direction | None:
-    """The same for wins against losses by the score. None: no score."""
+    """The same for wins and losses by score. None: no score."""
     return _directions(evaluation, confidence).get("reward")
 
 
 def _directions(evaluation: Mapping[str, Any], confidence: float) -> dict[str, Direction]:
-    """Of the reward and the judge, where they are there."""
+    """Direction by the judge and by the reward, if the evaluation has them."""
     signs = _signs(evaluation, confidence)
     return {who: _direction([sign for (of, _), sign in signs.items() if of == who]) for who in dict.fromkeys(of for of, _ in signs)}
 
 
 def _signs(evaluation: Mapping[str, Any], confidence: float) -> dict[tuple[str, str], int]:
-    """1, -1 or 0 (not clear) of reward and judge in each mode, by the sign tests of both and of both modes, corrected together (Holm)."""
+    """1, -1 or 0 (not significant) by reward and judge in each mode: sign tests, corrected together by Holm's method."""
     changes, p_values = {}, {}
     for mode in MODES:
         if is_scored(evaluation):
@@ -243,7 +222,7 @@ def _direction(signs: list[int]) -> Direction:
 
 
 def judged(evaluation: Mapping[str, Any], mode: str, model: str) -> tuple[int, int]:
-    """(answers that the judge accepts, answers that it judged)."""
+    """(answers that the judge accepted, answers that it judged)."""
     n = need(evaluation, mode, model, "judge_n")
     return round(need(evaluation, mode, model, "judge_ok") * n), n
 
@@ -263,13 +242,13 @@ def _judge_shares(evaluation: Mapping[str, Any], confidence: float) -> str:
     )
 
 
-def _would_be_found(evaluation: Mapping[str, Any], confidence: float) -> str:
-    """The power of a comparison that is not clear: at the level of one of the headline's four tests."""
+def _detectable(evaluation: Mapping[str, Any], confidence: float) -> str:
+    """The detectable difference of an unclear comparison, at the level of one of the headline's four tests."""
     found = [need(evaluation, "difference", mode, "judge_ok") for mode in MODES]
     points = [100 * detectable_difference(f["low"], f["high"], confidence, tests=2 * len(MODES)) for f in found]
     return (
-        f"On these prompts a true difference of {points[0]:.1f} points greedy and of {points[1]:.1f} sampled would be found with a "
-        "probability of 80%."
+        f"On these prompts the tests detect a true difference of {points[0]:.1f} points (greedy) or {points[1]:.1f} points (sampled) with "
+        "a probability of 80%."
     )
 
 
@@ -300,16 +279,16 @@ def data_verdict(validation: Mapping[str, Any]) -> Verdict:
     return Verdict("good", f"The data meets all {len(expectations)} expectations.", ())
 
 
-# Stages whose error is a verdict of their own.
+# Stages whose error is a verdict, not a fault.
 _STOPPED = {
     "validate_data": "the data does not meet its expectations.",
-    "check_model": "the model can't be computed rightly here.",
+    "check_model": "the model isn't computed correctly here.",
     "gate_reward": "the reward model did not pass its gate.",
 }
 
 
 def stopped_verdict(stopped: Stopped) -> Verdict:
-    """Of a chain that ended before it had a policy to judge."""
+    """The verdict on a chain that stopped before the evaluation."""
     headline = f"Stopped at {stopped.stage}: {_STOPPED.get(stopped.stage, 'the stage ended with an error.')}"
     said = (stopped.because,) if stopped.because else ()
-    return Verdict("bad", headline, (*said, "There is no result to show: this page holds what was made before the chain stopped."))
+    return Verdict("bad", headline, (*said, "There is no final result; this page shows what was completed before the chain stopped."))

@@ -15,10 +15,8 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from rlhf_core.config import ConfigError, Section, fill_in, read_yaml
+from rlhf_core.paths import ROUNDS_FILE, ROUNDS_PIPELINE
 
-FOLDER = Path("rounds")
-PIPELINE = FOLDER / "dvc.yaml"
-ROUNDS_FILE = FOLDER / "rounds.yaml"
 _HEADER = """\
 # What each round of iterative DPO began with, by DVC's hash; rounds/dvc.yaml makes the stages of a round from its entry.
 # Flow iterative-dpo appends to it (docs/iterative_dpo.md); a series of rounds lives in its own worktree, runs/<series>.
@@ -33,7 +31,7 @@ class Pin(Section):
 
 
 class PromptsPin(Section):
-    """Which training prompts: their place in the order of rlhf_core.rounds.pool, and `prompts_hash` of their ids."""
+    """Which training prompts: their place in the order of rlhf_core.rounds.data, and `prompts_hash` of their ids."""
 
     first: int
     count: int
@@ -41,7 +39,7 @@ class PromptsPin(Section):
 
 
 class BudgetPin(Section):
-    """What a round's comparison may spend of the series' error budget (rlhf_core/statistics/error_budget.py).
+    """What a round's comparison may spend of the series' error budget (rlhf_core/rounds/promotion.py).
 
     comparison: its number in the series, from 1; the round after one whose data was refused has the same. level: the largest p-value that
     accepts. spent: the levels of the comparisons before it that accepted nothing.
@@ -129,13 +127,8 @@ def write_rounds(rounds: dict[int, Round], root: Path = Path()) -> None:
 def read_round_stages(number: int, root: Path = Path()) -> dict[str, dict[str, Any]]:
     """The stages of one round by name (`sample_round@1`), with `${key}` and `${item...}` replaced as DVC's foreach does."""
     entry = read_yaml(root / ROUNDS_FILE)["rounds"][str(number)]
-    text = fill_in((root / PIPELINE).read_text(encoding="utf-8"), {"key": str(number), "item": entry, "rounds": "rounds"})
+    text = fill_in((root / ROUNDS_PIPELINE).read_text(encoding="utf-8"), {"key": str(number), "item": entry, "rounds": "rounds"})
     return {f"{name}@{number}": stage["do"] for name, stage in YAML(typ="safe", pure=True).load(text)["stages"].items()}
-
-
-def round_folder(number: int) -> Path:
-    """Of a round's data, policy, metrics and plots."""
-    return FOLDER / str(number)
 
 
 def prompts_hash(ids: Sequence[str]) -> str:

@@ -11,7 +11,6 @@ its parent (the kernel then sends it SIGTERM) and SIGKILL (the last checkpoint c
 from __future__ import annotations
 
 import argparse
-import ctypes
 import fcntl
 import logging
 import math
@@ -28,7 +27,7 @@ from rlhf_core.checkpoint.store import NoSpace, Origin, StoreSettings
 from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params, reordering_shown
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.paths import CURVES, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, SOURCES, STAGE_METRICS, STATE_DIGESTS, TIMINGS
-from rlhf_core.process import be_quiet, show_own_log
+from rlhf_core.process import configure_process, end_with_parent, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.files import publish_model, read_json, write_json
 from rlhf_core.stage.scratch import input_hashes, metrics_path, prepare_scratch, read_work
@@ -92,11 +91,11 @@ class Stage:
         self._round_number = round_number
         self._resumable = resumable
         self._stop = threading.Event()
-        be_quiet()
+        configure_process()
         show_own_log()
 
     def __enter__(self) -> Stage:
-        end_with_parent()
+        end_with_parent()  # the parent is DVC itself and no shell: `exec` in dvc.yaml
         signal.signal(signal.SIGTERM, self._on_stop)
         try:
             self.params: Params = load_params()
@@ -153,6 +152,11 @@ class Stage:
     def stop_requested(self) -> bool:
         """True once SIGTERM has come: write a checkpoint and raise StageStopped."""
         return self._stop.is_set()
+
+    def check_stop(self) -> None:
+        """Raise StageStopped once SIGTERM has come; for work without a checkpoint to write."""
+        if self.stop_requested:
+            raise StageStopped
 
     @property
     def fingerprint(self) -> str:
@@ -280,16 +284,6 @@ class Stage:
 def steps_at_the_end(steps: int) -> int:
     """Of a training, over which final figures are averaged: its last third, at most TAIL of them."""
     return min(TAIL, math.ceil(steps / 3))
-
-
-def end_with_parent() -> None:
-    """Ask the kernel to send SIGTERM when the parent dies: killing dvc would otherwise leave a trainer behind.
-
-    The parent must be DVC itself and not a shell of its, hence `exec` in dvc.yaml.
-    """
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def check_gate(gate: dict[str, Any]) -> str | None:

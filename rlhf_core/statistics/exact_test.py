@@ -7,26 +7,26 @@ import math
 import numpy as np
 from scipy.special import bdtrc, betaincinv, gammaln, ndtri
 
-UNCERTAIN = 1e-7  # chance that the true share of decided comparisons is outside of where it is looked for
-POINTS = 101  # of that share, between its ends
-DEVIATIONS = 8  # of the number of decided comparisons, beyond which it is left out: a chance below 1e-14
+UNCERTAIN = 1e-7  # probability that the true share of decided comparisons is outside of the interval that is searched
+POINTS = 101  # grid points in that interval
+DEVIATIONS = 8  # standard deviations of the number of decided comparisons that are summed over; beyond them P < 1e-14
 
-EXACT = 20_000  # prompts, from which on the normal approximation is close enough
+EXACT = 20_000  # number of prompts above which the normal approximation is close enough
 CORRECTIONS = 4
 
 
 def p_value(ahead: int, behind: int, n: int, *, margin: float = 0.0) -> float:
-    """Of the hypothesis that (share ahead) - (share behind) is at most `margin`, against more; never smaller than it should be.
+    """Conservative one-sided p-value of "(share ahead) - (share behind) is at most `margin`".
 
-    margin 0: the sign test, P(X >= ahead) with X binomial of ahead + behind trials of a half. Prompts on which neither side is ahead
-    say nothing. For two shares over the same prompts this is McNemar's exact test.
+    margin 0: the sign test, P(X >= ahead) with X ~ binomial(ahead + behind, 1/2). Ties carry no information. For two shares over the same
+    prompts this is McNemar's exact test.
 
     Another margin: P(A - B >= ahead - behind) of a multinomial with P(ahead) - P(behind) = margin, the largest over the unknown
     P(ahead) + P(behind) within its Clopper-Pearson interval of confidence 1 - UNCERTAIN, plus UNCERTAIN.
     Source: Berger and Boos 1994, https://doi.org/10.1080/01621459.1994.10476836
 
     Args:
-        ahead, behind: prompts on which the one side or the other is ahead. n: all prompts that were compared.
+        ahead, behind: prompts on which one side or the other is ahead. n: all compared prompts.
     Raises:
         ValueError: the counts don't fit into n, or margin isn't between -1 and 1.
     """
@@ -67,11 +67,11 @@ def _largest_tail(lead: int, decided: int, n: int, margin: float) -> float:
 
 
 def smallest_gain(decided: int, n: int, level: float, *, margin: float = 0.0, power: float = 0.8) -> float | None:
-    """The difference (share ahead) - (share behind) that a test at this level finds with this power, if `decided` of n prompts are decided.
+    """The difference (share ahead) - (share behind) that a test detects at this level and power, if `decided` of n prompts are decided.
 
-    None: no outcome of so few would be enough.
+    None: no outcome on so few prompts is significant.
     """
-    low, high = -1, decided + 1  # at `low` ahead the test accepts nothing, at `high` it does, if `high` is an outcome
+    low, high = -1, decided + 1  # with `low` ahead the test doesn't reject, with `high` it does (if `high` is possible)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if p_value(middle, decided - middle, n, margin=margin) <= level else (middle, high)
@@ -82,14 +82,14 @@ def smallest_gain(decided: int, n: int, level: float, *, margin: float = 0.0, po
 
 
 def prompts_needed(gain: float, decided: float, level: float, *, margin: float = 0.0, power: float = 0.8) -> int | None:
-    """About how many prompts a test at this level needs to find a difference (share ahead) - (share behind) of `gain` with this power.
+    """Approximate number of prompts at which a test at this level detects a difference (share ahead) - (share behind) of `gain`.
 
     ((z(1 - level) sqrt(d - margin^2) + z(power) sqrt(d - gain^2)) / (gain - margin))^2, d = `decided`, the share of prompts that are
     decided. Source, of margin 0: Connor 1987, Biometrics 43(1), as in
-    https://powerandsamplesize.com/Calculators/Compare-Paired-Proportions/McNemar-Z-test-1-Sided. That is the normal
-    approximation, too few for an exact test; up to EXACT prompts the number is corrected by what `smallest_gain` says of it.
+    https://powerandsamplesize.com/Calculators/Compare-Paired-Proportions/McNemar-Z-test-1-Sided. This normal
+    approximation is too low for an exact test; up to EXACT prompts it is corrected with `smallest_gain`.
 
-    None: the gain is none, or not above the margin, which no number shows.
+    None: the gain isn't above 0 and the margin, so no number of prompts suffices.
     """
     if gain <= max(margin, 0.0):
         return None

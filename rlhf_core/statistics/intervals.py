@@ -1,4 +1,4 @@
-"""Intervals for shares and means, and the accuracy of a scorer on pairs. Everything here weighs each example the same."""
+"""Intervals and tests for shares and means, and the accuracy of a scorer on pairs. All examples have the same weight."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import bdtr, nctdtrinc, ndtr, ndtri, stdtr, stdtrit
 
-POWER = 0.8  # with which a difference or gain that is called detectable would be found
-ROUNDING = 1e-9  # of differences, relative to the largest: less than that is none
-BISECTIONS = 60  # of the range in which an end is looked for: down to rounding
+POWER = 0.8  # probability of detecting a difference or gain that is called detectable
+ROUNDING = 1e-9  # relative spread of differences below which they count as equal
+BISECTIONS = 60  # steps of the search for an interval's end, down to rounding
 
 
 @dataclass(frozen=True)
 class PairAccuracy:
-    """How often a scorer puts chosen above rejected.
+    """How often a scorer ranks the chosen response above the rejected one.
 
-    value: share of pairs in the right order, a tie counted as half; NaN without pairs.
-    correct: pairs in the right order, ties as half.
+    correct: pairs in the right order, ties as half. value: their share; NaN without pairs.
     """
 
     value: float
@@ -30,14 +29,16 @@ class PairAccuracy:
 
 
 def accuracy_with_ties(chosen_scores: Sequence[float], rejected_scores: Sequence[float]) -> PairAccuracy:
-    """Accuracy over pairs, each pair weighing the same whatever batch it was scored in.
+    """Accuracy over pairs, independent of how they were batched.
 
     Raises:
-        ValueError: the lengths differ, or a score is NaN or infinite: it has no place in an order.
+        ValueError: the lengths differ, or a score is NaN or infinite and so can't be ordered.
     """
     chosen, rejected = np.asarray(chosen_scores, dtype=float), np.asarray(rejected_scores, dtype=float)
     if chosen.shape != rejected.shape:
-        raise ValueError(f"scores: expected as many rejected as chosen ones, got {len(rejected)} and {len(chosen)}; pass both of each pair")
+        raise ValueError(
+            f"scores: expected as many rejected as chosen ones, got {len(rejected)} and {len(chosen)}; pass both scores of each pair"
+        )
     if not (np.isfinite(chosen).all() and np.isfinite(rejected).all()):
         raise ValueError("scores: expected finite numbers, got NaN or infinity; find out why the pair could not be scored")
     ties = int((chosen == rejected).sum())
@@ -52,9 +53,9 @@ def wilson_interval(successes: float, n: float, confidence: float) -> tuple[floa
     (p + z^2 / 2n +- z * sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
     Args:
-        successes: may be a half-integer, where ties count half. A tie varies less than a success or a failure, so the
-            interval is then a little wider than it has to be.
-        n: independent trials, or the effective number of others; 0 gives (0, 1), for nothing is known.
+        successes: a half-integer if ties count half; the interval is then slightly too wide, because a tie varies less than a
+            success or a failure.
+        n: independent trials, or the effective number of dependent ones; 0 gives (0, 1).
     Raises:
         ValueError: successes is not between 0 and n, or confidence not between 0 and 1.
     """
@@ -68,24 +69,23 @@ def wilson_interval(successes: float, n: float, confidence: float) -> tuple[floa
     centre = p + z * z / (2 * n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
-    # The formula's ends are exactly 0 and 1 at p = 0 and p = 1; rounding must not move them.
+    # At p = 0 and p = 1 the formula's ends are exactly 0 and 1; rounding must not move them.
     low = 0.0 if successes == 0 else (centre - half) / scale
     high = 1.0 if successes == n else (centre + half) / scale
     return low, high
 
 
 def paired_interval(ahead: float, behind: float, n: float, confidence: float) -> tuple[float, float]:
-    """Score interval (low, high) of (ahead - behind) / n over n independent prompts, on each of which one of two sides is ahead or none.
+    """Score interval (low, high) of (ahead - behind) / n over n independent prompts; on each, one side is ahead or both are equal.
 
     The ends are the differences d between -1 and 1 at which the score statistic is z and -z:
-    (ahead - behind - n d) / sqrt(n (2 q + d (1 - d))),  q the likeliest share of `behind` given d:
+    (ahead - behind - n d) / sqrt(n (2 q + d (1 - d))),  q the maximum likelihood share of `behind` given d:
     q = (sqrt(B^2 - 8 n C) - B) / 4n,  B = -ahead - behind + (2n - ahead + behind) d,  C = -behind d (1 - d)
-    Source: Tango 1998, Statistics in Medicine 17, 891-908, https://www.niph.go.jp/soshiki/gijutsu/staffs/tango/sm_eng2.html. How often
-    neither side is ahead varies from sample to sample, and the interval allows for it. docs/statistics.md has its coverage and that of the
-    alternatives.
+    Source: Tango 1998, Statistics in Medicine 17, 891-908, https://www.niph.go.jp/soshiki/gijutsu/staffs/tango/sm_eng2.html. The
+    interval allows for a random number of ties. docs/statistics.md has its coverage and that of alternatives.
 
     Args:
-        n: with the prompts on which neither is ahead; 0 gives (-1, 1), for nothing is known. Effective numbers need not be whole.
+        n: all prompts, ties included; 0 gives (-1, 1). Effective numbers need not be whole.
     Raises:
         ValueError: ahead and behind don't fit into n, or confidence is not between 0 and 1.
     """
@@ -100,7 +100,7 @@ def paired_interval(ahead: float, behind: float, n: float, confidence: float) ->
 
 
 def _tango_end(ahead: float, behind: float, n: float, target: float, between: tuple[float, float]) -> float:
-    """The difference at which the score statistic, which falls as the difference grows, is `target`; by halving."""
+    """The difference at which the score statistic equals `target`, by bisection: the statistic decreases in the difference."""
     low, high = between
     for _ in range(BISECTIONS):
         d = (low + high) / 2
@@ -117,25 +117,25 @@ def _tango_end(ahead: float, behind: float, n: float, target: float, between: tu
 def points_interval(points: Sequence[float], confidence: float) -> tuple[float, float]:
     """Interval (low, high) of the mean of points over independent prompts: 1 for a win, 0.5 for a tie, 0 for a loss.
 
-    The mean is (1 + (wins - losses) / n) / 2: its ends are those of `paired_interval`. (0, 1) without points.
+    The mean is (1 + (wins - losses) / n) / 2, so the ends follow from `paired_interval`. (0, 1) without points.
 
     Raises:
-        ValueError: a point is none of the three, or confidence not between 0 and 1.
+        ValueError: a point has another value, or confidence is not between 0 and 1.
     """
     wins, ties, losses = (sum(p == value for p in points) for value in (1.0, 0.5, 0.0))
     if wins + ties + losses != len(points):
         other = next(p for p in points if p not in (0.0, 0.5, 1.0))
-        raise ValueError(f"points: expected 1, 0.5 or 0 for each prompt, got {other}; give one comparison a prompt")
+        raise ValueError(f"points: expected 1, 0.5 or 0 for each prompt, got {other}; pass one comparison per prompt")
     low, high = paired_interval(wins, losses, len(points), confidence)
     return (1 + low) / 2, (1 + high) / 2
 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Of two shares over the same prompts, first minus second, with its interval.
+    """Difference of two shares over the same prompts, first minus second, with its interval.
 
     value: NaN without prompts. p_value: of `sign_test`.
-    both, first_only, second_only, neither: prompts on which both, one or none of the two succeeds.
+    both, first_only, second_only, neither: numbers of prompts by which side succeeds.
     """
 
     value: float
@@ -156,7 +156,7 @@ def paired_difference(first: Sequence[bool], second: Sequence[bool], confidence:
     """
     if len(first) != len(second):
         raise ValueError(
-            f"pairs: expected as many of the second as of the first, got {len(second)} and {len(first)}; pass both of each prompt"
+            f"pairs: expected as many of the second as of the first, got {len(second)} and {len(first)}; pass both values of each prompt"
         )
     pairs = Counter((bool(a), bool(b)) for a, b in zip(first, second, strict=True))
     both, first_only, second_only, neither = (pairs[key] for key in ((True, True), (True, False), (False, True), (False, False)))
@@ -166,9 +166,9 @@ def paired_difference(first: Sequence[bool], second: Sequence[bool], confidence:
 
 
 def sign_test(ahead: int, behind: int) -> float:
-    """Two-sided mid-p value of "as often ahead as behind", from the prompts on which one side is ahead; the others say nothing.
+    """Two-sided mid-p value of "as often ahead as behind"; ties carry no information.
 
-    With k = min(ahead, behind), m = ahead + behind and X binomial with m trials of a half: 2 P(X <= k) - P(X = k); 1 where m is 0.
+    With k = min(ahead, behind), m = ahead + behind and X ~ binomial(m, 1/2): 2 P(X <= k) - P(X = k); 1 where m is 0.
     For two shares over the same prompts this is McNemar's test.
     Source: Fagerland, Lydersen and Laake 2013, https://doi.org/10.1186/1471-2288-13-91
     """
@@ -179,7 +179,7 @@ def sign_test(ahead: int, behind: int) -> float:
 def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
     """Student's t interval (low, high) of a mean: mean +- t * s / sqrt(n), s with n - 1 in its denominator.
 
-    Fewer than two values say nothing about their spread: the result is (-inf, inf), which JSON writers turn into null.
+    Fewer than two values have no known spread: the result is (-inf, inf), which JSON writers turn into null.
 
     Raises:
         ValueError: a value is NaN or infinite, or confidence is not between 0 and 1.
@@ -188,7 +188,7 @@ def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, fl
         raise ValueError(f"confidence: expected a number between 0 and 1, got {confidence}; 0.95 is usual")
     array = np.asarray(values, dtype=float)
     if not np.isfinite(array).all():
-        raise ValueError("values: expected finite numbers, got NaN or infinity; leave out what could not be measured, and count it")
+        raise ValueError("values: expected finite numbers, got NaN or infinity; drop and count missing values first")
     n = len(array)
     if n < 2:
         return -math.inf, math.inf
@@ -199,7 +199,7 @@ def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, fl
 
 @dataclass(frozen=True)
 class MeanDifference:
-    """Of two means over the same prompts, first minus second, with its interval and the p-value of Student's paired t test.
+    """Difference of two means over the same prompts, first minus second, with its interval and the p-value of Student's paired t test.
 
     value: NaN without prompts. n: prompts on which both are known.
     """
@@ -212,22 +212,22 @@ class MeanDifference:
 
     @property
     def varied(self) -> bool:
-        """Whether the differences differ; an interval of no width shows nothing of how much they scatter."""
+        """Whether the differences vary; an interval of width 0 doesn't show their spread."""
         return self.high > self.low
 
 
 def paired_means(first: Sequence[float], second: Sequence[float], confidence: float) -> MeanDifference:
-    """Mean of the differences, position by position; those of which one is NaN or infinite are left out and not counted in n.
+    """Mean of the differences by position; positions with NaN or infinity are dropped and not counted in n.
 
-    Where all n differences are the same the p-value is that of `sign_test`, 0.5^n, and 1 at 0; with fewer than two it is 1. Shares over a
-    few hundred prompts are multiples of one step, so that two or three of their differences are often equal by accident.
+    If all n differences are equal, the p-value is that of `sign_test` (1 for differences of 0); with fewer than two it is 1. Shares over a
+    few hundred prompts are multiples of one step, so two or three of their differences are often equal by chance.
 
     Raises:
         ValueError: the lengths differ, or confidence is not between 0 and 1.
     """
     if len(first) != len(second):
         raise ValueError(
-            f"pairs: expected as many of the second as of the first, got {len(second)} and {len(first)}; pass both of each prompt"
+            f"pairs: expected as many of the second as of the first, got {len(second)} and {len(first)}; pass both values of each prompt"
         )
     both = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
     known = both[np.isfinite(both)]
@@ -242,7 +242,7 @@ def paired_means(first: Sequence[float], second: Sequence[float], confidence: fl
 
 
 def interval_p_value(value: float, low: float, high: float, confidence: float) -> float:
-    """Two-sided p-value of "the value is 0" from a value's interval, its estimate taken as normal with the interval's width."""
+    """Two-sided p-value of "the value is 0", taking the estimate as normal with the interval's width."""
     z = float(ndtri((1 + confidence) / 2))
     if not high > low:
         return float(value == 0)
@@ -250,7 +250,7 @@ def interval_p_value(value: float, low: float, high: float, confidence: float) -
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values of several tests, corrected so that all are right together: any corrected one below a has a chance of at most a by accident.
+    """p-values corrected for several tests: the probability that any true hypothesis gets one below a is at most a.
 
     The k-th smallest of m becomes the largest of (m - j + 1) * p_j over j <= k, at most 1. The tests may depend on each other.
     Source: Holm 1979, Scandinavian Journal of Statistics 6, 65-70, https://www.jstor.org/stable/4615733
@@ -263,9 +263,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def detectable_difference(low: float, high: float, confidence: float, *, tests: int = 1) -> float:
-    """The true difference that a sample like this one would find with probability POWER, at confidence with Bonferroni's share of `tests`.
+    """The true difference that such a sample detects with probability POWER, with Bonferroni's correction for `tests`.
 
-    (z(1 - a / 2 tests) + z(POWER)) * s, a = 1 - confidence and s the standard error that the interval's width says.
+    (z(1 - a / 2 tests) + z(POWER)) * s, a = 1 - confidence and s the standard error from the interval's width.
     """
     a = 1 - confidence
     deviation = (high - low) / 2 / float(ndtri(1 - a / 2))
@@ -273,7 +273,7 @@ def detectable_difference(low: float, high: float, confidence: float, *, tests: 
 
 
 def detectable_mean_difference(low: float, high: float, n: int, confidence: float, *, tests: int = 1) -> float:
-    """The same for the mean of few values, n of them, from Student's interval: the noncentral t distribution's own quantile.
+    """The same for a mean of n values from Student's interval, by a quantile of the noncentral t distribution.
 
     The true mean, in standard errors, at which a t statistic with n - 1 degrees of freedom is above its critical value with probability
     POWER. Source: Owen 1965, https://doi.org/10.1093/biomet/52.3-4.437
@@ -287,7 +287,7 @@ def difference_of_intervals(first: tuple[float, float, float], second: tuple[flo
     """Interval (low, high) of the difference of two quantities, first minus second, from each one's (value, low, high).
 
     low = d - sqrt((v1 - low1)^2 + (high2 - v2)^2), high = d + sqrt((high1 - v1)^2 + (v2 - low2)^2), d = v1 - v2
-    Source: Zou and Donner 2008, https://doi.org/10.1002/sim.3095; both intervals of one confidence, the quantities independent.
+    Source: Zou and Donner 2008, https://doi.org/10.1002/sim.3095; both intervals have the same confidence, the quantities are independent.
     """
     (v1, low1, high1), (v2, low2, high2) = first, second
     return v1 - v2 - math.hypot(v1 - low1, high2 - v2), v1 - v2 + math.hypot(high1 - v1, v2 - low2)

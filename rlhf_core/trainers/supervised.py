@@ -17,7 +17,7 @@ from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import TrainingConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, warmup_cosine
-from rlhf_core.process import collect_as_usual
+from rlhf_core.process import collect_by_default
 from rlhf_core.progress import Bar
 from rlhf_core.tracking import MetricsLog
 
@@ -90,7 +90,7 @@ def train_phase(
         Interrupted: a stop was asked for, and the state is saved.
         NoSpace: a checkpoint can't be written.
     """
-    collect_as_usual()
+    collect_by_default()
     seed_generators(settings.seed)
     store = checkpoints(phase.name)
     done = _resume(engine, store, phase)

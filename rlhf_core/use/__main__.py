@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from rlhf_core.config import ConfigError
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 
 REFUSED, INTERRUPTED = 2, 130
 
@@ -89,7 +89,7 @@ def _number(value: str, fits, expected: str) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     asked = parse_arguments(arguments)
-    be_quiet()
+    configure_process()
     try:
         return {"chat": _chat, "serve": _serve, "export": _export}[asked.command](asked)
     except ValueError as error:  # ConfigError is one

@@ -12,9 +12,8 @@ from typing import Any
 
 from rlhf_core.config import ConfigError, shown
 from rlhf_core.models.folder import check_model_folder, read_settings
+from rlhf_core.paths import POLICY_MODEL, PROMOTED, RUNS, SFT_MODEL
 
-POLICY, SFT = Path("models/policy"), Path("models/sft")
-RUNS, FETCHED = Path("runs"), Path("models/promoted")
 FETCH = ("flows.promote", "fetch")  # a command of its own, which holds the version's tag against its commit and every file against its hash
 FETCH_SECONDS = 3600.0
 MAX_CONTEXT = 4096  # tokens, where nobody says how many: memory for keys and values grows with it
@@ -44,14 +43,16 @@ def choose(*, run: str | None = None, model: Path | None = None, version: str | 
         folder = model
         found = Chosen(folder.resolve().name, folder, _project_of(folder))
     elif run is not None:
-        folder = RUNS / run / POLICY
+        folder = RUNS / run / POLICY_MODEL
         found = Chosen(run, folder, RUNS / run)
         if not _NAME.fullmatch(run) or not folder.is_dir():
             raise ConfigError(f"--run: expected a run with a policy, got {shown(run)}, and nothing at {shown(str(folder))}; {_runs_here()}")
     else:
-        found = Chosen("policy", POLICY, Path())
-        if not POLICY.is_dir():
-            raise ConfigError(f"{POLICY}: expected this folder's policy, got nothing; name a run, a folder or a version: {_runs_here()}")
+        found = Chosen("policy", POLICY_MODEL, Path())
+        if not POLICY_MODEL.is_dir():
+            raise ConfigError(
+                f"{POLICY_MODEL}: expected this folder's policy, got nothing; name a run, a folder or a version: {_runs_here()}"
+            )
     return _checked(found)
 
 
@@ -63,7 +64,7 @@ def beside(chosen: Chosen, other: str) -> Chosen:
     """
     if other != "sft":
         return _checked(Chosen(Path(other).resolve().name, Path(other), None))
-    folder = None if chosen.project is None else chosen.project / SFT
+    folder = None if chosen.project is None else chosen.project / SFT_MODEL
     if folder is None or not folder.is_dir():
         raise ConfigError(f"--beside sft: expected an SFT model beside {chosen.name}, got none; give the folder of another model")
     return _checked(Chosen("sft", folder, chosen.project))
@@ -117,7 +118,7 @@ def _version(version: str) -> Chosen:
     if asked is None:
         raise ConfigError(f"--version: expected a version of the registry such as policy@v1.0.0, got {shown(version)}; correct it")
     artifact, number = asked.groups()
-    folder = FETCHED / f"{artifact}-{number}"
+    folder = PROMOTED / f"{artifact}-{number}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", *FETCH, artifact, "--version", number, "--to", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_SECONDS, check=False)
@@ -141,7 +142,7 @@ def _project_of(folder: Path) -> Path | None:
 
 
 def _runs_here() -> str:
-    found = sorted(path.parts[1] for path in RUNS.glob(f"*/{POLICY}")) if RUNS.is_dir() else []
+    found = sorted(path.parts[1] for path in RUNS.glob(f"*/{POLICY_MODEL}")) if RUNS.is_dir() else []
     rounds = "; of a series of rounds give --model runs/SERIES/rounds/N/policy" if any(RUNS.glob("*/rounds/*/policy")) else ""
     return (f"runs with one: {', '.join(found)}" if found else "there is no run with one yet") + rounds
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from rlhf_core.rounds.pins import Round, read_round, round_folder
+from rlhf_core.paths import round_folder
+from rlhf_core.rounds.pins import Round, read_round
 from rlhf_core.stage.files import publish, publish_model, read_json, write_json
 from rlhf_core.stage.run import Stage, StageStopped, round_argument
 

@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf_core.data.schema import open_rows
-from rlhf_core.paths import PREPARED, TOKENIZER
-from rlhf_core.rounds.pins import round_folder
+from rlhf_core.paths import PREPARED, TOKENIZER, round_folder
 from rlhf_core.stage.files import write_json
 from rlhf_core.stage.run import Stage, round_argument
 from tasks.validate_data import load

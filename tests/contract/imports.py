@@ -14,19 +14,24 @@ _MODULE = re.compile(r"^(?:flows|tasks|rlhf_core)(?:\.\w+)+$")
 
 
 @cache
-def imported_names(path: Path) -> frozenset[str]:
+def imported_names(path: Path, *, started: bool = True, typing: bool = True) -> frozenset[str]:
     """Dotted names that a file imports; `from a import b` gives both a and a.b, one of which is the module.
 
-    A string that is the dotted name of a module of ours counts as an import: it is how a job for `python -m` is named.
+    Args:
+        started: a string that is the dotted name of a module of the project counts as an import: it names a job for `python -m`.
+        typing: imports under `if TYPE_CHECKING:` count.
     """
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if not typing:
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif started and isinstance(node, ast.Constant) and isinstance(node.value, str):
             names |= {word for word in node.value.split() if _MODULE.match(word)}
     return frozenset(names)
 
@@ -47,6 +52,11 @@ def module_file(name: str) -> Path | None:
 
 def own_imports(path: Path) -> set[Path]:
     return {file for name in imported_names(path) if (file := module_file(name))}
+
+
+def runtime_imports(path: Path) -> set[Path]:
+    """Files of the project that a file imports when it runs, at module level or inside a function."""
+    return {file for name in imported_names(path, started=False, typing=False) if (file := module_file(name))}
 
 
 def foreign_imports(path: Path) -> set[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from imports import ROOT, closure, foreign_imports, imported_names, sources
+from imports import OWN, ROOT, closure, foreign_imports, imported_names, runtime_imports, sources
 
 VENDORS = {"ray", "vllm", "deepspeed"}
 # A command line that fetches a version of the registry by starting the command line that does.
@@ -79,3 +79,14 @@ def test_checking_params_loads_nothing_heavy():
     program = "import sys, flows.full_pipeline; print(sorted({'prefect', 'torch', 'pandas', 'ray', 'dvc'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_no_cycle_among_modules_imports_inside_functions_included():
+    graph = {path: runtime_imports(path) - {path} for folder in OWN for path in sources(folder)}
+    while leaves := {path for path, needed in graph.items() if not needed & graph.keys()}:
+        graph = {path: needed for path, needed in graph.items() if path not in leaves}
+    # What is left imports, directly or not, something that is on a cycle; only what is imported by the rest too can be on one.
+    while unused := graph.keys() - set().union(*graph.values()) if graph else set():
+        graph = {path: needed for path, needed in graph.items() if path not in unused}
+    cycle = {str(path.relative_to(ROOT)): sorted(str(p.relative_to(ROOT)) for p in needed & graph.keys()) for path, needed in graph.items()}
+    assert cycle == {}

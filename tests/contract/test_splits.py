@@ -9,8 +9,8 @@ ROOT = Path(__file__).parents[2]
 READERS = [p for folder in ("tasks", "flows", "rlhf_core") for p in sorted((ROOT / folder).rglob("*.py"))]
 # What writes and checks all rows, whatever their split.
 WHOLE_FILES = {
-    *("tasks/prepare_data.py", "tasks/validate_data.py", "tasks/rounds/validate_round.py", "rlhf_core/data/schema.py"),
-    *("rlhf_core/data/filters.py", "rlhf_core/data/sources.py"),
+    *("tasks/validate_data.py", "tasks/rounds/validate_round.py", "rlhf_core/data/schema.py"),
+    *("rlhf_core/data/filters.py", "rlhf_core/data/prepare.py", "rlhf_core/data/sources.py"),
 }
 
 
@@ -42,12 +42,12 @@ def test_nothing_but_rounds_reads_the_promotion_split():
 
 def test_a_round_samples_from_training_prompts_and_only_counts_those_of_the_promotion_split():
     tree = ast.parse((ROOT / "tasks/rounds/sample_round.py").read_text())
-    reads = {
-        f.name: [ast.unparse(c) for c in ast.walk(f) if isinstance(c, ast.Call) and ast.unparse(c.func) == "read_rows"]
-        for f in tree.body
-        if isinstance(f, ast.FunctionDef)
+    values = {ast.unparse(n.targets[0]): ast.unparse(n.value) for n in ast.walk(tree) if isinstance(n, ast.Assign)}
+    assert values["rows"] == "rows_of_round(read_rows(PREPARED, 'prompt', 'train'), entry, number, params)"
+    assert values["promotion"] == "read_rows(PREPARED, 'prompt', 'promotion')"
+    assert len(calls_of(ROOT / "tasks/rounds/sample_round.py", "read_rows")) == 2
+    users = {
+        name: {ast.unparse(c.func) for c in ast.walk(tree) if isinstance(c, ast.Call) and name in map(ast.unparse, c.args)}
+        for name in ("rows", "promotion")
     }
-    assert {name: found for name, found in reads.items() if found} == {
-        "prompts_of": ["read_rows(PREPARED, 'prompt', 'train')"],
-        "check_promotion": ["read_rows(PREPARED, 'prompt', 'promotion')"],
-    }
+    assert "sample_groups" in users["rows"] and users["promotion"] == {"check_promotion_rows", "promotion_prompts"}

@@ -28,8 +28,9 @@ from rlhf_core.config import (
 )
 from rlhf_core.data import files
 from rlhf_core.data.places import DATA_ENDINGS
+from rlhf_core.paths import ROUNDS_FILE, ROUNDS_PIPELINE
 from rlhf_core.provenance.inputs import INPUTS, read_inputs
-from rlhf_core.rounds.pins import PIPELINE, ROUNDS_FILE, read_rounds
+from rlhf_core.rounds.pins import read_rounds
 
 sys.path.insert(0, str(Path(__file__).parent))
 from imports import ROOT, closure
@@ -38,7 +39,7 @@ METHODS = get_args(Method)
 CHAINS = {method: read_stages(ROOT / "dvc.yaml", {"alignment": {"method": method}}) for method in METHODS}  # method -> stages
 STAGES = CHAINS["rl"]
 ENTRY = {"key": "1", "item": {"policy": {"path": "models/sft"}}, "rounds": "rounds"}  # what of series.yaml the pipeline asks for
-_PIPELINE = YAML(typ="safe", pure=True).load(fill_in((ROOT / PIPELINE).read_text(), ENTRY))
+_PIPELINE = YAML(typ="safe", pure=True).load(fill_in((ROOT / ROUNDS_PIPELINE).read_text(), ENTRY))
 ROUND_STAGES = {stage: definition["do"] for stage, definition in _PIPELINE["stages"].items()}
 ALL = [(method, stage) for method in METHODS for stage in STAGES if method == "rl" or stage == "train_policy"]
 
@@ -140,7 +141,7 @@ def test_dependencies_cover_the_code_that_a_stage_of_a_round_runs(stage):
     declared = [ROOT / d for d in ROUND_STAGES[stage]["deps"]]
     needed = closure(ROOT / f"tasks/rounds/{stage}.py", {ROOT / path for path in FRAME})
     missing = {str(p.relative_to(ROOT)) for p in needed if not any(d == p or d in p.parents for d in declared)}
-    assert missing == set(), f"add to deps of {stage} in {PIPELINE}"
+    assert missing == set(), f"add to deps of {stage} in {ROUNDS_PIPELINE}"
     assert_used(stage, ROUND_STAGES[stage]["deps"], closure(ROOT / f"tasks/rounds/{stage}.py", set()))
 
 

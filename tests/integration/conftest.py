@@ -1,4 +1,4 @@
-"""The small chain, run once for all tests that look at it, and a Ray head for jobs that need none of their own."""
+"""The small chain, run once for all tests that read it, and a shared Ray head."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rlhf_core.engines.ports import free_ports
 
 @dataclass(frozen=True)
 class FinishedChain:
-    """A workspace in which the flow ran to its end, and what it printed. Tests look, and copy it to change anything.
+    """A workspace in which the flow has finished, and its output. Tests read it, and copy it before they change anything.
 
-    watched: what others could see of it meanwhile: secrets, shown, carried and open as `Watch` has them.
+    watched: what other users could see during the run: the fields secrets, shown, carried and open of `Watch`.
     """
 
     workspace: Path
@@ -34,7 +34,7 @@ class FinishedChain:
 
 @pytest.fixture(scope="session", autouse=True)
 def database(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[None]:
-    """Says where `lay_out_database` has its database, one for all workers."""
+    """Set the folder of `lay_out_database`, shared by all workers."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RLHF_TESTS_DATABASE", str(of_all_workers(tmp_path_factory, worker_id) / "database" / "prefect.db"))
         yield
@@ -47,7 +47,7 @@ def of_all_workers(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> 
 
 @pytest.fixture(scope="session")
 def chain(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> FinishedChain:
-    """Run by whichever worker comes first; the others wait for it. A run that failed is not tried again."""
+    """Run by the first worker; others wait for it. A failed run isn't retried."""
     shared = of_all_workers(tmp_path_factory, worker_id)
     workspace, outcome = shared / "chain" / "flow", shared / "chain" / "exit-code"
     workspace.parent.mkdir(exist_ok=True)
@@ -69,7 +69,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> FinishedC
 
 @pytest.fixture(scope="module")
 def cluster(chain: FinishedChain, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
-    """A Ray head that was there before, for all jobs of a module: params with its address; who may talk to it is in the environment."""
+    """A running Ray head for all jobs of a module: params with its address; its token is in the environment."""
     known = tmp_path_factory.mktemp("head") / "head.json"
     command = [sys.executable, standing_head.__file__, str(known)]
     with (
@@ -87,7 +87,7 @@ def cluster(chain: FinishedChain, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One Prefect server for all tests of a module; its address."""
+    """The address of a Prefect server, one for all tests of a module."""
     (port,) = free_ports(1)
     home = tmp_path_factory.mktemp("prefect")
     lay_out_database(home)

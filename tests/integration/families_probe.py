@@ -1,6 +1,6 @@
 """vLLM engines for models of several families: python families_probe.py <folder>
 
-Prints what it saw as one line of JSON; test_family_chains.py judges it. Each engine has a process of its own, forked after the imports.
+Prints its results as one line of JSON for test_family_chains.py. Each engine has its own process, forked after the imports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import (
 
 from rlhf_core.engines.vllm_engine import VllmEngine
 from rlhf_core.models.build import checkpoint_names
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from rlhf_core.sampling.requests import SamplingSettings
 
 VOCABULARY, LONGEST, WINDOW = 128, 384, 16
@@ -49,7 +49,7 @@ IDS = torch.randint(3, VOCABULARY, (3 * WINDOW,), generator=torch.Generator().ma
 
 
 def model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """Random; weights that are 0 or 1 in a new model, such as biases, are others too."""
+    """A random model, with other values also where a new model has 0 or 1, such as biases."""
     torch.manual_seed(seed)
     made = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -61,7 +61,7 @@ def model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 
 @torch.no_grad()
 def plain_logprobs(policy: PreTrainedModel) -> torch.Tensor:
-    """Of the ids, by transformers alone. [T - 1]"""
+    """Log-probabilities of the ids by transformers, [T - 1]."""
     logprobs = policy(torch.tensor([IDS])).logits[0].log_softmax(-1)
     return logprobs[:-1].gather(-1, torch.tensor(IDS[1:])[:, None]).squeeze(-1)
 
@@ -75,7 +75,7 @@ def engine_for(folder: Path, **changes) -> VllmEngine:
 
 
 def look(folder: Path, config: PreTrainedConfig) -> dict[str, list[float]]:
-    """Largest differences between engine and transformers: as loaded, after each of two updates, and between the models."""
+    """Largest differences between engine and transformers, as loaded and after each of two updates, and between the models."""
     first, *updates = (model(config, seed) for seed in range(3))
     first.save_pretrained(folder)
     engine = engine_for(folder)
@@ -88,7 +88,7 @@ def look(folder: Path, config: PreTrainedConfig) -> dict[str, list[float]]:
 
 
 def draw_long_prompts(folder: Path, config: PreTrainedConfig) -> dict[str, bool]:
-    """512 seeded prompts of 300 tokens in one call: far more than go through the model at once."""
+    """512 seeded prompts of 300 tokens in one call, far more than fit into one forward pass."""
     model(config, 0).save_pretrained(folder)
     engine = engine_for(folder, max_concurrent_sequences=64)
     prompts = torch.randint(3, VOCABULARY, (512, 300), generator=torch.Generator().manual_seed(7)).tolist()
@@ -110,7 +110,7 @@ def refusal(folder: Path, config: PreTrainedConfig) -> str:
 
 
 def main() -> None:
-    be_quiet()
+    configure_process()
     from vllm import LLM  # noqa: F401  # its modules, before there are two of us
 
     folder = Path(sys.argv[1])

@@ -1,6 +1,6 @@
-"""A Ray head whose dashboard is given a port that is taken, so many times: python ray_head_probe.py <times>
+"""A Ray head whose dashboard is given a taken port the first <times> times: python ray_head_probe.py <times>
 
-A process of its own: Ray looks at the environment once, and a head leaves its settings there. Prints what it saw as one line of JSON.
+Its own process, because Ray reads the environment once and a head changes it. Prints its results as one line of JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhf_core.engines import ray_cluster
 
 
 def metrics_shown(last: int) -> list[str]:
-    """Ports at which processes of the head tell their metrics to anybody who asks, once the one that is opened last is there."""
+    """Ports at which the head's processes serve metrics to anybody, after the last one has opened."""
     ports: dict[int, str] = {}
     until = time.monotonic() + 60
     while last not in ports:

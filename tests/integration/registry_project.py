@@ -1,7 +1,7 @@
-"""A small project for tests of the registry: its own git repository and DVC set-up, and four stages that take no time.
+"""A small project for tests of the registry: a git repository with DVC and four stages that take no time.
 
-The reward model's bytes come from the seed (200: those that another content has the md5 of), and its gate's verdict from
-gate.min_accuracy; what is registered is decided from those files alone.
+The reward model's bytes follow from the seed (200: bytes with an md5 collision), the gate's verdict from gate.min_accuracy. The registry
+decides from these files alone.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ stages:
     deps: [work.py, models/reward]
     metrics: [{metrics/gate.json: {cache: false}}]
 """
-# Two rounds of iterative DPO, of which the second does not get better.
+# Two rounds of iterative DPO; the second is not better.
 ROUNDS = """
 stages:
   train_round:
@@ -107,7 +107,7 @@ def add_rounds(worktree: Path) -> None:
 
 
 def make_project(folder: Path) -> Path:
-    """A committed project in `folder` in which nothing has run."""
+    """A committed project in `folder`; nothing has run."""
     folder.mkdir(parents=True)
     shutil.copytree(ROOT / ".dvc", folder / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache", "config.local"))
     for name in (".gitignore", ".dvcignore", "params.yaml", "pyproject.toml"):
@@ -125,7 +125,7 @@ def commit(folder: Path, message: str) -> None:
 
 
 def candidate(project: Path, name: str, **overrides: object) -> Path:
-    """A run's worktree in which the chain was brought up, and what it made committed; `seed=1` and so on."""
+    """A run's worktree with the chain finished and committed; params as in `seed=1`."""
     worktree = project / "runs" / name
     git(project, "worktree", "add", "--quiet", "-b", f"run/{name}", str(worktree), "main")
     local = f"[cache]\n    dir = {project / '.dvc/cache'}\n"
@@ -147,7 +147,7 @@ def dvc(folder: Path, *arguments: str, check: bool = True) -> str:
 
 
 def without_identity(folder: Path) -> dict[str, str]:
-    """The environment of a machine whose git knows nobody."""
-    (folder / "empty").write_text("[user]\n\tuseConfigOnly = true\n")  # or git makes one up of user and host
+    """The environment of a machine without a git identity."""
+    (folder / "empty").write_text("[user]\n\tuseConfigOnly = true\n")  # else git invents one from user and host
     nobody = {"GIT_CONFIG_GLOBAL": str(folder / "empty"), "GIT_CONFIG_NOSYSTEM": "1", "EMAIL": ""}
     return {"HOME": str(folder), **nobody}

@@ -1,7 +1,7 @@
 """A vLLM engine and the trainer's own modules on the same tiny model, for each kind of head: python rollout_probe.py <folder>
 
-Prints what it saw as one line of JSON; test_rollouts.py judges it. Each engine has a process of its own, since one can't be taken down in
-it; these are forked, because importing vLLM takes longer than all else here.
+Prints its results as one line of JSON for test_rollouts.py. Each engine has its own process, because it can't be shut down within one. The
+processes are forked, because importing vLLM takes longest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlhf_core.engines.vllm_engine import VllmEngine
 from rlhf_core.engines.weights import replace_weights
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.wrappers import PolicyModule, collate_tokens
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.trainers.rl.data import collate
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_logprobs
@@ -37,7 +37,7 @@ SEEDS = request_seeds(3, 0, len(PROMPTS))
 
 
 def model(seed: int, *, tied: bool) -> LlamaForCausalLM:
-    """Random, with logits wide enough (standard deviation about 1.5) that wrong weights show, and an end token that comes up."""
+    """A random model with logits of standard deviation 1.5, so that wrong weights show and the end token occurs."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
@@ -48,7 +48,7 @@ def model(seed: int, *, tied: bool) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def trainer_logprobs(policy: LlamaForCausalLM, groups: list[list[Sample]], *, temperature: float) -> torch.Tensor:
-    """Of every sampled token, flat."""
+    """Log-probabilities of all sampled tokens, flat."""
     pairs = [(prompt, sample) for prompt, group in zip(PROMPTS, groups, strict=True) for sample in group]
     batch = collate_tokens([[*p, *s.response_ids] for p, s in pairs], [len(p) for p, _ in pairs], pad_id=0)
     return PolicyModule(policy)(batch, temperature=temperature).logprobs
@@ -56,7 +56,7 @@ def trainer_logprobs(policy: LlamaForCausalLM, groups: list[list[Sample]], *, te
 
 @torch.no_grad()
 def filtered_difference(policy: LlamaForCausalLM, groups: list[list[Sample]], settings: SamplingSettings) -> float:
-    """Largest difference of a sampled token where top-k and top-p left only some; infinite where the trainer leaves it out."""
+    """Largest difference of a sampled token under top-k and top-p; infinite if the trainer excludes the token."""
     pairs = [(prompt, sample) for prompt, group in zip(PROMPTS, groups, strict=True) for sample in group]
     batch = collate_tokens([[*p, *s.response_ids] for p, s in pairs], [len(p) for p, _ in pairs], pad_id=0)
     output = PolicyModule(policy)(batch, temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
@@ -73,13 +73,13 @@ def early_and_late(policy: LlamaForCausalLM, groups: list[list[Sample]], *, firs
 
 
 def difference(policy: LlamaForCausalLM, groups: list[list[Sample]], *, temperature: float) -> float:
-    """Largest |vLLM's - the trainer's| log-probability of a sampled token, in nats."""
+    """Largest difference between vLLM's and the trainer's log-probability of a sampled token, in nats."""
     sampled = torch.tensor([x for group in groups for s in group for x in s.logprobs])
     return float((trainer_logprobs(policy, groups, temperature=temperature) - sampled).abs().max())
 
 
 def check(policy: LlamaForCausalLM, groups: list[list[Sample]]) -> str:
-    """What the RL loop's own check says when the trainer holds `policy`, with the project's budget."""
+    """Result of the RL loop's own check when the trainer has `policy`, with the project's limits."""
     rollouts = [
         Rollout(Prompt(str(i), "made", [], prompt, None), s.response_ids, s.logprobs, s.finished, group_id=i, policy_version=0)
         for i, (prompt, group) in enumerate(zip(PROMPTS, groups, strict=True))
@@ -95,7 +95,7 @@ def check(policy: LlamaForCausalLM, groups: list[list[Sample]]) -> str:
 
 
 def main() -> None:
-    be_quiet()
+    configure_process()
     from vllm import LLM  # noqa: F401  # its modules, before there are two of us
 
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
@@ -153,7 +153,7 @@ def look(folder: Path, tied: bool) -> dict:
     seen["reloaded"] = ids(sample()) == ids(hot)
     seen["replaced"] = replaces(engine, second.state_dict())
     seen["replaced_as_reloaded"] = [sample() == changed, reload_as_vllm_does(engine, second.state_dict(), 9), sample() == changed]
-    engine.load_weights(read_state_dict(folder), 10)  # from a file, where a tied head has no name of its own
+    engine.load_weights(read_state_dict(folder), 10)  # from a file, in which a tied head has no entry
     seen["back"] = ids(sample()) == ids(hot)
     seen["compiled_graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return seen
@@ -165,7 +165,7 @@ def replaces(engine: VllmEngine, state_dict: dict[str, torch.Tensor]) -> bool:
 
 
 def not_this_models(state_dict: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Weights with one too few, one too many, and one that is turned."""
+    """Weights with one missing, one too many, and one transposed."""
     name = "model.layers.1.mlp.down_proj.weight"
     less = {n: t for n, t in state_dict.items() if n != name}
     return [less, state_dict | {"model.layers.1.mlp.down_proj.bias": torch.zeros(3)}, less | {name: state_dict[name].T}]

@@ -1,7 +1,7 @@
-"""The real chain, small: this checkout's own files in a repository of their own, with params that take seconds a stage.
+"""A small version of the real chain: this checkout's files in a new repository, with params that take seconds per stage.
 
-Nothing is replaced: DVC, Prefect, Great Expectations, DeepSpeed, Ray and vLLM run as they do for a user. The model is too
-small and trained too briefly to learn anything; what it comes to is the business of other tests.
+Nothing is replaced: DVC, Prefect, Great Expectations, DeepSpeed, Ray and vLLM run as for a user. The model is too small to learn anything;
+other tests cover results.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ORDER = [  # after hash_inputs
     *("prepare_data", "validate_data", "check_model", "train_sft", "train_reward", "gate_reward"),
     *("train_policy", "evaluate", "report"),
 ]
-RUN_NAME = r"(?:\S+ \| )?"  # under `make server` a line begins with the run's name
-DEADLINE = 400.0  # seconds for anything that starts a stage; ten times what it takes on two idle cores
+RUN_NAME = r"(?:\S+ \| )?"  # under `make server` lines begin with the run's name
+DEADLINE = 400.0  # seconds for anything that starts a stage; ten times the time on two idle cores
 SMALL = {
     "model": {"architecture": {"hidden_size": 64, "intermediate_size": 128, "layers": 1, "heads": 2}},
     "sft": {"steps": 24, "batch_size": 16, "checkpoint_every": 6, "eval_every": 12, "pretrain": {"steps": 24, "batch_size": 16}},
@@ -37,7 +37,7 @@ SMALL = {
     "data": {"test_fraction": 0.12, "promotion_fraction": 0.06},
     "gate": {"min_accuracy": 0.3, "min_pairs": 100},
     "rl": {
-        "steps": 60,  # enough to be interrupted three times, of a tenth of a second each
+        "steps": 60,  # enough for three interruptions, a tenth of a second each
         "samples_per_step": 16,
         "minibatch_size": 16,
         "checkpoint_every": 5,
@@ -46,25 +46,25 @@ SMALL = {
     },
     "evaluation": {"prompts": 20, "max_new_tokens": 16, "table_rows": 8},
     "flow": {"retry_delay": 0.0},
-    "cluster": {"threads": 1},  # threads that wait for each other spin, at the cost of what another worker runs beside them
+    "cluster": {"threads": 1},  # waiting threads spin and slow the other worker
 }
-# Where another engine than the default's does as well: it starts in a fifth of vLLM's time.
+# For tests that need no vLLM: starts in a fifth of its time.
 PYTORCH_ROLLOUTS = {"rl": {"rollout": {"backend": "pytorch"}}}
-ACTOR_TITLES = {  # Ray's titles of processes, as regular expressions: an actor's class while it is idle, its name and method in a call
+ACTOR_TITLES = {  # Regular expressions of Ray's process titles: an actor's class while idle, its name and method in a call
     "trainer": "ray::(TrainerRank|trainer[.])",
     "rollout": "ray::(RolloutActor|rollout[.])",
     "scorer": "ray::(TextScorers|scorer[.])",
 }
-# In the environment of all that runs here, as a user's own; nothing may show or keep them.
+# A user's secrets in the environment of everything that runs here; nothing may show or store them.
 PLANTED = {name: f"planted-{name.lower()}-5f1d0c" for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY")}
-# Likewise; seen where a test names it in flow.environment.
+# Likewise; visible only where a test names it in flow.environment.
 NAMED = {"SCORER_API_KEY": "named-scorer_api_key-77ab31"}
 SMALL_CLERK = {"pretrain_lines": 400, "demonstrations": 300, "prompts": 240}
 
 
 def make_chain(folder: Path, *recipes: dict) -> Path:
-    """A committed project in `folder` with this checkout's files, tracked or about to be, and small params. Of what a run of this checkout
-    has left nothing is there: a flow would take it for the run before.
+    """A committed project in `folder` with this checkout's files (tracked or untracked) and small params, without results of this
+    checkout's own runs, which a flow would take for the previous run.
     """
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in filter(None, listed.stdout.split("\0")):
@@ -81,21 +81,21 @@ def make_chain(folder: Path, *recipes: dict) -> Path:
 
 
 def clone_chain(chain: Path, folder: Path) -> Path:
-    """The same commit in a fresh clone: nothing is computed there yet."""
+    """The same commit in a fresh clone without results."""
     subprocess.run(["git", "clone", "--quiet", str(chain), str(folder)], check=True)
     return folder
 
 
 def copy_chain(chain: Path, folder: Path) -> Path:
-    """A workspace once more, with all it has computed and a cache of its own."""
+    """A copy of a workspace with its results and its own cache."""
     shutil.copytree(chain, folder, symlinks=True)
     return folder
 
 
 def forget(workspace: Path, module: str) -> None:
-    """Take what a stage has computed out of DVC's run cache, so that it is computed again.
+    """Remove a stage's results from DVC's run cache, so that it runs again.
 
-    With its folder: DVC can't do with one that is empty.
+    The folder goes too, because DVC fails on an empty one.
     """
     known = [path.parent for path in sorted((workspace / ".dvc/cache/runs").rglob("*")) if path.is_file() and module in path.read_text()]
     assert known, f"{module}: expected it in DVC's run cache"
@@ -109,14 +109,14 @@ def change_params(workspace: Path, *changes: dict) -> None:
     for change in changes:
         _merge(params, change)
     yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False  # in flow style DVC can't read an address
+    yaml.default_flow_style = False  # DVC can't read an address in flow style
     with path.open("w") as file:
         yaml.dump(params, file)
 
 
 def _merge(node: dict | list, change: dict) -> None:
     for key, value in change.items():
-        known = node[key] if isinstance(node, list) else node.get(key)  # a limit of the monitor may be new
+        known = node[key] if isinstance(node, list) else node.get(key)  # a monitor's limit may be new
         if isinstance(value, dict) and value and known is not None:
             _merge(known, value)
         else:
@@ -124,7 +124,7 @@ def _merge(node: dict | list, change: dict) -> None:
 
 
 def begin(workspace: Path, *command: str) -> subprocess.Popen:
-    """A Python module in the background, in a session of its own; its output goes to the end of <workspace>.log."""
+    """Start a Python module in the background in its own session; its output is appended to <workspace>.log."""
     environment = {k: v for k, v in dvc_environment(workspace).items() if not k.startswith("PREFECT_")}
     with log_of(workspace).open("a") as log:
         return subprocess.Popen(
@@ -139,7 +139,7 @@ def begin(workspace: Path, *command: str) -> subprocess.Popen:
 
 
 def run(workspace: Path, *command: str) -> tuple[int, str]:
-    """A Python module to its end: exit code and all it printed. Whatever happens, it is not left running."""
+    """Run a Python module to its end: exit code and output. It is ended in any case."""
     start = len(said(workspace))
     child = begin(workspace, *command)
     try:
@@ -154,7 +154,7 @@ def log_of(workspace: Path) -> Path:
 
 
 def said(workspace: Path) -> str:
-    """Everything that was printed by what ran in this workspace."""
+    """All output of this workspace's processes."""
     return log_of(workspace).read_text(errors="replace") if log_of(workspace).exists() else ""
 
 
@@ -165,7 +165,7 @@ def outcomes(printed: str) -> dict[str, str]:
 
 
 def ran(printed: str) -> list[str]:
-    """Stages that DVC really ran, in order, but for the one that it always runs."""
+    """Stages that DVC ran, in order, without hash_inputs, which it always runs."""
     return [stage for stage in re.findall(rf"^{RUN_NAME}Running stage '(.+)':", printed, re.MULTILINE) if stage != "hash_inputs"]
 
 
@@ -180,7 +180,7 @@ def results(workspace: Path) -> dict[str, str]:
 
 
 def newest_checkpoint(workspace: Path, stage: str) -> int:
-    """Steps in the newest whole checkpoint of a stage; those of the pretraining count before those of the SFT."""
+    """Steps in the newest complete checkpoint of a stage; pretraining steps precede SFT's."""
     steps = [0]
     for path in (workspace / "scratch" / stage).glob("*/*/step-*/manifest.json"):
         before = SMALL["sft"]["pretrain"]["steps"] if path.parts[-3] == "sft" else 0
@@ -189,7 +189,7 @@ def newest_checkpoint(workspace: Path, stage: str) -> int:
 
 
 def await_checkpoint(workspace: Path, stage: str, child: subprocess.Popen) -> None:
-    """Wait until `child` has made a checkpoint that wasn't there before."""
+    """Wait until `child` has written a new checkpoint."""
     before = newest_checkpoint(workspace, stage)
     until = time.monotonic() + DEADLINE
     while newest_checkpoint(workspace, stage) <= before:
@@ -199,7 +199,7 @@ def await_checkpoint(workspace: Path, stage: str, child: subprocess.Popen) -> No
 
 
 def stage_process(workspace: Path, stage: str) -> psutil.Process:
-    """The one process that runs a stage here; two would be a second trainer."""
+    """The only process that runs a stage here; a second one would be a second trainer."""
     (process,) = stage_processes(workspace, stage)
     return process
 
@@ -210,13 +210,13 @@ def stage_processes(workspace: Path, stage: str) -> list[psutil.Process]:
 
 
 def driver_process(workspace: Path) -> psutil.Process:
-    """The one driver of an RL job of this workspace, wherever its head is."""
+    """The only driver of an RL job of this workspace, on any head."""
     (process,) = [p for p in alive_processes(workspace) if "rlhf_core.trainers.rl.driver" in command_line(p)]
     return process
 
 
 def actor_process(workspace: Path, role: str) -> psutil.Process:
-    """The one process of a Ray actor's role; looked for again while Ray changes its title, which it does around each call."""
+    """The only process of a Ray actor's role; retried, because Ray changes its title around each call."""
     found: list[psutil.Process] = []
 
     def one_is_there() -> bool:
@@ -229,7 +229,7 @@ def actor_process(workspace: Path, role: str) -> psutil.Process:
 
 @functools.cache
 def temporary(workspace: Path) -> Path:
-    """A folder for temporary files of what runs in this workspace; its name is short, since Ray's sockets lie deep inside."""
+    """A folder for temporary files of this workspace, with a short name because of Ray's deep socket paths."""
     folder = Path(tempfile.mkdtemp(prefix="rl"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -240,7 +240,7 @@ def ray_folders(workspace: Path) -> list[Path]:
 
 
 def job_log(folder: Path) -> str:
-    """What the one job of a Ray head in this folder has said."""
+    """The log of the only job of a Ray head in this folder."""
     (log,) = folder.glob("r/session_2*/logs/job-driver-*.log")
     return log.read_text()
 
@@ -251,7 +251,7 @@ def alive(workspace: Path) -> list[str]:
 
 
 def alive_processes(workspace: Path) -> list[psutil.Process]:
-    """Living processes that work in this folder, name it or its temporary one, or import from it: stages, heads, jobs, actors."""
+    """Living stages, heads, jobs and actors whose working folder, command line or imports are in this folder or its temporary one."""
     found = {p.pid: p for p in processes_in(workspace)}
     for process in psutil.process_iter(["cmdline", "environ"]):
         line = " ".join(process.info["cmdline"] or [])
@@ -263,5 +263,5 @@ def alive_processes(workspace: Path) -> list[psutil.Process]:
 
 
 def assert_nothing_left(workspace: Path) -> None:
-    """Within a minute every process of this workspace ends, Ray's included, and Ray's folder goes."""
+    """Assert that within a minute all processes of this workspace end, Ray's included, and Ray's folder is removed."""
     wait_until(lambda: not alive(workspace) and not ray_folders(workspace), 60, f"the end of {alive(workspace)}")

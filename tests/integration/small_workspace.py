@@ -1,7 +1,7 @@
-"""A small project for tests of the flow's mechanics: its own git repository, DVC set-up and four cheap stages.
+"""A small project for tests of the flow: a git repository with DVC and four cheap stages.
 
-The stages are real ones in the real frame (rlhf_core.stage.run.Stage) under names that params.yaml knows; what they compute is small
-and, for train_sft, slow on request, so that it can be killed in the middle.
+The stages use the real frame (rlhf_core.stage.run.Stage) under names of params.yaml. They compute little; train_sft can be slowed down, so
+that it can be killed in the middle.
 """
 
 from __future__ import annotations
@@ -122,14 +122,14 @@ stages:
     metrics: [{metrics/gate.json: {cache: false}}]
 """
 
-SERVER_SECONDS = 150.0  # a Prefect server with SQLite has stood still for sixty
+SERVER_SECONDS = 150.0  # a Prefect server on SQLite can stall for sixty seconds
 ORDER = ["prepare_data", "train_sft", "gate_reward", "report"]
 
 
 def lay_out_database(home: Path) -> None:
-    """Put into a home of Prefect's the database that its first server would take seven seconds to lay out; all tests of a run share one.
+    """Copy a ready database into a Prefect home, which saves its first server seven seconds; all tests of a run share it.
 
-    Outside of them, and in homes that are not given any, the server does it.
+    Elsewhere the server creates its own.
     """
     if "RLHF_TESTS_DATABASE" not in os.environ:
         return
@@ -147,7 +147,7 @@ def lay_out_database(home: Path) -> None:
 
 
 def make_workspace(folder: Path, *, steps: int = 3, retries: int = 1, laid_out: bool = True) -> Path:
-    """A committed project in `folder`; training takes `steps` times 50 ms. laid_out: its database is there before the first server."""
+    """A committed project in `folder`; training takes `steps` times 50 ms. laid_out: with a ready Prefect database."""
     folder.mkdir(parents=True)
     if laid_out:
         lay_out_database(folder / ".prefect")
@@ -172,7 +172,7 @@ def make_workspace(folder: Path, *, steps: int = 3, retries: int = 1, laid_out: 
 
 
 def never_on_schedule(folder: Path) -> None:
-    """Or a test that runs at three in the morning has a round that it didn't ask for."""
+    """Remove the schedule, so that a test at three in the morning gets no extra round."""
     file = folder / "prefect.yaml"
     text = file.read_text()
     assert 'cron: "0 3 * * *"' in text
@@ -184,9 +184,9 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """As a user's, with this checkout's code and without anything of a Prefect server that happens to be around.
+    """A user's environment with this checkout's code and without settings of another Prefect server.
 
-    DVC runs stages through SHELL, and not every shell lets the stage take its place by itself, as bash does.
+    SHELL is /bin/sh: DVC runs stages through it, and unlike bash it doesn't replace itself by the stage.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
     return {**inherited, "SHELL": "/bin/sh", "PYTHONPATH": str(ROOT), **extra}
@@ -201,8 +201,8 @@ def run_flow(workspace: Path, *arguments: str, timeout: float = 120, **extra: st
 def serving(workspace: Path, log: Path, **extra: str) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Server, worker and deployments of a project, as `make server` starts them.
 
-    Gives a function that runs Prefect's command line as a user does, in the project's folder; its `ask` asks the server itself, at
-    `url`. In the end nothing may be left. extra: environment variables of the server's.
+    Yields a function that runs Prefect's command line in the project's folder; its `ask` sends requests to the server at `url`.
+    No process may be left at the end. extra: environment variables of the server.
     """
     command = [sys.executable, "-m", "flows.server", "--port", "0"]
     with log.open("w") as file:
@@ -233,7 +233,7 @@ def serving(workspace: Path, log: Path, **extra: str) -> Iterator[Callable[..., 
 
 
 def ask_server(url: str, path: str, *, password: str | None = None, **body: Any) -> Any:
-    """What a Prefect server answers to a POST; while its own services have the database it says 503."""
+    """A Prefect server's answer to a POST; retried on 503, while its services lock the database."""
     headers = {"Content-Type": "application/json"}
     if password is not None:
         headers["Authorization"] = f"Basic {base64.b64encode(password.encode()).decode()}"
@@ -250,7 +250,7 @@ def ask_server(url: str, path: str, *, password: str | None = None, **body: Any)
 
 
 def flow_runs(prefect: Any, deployment: str) -> list[dict]:
-    """All runs of a deployment, those that wait for their time included. prefect: of `serving`."""
+    """All runs of a deployment, scheduled ones included. prefect: from `serving`."""
     return prefect.ask("flow_runs/filter", deployments={"name": {"any_": [deployment]}})
 
 
@@ -285,7 +285,7 @@ def processes_in(workspace: Path) -> list[psutil.Process]:
 
 
 def command_line(process: psutil.Process) -> list[str]:
-    """Empty where the process has ended since it was found."""
+    """Empty if the process has ended."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -301,7 +301,7 @@ def training_has_begun(workspace: Path, steps: int = 3) -> Callable[[], bool]:
 
 
 def assert_resumed(workspace: Path, total: int, *, processes: int, repeated: int = 0) -> None:
-    """The steps were done in order, each once but for `repeated` ones, by that many processes, one after the other."""
+    """Assert that the steps were done in order, once each but for `repeated` ones, by that many consecutive processes."""
     done = steps_done(workspace)
     pids = [pid for pid, _ in done]
     turns = [pid for i, pid in enumerate(pids) if i == 0 or pids[i - 1] != pid]

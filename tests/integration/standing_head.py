@@ -1,7 +1,6 @@
-"""A Ray head that is there before any job, as `cluster.address` has one: python standing_head.py <file>, until its standard input ends.
+"""A Ray head for `cluster.address`: python standing_head.py <file>; it runs until its standard input ends.
 
-A process of its own: Ray looks at the environment once, and a head leaves its settings there. The file says in JSON where the head is to be
-reached and where its token is.
+Its own process, because Ray reads the environment once and a head changes it. The file gets the head's address and token path as JSON.
 """
 
 from __future__ import annotations

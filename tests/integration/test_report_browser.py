@@ -166,7 +166,7 @@ def test_the_page_of_a_stopped_chain_opens_without_samples(browser, tmp_path):
     browser.open(workspace / "reports/stopped.html")
     browser.wait_for(ALL_DRAWN)
     assert browser.evaluate("document.querySelectorAll('[data-drawn]').length") == 11
-    assert browser.evaluate("document.querySelector('.stopped').innerText").startswith("Not a finished run.")
+    assert browser.evaluate("document.querySelector('.stopped').innerText").startswith("Unfinished run.")
     assert browser.problems == []
 
 

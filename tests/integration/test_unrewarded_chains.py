@@ -43,7 +43,7 @@ def test_kto_on_unpaired_rows_runs_to_a_report_that_says_what_cant_be_said(tmp_p
     evaluation = json.loads((workspace / "metrics/evaluate.json").read_text())
     assert not evaluation["judge"] and evaluation["win_rate"]["greedy"]["value"] is None and evaluation["kl"]["sampled"] is not None
     report = (workspace / "reports/report.html").read_text()
-    assert "Whether the policy is better can’t be said" in report and "To blame" not in report and "Win rate" not in report
+    assert "There is no verdict: nothing compared" in report and "Stage at fault" not in report and "Win rate" not in report
     assert "neither score nor judge" in printed
     assert re.search(r"^train_policy: preference step 8/8 · loss \S+ .*in all$", printed, re.MULTILINE)
     assert re.search(r"^evaluate: answer 80/80 · .*in all$", printed, re.MULTILINE)

@@ -1,1 +1,1 @@
-"""Our trainers beside TRL's: the same work handed to both (work.py), one module for each side, and the measurement (peers.py)."""
+"""Speed of this project's trainers beside TRL's (peers.py) and beside the machine's limits (limits.py); growth.py varies the size."""

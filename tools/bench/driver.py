@@ -1,9 +1,9 @@
 """An RL job's driver with a clock: python -m tools.bench.driver JOB.json WORK.json [--bare-engines]; the flag adds bare vLLM engines.
 
-The machine's speed changes within minutes, and with what its cores did just before; so the job and engines that do nothing else take turns,
-one at rest while the other works. Before the job starts the bare engines generate one batch after the other, as nobody does who trains.
-Writes clock.json into the job's folder: the times at which its steps ended, {"ends": [...]}, and of the bare engines the seconds of a batch
-for each step, {"in_turn": [...], "in_a_row": [...]}.
+A machine's speed changes within minutes and with the recent load of its cores. So the job and the bare engines alternate: one rests while
+the other works. Before the job starts, the bare engines also generate their batches without interruption.
+Writes clock.json into the job's folder: the end times of the steps, {"ends": [...]}, and the bare engines' seconds per batch,
+{"in_turn": [...], "in_a_row": [...]}.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlhf_core.trainers.rl.driver import Actors
 
 CLOCK = "clock.json"
-ANSWER_SECONDS = 300.0  # for a bare engine's answer; its start is among them
+ANSWER_SECONDS = 300.0  # for a bare engine's answer, its start included
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("work", type=Path)
     parser.add_argument("--bare-engines", action="store_true")
     arguments = parser.parse_args()
-    from rlhf_core.trainers.rl import driver  # with Ray, which must not be in a process that is yet to start a head
+    from rlhf_core.trainers.rl import driver  # imports Ray, which a process must not do before it starts a head
 
     job, work = RlJob.read(arguments.job), Work(**json.loads(arguments.work.read_text()))
     clock: dict[str, list[float]] = {"ends": [], "in_a_row": [], "in_turn": []}
@@ -58,11 +58,11 @@ def main() -> int:
 
 
 def start_actors(end_step: Callable[[], None], job: RlJob) -> Actors:
-    """Instead of the driver's own call: it has `end_step` follow the last thing that the loop does in a step."""
+    """Replaces the driver's own call, so that `end_step` follows a step's last action."""
     from rlhf_core.trainers.rl.driver import Actors
 
     actors = Actors(job)
-    from rlhf_core.trainers.rl import loop  # only now, as in the driver: the actors start meanwhile
+    from rlhf_core.trainers.rl import loop  # late, as in the driver: actors start during the import
 
     log_findings = loop.log_findings
 
@@ -75,7 +75,7 @@ def start_actors(end_step: Callable[[], None], job: RlJob) -> Actors:
 
 
 class BareEngines:
-    """As many vLLM engines as a job has, each in a process of its own, with its share of the threads and prompts."""
+    """A job's number of vLLM engines, each in its own process with its share of threads and prompts."""
 
     def __init__(self, work: Work, *, threads: int):
         processes, self._connections = multiprocessing.get_context("spawn"), []
@@ -89,7 +89,7 @@ class BareEngines:
             self._answer(connection)
 
     def generate(self, turn: int) -> float:
-        """Seconds until all have generated a batch."""
+        """Seconds until every engine has generated a batch."""
         started = time.perf_counter()
         for connection in self._connections:
             connection.send(turn)
@@ -105,14 +105,14 @@ class BareEngines:
 
 
 def serve(connection: Connection, work: Work, part: int, engines: int, threads: int) -> None:
-    """An engine's process: it says that it is there, then generates when it is told to."""
+    """An engine's process: reports that it has started, then generates on request."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from rlhf_core.engines.vllm_engine import VllmEngine
     from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
-    from rlhf_core.process import be_quiet, collect_rarely
+    from rlhf_core.process import collect_rarely, configure_process
     from rlhf_core.sampling.requests import SamplingSettings, request_seeds
 
-    be_quiet()
+    configure_process()
     collect_rarely()
     params = work.params
     loop, tokenizer = params.rl, load_tokenizer(work.model, trust_remote_code=False)

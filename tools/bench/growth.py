@@ -1,12 +1,12 @@
 """How time and memory grow: python -m tools.bench.growth [--parts data length model prompts] [--pairs 1000 10000 ...] [--lengths ...] ...
 
-- data: the stages prepare_data and validate_data on a file of so many pairs, each pair with a conversation of its own;
-- length: an SFT step by the tokens of a response, the batch as many responses;
+- data: the stages prepare_data and validate_data by the number of pairs, each with its own conversation;
+- length: an SFT step by the tokens of a response, at a constant batch size;
 - model: the same step by the parameters of the model;
-- prompts: an RL step (RLOO, four responses of 24 tokens to each prompt, PyTorch's rollouts) by its responses.
+- prompts: an RL step (RLOO, four responses of 24 tokens per prompt, PyTorch rollouts) by its responses.
 
-Every point is a process of its own. Shown are its computing time (of a step, where there are steps), which other work on the machine hardly
-changes, the largest memory that it held, and the exponent of both between neighbouring points: 1 is linear.
+Each point runs in its own process. The results are CPU time (per step, where there are steps), peak memory, and the exponent of both
+between neighbouring points: 1 is linear. CPU time hardly depends on other work on the machine.
 Writes growth.json, growth.md and growth.svg into --out.
 """
 
@@ -29,20 +29,20 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import read_yaml, set_key
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.work import write_jsonl
 
 ROOT = Path(__file__).parents[2]
 WORDS = 40  # of a conversation and of a response
 BATCH, STEPS, WARMUP = 32, 12, 4
-LENGTH, WIDTH = 32, 96  # where the other one is varied
+LENGTH, WIDTH = 32, 96  # where the other quantity varies
 LAYERS, HEADS, VOCABULARY = 3, 4, 390
 PARTS = ("data", "length", "model", "prompts")
 
 
 @dataclass(frozen=True)
 class Point:
-    """size: pairs, tokens of a response, or parameters. seconds: of computing time. gigabytes: the largest resident set."""
+    """size: pairs, tokens of a response, or parameters. seconds: CPU time. gigabytes: peak resident set."""
 
     series: str
     size: int
@@ -52,7 +52,7 @@ class Point:
 
 def main() -> None:
     arguments = parse()
-    be_quiet()
+    configure_process()
     if arguments.step:
         print(json.dumps(training_step(*arguments.step)))
         return
@@ -98,7 +98,7 @@ def measure_data(pairs: int) -> list[Point]:
 
 
 def make_workspace(workspace: Path, pairs: int) -> None:
-    """Params with one source, a file of pairs; and its file."""
+    """A workspace with params of one source, a file of pairs."""
     chance = random.Random(0)
     words = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "bdgklmnprst"]
 
@@ -114,7 +114,7 @@ def make_workspace(workspace: Path, pairs: int) -> None:
     set_key(tree, "data.sources", [source | {"weight": 1.0}])
     set_key(tree, "model.max_length", 4 * WORDS * 4)
     (workspace / "params.yaml").write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
-    for name in ("dvc.yaml", "tasks", "rlhf_core"):  # a stage looks for what dvc.yaml says it depends on
+    for name in ("dvc.yaml", "tasks", "rlhf_core"):  # a stage reads its dependencies there
         (workspace / name).symlink_to(ROOT / name)
 
 
@@ -163,7 +163,7 @@ def _in_process(*arguments: str | int) -> tuple[float, float, int]:
 
 
 def training_step(length: int, width: int) -> tuple[float, float, int]:
-    """Median computing time of a step of the stage's own loop, in seconds; the largest resident set in GB; parameters."""
+    """Median CPU seconds of a step of the stage's own loop, peak resident set in GB, number of parameters."""
     import resource
 
     from rlhf_core.config import ArchitectureConfig, load_params
@@ -188,7 +188,7 @@ def training_step(length: int, width: int) -> tuple[float, float, int]:
         parameters = sum(p.numel() for p in model.parameters())
         save_model(model, model.state_dict(), tokenizer, Path(folder) / "model")
 
-        def text() -> str:  # a token for each letter, and the end
+        def text() -> str:  # a token per letter, and the end token
             return "".join(chance.choices(letters, k=length - 1))
 
         rows = [{"messages": [{"role": "user", "content": text()[:16]}], "response": text()} for _ in range(4 * BATCH)]

@@ -1,14 +1,13 @@
-"""Our speed beside this machine's limits: python -m tools.bench.limits [--models small medium] [--rounds N] ...
+"""Speed beside this machine's limits: python -m tools.bench.limits [--models small medium] [--rounds N] ...
 
-What is compared, in turn, each time in a fresh process:
+Comparisons, each in a fresh process:
 
-- rollouts: tokens per second of `generate` within the steps of a GRPO job, by vLLM or PyTorch, beside bare vLLM engines, as many and with
-  prompts of the same data, which have a turn after each step (tools/bench/driver.py), and beside the same one batch after the other;
-- training: SFT in the stage's own loop, beside nothing but PyTorch on the same batches, a step of each in turn in one process;
-- where a GRPO step's time goes;
-- the start of such a job to its first step, beside that of its parts alone: Ray's head and an empty job, then the engines and, in one more
-  process, a trainer's imports;
-- matrix products of the size that fits the cache, which bound all of it.
+- rollouts: tokens per second of `generate` in a GRPO job (vLLM or PyTorch) beside the same number of bare vLLM engines on prompts of the
+  same data, in turn after each step (tools/bench/driver.py) and without interruption;
+- training: SFT in the stage's own loop beside bare PyTorch on the same batches, alternating steps in one process;
+- the phases of a GRPO step;
+- the start of such a job to its first step beside its parts alone: Ray's head and an empty job, then the engines and a trainer's imports;
+- matrix products that fit the cache, the bound of everything else.
 
 Writes limits.json and limits.md into --out.
 """
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rlhf_core.config import RolloutBackend
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.peers import MODELS, ROOT, Inputs, at_least_one, make_inputs
 from tools.bench.work import RESPONSE_TOKENS, Work
 
@@ -40,7 +39,7 @@ TRAINER_IMPORTS = "import torch, transformers, deepspeed"
 
 def main() -> None:
     arguments = parse()
-    be_quiet()
+    configure_process()
     if arguments.measure:
         work = Work(**json.loads(arguments.work)) if arguments.work else None
         print(json.dumps(MEASURES[arguments.measure](work, arguments)))
@@ -61,7 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--backend", choices=get_args(RolloutBackend), default="vllm", help="of the job, beside bare vLLM")
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench")
-    parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)  # one, in a process of its own
+    parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)  # one measure, in its own process
     parser.add_argument("--work", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -81,7 +80,7 @@ def of_model(inputs: Inputs, model: str, arguments: argparse.Namespace) -> dict[
 
 
 def child(measure: str, work: Work | None, arguments: argparse.Namespace) -> Any:
-    """A measure in a process of its own."""
+    """Run a measure in its own process."""
     command = [sys.executable, "-m", "tools.bench.limits", "--measure", measure]
     if work is not None:
         command += ["--work", json.dumps(asdict(work))]
@@ -97,7 +96,7 @@ def child(measure: str, work: Work | None, arguments: argparse.Namespace) -> Any
 
 
 def matmul(_: None, arguments: argparse.Namespace) -> float:
-    """GFLOP/s of float32 matrix products, the best of many."""
+    """Best GFLOP/s of float32 matrix products."""
     import torch
 
     torch.set_num_threads(arguments.threads)
@@ -122,17 +121,17 @@ def step(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def start(work: Work, arguments: argparse.Namespace) -> float:
-    """Seconds from nothing to a job's first step."""
+    """Seconds from a process's start to the job's first step."""
     from tools.bench.ours_online import timings
 
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
         (first,) = timings(work, Path(folder), threads=arguments.threads)
-        return (Path(folder) / "timings.csv").stat().st_mtime - began - first["seconds"]  # the row is written when its step is done
+        return (Path(folder) / "timings.csv").stat().st_mtime - began - first["seconds"]  # the row is written at the end of its step
 
 
 def bare_start(work: Work, arguments: argparse.Namespace) -> float:
-    """Seconds that Ray's head and an empty job take, then the job's engines to their first answer, beside a trainer's imports."""
+    """Seconds of Ray's head and an empty job, then of the job's engines to their first answer, beside a trainer's imports."""
     from tools.bench.driver import BareEngines
     from tools.bench.ours_online import submit
 
@@ -147,7 +146,7 @@ def bare_start(work: Work, arguments: argparse.Namespace) -> float:
 
 
 def train(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
-    """Tokens per second of the stage's loop and of bare PyTorch: the engine, logs and curves are what lies between them."""
+    """Tokens per second of the stage's loop and of bare PyTorch, which has no engine, logs or curves."""
     import torch
 
     from rlhf_core.engines.deepspeed_engine import join_world
@@ -160,7 +159,7 @@ def train(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
     left = time.perf_counter()
 
     def end_step() -> bool:
-        """Asked once a step by the loop, whose time is what passes between two questions."""
+        """Called once a step by the loop; a step's time is the interval between two calls."""
         nonlocal left
         asked = time.perf_counter()
         stage_seconds.append(asked - left)

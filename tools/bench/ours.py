@@ -1,4 +1,4 @@
-"""Our side: the trainers and the loop of the stages, on the DeepSpeed engine."""
+"""This project's side: the stages' trainers and loop on the DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tools.bench.work import Run, Work
 
 
 class Watch(MetricsLog):
-    """The curves of a run, looked at as they are written."""
+    """Records a run's curves as they are written."""
 
     def __init__(self, work: Work, folder: Path, run: Run):
         super().__init__(
@@ -54,7 +54,7 @@ def train(work: Work, folder: Path) -> Run:
     run = Run()
 
     def end_step() -> bool:
-        """Asked whether to stop, which is done once a step and before its checkpoint."""
+        """The loop's stop callback: called once a step, before its checkpoint."""
         run.end_step()
         return False
 
@@ -63,7 +63,7 @@ def train(work: Work, folder: Path) -> Run:
 
 
 def loop(work: Work, folder: Path, run: Run, end_step: Callable[[], bool]) -> dict[str, Any]:
-    """What train_phase needs beside engine and phase."""
+    """Arguments of train_phase besides engine and phase."""
     return {
         "settings": LoopSettings(work.params.seed, checkpoint_every=work.steps + 1, eval_every=work.steps + 1),
         "first_step": 0,

@@ -1,4 +1,4 @@
-"""Our side of the online methods: the RL job as the stage submits it, on a Ray head of its own."""
+"""This project's side of the online methods: the RL job as the stage submits it, on its own Ray head."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def train(work: Work, folder: Path, *, threads: int) -> Run:
 
 
 def timings(work: Work, folder: Path, *options: str, threads: int) -> list[dict[str, float]]:
-    """Of each step: seconds, and seconds_<phase> of each of its phases. options: of tools.bench.driver."""
+    """Per step: seconds, and seconds_<phase> of its phases. options: of tools.bench.driver."""
     job = describe(work, folder, threads=threads)
     job.write(folder / "job.json")
     (folder / "work.json").write_text(json.dumps(asdict(work)))
@@ -38,7 +38,7 @@ def timings(work: Work, folder: Path, *options: str, threads: int) -> list[dict[
 
 @contextlib.contextmanager
 def submit(work: Work, folder: Path, driver: list[str], *, threads: int) -> Iterator[None]:
-    """Run a driver as the stage does, on a Ray head of its own, which is there until the context is left.
+    """Run a driver as the stage does, on its own Ray head, which lives as long as the context.
 
     Raises:
         RuntimeError: the driver's exit code isn't 0.
@@ -52,7 +52,7 @@ def submit(work: Work, folder: Path, driver: list[str], *, threads: int) -> Iter
             environment={"PYTHONPATH": python_path(ROOT)},
             start_timeout=cluster.start_timeout,
             silence_timeout=cluster.silence_timeout,
-            pulse=folder / "pulse",  # where a job with this folder has it
+            pulse=folder / "pulse",  # as in a job with this folder
             on_output=output.append,
             stop_requested=lambda: False,
         )
@@ -62,7 +62,7 @@ def submit(work: Work, folder: Path, driver: list[str], *, threads: int) -> Iter
 
 
 def describe(work: Work, folder: Path, *, threads: int) -> RlJob:
-    """With the rows' conversations as prompts."""
+    """A job with the rows' conversations as prompts."""
     params, prepared = work.params, folder / "prepared"
     prompts = [
         {"id": str(i), "source": "bench", "split": "train", "messages": row["messages"], "label": None}
@@ -91,11 +91,11 @@ def describe(work: Work, folder: Path, *, threads: int) -> RlJob:
 
 
 def read_clock(folder: Path) -> dict[str, list[float]]:
-    """What tools.bench.driver has written."""
+    """The clock that tools.bench.driver has written."""
     return json.loads((folder / CLOCK).read_text())
 
 
 def read_csv(path: Path, *prefixes: str) -> list[dict[str, float]]:
-    """The columns whose names begin so."""
+    """Columns whose names have this prefix."""
     with path.open(encoding="utf-8", newline="") as file:
         return [{name: float(value) for name, value in row.items() if name.startswith(prefixes)} for row in csv.DictReader(file)]

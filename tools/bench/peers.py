@@ -1,8 +1,8 @@
-"""Our speed beside TRL's: python -m tools.bench.peers [--cases ...] [--models small medium] [--rounds N] ...
+"""Speed beside TRL's: python -m tools.bench.peers [--cases ...] [--models small medium] [--rounds N] ...
 
-Both sides do the same work (work.py) in turn, each time in a fresh process: ours, theirs, ours, theirs. What counts is the time from
-the end of the warm-up to the end of the last step; loading, tokenizing and TRL's and our precomputed reference are outside of it. A round
-whose losses differ stops the run. Writes peers.json, peers.md and peers.svg into --out, after each case anew.
+Both sides do the same work (work.py) in alternating fresh processes: ours, theirs, ours, theirs. The time counts from the end of the
+warm-up to the end of the last step; loading, tokenizing and precomputed references are excluded. A round whose losses differ stops the run.
+Writes peers.json, peers.md and peers.svg into --out after each case.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any
 
 from rlhf_core.config import ArchitectureConfig, ClerkConfig, ModelConfig, load_params
 from rlhf_core.data.clerk.generator import clerk_rows
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.work import ONLINE, RESPONSE_TOKENS, Run, Work, works_to_json, write_jsonl
 
 ROOT = Path(__file__).parents[2]
 SIDES = ("ours", "theirs")
-# Responses are drawn while the step before is trained, for which TRL's trainers have no option. An end token may come.
+# Generation one step ahead, for which TRL has no option. Responses may end early.
 AHEAD = {"rollout.one_step_off_policy": True, "rollout.engines": 1, "rollout.min_new_tokens": 0}
 PYTORCH = {"rollout.backend": "pytorch", "trainer.ranks": 2}
-# RLOO has the KL in the reward, for which the old log-probabilities are needed before the update: here the engine's, of which an eighth is
-# compared with the trainer's. It must draw from the whole distribution, so that an end token may come, as on TRL's side.
+# RLOO has the KL in the reward and so needs old log-probabilities before the update: the engine's, an eighth of them compared with the
+# trainer's. That requires the whole distribution, so responses may end early, as on TRL's side.
 TRUSTED = {"rollout.min_new_tokens": 0, "rollout.recomputed_fraction": 0.125}
-# What is measured: the method, and what it has on top of its section of params.yaml.
+# case: method, and overrides of its section of params.yaml
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {}),
     "reward": ("reward", {}),
@@ -49,14 +49,14 @@ MODELS = {
     "medium": ArchitectureConfig(hidden_size=256, intermediate_size=704, layers=6, heads=4, vocab_size=390),  # 5 M
 }
 ROWS = 2048
-LONGEST_RESPONSE = 60  # characters; with its prompt never more tokens than model.max_length
-COMPARED_STEPS = 15  # after some 30, reward training on two threads was seen 2e-3 apart
-LOSS_TOLERANCE = 1e-3  # longer runs than the test of the curves has, and other thread counts: rounding adds up
+LONGEST_RESPONSE = 60  # characters; with the prompt at most model.max_length tokens
+COMPARED_STEPS = 15  # rounding grows tenfold every ten steps
+LOSS_TOLERANCE = 1e-3  # more steps and threads than in test_trl_curves.py
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Folders of the models and files of the rows, made once for all runs."""
+    """Model folders and row files, made once for all runs."""
 
     folder: Path
 
@@ -69,7 +69,7 @@ class Inputs:
 
 def main() -> None:
     arguments = parse()
-    be_quiet()
+    configure_process()
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -88,26 +88,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["small"])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
-    parser.add_argument("--steps", type=int, default=25, help="optimizer steps that are timed")
+    parser.add_argument("--steps", type=int, default=25, help="timed optimizer steps")
     parser.add_argument("--warmup", type=at_least_one, default=5, help="optimizer steps before them")
     parser.add_argument("--batch-size", type=int, default=64, help="demonstrations or pairs per optimizer step")
-    parser.add_argument("--online-steps", type=int, default=12, help="the same of cases that draw responses")
+    parser.add_argument("--online-steps", type=int, default=12, help="timed steps of online cases")
     parser.add_argument("--online-warmup", type=at_least_one, default=4)
-    parser.add_argument("--samples", type=int, default=256, help="responses per step of theirs")
+    parser.add_argument("--samples", type=int, default=256, help="responses per step of online cases")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench")
     return parser.parse_args()
 
 
 def at_least_one(text: str) -> int:
-    """A number of steps before the timed ones: the clock starts at the end of the last of them."""
+    """Parse a number of warm-up steps; the clock starts at the end of the last one."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
     return int(text)
 
 
 def sized(inputs: Inputs, case: str, model: str, arguments: argparse.Namespace) -> tuple[Work, int]:
-    """A case's work, and how many of its steps are warm-up."""
+    """A case's work and its number of warm-up steps."""
     if CASES[case][0] in ONLINE:
         steps, warmup, size = arguments.online_steps, arguments.online_warmup, arguments.samples
     else:
@@ -116,7 +116,7 @@ def sized(inputs: Inputs, case: str, model: str, arguments: argparse.Namespace) 
 
 
 def tokens_per_sample(work: Work) -> float:
-    """Mean over the rows, a pair's prompt counted with each of its responses; of an online method with responses of RESPONSE_TOKENS."""
+    """Mean over the rows. A pair's prompt counts with each response; online responses have RESPONSE_TOKENS."""
     from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, load_tokenizer
 
     tokenizer = load_tokenizer(work.model, trust_remote_code=False)
@@ -131,7 +131,7 @@ def tokens_per_sample(work: Work) -> float:
 
 
 def make_inputs(folder: Path, models: list[str]) -> Inputs:
-    """The built-in data, one response or pair for each conversation, and fresh models with a tokenizer trained on it."""
+    """Built-in data with one response or pair per conversation, and fresh models with a tokenizer trained on it."""
     from rlhf_core.models.build import new_language_model, new_scalar_model, save_model
     from rlhf_core.models.tokenizer import build_tokenizer
 
@@ -154,7 +154,7 @@ def make_inputs(folder: Path, models: list[str]) -> Inputs:
 
 
 def one_each(rows: list[dict[str, Any]], sides: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The first row of each of ROWS conversations. Responses that may not fit, garbled by repetition, are left out on both sides."""
+    """The first row of each of ROWS conversations, without responses that may not fit."""
     first: dict[str, dict[str, Any]] = {}
     for row in rows:
         if all(len(row[side]) <= LONGEST_RESPONSE for side in sides):
@@ -163,7 +163,7 @@ def one_each(rows: list[dict[str, Any]], sides: tuple[str, ...]) -> list[dict[st
 
 
 def measure(work: Work, rounds: int, warmup: int, environment: dict[str, str]) -> dict[str, dict[str, list[float]]]:
-    """Samples (demonstrations or pairs) per second of each side's runs, which take turns, by the clock and by computing time.
+    """Samples (demonstrations or pairs) per second of each side's alternating runs, by wall clock and by CPU time.
 
     Raises:
         RuntimeError: the sides' losses differ.
@@ -195,7 +195,7 @@ def run(side: str, work: Work, environment: dict[str, str]) -> Run:
 
 
 def summary(speeds: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """Per clock all values, their medians, the ratio of the medians, and each round's ratio."""
+    """For each clock: all values, medians, the ratio of the medians, and each round's ratio."""
     found = {}
     for clock, sides in speeds.items():
         medians = {side: statistics.median(values) for side, values in sides.items()}
@@ -242,7 +242,7 @@ def write(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> None:
 
 
 def draw(found: list[dict[str, Any]], path: Path) -> None:
-    """Our speed over the peer's: a dot for each round, a bar up to the ratio of the medians."""
+    """Draw the ratios: a dot per round, a bar up to the ratio of the medians."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -1,6 +1,6 @@
-"""One side in a process of its own: python -m tools.bench.side {ours,theirs} WORKS.json RUNS.json
+"""One side in its own process: python -m tools.bench.side {ours,theirs} WORKS.json RUNS.json
 
-Reads a list of works and writes a list of runs. TRL and DeepSpeed both set up a process's world, so they don't share one.
+Reads a list of works and writes a list of runs. TRL and DeepSpeed both set up distributed state, so they can't share a process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("works", type=Path)
     parser.add_argument("runs", type=Path)
     arguments = parser.parse_args()
-    be_quiet()
+    configure_process()
     import torch
 
     from tools.bench.work import works_from_json

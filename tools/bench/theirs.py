@@ -34,7 +34,7 @@ def train(work: Work, folder: Path) -> Run:
     trainer_class, config_class = TRAINERS[work.method]
 
     class Recorded(trainer_class):
-        """Its own log rounds the losses."""
+        """Records unrounded losses; TRL's log rounds them."""
 
         def compute_loss(self, *args, **kwargs):
             loss = super().compute_loss(*args, **kwargs)
@@ -54,7 +54,7 @@ def train(work: Work, folder: Path) -> Run:
 
 
 def train_online(work: Work, folder: Path) -> Run:
-    """Its own generation: with vLLM it fails on a CPU (1.16: 'Parameter' object has no attribute 'weight_loader')."""
+    """Uses TRL's own generation: with vLLM it fails on a CPU (1.16: 'Parameter' object has no attribute 'weight_loader')."""
     run, rl = Run(), work.params.rl
     trainer_class, config_class = ONLINE_TRAINERS[work.method]
 
@@ -85,7 +85,7 @@ def train_online(work: Work, folder: Path) -> Run:
 
 
 def common(work: Work) -> dict[str, Any]:
-    """Our section in TRL's terms."""
+    """This project's section in TRL's terms."""
     section = getattr(work.params, work.method)
     return {
         "max_length": work.params.model.max_length,
@@ -95,7 +95,7 @@ def common(work: Work) -> dict[str, Any]:
 
 
 def optimization(work: Work, learning_rate: float, weight_decay: float, max_grad_norm: float) -> dict[str, Any]:
-    """Whatever could slow it down and isn't part of the work is off."""
+    """TRL's arguments, with everything off that isn't part of the work and takes time."""
     params = work.params
     return {
         "per_device_train_batch_size": work.batch_size,

@@ -1,4 +1,4 @@
-"""The reward of the online benchmark, cheap and the same for both sides: how many different characters a response has."""
+"""Reward of the online benchmark, cheap and equal for both sides: the number of different characters in a response."""
 
 
 def variety(prompts, responses, labels, metadata):

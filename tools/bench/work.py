@@ -1,4 +1,4 @@
-"""The work that both sides do: a model folder, rows, steps, and a section of params.yaml that says how."""
+"""The work of both sides: a model folder, rows, steps, and a section of params.yaml."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_core.data.batching import batch_indices
 Method = Literal["sft", "reward", "dpo", "grpo", "rloo"]
 ONLINE = ("grpo", "rloo")
 DEFAULTS = Path(__file__).parents[2] / "params.yaml"
-# A constant learning rate from the first step on, and nothing but optimizer steps.
+# A constant learning rate; no checkpoints and no evaluation.
 PLAIN: dict[str, Any] = {
     "warmup_fraction": 0.0,
     "min_learning_rate_fraction": 1.0,
@@ -23,20 +23,20 @@ PLAIN: dict[str, Any] = {
     "eval_every": 10**9,
     "max_grad_norm": 1.0,
 }
-# Of an online method: responses of equal length, one optimizer step for each batch, and neither checkpoints nor monitors.
+# Online: responses of equal length, one optimizer step per batch, no checkpoints.
 RESPONSE_TOKENS = 24
 REWARD = str(Path(__file__).parent / "variety.py")
 PLAIN_ONLINE: dict[str, Any] = {
     "learning_rate": 1e-4,
     "warmup_steps": 0,
     "rollout.max_new_tokens": RESPONSE_TOKENS,
-    "rollout.min_new_tokens": RESPONSE_TOKENS - 1,  # the last may be the end token
+    "rollout.min_new_tokens": RESPONSE_TOKENS - 1,  # the last token may be the end token
     "kl.coef": 0.05,
     "reward.scorers": [{"name": "variety", "kind": "function", "path": f"{REWARD}:variety", "weight": 1.0, "normalization": "none"}],
     "reward.no_eos_penalty": 0.0,
     "checkpoint_every": 10**9,
 }
-# Where TRL has the KL.
+# as in TRL
 KL = {"grpo": {"kl.placement": "loss", "kl.estimator": "k3"}, "rloo": {"kl.placement": "reward", "kl.estimator": "k1"}}
 
 
@@ -44,11 +44,11 @@ KL = {"grpo": {"kl.placement": "loss", "kl.estimator": "k3"}, "rloo": {"kl.place
 class Work:
     """Optimizer steps of one method.
 
-    model: folder of the language model, or of the reward model where the method is reward, with its tokenizer.
-    rows: JSONL; messages, and response, or chosen and rejected, or neither. No conversation occurs twice, so that our reward trainer, which
-        keeps a conversation's pairs together, sees single pairs as TRL does.
+    model: folder of the language model (method reward: of the reward model) with its tokenizer.
+    rows: JSONL with messages, and response, or chosen and rejected, or neither. No conversation occurs twice: the reward trainer here keeps
+        a conversation's pairs together, and TRL doesn't.
     batch_size: demonstrations, pairs or responses per optimizer step.
-    overrides: of the method's section of params.yaml, on top of PLAIN or PLAIN_ONLINE.
+    overrides: keys of the method's section of params.yaml, applied after PLAIN or PLAIN_ONLINE.
     """
 
     method: Method
@@ -73,14 +73,14 @@ class Work:
 
     @property
     def is_online(self) -> bool:
-        """Whether responses are sampled: losses of two sides then differ."""
+        """Whether responses are sampled; the losses of the sides then differ."""
         return self.method in ONLINE
 
     def read_rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in Path(self.rows).read_text(encoding="utf-8").splitlines()]
 
     def drawn_rows(self) -> list[dict[str, Any]]:
-        """The rows of all steps in the order in which our loop draws them."""
+        """The rows of all steps, in the order of this project's loop."""
         rows = self.read_rows()
         seed = self.params.seed
         return [
@@ -92,11 +92,10 @@ class Work:
 
 @dataclass
 class Run:
-    """What came of a work: the loss of each optimizer step (online: the mean reward), and two clocks at its end, in seconds.
+    """Results of a work: the loss of each optimizer step (online: the mean reward), and two clocks at its end, in seconds.
 
-    ends: the time of day's clock, what a user waits for.
-    cpu_ends: the process's computing time over all threads, which other processes on the machine hardly change; none of an online
-        method on our side, which has several processes.
+    ends: wall clock.
+    cpu_ends: CPU time of the process over all threads. Empty for an online method on this project's side, which has several processes.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -108,7 +107,7 @@ class Run:
         self.cpu_ends.append(time.process_time())
 
 
-Side = Callable[[Work, Path], Run]  # the folder is for what the side writes
+Side = Callable[[Work, Path], Run]  # the folder is for the side's files
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import json
 import logging
 import random
@@ -23,7 +24,6 @@ from small_chain import DEADLINE, begin, change_params, log_of, run, said
 from tools.faults.cells import Cell, all_cells
 from tools.faults.lab import VARIANTS, Laboratory, Scene, Watch, locks_held, same_result, what_is_left
 from tools.faults.server import ServerCell, end_all, server_cells, try_out_server
-from tools.faults.table import write_table
 
 log = logging.getLogger("faults")
 EXCERPT = 220  # characters of what was said
@@ -114,13 +114,25 @@ def spoken(workspace: Path, pattern: str) -> str | None:
     return None
 
 
+def write_table(results: Path, table: Path, cells: list[str]) -> None:
+    """The newest row of each cell, in the order of `cells`; process, host and job ids differ from run to run and are replaced."""
+    rows = {row["cell"]: row for row in map(json.loads, results.read_text().splitlines())}
+    with table.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["stage", "process or file", "fault", "exit code", "printed", "left", "next run", "problems"])
+        for row in (rows[name] for name in cells if name in rows):
+            printed = re.sub(r"process \d+ on [0-9.]+", "process N on HOST", re.sub(r"rlhf-[0-9a-f]{12}-[0-9a-f]{8}", "ID", row["said"]))
+            shown = [row[key] for key in ("stage", "process", "fault", "exit_code")]
+            writer.writerow([*shown, printed, row["left"], row["result"], "; ".join(row["problems"])])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.faults", description="Try out the fault matrix.")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="cells whose name has each of these words")
     parser.add_argument("--seed", type=int, default=0, help="decides when a fault comes, and which of several processes it hits")
     parser.add_argument("--list", action="store_true", help="names of the cells, and nothing else")
     parser.add_argument("--folder", type=Path, default=Path("scratch/faults"), help="for the workspaces (default: %(default)s)")
-    parser.add_argument("--table", type=Path, help="write the table of all results in the folder into this file")
+    parser.add_argument("--table", type=Path, help="write the newest results of all cells in the folder into this CSV file")
     parser.add_argument("--keep", action="store_true", help="keep the workspaces of cells that are as they should be")
     arguments = parser.parse_args()
     cells = [cell for cell in [*all_cells(), *server_cells()] if all(word in cell.name for word in arguments.only)]

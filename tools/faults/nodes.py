@@ -14,14 +14,14 @@ import threading
 from pathlib import Path
 
 from rlhf_core.engines.ports import free_ports
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 
 
 def main() -> None:
     folder, count = Path(sys.argv[1]), int(sys.argv[2])
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    be_quiet()
+    configure_process()
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
     (folder / "ray").mkdir()  # where it notes the address of the newest cluster, which for others would be this one

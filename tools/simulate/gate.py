@@ -1,8 +1,8 @@
 """How often the gate lets a bad reward model pass, how far a chain of promotions slides, and how often a good model passes.
 
-The gate's own checks (rlhf_core/gate) decide, on points drawn from a Gaussian copula: a pair is right where a normal variable, a sum of
-parts of its prompt, of itself and of the model, is below the quantile of the model's true accuracy. Models that share the parts of prompts
-and pairs are right on the same ones, as models of one recipe are.
+The gate's own checks (rlhf_core/gate) decide on points drawn from a Gaussian copula. A pair is right where a normal variable, the sum of
+a part of its prompt, of the pair and of the model, is below the quantile of the model's true accuracy. Models share the parts of prompts
+and pairs, so they tend to be right on the same ones, as models of one recipe are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BETTER = 0.775
 
 @dataclass(frozen=True)
 class Split:
-    """One draw of held-out pairs: [N] the shared part of each pair's variable, and the prompts [N] that they are of."""
+    """One draw of held-out pairs: the shared part of each pair's variable [N], and the pairs' prompts [N]."""
 
     shared: np.ndarray
     prompts: np.ndarray
@@ -43,13 +43,13 @@ class Split:
         return cls(shared, np.repeat(np.arange(prompts), PAIRS))
 
     def points(self, accuracy: float, rng: np.random.Generator) -> np.ndarray:
-        """[N] of a model with this true accuracy."""
+        """Points [N] of a model with this true accuracy."""
         own = math.sqrt(1 - OF_PROMPT - OF_PAIR) * rng.standard_normal(len(self.shared))
         return (self.shared + own < ndtri(accuracy)).astype(float)
 
 
 def passes(split: Split, points: np.ndarray, config: GateConfig, **promoted: np.ndarray) -> bool:
-    """The gate's verdict on points alone. promoted: points of the incumbent and of the anchor, where there are such."""
+    """The gate's verdict on points alone. promoted: points of incumbent and anchor, if any."""
     n = len(points)
     none = np.zeros(n, dtype=int)
     pairs = Pairs(points, np.full(n, 0.5), none, none, none, split.prompts, none)
@@ -59,7 +59,7 @@ def passes(split: Split, points: np.ndarray, config: GateConfig, **promoted: np.
 
 
 def any_passes(rng: np.random.Generator, config: GateConfig, *, tries: int, counted: bool, same_pairs: bool) -> bool:
-    """Whether one of several models that are truly at the threshold passes; not same_pairs: each is judged on pairs of its own."""
+    """Whether any of several models whose true accuracy is the threshold passes; not same_pairs: each on its own pairs."""
     split = Split.draw(rng)
     for number in range(1, tries + 1):
         if number > 1 and not same_pairs:
@@ -70,7 +70,7 @@ def any_passes(rng: np.random.Generator, config: GateConfig, *, tries: int, coun
 
 
 def chain(rng: np.random.Generator, config: GateConfig, *, guarded: bool) -> float:
-    """The true accuracy at the end of a chain of candidates, each truly worse by STEP than what is promoted, which replace it if they pass.
+    """True accuracy at the end of a chain of candidates, each worse by STEP than the promoted model, which it replaces if it passes.
 
     Args:
         guarded: with the anchor and counted looks; False: the incumbent alone, and every look as the first.
@@ -88,7 +88,7 @@ def chain(rng: np.random.Generator, config: GateConfig, *, guarded: bool) -> flo
 
 
 def power(rng: np.random.Generator, config: GateConfig, number: int) -> tuple[bool, bool]:
-    """Whether a model of BETTER passes the threshold at a look; and one of START beside an incumbent and an anchor of START."""
+    """Whether a model of accuracy BETTER passes the threshold at a look; and one of START with incumbent and anchor of START."""
     split = Split.draw(rng)
     config = at_look(config, number)
     equal, incumbent, anchor = (split.points(START, rng) for _ in range(3))
@@ -123,7 +123,7 @@ def covered(rng: np.random.Generator) -> tuple[bool, bool]:
 
 
 def settings() -> GateConfig:
-    """Those of params.yaml, with the threshold and the margin that the rows name."""
+    """The gate's settings of params.yaml, with the threshold and margin of the rows."""
     return load_params(Path("params.yaml")).gate.model_copy(update={"min_accuracy": THRESHOLD, "max_regression": MARGIN})
 
 
@@ -138,12 +138,10 @@ def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
         for same_pairs in (True, False) if tries > 1 else (True,):
             for counted in (False, True) if tries > 1 else (True,):
                 hits = sum(any_passes(rng, config, tries=tries, counted=counted, same_pairs=same_pairs) for _ in range(replications))
-                if tries == 1:
-                    rows.append(Row("a model at the threshold passes", "at most 0.025", hits, replications))
-                    continue
-                case = f"any of {tries}, {'on the same pairs' if same_pairs else 'each on its own pairs'}"
-                how = "looks counted: at most 0.05 expected" if counted else "each judged as the first look"
-                rows.append(Row(f"{case}, {how}", "at most 0.05", hits, replications, ("models at the threshold: any passes", case, how)))
+                where = "" if tries == 1 else ", on the same pairs" if same_pairs else ", each on pairs of its own"
+                how = "" if tries == 1 else ", looks counted" if counted else ", each judged as the first look"
+                case = f"{'a model' if tries == 1 else f'any of {tries} models'} at the threshold passes{where}{how}"
+                rows.append(Row(case, "at most 0.025" if tries == 1 else "at most 0.05", hits, replications))
     for guarded in (False, True):
         ends = np.array([chain(rng, config, guarded=guarded) for _ in range(replications)])
         how = "with the anchor, looks counted" if guarded else "against the incumbent alone, each judged as the first look"
@@ -162,6 +160,5 @@ def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
     for number in (1, 2, 5, 10, 30):
         found = [power(rng, config, number) for _ in range(replications)]
         for k, what in enumerate((f"a model of {BETTER}", f"a model as good as incumbent and anchor ({START})")):
-            cell = ("passes at look", what, str(number))
-            rows.append(Row(f"{what} passes at look {number}", "high", sum(f[k] for f in found), replications, cell))
+            rows.append(Row(f"{what} passes at look {number}", "high", sum(f[k] for f in found), replications))
     return rows

@@ -1,6 +1,6 @@
 """The intervals and decisions of evaluation, comparisons, calibration and agreement, by the functions that the stages call.
 
-Each case draws what a stage would have counted and asks how often the interval contains the truth, or the decision is what it should be.
+Each case draws a stage's counts and measures how often the interval contains the truth, or the decision is right.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tools.simulate.rows import Row
 CONFIDENCE = 0.95
 PROMPTS = 400  # evaluation.prompts
 REWARD_MODEL = ({"name": "reward_model", "kind": "reward_model", "weight": 1.0},)
-SEEDS_DEVIATION = 0.02  # of the judge's share, from seed to seed
-PAGES = 4  # of the replications, one in so many where each is a whole page
+SEEDS_DEVIATION = 0.02  # standard deviation of the judge's share over seeds
+PAGES = 4  # replications are divided by this where each makes a whole page
 PARAMS = {
     "alignment": {"method": "rl"},
     "evaluation": {"confidence": CONFIDENCE},
@@ -61,7 +61,7 @@ def contains(ends: tuple[float, float], truth: float) -> bool:
 
 
 def cells(shares: tuple[float, ...], n: int, replications: int, rng: np.random.Generator) -> list[tuple[int, ...]]:
-    """Counts of each category and of the rest, a tuple of plain numbers for each replication."""
+    """Counts of each category and of the rest, a tuple per replication."""
     return [tuple(row) for row in rng.multinomial(n, [*shares, 1 - sum(shares)], size=replications).tolist()]
 
 
@@ -73,7 +73,7 @@ def win_rates(replications: int, rng: np.random.Generator) -> Iterator[Row]:
 
 
 def judges_differences(replications: int, rng: np.random.Generator) -> Iterator[Row]:
-    """Of answers that both models give a judge, those that it accepts of one and not of the other."""
+    """Answers of two models of which the judge accepts only one."""
     for n, first_only, second_only in ((400, 0.035, 0.005), (400, 0.1, 0.1), (50, 0.2, 0.1), (20, 0.3, 0.05)):
         drawn = cells((first_only, second_only), n, replications, rng)
         found = [contains(interval(first, second, n), first_only - second_only) for first, second, _ in drawn]
@@ -112,7 +112,7 @@ def decisions(replications: int, rng: np.random.Generator) -> Iterator[Row]:
 
 
 def equal_models(rng: np.random.Generator) -> dict:
-    """An evaluation in which each model is accepted alone on 6% of the prompts, and wins 30%."""
+    """An evaluation of two equal models: each is accepted alone on 6% of the prompts and wins 30%."""
     found: dict = {"judge": True, "win_rate": {}, "difference": {}}
     for mode in MODES:
         ((first, second, _),) = cells((0.06, 0.06), PROMPTS, 1, rng)
@@ -128,7 +128,7 @@ def equal_models(rng: np.random.Generator) -> dict:
 
 
 def a_run(seed: int, accepted: float, rng: np.random.Generator) -> Results:
-    """A run as a comparison reads it: a policy that the judge accepts that often, with wins on 59% of the prompts and ties on 38%."""
+    """A run's results for a comparison: the judge accepts a share `accepted`; 59% of the prompts are wins, 38% ties."""
     table, evaluation = pd.DataFrame({"id": [f"{i:016x}" for i in range(PROMPTS)]}), {"win_rate": {}, "kl": {}}
     for mode in MODES:
         ok, score = (rng.random(PROMPTS) < accepted).astype(int), rng.normal(1.5, 1.5, PROMPTS)
@@ -144,7 +144,7 @@ def a_run(seed: int, accepted: float, rng: np.random.Generator) -> Results:
 
 
 def calibration(replications: int, rng: np.random.Generator) -> Iterator[Row]:
-    """Margins whose claims are right, and those that claim with twice the log odds; once with three equal pairs a prompt."""
+    """Calibrated margins, and margins with twice the log odds; once with three equal pairs per prompt."""
     inside = []
     for n, of_prompt, surer in ((210, 1, 1.0), (2000, 1, 1.0), (600, 3, 1.0), (210, 1, 2.0), (2000, 1, 2.0)):
         truth = true_calibration_error(surer, rng)
@@ -167,14 +167,14 @@ def pairs(n: int, surer: float, rng: np.random.Generator) -> tuple[np.ndarray, n
 
 
 def true_calibration_error(surer: float, rng: np.random.Generator) -> float:
-    """Over bins, from the claims' distribution and not from outcomes."""
+    """The error over bins, from the claims' distribution instead of outcomes."""
     margins = np.abs(rng.normal(1.5, 1.5, 1_000_000))
     at = np.minimum(((expit(margins) - 0.5) * 20).astype(int), 9)
     return float(np.abs(np.bincount(at, weights=expit(margins / surer) - expit(margins), minlength=10)).sum() / len(margins))
 
 
 def annotators(replications: int, rng: np.random.Generator) -> Iterator[Row]:
-    """Each item has a share of annotators who choose a, drawn from a beta distribution: they agree more on some than on others."""
+    """Each item's share of annotators who choose a is drawn from a beta distribution."""
     items, a, b = 100, 1.0, 1.0
     truth = 1 - 2 * a * b / ((a + b) * (a + b + 1))
     for people in (2, 5):
@@ -188,7 +188,7 @@ def annotators(replications: int, rng: np.random.Generator) -> Iterator[Row]:
 
 
 def seeds(replications: int, rng: np.random.Generator) -> Iterator[Row]:
-    """Runs of one configuration end apart; 400 prompts measure each."""
+    """Runs of one configuration with different ends, each measured on 400 prompts."""
     for n in (3, 5):
         ends = rng.normal(0.88, SEEDS_DEVIATION, (replications, n)) + rng.normal(0, 0.016, (replications, n))
         yield Row(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from scipy.special import ndtri
 
-from rlhf_core.statistics.error_budget import next_budget
+from rlhf_core.rounds.promotion import next_budget
 from rlhf_core.statistics.exact_test import p_value
 from tools.simulate.rows import Row
 
 ERROR_BUDGET, HORIZON = 0.05, 30  # the defaults of iterative.promotion
-GAINS = (0.02, 0.04, 0.08)  # of win rate, over the policy before
+GAINS = (0.02, 0.04, 0.08)  # of win rate over the previous policy
 PROMPTS = (1000, 4000)
 
 
@@ -46,9 +46,9 @@ def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
         for n in PROMPTS:
             for decided in (1.0, 0.5):
                 accepted = series(np.full(HORIZON, gain), n, decided, replications, rng)
-                case = f"{100 * gain:.0f} points, {_prompts(n, decided)}"
-                for what, found in (("first accepted", accepted[:, 0]), ("any of 30 accepted", accepted.any(1))):
-                    rows.append(_row(f"{case}: {what}", "power", found, ("gain in each round", case, what)))
+                case = f"a gain of {100 * gain:.0f} points in each round, {_prompts(n, decided)}"
+                rows.append(_row(f"{case}: the first accepted", "power", accepted[:, 0]))
+                rows.append(_row(f"{case}: any of 30 accepted", "power", accepted.any(1)))
     return rows
 
 
@@ -73,13 +73,13 @@ def judged(ahead: np.ndarray, behind: np.ndarray, n: int) -> np.ndarray:
 
 
 def intervals(rounds: int, n: int, decided: float, replications: int, rng: np.random.Generator) -> np.ndarray:
-    """The same, where a round accepts if a 95% interval of its win rate, whatever was asked before, is above a half."""
+    """The same, but a round accepts if its own 95% interval of the win rate is above a half."""
     ahead, behind = draw(np.zeros(rounds), n, decided, replications, rng)
     return ahead - behind > ndtri(0.975) * np.sqrt(ahead + behind)
 
 
 def draw(gains: np.ndarray, n: int, decided: float, replications: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts on which the new policy is ahead and behind, [replications, rounds] each."""
+    """Numbers of prompts with the new policy ahead and behind, [replications, rounds] each."""
     shape = (replications, len(gains))
     total = rng.binomial(n, decided, size=shape)
     ahead = rng.binomial(total, np.broadcast_to(0.5 + gains / decided, shape))
@@ -87,7 +87,7 @@ def draw(gains: np.ndarray, n: int, decided: float, replications: int, rng: np.r
 
 
 def draw_alike(rounds: int, n: int, replications: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The same without ties, where each prompt has a chance of its own, uniform between 0 and 1, that a new policy is ahead on it."""
+    """The same without ties; each prompt's probability of a lead is uniform between 0 and 1."""
     ahead = np.stack([(rng.random((rounds, n)) < rng.random(n)).sum(1) for _ in range(replications)])
     return ahead, n - ahead
 
@@ -96,5 +96,5 @@ def _prompts(n: int, decided: float) -> str:
     return f"{n:,} prompts, {'none' if decided == 1 else 'half'} tied"
 
 
-def _row(case: str, wanted: str, hits: np.ndarray, cell: tuple[str, str, str] | None = None) -> Row:
-    return Row(case, wanted, int(hits.sum()), len(hits), cell)
+def _row(case: str, wanted: str, hits: np.ndarray) -> Row:
+    return Row(case, wanted, int(hits.sum()), len(hits))

@@ -26,7 +26,7 @@ from great_expectations.exceptions import GreatExpectationsError
 from great_expectations.execution_engine import pandas_execution_engine
 
 from rlhf_core.config import ValidationConfig, reordering_shown
-from rlhf_core.data.drops import named, start_of
+from rlhf_core.data.drops import located, start_of
 from rlhf_core.data.schema import MESSAGES, ORIGIN, SCHEMAS, WIDE_MESSAGES, read_batches
 from rlhf_core.data.validation.expectations import Check, checks_for, leakage_checks, presence_checks, schema_checks
 from rlhf_core.data.validation.measures import across_uses, measure_table, schema_frame
@@ -330,5 +330,5 @@ def locate_rows(file: pq.ParquetFile, ids: Collection[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for batch in read_batches(file, [name for name in _READ if name in file.schema_arrow.names]) if ids else ():
         for row in batch.filter(pc.is_in(batch["id"], value_set=wanted)).to_pylist():
-            found.setdefault(row["id"], named(row.get(ORIGIN), start_of(row)))
+            found.setdefault(row["id"], located(row.get(ORIGIN), start_of(row)))
     return found

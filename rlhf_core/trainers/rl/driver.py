@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlhf_core.engines.ray_actors import ActorGroup, RoleLost, join_cluster, leave_cluster
 from rlhf_core.environment import keep_visible, named
-from rlhf_core.process import be_quiet, show_own_log
+from rlhf_core.process import configure_process, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.trainers.rl.job import LOST, PLACEMENT, RlJob, Stop, beat, forget_refusal, refuse
 from rlhf_core.trainers.rl.placement import Placement, place
@@ -23,7 +23,7 @@ log = logging.getLogger("rlhf")
 
 def main() -> int:
     show_own_log()
-    be_quiet()
+    configure_process()
     stop = Stop()
     signal.signal(signal.SIGTERM, stop.ask)
     job = RlJob.read(Path(sys.argv[1]))

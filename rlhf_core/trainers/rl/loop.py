@@ -17,7 +17,7 @@ import torch
 
 from rlhf_core.checkpoint.store import NoSpace
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.process import collect_as_usual, freeze_gc
+from rlhf_core.process import collect_by_default, freeze_gc
 from rlhf_core.progress import Bar
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.tracking import MetricsLog
@@ -215,7 +215,7 @@ def finish_step(run: Run, progress: Progress, result: StepResult) -> tuple[Progr
 
 def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
     """Read the data, and load the newest checkpoint; without one, calibrate the reward and evaluate the initial policy."""
-    collect_as_usual()
+    collect_by_default()
     freeze_gc()
     rl = job.rl
     prompts = PromptStream(read_prompts(job, "train"), rl.prompt_weights, seed=job.seed)

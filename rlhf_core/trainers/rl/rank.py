@@ -34,7 +34,7 @@ from rlhf_core.models.cpu.parallel import AT_A_TIME, side_by_side
 from rlhf_core.models.lora import add_adapters, without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch, collate_tokens
-from rlhf_core.process import collect_as_usual
+from rlhf_core.process import collect_by_default
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.fast_paths import balanced_experts, can_keep, can_run_at_once, can_share_prompts
@@ -105,7 +105,7 @@ class TrainerRank:
         self._graphs: list[ForwardGraphs] = []  # for the next update
         self._value_units = ValueUnits()
         seed_generators(job.seed + self._rank)
-        collect_as_usual()
+        collect_by_default()
 
     def _reward_models(self, how: dict[str, Any]) -> dict[str, list[ScalarModule]]:
         """Name of a scorer -> the members of its reward model."""

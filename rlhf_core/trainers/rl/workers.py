@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.sampling.scoring import PendingScores, ResponseScorer, RewardNormalizer, ScorerMetrics
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.data import sequences_of
-from rlhf_core.trainers.rl.driver import Actors
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.metrics import update_metrics
 from rlhf_core.trainers.rl.minibatch import Minibatch, Totals, add_totals
@@ -28,6 +28,9 @@ from rlhf_core.trainers.rl.rollouts import RolloutEngines
 from rlhf_core.trainers.rl.scoring import ActorScorers
 from rlhf_core.trainers.rl.state import Progress, RunStore
 from rlhf_core.types import Rollout, RolloutBatch, ScoredRollout, UpdateResult
+
+if TYPE_CHECKING:
+    from rlhf_core.trainers.rl.driver import Actors
 
 log = logging.getLogger("rlhf")
 

@@ -232,7 +232,11 @@ def test_a_table_is_read_with_the_delimiter_of_its_header(tmp_path, name, delimi
     [
         ("prompt#chosen#rejected\nq#a#b\n", {}, r"got prompt#chosen#rejected; .*separated by ','; set the source's delimiter"),
         ("prompt;chosen;rejected\nq;a\n", {}, r"line 2: expected 3 fields .*, got 2: {.prompt.: .q., .*; quote fields that contain ';'"),
-        ("prompt,chosen;x\nq,a;b\n", {}, r"expected a header with one way .*, got 2 of each with ',' and ';'; set the source's delimiter"),
+        (
+            "prompt,chosen;x\nq,a;b\n",
+            {},
+            r"expected a header that one delimiter splits best, got 2 of each with ',' and ';'; set the source's delimiter",
+        ),
         ("\nprompt,chosen,rejected\nq,a,b\n", {}, r"line 1: expected a header with the columns' names, got an empty line"),
         ("prompt;chosen;rejected\nq;a;b\n", {"delimiter": ","}, r"got prompt;chosen;rejected; .*separated by ','"),
     ],

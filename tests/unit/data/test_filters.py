@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.config import DataConfig, ValidationConfig
+from rlhf_core.data.prepare import Prepared, drop_too_long
 from rlhf_core.data.schema import open_rows, read_rows
 from rlhf_core.data.sources import Mixed, mix
 from rlhf_core.data.validation.validate import Finding, validate
 from rlhf_core.models.tokenizer import build_tokenizer
-from tasks.prepare_data import account, leave_out_too_long, summarize
 
 USES = ["sft", "preference", "prompt"]
 MAX_LENGTH = 60
@@ -53,7 +53,7 @@ def config(*sources: dict) -> DataConfig:
 
 def prepared(of: DataConfig, folder: Path, *, limit: float = 1.0) -> Mixed:
     found = mix(of, folder / "out", scratch=folder / "aside", seed=0, max_dropped_fraction=limit)
-    leave_out_too_long(folder / "out", found, tokenizer(), of, max_length=MAX_LENGTH, limit=limit)
+    drop_too_long(folder / "out", found, tokenizer(), of, max_length=MAX_LENGTH, limit=limit)
     return found
 
 
@@ -176,12 +176,13 @@ def test_the_account_of_a_source_has_records_uses_splits_and_reasons(tmp_path):
     path = write(tmp_path / "d.jsonl", [*SOUND, *FAULTS["identical"], *FAULTS["too_long"], {"prompt": [], "chosen": "a", "rejected": "b"}])
     of = config({"path": str(path), "drop": ["identical", "too_long"]})
     found = prepared(of, tmp_path)
-    line = account(of.sources[0], found)
+    about = Prepared(of, found, tokenizer(), {})
+    line = next(about.accounts())
     train = found.counts["s0", "preference", "train"]
     assert line.startswith("s0: read 43 records: kept sft 41 (") and f"preference 40 ({train} train, " in line
     assert "; dropped: " in line and "1 preference rows longer than model.max_length (too_long)" in line
     assert "1 a conversation without messages" in line
-    metrics = summarize(found, {}, 300)
+    metrics = about.metrics()
     assert metrics["records"] == {"s0": 43}
     assert metrics["dropped_fraction"]["s0"]["preference"] == pytest.approx(3 / 43)
     assert sum(metrics["dropped"]["s0"].values()) == 4  # sft row, pair, pair, record
@@ -192,4 +193,4 @@ def test_a_use_that_has_lost_all_its_rows_is_none_of_the_prepared(tmp_path):
     of = config({"path": str(write(tmp_path / "a.jsonl", [whole])), "uses": ["preference", "prompt"], "drop": ["too_long"]})
     found = prepared(of, tmp_path)
     assert found.uses == ["prompt"] and [p.name for p in (tmp_path / "out").iterdir()] == ["prompt.parquet"]
-    assert set(summarize(found, {"prompt": {}}, 5)["rows"]) == {"prompt"}
+    assert set(Prepared(of, found, tokenizer(), {"prompt": {}}).metrics()["rows"]) == {"prompt"}

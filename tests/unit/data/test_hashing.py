@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 from gate_pairs import write_slices
 
-from rlhf_core.data.hashing import conversation_text, kept, split_of, with_ids
+from rlhf_core.data.hashing import conversation_text, distinct_prompts, kept_by_weight, split_of, with_ids
 from rlhf_core.data.schema import read_slices
 
 FRACTIONS = {"validation_fraction": 0.06, "test_fraction": 0.12, "promotion_fraction": 0.08}
@@ -57,12 +57,14 @@ def test_ids_are_unique_even_for_equal_rows_and_survive_shuffling():
 
 def test_a_share_keeps_the_lowest_ids_and_a_smaller_one_is_a_part_of_it():
     ids = np.array([int(row["id"], 16) for row in with_ids([{"text": str(i)} for i in range(200)], "a")], dtype=np.uint64)
-    half, tenth = kept(ids, 0.5, None), kept(ids, 0.1, None)
+    half, tenth = kept_by_weight(ids, 0.5, None), kept_by_weight(ids, 0.1, None)
     assert (half.sum(), tenth.sum()) == (100, 20)
     assert ids[half].max() < ids[~half].min()
     assert half[tenth].all()
-    assert kept(ids, 1.0, 20).tolist() == tenth.tolist()
-    assert kept(ids, 1.0, None).all() and not kept(ids, 0.001, None).any() and len(kept(ids[:0], 1.0, None)) == 0
+    assert kept_by_weight(ids, 1.0, 20).tolist() == tenth.tolist()
+    assert (
+        kept_by_weight(ids, 1.0, None).all() and not kept_by_weight(ids, 0.001, None).any() and len(kept_by_weight(ids[:0], 1.0, None)) == 0
+    )
 
 
 def test_slices_change_no_id_and_come_back_from_their_file(tmp_path):
@@ -77,3 +79,8 @@ def test_ids_are_those_of_earlier_versions():
     row = {"messages": [{"role": "user", "content": "é"}], "response": "b"}
     ids = [r["id"] for r in with_ids([row, {"text": "c"}, row | {"origin": "d.jsonl line 3"}, row], "s")]
     assert ids == ["c29850f64f68ffb3", "7726ed28ffdbdcb6", "0357e3c55e2e5b5c", "c8b9de9c3579d010"]
+
+
+def test_a_conversation_is_asked_once():
+    rows = [{"id": str(i), "messages": [{"role": "user", "content": text}]} for i, text in enumerate(("a", "b", "A ", "c", "b"))]
+    assert [row["id"] for row in distinct_prompts(rows)] == ["0", "1", "3"]

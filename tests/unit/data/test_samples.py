@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import SamplesConfig, SourceConfig
-from rlhf_core.data.drops import LeftOut
+from rlhf_core.data.drops import DropCounts
 from rlhf_core.data.samples import Written, whole_sentences
 from rlhf_core.data.sources import read_source
 
@@ -43,8 +43,8 @@ def cut(text: str) -> Written:
     return Written(text, ended=False)
 
 
-def rows(source: SourceConfig, writer: KnownWriter) -> tuple[dict[str, list[dict]], LeftOut]:
-    dropped = LeftOut()
+def rows(source: SourceConfig, writer: KnownWriter) -> tuple[dict[str, list[dict]], DropCounts]:
+    dropped = DropCounts()
     found: dict[str, list[dict]] = {use: [] for use in source.uses}
     for use, row in read_source(source, seed=0, dropped=dropped, writer=writer):
         found[use].append(row)

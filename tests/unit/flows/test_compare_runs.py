@@ -28,7 +28,7 @@ from rlhf_core.report.differences import (
     params_that_differ,
     read_as,
 )
-from rlhf_core.report.times import read_times, summarize
+from rlhf_core.report.inputs import read_times, summarize
 from rlhf_core.statistics.intervals import mean_interval, paired_interval, sign_test, wilson_interval
 from rlhf_core.tracking import MetricsLog
 
@@ -235,7 +235,7 @@ def test_a_run_in_a_folder_against_one_of_a_branch(project, capsys):
     assert main(["one", "two"]) == 0
     printed = capsys.readouterr().out
     assert "one has the better policy by the judge." in printed and "rl.algorithm" in printed
-    assert "compared prompt by prompt, on the 400 prompts that both runs answered" in printed
+    assert "compared by prompt, on the 400 prompts that both runs answered" in printed
     page = (project / "reports/compare-one-two.html").read_text(encoding="utf-8")
     assert 'data-figure="train_policy_score_mean"' in page and "&#34;grpo&#34;" in page
     assert not any(hostile in page for hostile in HOSTILE[:3]) and "&lt;img src=x onerror=" in page

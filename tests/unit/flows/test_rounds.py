@@ -14,13 +14,13 @@ from ruamel.yaml import YAML
 from flows.rounds import series as series
 from rlhf_core.config import ConfigError, PromotionConfig, apply_overrides, load_params
 from rlhf_core.data.schema import read_rows, write_rows
+from rlhf_core.paths import round_folder
 from rlhf_core.provenance.inputs import read_inputs
 from rlhf_core.report.rounds import draw, table
-from rlhf_core.rounds.pins import BudgetPin, Pin, dvc_md5, read_round_stages, read_rounds, round_folder, write_rounds
+from rlhf_core.rounds.pins import BudgetPin, Pin, dvc_md5, read_round_stages, read_rounds, write_rounds
+from rlhf_core.rounds.promotion import check_budget, next_budget, verdict
 from rlhf_core.stage.files import write_json
 from rlhf_core.stage.scratch import read_work
-from rlhf_core.statistics.error_budget import next_budget
-from tasks.rounds.evaluate_round import check_budget, verdict
 
 ROOT = Path(__file__).parents[3]
 SFT = Path("models/sft")
@@ -337,7 +337,7 @@ def test_a_minimum_advantage_is_in_points_of_the_metric():
 def test_an_entry_that_spends_more_than_the_budget_is_refused():
     check_budget(FIRST, 0.05)
     check_budget(BudgetPin(comparison=3, level=0.05 - 0.02, spent=0.02), 0.05)
-    with pytest.raises(ValueError, match=r"expected at most what 0\.02 spent leave of .*error_budget=0\.05, got a level of 0\.04; bring"):
+    with pytest.raises(ValueError, match=r"expected at most what 0\.02 spent leave of .*error_budget=0\.05, got a level of 0\.04; restore"):
         check_budget(BudgetPin(comparison=3, level=0.04, spent=0.02), 0.05)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config import ConfigError
-from rlhf_core.data.values import Found
+from rlhf_core.data.values import RawRecord
 from rlhf_core.look import page
 from rlhf_core.look.guess import PROMPT
 from rlhf_core.look.look import Guess, Place, guess, look, place_of, sample_of
@@ -291,7 +291,7 @@ VALUES = st.recursive(
 @given(st.lists(st.dictionaries(NAMES, VALUES, max_size=5), min_size=1, max_size=4))
 @settings(max_examples=200, deadline=None)
 def test_any_records_give_readings_that_convert_or_none(records):
-    found = [Found(f"x line {number}", record, "") for number, record in enumerate(records, start=1)]
+    found = [RawRecord(f"x line {number}", record, "") for number, record in enumerate(records, start=1)]
     guessed = guess(Place("file", "x.jsonl"), found, whole=True, format_=None, columns={})
     assert all(tried.taken and tried.source.uses for tried in guessed.fitting)
     assert "\n".join(page.guessed(guessed, "x.jsonl"))

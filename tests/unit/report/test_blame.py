@@ -28,11 +28,14 @@ def run(*, judge: bool = True, sft: float = 0.45, policy: float = 0.88, win: flo
         if judge:
             set_shares(result, mode, sft=sft, policy=policy)
         result["win_rate"][mode] = win_rate(round(400 * win), 0)
-    params = load_params(ROOT / "params.yaml").model_dump()
+    config = load_params(ROOT / "params.yaml")
+    scorers = [scorer.model_dump() for scorer in config.evaluation_scorers]
+    params = config.model_dump()
     params["alignment"]["method"] = method
     empty = {name: pd.DataFrame(columns=columns) for name, columns in REQUIRED_COLUMNS.items() if name in ("lengths", "heldout", "samples")}
     inputs = ReportInputs(
         title="", params=params, written_params={}, files={}, outs={}, packages={}, fingerprint="", stopped=None, baselines={},
+        evaluation_scorers=scorers, method_scorers=scorers,
         data=found["prepare_data"], validation=found["validation"], model_check=found["check_model"],
         sft=found["train_sft"], reward=found["train_reward"], gate=found["gate"], policy=found["train_policy"], evaluation=result,
         sft_curves=frames["train_sft"], reward_curves=frames["train_reward"], policy_curves=frames["train_policy"], prompts="", **empty,
@@ -83,7 +86,7 @@ def test_an_sft_model_that_does_not_end_its_answers():
     inputs = failed_run()
     inputs.evaluation["sampled"]["sft"]["truncated_fraction"] = 0.63
     found = blame(inputs)
-    assert (found.stage, found.figure) == ("train_sft", "63% of the SFT model’s sampled answers are cut off")
+    assert (found.stage, found.figure) == ("train_sft", "63% of the SFT model’s sampled answers are truncated")
 
 
 def test_a_reward_model_that_guesses():
@@ -110,7 +113,7 @@ def test_a_rejected_reward_model_that_was_used_all_the_same():
 
 def test_a_reward_model_that_was_hacked():
     found = blame(run(sft=0.6, policy=0.4, win=0.8))
-    assert found.stage == "train_reward" and found.sentence == "The policy has found what the reward model is wrong about."
+    assert found.stage == "train_reward" and found.sentence == "The policy exploits errors of the reward model."
     assert found.figure == (
         "the reward prefers the policy on 80.0% of the prompts, the judge accepts 40.0% of its sampled answers and 60.0% of the SFT model’s"
     )

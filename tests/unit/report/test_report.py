@@ -37,7 +37,7 @@ from rlhf_core.report.page import (
     side_by_side,
 )
 from rlhf_core.report.texts import MAX_TEXT, markdown_block, markdown_text, measured, number, signed, visible
-from rlhf_core.report.verdict import data_verdict, gate_verdict, judge_selects, outcome, training_scorers
+from rlhf_core.report.verdict import data_verdict, gate_verdict, judge_selects, outcome
 from tasks.gate_reward import NOT_NEEDED, unjudged
 from tasks.report import read_inputs, write_stopped
 from tasks.train_reward import NOT_TRAINED
@@ -115,7 +115,7 @@ def test_modes_of_which_not_the_same_can_be_said_are_both_told(greedy, sampled, 
     assert (verdict.tone, verdict.headline) == (tone, f"By the reward model, the policy is {words}")
     said = " ".join(verdict.details)
     assert "Mean score: sampled " in said and ("The two modes disagree" in said) is (0.5 not in (greedy, sampled))
-    assert ("by however little" in said) is (greedy < 0.5 < sampled)
+    assert ("however small" in said) is (greedy < 0.5 < sampled)
 
 
 def test_the_judge_decides_about_modes_that_differ_too():
@@ -139,26 +139,24 @@ def test_without_a_judge_the_win_rate_decides_and_says_who_speaks(win, tone):
 
 def test_a_judge_that_scores_a_policy_of_pairs_was_no_part_of_its_reward():
     results = with_results(sft=0.5, policy=0.9, win=ABOVE)
-    rl, dpo = (
-        {"alignment": {"method": method}, "rl": {"reward": {"scorers": [JUDGE]}}, "rejection_sampling": {"scorers": []}}
-        for method in ("rl", "dpo")
-    )
-    for params, said in ((rl, True), (dpo, False)):
-        verdict = outcome(results, [JUDGE], confidence=0.95, trained_on=training_scorers(params))
-        assert any("trained to please it too" in detail for detail in verdict.details) is said
+    config = load_params(Path(__file__).parents[3] / "params.yaml")
+    for method, said in (("rl", True), ("dpo", False)):
+        of_method = config.model_copy(update={"alignment": config.alignment.model_copy(update={"method": method})}).method_scorers
+        verdict = outcome(results, [JUDGE], confidence=0.95, trained_on=[] if of_method is None else [JUDGE])
+        assert any("trained to satisfy it" in detail for detail in verdict.details) is said
 
 
 def test_prompts_that_the_gate_has_read_are_told():
     results = with_results(sft=0.5, policy=0.9, win=ABOVE)
-    said = "12 of the prompts were read by the gate too"
+    said = "12 of the prompts were also used by the gate"
     assert any(said in detail for detail in outcome(results | {"prompts_of_gate": 12}, [REWARD_MODEL], confidence=0.95).details)
-    assert not any("read by the gate" in detail for detail in outcome(results, [REWARD_MODEL], confidence=0.95).details)
+    assert not any("used by the gate" in detail for detail in outcome(results, [REWARD_MODEL], confidence=0.95).details)
 
 
 def test_a_reward_that_is_no_reward_model_is_not_called_one():
     results = with_results(sft=0.5, policy=0.9, win=ABOVE)
     verdict = outcome(results, [JUDGE, REWARD_MODEL | {"weight": 0.0}], confidence=0.95)
-    assert verdict.details[1].startswith("The reward prefers the policy") and "trained to please it too" in verdict.details[2]
+    assert verdict.details[1].startswith("The reward prefers the policy") and "trained to satisfy it" in verdict.details[2]
     measured_only = outcome(results, [JUDGE | {"weight": 0.0}, REWARD_MODEL], confidence=0.95)
     assert measured_only.details[1].startswith("The reward model prefers the policy") and len(measured_only.details) == 2
     alone = outcome(with_results(sft=0, policy=0, win=BELOW, judge=False), [JUDGE, REWARD_MODEL], confidence=0.95)
@@ -204,9 +202,9 @@ def test_a_run_that_nothing_scored_says_what_it_cant_say(tmp_path, monkeypatch, 
     curves = workspace / "plots/train_policy.csv"
     pd.read_csv(curves).assign(loss=0.5).to_csv(curves, index=False)
     page = render_in(workspace, monkeypatch)
-    assert ("can’t be said: nothing compared its answers" in page) is not judge
-    assert "To blame" not in page and "Win rate" not in page and '<th scope="row">Score</th>' not in page
-    assert "The policy learned from the data itself." in page and "Distance" in page
+    assert ("There is no verdict: nothing compared the policy’s answers" in page) is not judge
+    assert "Stage at fault" not in page and "Win rate" not in page and '<th scope="row">Score</th>' not in page
+    assert "The policy was trained on the data alone." in page and "Distance" in page
 
 
 def test_one_test_is_not_corrected_for_others():
@@ -214,7 +212,7 @@ def test_one_test_is_not_corrected_for_others():
         return Difference("x", "share", 0.1, 0.2, 0.1, 0.0, 0.2, True, p_value)
 
     results = Results("a", {"evaluation": {"confidence": 0.95}}, {}, {}, None)
-    assert "Green and red: clear by the table’s only test." in read_as(results, results, [row(0.5), row(None)])
+    assert "Green and red: significant in the table’s only test." in read_as(results, results, [row(0.5), row(None)])
     assert any("the table’s 2 tests" in line for line in read_as(results, results, [row(0.5), row(0.1)]))
 
 
@@ -310,7 +308,7 @@ def test_same_inputs_same_bytes_and_everything_inside(tmp_path):
         done = run_report(workspace)
         assert done.returncode == 0, done.stdout + done.stderr
         assert sorted(p.name for p in (workspace / "reports").iterdir()) == ["report.html", "timings"]
-        assert "Nothing was measured here" in (workspace / "reports/timings/time.html").read_text(encoding="utf-8")
+        assert "No timings: the results are from" in (workspace / "reports/timings/time.html").read_text(encoding="utf-8")
         pages.append((workspace / "reports/report.html").read_bytes())
     assert pages[0] == pages[1]
     assert len(pages[0]) < 3_000_000
@@ -397,7 +395,7 @@ def test_the_data_part_says_what_each_source_lost_and_why(tmp_path, monkeypatch)
     edit_metrics(workspace, "prepare_data", changes)
     section = render_in(workspace, monkeypatch).split('<section id="data">')[1].split("</section>")[0]
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", section))
-    assert "What came of the sources" in text and "clerk 4,000 " in text and "10.3%" in text
+    assert "Dropped, by reason" in text and "clerk 4,000 " in text and "10.3%" in text
     assert "400 prompt is null; 12 sft rows with a text of white space only (empty); 3 " in text
     assert HOSTILE[0] not in section
 
@@ -477,7 +475,7 @@ def test_a_stopped_chain_leaves_a_page_that_says_so_and_shows_nothing_of_an_earl
     assert done.returncode == 0, done.stderr
     page = (workspace / "reports/stopped.html").read_text(encoding="utf-8")
     assert not (workspace / "reports/report.html").exists()
-    assert "<title>Stopped: RLHF run</title>" in page and "Not a finished run." in page
+    assert "<title>Stopped: RLHF run</title>" in page and "Unfinished run." in page
     assert "Stopped at gate_reward: the reward model did not pass its gate." in page and "rejected: &lt;b&gt;too few&lt;/b&gt;" in page
     assert 'data-figure="reward_accuracy"' in page and 'data-figure="gate_scores"' in page
     assert "sft right; dpo right; shared prefix on; vllm right." in " ".join(page.split())
@@ -513,8 +511,9 @@ def test_who_is_to_blame_and_what_was_overridden_or_stopped_stands_at_the_top(tm
     edit_metrics(workspace, "train_policy", {"resumed_from": [began]})
     page = render_in(workspace, monkeypatch)
     top = page[: page.index("</header>")]
-    assert "train_policy went on from other work’s checkpoint, of step 7." in top and "rl.learning_rate: 1 -&gt; &lt;2&gt;" in top
-    assert '<aside class="blame">' in top and "What to look at:" in top and "we &lt;know&gt;" in top
+    assert "train_policy resumed from a checkpoint of another configuration, step 7." in top
+    assert "rl.learning_rate: 1 -&gt; &lt;2&gt;" in top
+    assert '<aside class="blame">' in top and "What to check:" in top and "we &lt;know&gt;" in top
     assert "A limit ended the training at step 30." in top
     assert page.count("kl: &lt;9&gt;") >= 2 and "The policy is that of step 25." in page
 
@@ -541,9 +540,9 @@ def test_the_gate_shows_slices_calibration_and_the_incumbent(tmp_path, monkeypat
     assert "Against the anchor, v&lt;1&gt;, the most accurate" in gate_part and "−0.4 points (−1.2 to +0.4)" in gate_part
     assert "Look 32 at these test pairs" in gate_part and "31 other reward models were judged on them before" in gate_part
     assert "run/&lt;31&gt;" in gate_part and "run/&lt;11&gt;" not in gate_part and "The last 20 of 31 earlier looks" in gate_part
-    assert gate_part.count("no verdict by then") == 1 and "Intervals of 99.995%" in gate_part
+    assert gate_part.count("no verdict yet") == 1 and "Intervals of 99.995%" in gate_part
     assert 'data-figure="gate_reliability"' in gate_part and 'data-figure="gate_external"' in gate_part
-    assert "The weakest slice is category “&lt;script&gt;" in gate_part and "shown, not judged" in gate_part
+    assert "The weakest slice is category “&lt;script&gt;" in gate_part and "reported, not judged" in gate_part
     figures = json.loads(re.search(r'<script type="application/json" id="figures">(.*?)</script>', page)[1])["figures"]
     drawn = json.dumps(figures["gate_accuracy"])
     # The source has all pairs and is left out; the slice with 40 pairs is grey.
@@ -602,7 +601,9 @@ def test_the_verdicts_four_tests_are_corrected_together():
     result = with_results(sft=0.5, policy=0.5, win=ACROSS)
     result["difference"]["sampled"]["judge_ok"] |= {"value": -0.05, "p_value": 0.02}
     verdict = outcome(result, [REWARD_MODEL], confidence=0.95)
-    assert verdict.tone == "open" and re.search(r"a true difference of \d+\.\d points greedy and of \d+\.\d sampled", verdict.details[1])
+    assert verdict.tone == "open" and re.search(
+        r"a true difference of \d+\.\d points \(greedy\) or \d+\.\d points \(sampled\)", verdict.details[1]
+    )
     result["difference"]["sampled"]["judge_ok"]["p_value"] = 0.012
     verdict = outcome(result, [REWARD_MODEL], confidence=0.95)
     assert verdict.tone == "bad" and not any("true difference" in detail for detail in verdict.details)
@@ -625,14 +626,14 @@ def test_a_judge_that_chose_the_policy_is_no_stranger_to_it():
     assert judge_selects(params_with()) == []
     assert judge_selects(params_with(evaluation__keep_best=True)) == []  # by the score
     (said,) = judge_selects(params_with(evaluation__keep_best=True, evaluation__metric="judge"))
-    assert said.startswith("The judge chose this policy among those of the training")
+    assert said.startswith("The judge selected this policy during training")
     verdict = outcome(with_results(sft=0.5, policy=0.9, win=ABOVE), [REWARD_MODEL], confidence=0.95, selected=[said])
     assert verdict.details[-1] == said
     (said,) = judge_selects(params_with(monitor__low=LIMIT))
-    assert "had a say in when the training ends (rl.monitor: low)" in said
+    assert "influences when the training ends (rl.monitor: low)" in said
     assert judge_selects(params_with(monitor__low=LIMIT | {"action": "warn"})) == []
     (said,) = judge_selects(params_with(evaluation__metric="judge", monitor__back=LIMIT | {"metric": "kl_mean", "action": "rollback"}))
-    assert "Where the limit back ends the training, the judge chooses" in said
+    assert "If the limit back ends the training, the judge selects" in said
     rule = params_with(evaluation__keep_best=True, evaluation__metric="mine")
     rule["rl"]["reward"]["scorers"].append({"name": "mine", "kind": "function", "path": "rules.py:good", "weight": 0.0})
     assert judge_selects(rule) == []
@@ -656,4 +657,4 @@ def test_the_page_says_that_the_judge_chose_the_policy(tmp_path, monkeypatch):
     curves = pd.read_csv(workspace / "plots/train_policy.csv").assign(score_judge=0.5)
     curves.to_csv(workspace / "plots/train_policy.csv", index=False)
     page = render_in(workspace, monkeypatch)
-    assert "The judge chose this policy among those of the training" in page[: page.index("</header>")]
+    assert "The judge selected this policy during training" in page[: page.index("</header>")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlhf_core.rounds.pairs import Group, build_pairs
+from rlhf_core.rounds.data import Group, build_pairs
 
 MESSAGES = [{"role": "user", "content": "Sort 21."}]
 

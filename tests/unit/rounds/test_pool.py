@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.rounds.pool import prompts_of_round
+from rlhf_core.rounds.data import prompts_of_round
 
 
 @given(pool=st.integers(1, 40), count=st.integers(1, 60), rounds=st.integers(1, 12), seed=st.integers(0, 3))

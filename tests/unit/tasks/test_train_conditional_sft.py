@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 from tiny_models import MAX_LENGTH, tiny_params
 
-from rlhf_core.data.schema import write_rows
 from rlhf_core.trainers.conditional import rated_responses, with_quality
 from rlhf_core.trainers.demonstrations import encode_demonstrations
+from rlhf_core.trainers.rejection_sampling import heldout_demonstrations
 from tasks.train_conditional_sft import encode, quality_levels
-from tasks.train_rejection_sampling import heldout_demonstrations
 
 MESSAGES = [{"role": "user", "content": "Sort 41."}]
 
@@ -53,13 +52,11 @@ def test_responses_without_a_level_are_left_out_and_long_ones_counted(tokenizer)
     assert (examples, too_long) == (encode_demonstrations(asked, tokenizer, max_length=MAX_LENGTH)[0], 1)
 
 
-def test_thoughts_are_trained_on_where_sft_trains_on_them(tokenizer, tmp_path: Path, monkeypatch):
+def test_thoughts_are_trained_on_where_sft_trains_on_them(tokenizer):
     thoughtful = "<think>\n1 first\n</think>\n\n14."
     (example,), _ = encode(stage(**{"sft.train_on_thoughts": False}), tokenizer, rated_responses(rows((thoughtful, "41")))[:1], [3])
-    monkeypatch.setattr("tasks.train_rejection_sampling.PREPARED", tmp_path)
-    heldout = {"id": "s", "source": "mine", "split": "validation", "messages": MESSAGES, "response": thoughtful}
-    write_rows(tmp_path, "sft", [heldout])
-    (other,) = heldout_demonstrations(stage(**{"sft.train_on_thoughts": False}), tokenizer)
+    sft = tiny_params(**{"sft.train_on_thoughts": False}).sft
+    (other,) = heldout_demonstrations([{"messages": MESSAGES, "response": thoughtful}], tokenizer, sft, max_length=MAX_LENGTH)
     for found in (example, other):
         assert tokenizer.decode(found.ids[found.skipped[0][1] : -1]) == "14."
 

@@ -1,4 +1,4 @@
-"""The tables of docs/statistics.md on few replications: every share is what it should be, give or take chance."""
+"""The simulated table of intervals on few replications: every share is what it should be, give or take chance."""
 
 from __future__ import annotations
 

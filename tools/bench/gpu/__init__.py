@@ -1,1 +1,1 @@
-"""What a GPU alone can tell, in twenty minutes: python -m tools.bench.gpu (docs/gpu.md). Each part is a program of its own."""
+"""The GPU check: python -m tools.bench.gpu, at most twenty minutes (docs/gpu.md). Each part is a program."""

@@ -1,7 +1,7 @@
 """What works on this GPU, and how fast: python -m tools.bench.gpu [--parts tests,training,...] [--minutes M] [--out FOLDER] [--rehearse]
 
-Writes <part>.json for each part and gpu.md into --out. --write FOLDER ... puts the results of such folders into docs/gpu.md instead; of
-a part that is in several, the last one's count. Ends with 1 where a part failed, was stopped or didn't run.
+Writes <part>.json for each part and gpu.md into --out. --write FOLDER ... puts the results of such folders into docs/gpu.md instead; the
+last folder that has a part counts. Exit code 1: a part failed, was stopped or didn't run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.gpu.cases import ROOT
 from tools.bench.gpu.harness import PARTS, RAN, Result, find_about, read_result, run_parts
 from tools.bench.gpu.shapes import models_folder
@@ -24,8 +24,8 @@ DOCUMENT = ROOT / "docs" / "gpu.md"
 
 def main() -> int:
     arguments = parse()
-    be_quiet()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that parts end with this process
+    configure_process()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # parts end with this process
     try:
         if arguments.write is not None:
             put_into(arguments.document, read_folders(arguments.write))
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def check(arguments: argparse.Namespace) -> list[Result]:
-    """Runs the parts; the table is written anew after each, so that one is there whenever this ends."""
+    """Run the parts and write the table after each, so that an interrupted check has one."""
     until = time.monotonic() + 60 * arguments.minutes
     about, results = find_about(rehearse=arguments.rehearse), []
     print("; ".join(f"{name} {value}" for name, value in about.items()), flush=True)

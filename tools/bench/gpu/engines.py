@@ -1,10 +1,11 @@
-"""Rollout engines in processes of their own, which do what they are told and say how long it took: vLLM alone, and within VllmEngine."""
+"""Rollout engines in their own processes, which run requests and report seconds: bare vLLM, and VllmEngine."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,15 +14,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tools.bench.gpu.processes import die_with_parent
+from rlhf_core.process import end_with_parent
 
 if TYPE_CHECKING:
     import torch
 
 GPU = Path("/dev/nvidiactl")  # there where NVIDIA's driver is
 Side = Literal["vLLM", "ours"]
-ANSWER_SECONDS = 240.0  # for an answer; an engine's start is among them
-COMPARED_TOKENS = 256  # whose logits over the vocabulary are looked at at a time
+ANSWER_SECONDS = 240.0  # for an answer, an engine's start included
+COMPARED_TOKENS = 256  # tokens whose logits are computed at a time
 BLOCK = 128  # tokens of a block of the CPU's cache
 
 
@@ -39,9 +40,9 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts as token ids, and the length of every response: no token ends one.
+    """Prompts as token ids, and the length of every response; no token ends one.
 
-    plain: vLLM alone is asked for tokens alone; otherwise each prompt has a seed, and each token its log-probability, as RL wants it.
+    plain: bare vLLM returns tokens only; otherwise each prompt has a seed and each token a log-probability, as in RL.
     """
 
     prompts: list[list[int]]
@@ -53,7 +54,7 @@ class Engine:
     """The process of one engine.
 
     Raises:
-        RuntimeError: it ended, or gave no answer in time.
+        RuntimeError: the process ended, or gave no answer in time.
     """
 
     def __init__(self, side: Side, settings: EngineSettings):
@@ -66,15 +67,15 @@ class Engine:
 
     @cached_property
     def start_seconds(self) -> float:
-        """Waits until it is there."""
+        """Wait until the engine has started."""
         return self._answer("start")
 
     def generate(self, batch: Batch) -> tuple[float, int]:
-        """Seconds, and tokens that were generated."""
+        """Seconds and number of generated tokens."""
         return self._ask("generate", batch)
 
     def reload(self, prompts: list[list[int]], response: int) -> dict[str, Any]:
-        """Of an engine of ours: see `_Ours.reload`."""
+        """For a VllmEngine: see `_Ours.reload`."""
         return self._ask("reload", prompts, response)
 
     def close(self) -> None:
@@ -103,7 +104,7 @@ class Engine:
 
 @contextlib.contextmanager
 def engines(sides: tuple[Side, ...], settings: EngineSettings) -> Iterator[list[Engine]]:
-    """One of each. On a GPU one starts after the other: vLLM measures the memory that is free while it starts."""
+    """Start one engine of each kind. On a GPU in sequence, because vLLM measures free memory while it starts."""
     with contextlib.ExitStack() as stack:
         started = []
         for side in sides:
@@ -116,11 +117,11 @@ def engines(sides: tuple[Side, ...], settings: EngineSettings) -> Iterator[list[
 
 def serve(connection: Connection, parent: int, side: Side, settings: EngineSettings) -> None:
     """An engine's process."""
-    die_with_parent(parent)
+    end_with_parent(parent, signal.SIGKILL)
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-    from rlhf_core.process import be_quiet, collect_rarely
+    from rlhf_core.process import collect_rarely, configure_process
 
-    be_quiet()
+    configure_process()
     collect_rarely()
     began = time.perf_counter()
     engine = {"vLLM": _Bare, "ours": _Ours}[side](settings)
@@ -132,7 +133,7 @@ def serve(connection: Connection, parent: int, side: Side, settings: EngineSetti
 
 
 class _Bare:
-    """vLLM as its documentation has it, for offline use: default settings, and token ids in and out."""
+    """vLLM's documented offline use: default settings, token ids in and out."""
 
     def __init__(self, settings: EngineSettings):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -140,7 +141,7 @@ class _Bare:
         from vllm import LLM
 
         on_cpu = {}
-        if not torch.cuda.is_available():  # as VllmEngine, which says why
+        if not torch.cuda.is_available():  # as in VllmEngine, which has the reason
             torch._dynamo.config.disable = True
             inspect_here(settings.model)
             on_cpu = {"enforce_eager": True, "enable_chunked_prefill": False, "block_size": BLOCK}
@@ -152,7 +153,7 @@ class _Bare:
             max_num_seqs=settings.sequences,
             gpu_memory_utilization=settings.memory,
             skip_tokenizer_init=True,
-            enable_prefix_caching=False,  # no prompt comes twice
+            enable_prefix_caching=False,  # no prompt is repeated
             logprobs_mode="processed_logprobs",
             use_tqdm_on_load=False,
             seed=0,
@@ -200,11 +201,11 @@ class _Ours:
         return self._engine.generate(prompts, list(range(len(prompts))), SamplingSettings(response, 1.0), stop_ids=(), group_size=1)
 
     def reload(self, prompts: list[list[int]], response: int) -> dict[str, Any]:
-        """Load other weights from the CPU's memory, twice, and hold the log-probabilities of new responses against transformers'.
+        """Load other weights from CPU memory, twice, and compare log-probabilities of new responses with transformers'.
 
-        They are the same numbers in other rows, so that what the engine had says something else.
+        The weights are the old ones with rows permuted, so stale weights give other probabilities.
 
-        Returns: seconds (of each load), bytes, and apart: the sizes of the differences in nats (tools.bench.gpu.job.sizes).
+        Returns: seconds (of each load), bytes, and apart: statistics of the differences in nats (tools.bench.gpu.job.sizes).
         """
         import torch
 
@@ -233,7 +234,7 @@ class _Ours:
 
 
 def inspect_here(model: str) -> None:
-    """Spare the process that vLLM would start to look at the model's class, lest a GPU be touched."""
+    """Inspect the model's class in this process; vLLM would start another one to keep a GPU untouched."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
@@ -242,7 +243,7 @@ def inspect_here(model: str) -> None:
 
 
 def _logprobs(model: torch.nn.Module, prompt: list[int], response: list[int]) -> torch.Tensor:
-    """Of a response's tokens [R], by transformers' plain forward pass."""
+    """Log-probabilities of a response's tokens [R] by transformers' forward pass."""
     import torch
 
     ids = torch.tensor([prompt + response], device=model.device)

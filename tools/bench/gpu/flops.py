@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, and what part of a GPU's peak they come to."""
+"""Floating-point operations of a training step, and their share of a GPU's peak."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tools.planning.shape import ModelShape
 
-# FLOP/s of dense bfloat16 matrix products by the device's exact name, so that no other board of the same chip gets its figure. The vendor's
+# FLOP/s of dense bfloat16 matrix products by the device's exact name; other boards of the same chip differ. The vendor's
 # pages give twice as much, for sparse matrices: https://www.nvidia.com/en-us/data-center/h100/, .../h200/ and .../a100/.
 PEAKS: dict[str, float] = {
     "NVIDIA H100 80GB HBM3": 989.4e12,
@@ -18,10 +18,10 @@ PEAKS: dict[str, float] = {
 
 @dataclass(frozen=True)
 class Passed:
-    """What goes through a model in one optimizer step's forward passes.
+    """Tokens of one optimizer step's forward passes through a model.
 
-    tokens: without padding. padded: with it. sequences: tokens of all sequences, a prompt that several share counted for each.
-    visible: pairs of a token and one that it sees. predicted: tokens for which the vocabulary's head is computed.
+    tokens: without padding. padded: with it. sequences: tokens of all sequences, a shared prompt counted in each.
+    visible: pairs of a token and one it attends to. predicted: tokens with logits.
     """
 
     tokens: int
@@ -35,7 +35,7 @@ class Passed:
 
 
 def step_flops(shape: ModelShape, passed: Passed, *, adapters: bool = False) -> float:
-    """Model FLOP of forward and backward of one optimizer step; nothing that is computed again counts.
+    """Model FLOP of forward and backward of one optimizer step, without recomputation.
 
         forward = 2 M tokens + 4 layers width visible + 2 E predicted         M, E: matrix elements of trunk and head
         full training: 3 forward;  adapters: the frozen matrices have no weight gradient, 2 in place of 3 for M and E
@@ -50,7 +50,7 @@ def step_flops(shape: ModelShape, passed: Passed, *, adapters: bool = False) -> 
 
 
 def utilization(flops: float, seconds: float, device: str) -> float | None:
-    """Model FLOPs utilization in percent: FLOP per second over the device's peak; None: the device's peak isn't known.
+    """Model FLOPs utilization in percent: FLOP per second over the device's peak; None: unknown peak.
 
     Source: Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 4.1
     """

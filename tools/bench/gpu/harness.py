@@ -1,6 +1,6 @@
-"""Runs the parts of the GPU check one after the other, each in a process of its own with a time limit.
+"""Runs the parts of the GPU check in sequence, each in its own process with a time limit.
 
-Whatever a part does, the next one runs: at its limit the part and all that it has started are killed, and what it had found stays.
+At its limit a part and all its descendants are killed; its figures stay, and the next part runs.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pathlib import Path
 
 import psutil
 
-from tools.bench.gpu.cases import ROOT, end_with_parent
+from tools.bench.gpu.cases import KILL_WITH_PARENT, ROOT
 from tools.bench.gpu.record import Figure, read
 
 RAN, FAILED, STOPPED, NOT_RUN = "ran", "failed", "stopped", "not run"
 REASON_LINES = 3
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
-END_SECONDS = 15.0  # for killed processes to be gone
+END_SECONDS = 15.0  # until killed processes are gone
 ABOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """module: takes --out FILE.json, --models FOLDER and --rehearse. needs, limit: seconds; with less than `needs` left it isn't begun."""
+    """module: takes --out FILE.json, --models FOLDER and --rehearse. needs, limit: seconds; not started with less than `needs` left."""
 
     name: str
     tells: str
@@ -47,7 +47,7 @@ class Part:
         return self.module or f"tools.bench.gpu.{self.name}"
 
 
-# In the order of what is most worth knowing.
+# The most useful parts first.
 PARTS = (
     Part("tests", "the tests that need a GPU", 120, 420),
     Part("training", "steps of SFT, reward model and DPO", 120, 480),
@@ -61,7 +61,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a part.
+    """The result of a part.
 
     outcome: ran, failed, stopped or not run, with a reason where there is one. about: see tools/bench/gpu/device.py.
     """
@@ -79,7 +79,7 @@ class Result:
 
 
 def read_result(path: Path) -> Result:
-    """What `Result.write` wrote; of a part that was running when all was ended, the figures that it had."""
+    """Read what `Result.write` wrote; for an interrupted part its figures so far."""
     found = json.loads(path.read_text())
     if isinstance(found, list):
         return Result(path.stem, STOPPED, "the whole check was ended while it ran", figures=read(path))
@@ -88,10 +88,10 @@ def read_result(path: Path) -> Result:
 
 
 def run_parts(parts: Sequence[Part], out: Path, *, until: float, rehearse: bool, models: Path, about: dict[str, str]) -> Iterator[Result]:
-    """Each part's result when it is there, written to out/<part>.json unless the part wasn't begun.
+    """Yield each part's result, written to out/<part>.json unless the part wasn't started.
 
     Args:
-        until: the monotonic clock's time at which all of them end.
+        until: end of all parts, monotonic clock.
     """
     for part in parts:
         left = until - time.monotonic()
@@ -105,7 +105,7 @@ def run_parts(parts: Sequence[Part], out: Path, *, until: float, rehearse: bool,
 
 
 def run_part(part: Part, path: Path, *, seconds: float, rehearse: bool, models: Path, about: dict[str, str]) -> Result:
-    """One part, with its output passed on. `path`: where it leaves its figures while it runs."""
+    """Run one part and pass its output on. `path`: file of its figures."""
     path.unlink(missing_ok=True)
     began = time.monotonic()
     outcome, reason = _watch(part, path, seconds=seconds, rehearse=rehearse, models=models)
@@ -123,7 +123,7 @@ def _watch(part: Part, path: Path, *, seconds: float, rehearse: bool, models: Pa
     adopt_orphans()
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", start_new_session=True, preexec_fn=end_with_parent,
+        text=True, errors="replace", start_new_session=True, preexec_fn=KILL_WITH_PARENT,
     )  # fmt: skip
     said: deque[str] = deque(maxlen=200)
     reader = threading.Thread(target=_pass_on, args=(process, said), daemon=True)
@@ -150,7 +150,7 @@ def _pass_on(process: subprocess.Popen, said: deque[str]) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Of a part. vLLM's default sampler needs a package that not every installation has; without it vLLM would end with an error."""
+    """Environment of a part. vLLM's default sampler needs an optional package; without it vLLM would fail."""
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), "PYTHONUNBUFFERED": "1"}
     if importlib.util.find_spec("flashinfer") is None:
         found.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -158,25 +158,25 @@ def environment() -> dict[str, str]:
 
 
 def adopt_orphans() -> None:
-    """Processes whose own parents die become children of this one: none of a part's gets away, not even one with a session of its own."""
+    """Make this process the reaper of orphans, so that no descendant of a part escapes, even in another session."""
     if sys.platform == "linux":
         pr_set_child_subreaper = 36
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
 
 
 def end_descendants(process: subprocess.Popen) -> None:
-    """Kill the part and all that came of it: there may be no process left on the device when the next part begins.
+    """Kill a part and all its descendants, so that none is on the device when the next part starts.
 
     This process must have no other children.
     """
-    if process.poll() is None:  # at its limit: it may end what it has started and remove its folders
+    if process.poll() is None:  # lets it end its children and remove its folders
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=GRACE_SECONDS)
     until = time.monotonic() + END_SECONDS
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the driver: the next part is to run all the same
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the driver; run the next part anyway
         process.wait(timeout=END_SECONDS)
     while (children := psutil.Process().children(recursive=True)) and time.monotonic() < until:
         for child in children:
@@ -186,10 +186,10 @@ def end_descendants(process: subprocess.Popen) -> None:
 
 
 def find_about(*, rehearse: bool) -> dict[str, str]:
-    """The device and what is installed, looked at by a process of its own.
+    """Device and packages, inspected by another process.
 
     Raises:
-        RuntimeError: there is no GPU, and this is no rehearsal; or nothing could be found out.
+        RuntimeError: there is no GPU (except in a rehearsal), or the inspection failed.
     """
     command = [sys.executable, "-m", "tools.bench.gpu.device", *(["--rehearse"] if rehearse else [])]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=ABOUT_SECONDS)

@@ -48,7 +48,7 @@ def start(ends: list[float], mismatch: dict[int, dict[str, float]], job: RlJob) 
     def note_and_check(batch, sampler_logprobs, config, *, step: int, **how: Any) -> float:
         mask = batch.response_mask.clone()
         mask[:, : config.rollout.min_new_tokens] = False
-        mismatch[step] = sizes((batch.rollout_logprobs - sampler_logprobs)[mask])  # a step's last comparison is the one that counts
+        mismatch[step] = sizes((batch.rollout_logprobs - sampler_logprobs)[mask])  # a step's last comparison counts
         return check(batch, sampler_logprobs, config, step=step, **how)
 
     loop.check_logprobs = note_and_check

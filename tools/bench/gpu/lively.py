@@ -1,4 +1,4 @@
-"""Random weights that say something: a fresh model gives all tokens about the same probability, and whatever computes with it agrees."""
+"""Random weights with spread logits. A fresh model gives all tokens similar probabilities, so that any two computations agree."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 
 from tools.bench.gpu.shapes import model_folder
 
-LOGITS_STD = 3.0  # of a token's logits over the vocabulary, about that of trained models
-INITIAL_STD = 0.02  # of a fresh head's weights
-MOST = 5.0  # a narrow shape's last state is mostly its token's own embedding, and a tied head would do nothing but repeat the token
+LOGITS_STD = 3.0  # standard deviation of logits over the vocabulary, as in trained models
+INITIAL_STD = 0.02  # standard deviation of a fresh head's weights
+MOST = 5.0  # the last state of a narrow model is mostly its token's embedding, and a tied head would repeat the token
 NORM = "model.norm.weight"
 
 
 def norm_weight(hidden: int) -> float:
-    """Of the last norm, whose output a head of so many inputs turns into logits of LOGITS_STD."""
+    """Weight of the last norm for which a head with `hidden` inputs gives logits of LOGITS_STD."""
     return min(MOST, LOGITS_STD / (INITIAL_STD * math.sqrt(hidden)))
 
 
 def lively_folder(name: str, models: Path) -> Path:
-    """A language model's folder as `model_folder` has it, but for the weight of the last norm; written unless it is there."""
+    """A language model's folder as by `model_folder`, with another weight of the last norm; written if missing."""
     from safetensors.torch import load_file, save_file
 
     fresh, folder = model_folder(name, models), models / f"{name}-lively"

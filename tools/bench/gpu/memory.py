@@ -1,4 +1,4 @@
-"""Part memory: where the memory of an RL step goes, by role and phase, beside the planner's figures; and a rollout engine's.
+"""Part memory: memory of an RL step by role and phase, beside the planner's figures, and of a rollout engine.
 
 python -m tools.bench.gpu.memory --out FILE.json [--rehearse]
 """
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.gpu.cases import Case, measure_apart, measure_here, run_or_die
 from tools.bench.gpu.record import Record
 from tools.bench.gpu.shapes import SHAPES, TINY, argument_parser, models_folder, shape_name
@@ -17,13 +17,13 @@ from tools.planning.hardware import GIB, Cluster, Gpu
 from tools.planning.plan import CRITIC, POLICY, REFERENCE, REWARD, Group, Placement, Workload, group_memory
 
 CASE_SECONDS = 200.0
-PASSES = "one pass: activations, logits"  # as the planner calls it
+PASSES = "one pass: activations, logits"  # the planner's name
 ON_GPU: Case = {"shape": "0.5B", "prompt": (64, 512), "response": (64, 512), "samples": 64, "microbatch_tokens": 8192, "steps": 3}
 REHEARSED: Case = {"shape": TINY, "prompt": (4, 12), "response": (4, 24), "samples": 8, "microbatch_tokens": 128, "steps": 2}
 
 
 def main() -> int:
-    be_quiet()
+    configure_process()
     if sys.argv[1:2] == ["--cases"]:
         measure_here(sys.argv[2], measure)
         return 0
@@ -36,7 +36,7 @@ def measure(case: Case) -> Case:
     """In the child.
 
     Raises:
-        RuntimeError: there is no GPU, and this is no rehearsal.
+        RuntimeError: there is no GPU (except in a rehearsal).
     """
     from tools.bench.gpu.device import require
     from tools.bench.gpu.roles import measure_engine, measure_trainer
@@ -46,7 +46,7 @@ def measure(case: Case) -> Case:
 
 
 def part(record: Record, *, models: Path, rehearse: bool) -> list[str]:
-    """Measures and records. Returns what failed."""
+    """Measure and record. Returns the failures."""
     common = {**(REHEARSED if rehearse else ON_GPU), "rehearse": rehearse, "models": str(models)}
     backend = "pytorch" if rehearse else "vllm"
     cases = [{**common, "what": "trainer"}, {**common, "what": "engine", "backend": backend}]
@@ -101,7 +101,7 @@ def planned_parts(case: Case) -> dict[str, float]:
         microbatch_tokens=case["microbatch_tokens"],
     )
     group = Group(1, (POLICY, CRITIC, REFERENCE, REWARD))
-    any_gpu = Gpu("here", memory=80 * GIB, flops=1.0, bandwidth=1.0, link=1.0)  # parts depend on none
+    any_gpu = Gpu("here", memory=80 * GIB, flops=1.0, bandwidth=1.0, link=1.0)  # the parts don't depend on any of them
     return group_memory(work, group, Placement((group,), zero_stage=2), Cluster(any_gpu, gpus=1)).parts
 
 

@@ -1,4 +1,4 @@
-"""RL jobs as the stage train_policy submits them, on a Ray head of this process: what they do, and what is read of them."""
+"""RL jobs as the stage train_policy submits them, on a Ray head of this process, and their results."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from tools.bench.gpu.shapes import SHAPES, Lengths, model_folder, prompts, shape
 from tools.bench.ours_online import ROOT, read_csv
 from tools.bench.work import DEFAULTS, PLAIN_ONLINE
 
-# Trainer and engine share one GPU, of whose memory the engine has this part; TRL's engine has as much.
+# Trainer and engine share a GPU; the engine has this share of its memory, TRL's too.
 ENGINE_MEMORY = 0.34
 SHARED = {"rl.trainer.gpus_per_rank": 0.6, "rl.rollout.gpus_per_engine": 0.4, "rl.rollout.gpu_memory_fraction": ENGINE_MEMORY}
-# Differences are a figure here; the limits of params.yaml would end the job before it is there.
+# Differences are reported here; the limits of params.yaml would end the job first.
 UNLIMITED = dict.fromkeys(
     ("rl.rollout.max_logprob_difference", "rl.rollout.bfloat16_mean_difference", "rl.rollout.bfloat16_p999_difference"), 1e6
 )
 REWARD_MODEL = [{"name": "reward_model", "kind": "reward_model", "weight": 1.0, "normalization": "none"}]
 PHASES = ("generate", "score", "forward", "update", "sync")
-TEMPLATE_TOKENS = 8  # of a prompt, beside its words
+TEMPLATE_TOKENS = 8  # tokens of a prompt besides its words
 DEADLINES = {"start": 300.0, "step": 200.0}  # seconds
-GONE_SECONDS = 30.0  # in which a job's actors must have ended
+GONE_SECONDS = 30.0  # for a job's actors to end
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a job does.
+    """A job's sizes.
 
-    prompts: of each step. group: responses to each. prompt, response: tokens, of prompts from the first to the second.
-    warmup: steps at the beginning whose times don't count.
+    prompts: per step. group: responses per prompt. prompt: tokens, least and most. response: tokens.
+    warmup: first steps, which aren't timed.
     """
 
     algorithm: Literal["grpo", "ppo"]
@@ -85,7 +85,7 @@ class Case:
             "rollout.min_new_tokens": 0,
             "rollout.max_concurrent_sequences": self.samples,
             "trainer.microbatch_tokens": self.microbatch_tokens,
-            "trainer.zero_stage": 2 if self.dtype == "bfloat16" else 0,  # as docs/gpu.md has it
+            "trainer.zero_stage": 2 if self.dtype == "bfloat16" else 0,  # as docs/gpu.md recommends
             "deadlines": DEADLINES,
             "monitor": dict.fromkeys(tree["rl"]["monitor"]),
         }
@@ -97,17 +97,17 @@ class Case:
         return parse_params(tree)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Conversations for all steps, each once."""
+        """Conversations for all steps, without repetition."""
         low, high = self.prompt
         return prompts(self.steps * self.prompts, Lengths((low, high), (1, 1)))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a job. Lists have a value for each step.
+    """A job's results. Lists have a value per step.
 
-    start: seconds from its submission to its first step. seconds: of each step and, as seconds_<phase>, of each of its phases.
-    tokens: of responses. entropy: of the policy, nats per token. mismatch: see tools.bench.gpu.job.
+    start: seconds from its submission to its first step. seconds: of each step, and of its phases as seconds_<phase>.
+    tokens: response tokens. entropy: of the policy, nats per token. mismatch: see tools.bench.gpu.job.
     """
 
     start: float
@@ -118,7 +118,7 @@ class Outcome:
     peaks: Peaks
 
     def of(self, phase: str, *, warmup: int) -> list[float]:
-        """Seconds of a phase, or of steps where it is empty."""
+        """Seconds of a phase; of whole steps if empty."""
         return [row[f"seconds_{phase}" if phase else "seconds"] for row in self.seconds[warmup:]]
 
 
@@ -135,9 +135,9 @@ def run(case: Case, models: Path, folder: Path, address: str, budget: Budget) ->
     """Submit a case's job and follow it to its end.
 
     Args:
-        folder: a new one, for the job's own files.
+        folder: a new folder for the job's files.
     Raises:
-        RuntimeError: the job ended otherwise than well, or the budget ran out.
+        RuntimeError: the job failed, or the budget ran out.
     """
     job, cluster, output = describe(case, models, folder), case.params.cluster, []
     job.write(folder / "job.json")
@@ -163,7 +163,7 @@ def run(case: Case, models: Path, folder: Path, address: str, budget: Budget) ->
 
 
 def wait_until_gone() -> None:
-    """Until no actor of a job has memory that the next one may need."""
+    """Wait until the job's actors have freed their memory."""
     until = time.monotonic() + GONE_SECONDS
     while left := actor_processes():
         if time.monotonic() > until:
@@ -176,7 +176,7 @@ def read(case: Case, job: RlJob, began: float, peaks: Peaks) -> Outcome:
     curves = read_csv(Path(job.work) / "curves.csv", "response_length", "entropy")
     seen = json.loads((Path(job.work) / SEEN).read_text())
     return Outcome(
-        start=seen["ends"][0] - seconds[0]["seconds"] - began,  # Linux has one such clock for all processes
+        start=seen["ends"][0] - seconds[0]["seconds"] - began,  # on Linux one clock for all processes
         seconds=seconds,
         tokens=[row["response_length"] * case.samples for row in curves],
         entropy=[row["entropy"] for row in curves],
@@ -214,5 +214,5 @@ def describe(case: Case, models: Path, folder: Path) -> RlJob:
 
 
 def weight_bytes(case: Case) -> int:
-    """Of the policy as it goes to an engine, without its few biases."""
+    """Bytes of the policy's weights as sent to an engine, without biases."""
     return SHAPES[case.shape].parameters * {"bfloat16": 2, "float32": 4}[case.dtype]

@@ -1,8 +1,8 @@
-"""GRPO by us and by TRL with vLLM in its trainer's process, in turn: python -m tools.bench.gpu.peer --out FILE.json [--rehearse]
+"""GRPO here and by TRL with vLLM in its trainer's process, alternating: python -m tools.bench.gpu.peer --out FILE.json [--rehearse]
 
 The same shape with the same random weights, prompts, groups, length of responses, steps, reward, reference and optimizer settings. TRL's
-trainer has float32 weights and computes in bfloat16, ours has bfloat16 weights and float32 masters; both have one optimizer step for each
-batch, and no correction of the engine's probabilities. Tokens are those of responses.
+trainer has float32 weights and computes in bfloat16; this project's has bfloat16 weights and float32 masters. Both take one optimizer step
+per batch, without importance correction. Tokens are response tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tools.bench.gpu.rl import GRPO, REHEARSED
 from tools.bench.gpu.shapes import models_folder
 
 BUDGET_SECONDS = 450.0
-ROUNDS = 2  # as many as there is time for
+ROUNDS = 2  # as many as time allows
 
 
 @dataclass(frozen=True)
 class Side:
-    """start: seconds to the first step. speeds: tokens per second of each step that counts."""
+    """start: seconds to the first step. speeds: tokens per second of each timed step."""
 
     start: float
     speeds: list[float]
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def in_turn(case: Case, number: int, models: Path, folder: Path, record: Record, budget: Budget, failures: list[str]) -> dict[str, float]:
-    """A round, the other way round in every second one: tokens per second of each side that didn't fail."""
+    """A round, in reverse order every second time: tokens per second of each side that didn't fail."""
     medians, name = {}, f"{case.name}, round {number}"
     for side in ("ours", "TRL")[:: 1 if number % 2 else -1]:
         measure = {"ours": ours, "TRL": theirs}[side]
@@ -80,10 +80,10 @@ def ours(case: Case, models: Path, folder: Path, budget: Budget) -> Side:
 
 
 def theirs(case: Case, models: Path, folder: Path, budget: Budget) -> Side:
-    """TRL in a process of its own.
+    """TRL in its own process.
 
     Raises:
-        RuntimeError: it failed, or wasn't done in time.
+        RuntimeError: it failed, or exceeded its time.
     """
     described, found = folder / "case.json", folder / "found.json"
     described.write_text(json.dumps(asdict(case)))

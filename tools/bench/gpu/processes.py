@@ -1,10 +1,9 @@
-"""The processes of a part: none outlives it, and what memory each of them takes at most."""
+"""The processes of a part: none outlives it, and each one's peak memory is recorded."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -15,21 +14,20 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.gpu.record import Record
 from tools.bench.gpu.shapes import argument_parser
 
 REASON_LINES = 3
 LOOK_SECONDS = 0.5
-# A part of the name of an actor's process, which follows what it is doing, and what figures call it.
+# Part of an actor's process title (which varies with its call): role in the figures.
 ROLES = {"trainer": ("TrainerRank", "trainer."), "engine": ("RolloutActor", "rollout.")}
-_PR_SET_PDEATHSIG = 1
 
 
 def begin(description: str | None) -> argparse.Namespace:
-    """What a part does first. Returns its arguments; paths are absolute, since jobs have working directories of their own."""
+    """Set up a part's process. Returns its arguments with absolute paths, because jobs have other working directories."""
     arguments = argument_parser(description).parse_args()
-    be_quiet()
+    configure_process()
     end_tidily()
     arguments.out = arguments.out.resolve()
     if arguments.models is not None:
@@ -39,26 +37,18 @@ def begin(description: str | None) -> argparse.Namespace:
 
 
 def end_tidily() -> None:
-    """SIGTERM ends this process as an exception does: what it started is ended and its temporary folders go."""
+    """Turn SIGTERM into an exception, so that children are ended and temporary folders removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
-def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when its parent, whose number that is, is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def cores(most: int) -> int:
-    """So many of this machine's, if it has them."""
+    """This machine's number of cores, at most `most`."""
     return min(most, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Seconds that a part may take."""
+    """The time limit of a part, in seconds."""
 
     seconds: float
     _began: float = field(default_factory=time.monotonic)
@@ -70,7 +60,7 @@ class Budget:
 
 @contextlib.contextmanager
 def noted(record: Record, what: str, failures: list[str]) -> Iterator[None]:
-    """Where something goes wrong within it, the rest of a part goes on: the reason is a figure without a value, and among the failures."""
+    """Record an error as a figure without a value and as a failure, and continue the part."""
     try:
         yield
     except (RuntimeError, ValueError, OSError) as error:
@@ -80,7 +70,7 @@ def noted(record: Record, what: str, failures: list[str]) -> Iterator[None]:
 
 @dataclass
 class Peaks:
-    """The most that was seen, in bytes. host: resident sets by role. device: GPU memory by role. whole: of the GPU, whoever took it."""
+    """Peak bytes. host: resident set by role. device: GPU memory by role. whole: all GPU memory in use."""
 
     host: dict[str, int] = field(default_factory=dict)
     device: dict[str, int] = field(default_factory=dict)
@@ -89,7 +79,7 @@ class Peaks:
 
 @contextlib.contextmanager
 def watch_memory() -> Iterator[Peaks]:
-    """Look every LOOK_SECONDS at the actors that came of this process, whatever session they are in."""
+    """Sample this process's descendant actors, in any session, every LOOK_SECONDS."""
     peaks, done = Peaks(), threading.Event()
 
     def run() -> None:
@@ -107,7 +97,7 @@ def watch_memory() -> Iterator[Peaks]:
 
 
 def actor_processes() -> dict[int, str]:
-    """Of each actor that came of this process its number and role."""
+    """Process id and role of each descendant actor."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -117,7 +107,7 @@ def actor_processes() -> dict[int, str]:
 
 
 def role_of(command: str) -> str | None:
-    """What a process with this command line is; None: no actor of an RL job."""
+    """Role of a process with this command line; None: no actor of an RL job."""
     if not command.startswith("ray::"):
         return None
     return next((role for role, names in ROLES.items() if any(name in command for name in names)), None)
@@ -135,24 +125,24 @@ def _look(peaks: Peaks, device: _Device | None) -> None:
 
 @dataclass(frozen=True)
 class _Device:
-    """The first GPU, as NVIDIA's management library sees it."""
+    """The first GPU in NVIDIA's management library."""
 
     library: object
     handle: object
 
     @classmethod
     def find(cls) -> _Device | None:
-        """None: there is no GPU, or no such library."""
+        """None: no GPU, or no such library."""
         try:
             import pynvml
 
             pynvml.nvmlInit()
             return cls(pynvml, pynvml.nvmlDeviceGetHandleByIndex(0))
-        except Exception:  # the module is absent, or raises its own errors where there is no driver
+        except Exception:  # the module is missing, or raises its own errors without a driver
             return None
 
     def used(self) -> tuple[dict[int, int], int]:
-        """Bytes by process, as far as the driver tells them, and of all together."""
+        """Bytes by process, as far as the driver reports them, and in total."""
         try:
             running = self.library.nvmlDeviceGetComputeRunningProcesses(self.handle)
             whole = int(self.library.nvmlDeviceGetMemoryInfo(self.handle).used)

@@ -1,4 +1,4 @@
-"""What a part found: rows of one JSON file, written after every row, so that a part that is stopped leaves what it had."""
+"""A part's figures as rows of a JSON file, written after each row, so that an interrupted part keeps them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 class Figure:
     """A figure of a part.
 
-    what: in words, with shape, dtype and settings ("SFT, Qwen2.5-1.5B shape, bfloat16, flash-attn"). values: one for each
-    repetition, in `unit`. note: what a reader must know, for example why there is no value.
+    what: description with shape, dtype and settings ("SFT, Qwen2.5-1.5B shape, bfloat16, flash-attn"). values: one per
+    repetition, in `unit`. note: for the reader, for example why there is no value.
     """
 
     what: str

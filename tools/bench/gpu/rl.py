@@ -1,7 +1,7 @@
 """RL jobs, GRPO and PPO, trainer and engine on one GPU: python -m tools.bench.gpu.rl --out FILE.json [--rehearse]
 
-Each is the Ray job that the stage train_policy submits, with its own driver, actors, loop, weight sync and last checkpoint. Weights are
-random, of a model's shape, so that figures of learning mean nothing.
+Each is the Ray job of the stage train_policy with its driver, actors, loop, weight sync and last checkpoint. Weights are random, so that
+scores mean nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GRPO = Case(
     algorithm="grpo", shape="0.5B", dtype="bfloat16", steps=10, warmup=2, prompts=32, group=8, prompt=(128, 256), response=256,
     microbatch_tokens=16 * 520, threads=cores(8),
 )  # fmt: skip
-# In the order of what they are worth: a part that is stopped has the first ones. The second number: seconds without which none is begun.
+# The most useful cases first. The number: seconds that must be left to start the case.
 CASES = [
     (GRPO, 0.0),
     (replace(GRPO, algorithm="ppo", prompts=256, group=1), 60.0),
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def run_all(cases: list[tuple[Case, float]], models: Path, folder: Path, record: Record, budget: Budget) -> list[str]:
-    """All cases on one head, one after the other. Returns what failed, and why."""
+    """Run all cases in sequence on one head. Returns failures with reasons."""
     failures: list[str] = []
     with head([case for case, _ in cases]) as address:
         for number, (case, least) in enumerate(cases):
@@ -56,12 +56,12 @@ def run_all(cases: list[tuple[Case, float]], models: Path, folder: Path, record:
             own.mkdir()
             with noted(record, case.name, failures):
                 add(record, case, run(case, models, own, address, budget), weight_bytes(case))
-            shutil.rmtree(own)  # its checkpoint: a trainer's whole state
+            shutil.rmtree(own)  # its checkpoint, the trainer's whole state
     return failures
 
 
 def add(record: Record, case: Case, outcome: Outcome, weights: int) -> None:
-    """The figures of a job."""
+    """Record the figures of a job."""
     steps = outcome.of("", warmup=case.warmup)
     tokens = outcome.tokens[case.warmup :]
     record.add(f"{case.name}: a step", "s", steps)

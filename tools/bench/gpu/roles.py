@@ -1,6 +1,6 @@
-"""What the roles of a PPO step hold on the device, phase by phase: a trainer's rank as the RL job has it, and a rollout engine.
+"""Memory of a PPO step's roles on the device, by phase: a trainer rank as in the RL job, and a rollout engine.
 
-In the part's child. Without a GPU the tensors of the roles are counted likewise, and the process' resident set stands for the allocator.
+Runs in the part's child. Without a GPU tensors are counted the same way, and the resident set replaces the allocator's figure.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tools.bench.gpu.shapes import MAX_LENGTH, Lengths, model_folder, prompts
 from tools.bench.gpu.steps import PARAMS, peak_bytes, reset_peak, synchronize
 
 SCORER = "reward_model"
-STACKS = 12  # of the largest that are kept
+STACKS = 12  # the largest that are kept
 Bytes = dict[str, float]
 
 
 def measure_trainer(case: dict[str, Any]) -> dict[str, Any]:
-    """roles: bytes of tensors by role and kind. phases: of each phase, for each step, bytes before, after and at its highest.
-    stacks: the places in the code that hold most when a backward pass begins, with their bytes.
+    """roles: tensor bytes by role and kind. phases: bytes before, after and at the peak of each phase, by step.
+    stacks: code locations that hold most bytes when a backward pass begins.
     """
     models = Path(case["models"])
     job = describe(case, model_folder(case["shape"], models), model_folder(case["shape"], models, "reward"))
@@ -54,7 +54,7 @@ def measure_trainer(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_step(rank: TrainerRank, job: RlJob, rollouts: list[Rollout], watch: Watch, step: int) -> None:
-    """What the loop does after sampling, in its order."""
+    """The loop's work after sampling, in its order."""
     tokenizer = load_tokenizer(job.sft_model, trust_remote_code=False)
     sequences, starts = sequences_of(rollouts)
     with watch.phase("score"):
@@ -114,7 +114,7 @@ def describe(case: dict[str, Any], language: Path, reward: Path) -> RlJob:
 
 
 def drawn(job: RlJob, case: dict[str, Any]) -> list[Rollout]:
-    """Responses of random tokens in the place of an engine's, which only the values depend on, and no size."""
+    """Random tokens in place of an engine's responses; sizes don't depend on them."""
     tokenizer, draw = load_tokenizer(job.sft_model, trust_remote_code=False), random.Random(0)
     lengths = Lengths(tuple(case["prompt"]), tuple(case["response"]))
     made = []
@@ -130,9 +130,9 @@ def drawn(job: RlJob, case: dict[str, Any]) -> list[Rollout]:
 
 
 def held_by(rank: TrainerRank) -> Bytes:
-    """After a step: Adam's moments are made in the first one."""
+    """Bytes after a step; Adam's moments are created in the first one."""
     found: Bytes = {}
-    seen: set[int] = set()  # a float32 engine's optimizer has the weights themselves
+    seen: set[int] = set()  # a float32 engine's optimizer holds the weights themselves
     for name, engine in rank._engines.items():
         found[f"{name}: weights"] = storage_bytes(whole(engine.module), seen)
         groups, state = engine._torch_optimizer.param_groups, engine._torch_optimizer.state.values()
@@ -150,16 +150,16 @@ def whole(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def gradient_bytes(engine: TrainEngine) -> float:
-    """When a step begins: of the parameters, and those that ZeRO keeps in their place."""
+    """Gradient bytes when an optimizer step begins: the parameters' own, and ZeRO's."""
     tensors = [getattr(p, name, None) for p in engine.module.parameters() for name in ("grad", "grad_accum")]
     for name in ("averaged_gradients", "all_grad_tensors"):
-        for group in getattr(engine._optim, name, {}).values():  # a tensor for all parameters, one for each, or none yet
+        for group in getattr(engine._optim, name, {}).values():  # a tensor for all parameters, one per parameter, or none yet
             tensors += group if isinstance(group, list) else [group]
     return storage_bytes((t for t in tensors if isinstance(t, torch.Tensor)), set())
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> float:
-    """Of tensors on the device, each storage once; those that were seen before don't count."""
+    """Bytes of tensors on the device; each storage counts once, and not if it was counted before."""
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -170,7 +170,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> float:
 
 
 class Watch:
-    """Follows phases, and within an update what engines hold when their backward passes and steps begin."""
+    """Records phases, and within an update the engines' bytes at the start of backward passes and optimizer steps."""
 
     def __init__(self) -> None:
         self.phases: dict[str, list[Bytes]] = {}
@@ -188,7 +188,7 @@ class Watch:
 
     @contextmanager
     def engines(self, rank: TrainerRank) -> Iterator[None]:
-        """Within it the rank's engines tell what they hold."""
+        """Context in which the rank's engines record their bytes."""
         names = {id(engine): name for name, engine in rank._engines.items()}
         forward, backward, step = TrainEngine.__call__, TrainEngine.backward, TrainEngine.step
         at_forward: dict[int, float] = {}
@@ -219,17 +219,17 @@ class Watch:
 
 
 def now() -> float:
-    """Bytes that torch has on the GPU; without one the process' resident set."""
+    """Bytes allocated by torch on the GPU; without one the resident set."""
     return float(torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss)
 
 
 def largest_stacks() -> list[tuple[str, float]]:
-    """By the allocator's snapshot; without a GPU none."""
+    """From the allocator's snapshot; empty without a GPU."""
     return by_place(torch.cuda.memory._snapshot()) if torch.cuda.is_available() else []
 
 
 def by_place(snapshot: dict[str, Any]) -> list[tuple[str, float]]:
-    """Live bytes by the function that asked for them: the innermost one outside of torch itself. The largest first."""
+    """Live bytes by the innermost function outside torch that allocated them, largest first."""
     sums: Counter[str] = Counter()
     for segment in snapshot["segments"]:
         for block in segment["blocks"]:
@@ -251,8 +251,8 @@ def _place(frames: list[dict[str, Any]]) -> str:
 
 
 def measure_engine(case: dict[str, Any]) -> dict[str, Any]:
-    """bytes: highest while it starts and samples; held: afterwards; weights: of the folder's model; cache: of keys and values, 0 where the
-    engine makes it for each batch; tokens: that the cache holds.
+    """bytes: peak while it starts and samples; held: afterwards; weights: of the folder's model; cache: keys and values, 0 where the
+    engine allocates them per batch; tokens: capacity of the cache.
     """
     from rlhf_core.models.build import kv_cache_bytes, read_state_dict
     from rlhf_core.sampling.requests import SamplingSettings, request_seeds
@@ -277,7 +277,7 @@ def measure_engine(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_here(backend: str, folder: str, *, sequences: int) -> Any:
-    """An engine of this process, whose memory is to be seen, whatever process a stage would give it."""
+    """An engine in this process, so that its memory can be measured."""
     settings: dict[str, Any] = {
         "max_length": MAX_LENGTH,
         "dtype": "bfloat16",
@@ -297,7 +297,7 @@ def open_here(backend: str, folder: str, *, sequences: int) -> Any:
 
 
 def cache_tokens(engine: Any) -> int:
-    """Of vLLM's cache, by its own configuration after it has looked at the memory; 0 of an engine without one."""
+    """Capacity of vLLM's cache from its profiled configuration; 0 for an engine without one."""
     llm = getattr(engine, "_llm", None)
     if llm is None:
         return 0

@@ -1,8 +1,7 @@
-"""Rollouts by vLLM alone and by our engine around it, in turn: python -m tools.bench.gpu.rollouts --out FILE.json [--rehearse]
+"""Rollouts by bare vLLM and by VllmEngine, alternating: python -m tools.bench.gpu.rollouts --out FILE.json [--rehearse]
 
-Both engines are there at the same time, each with its half of the memory, and one rests while the other works, so that a ratio is of
-one run. vLLM alone is asked for tokens and nothing else; with the words "as for RL" it gives log-probabilities and takes a seed for each
-prompt, as ours always does.
+Both engines exist at the same time, each with half of the memory, and work alternately, so that a ratio is of one run. Bare vLLM returns
+tokens only; in cases "as for RL" it also has a seed per prompt and returns log-probabilities, as VllmEngine always does.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from tools.bench.gpu.record import Record
 from tools.bench.gpu.shapes import SHAPES, TINY, model_folder, models_folder, shape_name
 
 BUDGET_SECONDS = 450.0
-MEMORY = 0.42  # of the GPU, for each of two engines
+MEMORY = 0.42  # share of the GPU for each of two engines
 WARMUP_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A shape's measurements.
+    """Measurements of a shape.
 
-    cases: prompts at a time, and tokens of each response; without any only our engine is there. rounds: of each case.
-    prompt: tokens of prompts, from the first to the second, evenly spread. least: seconds without which it isn't begun.
-    reloaded: prompts and tokens by which weights that were loaded are held against transformers'; None: they aren't.
+    cases: (prompts at a time, tokens per response); without any only VllmEngine runs. rounds: per case.
+    prompt: tokens of prompts, least and most, evenly spread. least: seconds that must be left to start.
+    reloaded: (prompts, tokens) for the comparison of reloaded weights with transformers; None: no comparison.
     """
 
     shape: str
@@ -58,13 +57,13 @@ class Plan:
         )
 
     def prompts(self, count: int) -> list[list[int]]:
-        """Token ids, each prompt another one."""
+        """Token ids of different prompts."""
         draw = np.random.default_rng(count)
         lengths = np.linspace(*self.prompt, count).astype(int)
         return [draw.integers(SHAPES[self.shape].vocab, size=length).tolist() for length in lengths]
 
 
-# In the order of what they are worth: a part that is stopped has the first ones.
+# The most useful first.
 PLANS = [
     Plan("0.5B", "bfloat16", ((256, 128), (64, 128), (256, 1024), (64, 1024)), (128, 512), 2, 0.0, reloaded=(16, 256)),
     Plan("0.5B", "float32", (), (128, 512), 0, 60.0, reloaded=(16, 256)),
@@ -106,7 +105,7 @@ def called(side: str) -> str:
 
 
 def compare(plan: Plan, by_side: dict[str, Engine], count: int, response: int, record: Record) -> None:
-    """A case by each side in turn, the other way round in every second round; a short batch of it comes first."""
+    """Run a case on both sides alternately, in reverse order every second round, after a short warm-up batch."""
     prompts = plan.prompts(count)
     turns = {
         "vLLM alone": (by_side["vLLM"], Batch(prompts, response, plain=True)),

@@ -1,4 +1,4 @@
-"""What the parts of the GPU check work on, made without a network: models with random weights, their tokenizer, rows of text.
+"""Inputs of the GPU check, made without a network: models with random weights, a tokenizer, rows of text.
 
 python -m tools.bench.gpu.shapes SHAPE KIND FOLDER writes one model.
 """
@@ -21,7 +21,7 @@ from tools.planning.shape import ModelShape
 
 Kind = Literal["language", "reward"]
 TINY = "tiny"
-# Architectures of Qwen2.5 as their config.json has them (https://huggingface.co/Qwen), and one that a CPU steps in no time.
+# Architectures from Qwen2.5's config.json files (https://huggingface.co/Qwen), and a tiny one for CPUs.
 SHAPES: dict[str, ModelShape] = {
     TINY: ModelShape(2, 64, 128, 2, 1, 32, 2048, tied=True),
     "0.5B": ModelShape(24, 896, 4864, 14, 2, 64, 151936, tied=True),
@@ -29,7 +29,7 @@ SHAPES: dict[str, ModelShape] = {
     "7B": ModelShape(28, 3584, 18944, 28, 4, 128, 152064),
 }
 MAX_LENGTH = 4096
-TOKENS = 1536  # of the tokenizer: bytes, syllables and each of WORDS
+TOKENS = 1536  # vocabulary of the tokenizer: bytes, syllables and WORDS
 WRITE_SECONDS = 240.0
 _SYLLABLES = [c + v for c in "bdfgklmnprst" for v in "aeiou"]
 WORDS = sorted({" " + "".join(random.Random(i).choices(_SYLLABLES, k=2 + i % 2)) for i in range(600)})
@@ -37,19 +37,19 @@ WORDS = sorted({" " + "".join(random.Random(i).choices(_SYLLABLES, k=2 + i % 2))
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts and responses, from the first number to the second, evenly spread; the template's own come on top."""
+    """Tokens of prompts and responses, (least, most), evenly spread, without the template's tokens."""
 
     prompt: tuple[int, int]
     response: tuple[int, int]
 
 
 def shape_name(name: str) -> str:
-    """As figures call it."""
+    """A shape's name in the figures."""
     return "a tiny shape" if name == TINY else f"Qwen2.5-{name} shape"
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """What each part takes."""
+    """The arguments of every part."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the figures")
     parser.add_argument("--rehearse", action="store_true", help="a tiny shape, on whatever is there")
@@ -59,7 +59,7 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
 
 @contextmanager
 def models_folder(given: Path | None) -> Iterator[Path]:
-    """The folder of --models, or one for the time of the context."""
+    """The folder of --models, or a temporary one."""
     if given is not None:
         yield given
         return
@@ -68,14 +68,14 @@ def models_folder(given: Path | None) -> Iterator[Path]:
 
 
 def model_folder(name: str, models: Path, kind: Kind = "language") -> Path:
-    """A Hugging Face folder, bfloat16 as published models are, with its tokenizer; written unless it is there.
+    """A Hugging Face folder with bfloat16 weights and tokenizer; written if missing.
 
-    A process of its own writes it: nothing of it stays in this one or on the GPU.
+    Another process writes it, so that nothing stays in this one or on the GPU.
 
     Args:
         kind: language, or reward: the same trunk with a scalar head.
     Raises:
-        RuntimeError: it couldn't be written, or not in time.
+        RuntimeError: it could not be written in time.
     """
     folder = models / f"{name}-{kind}"
     if folder.exists():
@@ -93,7 +93,7 @@ def model_folder(name: str, models: Path, kind: Kind = "language") -> Path:
 
 
 def tokenizer():
-    """One for all shapes: every word of the texts is a token, or nearly so. Models have rows for more, as Qwen's own have."""
+    """A tokenizer for all shapes with about one token per word; models have more rows than tokens, as Qwen's."""
     from rlhf_core.models.tokenizer import build_tokenizer
 
     return build_tokenizer((word * 3 for word in WORDS), vocab_size=TOKENS)
@@ -113,7 +113,7 @@ def pairs(count: int, lengths: Lengths, *, seed: int = 0) -> list[dict[str, Any]
 
 
 def prompts(count: int, lengths: Lengths, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows with messages alone."""
+    """Rows with messages only."""
     return [{"messages": ask(draw, lengths)} for draw in _draws(count, seed)]
 
 
@@ -130,7 +130,7 @@ def say(draw: random.Random, tokens: tuple[int, int]) -> str:
 
 
 def configuration(name: str, tokenizer: Any) -> Any:
-    """The configuration of transformers."""
+    """The shape's transformers configuration."""
     from transformers import Qwen2Config
 
     shape = SHAPES[name]
@@ -153,7 +153,7 @@ def configuration(name: str, tokenizer: Any) -> Any:
 
 
 def write(name: str, kind: Kind, models: Path) -> None:
-    """One model, made where it is made fastest; aside until it is whole."""
+    """Write a model, created on the fastest device, and rename it when complete."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -174,7 +174,7 @@ def write(name: str, kind: Kind, models: Path) -> None:
 
 
 if __name__ == "__main__":
-    from rlhf_core.process import be_quiet
+    from rlhf_core.process import configure_process
 
-    be_quiet()
+    configure_process()
     write(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

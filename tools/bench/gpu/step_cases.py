@@ -1,4 +1,4 @@
-"""Cases of optimizer steps, and their figures: what the parts training and lora share."""
+"""Cases of optimizer steps and their figures, shared by the parts training and lora."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.gpu.cases import Case, measure_apart, measure_here, run_or_die
 from tools.bench.gpu.expected import RESERVE, adapted_bytes, step_bytes, trained_bytes
 from tools.bench.gpu.flops import Passed, step_flops, utilization
@@ -27,7 +27,7 @@ REHEARSED_TOKENS = 128
 
 @dataclass(frozen=True)
 class Choice:
-    """What of a shape is measured. lora: the section of params.yaml. needs: a package without which there is nothing to measure."""
+    """A measurement of a shape. lora: the section of params.yaml. needs: a required package."""
 
     method: str
     shape: str
@@ -46,7 +46,7 @@ class Choice:
 
     @property
     def planned(self) -> float:
-        """Bytes by the planner."""
+        """Bytes according to the planner."""
         shape, tokens = SHAPES[self.shape], self.microbatch_tokens
         if self.lora is None:
             return trained_bytes(shape, tokens=tokens, scalar=self.method == "reward")
@@ -54,14 +54,14 @@ class Choice:
 
     @property
     def needed(self) -> float:
-        """Bytes without which it isn't begun."""
+        """Bytes that must be free to start."""
         stepping = step_bytes(SHAPES[self.shape], scalar=self.method == "reward") if self.lora is None else 0.0
         return max(self.planned, stepping)
 
 
 def main(module: str, description: str | None, choices: Sequence[Choice]) -> int:
-    """A part's command line; with --cases that of its child."""
-    be_quiet()
+    """A part's command line, with --cases its child's."""
+    configure_process()
     if sys.argv[1:2] == ["--cases"]:
         measure_here(sys.argv[2], measure)
         return 0
@@ -72,19 +72,19 @@ def main(module: str, description: str | None, choices: Sequence[Choice]) -> int
 
 
 def rehearsed(choices: Sequence[Choice]) -> list[Choice]:
-    """One of each method and kind of adapters, of the tiny shape."""
+    """One case per method and kind of adapter, of the tiny shape."""
     tiny = {(c.method, c.quantized, c.lora is None): Choice(c.method, TINY, REHEARSED_TOKENS, c.lora, c.needs) for c in choices}
     return list(tiny.values())
 
 
 def part(module: str, choices: Sequence[Choice], record: Record, *, models: Path, rehearse: bool) -> list[str]:
-    """Measures and records. Returns what failed."""
+    """Measure and record. Returns the failures."""
     cases, failures = [], []
     for choice in choices:
         if choice.needs is not None and importlib.util.find_spec(choice.needs) is None:
             record.add(choice.name, "tokens/s", [], f"{choice.needs} isn't installed")
             continue
-        # Flash attention first, and without it only where that makes a difference.
+        # Flash attention first, and then without it where that differs.
         for flash in (True, False) if importlib.util.find_spec("flash_attn") is not None and not rehearse else (False,):
             cases.append({**asdict(choice), "flash": flash, "rehearse": rehearse, "models": str(models)})
     for case, found in measure_apart(module, cases, seconds=CASE_SECONDS, together=rehearse):
@@ -105,10 +105,10 @@ def chosen(case: Case) -> Choice:
 
 
 def measure(case: Case) -> Case:
-    """In the child: `Measured` and the device's name; or the room on it, where the planner says that it is too little.
+    """In the child: `Measured` and the device's name, or the free memory if the planner needs more.
 
     Raises:
-        RuntimeError: there is no GPU, and this is no rehearsal.
+        RuntimeError: there is no GPU (except in a rehearsal).
     """
     from tools.bench.gpu.device import device_memory, device_name, require
     from tools.bench.gpu.steps import Steps, measure_steps

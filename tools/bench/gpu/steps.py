@@ -1,6 +1,6 @@
-"""Optimizer steps of our trainers with a clock: the loop, the engine, the losses and the micro-batches are the stages' own.
+"""Timed optimizer steps of the trainers, with the stages' own loop, engine, losses and micro-batches.
 
-All rows of a work are one batch, so that every step has the same examples and repetitions differ by the machine alone.
+All rows are one batch, so that every step has the same examples and repetitions differ only by the machine.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from tools.bench.work import PLAIN
 
 PARAMS = Path(__file__).parents[3] / "params.yaml"
 NEVER = 10**9
-WARMUP = 2  # steps before the clock starts: the optimizer's state is made in the first
+WARMUP = 2  # untimed first steps; the first creates the optimizer's state
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What is measured of a method, as JSON has it.
+    """A measurement of a method, as in JSON.
 
     method: sft, reward or dpo. model: folder of the language model. rows: demonstrations or pairs of a batch.
     prompt, response: lengths in tokens, (least, most). lora: section of params.yaml. flash: with flash-attn where it is installed.
-    window: steps that are timed together; repetitions: of windows.
+    window: steps timed together; repetitions: number of windows.
     """
 
     method: str
@@ -76,9 +76,9 @@ class Steps:
 
 @dataclass(frozen=True)
 class Measured:
-    """seconds: of a step, one for each window. passed: in a step. attention: the model's implementation of it.
+    """seconds: of a step, per window. passed: tokens of a step. attention: the model's implementation.
 
-    bytes: see `peak_bytes`, of the steps that are timed; load: of all before them.
+    bytes: `peak_bytes` of the timed steps; load: of everything before.
     """
 
     seconds: list[float]
@@ -89,13 +89,13 @@ class Measured:
 
 
 class Enough(Exception):
-    """All windows are timed: the loop is left before it saves anything."""
+    """Raised when all windows are timed, to leave the loop before it saves."""
 
 
 def measure_steps(steps: Steps) -> dict[str, Any]:
     """`Measured` as a dict."""
     if not steps.flash:
-        sys.modules["flash_attn"] = None  # type: ignore[assignment]  # as where it isn't installed: nobody finds it
+        sys.modules["flash_attn"] = None  # type: ignore[assignment]  # as if it weren't installed
     join_world()
     watch = Watch(steps)
     with tempfile.TemporaryDirectory() as folder, watch:
@@ -107,7 +107,7 @@ def measure_steps(steps: Steps) -> dict[str, Any]:
 
 
 class Watch:
-    """Asked once a step by the loop whether to stop. Sees what goes through the model in the first step, and times the others."""
+    """The loop's stop callback, called once a step. Counts tokens in the first step and times the others."""
 
     def __init__(self, steps: Steps):
         self._steps, self._done = steps, 0
@@ -124,7 +124,7 @@ class Watch:
         self._hook.remove()
 
     def _see(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-        if isinstance(module, PolicyModule | ScalarModule) and torch.is_grad_enabled():  # not so: the reference
+        if isinstance(module, PolicyModule | ScalarModule) and torch.is_grad_enabled():  # false for the reference
             self._batches.append(arguments[0])
             self._attention = module.model.config._attn_implementation
 
@@ -150,7 +150,7 @@ class Watch:
 
 
 def count(batch: TokenBatch, *, pad_id: int) -> Passed:
-    """What of a micro-batch goes through the model; no real token may be `pad_id`.
+    """Tokens of a micro-batch; no real token may equal `pad_id`.
 
     A plain sequence of n tokens has n^2 / 2 visible pairs; a branch of b tokens after a prefix of p has b p + b^2 / 2.
     """
@@ -170,7 +170,7 @@ def count(batch: TokenBatch, *, pad_id: int) -> Passed:
 
 
 def loop(steps: Steps, folder: Path, watch: Callable[[], bool]) -> dict[str, Any]:
-    """What train_phase needs beside engine and phase."""
+    """Arguments of train_phase besides engine and phase."""
 
     def curves(step: int) -> MetricsLog:
         tracking = TrackingConfig(tensorboard_dir=None, wandb_project=None)
@@ -195,7 +195,7 @@ def sft(steps: Steps, folder: Path, loop: dict[str, Any]) -> None:
 
 
 def reward(steps: Steps, folder: Path, loop: dict[str, Any]) -> None:
-    """As the stage train_reward puts it together."""
+    """As in the stage train_reward."""
     params, tokenizer = steps.params, load_tokenizer(steps.model, trust_remote_code=False)
     section = params.reward
     model = new_scalar_model(Path(steps.model), tokenizer, trust_remote_code=False, training_dtype=params.model.dtype)
@@ -233,7 +233,7 @@ COLUMNS = {
 
 
 def total(steps: Steps) -> int:
-    """Optimizer steps; one more than is timed, so that the last one, after which the loop saves, never comes."""
+    """Optimizer steps: one more than timed, so that the last one, which saves, is never reached."""
     return WARMUP + steps.window * steps.repetitions + 1
 
 
@@ -251,9 +251,7 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> dict[str, float]:
-    """Of this process since `reset_peak`: allocated and reserved by torch on the GPU; without one resident, of the whole process, whose
-    highest can't be reset.
-    """
+    """Peak since `reset_peak`: allocated and reserved by torch on the GPU; without one the resident set since the process's start."""
     if torch.cuda.is_available():
         return {"allocated": float(torch.cuda.max_memory_allocated()), "reserved": float(torch.cuda.max_memory_reserved())}
     import resource

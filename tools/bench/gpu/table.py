@@ -14,7 +14,7 @@ REHEARSAL = "**A rehearsal with a tiny shape: it shows that the check runs. No f
 
 
 def markdown(results: Sequence[Result], parts: Sequence[Part] = PARTS) -> str:
-    """A section for each part; of one without a result it says that it wasn't run."""
+    """A section per part; parts without a result are marked as not run."""
     by_name = {result.part: result for result in results}
     lines = [REHEARSAL, ""] if any(result.rehearsal for result in results) else []
     for machine in dict.fromkeys(_machine(result) for result in results if result.about):
@@ -40,7 +40,7 @@ def _outcome(result: Result) -> str:
     where = f" on {result.about['device']}, {result.about['date']}" if result.about and result.outcome != NOT_RUN else ""
     took = f", {result.seconds:.0f} s" if result.seconds else ""
     why = f": {_cell(result.reason)}" if result.reason else ""
-    # A test that was skipped is a figure without a value: a part of nothing else has checked nothing.
+    # A skipped test is a figure without a value; a part with skipped tests only has checked nothing.
     skipped = result.part == "tests" and result.outcome == RAN and not any(figure.values for figure in result.figures)
     return f"Outcome: {result.outcome}{', all skipped' if skipped else ''}{took}{where}{why}."
 
@@ -60,7 +60,7 @@ def _cell(text: str) -> str:
 
 
 def put_into(document: Path, results: Sequence[Result]) -> None:
-    """Replace what stands between the markers of a document.
+    """Replace the text between a document's markers.
 
     Raises:
         ValueError: a result is of a rehearsal, or the document has no markers.

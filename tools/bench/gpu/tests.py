@@ -1,4 +1,4 @@
-"""Part tests: the tests that only a GPU can run, tests/gpu, with each one's outcome.
+"""Part tests: outcome and seconds of each test of tests/gpu.
 
 python -m tools.bench.gpu.tests --out FILE.json [--rehearse]
 """
@@ -9,16 +9,16 @@ import sys
 
 import pytest
 
-from rlhf_core.process import be_quiet
+from rlhf_core.process import configure_process
 from tools.bench.gpu.cases import ROOT, run_or_die
 from tools.bench.gpu.record import Record
 from tools.bench.gpu.shapes import argument_parser
 
-REASON = 300  # characters of one
+REASON = 300  # characters
 
 
 class Outcomes:
-    """A plugin of pytest: a figure for each test as soon as it is done, so that one that takes the process with it leaves the others'."""
+    """A pytest plugin that records each test at its end, so that a crash keeps earlier results."""
 
     def __init__(self, record: Record):
         self._record = record
@@ -44,7 +44,7 @@ class Outcomes:
 
 
 def part(record: Record, *, rehearse: bool) -> list[str]:
-    """Runs and records. Returns what failed."""
+    """Run and record. Returns the failures."""
     from tools.bench.gpu.device import require
 
     require(rehearse=rehearse)
@@ -56,7 +56,7 @@ def part(record: Record, *, rehearse: bool) -> list[str]:
 
 
 def main() -> int:
-    be_quiet()
+    configure_process()
     arguments = argument_parser(__doc__).parse_args()
     return run_or_die(lambda: part(Record(arguments.out), rehearse=arguments.rehearse))
 

@@ -9,7 +9,7 @@ import sys
 
 from tools.bench.gpu.step_cases import Choice, main
 
-# The most worth knowing first. Full training of 7B takes 142 GiB while its optimizer steps; where a GPU has less, it isn't begun.
+# The most useful first. Full training of 7B needs 142 GiB in the optimizer step and isn't started with less.
 CHOICES = (
     *(Choice(method, "1.5B", 8192) for method in ("sft", "dpo", "reward")),
     *(Choice(method, "0.5B", 8192) for method in ("sft", "dpo", "reward")),

@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer with vLLM in its own process, on a case of ours: python -m tools.bench.gpu.trl_side CASE.json MODEL FOUND.json PARENT
+"""TRL's GRPOTrainer with vLLM in its process, on a case: python -m tools.bench.gpu.trl_side CASE.json MODEL FOUND.json PARENT
 
-Writes {"start": seconds to the first step, "seconds": of each step, "tokens": of each step's responses, "note": what a reader must know}.
+Writes {"start": seconds to the first step, "seconds": of each step, "tokens": of each step's responses, "note": for the reader}.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -15,17 +16,16 @@ from pathlib import Path
 
 BEGAN = time.perf_counter()
 
-from rlhf_core.process import be_quiet  # noqa: E402
+from rlhf_core.process import configure_process, end_with_parent  # noqa: E402
 from tools.bench.gpu.engines import inspect_here  # noqa: E402
 from tools.bench.gpu.online import ENGINE_MEMORY, Case  # noqa: E402
-from tools.bench.gpu.processes import die_with_parent  # noqa: E402
 
 
 def main() -> None:
     case, model, found, parent = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
-    die_with_parent(parent)
-    be_quiet()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its weights are written by a call within the process
+    end_with_parent(parent, signal.SIGKILL)
+    configure_process()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are loaded by a call within the process
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -74,7 +74,7 @@ def train(case: Case, model: str) -> dict:
 
 
 def arguments(case: Case) -> dict:
-    """The case in TRL's terms; the model is loaded in float32 and computes in bfloat16 where the case says so, as TRL's own scripts do."""
+    """The case in TRL's terms. The model has float32 weights and computes in the case's dtype, as in TRL's scripts."""
     import torch
 
     rl = case.params.rl
@@ -93,7 +93,7 @@ def arguments(case: Case) -> dict:
         "max_completion_length": case.response,
         "beta": rl.kl.coef,
         "temperature": rl.rollout.temperature,
-        "loss_type": "dapo",  # a mean over all tokens of an optimizer step, as ours
+        "loss_type": "dapo",  # the mean over all tokens of an optimizer step, as here
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": ENGINE_MEMORY,
@@ -112,7 +112,7 @@ def arguments(case: Case) -> dict:
 
 
 def reload_whole_weights() -> None:
-    """On the CPU vLLM has packed its weights, and TRL's way of writing one after the other fails ('weight_loader'): all are loaded anew."""
+    """Reload all weights: on a CPU vLLM packs them, and TRL's loading of single weights fails ('weight_loader')."""
     from trl.generation.vllm_generation import VLLMGeneration
 
     def sync_weights(self) -> None:

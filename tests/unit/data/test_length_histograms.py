@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tasks.prepare_data import MAX_BINS, length_histograms
+from rlhf_core.data.prepare import MAX_BINS, length_histograms
 
 
 def test_bins_are_whole_tokens_and_the_same_for_all_columns_of_a_use():

@@ -10,16 +10,8 @@ import torch
 from tiny_models import sequences
 
 from rlhf_core.data.judge import Judgement
-from rlhf_core.evaluation import (
-    Answer,
-    by_prompt,
-    differences,
-    judge_difference,
-    judged,
-    response_logprobs,
-    summarize,
-    win_rate,
-)
+from rlhf_core.evaluation.answers import response_logprobs
+from rlhf_core.evaluation.figures import Answer, by_prompt, differences, judge_difference, judged, summarize, win_rate
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.wrappers import PolicyModule
 from rlhf_core.sampling.scoring import ScoredResponse

@@ -1,4 +1,4 @@
-"""Choosing prompts, scoring responses and keeping the best: on two tiny models and numbers made by hand."""
+"""Choosing prompts and scoring responses, on two tiny models."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ from tiny_models import tiny_params
 from rlhf_core.config import ScorerConfig
 from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import CHAT_TEMPLATE, encode_conversation, encode_prompt
-from rlhf_core.rounds.pool import distinct_prompts
-from rlhf_core.sampling.drawing import (
-    best_responses,
-    choose_prompts,
-    promotion_prompts,
-    promotion_seeds,
-)
-from rlhf_core.sampling.requests import Sample, request_seeds
-from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse
+from rlhf_core.sampling.prompts import choose_prompts
+from rlhf_core.sampling.requests import Sample
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 from rlhf_core.trainers.conditional import asking_tokenizer, with_quality
 from rlhf_core.types import Prompt
 
@@ -38,23 +32,6 @@ def test_prompts_come_in_a_seeded_order_without_those_that_are_too_long(tokenize
     assert choose_prompts(ROWS, tokenizer, longest=longest, count=None, seed=4) != every
     with pytest.raises(ValueError, match=r"prompts: expected some of at most 2 tokens, got none of 8; raise model\.max_length"):
         choose_prompts(ROWS, tokenizer, longest=2, count=None, seed=3)
-
-
-def test_each_round_is_compared_on_other_prompts_with_other_draws(tokenizer):
-    def ids(number: int, count: int = 4) -> list[str]:
-        return [p.id for p in promotion_prompts(ROWS, tokenizer, longest=60, count=count, seed=3, number=number)]
-
-    drawn = [tuple(ids(number)) for number in range(1, 6)]
-    assert drawn[0] == tuple(ids(1)) and len(set(drawn)) == 5
-    assert len({tuple(sorted(of_round)) for of_round in drawn}) > 1  # not the same ones in another order
-    assert sorted(ids(1, len(ROWS))) == sorted(ids(2, len(ROWS))) == sorted(r["id"] for r in ROWS)
-    expected = rf"iterative\.promotion\.prompts: expected at most the {len(ROWS)} different prompts .* got {len(ROWS) + 1}; lower it"
-    for rows in (ROWS, [*ROWS, ROWS[0] | {"id": "again"}]):
-        with pytest.raises(ValueError, match=expected):
-            promotion_prompts(rows, tokenizer, longest=60, count=len(ROWS) + 1, seed=3, number=1)
-    of_rounds = {seed for number in range(1, 31) for seed in promotion_seeds(3, number, 100)}
-    assert len(of_rounds) == 3000  # of 2^32; none twice with a chance of 0.999
-    assert not of_rounds & {seed for draw in range(0, 31 * 512, 512) for seed in request_seeds(3, draw, 100)}
 
 
 def scorer(kind: str, weight: float, **options) -> ScorerConfig:
@@ -110,27 +87,3 @@ def test_a_reward_model_sees_no_quality_that_the_policys_template_asks_for(rewar
     scorers = local_scorers(reward_folder, scorer("reward_model", 1.0))
     ((response,),) = ResponseScorer(scorers, asking).score_groups([prompt], [samples_of(asking, "14")])
     assert response.score == pytest.approx(reward(reward_folder, encode_conversation(tokenizer, prompt.messages, "14")[0]), abs=1e-5)
-
-
-def scored(score: float, *, finished: bool = True) -> ScoredResponse:
-    return ScoredResponse(PROMPT, [7], finished, f"{score}", score, {"reward_model": score})
-
-
-def test_the_best_finished_response_is_kept_and_prompts_without_one_are_counted():
-    groups = [
-        [scored(1.0), scored(3.0, finished=False), scored(2.0), scored(2.0)],
-        [scored(math.nan), scored(-1.0), scored(math.inf)],
-        [scored(5.0, finished=False), scored(math.nan, finished=False)],
-        [scored(5.0, finished=False), scored(math.nan)],
-        [scored(-2.0), scored(-3.0)],
-    ]
-    kept, dropped = best_responses(groups, min_score=None)
-    assert kept == [groups[0][2], groups[1][1], groups[4][0]] and kept[0] is groups[0][2]
-    assert dropped == {"truncated": 1, "unscored": 1, "below_min_score": 0}
-    kept, dropped = best_responses(groups, min_score=-1.0)  # the least that is enough
-    assert kept == [groups[0][2], groups[1][1]] and dropped == {"truncated": 1, "unscored": 1, "below_min_score": 1}
-
-
-def test_a_conversation_is_asked_once():
-    rows = [{"id": str(i), "messages": [{"role": "user", "content": text}]} for i, text in enumerate(("a", "b", "A ", "c", "b"))]
-    assert [row["id"] for row in distinct_prompts(rows)] == ["0", "1", "3"]

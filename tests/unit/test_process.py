@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rlhf_core.process import NEW_OBJECTS, QUIET_ENVIRONMENT, quietly
+from rlhf_core.process import IMPORT_THRESHOLD, PROCESS_ENVIRONMENT, module_command
 
 CYCLE = """
 class Loop:
@@ -20,13 +20,15 @@ Loop()
 """
 
 
-@pytest.mark.parametrize(("first", "said"), [("", "found\n"), ("from rlhf_core.process import be_quiet\nbe_quiet()\nbe_quiet()", "")])
-def test_a_quiet_process_ends_without_another_look_for_garbage(first, said):
+@pytest.mark.parametrize(
+    ("first", "said"), [("", "found\n"), ("from rlhf_core.process import configure_process\nconfigure_process()\nconfigure_process()", "")]
+)
+def test_a_configured_process_collects_no_garbage_at_exit(first, said):
     done = subprocess.run([sys.executable, "-c", f"{first}\n{CYCLE}"], capture_output=True, text=True, check=True)
     assert done.stdout == said and done.stderr == ""
 
 
-def test_another_projects_module_runs_as_by_itself_whatever_lies_in_the_folder(tmp_path):
+def test_module_command_runs_the_installed_module_not_one_of_the_folder(tmp_path):
     elsewhere, here = tmp_path / "installed", tmp_path / "worktree"
     (elsewhere / "other").mkdir(parents=True)
     shown = ("gc.get_threshold()[0]", "os.environ['GOMP_SPINCOUNT']", "__name__", "sys.argv[1:]", "sys.argv[0] == __file__")
@@ -34,10 +36,10 @@ def test_another_projects_module_runs_as_by_itself_whatever_lies_in_the_folder(t
     for name in ("rlhf_core", "other"):  # of a commit in which all of this was different
         (here / name).mkdir(parents=True)
         (here / name / "__init__.py").write_text("raise RuntimeError('not this one')\n")
-    environment = {name: value for name, value in os.environ.items() if name not in QUIET_ENVIRONMENT} | {"PYTHONPATH": str(elsewhere)}
-    done = subprocess.run(quietly("other", "-m", "a b"), cwd=here, env=environment, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name not in PROCESS_ENVIRONMENT} | {"PYTHONPATH": str(elsewhere)}
+    done = subprocess.run(module_command("other", "-m", "a b"), cwd=here, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (7, "")
-    assert done.stdout == f"{NEW_OBJECTS}|{QUIET_ENVIRONMENT['GOMP_SPINCOUNT']}|__main__|['-m', 'a b']|True\n"
+    assert done.stdout == f"{IMPORT_THRESHOLD}|{PROCESS_ENVIRONMENT['GOMP_SPINCOUNT']}|__main__|['-m', 'a b']|True\n"
 
 
 def test_a_line_of_the_log_is_read_as_it_stands():

@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.config import parse_params, read_yaml, set_key
-from rlhf_core.data.schema import write_rows
+from rlhf_core.data.schema import read_rows, write_rows
 from tests.tiny_models import save_tiny_models, tiny_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -25,7 +24,7 @@ def live_models() -> int:
 
 
 @pytest.fixture
-def stage(tmp_path, monkeypatch, request):
+def params(tmp_path, monkeypatch, request):
     """A workspace with an SFT model, a policy and a reward model; params with PyTorch's rollouts."""
     tree = read_yaml(ROOT / "params.yaml")
     changes = {"rl.rollout.backend": "pytorch", "evaluation.prompts": 4, "evaluation.max_new_tokens": 4, "model.dtype": request.param}
@@ -44,12 +43,12 @@ def stage(tmp_path, monkeypatch, request):
     ]
     write_rows(tmp_path / "data/prepared", "prompt", rows)
     (tmp_path / "data/prepared/sources.json").write_text(json.dumps({"mine": {"kind": "file", "judge": None}}))
-    return SimpleNamespace(params=parse_params(tree))
+    return parse_params(tree)
 
 
-@pytest.mark.parametrize("stage", ["float32", "bfloat16"], indirect=True)
-def test_each_model_is_gone_before_the_next_is_loaded(stage, monkeypatch):
-    from tasks import evaluate
+@pytest.mark.parametrize("params", ["float32", "bfloat16"], indirect=True)
+def test_each_model_is_gone_before_the_next_is_loaded(params, monkeypatch):
+    from rlhf_core.evaluation.policy import answer_prompts, measure
 
     seen = []
     load = PreTrainedModel.from_pretrained.__func__
@@ -63,9 +62,11 @@ def test_each_model_is_gone_before_the_next_is_loaded(stage, monkeypatch):
 
     outside = live_models()  # of other tests
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(recorded))
-    pad_id, answers = evaluate.generate_all(stage)
-    metrics = evaluate.measure(stage, answers, pad_id)
-    dtype = f"torch.{stage.params.model.dtype}"
+    folders = {"sft": Path("models/sft"), "policy": Path("models/policy")}
+    where = {"reward_model": Path("models/reward"), "source_judges": {}, "gate_texts": set()}
+    answers = answer_prompts(params, read_rows(Path("data/prepared"), "prompt", "test"), folders, **where)
+    metrics = measure(params, answers, folders, gate_texts=set())
+    dtype = f"torch.{params.model.dtype}"
     expected = ["LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaForCausalLM", "LlamaForCausalLM"]
     assert seen == [(name, outside, dtype) for name in expected]
     assert metrics["kl"]["sampled"] != 0.0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.rounds.pins import BudgetPin
-from rlhf_core.statistics.error_budget import next_budget, share, spent_after
+from rlhf_core.rounds.promotion import next_budget, share, spent_after
 
 
 def series(accepted: list[bool], rounds: int = 30) -> list[BudgetPin]:

@@ -1,23 +1,13 @@
-"""The SFT model against the policy on held-out prompts: answers, scores, divergence, and what they come to."""
+"""Figures of two models' answers to the same prompts: means, win rate and differences, with intervals."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from rlhf_core.config import ModelConfig
-from rlhf_core.data.batching import microbatches
 from rlhf_core.data.judge import Judgement, judgement
-from rlhf_core.engines.deepspeed_engine import device, release_memory
-from rlhf_core.models.build import frozen, load_language_model
-from rlhf_core.models.cpu.parallel import can_run_side_by_side, side_by_side
-from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.sampling.scoring import ScoredResponse
 from rlhf_core.statistics.intervals import mean_interval, paired_difference, paired_means, points_interval, sign_test
 
@@ -33,14 +23,9 @@ class Answer(ScoredResponse):
 
 
 def judged(response: ScoredResponse, source_judges: dict[str, str]) -> Answer:
-    """Args: source_judges: name of each data source that has a judge -> the judge's."""
+    """Args: source_judges: data source -> its judge."""
     prompt = response.prompt
     return Answer(**vars(response), judgement=judgement(source_judges, prompt.source, prompt.messages, response.text))
-
-
-def asked_as(answers: list[Answer], others: list[Answer]) -> list[Answer]:
-    """The same answers, to the prompts as the model of `others` is asked them; both are in the prompts' order."""
-    return [replace(answer, prompt=other.prompt) for answer, other in zip(answers, others, strict=True)]
 
 
 def summarize(answers: list[Answer], *, confidence: float) -> dict[str, Any]:
@@ -144,13 +129,6 @@ def _same(one: Answer, other: Answer) -> bool:
     return (one.text, one.finished) == (other.text, other.finished)
 
 
-def load_policy(folder: str | Path, model: ModelConfig) -> PolicyModule:
-    """A policy that is only asked, in model.dtype, on the GPU where there is one. Whatever was there before should be gone."""
-    release_memory()
-    language_model = load_language_model(folder, trust_remote_code=model.trust_remote_code, training_dtype=model.dtype)
-    return frozen(PolicyModule(language_model), device=device(), dtype=getattr(torch, model.dtype))
-
-
 def by_prompt(answers: dict[str, dict[str, list[Answer]]]) -> list[dict[str, Any]]:
     """What two runs need to be compared prompt by prompt: a row for each prompt, in order.
 
@@ -168,22 +146,3 @@ def by_prompt(answers: dict[str, dict[str, list[Answer]]]) -> list[dict[str, Any
             row[f"{mode}_score"] = answer.score if math.isfinite(answer.score) else None
             row[f"{mode}_points"] = point
     return rows
-
-
-@torch.no_grad()
-def response_logprobs(
-    module: PolicyModule, answers: list[Answer], *, pad_id: int, microbatch_tokens: int, temperature: float
-) -> torch.Tensor:
-    """Summed log-probability [len(answers)] of each response under a model, after its prompt's ids as they are."""
-    sequences = [[*a.prompt.prompt_ids, *a.response_ids] for a in answers]
-    sums = torch.zeros(len(answers))
-
-    def look(part: list[int]) -> None:
-        batch = collate_tokens([sequences[i] for i in part], [len(answers[i].prompt.prompt_ids) for i in part], pad_id=pad_id)
-        flat = module(batch.to(module.model.device), temperature=temperature).logprobs
-        for i, logprobs in zip(part, flat.cpu().split([len(answers[i].response_ids) for i in part]), strict=True):
-            sums[i] = logprobs.sum()
-
-    parts = microbatches([len(s) for s in sequences], max_tokens=microbatch_tokens)
-    side_by_side(*(partial(look, part) for part in parts), at_once=can_run_side_by_side(module))
-    return sums

@@ -1,11 +1,11 @@
-"""What the stage keeps from a run that was killed, what it refuses, and the figures that it writes."""
+"""Rejection sampling: what survives a killed run, which responses are trained on, the figures, and what is refused."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from chat_templates import templated
@@ -16,8 +16,9 @@ from rlhf_core.sampling.requests import Sample
 from rlhf_core.sampling.scoring import ScoredResponse
 from rlhf_core.stage.files import write_json
 from rlhf_core.stage.run import StageFailed
+from rlhf_core.trainers.rejection_sampling import as_demonstration, best_responses, saved, score_means, with_prompts, without_prompts
 from rlhf_core.types import Prompt
-from tasks.train_rejection_sampling import as_demonstration, as_samples, as_scored, check_inputs, kept, score_means, without_prompts
+from tasks.train_rejection_sampling import check_inputs
 
 PROMPT = Prompt("id", "mine", [{"role": "user", "content": "2 + 2?"}], [5, 6], None)
 JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}
@@ -25,6 +26,10 @@ JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none
 
 def scored(score: float, judge: float) -> ScoredResponse:
     return ScoredResponse(PROMPT, [7], True, "4", score, {"reward_model": score, "judge": judge})
+
+
+def rated(score: float, *, finished: bool = True) -> ScoredResponse:
+    return ScoredResponse(PROMPT, [7], finished, f"{score}", score, {"reward_model": score})
 
 
 def test_what_is_kept_is_made_once_and_never_half(tmp_path: Path):
@@ -40,18 +45,18 @@ def test_what_is_kept_is_made_once_and_never_half(tmp_path: Path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        kept(path, stopped)
+        saved(path, stopped)
     (tmp_path / "samples.tmp").write_bytes(b"half of it")  # killed while it was written
-    assert kept(path, make) == [1, 2, 3] and kept(path, make) == [1, 2, 3]
+    assert saved(path, make) == [1, 2, 3] and saved(path, make) == [1, 2, 3]
     assert len(made) == 1 and [p.name for p in tmp_path.iterdir()] == ["samples.json"]
 
 
 def test_what_is_kept_comes_back_to_the_last_bit(tmp_path: Path):
     """Numbers that JSON must not round, half a character, and a score that isn't known."""
     samples = [[Sample([7, 2], [-0.1, -1e-300], True), Sample([], [], False)]]
-    assert as_samples(kept(tmp_path / "samples.json", lambda: samples)) == samples
+    assert [[Sample(**row) for row in group] for group in saved(tmp_path / "samples.json", lambda: samples)] == samples
     groups = [[replace(scored(1 / 3, 0.1), text="\ud83d \u2028"), scored(float("nan"), 1.0)], []]
-    (first, second), empty = as_scored(kept(tmp_path / "scored.json", lambda: without_prompts(groups)), [PROMPT, PROMPT])
+    (first, second), empty = with_prompts(saved(tmp_path / "scored.json", lambda: without_prompts(groups)), [PROMPT, PROMPT])
     assert first == groups[0][0] and empty == []
     assert second.score != second.score and second.components["judge"] == 1.0  # NaN is nothing's equal
 
@@ -85,10 +90,25 @@ def test_only_the_chains_own_reward_model_needs_to_have_passed_its_gate(tmp_path
     (tmp_path / "data/prepared/sources.json").write_text(json.dumps({"mine": {"kind": "clerk", "judge": "clerk"}}))
     write_json(tmp_path / "models/reward/config.json", {})
     write_json(tmp_path / "metrics/gate.json", {"passed": passed, "message": "rejected: too few pairs.", "override": None})
-    check_inputs(SimpleNamespace(params=tiny_params(**{"rejection_sampling.scorers": [JUDGE]})))
-    own = SimpleNamespace(params=tiny_params())
+    check_inputs(tiny_params(**{"rejection_sampling.scorers": [JUDGE]}).rejection_sampling.scorers)
+    own = tiny_params().rejection_sampling.scorers
     if passed:
         check_inputs(own)
     else:
         with pytest.raises(StageFailed, match=r"expected one that passed the gate, got one that didn't; rejected: too few pairs\."):
             check_inputs(own)
+
+
+def test_the_best_finished_response_is_kept_and_prompts_without_one_are_counted():
+    groups = [
+        [rated(1.0), rated(3.0, finished=False), rated(2.0), rated(2.0)],
+        [rated(math.nan), rated(-1.0), rated(math.inf)],
+        [rated(5.0, finished=False), rated(math.nan, finished=False)],
+        [rated(5.0, finished=False), rated(math.nan)],
+        [rated(-2.0), rated(-3.0)],
+    ]
+    kept, dropped = best_responses(groups, min_score=None)
+    assert kept == [groups[0][2], groups[1][1], groups[4][0]] and kept[0] is groups[0][2]
+    assert dropped == {"truncated": 1, "unscored": 1, "below_min_score": 0}
+    kept, dropped = best_responses(groups, min_score=-1.0)  # the least that is enough
+    assert kept == [groups[0][2], groups[1][1]] and dropped == {"truncated": 1, "unscored": 1, "below_min_score": 1}

@@ -1,0 +1,215 @@
+"""From data.sources to everything that stage prepare_data writes: rows, tokenizer, counts and lengths."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config import DataConfig, ModelConfig
+from rlhf_core.data.filters import TemplateRefusals, too_long_rows
+from rlhf_core.data.judge import find_judge
+from rlhf_core.data.samples import Writer
+from rlhf_core.data.schema import SPLITS, TEXTS, WIDE_MESSAGES, open_rows, read_batches
+from rlhf_core.data.sources import Mixed, mix
+from rlhf_core.models.given import new_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_BINS = 48  # of a histogram of lengths
+LENGTH_COLUMNS = ("use", "column", "low", "high", "texts")
+Lengths = dict[str, dict[str, Counter[int]]]  # use -> column -> number of tokens -> number of texts
+
+log = logging.getLogger("rlhf")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare` made beside the rows. lengths: in tokens, of texts without the template; see `token_lengths`."""
+
+    config: DataConfig
+    mixed: Mixed
+    tokenizer: PreTrainedTokenizerBase
+    lengths: Lengths
+
+    def sources(self) -> dict[str, Any]:
+        """Source -> what it is, and its rows by use and split."""
+        return {
+            source.name: {
+                "kind": source.kind,
+                "judge": source.judge_name,
+                "path": source.path,
+                "format": source.format,
+                "rows": {use: {split: self.mixed.counts[source.name, use, split] for split in SPLITS} for use in source.uses},
+            }
+            for source in self.config.sources
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """Counts, and mean lengths in tokens."""
+        mixed = self.mixed
+        by_split: Counter[tuple[str, str]] = Counter()
+        by_source: dict[str, Counter[str]] = {use: Counter() for use in mixed.uses}
+        for (source, use, split), count in (+mixed.counts).items():  # without zeros: a use may have lost all its rows
+            by_split[use, split] += count
+            by_source[use][source] += count
+        return {
+            "rows": {use: {split: by_split[use, split] for split in SPLITS} for use in mixed.uses},
+            "rows_by_source": by_source,
+            "records": {source: tally.left_out.read for source, tally in mixed.tallies.items() if tally.left_out.read},
+            "dropped": mixed.dropped,
+            "dropped_fraction": {source: {use: tally.share(use) for use in tally.read} for source, tally in mixed.tallies.items()},
+            "vocabulary_size": len(self.tokenizer),
+            "mean_tokens": {
+                use: {column: sum(t * n for t, n in of_column.items()) / of_column.total() for column, of_column in columns.items()}
+                for use, columns in self.lengths.items()
+            },
+        }
+
+    def accounts(self) -> Iterator[str]:
+        """One line for each source: records read, rows kept for each use and split, and what was left out for which reason."""
+        for source in self.config.sources:
+            left_out, kept = self.mixed.tallies[source.name].left_out, []
+            for use in source.uses:
+                of_split = {split: self.mixed.counts[source.name, use, split] for split in SPLITS}
+                splits = ", ".join(f"{rows} {split}" for split, rows in of_split.items() if rows)
+                kept.append(f"{use} {sum(of_split.values())}" + (f" ({splits})" if splits else ""))
+            reasons = "; ".join(f"{count} {reason}" for reason, count in left_out.most_common()) or "nothing"
+            read = f"read {left_out.read} records: " if left_out.read else ""
+            yield f"{source.name}: {read}kept {', '.join(kept)}; dropped: {reasons}"
+
+
+def check_judges(config: DataConfig) -> None:
+    """Load every source's judge, which is used only in later stages.
+
+    Raises:
+        ValueError: a judge can't be loaded.
+    """
+    for source in config.sources:
+        if source.judge_name is not None:
+            try:
+                find_judge(source.judge_name)
+            except ValueError as error:
+                raise ValueError(f"source {source.name}: {error}") from error
+
+
+def prepare(
+    config: DataConfig,
+    model: ModelConfig,
+    folder: Path,
+    *,
+    scratch: Path,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    writer: Writer | None,
+    max_dropped_fraction: float,
+) -> Prepared:
+    """Write `<use>.parquet` and slices.parquet to `folder`: the rows of all sources that template and lengths allow.
+
+    Args:
+        scratch: an empty folder for the rows of one source at a time; deleted.
+        tokenizer: of the model; None: a new one is trained on the prepared texts.
+        writer: the model for sources of kind samples.
+    Raises:
+        ValueError, FileNotFoundError: a source can't be used, or too much of it is dropped.
+    """
+    mixed = mix(config, folder, scratch=scratch, seed=seed, writer=writer, max_dropped_fraction=max_dropped_fraction)
+    shutil.rmtree(scratch, ignore_errors=True)
+    if tokenizer is None:
+        tokenizer = new_tokenizer(model, (row for use in mixed.uses for part in _rows(folder, use) for row in part))
+    if model.path is not None or any(_has_wide_messages(folder, use) for use in mixed.uses):
+        drop_unrenderable(folder, mixed, tokenizer, limit=config.max_unrenderable_fraction)
+    drop_too_long(folder, mixed, tokenizer, config, max_length=model.max_length, limit=max_dropped_fraction)
+    lengths = {use: token_lengths(_rows(folder, use), tokenizer) for use in mixed.uses}
+    return Prepared(config, mixed, tokenizer, lengths)
+
+
+def _rows(folder: Path, use: str) -> Iterator[list[dict]]:
+    """The rows of one use, some thousand at a time."""
+    return (batch.to_pylist() for batch in read_batches(open_rows(folder / f"{use}.parquet")))
+
+
+def _has_wide_messages(folder: Path, use: str) -> bool:
+    """Whether messages of a use may have more than role and text: nothing else can be refused by the built-in template."""
+    schema = open_rows(folder / f"{use}.parquet").schema_arrow
+    return "messages" in schema.names and schema.field("messages").type.equals(WIDE_MESSAGES)
+
+
+def drop_unrenderable(folder: Path, mixed: Mixed, tokenizer: PreTrainedTokenizerBase, *, limit: float) -> None:
+    """Remove the rows whose conversation the chat template refuses, and count them under the template's message.
+
+    Args:
+        limit: the largest share of a use's rows that may be removed.
+    Raises:
+        ValueError: more would be removed.
+    """
+    refusals = TemplateRefusals(tokenizer)
+    dropped: Counter[tuple[str, str]] = Counter()
+    for use in (use for use in mixed.uses if use != "pretrain"):
+        path = folder / f"{use}.parquet"
+        refused, messages = refusals.of_file(path)
+        if len(messages) > limit * len(refused):
+            most_common = "; ".join(message for message, _ in Counter(messages).most_common(3))
+            raise ValueError(
+                f"{use}: expected a chat template that renders all conversations but {limit:.2%}, got {len(messages)} of {len(refused)} "
+                f"refused: {most_common}; correct the data, use another template, or raise data.max_unrenderable_fraction"
+            )
+        for row, message in zip(mixed.removed_rows(folder, use, refused), messages, strict=True):
+            dropped[row["source"], f"{use} rows that the chat template refuses ({message})"] += 1
+    for (source, reason), rows in sorted(dropped.items()):
+        mixed.tallies[source].left_out[reason] += rows
+        log.warning("%s: %d %s", source, rows, reason)
+
+
+def drop_too_long(
+    folder: Path, mixed: Mixed, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, max_length: int, limit: float
+) -> None:
+    """Remove the rows that don't fit, of the sources with `drop: [too_long]`.
+
+    Raises:
+        ValueError: more than the share `limit` of a source is dropped.
+    """
+    if names := {source.name for source in config.sources if "too_long" in source.drop}:
+        for use in mixed.uses:
+            too_long = too_long_rows(use, folder / f"{use}.parquet", names, tokenizer, max_length=max_length)
+            mixed.drop_rows(folder, use, too_long, "too_long")
+        mixed.check_shares(config, limit)
+
+
+def token_lengths(parts: Iterable[list[dict]], tokenizer: PreTrainedTokenizerBase) -> dict[str, Counter[int]]:
+    """Column -> number of tokens -> number of texts; the contents of a row's `messages` count as one text."""
+    lengths: dict[str, Counter[int]] = {column: Counter() for column in (*TEXTS, "messages")}
+    for rows in parts:
+        for column in TEXTS:
+            lengths[column] += _lengths([row[column] for row in rows if row.get(column)], tokenizer)
+        messages = ["\n".join(m["content"] for m in row["messages"]) for row in rows if "messages" in row]
+        lengths["messages"] += _lengths(messages, tokenizer)
+    return {column: of_column for column, of_column in lengths.items() if of_column}
+
+
+def _lengths(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Counter[int]:
+    from rlhf_core.models.tokenizer import encode_texts
+
+    counts = Counter(texts)
+    lengths: Counter[int] = Counter()
+    for text, ids in encode_texts(tokenizer, list(counts)):
+        lengths[len(ids)] += counts[text]
+    return lengths
+
+
+def length_histograms(lengths: Lengths) -> Iterator[tuple[str, str, int, int, int]]:
+    """Rows of LENGTH_COLUMNS: low <= tokens < high. All columns of a use have the same bins, so they can be compared."""
+    for use, columns in lengths.items():
+        longest = max((max(of_column) for of_column in columns.values()), default=0)
+        width = -(-(longest + 1) // MAX_BINS)
+        for column, of_column in columns.items():
+            binned: Counter[int] = Counter()
+            for tokens, texts in of_column.items():
+                binned[tokens // width] += texts
+            for i in range(longest // width + 1):
+                yield use, column, i * width, (i + 1) * width, binned[i]

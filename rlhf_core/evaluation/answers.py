@@ -1,0 +1,174 @@
+"""The answers of several models to the same prompts, greedy and sampled, with scores and judgements; and how far the models diverge.
+
+models = {"sft": EvaluatedModel(folder, tokenizer, prompts), "policy": EvaluatedModel(...)}
+samples = sample_answers(models, config, ...)
+answers = score_answers(models, samples, LocalScorers(...), source_judges)
+logprobs = response_logprobs(load_policy(folder, model), answers["greedy"]["policy"], ...)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.config import EvaluationConfig, ModelConfig, RolloutBackend
+from rlhf_core.data.batching import microbatches
+from rlhf_core.data.hashing import conversation_text, distinct_prompts
+from rlhf_core.engines.deepspeed_engine import device, release_memory
+from rlhf_core.engines.in_process import open_engine
+from rlhf_core.evaluation.figures import Answer, judged
+from rlhf_core.models.build import frozen, load_language_model, read_state_dict
+from rlhf_core.models.cpu.parallel import can_run_side_by_side, side_by_side
+from rlhf_core.models.tokenizer import encode_prompt, stop_ids
+from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+from rlhf_core.progress import Bar, drawing
+from rlhf_core.sampling.prompts import choose_prompts
+from rlhf_core.sampling.requests import Sample, SamplingSettings
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
+from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS
+from rlhf_core.types import Prompt
+
+MODES = ("greedy", "sampled")
+Samples = dict[str, dict[str, list[list[Sample]]]]  # mode -> model's name -> a list of one sample per prompt
+Answers = dict[str, dict[str, list[Answer]]]  # mode -> model's name -> one answer per prompt
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A policy and the prompts as its tokenizer renders them."""
+
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[Prompt]
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        return stop_ids(self.tokenizer, self.folder)
+
+
+def heldout_prompts(
+    rows: list[dict], tokenizers: dict[str, PreTrainedTokenizerBase], *, longest: int, count: int, seed: int, gate_texts: Collection[str]
+) -> dict[str, list[Prompt]]:
+    """`count` distinct prompts in a seeded order, the same for every model, as each model's template renders them.
+
+    Args:
+        tokenizers: model's name -> its tokenizer. Every rendering has at most `longest` tokens.
+        gate_texts: canonical texts of the gate's conversations, which are taken last; see `prefer_unseen`.
+    Raises:
+        ValueError: no prompt is short enough.
+    """
+    distinct = distinct_prompts(rows)
+    fitting = [r for r in distinct if all(len(encode_prompt(t, r["messages"])) <= longest for t in tokenizers.values())]
+    if not fitting:
+        raise ValueError(
+            f"evaluation: expected held-out prompts of at most {longest} tokens, got none of {len(distinct)}; raise model.max_length"
+        )
+    ordered = {name: choose_prompts(fitting, t, longest=longest, count=None, seed=seed) for name, t in tokenizers.items()}
+    return {name: prefer_unseen(prompts, count, gate_texts) for name, prompts in ordered.items()}
+
+
+def prefer_unseen(prompts: list[Prompt], count: int, gate_texts: Collection[str]) -> list[Prompt]:
+    """`count` prompts with the shares of sources that the first `count` have; within a source, prompts that the gate has come last."""
+    left = Counter(prompt.source for prompt in prompts[:count])
+    chosen = []
+    for prompt in sorted(prompts, key=lambda p: conversation_text(p.messages) in gate_texts):  # stable
+        if left[prompt.source]:
+            left[prompt.source] -= 1
+            chosen.append(prompt)
+    return chosen
+
+
+def sample_answers(
+    models: dict[str, EvaluatedModel],
+    config: EvaluationConfig,
+    *,
+    backend: RolloutBackend,
+    model: ModelConfig,
+    max_concurrent_sequences: int,
+    threads: int,
+    seed: int,
+    seeds: Sequence[int],
+    stop: tuple[str, ...] = (),
+) -> Samples:
+    """One response per prompt, model and mode. One engine serves all models; the weights are swapped, and the engine is closed at the end.
+
+    Args:
+        seed: of the engine. seeds: of the prompts, in order, the same for every model and mode.
+        stop: strings that end a response, beside the models' end tokens.
+    """
+    engine = open_engine(
+        backend,
+        str(next(iter(models.values())).folder),
+        max_length=model.max_length,
+        dtype=model.dtype,
+        max_concurrent_sequences=max_concurrent_sequences,
+        threads=threads,
+        seed=seed,
+        trust_remote_code=model.trust_remote_code,
+        gpu_memory_fraction=config.gpu_memory_fraction,
+        reads_text=bool(stop),
+    )
+    samples: Samples = {mode: {} for mode in MODES}
+    try:
+        with drawing("answer", len(models) * len(MODES) * len(seeds)) as bar:
+            for version, (name, evaluated) in enumerate(models.items()):
+                if version:
+                    engine.load_weights(read_state_dict(evaluated.folder), version=version)
+                ids = [p.prompt_ids for p in evaluated.prompts]
+                for mode in MODES:
+                    settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature, stop=stop)
+                    samples[mode][name] = engine.generate(ids, seeds, settings, stop_ids=evaluated.stops, group_size=1)
+                    bar.reach(len(seeds) * sum(map(len, samples.values())))
+    finally:
+        engine.close()
+    return samples
+
+
+def score_answers(models: dict[str, EvaluatedModel], samples: Samples, scorers: LocalScorers, source_judges: dict[str, str]) -> Answers:
+    """The samples with their scores and, where the prompt's source has a judge, its judgement."""
+    with Bar("scored answer", sum(len(groups) for by_model in samples.values() for groups in by_model.values())) as bar:
+
+        def answers(name: str, groups: list[list[Sample]]) -> list[Answer]:
+            scorer = ResponseScorer(scorers, models[name].tokenizer, stops=models[name].stops)
+            scored = [response for (response,) in scorer.score_groups(models[name].prompts, groups)]
+            bar.step(len(scored))
+            return [judged(response, source_judges) for response in scored]
+
+        return {mode: {name: answers(name, groups) for name, groups in by_model.items()} for mode, by_model in samples.items()}
+
+
+def with_prompts_of(answers: list[Answer], others: list[Answer]) -> list[Answer]:
+    """The same responses, to the prompts as the model of `others` renders them. Both lists are in the prompts' order."""
+    return [replace(answer, prompt=other.prompt) for answer, other in zip(answers, others, strict=True)]
+
+
+def load_policy(folder: str | Path, model: ModelConfig) -> PolicyModule:
+    """A frozen policy in model.dtype, on the GPU where there is one. Models that were loaded before should have no references left."""
+    release_memory()
+    language_model = load_language_model(folder, trust_remote_code=model.trust_remote_code, training_dtype=model.dtype)
+    return frozen(PolicyModule(language_model), device=device(), dtype=getattr(torch, model.dtype))
+
+
+@torch.no_grad()
+def response_logprobs(
+    module: PolicyModule, answers: list[Answer], *, pad_id: int, temperature: float, microbatch_tokens: int = MICROBATCH_TOKENS
+) -> torch.Tensor:
+    """Summed log-probability [len(answers)] of each response given its prompt's ids."""
+    sequences = [[*a.prompt.prompt_ids, *a.response_ids] for a in answers]
+    sums = torch.zeros(len(answers))
+
+    def forward(part: list[int]) -> None:
+        batch = collate_tokens([sequences[i] for i in part], [len(answers[i].prompt.prompt_ids) for i in part], pad_id=pad_id)
+        flat = module(batch.to(module.model.device), temperature=temperature).logprobs
+        for i, logprobs in zip(part, flat.cpu().split([len(answers[i].response_ids) for i in part]), strict=True):
+            sums[i] = logprobs.sum()
+
+    parts = microbatches([len(s) for s in sequences], max_tokens=microbatch_tokens)
+    side_by_side(*(partial(forward, part) for part in parts), at_once=can_run_side_by_side(module))
+    return sums

@@ -1,0 +1,112 @@
+"""The SFT model against the policy on held-out prompts: what stage evaluate computes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import Params
+from rlhf_core.data.hashing import conversation_text
+from rlhf_core.evaluation.answers import (
+    MODES,
+    Answers,
+    EvaluatedModel,
+    heldout_prompts,
+    load_policy,
+    response_logprobs,
+    sample_answers,
+    score_answers,
+    with_prompts_of,
+)
+from rlhf_core.evaluation.figures import differences, summarize, win_rate
+from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.progress import Bar
+from rlhf_core.sampling.requests import request_seeds
+from rlhf_core.sampling.scoring import LocalScorers
+
+MAX_CONCURRENT_SEQUENCES = 256
+
+
+def answer_prompts(
+    params: Params,
+    rows: list[dict],
+    folders: dict[str, Path],
+    *,
+    reward_model: Path,
+    source_judges: dict[str, str],
+    gate_texts: Collection[str],
+) -> Answers:
+    """Every model's answers in every mode, scored and judged. They end where rollouts end: at an end token or a string of rl.rollout.stop.
+
+    Args:
+        rows: of the use prompt, held out.
+        folders: model's name -> its folder, for "sft" and "policy".
+        gate_texts: canonical texts of the gate's conversations.
+    """
+    config = params.evaluation
+    tokenizers = {name: load_tokenizer(str(folder), trust_remote_code=params.model.trust_remote_code) for name, folder in folders.items()}
+    longest = params.model.max_length - config.max_new_tokens
+    prompts = heldout_prompts(rows, tokenizers, longest=longest, count=config.prompts, seed=params.seed, gate_texts=gate_texts)
+    models = {name: EvaluatedModel(folder, tokenizers[name], prompts[name]) for name, folder in folders.items()}
+    samples = sample_answers(
+        models,
+        config,
+        backend=params.rl.rollout.backend,
+        model=params.model,
+        max_concurrent_sequences=MAX_CONCURRENT_SEQUENCES,
+        threads=params.cluster.threads,
+        seed=params.seed,
+        seeds=request_seeds(params.seed, 0, len(prompts["sft"])),
+        stop=tuple(params.rl.rollout.stop),
+    )
+    scorers = LocalScorers(params.evaluation_scorers, reward_model=reward_model, source_judges=source_judges, model=params.model)
+    return score_answers(models, samples, scorers, source_judges)
+
+
+def measure(params: Params, answers: Answers, folders: dict[str, Path], *, gate_texts: Collection[str]) -> dict[str, Any]:
+    """Figures of each model, their win rate and differences, and the policy's KL from the SFT model in nats per response.
+
+    The KL is estimated on the policy's answers. Each model sees a prompt as its own template renders it.
+    """
+    confidence = params.evaluation.confidence
+    logprobs = {}
+    pad_id = load_tokenizer(str(folders["sft"]), trust_remote_code=params.model.trust_remote_code).pad_token_id
+    with Bar("pass for log-probabilities", len(folders) * len(MODES)) as bar:
+        for name, folder in folders.items():
+            module = load_policy(folder, params.model)
+            for mode in MODES:
+                asked = with_prompts_of(answers[mode]["policy"], answers[mode][name])
+                logprobs[name, mode] = response_logprobs(module, asked, pad_id=pad_id, temperature=params.evaluation.temperature)
+                bar.step()
+            del module  # before the next one is loaded
+    return {
+        **{mode: {name: summarize(a, confidence=confidence) for name, a in by_model.items()} for mode, by_model in answers.items()},
+        "win_rate": {mode: win_rate(a["policy"], a["sft"], confidence=confidence) for mode, a in answers.items()},
+        "difference": {mode: differences(a["policy"], a["sft"], confidence=confidence) for mode, a in answers.items()},
+        "kl": {mode: float((logprobs["policy", mode] - logprobs["sft", mode]).mean()) for mode in MODES},
+        "prompts_of_gate": sum(conversation_text(a.prompt.messages) in gate_texts for a in answers["greedy"]["policy"])
+        if params.reward.enabled
+        else 0,
+        "judge": any(a.judgement is not None for a in answers["greedy"]["policy"]),
+    }
+
+
+def sample_table(answers: Answers, rows: int) -> list[dict[str, Any]]:
+    """The first `rows` prompts of each mode with both models' responses, scores and judgements."""
+    return [
+        {
+            "id": sft.prompt.id,
+            "source": sft.prompt.source,
+            "prompt": "\n".join(f"{m['role']}: {m['content']}" for m in sft.prompt.messages),
+            "mode": mode,
+            "sft_response": sft.text,
+            "policy_response": policy.text,
+            "sft_score": sft.score,
+            "policy_score": policy.score,
+            "sft_judge_ok": sft.judgement.ok if sft.judgement else None,
+            "policy_judge_ok": policy.judgement.ok if policy.judgement else None,
+        }
+        for mode, by_model in answers.items()
+        for sft, policy in list(zip(by_model["sft"], by_model["policy"], strict=True))[:rows]
+    ]

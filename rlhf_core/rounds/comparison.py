@@ -1,0 +1,62 @@
+"""A round's policy against the one before it, on prompts of the promotion split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import Params
+from rlhf_core.evaluation.answers import EvaluatedModel, load_policy, response_logprobs, sample_answers, score_answers
+from rlhf_core.evaluation.figures import judge_difference, summarize, win_rate
+from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.rounds.pins import Round
+from rlhf_core.rounds.promotion import DECIDES
+from rlhf_core.rounds.sample import promotion_prompts, promotion_seeds
+from rlhf_core.sampling.scoring import LocalScorers
+
+
+def compare(
+    params: Params, entry: Round, number: int, policy: Path, *, rows: list[dict], reward_model: Path, source_judges: dict[str, str]
+) -> dict[str, Any]:
+    """Figures of both policies, their win rate and judge difference, and the new policy's KL in nats per response.
+
+    The KL from the policy before and from the series' origin is estimated on the new policy's sampled answers.
+
+    Args:
+        policy: folder of the round's policy. rows: as for `promotion_prompts`.
+    """
+    config = params.evaluation
+    before = Path(entry.policy.path)
+    tokenizer = load_tokenizer(str(before), trust_remote_code=params.model.trust_remote_code)
+    prompts = promotion_prompts(rows, tokenizer, params, number=number)
+    models = {name: EvaluatedModel(folder, tokenizer, prompts) for name, folder in (("before", before), ("after", policy))}
+    samples = sample_answers(
+        models,
+        config,
+        backend=params.iterative.sampling.backend,
+        model=params.model,
+        max_concurrent_sequences=params.iterative.sampling.max_concurrent_sequences,
+        threads=params.cluster.threads,
+        seed=params.seed,
+        seeds=promotion_seeds(params.seed, number, len(prompts)),
+    )
+    scorers = LocalScorers(params.iterative.scorers, reward_model=reward_model, source_judges=source_judges, model=params.model)
+    answers = score_answers(models, samples, scorers, source_judges)
+    del scorers  # before the policies are loaded
+    metrics: dict[str, Any] = {
+        mode: {name: summarize(a, confidence=config.confidence) for name, a in by_model.items()} for mode, by_model in answers.items()
+    }
+    metrics["win_rate"] = {mode: win_rate(a["after"], a["before"], confidence=config.confidence) for mode, a in answers.items()}
+    if "judge_ok" in metrics[DECIDES]["after"]:
+        metrics["judge_difference"] = {
+            mode: judge_difference(a["after"], a["before"], confidence=config.confidence) for mode, a in answers.items()
+        }
+
+    def logprobs(folder: Path):
+        module = load_policy(folder, params.model)
+        return response_logprobs(module, answers[DECIDES]["after"], pad_id=tokenizer.pad_token_id, temperature=config.temperature)
+
+    own = logprobs(policy)
+    others = {"before": before, "origin": Path(entry.origin.path)}
+    metrics["kl"] = {name: float((own - logprobs(folder)).mean()) for name, folder in others.items()}
+    return metrics

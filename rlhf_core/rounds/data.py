@@ -1,0 +1,155 @@
+"""Data of a round of iterative DPO: its prompts, its pairs, and the checks of the promotion split. Needs no torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from rlhf_core.config import Params, PromotionConfig
+from rlhf_core.data.hashing import distinct_prompts, with_ids
+from rlhf_core.data.schema import Message
+from rlhf_core.rounds.pins import Round, prompts_hash
+
+
+def prompts_of_round(ids: Iterable[str], number: int, count: int, *, seed: int) -> list[str]:
+    """The ids of a round's prompts: a piece of an endless sequence of passes over the pool, each pass in a seeded order of its own.
+
+    Where a round spans two passes, the prompts that it has from the first come last in the second, so that no round has one twice.
+
+    Args:
+        ids: of the whole pool, in any order.
+        number: of the round, from 1.
+        count: prompts of every round, a larger one than the pool taken as the pool's size.
+    Raises:
+        ValueError: the pool is empty.
+    """
+    pool = sorted(set(ids))
+    if not pool:
+        raise ValueError("prompts: expected training prompts to sample for, got none; give a source the use prompt")
+    count = min(count, len(pool))
+    sequence: list[str] = []
+    for turn in itertools.count():
+        begun = set(sequence[len(sequence) // count * count :])
+        order = [pool[i] for i in np.random.default_rng([seed, turn]).permutation(len(pool))]
+        sequence += sorted(order, key=begun.__contains__)  # stable: False before True
+        if len(sequence) >= number * count:
+            return sequence[(number - 1) * count : number * count]
+
+
+def rows_of_round(rows: list[dict], entry: Round, number: int, params: Params) -> list[dict]:
+    """The rows of a round's prompts, in its order.
+
+    Args:
+        rows: all training rows of the use prompt.
+    Raises:
+        ValueError: the prompts differ from those that the round began with.
+    """
+    by_id = {row["id"]: row for row in rows}
+    ids = prompts_of_round(by_id, number, params.iterative.sampling.prompts, seed=params.seed)
+    if prompts_hash(ids) != entry.prompts.sha256:
+        raise ValueError(
+            f"prompts: expected those that round {number} began with, sha256 {entry.prompts.sha256}, got {prompts_hash(ids)}; seed, "
+            "iterative.sampling.prompts or data/prepared have changed: undo that, or begin another series"
+        )
+    return [by_id[i] for i in ids]
+
+
+def check_promotion_rows(rows: list[dict], config: PromotionConfig, *, judged: Container[str]) -> None:
+    """Policies can be compared on the promotion split, as far as its rows tell; which prompts are too long only a tokenizer knows.
+
+    Args:
+        rows: of the use prompt, of the promotion split.
+        judged: names of the data sources that have a judge.
+    Raises:
+        ValueError: there are fewer different prompts than are asked for, or the judge decides and a prompt has none.
+    """
+    if (found := len(distinct_prompts(rows))) < config.prompts:
+        raise ValueError(
+            f"iterative.promotion.prompts: expected at most the {found} different prompts of the promotion split, got {config.prompts}; "
+            "lower it, or raise data.promotion_fraction, in another series if this one has rounds"
+        )
+    without = sorted({row["source"] for row in rows} - {row["source"] for row in rows if row["source"] in judged})
+    if config.metric == "judge" and without:
+        raise ValueError(
+            f"iterative.promotion.metric: expected a judge for every source of the promotion split, got none for {without}; set win_rate, "
+            "or give them a rule as `judge`, in another series if this one has rounds"
+        )
+
+
+class Response(Protocol):
+    """What is read of a response. finished: ended by the model itself; score: not finite where it could not be scored."""
+
+    text: str
+    finished: bool
+    score: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt of the use prompt (rlhf_core.data.schema) and its responses."""
+
+    source: str
+    messages: list[Message]
+    responses: Sequence[Response]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows of the use preference and where they come from.
+
+    rows: in the order of the groups.
+    chosen, rejected: of each group, the position of its responses; None: it gave no pair.
+    counts: pairs, and by reason the groups that gave none.
+    """
+
+    rows: list[dict]
+    chosen: list[int | None]
+    rejected: list[int | None]
+    counts: dict[str, int]
+
+
+def build_pairs(groups: Sequence[Group], *, min_margin: float) -> Pairs:
+    """The best finished and scored response of each group against the worst; of equal ones the first.
+
+    Left out: groups with fewer than two responses that could be used, ties (equal scores, or texts that differ only in white space at
+    their ends), and pairs whose scores are less than min_margin apart. A response without text can't be used. Texts are stripped, as
+    those of every source are.
+    """
+    counts: Counter[str] = Counter(pairs=0, too_few_responses=0, ties=0, below_margin=0)
+    rows, chosen, rejected = [], [], []
+    for group in groups:
+        picked = _best_and_worst(group.responses, min_margin)
+        counts["pairs" if isinstance(picked, tuple) else picked] += 1
+        best, worst = picked if isinstance(picked, tuple) else (None, None)
+        chosen.append(best)
+        rejected.append(worst)
+        if best is not None and worst is not None:
+            texts = {"chosen": group.responses[best].text.strip(), "rejected": group.responses[worst].text.strip()}
+            rows.append({"source": group.source, "split": "train", "messages": group.messages, **texts})
+    return Pairs([_identified(row) for row in rows], chosen, rejected, dict(counts))
+
+
+def _best_and_worst(responses: Sequence[Response], min_margin: float) -> tuple[int, int] | str:
+    """Positions, or why there is no pair."""
+    usable = [i for i, r in enumerate(responses) if r.finished and math.isfinite(r.score) and r.text.strip()]
+    if len(usable) < 2:
+        return "too_few_responses"
+    best = max(usable, key=lambda i: (responses[i].score, -i))
+    worst = min(usable, key=lambda i: (responses[i].score, i))
+    margin = responses[best].score - responses[worst].score
+    if margin == 0 or responses[best].text.strip() == responses[worst].text.strip():
+        return "ties"
+    return (best, worst) if margin >= min_margin else "below_margin"
+
+
+def _identified(row: dict) -> dict:
+    """The row with its id, a hash of its content; a round has each prompt once, so that no two are equal."""
+    content = {key: value for key, value in row.items() if key not in ("source", "split")}
+    (identified,) = with_ids([content], row["source"])
+    return {**row, "id": identified["id"]}

@@ -1,0 +1,106 @@
+"""What a round samples: responses to its training prompts with their scores and pairs, and the prompts on which it is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.config import Params
+from rlhf_core.data.hashing import distinct_prompts
+from rlhf_core.data.schema import write_rows
+from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
+from rlhf_core.rounds.data import Group, build_pairs
+from rlhf_core.rounds.pins import Round
+from rlhf_core.sampling.drawing import sample_responses
+from rlhf_core.sampling.prompts import choose_prompts
+from rlhf_core.sampling.requests import request_seeds
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse
+from rlhf_core.types import Prompt
+
+PROMOTION_TURN = 1  # of a round's request seeds; its training responses are turn 0
+
+
+def sample_groups(
+    params: Params, entry: Round, rows: list[dict], *, reward_model: Path, source_judges: dict[str, str], check_stop: Callable[[], None]
+) -> tuple[list[list[ScoredResponse]], int]:
+    """Scored responses of the round's policy to each prompt that leaves room for one, and how many prompts don't.
+
+    Args:
+        rows: of the use prompt, the round's.
+        check_stop: raises where the stage was told to stop.
+    """
+    config, policy = params.iterative, entry.policy.path
+    tokenizer = load_tokenizer(policy, trust_remote_code=params.model.trust_remote_code)
+    longest = params.model.max_length - config.sampling.max_new_tokens
+    prompts = choose_prompts(rows, tokenizer, longest=longest, count=None, seed=params.seed)
+    samples = sample_responses(
+        policy,
+        prompts,
+        config.sampling,
+        model=params.model,
+        threads=params.cluster.threads,
+        seed=params.seed,
+        draw=entry.prompts.first,  # differs from round to round, as the prompts do
+        check_stop=check_stop,
+    )
+    scorers = LocalScorers(config.scorers, reward_model=reward_model, source_judges=source_judges, model=params.model)
+    return ResponseScorer(scorers, tokenizer, stops=stop_ids(tokenizer, policy)).score_groups(prompts, samples), len(rows) - len(prompts)
+
+
+def write_data(folder: Path, groups: list[list[ScoredResponse]], *, min_margin: float) -> dict[str, Any]:
+    """Write preference.parquet, the pairs, and samples.parquet, every response with its scores. Returns their figures."""
+    pairs = build_pairs([Group(g[0].prompt.source, g[0].prompt.messages, g) for g in groups], min_margin=min_margin)
+    write_rows(folder, "preference", pairs.rows)
+    frame = pd.DataFrame(
+        {
+            "id": response.prompt.id,
+            "source": response.prompt.source,
+            "prompt": response.prompt.messages[-1]["content"],
+            "response": response.text,
+            "finished": response.finished,
+            "score": response.score,
+            **{f"score_{name}": value for name, value in response.components.items()},
+            "used_as": {chosen: "chosen", rejected: "rejected"}.get(position, ""),
+        }
+        for group, chosen, rejected in zip(groups, pairs.chosen, pairs.rejected, strict=True)
+        for position, response in enumerate(group)
+    )
+    frame.to_parquet(folder / "samples.parquet", index=False)
+    return {
+        **pairs.counts,
+        "responses": len(frame),
+        "unscored_fraction": float(frame["score"].isna().mean()),
+        "truncated_fraction": float((~frame["finished"]).mean()),
+        "score_mean": float(frame["score"].mean()),
+        **{f"score_{use}_mean": float(frame["score"][frame["used_as"] == use].mean()) for use in ("chosen", "rejected")},
+    }
+
+
+def promotion_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, params: Params, *, number: int) -> list[Prompt]:
+    """iterative.promotion.prompts distinct prompts of the promotion split for round `number`; other ones in each round where the split
+    has more.
+
+    Args:
+        rows: of the use prompt, of the promotion split.
+    Raises:
+        ValueError: fewer prompts leave room for an answer.
+    """
+    count, longest = params.iterative.promotion.prompts, params.model.max_length - params.evaluation.max_new_tokens
+    fitting = [row for row in distinct_prompts(rows) if len(encode_prompt(tokenizer, row["messages"])) <= longest]
+    if len(fitting) < count:
+        raise ValueError(
+            f"iterative.promotion.prompts: expected at most the {len(fitting)} different prompts of the promotion split with at most "
+            f"{longest} tokens, got {count}; lower it, or raise data.promotion_fraction, in another series"
+        )
+    order = int(np.random.SeedSequence([params.seed, number]).generate_state(1)[0])
+    return choose_prompts(fitting, tokenizer, longest=longest, count=count, seed=order)
+
+
+def promotion_seeds(seed: int, number: int, count: int) -> list[int]:
+    """Sampling seeds of both policies' answers: others in each round, and none of the seeds of the round's training responses."""
+    return request_seeds(seed, number, count, turn=PROMOTION_TURN)

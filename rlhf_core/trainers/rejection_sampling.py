@@ -1,0 +1,175 @@
+"""Rejection sampling: several responses to each training prompt, and SFT on the best of each by the scorers.
+
+Source: RAFT, Dong et al. 2023, https://arxiv.org/abs/2304.06767; rejection sampling fine-tuning in Touvron et al. 2023,
+https://arxiv.org/abs/2307.09288, section 3.2.3.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.config import ModelConfig, RejectionSamplingConfig, SftConfig
+from rlhf_core.engines.deepspeed_engine import join_world
+from rlhf_core.models.tokenizer import stop_ids, turn_end
+from rlhf_core.sampling.drawing import sample_responses
+from rlhf_core.sampling.prompts import choose_prompts
+from rlhf_core.sampling.requests import Sample
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse
+from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
+from rlhf_core.trainers.finetune import Finetuned, finetune
+from rlhf_core.types import Prompt
+
+SCORED_AT_ONCE = 1024  # prompts; the stage can be stopped between them
+
+log = logging.getLogger("rlhf")
+
+
+def scored_responses(
+    rows: list[dict],
+    tokenizer: PreTrainedTokenizerBase,
+    config: RejectionSamplingConfig,
+    *,
+    policy: Path,
+    reward_model: Path,
+    source_judges: dict[str, str],
+    model: ModelConfig,
+    threads: int,
+    seed: int,
+    scratch: Path,
+    check_stop: Callable[[], None],
+) -> tuple[list[list[ScoredResponse]], int]:
+    """The scored responses of `config.sampling.prompts` prompts, and how many of all prompts are too long to leave room for one.
+
+    Samples and scores are saved in `scratch`; an interrupted run that is repeated reads them.
+
+    Args:
+        rows: of the use prompt.
+        policy: folder of the model that responds, and whose tokenizer it is.
+        check_stop: raises where the stage was told to stop.
+    """
+    sampling = config.sampling
+    fitting = choose_prompts(rows, tokenizer, longest=model.max_length - sampling.max_new_tokens, count=None, seed=seed)
+    prompts = fitting[: sampling.prompts]
+
+    def sample() -> list[list[Sample]]:
+        log.info("train_policy: sampling %d responses to each of %d prompts", sampling.samples_per_prompt, len(prompts))
+        return sample_responses(str(policy), prompts, sampling, model=model, threads=threads, seed=seed, check_stop=check_stop)
+
+    samples = [[Sample(**fields) for fields in group] for group in saved(scratch / "samples.json", sample)]
+
+    def score() -> list[list[dict[str, Any]]]:
+        scorers = LocalScorers(config.scorers, reward_model=reward_model, source_judges=source_judges, model=model)
+        scorer = ResponseScorer(scorers, tokenizer, stops=stop_ids(tokenizer, policy))
+        groups: list[list[ScoredResponse]] = []
+        for start in range(0, len(prompts), SCORED_AT_ONCE):
+            check_stop()
+            part = slice(start, start + SCORED_AT_ONCE)
+            groups += scorer.score_groups(prompts[part], samples[part])
+        return without_prompts(groups)
+
+    return with_prompts(saved(scratch / "scored.json", score), prompts), len(rows) - len(fitting)
+
+
+def saved(path: Path, make: Callable[[], list]) -> list:
+    """The JSON of `path`, or of what `make` returns, which is then saved there whole or not at all. Dataclasses become objects."""
+    if not path.exists():
+        aside = path.with_suffix(".tmp")
+        aside.write_text(json.dumps(make(), default=vars), encoding="utf-8")
+        aside.replace(path)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def without_prompts(groups: list[list[ScoredResponse]]) -> list[list[dict[str, Any]]]:
+    """Scored responses as JSON objects without their prompt, which the group's position gives."""
+    return [[{name: value for name, value in vars(response).items() if name != "prompt"} for response in group] for group in groups]
+
+
+def with_prompts(groups: list[list[dict[str, Any]]], prompts: list[Prompt]) -> list[list[ScoredResponse]]:
+    """The inverse of `without_prompts`."""
+    return [[ScoredResponse(prompt=prompt, **fields) for fields in group] for prompt, group in zip(prompts, groups, strict=True)]
+
+
+def best_responses(groups: list[list[ScoredResponse]], *, min_score: float | None) -> tuple[list[ScoredResponse], dict[str, int]]:
+    """The finished response with the highest score of each prompt (the first of equal ones), and the number of prompts without one.
+
+    truncated: no response is finished. unscored: no finished response has a score. below_min_score: the best score is lower.
+    """
+    best_of_prompts: list[ScoredResponse] = []
+    dropped = dict.fromkeys(("truncated", "unscored", "below_min_score"), 0)
+    for group in groups:
+        finished = [r for r in group if r.finished]
+        scored = [r for r in finished if math.isfinite(r.score)]
+        best = max(scored, key=lambda r: r.score, default=None)
+        if best is None:
+            dropped["unscored" if finished else "truncated"] += 1
+        elif min_score is not None and best.score < min_score:
+            dropped["below_min_score"] += 1
+        else:
+            best_of_prompts.append(best)
+    return best_of_prompts, dropped
+
+
+def as_demonstration(response: ScoredResponse, tokenizer: PreTrainedTokenizerBase) -> Demonstration:
+    """A finished response as its sampled tokens. Its last token becomes the one with which the template ends a turn."""
+    prompt_ids = response.prompt.prompt_ids
+    return Demonstration([*prompt_ids, *response.response_ids[:-1], turn_end(tokenizer).trained[-1]], len(prompt_ids))
+
+
+def train_on_best(
+    groups: list[list[ScoredResponse]],
+    heldout_rows: list[dict],
+    tokenizer: PreTrainedTokenizerBase,
+    config: RejectionSamplingConfig,
+    *,
+    policy: Path,
+    sft: SftConfig,
+    model: ModelConfig,
+    loop: dict[str, Any],
+) -> tuple[Finetuned, dict[str, Any]]:
+    """SFT of `policy` on each prompt's best response. Returns the trained model and its metrics.
+
+    Args:
+        heldout_rows, sft: for `heldout_demonstrations`.
+        loop: of `Stage.loop`.
+    Raises:
+        ValueError: no prompt has a response to train on.
+        Interrupted: the stage was told to stop; the state is saved.
+    """
+    best, dropped = best_responses(groups, min_score=config.min_score)
+    log.info("train_policy: the best responses of %d prompts are kept, none of %s", len(best), dropped)
+    if not best:
+        raise ValueError(f"rejection sampling: expected responses to train on, got none for {len(groups)} prompts: {dropped}")
+    join_world()
+    examples = [as_demonstration(response, tokenizer) for response in best]
+    heldout = heldout_demonstrations(heldout_rows, tokenizer, sft, max_length=model.max_length)
+    trained = finetune(policy, examples, heldout, config, pad_id=tokenizer.pad_token_id, model=model, loop=loop)
+    counts = {"method": "rejection_sampling", "prompts": len(groups), "kept": len(best), "dropped": dropped}
+    return trained, {**counts, **score_means(groups, best), **trained.metrics}
+
+
+def heldout_demonstrations(rows: list[dict], tokenizer: PreTrainedTokenizerBase, sft: SftConfig, *, max_length: int) -> list[Demonstration]:
+    """Held-out demonstrations as SFT trains on them; their loss shows how far the policy moves from them."""
+    how = {"max_length": max_length, "train_on": sft.train_on, "train_on_thoughts": sft.train_on_thoughts}
+    return encode_demonstrations(rows, tokenizer, **how)[0]
+
+
+def score_means(groups: list[list[ScoredResponse]], best: list[ScoredResponse]) -> dict[str, float]:
+    """Means of the weighted score and of each scorer's, of all responses and of the best; responses without a score are left out."""
+
+    def mean(scores: list[float]) -> float:
+        known = np.array(scores)[np.isfinite(scores)]
+        return float(known.mean()) if len(known) else float("nan")
+
+    means = {}
+    for prefix, responses in (("sampled_score", [r for group in groups for r in group]), ("best_score", best)):
+        means[f"{prefix}_mean"] = mean([r.score for r in responses])
+        means |= {f"{prefix}_{name}": mean([r.components[name] for r in responses]) for name in best[0].components}
+    return means
