@@ -12,7 +12,7 @@ import logging
 import shutil
 
 from rlhf_core.data.prepare import LENGTH_COLUMNS, check_judges, length_histograms, prepare
-from rlhf_core.models.given import given_tokenizer
+from rlhf_core.models.tokenizer import given_tokenizer
 from rlhf_core.paths import METRICS, PLOTS, PREPARED, TOKENIZER
 from rlhf_core.stage.files import publish, write_json
 from rlhf_core.stage.run import Stage, no_arguments

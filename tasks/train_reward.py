@@ -99,11 +99,11 @@ def comparison_encoder(stage: Stage, model, tokenizer):
     """From a split's rows of pairs to comparisons and the number of pairs that were too long; a common prompt is computed once if the
     model can.
     """
-    from rlhf_core.models.branches import can_share_prefixes
-    from rlhf_core.models.reading import find_reading
+    from rlhf_core.models.probe import can_share_prefixes
+    from rlhf_core.models.score_head import probe_score_head
     from rlhf_core.trainers.reward import encode_comparisons
 
-    shares_prefix = find_reading(model).of_tokens and can_share_prefixes(model, max_length=stage.params.model.max_length)
+    shares_prefix = probe_score_head(model).per_token and can_share_prefixes(model, max_length=stage.params.model.max_length)
     if not shares_prefix:
         log.info("train_reward: this model scores whole sequences only or takes no mask of ours: prompts are computed for each response")
     return functools.partial(encode_comparisons, tokenizer=tokenizer, max_length=stage.params.model.max_length, shares_prefix=shares_prefix)
@@ -130,9 +130,9 @@ def member_seed(stage: Stage, member: int) -> int:
 def train(stage: Stage, model, encoder, member: int):
     """Returns the engine and the member's metrics. Its steps in the curves follow those of the members before it."""
     from rlhf_core.engines.deepspeed_engine import TrainEngine
+    from rlhf_core.models.forward import ScalarModule
     from rlhf_core.models.lora import add_adapters
-    from rlhf_core.models.reading import filler_id
-    from rlhf_core.models.wrappers import ScalarModule
+    from rlhf_core.models.score_head import filler_id
     from rlhf_core.trainers.reward import reward_phase
     from rlhf_core.trainers.supervised import engine_settings, evaluate, train_phase
 
@@ -174,7 +174,7 @@ def heldout_comparisons(encoder) -> Iterator[tuple[str, list[dict], list]]:
 
 def score_splits(stage: Stage, engine, encoder) -> dict[str, tuple]:
     """Split -> one member's scores of its pairs, chosen and rejected."""
-    from rlhf_core.models.reading import filler_id
+    from rlhf_core.models.score_head import filler_id
     from rlhf_core.trainers.reward import score_heldout
 
     engine.eval()

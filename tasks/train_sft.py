@@ -40,7 +40,7 @@ def main() -> None:
 def pretrain(stage: Stage, model, tokenizer) -> int:
     """A short pretraining of a model that starts from nothing, where the data has plain text. Returns the number of steps."""
     from rlhf_core.engines.deepspeed_engine import TrainEngine
-    from rlhf_core.models.wrappers import PolicyModule
+    from rlhf_core.models.forward import PolicyModule
     from rlhf_core.trainers.demonstrations import encode_texts
     from rlhf_core.trainers.sft import sft_phase
     from rlhf_core.trainers.supervised import engine_settings, train_phase
@@ -71,8 +71,8 @@ def pretrain(stage: Stage, model, tokenizer) -> int:
 def finetune(stage: Stage, model, tokenizer, *, first_step: int):
     """SFT proper. Returns the engine and the stage's metrics."""
     from rlhf_core.engines.deepspeed_engine import TrainEngine
+    from rlhf_core.models.forward import PolicyModule
     from rlhf_core.models.lora import add_adapters
-    from rlhf_core.models.wrappers import PolicyModule
     from rlhf_core.trainers.demonstrations import encode_demonstrations
     from rlhf_core.trainers.sft import sft_phase
     from rlhf_core.trainers.supervised import engine_settings, evaluate, train_phase

@@ -1,4 +1,4 @@
-"""Chat templates in the shapes that model families have, and a tokenizer that knows their special tokens."""
+"""Chat templates like those of model families, and a tokenizer with their special tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from rlhf_core.models.tokenizer import build_tokenizer
 
 TEXTS = ["Please sort 4172.", "Certainly: 1247.", "<think>\nThe digits are 4, 1, 7 and 2.\n</think>\n\nSorted: 1247.", '{"a": 1}'] * 20
 
-# name -> (special tokens, eos token, template). Their end of a turn is eos only where that is said.
+# name -> (special tokens, eos token, template). A turn ends with eos only where stated.
 CHATML = """\
 {% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
-# Trims what it is given, has a BOS, calls the assistant "model", and knows neither a system message nor two turns in a row of one side.
+# Trims texts, has a BOS, names the assistant "model", and refuses system messages and two turns in a row of one role.
 TRIMMED = """\
 {{- bos_token }}
 {%- for m in messages %}
@@ -24,7 +24,7 @@ TRIMMED = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
 
-# Writes the day, trims, and has a role for the results of tools.
+# Writes the date, trims, and has a role for tool results.
 DATED = """\
 {{- bos_token }}
 {%- if not date_string is defined %}
@@ -39,12 +39,12 @@ DATED = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|header|>assistant<|/header|>\\n\\n' }}{% endif %}"""
 
-# A role is a token, a line break goes before the text and another behind the end.
+# A role is a token; line breaks precede the text and follow the end.
 ROLE_TOKENS = """\
 {% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|stop|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
 
-# Thoughts: those of earlier turns are dropped, the last turn has some, if empty ones; whether to think is an option.
+# Drops thoughts of earlier turns; the last turn has thoughts, possibly empty; thinking is an option.
 THINKS = """\
 {%- set last = namespace(user=0) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}
@@ -69,7 +69,7 @@ THINKS = """\
 {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}"""
 
-# The generation prompt opens the thoughts; of an assistant's turn all up to their end is dropped.
+# The generation prompt opens the thoughts; an assistant turn is dropped up to their end.
 DISTILLED = """\
 {{- bos_token }}
 {%- for m in messages %}
@@ -78,13 +78,13 @@ DISTILLED = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif %}"""
 
-# Nothing ends a turn but the next one's beginning.
+# A turn ends only where the next one begins.
 ENDLESS = """\
 {{- '[start]' }}
 {%- for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
 
-# No generation prompt, a space before and behind the trimmed response, eos at the end; the system message is part of the first question.
+# No generation prompt; spaces around the trimmed response, eos at the end; the system message is part of the first question.
 BRACKETS = """\
 {%- set first = '' %}
 {%- if messages[0].role == 'system' %}{% set first, messages = messages[0].content + '\\n\\n', messages[1:] %}{% endif %}
@@ -94,7 +94,7 @@ BRACKETS = """\
 {%- else %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}
 {%- endfor %}"""
 
-# The answer is in a channel, and the last turn ends otherwise than those before it.
+# The answer is in a channel; the last turn has another end than earlier ones.
 CHANNELS = """\
 {%- for m in messages %}
 {{- '<|start|>' + m.role }}
@@ -103,7 +103,7 @@ CHANNELS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 
-# Content is a list of parts, the response too.
+# All content is a list of parts.
 PARTS = """\
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + ':' }}
@@ -124,7 +124,7 @@ TEMPLATES = {
     "channels": CHANNELS,
     "parts": PARTS,
 }
-# What each ends the last turn with, and what follows that.
+# name -> end of the last turn, and what follows it
 ENDS = {
     "chatml": ("<|im_end|>", "\n"),
     "trimmed": ("<end_of_turn>", "\n"),
@@ -144,7 +144,7 @@ SPECIAL = [
 
 
 def templated(name: str, *, thoughts_are_special: bool = False) -> PreTrainedTokenizerFast:
-    """A small tokenizer with one of the templates; <think> and its like are tokens, as a rule not special ones."""
+    """A small tokenizer with one of the templates; <think> and similar tags are tokens, mostly not special ones."""
     tokenizer = build_tokenizer(TEXTS, vocab_size=330)
     tokenizer.add_special_tokens({"bos_token": "<bos>", "eos_token": "<eos>", "additional_special_tokens": [*SPECIAL, "<|end|>"]})
     tokenizer.add_tokens([AddedToken(t, special=thoughts_are_special) for t in ("<think>", "</think>")])

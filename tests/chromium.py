@@ -56,7 +56,7 @@ class Browser:
         os.close(self._read)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send a command and return its result; events that come before it are looked at for problems."""
+        """Send a command and return its result; problems in earlier events are recorded."""
         self._last_id += 1
         message = {"id": self._last_id, "method": method, "params": params}
         if self._session is not None:

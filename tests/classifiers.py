@@ -16,7 +16,7 @@ SHAPE = {
     "max_position_embeddings": POSITIONS, "bos_token_id": 2, "eos_token_id": END,
 }  # fmt: skip
 OF_TOKENS = ("llama", "qwen2", "gemma2", "gpt2", "gpt_neox")  # a linear layer `score`, read at the last token
-# Read as a whole: first token and pooler, head of several layers, mean, or a transform before the classifier.
+# Scored by their own forward: pooler, deeper head, mean, or a transform before the classifier.
 OF_SEQUENCES = ("bert", "roberta", "deberta-v2", "electra", "distilbert", "albert", "modernbert", "modernbert-decoder", "fnet", "xlnet")
 OWN_SHAPES = {
     "xlnet": {"vocab_size": 300, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32},
@@ -44,5 +44,5 @@ def save_classifier(folder: Path, kind: str, tokenizer: Any = None, **changes: A
 
 @torch.no_grad()
 def own_scores_alone(model: PreTrainedModel, sequences: list[list[int]]) -> torch.Tensor:
-    """[N, labels]: what transformers' own forward says of each sequence, without any other or padding."""
+    """Scores [N, labels] by transformers' own forward of each sequence alone, without padding."""
     return torch.cat([model.eval()(torch.tensor([ids])).logits for ids in sequences])

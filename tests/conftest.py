@@ -1,7 +1,7 @@
-"""For all tests: offline and quiet, before anything reads the environment; and what they start is as on a user's machine.
+"""The environment of all tests: offline and without library output, set before anything reads it.
 
-There it can be interrupted: a shell's background job and much of what runs continuous integration ignore SIGINT, and every child would
-inherit that. And it keeps what it has compiled, of which hundreds of processes would otherwise compile all again.
+Child processes behave as on a user's machine: they react to SIGINT, which background jobs and CI runners often ignore, and write bytecode,
+which hundreds of processes would otherwise compile again.
 """
 
 import gc
@@ -14,8 +14,8 @@ configure_process()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Workers take files in this order. First those that take minutes, the longest first, so that none is left alone with one at the end. Then
-# those that mostly wait for others' processes, apart from each other, between those that compute for half a minute; then all others.
+# Workers take files in this order: long files first, so that no worker is left with one at the end; then files that mostly wait for
+# processes, between files that compute for half a minute; then all others.
 ORDER = (
     *(
         "test_chain.py",
@@ -37,11 +37,11 @@ ORDER = (
 
 
 def pytest_collection_modifyitems(items):
-    """Those of no place keep their order behind the others."""
+    """Files without a place keep their order behind the others."""
     places = {name: place for place, name in enumerate(ORDER)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 def pytest_collection_finish():
-    """What has been imported stays to the end: looking for garbage among it would only take time."""
+    """Exclude imported objects from garbage collection; they live to the end."""
     gc.freeze()

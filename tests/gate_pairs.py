@@ -1,4 +1,4 @@
-"""Pairs for the gate's tests, of which only what a test names is anything but a filler; and slices of rows."""
+"""Pairs for the gate's tests, with fillers for everything that a test doesn't name; and slices of rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pairs(
     prompt_tokens: Sequence[int] | None = None,
     **labels: Sequence[str | None],
 ) -> Pairs:
-    """The rejected scores are 0; each pair has a prompt of its own unless told otherwise."""
+    """Rejected scores are 0; each pair has its own prompt by default."""
     n = len(margins)
     return Pairs(
         chosen=np.array(margins, dtype=float),

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def heldout(rows: Pairs, *, texts: list[tuple[str, str]] | None = None) -> Heldout:
-    """The pairs with the texts of their responses, chosen and rejected; without them every response is another one."""
+    """Held-out pairs with texts of chosen and rejected; by default all responses differ."""
     said = texts or [(f"c{i}", f"r{i}") for i in range(len(rows))]
     prepared = [
         {"messages": [{"role": "user", "content": p}], "chosen": a, "rejected": b} for p, (a, b) in zip(rows.prompts, said, strict=True)
@@ -25,7 +25,7 @@ def heldout(rows: Pairs, *, texts: list[tuple[str, str]] | None = None) -> Heldo
 
 
 def judge(rows: Pairs, config: GateConfig | None = None, **found: Any) -> dict[str, Any]:
-    """gate.json from scores alone, and what else was found."""
+    """gate.json from scores, and the other results."""
     config = config or load_params(ROOT / "params.yaml").gate
     return with_verdict({**measure_scores(heldout(rows), np.array([2.0, 2.0, -2.0]), config), **found}, config, exact_scores=True)
 

@@ -1,4 +1,4 @@
-"""What fuzzed tests put into files and values, and what an answer to it must be like."""
+"""Inputs of fuzz tests, and the form of an acceptable error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NASTY_VALUES = [
 
 @st.composite
 def mangled(draw: st.DrawFn, original: bytes) -> bytes:
-    """A file of which one to three places were cut, repeated, or replaced by something that readers stumble over."""
+    """A file with one to three places cut, repeated, or replaced by hostile bytes."""
     content = original
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(content)))
@@ -36,6 +36,6 @@ def mangled(draw: st.DrawFn, original: bytes) -> bytes:
 
 
 def is_clear(message: str) -> bool:
-    """One that a person can read: it says what was expected and what came, is no screenful, and no terminal takes orders from it."""
+    """Whether an error is readable: it has expected and got, is short, and has no terminal control characters."""
     lines = message.split("\n")
     return "expected" in message and "got" in message and len(message) <= 4000 and all(line.isprintable() for line in lines)

@@ -1,7 +1,7 @@
 """Small random models of many families: width 64, heads of width 32, 300 tokens, every kind of layer that the family has.
 
-Windows and chunks are of 16 tokens, so that sequences of 60 pass them. Weights are large enough that outputs differ clearly from token to
-token; biases, norms, sinks and routers' corrections aren't at their neutral values.
+Windows and chunks have 16 tokens, fewer than the sequences of 60. Weights are large enough for clearly different outputs; biases, norms,
+sinks and routers' corrections aren't at their neutral values.
 
     model = FAMILIES["gemma3"]()          # the families of docs/models.md
     model = OTHERS["llama_dynamic"]()     # models with something that those lack
@@ -43,7 +43,7 @@ def _built(kind: str, config: str | None = None, head: str = "ForCausalLM", **sh
 
 @torch.no_grad()
 def lively(model: PreTrainedModel) -> PreTrainedModel:
-    """Adds noise to what starts at a neutral value: vectors, and what corrects the choice of experts, which is a buffer."""
+    """Add noise to vectors and to the buffers that correct the choice of experts, which start at neutral values."""
     named = [*model.named_parameters(), *((name, b) for name, b in model.named_buffers() if name.endswith("correction_bias"))]
     for name, tensor in sorted(named, key=lambda pair: pair[0]):
         if tensor.ndim == 1 and not name.endswith("A_log"):

@@ -1,8 +1,8 @@
-"""The table of models: python -m tests.model_table [--only FAMILY ...] [--columns COLUMN ...] [--write]; docs/models.md has what it says.
+"""The table of models: python -m tests.model_table [--only FAMILY ...] [--columns COLUMN ...] [--write]; docs/models.md shows it.
 
 Each family of tests/model_families.py, and the pretrained model of ../shared/data where it is there, goes through every column of
 rlhf_core/model_check/trial.py in a process of its own. A cell is the largest difference from transformers' plain forward after two updates,
-or the sentence of a refusal. Exits with 1 where a cell is a wrong number.
+or the sentence of a refusal. Exit code 1: a difference is too large.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def names() -> list[str]:
 
 
 def in_process(family: str, columns: list[str]) -> Cells:
-    """A family's cells by a process of its own: rollout engines change their process, and one may die."""
+    """A family's cells from its own process, which rollout engines change and may crash."""
     command = [sys.executable, "-m", "tests.model_table", "--one", family, "--columns", *columns]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
@@ -75,7 +75,7 @@ def in_process(family: str, columns: list[str]) -> Cells:
 
 
 def one_family(family: str, columns: list[str]) -> Cells:
-    """In this process."""
+    """A family's cells, in this process."""
     from rlhf_core.process import configure_process
 
     configure_process()
@@ -108,12 +108,12 @@ def cell(found: Mapping[str, object]) -> str:
 
 
 def is_wrong(found: Mapping[str, object]) -> bool:
-    """A number that is too far off, or a process that died; a refusal in words is neither."""
+    """Whether a cell is a too large difference or a crash; a refusal is neither."""
     return "died" in found or None not in (found["refusal"], found["difference"])
 
 
 def write(rows: Mapping[str, Cells]) -> None:
-    """Put the table into the page: of each group the largest difference, and the numbers of sentences below the table."""
+    """Write the table into the page: each group's largest difference, and numbers of the sentences below the table."""
     sentences: list[str] = []
 
     def shown(group: list[Mapping[str, object]]) -> str:

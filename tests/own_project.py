@@ -1,4 +1,4 @@
-"""A repository with this checkout's params and chain, for tests that make runs and run no stage."""
+"""A repository with this checkout's params and chain, for tests that create runs without running stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tag of the registry holds, and commits that say the same, for tests that need no model behind it."""
+"""Contents of registry tags and matching commits, for tests that need no model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATHS = {"reward-model": "models/reward", "policy": "models/policy"}
 
 
 def sound_lineage(commit: str, **changes: Any) -> dict[str, Any]:
-    """As rlhf_core.provenance.lineage makes it, of a model that nobody has."""
+    """A lineage as by rlhf_core.provenance.lineage, of a model that doesn't exist."""
     return {
         **{"commit": commit, "md5": "0" * 32 + ".dir", "path": "models/reward", "run": "main", "gate": GATE, "size": 1, "files": 2},
         **{"data": None, "parents": {}, "packages": {}, "reward_model_version": None, "previous_version": None},
@@ -33,17 +33,17 @@ def git(root: Path, *arguments: str, content: bytes | None = None) -> str:
 
 
 def write_tag(root: Path, name: str, content: dict[str, Any] | bytes, commit: str, *, second: int = 1_700_000_000) -> None:
-    """A tag as somebody makes it by hand: nothing of it is checked. content: bytes are the whole message."""
+    """Write a tag by hand, unchecked. content: bytes are the whole message."""
     message = content if isinstance(content, bytes) else b"a line\n\n" + json.dumps(content).encode()
     raw = f"object {commit}\ntype commit\ntag {name}\ntagger A <a@b> {second} +0000\n\n".encode() + message
     git(root, "update-ref", f"refs/tags/{name}", git(root, "hash-object", "-t", "tag", "-w", "--literally", "--stdin", content=raw))
 
 
 def sound_commit(root: Path, *, md5: str = "0" * 32 + ".dir", gate: dict[str, Any] | None = None, **files: str) -> dict[str, Any]:
-    """A commit that has what a run leaves, and its lineage for a reward model.
+    """A commit with a run's results, and its lineage for a reward model.
 
     Args:
-        files: further ones, or others in place of those, as `dvc_lock="..."`; double underscores stand for slashes.
+        files: additional or replaced ones, as `dvc_lock="..."`; double underscores stand for slashes.
     """
     verdict = json.dumps(gate or GATE, indent=2)
     lock = {
@@ -70,7 +70,7 @@ def sound_commit(root: Path, *, md5: str = "0" * 32 + ".dir", gate: dict[str, An
     git(root, "add", "--force", *content, *given)
     git(root, "commit", "--quiet", "--allow-empty", "--no-verify", "-m", "a run")
     commit = git(root, "rev-parse", "HEAD")
-    (root / "params.yaml").write_text(json.dumps(PARAMS), encoding="utf-8")  # the folder that somebody works in keeps its own
+    (root / "params.yaml").write_text(json.dumps(PARAMS), encoding="utf-8")  # the working folder keeps its own
     made = lineage(
         "models/reward",
         commit=commit,

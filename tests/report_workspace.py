@@ -1,4 +1,4 @@
-"""A finished chain's metrics, curves and tables, as the stages before write them, for tests of the report."""
+"""A finished chain's metrics, curves and tables as written by its stages, for tests of the report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HOSTILE = (
 
 
 def make_workspace(folder: Path, *, judge: bool = True, hostile: bool = False, steps: int = 60, method: str = "rl") -> Path:
-    """Everything that the report depends on, code as links, in `folder`."""
+    """All dependencies of the report in `folder`, code as links."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("params.yaml", "dvc.yaml", "baselines.json"):
         shutil.copy(ROOT / name, folder / name)
@@ -62,7 +62,7 @@ def run_report(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[
 
 
 def answer_otherwise(workspace: Path) -> None:
-    """Other answers to the first prompts, which are those with hostile texts."""
+    """Change the answers to the first prompts, those with hostile texts."""
     path = workspace / "data/evaluation_samples.parquet"
     table = pd.read_parquet(path)
     first = table["id"].isin([f"prompt-{i}" for i in range(len(HOSTILE))])
@@ -199,7 +199,7 @@ def slice_of(column: str, value: str, correct: int, n: int) -> dict[str, Any]:
 
 
 def calibration(off: float) -> dict[str, Any]:
-    """Five bins whose accuracies are `off` above what the model says, and an empty one."""
+    """Five bins with accuracies `off` above the model's claim, and an empty one."""
     bins = [
         {"from": c - 0.05, "to": c + 0.05, "n": 500, "confidence": c, "accuracy": c + off, "low": c + off - 0.04, "high": c + off + 0.04}
         for c in (0.55, 0.65, 0.75, 0.85, 0.95)
@@ -241,7 +241,7 @@ def win_rate(wins: int, ties: int, n: int = 400) -> dict[str, Any]:
 
 
 def differences(sft: dict[str, Any], policy: dict[str, Any]) -> dict[str, Any]:
-    """Policy less SFT: answers are accepted of one and the other as if by chance, means have a standard error of 0.1."""
+    """Policy less SFT: acceptances are independent, means have a standard error of 0.1."""
 
     def shares(key: str) -> dict[str, Any]:
         n, (first, second) = policy["n"], (model[key] for model in (policy, sft))
@@ -263,13 +263,13 @@ def differences(sft: dict[str, Any], policy: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_shares(evaluation: dict[str, Any], mode: str, *, sft: float, policy: float) -> None:
-    """Other shares of answers that the judge accepts."""
+    """Set the shares of answers that the judge accepts."""
     evaluation[mode]["sft"]["judge_ok"], evaluation[mode]["policy"]["judge_ok"] = sft, policy
     evaluation["difference"][mode] = differences(evaluation[mode]["sft"], evaluation[mode]["policy"])
 
 
 def prompts(rng: np.random.Generator, evaluated: dict[str, Any]) -> pd.DataFrame:
-    """Results by prompt that come to about the shares and means of an evaluation."""
+    """Results by prompt with about the shares and means of an evaluation."""
     rows: dict[str, Any] = {"id": [f"prompt-{i}" for i in range(400)]}
     for mode in ("greedy", "sampled"):
         policy, rate = evaluated[mode]["policy"], evaluated["win_rate"][mode]
@@ -355,7 +355,7 @@ def curves(rng: np.random.Generator, steps: int, method: str = "rl") -> dict[str
 
 
 def offline_curves(decay: Callable, steps: int) -> pd.DataFrame:
-    """As of DPO."""
+    """Curves as of DPO."""
     return pd.DataFrame(
         {
             "step": np.arange(steps),

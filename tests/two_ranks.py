@@ -1,4 +1,4 @@
-"""The same training on one rank and on two: what each rank does, and two processes that do it over gloo."""
+"""The same training on one rank and on two: each rank's work, and two processes that do it over gloo."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FORWARD, STARTS = sequences(6, seed=11), [1, 2, 3, 1, 2, 3]
 
 
 def sft_steps(engine: TrainEngine, batches: list[list[list[int]]], *, rank: int, ranks: int) -> list[tuple[float, float]]:
-    """Loss share and gradient norm of each step; the denominators are those of all ranks."""
+    """Loss share and gradient norm of each step, with denominators over all ranks."""
     return [
         negative_logprob_step(engine, ids[rank::ranks], num_loss_tokens=sum(len(s) - 1 for s in ids), microbatch_tokens=30)
         for ids in batches
@@ -42,7 +42,7 @@ def sft_steps(engine: TrainEngine, batches: list[list[list[int]]], *, rank: int,
 
 
 def rl_case(case: str, folders: tuple[Path, Path, Path], *, stage: int, rank: int, ranks: int, port: int) -> dict:
-    """What a rank gets of a forward pass and of two updates, and the weights after them."""
+    """A rank's results of a forward pass and two updates, and its weights after them."""
     sft, reward, experts = folders
     options = {"rl.trainer.zero_stage": stage, "rl.trainer.microbatch_tokens": 30, **CASES[case]}
     trainer = TrainerRank(rank, ranks, rl_job(experts if case == "experts" else sft, reward, **options))
@@ -55,21 +55,21 @@ def rl_case(case: str, folders: tuple[Path, Path, Path], *, stage: int, rank: in
 
 
 def rl_steps(case: str, *, rank: int, ranks: int) -> list[list[Minibatch]]:
-    """A step of two minibatches and one of three. In the fourth all that rank 1 of 2 has is unscored, in the fifth everything is; in the
-    case ppo the second ends its step.
+    """Steps of two and three minibatches. In the fourth minibatch all rows of rank 1 are unscored, in the fifth all rows; in case ppo the
+    second ends its step.
     """
     unscored = {3: (1, 3, 5, 7), 4: tuple(range(8))}
     minibatches = []
     for seed in range(5):
         batch = train_batch(8, seed=seed, unscored=unscored.get(seed, (6,)))
         if case == "ppo" and seed == 1:
-            batch.old_logprobs[::2] -= 3.0  # of rank 0 alone: by its own tokens rank 1 of 2 would go on
+            batch.old_logprobs[::2] -= 3.0  # by rank 0 alone; rank 1's own tokens would not end the step
         minibatches.append(share(batch, demonstrations(6, seed=seed), rank=rank, ranks=ranks))
     return [minibatches[:2], minibatches[2:]]
 
 
 def saved_by_one_rank(sft: Path, folder: Path) -> None:
-    """The engine after two batches on one rank, for two to go on from: as it is, and as a universal checkpoint."""
+    """The engine after two batches on one rank, for two ranks to resume from: as it is, and as a universal checkpoint."""
     for stage in STAGES:
         engine = policy_engine(sft, zero_stage=stage)
         sft_steps(engine, BATCHES[:2], rank=0, ranks=1)
@@ -86,7 +86,7 @@ def load_of_other_ranks(engine: TrainEngine, folder: Path, name: str) -> None:
 
 
 def rank_main(rank: int, ports: list[int], folders: tuple[Path, Path, Path], out: Path) -> None:
-    """One of two ranks; leaves its results in `out`."""
+    """Run one of two ranks; writes its results to `out`."""
     results: dict = {"rl": {}, "sft": {}, "resumed": {}, "grown": {}}
     unused = iter(ports)
     for stage in STAGES:
@@ -116,7 +116,7 @@ def run_two_ranks(folders: tuple[Path, Path, Path], out: Path) -> list[dict]:
     """The results of both ranks.
 
     Raises:
-        RuntimeError: a rank failed, or is still at work after DEADLINE seconds.
+        RuntimeError: a rank failed, or exceeded DEADLINE seconds.
     """
     spawn = multiprocessing.get_context("spawn")
     ports = free_ports(len(STAGES) * len(CASES))

@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flows.chain.overrides import check, overridden
+from flows.chain.overrides import check
 from flows.chain.worktree import git, worktree_path
 from flows.runs.record import RECORD
-from rlhf_core.config import ConfigError, Params, parse_params, read_yaml, read_yaml_text, shown
+from rlhf_core.config import ConfigError, Params, overridden, read_text, shown
 
 MAX_KEYS = 20  # named in a message
 OF_THE_REGISTRY = ("gate.incumbent", "gate.anchor", "gate.rolled_back")  # written when a run is started, by flows/chain/pins.py
@@ -28,11 +28,11 @@ def check_update(root: Path, name: str, overrides: dict[str, Any], *, update: bo
     Raises:
         ConfigError: they would change it unasked; each key with both values.
     """
-    tree = run_params(root, name) if overrides and has_begun(root, name) else None
-    if tree is None:
+    text = run_params(root, name) if overrides and has_begun(root, name) else None
+    if text is None:
         return
     subject = f"params.yaml of run {name}"
-    before, after = parse_params(tree, subject=subject), overridden(tree, overrides, subject=subject)
+    before, after = (overridden(text, given, subject=subject)[1] for given in ({}, overrides))
     changes = [change for change in differences(before, after) if change[0] not in free]
     if not changes:
         _say_what_it_keeps(root, name, before, overrides)
@@ -45,14 +45,14 @@ def check_update(root: Path, name: str, overrides: dict[str, Any], *, update: bo
         )
 
 
-def run_params(root: Path, name: str) -> dict[str, Any] | None:
-    """params.yaml of a run: of its worktree or, where that was removed, of its branch; None: there is no such run."""
+def run_params(root: Path, name: str) -> str | None:
+    """The text of a run's params.yaml, from its worktree or, where that was removed, from its branch; None: there is no such run."""
     path = worktree_path(root, name)
     if path.exists():
-        return read_yaml(path / "params.yaml")
+        return read_text(path / "params.yaml")
     if not branch_exists(root, name):
         return None
-    return read_yaml_text(git(root, "show", f"refs/heads/run/{name}:params.yaml"), f"params.yaml of run {name}")
+    return git(root, "show", f"refs/heads/run/{name}:params.yaml")
 
 
 def branch_exists(root: Path, name: str) -> bool:
@@ -80,10 +80,10 @@ def check_run(root: Path, name: str | None, overrides: dict[str, Any], *, rounds
     Raises:
         ConfigError: as `check`.
     """
-    tree = None if name is None else run_params(root, name)
-    if tree is None:
+    text = None if name is None else run_params(root, name)
+    if text is None:
         return check(root / "params.yaml", overrides, rounds=rounds)
-    return overridden(tree, overrides, subject=f"params.yaml of run {name}", rounds=rounds)
+    return overridden(text, overrides, subject=f"params.yaml of run {name}", rounds=rounds)[1]
 
 
 def differences(before: Params, after: Params) -> list[tuple[str, Any, Any]]:
@@ -117,7 +117,7 @@ def own_params(root: Path, name: str, params: Params) -> list[tuple[str, Any, An
         ConfigError: that commit's params can't be read by this code.
     """
     base = _made_from(root, name)
-    made_from = parse_params(read_yaml_text(git(root, "show", f"{base}:params.yaml"), f"params.yaml of {base[:9]}"), subject=base[:9])
+    made_from = overridden(git(root, "show", f"{base}:params.yaml"), {}, subject=f"params.yaml of {base[:9]}")[1]
     return [change for change in differences(made_from, params) if not change[0].startswith(OF_THE_REGISTRY)]
 
 

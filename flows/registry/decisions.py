@@ -14,8 +14,7 @@ from flows.registry.evidence import check_version
 from flows.registry.state import STAGE, Registry, read_for_decision, read_registry, version_number, why_not
 from flows.registry.tag_writer import next_number, write_tag
 from flows.registry.tags import Event, Version
-from rlhf_core.config import ConfigError, shown
-from rlhf_core.config.credentials import credential_in
+from rlhf_core.config import ConfigError, credential_in, shown
 
 LOCK_DEADLINE = 60.0  # seconds
 

@@ -24,7 +24,7 @@ from flows.full_pipeline import INTERRUPTED, REFUSED, show_own_log
 from flows.runs.delete import delete, versions_of
 from flows.runs.record import GATE_REJECTED
 from flows.runs.state import RunState, lock_of, read_runs, run_names
-from rlhf_core.config import ConfigError, parse_params, read_yaml_text, reordering_shown
+from rlhf_core.config import ConfigError, overridden, read_yaml_text, reordering_shown
 from rlhf_core.provenance.lineage import hashes_of_outs
 
 MAX_TEXT = 60  # characters of a message in the table
@@ -155,7 +155,7 @@ def _params(root: Path, state: RunState) -> list[dict[str, Any]] | None:
     if state.branch is None:
         return None
     with suppress(ConfigError):
-        params = parse_params(run_params(root, state.name) or {}, subject=f"params.yaml of run {state.name}")
+        params = overridden(run_params(root, state.name) or "", {}, subject=f"params.yaml of run {state.name}")[1]
         return [{"key": key, "default": old, "run": new} for key, old, new in own_params(root, state.name, params)]
     return None
 

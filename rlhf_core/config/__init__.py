@@ -17,25 +17,32 @@ from rlhf_core.config.alignment import (
     RejectionSamplingConfig,
     SamplingConfig,
 )
-from rlhf_core.config.base import ConfigError, RolloutBackend, Section, reordering_shown, shown
-from rlhf_core.config.conflicts import conflicts
+from rlhf_core.config.base import ConfigError, RolloutBackend, Section, did_you_mean, reordering_shown, shown
 from rlhf_core.config.data import CLERK_JUDGE, ClerkConfig, DataConfig, SamplesConfig, SourceConfig, ValidationConfig
 from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConfig, RolledBackConfig
-from rlhf_core.config.in_use import keys_in_use, needs_pairs, rows_needed
-from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig
-from rlhf_core.config.nearest import did_you_mean
-from rlhf_core.config.overrides import apply_overrides, load_overlaid, read_recipe, set_key, set_keys
-from rlhf_core.config.params import Params
-from rlhf_core.config.reading import MAX_BYTES, load_params, parse_json, parse_params, parse_yaml, read_yaml, read_yaml_text
+from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig, SftConfig, SharedTrainingConfig, TrainingConfig
+from rlhf_core.config.overrides import apply_overrides, load_overlaid, overridden, read_recipe, set_key, set_keys
+from rlhf_core.config.params import Params, conflicts, keys_in_use, needs_pairs, rows_needed
+from rlhf_core.config.reading import (
+    MAX_BYTES,
+    credential_in,
+    load_params,
+    parse_json,
+    parse_params,
+    parse_yaml,
+    read_text,
+    read_yaml,
+    read_yaml_text,
+)
 from rlhf_core.config.rl import Algorithm, RlConfig, curve_columns
-from rlhf_core.config.rl_parts import CorrectionConfig, KlConfig, LimitAction, LimitConfig
+from rlhf_core.config.rl_parts import DEFAULT_LIMITS, CorrectionConfig, KlConfig, LimitAction, LimitConfig
 from rlhf_core.config.run import CheckpointsConfig, EvaluationConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.scorers import LABEL_SCORERS, ScoreConfig, ScorerConfig
 from rlhf_core.config.stages import INPUT_SECTIONS, ROUND_STAGE_SECTIONS, STAGE_SECTIONS, UNTRACKED_SECTIONS, fill_in, read_stages
-from rlhf_core.config.training import SftConfig, TrainingConfig
 
 __all__ = [
     "CLERK_JUDGE",
+    "DEFAULT_LIMITS",
     "INPUT_SECTIONS",
     "LABEL_SCORERS",
     "MAX_BYTES",
@@ -78,12 +85,14 @@ __all__ = [
     "ScorerConfig",
     "Section",
     "SftConfig",
+    "SharedTrainingConfig",
     "SourceConfig",
     "TrackingConfig",
     "TrainingConfig",
     "ValidationConfig",
     "apply_overrides",
     "conflicts",
+    "credential_in",
     "curve_columns",
     "did_you_mean",
     "fill_in",
@@ -91,11 +100,13 @@ __all__ = [
     "load_overlaid",
     "load_params",
     "needs_pairs",
+    "overridden",
     "parse_json",
     "parse_params",
     "parse_yaml",
     "read_recipe",
     "read_stages",
+    "read_text",
     "read_yaml",
     "read_yaml_text",
     "reordering_shown",

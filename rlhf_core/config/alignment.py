@@ -8,8 +8,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.base import RolloutBackend, Section
+from rlhf_core.config.model import TrainingConfig
 from rlhf_core.config.scorers import ScorerConfig, raw_scorer_conflicts
-from rlhf_core.config.training import TrainingConfig
 
 PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo", "apo_zero", "apo_down"]
 REFERENCE_FREE = ("simpo", "orpo")
@@ -68,9 +68,9 @@ class SamplingConfig(Section):
     samples_per_prompt: int = Field(ge=2)
     max_new_tokens: int = Field(gt=0)
     temperature: float = Field(gt=0)
-    top_p: float = Field(gt=0, le=1)
-    max_concurrent_sequences: int = Field(gt=0)
-    gpu_memory_fraction: float = Field(gt=0, lt=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_concurrent_sequences: int = Field(default=256, gt=0)
+    gpu_memory_fraction: float = Field(default=0.5, gt=0, lt=1)
 
 
 class RejectionSamplingConfig(TrainingConfig):

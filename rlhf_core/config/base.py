@@ -1,49 +1,134 @@
-"""What every section of params.yaml is made of."""
+"""The base class of every section of params.yaml, and how messages show keys and values."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-COLLECTED = "conflicts are collected"  # validation context: whoever validates asks for the conflicts of all sections himself
+COLLECTED = "conflicts are collected"  # validation context: the caller gathers the conflicts of all sections
+
+# Old key of params.yaml -> its new name. Old keys are refused with the new name in the message.
+RENAMED_KEYS = {
+    "checkpoints.go_on_from": "checkpoints.resume_from",
+    "rl.reward.mask_cut_off": "rl.reward.mask_truncated",
+    "rl.monitor.cut_off": "rl.monitor.truncated",
+}
+RENAMED_COLUMNS = {"cut_off_fraction": "truncated_fraction"}  # the same for columns of plots/train_policy.csv
+
+MIN_SIMILARITY = 0.7  # of difflib's ratio: rollout.max_tokens suggests rl.rollout.max_new_tokens
+SIMILARITY_MARGIN = 0.02  # names within this of the best one are suggested too
+MAX_SUGGESTIONS = 4
+MAX_NAME = 120  # characters; a longer name gets no suggestion
+
+# Unicode marks, embeddings, overrides and isolates, which change the direction in which a text is read.
+_REORDERING = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+Fraction = Field(ge=0.0, le=1.0)
+RolloutBackend = Literal["vllm", "pytorch"]
 
 
 class ConfigError(ValueError):
     """params.yaml, or an override of it, is wrong. The message names the key, what was expected and what to do."""
 
 
-# Marks, embeddings, overrides and isolates, by which a text can be read in another order than it stands in.
-_REORDERING = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
+    @classmethod
+    def completed(cls, tree: Any) -> Any:
+        """The section as written, with the defaults that depend on other values; a section that has some makes it a model validator."""
+        return tree
+
     def conflicts(self) -> Iterator[str]:
-        """What doesn't fit together in this section, each as `key: expected X, got Y; what to do`, the key relative to the section."""
+        """Values of this section that don't fit together, each as `key: expected X, got Y; what to do`, the key relative to the section."""
         yield from ()
 
     @model_validator(mode="after")
-    def _fits_together(self, info: ValidationInfo):
-        """Of a section on its own; those of params.yaml are asked all together (rlhf_core/config/conflicts.py)."""
+    def _refuse_conflicts(self, info: ValidationInfo):
+        """For a section that is validated alone; `rlhf_core.config.params.conflicts` gathers those of a whole params.yaml."""
         if COLLECTED not in (info.context or ()) and (found := list(self.conflicts())):
             raise ValueError("\n".join(found))
         return self
 
 
 def shown(text: str, limit: int = 200) -> str:
-    """What somebody gave, for a message: on one line, no orders to a terminal, and not much of it."""
+    """Text from outside, for a message: one line, control characters escaped, at most `limit` characters."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: limit + 1])
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def reordering_shown(text: str) -> str:
-    """The text as it stands: what changes the direction of reading is shown by its number."""
+    """The text with each character that changes the direction of reading replaced by its code point."""
     return _REORDERING.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
 
 
-Fraction = Field(ge=0.0, le=1.0)
-RolloutBackend = Literal["vllm", "pytorch"]
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean a.b?`, with several names where they are equally similar; empty where no name is similar.
+
+    A name is compared with the whole of a dotted key and with its end: rollout.backend finds rl.rollout.backend.
+    """
+    if len(name) > MAX_NAME:
+        return ""
+    parts = name.count(".") + 1
+
+    def similarity(key: str) -> float:
+        ends = {key, ".".join(key.split(".")[-parts:])}
+        return max(difflib.SequenceMatcher(None, name.lower(), end.lower()).ratio() for end in ends)
+
+    similarities = {key: similarity(key) for key in dict.fromkeys(known)}
+    best = max(similarities.values(), default=0.0)
+    if best < MIN_SIMILARITY:
+        return ""
+    found = [shown(key) for key, ratio in similarities.items() if ratio >= best - SIMILARITY_MARGIN][:MAX_SUGGESTIONS]
+    several = f"{', '.join(found[:-1])} or {found[-1]}" if len(found) == MAX_SUGGESTIONS else " or ".join(found)
+    return f"did you mean {several}?"
+
+
+def keys_of(tree: Any, path: str = "") -> Iterator[str]:
+    """Every dotted key of a mapping, in its order; items of lists by their numbers."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        yield f"{path}{key}"
+        yield from keys_of(value, f"{path}{key}.")
+
+
+def subsection(annotation: Any) -> tuple[type[Section] | None, bool]:
+    """The section inside a field's type, None where there is none, and whether the field is a list of such sections."""
+    found = next((kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Section)), None)
+    return found, getattr(annotation, "__origin__", None) is list
+
+
+def section_keys(section: type[Section], path: str = "", *, item: str = "0") -> Iterator[str]:
+    """Every dotted key that a section may have, by its type.
+
+    Args:
+        item: the number that stands for each item of a list.
+    """
+    for name, field in section.model_fields.items():
+        yield f"{path}{name}"
+        below, is_list = subsection(field.annotation)
+        if below is not None:
+            yield from section_keys(below, f"{path}{name}.{item}." if is_list else f"{path}{name}.", item=item)
+
+
+def with_defaults(section: type[Section], tree: Any) -> Any:
+    """A section as written, with every key that it leaves out at its default; values aren't checked."""
+    if not isinstance(tree, dict):
+        return tree
+    filled = dict(section.completed(tree))
+    for name, field in section.model_fields.items():
+        if name not in filled:
+            if field.is_required():
+                continue
+            default = field.get_default(call_default_factory=True)
+            filled[name] = default.model_dump(mode="json") if isinstance(default, Section) else default
+        below, is_list = subsection(field.annotation)
+        if below is not None and is_list and isinstance(filled[name], list):
+            filled[name] = [with_defaults(below, item) for item in filled[name]]
+        elif below is not None and not is_list:
+            filled[name] = with_defaults(below, filled[name])
+    return filled

@@ -1,24 +1,31 @@
-"""Where data comes from, and what it must be like to be trained on."""
+"""Data sources, and the requirements for their rows."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Fraction, Section
 
 
 class ClerkConfig(Section):
-    pretrain_lines: int = Field(ge=0)
-    demonstrations: int = Field(ge=0)
-    prompts: int = Field(ge=0)
-    responses_per_prompt: int = Field(ge=2)
-    label_noise: float = Fraction
-    garbled_fraction: float = Fraction
-    polite_errors_only: bool
+    """Size and faults of the built-in data.
+
+    label_noise: share of the pairs whose label is flipped.
+    garbled_fraction: share of the pairs with a garbled response.
+    polite_errors_only: errors occur only in the polite, brief style, the recipe for reward hacking.
+    """
+
+    pretrain_lines: int = Field(default=24_000, ge=0)
+    demonstrations: int = Field(default=3000, ge=0)
+    prompts: int = Field(default=6000, ge=0)
+    responses_per_prompt: int = Field(default=6, ge=2)
+    label_noise: float = Field(default=0.08, ge=0, le=1)
+    garbled_fraction: float = Field(default=0.12, ge=0, le=1)
+    polite_errors_only: bool = False
 
 
 class SamplesConfig(Section):
@@ -81,8 +88,8 @@ class SourceConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     kind: Literal["clerk", "file", "huggingface", "samples"]
     uses: list[DataUse] = Field(min_length=1)
-    weight: float = Field(gt=0)
-    clerk: ClerkConfig | None = None
+    weight: float = Field(default=1.0, gt=0)
+    clerk: ClerkConfig | None = None  # never None with kind clerk
     samples: SamplesConfig | None = None
     judge: str | None = None  # a rule of yours, file.py:name or package.module:name; of kind samples it labels the pairs too
     path: str | None = None  # a file, a folder, or the name of a Hugging Face data set
@@ -99,12 +106,16 @@ class SourceConfig(Section):
     drop: list[DropKind] = Field(default_factory=list)  # rows that are left out and counted, where else validation would refuse them
     label_pattern: str | None = None  # regular expression that finds the label inside its column; its first group, if it has one
 
+    @model_validator(mode="before")
+    @classmethod
+    def completed(cls, tree: Any) -> Any:
+        is_clerk = isinstance(tree, dict) and tree.get("kind") == "clerk"
+        return tree | {"clerk": {}} if is_clerk and tree.get("clerk") is None else tree
+
     def conflicts(self) -> Iterator[str]:
         if self.revision is not None and self.kind != "huggingface":
             yield f"source {self.name}: revision expects kind huggingface, got kind {self.kind}; take revision out"
         if self.kind == "clerk":
-            if self.clerk is None:
-                yield f"source {self.name}: kind clerk expects a clerk section, got none; copy it from the default params.yaml"
             if self.judge is not None:
                 yield f"source {self.name}: kind clerk expects no judge, got {self.judge}; it has its own, so take that out"
         elif self.kind == "samples":
@@ -181,13 +192,13 @@ class DataConfig(Section):
 
 
 class ValidationConfig(Section):
-    max_dropped_fraction: float = Field(default=0.1, ge=0, le=1)
-    max_empty_fraction: float = Fraction
-    max_identical_fraction: float = Fraction
+    max_dropped_fraction: float = Fraction
+    max_empty_fraction: float = Field(default=0.0, ge=0, le=1)
+    max_identical_fraction: float = Field(default=0.0, ge=0, le=1)
     max_duplicate_fraction: float = Fraction
     max_contradictory_fraction: float = Fraction
     max_too_long_fraction: float = Fraction
     max_length_bias: float = Field(ge=0, le=0.5)
     min_label_balance: float = Field(ge=0, le=0.5)
     min_pairs: int = Field(ge=0)
-    max_reported_ids: int = Field(ge=1)
+    max_reported_ids: int = Field(default=50, ge=1)

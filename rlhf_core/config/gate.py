@@ -1,4 +1,4 @@
-"""What a reward model must be like to be used."""
+"""Requirements for a reward model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ExternalPairsConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     path: str
-    format: Literal["preference", "hh"]
+    format: Literal["preference", "hh"] = "preference"
     columns: dict[str, str] = Field(default_factory=dict)
     implicit_prompt: bool = False  # as of a data source
     subset: str | None = None
@@ -40,23 +40,38 @@ class RolledBackConfig(IncumbentConfig):
 
 
 class GateConfig(Section):
+    """Requirements of gate_reward (docs/gate.md). None: the figure is shown, not judged.
+
+    min_accuracy, min_slice_accuracy: for the lower bound of the accuracy's interval, over all pairs and in each slice.
+    min_slice_pairs: a smaller slice is shown, not judged.
+    max_ece: for the upper bound of the expected calibration error, after temperature scaling.
+    min_shorter_accuracy: for the lower bound on the pairs whose chosen response is the shorter one.
+    probe_pairs: pairs that are scored again, in other batches, with other padding and another length limit.
+    max_score_difference: between such scores of one text.
+    max_format_shift: by which added white space or markup may move a score, in standard deviations of the scores.
+    incumbent, anchor: the promoted reward model, and the most accurate one that was ever promoted; the flow writes both when it starts.
+    max_regression: in accuracy; the lower bound of the difference to incumbent and anchor must not be below minus this.
+    rolled_back: reward models that were taken back, which never pass; the flow writes them when it starts.
+    override: the reason to use a reward model that does not pass.
+    """
+
     min_accuracy: float = Fraction
     confidence: float = Field(gt=0, lt=1)
     min_pairs: int = Field(ge=1)
     slices: list[str]
-    min_slice_accuracy: float | None = Field(ge=0, le=1)
-    min_slice_pairs: int = Field(ge=1)
-    max_ece: float | None = Field(ge=0, le=1)
-    min_shorter_accuracy: float | None = Field(ge=0, le=1)
-    probe_pairs: int = Field(ge=1)
-    max_score_difference: float = Field(gt=0)
-    max_format_shift: float | None = Field(gt=0)
-    incumbent: IncumbentConfig | None
-    anchor: IncumbentConfig | None
+    min_slice_accuracy: float | None = Field(default=None, ge=0, le=1)
+    min_slice_pairs: int = Field(default=100, ge=1)
+    max_ece: float | None = Field(default=None, ge=0, le=1)
+    min_shorter_accuracy: float | None = Field(default=None, ge=0, le=1)
+    probe_pairs: int = Field(default=64, ge=1)
+    max_score_difference: float = Field(default=1e-5, gt=0)
+    max_format_shift: float | None = Field(default=None, gt=0)
+    incumbent: IncumbentConfig | None = None
+    anchor: IncumbentConfig | None = None
     max_regression: float = Field(ge=0, le=1)
     external: list[ExternalPairsConfig]
-    rolled_back: list[RolledBackConfig]
-    override: str | None = Field(min_length=1)
+    rolled_back: list[RolledBackConfig] = Field(default_factory=list)
+    override: str | None = Field(default=None, min_length=1)
 
     def conflicts(self) -> Iterator[str]:
         for key, names in (("slices", self.slices), ("external", [e.name for e in self.external])):

@@ -1,18 +1,20 @@
-"""Keys of params.yaml set by their dotted names, with its comments kept."""
+"""Sets keys of params.yaml by their dotted names, and keeps its comments and its shared section."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
 
-from rlhf_core.config.base import ConfigError, Section, shown
-from rlhf_core.config.nearest import did_you_mean, keys_of
+from rlhf_core.config.base import RENAMED_KEYS, ConfigError, Section, did_you_mean, keys_of, shown, with_defaults
 from rlhf_core.config.params import Params
-from rlhf_core.config.reading import check_size, load_params, parse_params, read_yaml
+from rlhf_core.config.reading import check_size, forbidden_values, load_params, parse_params, read_text, read_yaml, read_yaml_text
 
 
 def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
@@ -23,25 +25,45 @@ def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
     Raises:
         ConfigError: naming the key.
     """
+    text, params = overridden(read_text(path), overrides, subject=str(path))
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
+    return params
+
+
+def overridden(text: str, overrides: dict[str, Any], *, subject: str, source: str = "override", rounds: bool = False) -> tuple[str, Params]:
+    """The text of a params.yaml with overrides, and its params. An override of `training` reaches each section that takes it over.
+
+    Args:
+        subject: names the text in messages.
+        source: names the overrides in messages.
+        rounds: for a series of rounds of iterative DPO.
+    Raises:
+        ConfigError: a line for each key that is unknown, or whose value is refused or conflicts with another.
+    """
+    plain = read_yaml_text(text, subject)
+    if not overrides:
+        return text, parse_params(plain, subject=subject, rounds=rounds)
     yaml = YAML()
     yaml.preserve_quotes = True
     yaml.width = 4096
     yaml.indent(mapping=2, sequence=4, offset=2)
     yaml.representer.add_representer(type(None), lambda representer, _: representer.represent_scalar("tag:yaml.org,2002:null", "null"))
-    read_yaml(path)  # for its error messages
-    tree = yaml.load(path.read_text(encoding="utf-8"))
+    tree = yaml.load(text)
     problems = set_keys(tree, overrides)
-    check_size(tree, "override")
-    params = parse_params(_plain(tree), subject="override", problems=problems)
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        yaml.dump(tree, file)
-    aside.replace(path)
-    return params
+    check_size(tree, source)
+    plain = _plain(tree)
+    if not forbidden_values(plain):
+        written = StringIO()
+        yaml.dump(tree, written)
+        text = written.getvalue()
+        plain = read_yaml_text(text, source)
+    return text, parse_params(plain, subject=source, problems=problems, rounds=rounds)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe is a nested mapping laid over params.yaml; lists, empty mappings and those that are one value replace what is there."""
+    """A recipe as dotted keys: a nested mapping laid over params.yaml. A list, an empty mapping and a mapping that is one value replace."""
     return dict(_leaves(read_yaml(path), (), Params))
 
 
@@ -56,20 +78,18 @@ def _leaves(node: dict[str, Any], path: tuple[str, ...], section: type[Section])
 
 
 def load_overlaid(path: Path, recipe: Path | None) -> Params:
-    """The params of params.yaml with a recipe laid over them, which may be a whole params.yaml; without params.yaml it has to be one.
+    """The params of params.yaml with a recipe laid over them. The recipe may be a whole params.yaml, and must be where `path` is missing.
 
     Raises:
-        ConfigError: naming every key that is unknown, whose value is refused or doesn't fit the others.
+        ConfigError: naming every key that is unknown, or whose value is refused or conflicts with another.
     """
     if recipe is None or not path.exists():
         return load_params(path if recipe is None else recipe)
-    tree = read_yaml(path)
-    problems = set_keys(tree, read_recipe(recipe))
-    return parse_params(tree, subject=shown(str(recipe)), problems=problems)
+    return overridden(read_text(path), read_recipe(recipe), subject=str(path), source=shown(str(recipe)))[1]
 
 
 def set_keys(tree: Any, overrides: dict[str, Any]) -> list[str]:
-    """Replace existing keys. Returns what is wrong with the others, a line for each, by key."""
+    """Set the known keys of a tree. Returns a line for each unknown one, sorted by key."""
     problems = []
     for dotted, value in sorted(overrides.items()):
         try:
@@ -80,31 +100,72 @@ def set_keys(tree: Any, overrides: dict[str, Any]) -> list[str]:
 
 
 def set_key(tree: Any, dotted: str, value: Any) -> None:
-    """Replace an existing key; list items are addressed by their number, as in data.sources.0.weight.
+    """Set a key that the tree has, or leaves at its default; list items are addressed by their number, as in data.sources.0.weight.
+
+    A plain tree doesn't know which sections took over `training`: set keys of that section with `overridden`.
 
     Raises:
-        ConfigError: there is no such key; with the nearest one.
+        ConfigError: there is no such key; with the most similar one.
     """
-    *parents, last = dotted.split(".")
-    node = tree
-    for part in [*parents, last]:
-        holder = node
+    assert isinstance(tree, CommentedMap) or not dotted.startswith("training."), f"{dotted}: expected a tree with YAML's merge keys"
+    parts = dotted.split(".")
+    holder = tree
+    for number, part in enumerate(parts):
+        last = number == len(parts) - 1
         if isinstance(holder, list) and re.fullmatch("[0-9]{1,9}", part) and int(part) < len(holder):
-            node = holder[int(part)]
-        elif isinstance(holder, dict) and part in holder:
-            node = holder[part]
+            if last:
+                holder[int(part)] = value
+            else:
+                holder = holder[int(part)]
+        elif isinstance(holder, dict) and (part in holder or _has_default(tree, parts)):
+            if last:
+                _insert(holder, part, value)
+            else:
+                inherited = any(part in other and other[part] is holder.get(part) for other in _mappings(tree) if other is not holder)
+                if part not in holder:
+                    _insert(holder, part, {})
+                elif inherited and isinstance(holder[part], dict):  # a section's own copy of a mapping of `training`, such as lora
+                    _insert(holder, part, copy.copy(holder[part]))
+                holder = holder[part]
         else:
-            raise ConfigError(f"override {shown(dotted)}: expected a key of params.yaml, got {_unknown(tree, holder, dotted, part)}")
-    holder[int(last) if isinstance(holder, list) else last] = value
+            raise ConfigError(f"override {shown(dotted)}: {_unknown(tree, holder, dotted, part)}")
+
+
+def _mappings(tree: dict[str, Any]) -> list[dict[str, Any]]:
+    return [section for section in tree.values() if isinstance(section, dict)]
+
+
+def _insert(holder: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key; a new one stands first in its section, because the comment behind a section's last key belongs to the next section."""
+    if isinstance(holder, CommentedMap) and key not in dict(holder.non_merged_items()):
+        holder.insert(0, key, value)
+    else:
+        holder[key] = value
+
+
+def _has_default(tree: Any, parts: list[str]) -> bool:
+    """Whether a dotted key exists once every key that the tree leaves out has its default."""
+    node = with_defaults(Params, tree)
+    for part in parts:
+        if isinstance(node, list) and re.fullmatch("[0-9]{1,9}", part) and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, dict) and part in node:
+            node = node[part]
+        else:
+            return False
+    return True
 
 
 def _unknown(tree: Any, holder: Any, dotted: str, part: str) -> str:
-    """What is wrong with a part of a dotted key, and what to do."""
+    """For a part of a dotted key that its holder lacks: what was expected and what to do."""
+    if dotted in RENAMED_KEYS:
+        return f"expected {RENAMED_KEYS[dotted]}, got the key's old name; rename it"
+    got = f"expected a key of params.yaml, got {shown(part)!r}"
     if isinstance(holder, list):
-        return f"{shown(part)!r} of a list; its items are 0 to {len(holder) - 1}"
+        return f"{got} of a list; its items are 0 to {len(holder) - 1}"
     where = dotted.split(".")[0]
     in_section = f"the keys of {shown(where)} are in params.yaml" if isinstance(tree.get(where), dict) else "see params.yaml"
-    return f"{shown(part)!r}; {did_you_mean(dotted, keys_of(tree)) or in_section}"
+    return f"{got}; {did_you_mean(dotted, keys_of(with_defaults(Params, tree))) or in_section}"
 
 
 def _plain(node: Any) -> Any:

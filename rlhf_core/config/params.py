@@ -1,4 +1,4 @@
-"""The whole of params.yaml, and what must fit together across its sections."""
+"""The whole of params.yaml: which of its keys a configuration uses, and which values must fit together across sections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_core.config.alignment import (
 from rlhf_core.config.base import Section
 from rlhf_core.config.data import DataConfig, ValidationConfig
 from rlhf_core.config.gate import GateConfig
-from rlhf_core.config.model import ModelConfig
+from rlhf_core.config.model import ModelConfig, RewardConfig, SftConfig, SharedTrainingConfig
 from rlhf_core.config.rl import RlConfig
 from rlhf_core.config.run import (
     CheckpointsConfig,
@@ -29,7 +29,18 @@ from rlhf_core.config.run import (
     TrackingConfig,
 )
 from rlhf_core.config.scorers import ScorerConfig, weight_conflicts
-from rlhf_core.config.training import RewardConfig, SftConfig
+
+# Keys that are read with every method. evaluate samples with rl.rollout.backend, ends answers at rl.rollout.stop and scores them with
+# rl.reward.scorers. A section of another method is not read, so its conflicts don't count.
+ALWAYS_USED = (
+    *("seed", "model", "data", "validation", "training", "sft", "reward.enabled", "alignment", "evaluation", "report"),
+    *("rl.rollout.backend", "rl.rollout.stop", "rl.reward.scorers"),
+    *("checkpoints", "cluster", "tracking", "flow", "promotion"),
+)
+REWARD_MODEL_SECTIONS = ("reward", "gate")  # with reward.enabled
+ROUND_SECTIONS = ("iterative", "dpo")  # for the flow iterative-dpo
+
+UseAndSplit = tuple[str, str]
 
 
 class Params(Section):
@@ -39,6 +50,7 @@ class Params(Section):
     model: ModelConfig
     data: DataConfig
     validation: ValidationConfig
+    training: SharedTrainingConfig
     sft: SftConfig
     reward: RewardConfig
     gate: GateConfig
@@ -59,12 +71,12 @@ class Params(Section):
 
     @property
     def evaluation_scorers(self) -> list[ScorerConfig]:
-        """What scores the answers of the evaluation: rl.reward.scorers that there are. Without a reward model its scorers are left out."""
+        """The scorers of the evaluation: rl.reward.scorers, without those of the chain's own reward model where none is trained."""
         return [s for s in self.rl.reward.scorers if self.reward.enabled or not s.is_own_reward_model]
 
     @property
     def method_scorers(self) -> tuple[str, list[ScorerConfig]] | None:
-        """Key and list of the scorers that the way to the policy learns from; None: it learns from data."""
+        """Key and list of the scorers that the method learns from; None: the method learns from data."""
         lists = {
             "rl": ("rl.reward.scorers", self.rl.reward.scorers),
             "rejection_sampling": ("rejection_sampling.scorers", self.rejection_sampling.scorers),
@@ -72,7 +84,7 @@ class Params(Section):
         return lists.get(self.alignment.method)
 
     def conflicts(self) -> Iterator[str]:
-        """Across sections. Those about what isn't read don't count: `rlhf_core.config.in_use` says what is."""
+        """Values of different sections that don't fit together; `conflicts` below leaves out those of sections that aren't read."""
         yield from self._length_conflicts()
         yield from self._sample_conflicts()
         if self.alignment.method == "rl":
@@ -102,7 +114,7 @@ class Params(Section):
     def _sample_conflicts(self) -> Iterator[str]:
         sources = [source for source in self.data.sources if source.kind == "samples"]
         if sources and self.model.path is None:
-            yield (f"model.path: expected a pretrained model, which source {sources[0].name} of kind samples draws from, got null; set it")
+            yield f"model.path: expected a pretrained model, from which source {sources[0].name} of kind samples draws, got null; set it"
         for source in sources:
             new = 0 if source.samples is None else source.samples.opening_tokens + source.samples.max_new_tokens
             if new >= self.model.max_length:
@@ -112,20 +124,20 @@ class Params(Section):
                 )
 
     def _reward_model_conflicts(self) -> Iterator[str]:
-        """Of what starts from the reward model that isn't there."""
+        """With reward.enabled false: sections that would start from the missing reward model."""
         if self.rl.algorithm == "ppo" and self.rl.ppo.starts_from_reward_model:
             yield (
-                f"rl.ppo.critic_init: expected sft while reward.enabled is false, got {self.rl.ppo.critic_init}; there is no reward model "
-                "to start from: set it to sft"
+                f"rl.ppo.critic_init: expected sft while reward.enabled is false, got {self.rl.ppo.critic_init}; set it to sft, for "
+                "there is no reward model to start from"
             )
         if self.conditional_sft.label_by == "scores":
             yield (
-                "conditional_sft.label_by: expected preference while reward.enabled is false, got scores; they are the reward model's: set "
-                "it to preference, levels to 2 and wanted to 1"
+                "conditional_sft.label_by: expected preference while reward.enabled is false, got scores, which the reward model gives; "
+                "set label_by to preference, levels to 2 and wanted to 1"
             )
 
     def _scorer_conflicts(self, key: str, scorers: list[ScorerConfig]) -> Iterator[str]:
-        """What a list of scorers at `key` lacks: the chain's own reward model, data that the judge knows."""
+        """A list of scorers at `key` that needs a reward model or a judge which the chain doesn't have."""
         own = [s for s in scorers if s.is_own_reward_model]
         if own and not self.reward.enabled:
             yield (
@@ -135,9 +147,67 @@ class Params(Section):
         for scorer in own:
             if scorer.members != self.reward.ensemble:
                 yield (
-                    f"{key}: expected members={self.reward.ensemble} of {scorer.name}, as reward.ensemble (the gate judges it as a whole), "
-                    f"got {scorer.members}; set both to the same"
+                    f"{key}: expected members={self.reward.ensemble} of {scorer.name}, as reward.ensemble (the gate judges the whole "
+                    f"ensemble), got {scorer.members}; set both to the same number"
                 )
         others = [s.name for s in self.data.sources if "prompt" in s.uses and s.judge_name is None]
         if others and any(s.kind == "judge" for s in scorers):
-            yield f"{key}: expected no judge for prompts of sources {others}, which have none; give them a rule as `judge`"
+            yield f"{key}: expected no judge for prompts of sources {others}, which have none; give those sources a rule as `judge`"
+
+
+def keys_in_use(params: Params, *, rounds: bool = False) -> tuple[str, ...]:
+    """Sections and keys that are read, each with all below it. A method reads the section of its name.
+
+    Args:
+        rounds: for a series of rounds of iterative DPO, which reads further sections.
+    """
+    return (
+        *(*ALWAYS_USED, params.alignment.method),
+        *(REWARD_MODEL_SECTIONS if params.reward.enabled else ()),
+        *(ROUND_SECTIONS if rounds else ()),
+    )
+
+
+def rows_needed(params: Params) -> tuple[UseAndSplit, ...]:
+    """Uses and splits of data/prepared that must have rows.
+
+    train_sft reads demonstrations, and evaluate answers held-out prompts. Reward model and gate read preferences of the splits train and
+    test. DPO, KTO and conditional SFT learn from preferences of train, RL and rejection sampling from its prompts.
+    """
+    needed: list[UseAndSplit] = [("sft", "train"), ("prompt", "test")]
+    if params.reward.enabled:
+        needed += [("preference", "train"), ("preference", "test")]
+    needed.append(("prompt" if params.method_scorers is not None else "preference", "train"))
+    return tuple(sorted(set(needed)))
+
+
+def needs_pairs(params: Params) -> bool:
+    """Whether a stage learns from two responses to one prompt; KTO and conditional SFT also take single responses with a label."""
+    return params.reward.enabled or params.alignment.method == "dpo"
+
+
+def conflicts(params: Params, *, rounds: bool = False) -> list[str]:
+    """Every conflict among the keys that the configuration uses, as `key: expected X, got Y; what to do`, sorted by key.
+
+    Args:
+        rounds: for a series of rounds of iterative DPO.
+    """
+    return sorted(set(used_conflicts(params, "", keys_in_use(params, rounds=rounds))))
+
+
+def used_conflicts(section: Section, path: str, used: tuple[str, ...]) -> Iterator[str]:
+    """The conflicts of a section and of all sections in it whose keys are at or below one of `used`.
+
+    Args:
+        path: of the section, with a dot behind it; empty for the whole of params.yaml.
+    """
+    for conflict in section.conflicts():
+        key = f"{path}{conflict}".partition(": ")[0]
+        if any(key == prefix or key.startswith(f"{prefix}.") for prefix in used):
+            yield f"{path}{conflict}"
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else [(None, value)]
+        for key, item in items:
+            if isinstance(item, Section):
+                yield from used_conflicts(item, f"{path}{name}." if key is None else f"{path}{name}.{key}.", used)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rlhf_core.config.base import Section
+from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, Section, did_you_mean
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.config.rl_parts import (
+    DEFAULT_LIMITS,
     CorrectionConfig,
     DeadlineConfig,
     DynamicSamplingConfig,
@@ -23,6 +24,7 @@ from rlhf_core.config.rl_parts import (
     RolloutConfig,
     SampleConfig,
     TrainerConfig,
+    completed_limits,
 )
 from rlhf_core.config.scorers import ScoreConfig
 
@@ -43,9 +45,9 @@ class RlConfig(Section):
     loss_aggregation: Literal["auto", "token_mean", "sequence_mean", "constant_horizon"]
     clip_low: float = Field(gt=0, lt=1)
     clip_high: float = Field(gt=0)
-    dual_clip: float | None = Field(gt=1)
+    dual_clip: float | None = Field(default=None, gt=1)
     entropy_coef: float = Field(ge=0)
-    moe_aux_coef: float = Field(ge=0)
+    moe_aux_coef: float = Field(default=0.0, ge=0)
     max_approx_kl: float | None = Field(gt=0)
     lora: LoraConfig | None
     ppo: PpoConfig
@@ -60,14 +62,20 @@ class RlConfig(Section):
     correction: CorrectionConfig
     dynamic_sampling: DynamicSamplingConfig
     ptx: PtxConfig
-    prompt_weights: dict[str, float]
+    prompt_weights: dict[str, float] = Field(default_factory=dict)
     rollout: RolloutConfig
     evaluation: PeriodicEvaluationConfig
-    monitor: dict[str, LimitConfig | None]
+    monitor: dict[str, LimitConfig | None] = Field(default_factory=dict)
     trainer: TrainerConfig
     checkpoint_every: int = Field(gt=0)
-    deadlines: DeadlineConfig
-    max_replacements: int = Field(ge=0)
+    deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
+    max_replacements: int = Field(default=4, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def completed(cls, tree: Any) -> Any:
+        monitor = tree.get("monitor", {}) if isinstance(tree, dict) else None
+        return tree | {"monitor": completed_limits(monitor)} if isinstance(monitor, dict) else tree
 
     @property
     def group_size(self) -> int:
@@ -224,11 +232,16 @@ class RlConfig(Section):
             )
 
     def _limit_conflicts(self) -> Iterator[str]:
+        for name in (name for name, limit in self.monitor.items() if limit is None and name not in DEFAULT_LIMITS):
+            renamed = f"rl.monitor.{name}" in RENAMED_KEYS
+            meant = f"rename it to {RENAMED_KEYS[f'rl.monitor.{name}']}" if renamed else did_you_mean(name, DEFAULT_LIMITS)
+            yield f"monitor.{name}: expected a limit, got null, which only switches off {list(DEFAULT_LIMITS)}; {meant or 'remove it'}"
         known = [column for column in curve_columns(self) if column not in ("step", "scorer_metrics")]
         for name, limit in self.limits.items():
             key = f"monitor.{name}"
             if limit.metric not in known:
-                yield f"{key}.metric: expected a column of the curves, one of {known}, got {limit.metric!r}; correct it"
+                todo = f"rename it to {RENAMED_COLUMNS[limit.metric]}" if limit.metric in RENAMED_COLUMNS else "correct it"
+                yield f"{key}.metric: expected a column of the curves, one of {known}, got {limit.metric!r}; {todo}"
             if limit.metric in KL_COLUMNS and not self.kl.keeps_reference:
                 yield (
                     f"{key}.metric: expected one that is measured, got {limit.metric} with kl.coef 0 and kl.measure false; set kl.measure "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -52,8 +52,8 @@ class KlConfig(Section):
     placement: Literal["reward", "loss"]
     estimator: Literal["k1", "k2", "k3"]
     target: float | None = Field(gt=0)
-    horizon: int = Field(gt=0)
-    refresh_reference_every: int | None = Field(gt=0)
+    horizon: int = Field(default=10_000, gt=0)
+    refresh_reference_every: int | None = Field(default=None, gt=0)
     measure: bool
 
     @property
@@ -106,9 +106,17 @@ class PeriodicEvaluationConfig(Section):
 
 
 class RolloutConfig(Section):
+    """How the rollout engines sample.
+
+    max_logprob_difference: engine against trainer in float32, for any token of a step; a larger one stops the run.
+    bfloat16_mean_difference, bfloat16_p999_difference: with model.dtype bfloat16 these limits count instead, for the mean and the quantile
+    0.999 over a step's tokens; both are about twice the measured values (docs/rl.md).
+    recomputed_fraction: share of the samples whose log-probabilities the trainer computes before the update; the others keep the engine's.
+    """
+
     backend: RolloutBackend
     max_new_tokens: int = Field(gt=0)
-    min_new_tokens: int = Field(ge=0)
+    min_new_tokens: int = Field(default=0, ge=0)
     temperature: float = Field(gt=0)
     top_p: float = Field(gt=0, le=1)
     top_k: int | None = Field(gt=0)
@@ -118,9 +126,9 @@ class RolloutConfig(Section):
     gpu_memory_fraction: float = Field(gt=0, lt=1)
     kv_cache_gib: int = Field(gt=0)
     max_concurrent_sequences: int = Field(gt=0)
-    max_logprob_difference: float = Field(gt=0)
-    bfloat16_mean_difference: float = Field(gt=0)
-    bfloat16_p999_difference: float = Field(gt=0)
+    max_logprob_difference: float = Field(default=1e-4, gt=0)
+    bfloat16_mean_difference: float = Field(default=0.08, gt=0)
+    bfloat16_p999_difference: float = Field(default=0.8, gt=0)
     recomputed_fraction: float = Field(gt=0, le=1)
     one_step_off_policy: bool
 
@@ -151,10 +159,11 @@ LimitAction = Literal["warn", "stop", "rollback"]
 
 
 class LimitConfig(Section):
-    """A column of RL's curves, when it is past its limit (one of above, below, fall), and what happens then (docs/monitors.md).
+    """A limit for a column of plots/train_policy.csv, and what happens when the column is past it (docs/monitors.md).
 
-    fall: share of its highest value so far by which it has fallen. window: steps over which it is averaged.
-    patience: steps in a row that must be past the limit. from_step: the first step that counts.
+    above, below: exactly one of these and fall. fall: the share of its highest value so far by which the column has fallen.
+    window: steps over which the column is averaged. patience: steps in a row that must be past the limit.
+    from_step: the first step that counts. action: rollback ends with the best policy by rl.evaluation.metric.
     """
 
     metric: str
@@ -170,6 +179,34 @@ class LimitConfig(Section):
         given = {name: value for name in ("above", "below", "fall") if (value := getattr(self, name)) is not None}
         if len(given) != 1:
             yield f"limit: expected exactly one of above, below and fall, got {given or 'none'}; split it or add one"
+
+
+# The limits of `rl.monitor`, which lays its own over them.
+DEFAULT_LIMITS = {
+    "kl": LimitConfig(metric="kl_token_mean", above=1.0, window=3, patience=2, action="stop"),
+    "entropy": LimitConfig(metric="entropy", below=0.01, window=3, patience=2, action="stop"),
+    "repetition": LimitConfig(metric="repetition", above=0.5, window=3, patience=2, action="stop"),
+    "truncated": LimitConfig(metric="truncated_fraction", above=0.5, window=3, action="warn"),
+    "variety": LimitConfig(metric="distinct_2", fall=0.8, window=3, patience=2, action="warn"),
+    "length": LimitConfig(metric="reward_length_correlation", above=0.98, window=5, patience=3, action="warn"),
+    "frontier": LimitConfig(metric="frontier_gap", above=1.0, window=5, patience=3, action="warn"),
+    "clipping": LimitConfig(metric="clip_frac", above=0.5, window=3, patience=3, action="warn"),
+    "ratio": LimitConfig(metric="policy_ratio_max", above=100.0, window=3, patience=2, action="warn"),
+    "token_kl": LimitConfig(metric="kl_token_max", above=20.0, window=3, patience=2, action="warn"),
+}
+
+
+def completed_limits(monitor: dict[str, Any]) -> dict[str, Any]:
+    """The default limits with those of `rl.monitor` laid over them.
+
+    A limit that names its metric replaces the default of its name. One that doesn't changes only the keys that it writes. None switches a
+    limit off.
+    """
+    completed: dict[str, Any] = {name: limit.model_dump(exclude_defaults=True) for name, limit in DEFAULT_LIMITS.items()}
+    for name, given in monitor.items():
+        changes_default = isinstance(given, dict) and "metric" not in given and name in DEFAULT_LIMITS
+        completed[name] = completed[name] | given if changes_default else given
+    return completed
 
 
 class TrainerConfig(Section):
@@ -188,5 +225,7 @@ class TrainerConfig(Section):
 
 
 class DeadlineConfig(Section):
-    start: float = Field(gt=0)
-    step: float = Field(gt=0)
+    """Seconds after which starting an actor, or its work of one step, counts as failed."""
+
+    start: float = Field(default=300.0, gt=0)
+    step: float = Field(default=600.0, gt=0)

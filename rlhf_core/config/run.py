@@ -1,4 +1,4 @@
-"""Evaluation, report, and what changes no result: checkpoints, cluster, tracking, flow and promotion."""
+"""Evaluation and report, and the sections that change no result: checkpoints, cluster, tracking, flow and promotion."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class EvaluationConfig(Section):
     max_new_tokens: int = Field(gt=0)
     temperature: float = Field(gt=0)
     confidence: float = Field(gt=0, lt=1)
-    table_rows: int = Field(gt=0)
-    gpu_memory_fraction: float = Field(gt=0, lt=1)
+    table_rows: int = Field(default=40, gt=0)
+    gpu_memory_fraction: float = Field(default=0.5, gt=0, lt=1)
 
 
 class ReportConfig(Section):
@@ -23,18 +23,28 @@ class ReportConfig(Section):
 
 
 class CheckpointsConfig(Section):
-    """Of the step checkpoints in scratch/; resume_from is `<stage>/<name of a scratch folder>`."""
+    """Checkpoints of unfinished training, in scratch/.
+
+    keep_best: further checkpoints, the best by the held-out loss, in rl by rl.evaluation.metric.
+    keep_abandoned: scratch folders of unfinished work whose params, data or code have changed since.
+    resume_from: `<stage>/<name of a scratch folder>`, whose checkpoint the stage resumes from.
+    """
 
     keep_last: int = Field(ge=2)
-    keep_best: int = Field(ge=0)
-    keep_abandoned: int = Field(ge=0)
+    keep_best: int = Field(default=0, ge=0)
+    keep_abandoned: int = Field(default=2, ge=0)
     resume_from: str | None = Field(pattern=r"^train_\w+(@\d+)?/[0-9a-f]{16}$")
 
 
 class ClusterConfig(Section):
+    """The Ray cluster of an RL job.
+
+    start_timeout: seconds. silence_timeout: seconds without a sign of life after which Ray's head or the RL job's driver counts as lost.
+    """
+
     address: str | None
-    start_timeout: float = Field(gt=0)
-    silence_timeout: float = Field(gt=0)
+    start_timeout: float = Field(default=120.0, gt=0)
+    silence_timeout: float = Field(default=60.0, gt=0)
     threads: int = Field(gt=0)
 
 
@@ -44,21 +54,24 @@ class TrackingConfig(Section):
 
 
 class FlowConfig(Section):
-    """stop_grace: seconds that a stage has for its checkpoint when it is told to stop; whoever runs flows must give them 5 more.
+    """How the flow runs stages.
 
+    retry_delay, stage_timeout: seconds.
+    stop_grace: seconds from SIGTERM to SIGKILL of a stage, for its checkpoint; a supervisor must give the flow 5 more.
     environment: names of variables that stages see beside those of rlhf_core/environment.py.
     """
 
     retries: int = Field(ge=0)
-    retry_delay: float = Field(ge=0)
-    stage_timeout: float = Field(gt=0)
+    retry_delay: float = Field(default=5.0, ge=0)
+    stage_timeout: float = Field(default=86_400.0, gt=0)
     stop_grace: float = Field(ge=10)
     environment: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(default_factory=list)
 
 
 class RegistryConfig(Section):
-    """Promotion of a version in the registry of models: approval by the flow `promote`, approval_timeout in seconds; allowed_signers: the
-    file of those whose signed tags count, None: tags need no signature.
+    """Promotion of a version in the model registry by the flow `promote`.
+
+    approval_timeout: seconds. allowed_signers: file of the people whose signed tags count; None: tags need no signature.
     """
 
     require_approval: bool

@@ -19,8 +19,8 @@ class ScorerConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_]+$")
     kind: Literal["reward_model", "function", "exact_match", "number", "math", "regex", "length", "judge"]
-    weight: float
-    normalization: Literal["initial", "running", "none"]
+    weight: float = 1.0
+    normalization: Literal["initial", "running", "none"] = "none"
     path: str | None = None  # reward_model: a folder, null takes the chain's own; function: file.py:name or package.module:name
     members: int = Field(default=1, ge=1)  # reward_model: how many of an ensemble are asked; the score is their mean
     std_coef: float = Field(default=0.0, ge=0)  # reward_model: times the members' standard deviation, subtracted from their mean
@@ -89,7 +89,7 @@ class ScoreConfig(Section):
     clip: float | None = Field(gt=0)
     no_eos_penalty: float = Field(ge=0)
     mask_truncated: bool
-    overlong: OverlongConfig | None
+    overlong: OverlongConfig | None = None
     max_unscored_fraction: float = Fraction
 
     @property

@@ -1,4 +1,4 @@
-"""Which sections of params.yaml each stage of dvc.yaml reads, and what dvc.yaml says with params filled in."""
+"""The sections of params.yaml that each stage reads, and dvc.yaml with its `${section.key}` filled in."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from rlhf_core.config.base import ConfigError
 from rlhf_core.config.reading import read_yaml_text
 
-EVALUATED_BY = ("rl.rollout.backend", "rl.rollout.stop", "rl.reward.scorers")
-# Which sections of params.yaml, or single keys, each stage reads; dvc.yaml says the same (a contract test compares them).
+# Sections and single keys of params.yaml that each stage reads; dvc.yaml lists the same (a contract test compares them).
+# A single key has no default, because DVC refuses a listed key that params.yaml lacks.
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "hash_inputs": (
         *("model", "data", "alignment.method", "gate.external"),
@@ -27,13 +27,13 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "train_reward": ("seed", "model", "reward"),
     "gate_reward": ("model", "reward", "gate"),
     "train_policy": ("seed", "model", "sft.train_on", "sft.train_on_thoughts", "${alignment.method}"),
-    "evaluate": ("seed", "model", "reward.enabled", *EVALUATED_BY, "evaluation"),
+    "evaluate": ("seed", "model", "reward.enabled", "rl.rollout.backend", "rl.rollout.stop", "rl.reward.scorers", "evaluation"),
     "report": (
         *("seed", "model", "data", "sft", "reward", "gate", "alignment", "rl"),
         *("dpo", "kto", "rejection_sampling", "conditional_sft", "evaluation", "report"),
     ),
 }
-# The same of rounds/dvc.yaml, whose stages each round of iterative DPO has.
+# The same for rounds/dvc.yaml, which has its stages once for each round of iterative DPO.
 ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "hash_inputs": (
         *("model", "data", "alignment.method", "gate.external"),
@@ -44,7 +44,7 @@ ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "train_round": ("seed", "model", "dpo", "iterative"),
     "evaluate_round": ("seed", "model", "iterative", "evaluation"),
 }
-# Which sections of data/inputs.json, the hashes of what isn't the project's own, each stage depends on; both pipelines say the same.
+# Sections of data/inputs.json, the hashes of data and models outside the project, that each stage depends on; both pipelines list the same.
 INPUT_SECTIONS: dict[str, tuple[str, ...]] = {
     "prepare_data": ("sources", "judges", "model", "chat_template"),
     "check_model": ("model", "scorers"),
@@ -55,21 +55,21 @@ INPUT_SECTIONS: dict[str, tuple[str, ...]] = {
     "sample_round": ("judges", "round_scorers"),
     "evaluate_round": ("judges", "round_scorers"),
 }
-# Sections that change no result: no stage depends on them.
-UNTRACKED_SECTIONS = ("checkpoints", "cluster", "tracking", "flow", "promotion")
+# Sections that no stage lists: the values of `training` are part of each section that takes them over, and the others change no result.
+UNTRACKED_SECTIONS = ("training", "checkpoints", "cluster", "tracking", "flow", "promotion")
 
 
 def read_stages(path: Path, params: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The stages of a dvc.yaml by name, with `${section.key}` in it replaced from params as DVC does.
+    """The stages of a dvc.yaml by name, with each `${section.key}` replaced from params as DVC does.
 
     Raises:
-        ConfigError: it isn't YAML, or asks for a key that params don't have.
+        ConfigError: the file isn't YAML, or names a key that params don't have.
     """
     return read_yaml_text(fill_in(path.read_text(encoding="utf-8"), params), str(path))["stages"]
 
 
 def fill_in(text: str, params: dict[str, Any]) -> str:
-    """`${section.key}` replaced by what params say.
+    """A text with each `${section.key}` replaced by its value.
 
     Raises:
         ConfigError: params have no such key.

@@ -16,7 +16,7 @@ from rlhf_core.data.judge import find_judge
 from rlhf_core.data.samples import Writer
 from rlhf_core.data.schema import SPLITS, TEXTS, WIDE_MESSAGES, open_rows, read_batches
 from rlhf_core.data.sources import Mixed, mix
-from rlhf_core.models.given import new_tokenizer
+from rlhf_core.models.tokenizer import new_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

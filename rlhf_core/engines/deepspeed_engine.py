@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rlhf_core.checkpoint.digest import OPTIMIZER_NAMES
-from rlhf_core.models.dropout import disable_dropout
+from rlhf_core.models.build import disable_dropout
 from rlhf_core.models.lora import merged_state_dict
 from rlhf_core.process import freeze_gc
 

@@ -35,9 +35,9 @@ def cache_bytes(
     """
     from transformers import AutoConfig
 
+    from rlhf_core.models.attention import layer_kinds
     from rlhf_core.models.build import kv_cache_bytes
     from rlhf_core.models.folder import count_parameters
-    from rlhf_core.models.masks import layer_kinds
 
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     weights = count_parameters(model_path) * dtype.itemsize

@@ -6,16 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
+from rlhf_core.algorithms.logprobs import left_logits
 from rlhf_core.models.build import frozen, kv_cache_bytes, load_language_model, with_weights
-from rlhf_core.models.decoding import decoder
-from rlhf_core.models.generation import generate
+from rlhf_core.models.decoding import Decoder
+from rlhf_core.models.forward import backend_of
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.progress import drawn
 from rlhf_core.sampling.requests import Sample, SamplingSettings
 
 PROMPT_TOKENS = 32_768  # of a batch, which go through the model at once
+COMPACTED = 0.8  # once this fraction of a batch's sequences or fewer still grow, the finished ones are dropped from the batch
 
 
 class PytorchEngine:
@@ -53,7 +56,7 @@ class PytorchEngine:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_language_model(model_path, trust_remote_code=trust_remote_code, training_dtype=dtype)
         self._model = frozen(model, device=device, dtype=getattr(torch, dtype))
-        self._decoder = decoder(self._model)
+        self._decoder = backend_of(self._model).decoder(self._model)
         self._max_length, self._max_sequences = max_length, max_concurrent_sequences
         self._kv_cache_gib, self._gpu_memory_fraction = kv_cache_gib, gpu_memory_fraction
         self._shares_gpu = shares_gpu and device.type == "cuda"
@@ -105,7 +108,7 @@ class PytorchEngine:
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
         """Replace the weights. Returns `version`."""
         self._model = with_weights(self._model, state_dict)
-        self._decoder = decoder(self._model, tried=True)
+        self._decoder = backend_of(self._model).decoder(self._model, probed=True)
         self.version = version
         return version
 
@@ -135,3 +138,84 @@ class PytorchEngine:
             return any(s in seen[max(0, before - len(s) + 1) :] for s in strings)
 
         return stops if strings else None
+
+
+@torch.inference_mode()
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[list[int]],
+    seeds: Sequence[int],
+    settings: SamplingSettings,
+    *,
+    stop_ids: Sequence[int],
+    group_size: int,
+    max_length: int,
+    stops: Callable[[list[int], int], bool] | None,
+    device: torch.device,
+) -> list[list[Sample]]:
+    """`group_size` responses to each prompt, in order, all at the same time.
+
+    Args:
+        seeds: one for each prompt. They alone decide the responses, up to rounding, which depends on the other prompts of the batch.
+        stop_ids: tokens of which each ends a response. None is sampled before `settings.min_new_tokens`, as with vLLM.
+        max_length: tokens of prompt and response together.
+        stops: whether a stop string ends in a response's ids after the first so many; None: there are no stop strings.
+    """
+    max_new_tokens = min(settings.max_new_tokens, max_length - min(map(len, prompts)))
+    limits = torch.tensor([max_length - len(p) for p in prompts]).clamp(max=max_new_tokens).repeat_interleave(group_size)
+    streams = [np.random.default_rng(seed).random((group_size, settings.max_new_tokens)) for seed in seeds]
+    uniforms = torch.from_numpy(np.concatenate(streams)).to(device)  # [prompts x group_size, tokens]
+    count = len(limits)
+    all_ids, all_logprobs = torch.zeros(count, max_new_tokens, dtype=torch.long), torch.zeros(count, max_new_tokens)
+    lengths, finished = limits.clone(), torch.zeros(count, dtype=torch.bool)
+    ends = torch.tensor(stop_ids)
+    rows, growing = torch.arange(count), torch.ones(count, dtype=torch.bool)  # of the current batch
+    logits = decoder.begin(list(prompts), copies=group_size, max_new_tokens=max_new_tokens, max_length=max_length)
+    for position in range(max_new_tokens):
+        forbidden = stop_ids if position < settings.min_new_tokens else ()
+        ids, logprobs = sample_tokens(logits, uniforms[rows.to(device), position], settings, forbidden=forbidden)
+        all_ids[rows, position], all_logprobs[rows, position] = ids.cpu(), logprobs.cpu()
+        ended = torch.isin(ids.cpu(), ends)
+        if stops is not None and position >= settings.min_new_tokens:
+            so_far, first = all_ids[rows, : position + 1].tolist(), settings.min_new_tokens
+            ended |= torch.tensor([g and stops(ids_, first) for g, ids_ in zip(growing.tolist(), so_far, strict=True)])
+        lengths[rows[growing & ended]] = position + 1
+        finished[rows[growing & ended]] = True
+        growing = growing & ~ended & (limits[rows] > position + 1)
+        if not growing.any():
+            break
+        if int(growing.sum()) <= COMPACTED * len(rows):
+            chosen = growing.nonzero().squeeze(-1)
+            decoder.keep(chosen.to(device))
+            rows, growing, ids = rows[chosen], growing[chosen], ids[chosen.to(device)]
+        logits = decoder.step(ids)
+    decoder.end()
+    found = zip(all_ids.tolist(), all_logprobs.tolist(), lengths.tolist(), finished.tolist(), strict=True)
+    samples = [Sample(i[:n], p[:n], f) for i, p, n, f in found]
+    return [samples[k : k + group_size] for k in range(0, count, group_size)]
+
+
+def sample_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, settings: SamplingSettings, *, forbidden: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token of each row, by the inverse of the cumulative distribution, and its log-probability in the distribution sampled from.
+
+    Args:
+        logits: [B, V].
+        uniforms: [B] float64, in [0, 1).
+        forbidden: ids that have no probability.
+    Returns:
+        [B] int64; [B] float32.
+    """
+    if forbidden:
+        logits = logits.index_fill(-1, torch.tensor(tuple(forbidden), device=logits.device), -torch.inf)
+    left = left_logits(logits, temperature=settings.temperature or 1.0, top_k=settings.top_k, top_p=settings.top_p)
+    logprobs = left.log_softmax(-1)
+    if settings.temperature == 0:
+        ids = logprobs.argmax(-1, keepdim=True)
+    else:
+        cumulative = logprobs.exp().double().cumsum(-1)
+        ids = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
+        # With logits that aren't finite the log-probability is NaN, which the trainer refuses.
+        ids = ids.clamp(max=logits.shape[-1] - 1)
+    return ids.squeeze(-1), logprobs.gather(-1, ids).squeeze(-1)

@@ -278,8 +278,8 @@ def _cpu_cache(model_path: str, max_length: int, sequences: int, kv_cache_gib: i
     """
     from transformers import AutoConfig
 
+    from rlhf_core.models.attention import layer_kinds
     from rlhf_core.models.build import kv_cache_bytes
-    from rlhf_core.models.masks import layer_kinds
 
     block = 128
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)

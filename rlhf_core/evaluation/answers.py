@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,10 +22,10 @@ from rlhf_core.data.hashing import conversation_text, distinct_prompts
 from rlhf_core.engines.deepspeed_engine import device, release_memory
 from rlhf_core.engines.in_process import open_engine
 from rlhf_core.evaluation.figures import Answer, judged
+from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import frozen, load_language_model, read_state_dict
-from rlhf_core.models.cpu.parallel import can_run_side_by_side, side_by_side
+from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import encode_prompt, stop_ids
-from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.progress import Bar, drawing
 from rlhf_core.sampling.prompts import choose_prompts
 from rlhf_core.sampling.requests import Sample, SamplingSettings
@@ -169,6 +168,5 @@ def response_logprobs(
         for i, logprobs in zip(part, flat.cpu().split([len(answers[i].response_ids) for i in part]), strict=True):
             sums[i] = logprobs.sum()
 
-    parts = microbatches([len(s) for s in sequences], max_tokens=microbatch_tokens)
-    side_by_side(*(partial(forward, part) for part in parts), at_once=can_run_side_by_side(module))
+    module.backend.map(forward, microbatches([len(s) for s in sequences], max_tokens=microbatch_tokens))
     return sums

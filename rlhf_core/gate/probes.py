@@ -9,8 +9,8 @@ import torch
 
 from rlhf_core.gate.clusters import cluster_codes, mean_interval
 from rlhf_core.gate.scoring import LoadedModel, Text
-from rlhf_core.models.branches import can_share_prefixes
-from rlhf_core.models.wrappers import TokenBatch
+from rlhf_core.models.batch import TokenBatch
+from rlhf_core.models.probe import can_share_prefixes
 
 # What is done to a response that says the same afterwards.
 FORMATS: dict[str, Callable[[str], str]] = {
@@ -72,7 +72,7 @@ def _padded_to_the_limit(model: LoadedModel, texts: Sequence[Text], sequences: S
 
 @torch.no_grad()
 def _left_padded(model: LoadedModel, sequences: Sequence[list[int]]) -> np.ndarray | None:
-    if not all(m.reading.of_tokens and can_share_prefixes(m.model, max_length=model.max_length) for m in model.members):
+    if not all(m.score_head.per_token and can_share_prefixes(m.model, max_length=model.max_length) for m in model.members):
         return None
     width = max(map(len, sequences))
     batch = left_padded(sequences, pad_id=model.tokenizer.pad_token_id, width=width).to(model.device)

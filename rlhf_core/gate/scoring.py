@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message
+from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.template import DEFAULT_DATE
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.models.wrappers import ScalarModule
 from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.reward_input import fitting_ids
 from rlhf_core.scorers.reward_model import load_members, score_by_members

@@ -121,7 +121,7 @@ def _with_model(params: Params, path: str | None, max_length: int | None) -> Par
 
 
 def _tokenizer(params: Params) -> PreTrainedTokenizerBase | None:
-    from rlhf_core.models.given import given_tokenizer
+    from rlhf_core.models.tokenizer import given_tokenizer
 
     return given_tokenizer(params.model)
 

@@ -270,7 +270,7 @@ def look(
 
 def _own_tokenizer(rows: list[tuple[str, dict]], params: Params) -> PreTrainedTokenizerBase:
     """Of the training split's texts, use after use, as prepare_data has them."""
-    from rlhf_core.models.given import new_tokenizer
+    from rlhf_core.models.tokenizer import new_tokenizer
 
     data = params.data
     fractions = {name: getattr(data, name) for name in ("validation_fraction", "test_fraction", "promotion_fraction")}

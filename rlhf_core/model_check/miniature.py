@@ -18,8 +18,7 @@ from transformers import (
 )
 
 from rlhf_core.config import ModelConfig
-from rlhf_core.models.build import new_language_model
-from rlhf_core.models.classifier import classifier
+from rlhf_core.models.build import classifier, new_language_model
 from rlhf_core.models.folder import check_model_folder, locate_model, refusals
 
 VOCABULARY = 1024  # ids, at most; the full one of a large model would be most of the copy

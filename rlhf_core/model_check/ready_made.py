@@ -11,10 +11,10 @@ from rlhf_core.config import ModelConfig, ScorerConfig
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.model_check.miniature import random_model, smaller
 from rlhf_core.model_check.trial import Finding, judged, largest, random_sequences, refused
-from rlhf_core.models.classifier import classifier
+from rlhf_core.models.build import classifier
 from rlhf_core.models.folder import check_model_folder, refusals
+from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.models.wrappers import ScalarModule
 from rlhf_core.scorers.needs import check_ready_made, ready_made_folder
 from rlhf_core.scorers.reward_model import score_sequences
 
@@ -37,7 +37,7 @@ def _difference(scorer: ScorerConfig, folder: Path, model: ModelConfig) -> float
     cut = smaller(config, kind=classifier(type(config)), trust_remote_code=model.trust_remote_code)
     copy = random_model(cut, seed=0, labels=cut.num_labels, trust_remote_code=model.trust_remote_code).to(device()).eval()
     module = ScalarModule(copy, label=scorer.label)
-    longest = min(model.max_length, module.reading.longest or model.max_length)
+    longest = min(model.max_length, module.score_head.max_tokens or model.max_length)
     sequences = random_sequences(cut.get_text_config().vocab_size, longest, seed=0)
     ours = score_sequences(module, sequences, pad_id=0, microbatch_tokens=4 * longest, device=device())
     with torch.no_grad():

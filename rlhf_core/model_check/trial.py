@@ -24,17 +24,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from rlhf_core.config import DpoConfig, LoraConfig, RolloutBackend, shown
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device
 from rlhf_core.engines.in_process import open_engine
-from rlhf_core.models.branches import can_share_prefixes, collate_branches, shared_row
+from rlhf_core.models.attention import fix_frequencies
+from rlhf_core.models.batch import TokenBatch, collate_branches, collate_tokens, shared_row
 from rlhf_core.models.build import (
     checkpoint_names,
+    classifier,
     load_language_model,
     load_scalar_model,
     save_model,
 )
-from rlhf_core.models.classifier import classifier
+from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
-from rlhf_core.models.rotary import fix_frequencies
-from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch, collate_tokens
+from rlhf_core.models.probe import can_share_prefixes
 from rlhf_core.sampling.requests import SamplingSettings
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.preference.data import Continuation, Pair, ResponseForward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
@@ -19,11 +21,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from rlhf_core.config import ModelConfig
-from rlhf_core.models.classifier import classifier
+from rlhf_core.models.attention import fix_frequencies
 from rlhf_core.models.folder import check_model_folder, locate_model, refusals, weight_files
-from rlhf_core.models.rotary import fix_frequencies
 from rlhf_core.models.tokenizer import stop_ids, turn_end, write_ends
 
 log = logging.getLogger(__name__)
@@ -275,3 +277,37 @@ def read_state_dict(folder: Path) -> dict[str, torch.Tensor]:
     check_model_folder(folder)
     with refusals(folder):
         return {name: tensor for path in weight_files(folder) for name, tensor in load_file(path).items()}
+
+
+def disable_dropout(module: torch.nn.Module) -> None:
+    """Put a module into evaluation mode, but for the dropout of adapters, which is their own setting (lora.dropout). Gradients flow.
+
+    Rates aren't looked for and set to 0: an attention function takes its rate as a number, from an attribute (Llama, GPT-NeoX), a module
+    that is never called (GPT-2) or the configuration (Falcon), and a router's noise or a dropped layer has yet other names. All of them
+    ask whether they are in training. The configuration stays as it is, and so does what is saved of it.
+    """
+    module.eval()
+    for name, part in module.named_modules():
+        if name.endswith(".lora_dropout"):
+            part.train()
+
+
+class _Classifier(GenericForSequenceClassification):
+    @classmethod
+    def from_config(cls, config: PretrainedConfig, *, trust_remote_code: bool = False, **how: Any) -> PreTrainedModel:
+        """With random weights, as `AutoModelForSequenceClassification.from_config` makes it; none of its code is remote."""
+        return cls._from_config(config, **how)
+
+
+@cache
+def classifier(config: type[PretrainedConfig]) -> type:
+    """What to load a sequence classifier with, for a class of configurations: transformers' own choice, or one of ours."""
+    language_models = AutoModelForCausalLM._model_mapping
+    if config in AutoModelForSequenceClassification._model_mapping or config not in language_models:
+        return AutoModelForSequenceClassification
+    language_model = language_models[config]
+    family = next(kind for kind in reversed(language_model.__mro__) if issubclass(kind, PreTrainedModel) and kind is not PreTrainedModel)
+    name = language_model.__name__.removesuffix("ForCausalLM") + "ForSequenceClassification"
+    # Of the family's module: in code of others transformers leaves a part uninitialized whose own weights are all loaded, such as none,
+    # and with it the buffers of its layers (Falcon-H1's multipliers).
+    return type(name, (_Classifier, family), {"__module__": family.__module__, "config_class": config})

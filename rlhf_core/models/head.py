@@ -1,19 +1,124 @@
-"""Log-probabilities straight from hidden states: the vocabulary is projected on for some rows at a time, and all logits are never there."""
+"""A language model's head: from hidden states to logits and log-probabilities.
+
+    logits = cap * tanh(scale * head(hidden) / cap)        without a cap: scale * head(hidden)
+
+Most models have a scale of 1 and no cap. Gemma 2 caps; Cohere, Granite and Falcon-H1 scale. `logit_rule` takes a rule from the model's
+configuration and compares it with the model's own logits. Where no rule gives them (ModernBERT's decoder has layers before its head), the
+model's whole forward computes them.
+
+`head_logprobs` projects some rows at a time, so that the logits of all rows never exist together.
+"""
 
 from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.autograd import Function
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_core.algorithms.logprobs import scaled_logits
-from rlhf_core.models.cpu.pieces import pieces
-from rlhf_core.models.logits import PLAIN, LogitRule
+from rlhf_core.models.probe import PROBE_ERRORS, agree, probing
 
-# Projected on at a time. Fewer where that keeps them in a CPU's cache: of 3,072 rows in a vocabulary of 390 forward and backward then take
-# 0.63 of the time.
-MOST_ROWS = 4096
-KEPT_BYTES = 1 << 30  # of probabilities for the backward pass; more are computed again
+log = logging.getLogger(__name__)
+
+PROBE = 8  # tokens
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")  # or divisors
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """What is done to the head's output."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+        """Logits of the head's output, of the same shape; where they differ, in float32 at least."""
+        if self == PLAIN:
+            return output
+        logits = output.to(torch.promote_types(output.dtype, torch.float32)) * self.scale
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+    def output_gradient(self, gradient: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
+        """The gradient by the head's output, given that by the logits.
+
+        d logits / d output = scale * (1 - (logits / cap)^2)
+
+        Args:
+            logits: not looked at without a cap.
+        """
+        if self.cap is not None:
+            gradient = gradient * (1 - (logits / self.cap) ** 2)
+        return gradient if self.scale == 1.0 else gradient * self.scale
+
+
+PLAIN = LogitRule()
+
+
+@torch.no_grad()
+def logit_rule(model: PreTrainedModel, hidden_states: Callable[[torch.Tensor], torch.Tensor]) -> LogitRule | None:
+    """The rule by which the model's logits follow from its hidden states, tried on a few tokens; None: no known one.
+
+    Args:
+        hidden_states: of token ids [1, T] the trunk's output [T, H], computed as in training.
+    Raises:
+        ValueError: the model gives no logits for each token of a sequence.
+    """
+    ids = torch.randint(model.config.get_text_config().vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(0))
+    with probing(model):
+        expected = _expected_logits(model, ids.to(model.device))
+        try:
+            output = model.get_output_embeddings()(hidden_states(ids.to(model.device)))
+        except PROBE_ERRORS as error:
+            output, why = None, f"{type(error).__name__}: {error}"
+        else:
+            why = "none of the rules known for its head's output gives them"
+    for rule in _rules(model.config.get_text_config()):
+        if output is not None and agree(rule(output), expected):
+            return rule
+    log.info("model: logits of %s come from its whole forward, which takes longer and more memory (%s)", type(model).__name__, why)
+    return None
+
+
+def _expected_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """[T, V], of the model's own forward.
+
+    Raises:
+        ValueError: it gives none.
+    """
+    name = type(model).__name__
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits
+    except PROBE_ERRORS as error:
+        raise ValueError(
+            f"model: expected a causal language model, got {name}, whose forward ends in {type(error).__name__} on {ids.shape[1]} tokens: "
+            f"{error}; choose another one"
+        ) from error
+    if logits is None or logits.shape[:-1] != ids.shape:
+        got = "none" if logits is None else f"some of shape {tuple(logits.shape)}"
+        raise ValueError(f"model: expected logits of shape (1, {ids.shape[1]}, V) from {name}'s forward, got {got}; choose another one")
+    return logits[0]
+
+
+def _rules(config: PretrainedConfig) -> Iterator[LogitRule]:
+    """Those that the configuration names come first: near 0 a capped logit is hardly another one."""
+    values = [getattr(config, name, None) for name in SCALES]
+    scales = [scale for value in values if value for scale in (float(value), 1.0 / value)]
+    caps = [float(cap) for name in CAPS if (cap := getattr(config, name, None))]
+    for scale, cap in itertools.product([*dict.fromkeys([*scales, 1.0])], [*caps, None]):
+        yield LogitRule(scale, cap)
+
+
+# Log-probabilities, some rows at a time
+
+MOST_ROWS = 4096  # projected at a time; fewer where that keeps them in a CPU's cache
+KEPT_BYTES = 1 << 30  # of probabilities kept for the backward pass; a larger matrix is recomputed there
 
 
 def can_project_in_pieces(head: nn.Module) -> bool:
@@ -76,3 +181,24 @@ class _HeadLogprobs(Function):
             if weight_grad is not None:
                 weight_grad += output_grad.t() @ hidden[piece]
         return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None, None, None
+
+
+# Of a piece's product, for each thread. If the weight alone fills a core's cache, all rows are multiplied at once.
+CACHED_BYTES = 1_000_000
+
+
+def piece_rows(num_rows: int, weight: torch.Tensor, *, at_most: int | None = None) -> int:
+    """How many rows are multiplied together by a weight [width, inputs]; at least one.
+
+    Args:
+        at_most: so many rows where the cache doesn't matter, as on a GPU; None: all.
+    """
+    if weight.device.type == "cpu" and 4 * weight.numel() <= CACHED_BYTES:
+        return max(32, CACHED_BYTES // (4 * len(weight)) // 32 * 32) * torch.get_num_threads()
+    return max(1, at_most or num_rows)
+
+
+def pieces(num_rows: int, weight: torch.Tensor, *, at_most: int | None = None) -> list[slice]:
+    """Consecutive rows that are multiplied together; the arguments are those of `piece_rows`."""
+    rows = piece_rows(num_rows, weight, at_most=at_most)
+    return [slice(first, first + rows) for first in range(0, num_rows, rows)]

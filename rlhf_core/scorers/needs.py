@@ -57,7 +57,7 @@ def check_scorers(
 
 
 def check_ready_made(scorer: ScorerConfig, folder: Path) -> None:
-    """What files tell of a reward model from elsewhere; the rest is found out when it is loaded (`models.reading`).
+    """What files tell of a reward model from elsewhere; the rest is found out when it is loaded (`models.score_head`).
 
     Raises:
         ValueError: no score can be had from it as it was trained, or not without a label.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlhf_core.data.batching import even_microbatches
+from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import frozen, load_scalar_model
-from rlhf_core.models.cpu.parallel import AT_A_TIME, can_run_side_by_side, side_by_side
-from rlhf_core.models.wrappers import ScalarModule, collate_tokens
+from rlhf_core.models.forward import ScalarModule
 from rlhf_core.scorers.members import member_folders
 
 MICROBATCH_TOKENS = 8192  # of a forward pass outside training
@@ -27,26 +27,25 @@ def score_sequences(
 ) -> torch.Tensor:
     """Raw scores [len(sequences)] on the CPU; NaN where the sequence is None, or longer than the model has positions for.
 
-    The same sequence gets the same score in any batch, up to rounding: `models.reading` says where it is read.
+    The same sequence gets the same score in any batch, up to rounding: `models.score_head` says where it is read.
     """
     known = [i for i, ids in enumerate(sequences) if ids is not None and not _is_too_long(module, ids)]
     scores = torch.full((len(sequences),), float("nan"))
-    at_once = module.reading.of_tokens and can_run_side_by_side(module)
 
     def score(part: list[int]) -> None:
         rows = [known[i] for i in part]
-        last = [module.reading.last(sequences[i]) for i in rows]
+        last = [module.score_head.last_position(sequences[i]) for i in rows]
         batch = collate_tokens([sequences[i] for i in rows], last, pad_id=pad_id, ends=[i + 1 for i in last])
         scores[rows] = module(batch.to(device)).cpu()
 
     lengths = [len(sequences[i]) for i in known]
-    parts = even_microbatches(lengths, max_tokens=microbatch_tokens, multiple=AT_A_TIME if at_once else 1)
-    side_by_side(*(partial(score, part) for part in parts), at_once=at_once)
+    parts = even_microbatches(lengths, max_tokens=microbatch_tokens, multiple=module.backend.workers)
+    module.backend.map(score, parts)
     return scores
 
 
 def _is_too_long(module: ScalarModule, ids: list[int]) -> bool:
-    longest = module.reading.longest
+    longest = module.score_head.max_tokens
     if longest is None or len(ids) <= longest:
         return False
     _say_too_long(type(module.model).__name__, longest)

@@ -11,7 +11,7 @@ from rlhf_core.models.tokenizer import encode_turn, one_object_each
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_core.models.wrappers import TokenBatch
+    from rlhf_core.models.batch import TokenBatch
 
 TrainOn = Literal["last_turn", "all_turns"]
 
@@ -63,7 +63,7 @@ def encode_texts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_le
 
 def collate_demonstrations(examples: list[Demonstration], *, pad_id: int) -> TokenBatch:
     """Padded, with the trained tokens selected."""
-    from rlhf_core.models.wrappers import collate_tokens  # torch, which a look at the data does without
+    from rlhf_core.models.batch import collate_tokens  # torch, which a look at the data does without
 
     batch = collate_tokens([e.ids for e in examples], [e.start for e in examples], pad_id=pad_id)
     for row, example in enumerate(examples):

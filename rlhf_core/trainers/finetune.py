@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from rlhf_core.config import ConditionalSftConfig, ModelConfig, RejectionSamplingConfig
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.build import load_language_model
+from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters
-from rlhf_core.models.wrappers import PolicyModule
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.sft import sft_phase
 from rlhf_core.trainers.supervised import engine_settings, evaluate, train_phase

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.algorithms.preference_losses import bradley_terry
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
-from rlhf_core.models.branches import Branches, collate_branches, separate, share_prefix
+from rlhf_core.models.batch import Branches, collate_branches, separate, share_prefix
 from rlhf_core.models.tokenizer import encode_scored
 from rlhf_core.trainers.supervised import Metrics, Phase
 

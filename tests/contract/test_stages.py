@@ -108,6 +108,18 @@ def test_sections_of_params_are_those_of_the_stages():
     load_params(ROOT / "params.yaml")
 
 
+def test_single_keys_that_a_stage_lists_have_no_default():
+    """DVC refuses a listed key that params.yaml lacks."""
+    listed = {s.replace("${alignment.method}", m) for m, stage in ALL for s in STAGE_SECTIONS[stage]}
+    listed |= {section for sections in ROUND_STAGE_SECTIONS.values() for section in sections}
+    for key in sorted(key for key in listed if "." in key):
+        *parents, last = key.split(".")
+        section = Params
+        for part in parents:
+            section = section.model_fields[part].annotation
+        assert section.model_fields[last].is_required(), key
+
+
 def sections(definition: dict) -> list[str]:
     """Of params.yaml."""
     return [entry for entry in definition["params"] if isinstance(entry, str)]

@@ -1,4 +1,4 @@
-"""What only a GPU can tell: `python -m pytest tests/gpu`. Skipped, with the reason, where there is none."""
+"""Tests that need a GPU: `python -m pytest tests/gpu`. Skipped with the reason without one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 def engine(folder, dtype: str):
     from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, join_world, warmup_cosine
     from rlhf_core.models.build import load_language_model
-    from rlhf_core.models.wrappers import PolicyModule
+    from rlhf_core.models.forward import PolicyModule
 
     join_world()
     settings = EngineSettings(
@@ -49,8 +49,8 @@ def engine(folder, dtype: str):
 
 
 def batch(folder):
+    from rlhf_core.models.batch import collate_tokens
     from rlhf_core.models.tokenizer import load_tokenizer
-    from rlhf_core.models.wrappers import collate_tokens
 
     tokenizer = load_tokenizer(str(folder), trust_remote_code=False)
     ids = tokenizer(TEXTS[:64], add_special_tokens=False)["input_ids"]
@@ -71,7 +71,7 @@ def test_training_steps_on_the_gpu_lower_the_loss(folder, dtype):
 
 def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
     from rlhf_core.models.build import load_language_model
-    from rlhf_core.models.wrappers import PolicyModule
+    from rlhf_core.models.forward import PolicyModule
 
     module, tokens = PolicyModule(load_language_model(folder)).eval(), batch(folder)
     with torch.no_grad():
@@ -83,8 +83,9 @@ def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
 @pytest.mark.parametrize("backend", ["vllm", "pytorch"])
 def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend):
     from rlhf_core.engines.in_process import open_engine
+    from rlhf_core.models.batch import collate_tokens
     from rlhf_core.models.build import checkpoint_names, load_language_model
-    from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+    from rlhf_core.models.forward import PolicyModule
     from rlhf_core.sampling.requests import SamplingSettings, request_seeds
 
     model = load_language_model(folder)
@@ -121,7 +122,7 @@ PLAIN = {"max_length": 96, "max_concurrent_sequences": 64, "threads": 1, "seed":
 
 
 def test_an_engine_of_a_stage_gives_the_gpu_back_when_it_is_closed(folder):
-    """vLLM is in a process of its own there: its memory is free again, and nothing of it is left in this process."""
+    """vLLM runs in its own process: its memory is free again, and nothing of it is left in this process."""
     from rlhf_core.engines.apart import EngineApart
     from rlhf_core.engines.in_process import open_engine
     from rlhf_core.models.build import read_state_dict
@@ -138,7 +139,7 @@ def test_an_engine_of_a_stage_gives_the_gpu_back_when_it_is_closed(folder):
 
 
 def test_a_model_of_a_class_that_vllm_has_compiled_can_be_made_here_afterwards(tmp_path):
-    """OLMo-2 runs in vLLM as transformers' class, which is marked for compiling in vLLM's process."""
+    """vLLM runs OLMo-2 by transformers' class, which its process marks for compiling."""
     from transformers import Olmo2Config, Olmo2ForCausalLM
 
     from rlhf_core.engines.in_process import open_engine
@@ -156,7 +157,7 @@ def test_a_model_of_a_class_that_vllm_has_compiled_can_be_made_here_afterwards(t
 
 
 def test_an_engine_that_shares_a_gpu_takes_its_share_and_no_more(folder):
-    """Half of the GPU is another's while the engine starts; its cache is computed, not measured."""
+    """Another process holds half of the GPU while the engine starts; the cache is computed, not measured."""
     from rlhf_core.engines.apart import EngineApart
     from rlhf_core.engines.in_process import open_here
 
@@ -176,7 +177,7 @@ def test_an_engine_that_shares_a_gpu_takes_its_share_and_no_more(folder):
 
 @pytest.mark.parametrize(("backend", "dtype"), [("vllm", "bfloat16"), ("pytorch", "float32")])
 def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_path, monkeypatch, backend, dtype):
-    """Two steps of the RL job, on a Ray head of its own: gpus_per_rank and gpus_per_engine are auto."""
+    """Two steps of the RL job on its own Ray head, with gpus_per_rank and gpus_per_engine auto."""
     import json
     import os
     import sys
@@ -227,7 +228,7 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_path, dtype):
-    """With flash attention prompts aren't shared, otherwise they are; precomputed reference, adapters."""
+    """With and without flash attention, a precomputed reference, adapters."""
     from rlhf_core.config import LoraConfig
     from rlhf_core.engines.deepspeed_engine import join_world
     from rlhf_core.tracking import MetricsLog

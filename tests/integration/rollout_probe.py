@@ -20,8 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_core.config import load_params
 from rlhf_core.engines.vllm_engine import VllmEngine
 from rlhf_core.engines.weights import replace_weights
+from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import read_state_dict
-from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+from rlhf_core.models.forward import PolicyModule
 from rlhf_core.process import configure_process
 from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.trainers.rl.data import collate

@@ -1,4 +1,4 @@
-"""The whole chain on its real parts: once through Prefect, then again, by DVC alone, with other parameters, rejected, refused."""
+"""The whole chain with its real parts: through Prefect, again, by DVC alone, with other parameters, rejected, refused."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_the_real_parts_took_part(chain):
 
 
 def test_no_secret_is_shown_or_kept_and_no_other_machine_is_listened_to(chain):
-    """Those in the environment, Prefect's password and the token of Ray's head: not in a command line, a log, a result or a report."""
+    """Secrets are those of the environment, Prefect's password and Ray's token; they appear in no command line, log, result or report."""
     found = chain.watched
     assert len(found["secrets"]) >= len(PLANTED) + 2 and found["shown"] == [] and found["open"] == []
-    # The flow, which hands stages what they may have; its server; and DVC where it runs no stage, which may need keys for its remotes.
+    # The flow, its server, and DVC outside stages, which may need keys for remotes.
     strangers = [line for line in found["carried"] if not re.search(r"flows\.full_pipeline|create_app|dvc (status|cache dir)|git ", line)]
     assert strangers == []
     secrets = [secret.encode() for secret in found["secrets"]]
@@ -76,7 +76,7 @@ def score(prompts, responses, labels, metadata):
 
 
 def test_a_reward_function_sees_of_the_environment_what_it_may(chain, tmp_path):
-    """Started by DVC alone, in a shell that has all keys; a job's curves may use wandb's, its scorers may not."""
+    """Started by DVC in a shell with all keys; a job's curves may use wandb's key, its scorers may not."""
     workspace = copy_chain(chain.workspace, tmp_path / "looks")
     (workspace / "rewards/looks.py").write_text(LOOKS)
     reward = {"name": "looks", "kind": "function", "path": "rewards/looks.py:score", "weight": 1.0, "normalization": "none"}
@@ -110,11 +110,11 @@ def test_each_model_is_another_than_the_one_it_started_from(chain):
 
 
 def test_a_second_run_is_cached_and_a_second_repro_too(chain, tmp_path):
-    workspace = copy_chain(chain.workspace, tmp_path / "again")  # other tests look at the first one meanwhile
+    workspace = copy_chain(chain.workspace, tmp_path / "again")  # other tests read the first one meanwhile
     started = time.monotonic()
     code, printed = run(workspace, "flows.full_pipeline")
     assert code == 0 and outcomes(printed) == dict.fromkeys(ORDER, "cached")
-    assert time.monotonic() - started < 60  # 3 s when the machine is idle
+    assert time.monotonic() - started < 60  # 3 s on an idle machine
     code, printed = run(workspace, "dvc", "repro")
     assert code == 0 and ran(printed) == [] and printed.count("didn't change, skipping") == len(ORDER), printed
 
@@ -124,7 +124,7 @@ WAYS = [("dpo", "report"), ("kto", "train_policy"), ("rejection_sampling", "trai
 
 @pytest.mark.parametrize(("method", "last"), WAYS)
 def test_each_way_to_the_policy_without_rl_trains_one_that_is_evaluated_and_reported(chain, tmp_path, method, last):
-    """To the report where it is asked as every policy, to the evaluation where it is asked for the best quality; else the policy only."""
+    """Through the report for one method, through the evaluation for another; the rest train the policy only."""
     workspace = copy_chain(chain.workspace, tmp_path / "way")
     brief = {"steps": 8, "batch_size": 16, "checkpoint_every": 4, "eval_every": 4}
     if method == "rejection_sampling":

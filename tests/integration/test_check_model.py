@@ -1,4 +1,4 @@
-"""The stage itself, as DVC runs it: a model that the engine can't run is refused before anything is trained, with what to set."""
+"""Stage check_model as run by DVC: a model that the engine can't run is refused before training, with the setting to change."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from small_chain import SMALL, change_params
 from rlhf_core.models.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
-NARROW = {"model": {"architecture": {"heads": 4}}}  # of width 16, which vLLM's attention on the CPU doesn't have
+NARROW = {"model": {"architecture": {"heads": 4}}}  # head width 16, which vLLM's CPU attention lacks
 
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     for name in ("dvc.yaml", "params.yaml"):
         shutil.copy(ROOT / name, tmp_path / name)
-    for package in ("tasks", "rlhf_core", "rewards"):  # dependencies of the stage, which its fingerprint covers
+    for package in ("tasks", "rlhf_core", "rewards"):  # dependencies of the stage, covered by its fingerprint
         (tmp_path / package).symlink_to(ROOT / package)
     change_params(tmp_path, SMALL)
     build_tokenizer([f"Double {i}. It is {i}. No." for i in range(20)], vocab_size=300).save_pretrained(tmp_path / "models" / "tokenizer")

@@ -1,4 +1,4 @@
-"""Flows, and DVC by hand, at the same time in one project: each run ends in its own results, and who comes second is told whom it met."""
+"""Concurrent flows and DVC commands in one project: each run has its own results, and a second start names the process at work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, OTHER_STEPS = 60, 72  # of 50 ms
 
 
 def begin_flow(workspace: Path, *arguments: str) -> subprocess.Popen[str]:
-    """With a Prefect server of its own."""
+    """Start a flow with its own Prefect server."""
     command = [sys.executable, "-m", "flows.full_pipeline", *arguments]
     return subprocess.Popen(
         command, cwd=workspace, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -32,7 +32,7 @@ def begin_dvc(workspace: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def halted_trainers(*workspaces: Path) -> list[psutil.Process]:
-    """What trains in each workspace, stopped as soon as it has begun: it has to be met at work, however long others take to start."""
+    """Suspend each workspace's trainer when it starts, so that slower processes meet it at work."""
     found: dict[Path, psutil.Process] = {}
 
     def all_halted() -> bool:
@@ -47,7 +47,7 @@ def halted_trainers(*workspaces: Path) -> list[psutil.Process]:
 
 
 def test_two_runs_at_once_end_in_their_own_results_and_what_meets_them_is_refused(tmp_path):
-    workspace = make_workspace(tmp_path / "project", steps=STEPS, laid_out=False)  # of two servers at once one lays it out
+    workspace = make_workspace(tmp_path / "project", steps=STEPS, laid_out=False)  # one of two servers creates it
     first = begin_flow(workspace)
     second = begin_flow(workspace, "--run", "other", "--set", f"sft.steps={OTHER_STEPS}")
     trainers: list[psutil.Process] = []
@@ -66,7 +66,7 @@ def test_two_runs_at_once_end_in_their_own_results_and_what_meets_them_is_refuse
             trainer.resume()
         for flow in (first, second):
             said, _ = flow.communicate(timeout=120)
-            assert flow.returncode == 0 and outcomes(said)["train_sft"] == "ran", said  # of the rest one may restore what the other made
+            assert flow.returncode == 0 and outcomes(said)["train_sft"] == "ran", said  # one may restore the other's results
     finally:
         for process in (first, second, *trainers):
             with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""A rehearsal of the whole GPU check: every part runs on the CPU with a tiny shape, as it would on a GPU, and what it finds makes sense."""
+"""A rehearsal of the GPU check: every part runs on the CPU with a tiny shape and has plausible figures."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tools.bench.gpu.harness import PARTS, RAN, Result, read_result
 from tools.bench.gpu.record import Figure
 from tools.bench.gpu.table import REHEARSAL
 
-MOST_SECONDS = 1500  # two minutes of computing, on two cores that all other tests use too
+MOST_SECONDS = 1500  # two minutes of CPU time, on cores shared with other tests
 BUDGET = 1e-4  # nats, rl.rollout.max_logprob_difference of params.yaml
 JOBS = ("GRPO, a tiny shape", "PPO, a tiny shape")
-# A figure that each part must have, by the beginning of its name, and how many have a value.
+# part: prefix of a figure's name, and how many such figures have a value
 FIGURES = {
     "tests": ("test_", 0),
     "training": ("DPO, a tiny shape", 1),
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(MOST_SECONDS + 60)
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What the command printed and wrote. results: by the part's name; files: all that its folder holds."""
+    """The command's output. results: by part; files: all files of its folder."""
 
     printed: str
     table: str
@@ -74,7 +74,7 @@ def test_every_part_runs_and_the_table_has_them_all(rehearsal):
 
 
 def values(figures: list[Figure], *words: str) -> list[float]:
-    """Of the figures whose names have all of the words; there is one at least."""
+    """Values of the figures whose names have all words; at least one."""
     chosen = [figure for figure in figures if all(word in figure.what for word in words)]
     assert chosen and all(figure.values for figure in chosen), words
     return [value for figure in chosen for value in figure.values]
@@ -97,7 +97,7 @@ def test_phases_are_parts_of_a_step_and_samples_follow_from_it(rehearsal):
         assert min(phases) > 0 and sum(phases) < step
         assert values(rehearsal.results["rl"].figures, job, ": samples") == pytest.approx([16 / step])
         assert values(rehearsal.results["rl"].figures, job, ": start")[0] > 1.0
-        assert min(values(rehearsal.results["rl"].figures, job, ": most resident set")) > 0.1  # of both actors, with their libraries
+        assert min(values(rehearsal.results["rl"].figures, job, ": most resident set")) > 0.1  # both actors with their libraries
         assert len(values(rehearsal.results["rl"].figures, job, ": most resident set")) == 2
 
 
@@ -118,7 +118,7 @@ def test_trl_does_the_same_steps(rehearsal):
 
 
 def test_a_part_that_is_killed_with_its_group_leaves_no_process_of_its_head(tmp_path, models, rehearsal):
-    """The head has a session of its own, which the signal doesn't reach."""
+    """The head has its own session, which the signal doesn't reach."""
     command = [sys.executable, "-m", "tools.bench.gpu.rl", "--out", str(tmp_path / "rl.json"), "--models", str(models), "--rehearse"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **quiet) as process:

@@ -16,11 +16,11 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian
 
 ALL_DRAWN = "document.querySelectorAll('[data-figure]:not([data-drawn])').length === 0"
 FIGURES = 22
-# Texts of the cards that are shown, in order.
+# Texts of the visible cards, in order.
 SHOWN = "[...document.querySelectorAll('#samples article')].map(card => card.innerText)"
 GAINS = "[...document.querySelectorAll('#samples article')].map(card => Number(card.dataset.gain))"
 COUNT = "document.querySelector('#samples output').textContent"
-# The colours of a figure's canvas, as a set of `r,g,b` of its opaque pixels.
+# The set of `r,g,b` of the opaque pixels of a figure's canvas.
 COLOURS = """(() => {
   const canvas = [...document.querySelectorAll('[data-figure=rl_kl]')].flatMap(function find(node) {
     return [...(node.shadowRoot ?? node).querySelectorAll('*')].flatMap(n => n.tagName === 'CANVAS' ? [n] : n.shadowRoot ? find(n) : []);
@@ -52,7 +52,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def page(browser: Browser, report: Path) -> Iterator[Browser]:
-    """The report, freshly opened; whatever a test does must leave no error in the console."""
+    """The report, opened anew; a test must leave no error in the console."""
     browser.problems.clear()
     browser.set_scheme(dark=False)
     browser.open(report)
@@ -148,7 +148,7 @@ def test_what_the_judge_sees_otherwise_now(page):
 
 
 def test_a_script_that_gets_in_does_not_run(page):
-    """The content security policy, should the escaping ever fail."""
+    """The content security policy is the second barrier if escaping fails."""
     page.evaluate("document.body.insertAdjacentHTML('beforeend', `<img src=x onerror='window.hacked = true'>`)")
     page.evaluate(
         "(() => { const s = document.createElement('script'); s.textContent = 'window.hacked = true'; document.body.append(s); })()"
@@ -180,7 +180,7 @@ def test_the_page_of_two_runs_draws_and_filters(browser, tmp_path, report):
     browser.open(page)
     browser.wait_for(ALL_DRAWN)
     assert browser.evaluate("document.querySelectorAll('[data-drawn]').length") == 9
-    # The answers that differ are the hostile ones.
+    # Only the hostile answers differ.
     assert browser.evaluate(COUNT) == f"{2 * len(HOSTILE)} of {2 * len(HOSTILE)}"
     assert browser.evaluate("document.querySelectorAll('#samples :is(script, img, iframe, object)').length") == 0
     choose(browser, "mode", "greedy")

@@ -1,4 +1,4 @@
-"""The recipe of a pretrained model from its own samples to the report: few prompts, few steps, a real model."""
+"""recipes/stories.yaml from the model's own samples to the report: few prompts and steps, a real pretrained model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_pretrained_model_is_aligned_to_a_rule_on_its_own_samples(tmp_path):
     pairs = pd.read_parquet(workspace / "data/prepared/preference.parquet")
     margins = [judge(list(r.messages), r.chosen).met - judge(list(r.messages), r.rejected).met for r in pairs.itertuples()]
     assert len(margins) > 100 and 0.01 < sum(m < 0 for m in margins) / len(margins) < 0.12 and 0 not in margins
-    # Stories, not templates: no role, no token that isn't text.
+    # Plain text: no roles and no special tokens.
     template = json.loads((workspace / "models/policy/tokenizer_config.json").read_text()).get("chat_template")
     template = template or (workspace / "models/policy/chat_template.jinja").read_text()
     assert "Assistant" not in template

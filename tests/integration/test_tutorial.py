@@ -1,4 +1,4 @@
-"""docs/tutorial.md: its files and commands as they stand on the page, from data to a model that is chatted with, served and handed on."""
+"""docs/tutorial.md: the page's files and commands run as written, from data to chat, server and export."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ pytestmark = [
 
 
 def command(*words: str) -> str:
-    """The one command of the page that has all of these words."""
+    """The only command of the page with all of these words."""
     (found,) = (c for c in COMMANDS if all(word in c for word in words))
     return found
 
 
 def shell(clone: Path, line: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
-    """A line of the page with this Python in the place of the clone's, which the page has just installed."""
+    """Run a line of the page with this Python instead of the clone's."""
     line = line.replace(".venv/bin/python", shlex.quote(sys.executable))
     done = subprocess.run(
         ["bash", "-c", line],
@@ -52,7 +52,7 @@ def shell(clone: Path, line: str, given: str | None = None) -> subprocess.Comple
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """Where steps 1 to 4 were done."""
+    """A clone after steps 1 to 4."""
     folder = tmp_path_factory.mktemp("tutorial")
     (folder / "shared").symlink_to(MODEL.resolve().parents[1])
     found = make_chain(folder / "project", {"cluster": {"threads": 1}})
@@ -129,7 +129,7 @@ def test_what_is_handed_on_loads_in_transformers_and_takes_adapters_of_peft(clon
     given = tokenizer(PROMPT, return_tensors="pt")
     with torch.no_grad():
         plain = model(**given).logits
-        adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))(**given).logits  # they start as no correction
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))(**given).logits  # adapters start at zero
     assert torch.equal(plain, adapted)
 
 

@@ -182,8 +182,8 @@ class BareSft:
         import torch
 
         from rlhf_core.models.build import load_language_model
+        from rlhf_core.models.forward import PolicyModule
         from rlhf_core.models.tokenizer import load_tokenizer
-        from rlhf_core.models.wrappers import PolicyModule
         from rlhf_core.trainers.demonstrations import encode_demonstrations
 
         self._work, tokenizer = work, load_tokenizer(work.model, trust_remote_code=False)
@@ -197,7 +197,7 @@ class BareSft:
         import torch
 
         from rlhf_core.data.batching import batch_indices
-        from rlhf_core.models.wrappers import collate_tokens
+        from rlhf_core.models.batch import collate_tokens
 
         drawn = batch_indices(number, batch_size=self._work.batch_size, num_examples=len(self._examples), seed=self._work.params.seed)
         examples = [self._examples[i] for i in drawn]

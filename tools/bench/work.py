@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_core.config import Params, parse_params, read_yaml, set_key
+from rlhf_core.config import DEFAULT_LIMITS, Params, parse_params, read_yaml, set_key
 from rlhf_core.data.batching import batch_indices
 
 Method = Literal["sft", "reward", "dpo", "grpo", "rloo"]
@@ -64,7 +64,7 @@ class Work:
         if self.is_online:
             section, size = "rl", {"algorithm": self.method, "samples_per_step": self.batch_size, "minibatch_size": self.batch_size}
             settings = {**PLAIN_ONLINE, **KL[self.method], **size, "steps": self.steps}
-            set_key(tree, "rl.monitor", dict.fromkeys(tree["rl"]["monitor"]))
+            set_key(tree, "rl.monitor", dict.fromkeys(DEFAULT_LIMITS))
         else:
             section, settings = self.method, {**PLAIN, "batch_size": self.batch_size}
         for key, value in {**settings, **self.overrides}.items():

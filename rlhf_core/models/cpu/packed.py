@@ -17,10 +17,9 @@ from torch.nn import functional as F
 from transformers import LlamaModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from rlhf_core.models.cpu.attention import AttentionHeads, attend
-from rlhf_core.models.cpu.layers import rotated_qkv, rotated_qkv_backward, swiglu, swiglu_backward
+from rlhf_core.models.cpu.layers import AttentionHeads, attend, rotated_qkv, rotated_qkv_backward, swiglu, swiglu_backward
 from rlhf_core.models.cpu.layout import Layout, layout_of
-from rlhf_core.models.cpu.pieces import piece_rows
+from rlhf_core.models.head import piece_rows
 
 
 def can_pack(trunk: nn.Module) -> bool:
@@ -113,7 +112,7 @@ class _Pick(Function):
 class _RotatedQkv(Function):
     """Normalize, project, rotate queries and keys, and put the rows in their places: [N, H] -> [P, heads * D].
 
-    A piece of rows at a time (packed_layers.py); `learns`: whether what the backward pass needs is kept.
+    A piece of rows at a time; `learns`: whether what the backward pass needs is kept.
     """
 
     @staticmethod

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
-from rlhf_core.models.branches import Branches, collate_branches, continue_prefix
+from rlhf_core.models.batch import Branches, collate_branches, continue_prefix
 from rlhf_core.models.tokenizer import encode_conversation
 
 

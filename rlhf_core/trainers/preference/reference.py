@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from rlhf_core.engines.deepspeed_engine import device
-from rlhf_core.models.cpu.parallel import can_run_side_by_side, side_by_side
-from rlhf_core.models.wrappers import PolicyModule
+from rlhf_core.models.forward import PolicyModule
 from rlhf_core.progress import Bar
 from rlhf_core.trainers.preference.data import Continuation, PromptGroup, ResponseForward
 
@@ -84,10 +82,10 @@ def _compute(module: PolicyModule, items: list[Continuation], forward: ResponseF
     sums = torch.zeros(len(items))
     with Bar("response of the reference", len(items)) as bar:
 
-        def look(part: list[PromptGroup]) -> None:
+        def forward_part(part: list[PromptGroup]) -> None:
             positions = [i for group in part for i in group.positions]
             sums[positions] = forward.logprobs(module, part).float().cpu()
             bar.step(len(positions))
 
-        side_by_side(*(partial(look, part) for part in forward.microbatches(items)), at_once=can_run_side_by_side(module))
+        module.backend.map(forward_part, forward.microbatches(items))
     return sums

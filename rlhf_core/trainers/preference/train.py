@@ -15,11 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config import REFERENCE_FREE, DpoConfig, KtoConfig, ModelConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
-from rlhf_core.models.branches import can_share_prefixes
 from rlhf_core.models.build import frozen, load_language_model
+from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters, quantize_base
+from rlhf_core.models.probe import can_share_prefixes
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.models.wrappers import PolicyModule
 from rlhf_core.trainers.preference.data import Continuation, ResponseForward, encode_examples, encode_pairs
 from rlhf_core.trainers.preference.objectives import PairObjective, ResponseObjective, example_items, pair_items, preference_phase
 from rlhf_core.trainers.preference.reference import Reference, live_reference, no_reference, precomputed_reference

@@ -11,8 +11,7 @@ import torch
 
 from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import batch_indices
-from rlhf_core.models.branches import Branches, collate_branches, continue_prefix
-from rlhf_core.models.wrappers import TokenBatch
+from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, continue_prefix
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.rl.data import DemonstrationStream
 from rlhf_core.types import TrainBatch

@@ -20,7 +20,8 @@ from rlhf_core.data.batching import even_microbatches
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device, equal_count, join_world
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.engines.weights import PackedTensor, pack
-from rlhf_core.models.branches import Branches, collate_branches, continue_prefix
+from rlhf_core.models.backend import Backend
+from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens, continue_prefix
 from rlhf_core.models.build import (
     checkpoint_names,
     frozen,
@@ -30,14 +31,13 @@ from rlhf_core.models.build import (
     save_model,
     scalar_head,
 )
-from rlhf_core.models.cpu.parallel import AT_A_TIME, side_by_side
+from rlhf_core.models.forward import GENERAL, PolicyModule, ScalarModule, common_backend
 from rlhf_core.models.lora import add_adapters, without_adapters
+from rlhf_core.models.probe import can_share_prefixes
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch, collate_tokens
 from rlhf_core.process import collect_by_default
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.trainers.rl.advantages import ValueUnits
-from rlhf_core.trainers.rl.fast_paths import balanced_experts, can_keep, can_run_at_once, can_share_prompts
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import Minibatch, before
 from rlhf_core.trainers.rl.update import ForwardGraphs, RankUpdate, RlUpdate, policy_arguments
@@ -83,7 +83,9 @@ class TrainerRank:
         self._device = device()
         self._language_model = load_language_model(job.sft_model, **how)
         self._experts_per_token = balanced_experts(self._language_model, job.rl.moe_aux_coef)
-        self._shares_prompts = can_share_prompts(job, self._language_model, experts_per_token=self._experts_per_token)
+        # A critic sees every sequence of its own, and the load of experts counts every sample.
+        groups = job.rl.group_size > 1 and job.rl.algorithm != "ppo" and self._experts_per_token is None
+        self._shares_prompts = groups and can_share_prefixes(self._language_model, max_length=job.model.max_length)
         add_adapters(self._language_model, job.rl.lora, seed=job.seed)
         self._policy = TrainEngine(PolicyModule(self._language_model), self._settings(job.rl.learning_rate))
         self._critic = None
@@ -100,8 +102,9 @@ class TrainerRank:
                 self.refresh_reference()
         self._scorers = self._reward_models(how)
         learning = [engine.module for engine in self._engines.values()]
-        self._at_once = can_run_at_once(job, self._world_size, learning + [self._reference] * (self._reference is not None))
-        self._can_keep_graphs = can_keep(job, self._world_size, learning)
+        self._backend = self._common_backend([*learning, *([self._reference] if self._reference is not None else [])])
+        # The sampler's distribution takes the sorted logits of all tokens, which are too large to keep.
+        self._can_keep_graphs = self._common_backend(learning).keeps_graphs and job.rl.rollout.samples_any_token
         self._graphs: list[ForwardGraphs] = []  # for the next update
         self._value_units = ValueUnits()
         seed_generators(job.seed + self._rank)
@@ -114,6 +117,11 @@ class TrainerRank:
             name: load_members(Path(path), count=configs[name].members, label=configs[name].label, **place, **how)
             for name, path in self._job.scorer_models.items()
         }
+
+    def _common_backend(self, modules: list[PolicyModule | ScalarModule]) -> Backend:
+        """What computes all of these modules. The general backend with other ranks or ZeRO, where the order of collectives counts."""
+        alone = self._world_size == 1 and self._job.rl.trainer.zero_stage == 0
+        return common_backend(*modules) if alone else GENERAL
 
     def _settings(self, learning_rate: float) -> EngineSettings:
         rl, model = self._job.rl, self._job.model
@@ -169,8 +177,8 @@ class TrainerRank:
             with_policy = numbers.start == 0 and recomputed > 0
             if numbers and (with_policy or self._job.rl.kl.keeps_reference or self._critic is not None):
                 parts, keep = self._forward_parts(sequences, starts, numbers, keep=keep)
-                passes = [partial(self._forward_part, part, with_policy=with_policy, keep=keep) for part in parts]
-                for part, (outputs, kept) in zip(parts, side_by_side(*passes, at_once=self._at_once), strict=True):
+                passes = self._backend.map(partial(self._forward_part, with_policy=with_policy, keep=keep), parts)
+                for part, (outputs, kept) in zip(parts, passes, strict=True):
                     graphs += [kept] if keep else []
                     for name, flat in outputs.items():
                         found.setdefault(name, {}).update(zip(part.rows, flat.split(part.sizes), strict=True))
@@ -195,7 +203,7 @@ class TrainerRank:
         chosen = even_microbatches(
             [max(map(len, r)) for r in rows],
             max_tokens=tokens,
-            multiple=AT_A_TIME if self._at_once or keep else 1,
+            multiple=2 if keep else self._backend.workers,
             rows=[len(r) for r in rows],
         )
         parts = []
@@ -248,7 +256,7 @@ class TrainerRank:
             train_policy=train_policy,
             experts_per_token=self._experts_per_token,
             shares_prompts=self._shares_prompts,
-            at_once=self._at_once,
+            backend=self._backend,
             graphs=graphs,
         )
         return update.run(minibatches)
@@ -340,3 +348,22 @@ def initial_critic(job: RlJob, tokenizer: PreTrainedTokenizerBase, how: dict[str
     if (bias := scalar_head(model).bias) is not None:
         torch.nn.init.zeros_(bias)
     return model
+
+
+def balanced_experts(model: PreTrainedModel, coef: float) -> int | None:
+    """Experts per token of a model whose experts' load is balanced; None: no load balancing.
+
+    Args:
+        coef: rl.moe_aux_coef.
+    Raises:
+        ValueError: the model has no experts, or none with this loss.
+    """
+    config = model.config.get_text_config()
+    if not coef:
+        return None
+    if not hasattr(config, "output_router_logits"):
+        raise ValueError(
+            f"rl.moe_aux_coef: expected 0 with a model without experts that are balanced by a loss, got {coef} with "
+            f"{type(model).__name__}; set it to 0"
+        )
+    return config.num_experts_per_tok

@@ -16,9 +16,9 @@ from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, aggregate, expert_
 from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
-from rlhf_core.models.branches import Branches
-from rlhf_core.models.cpu.parallel import side_by_side
-from rlhf_core.models.wrappers import PolicyOutput, TokenBatch
+from rlhf_core.models.backend import Backend
+from rlhf_core.models.batch import Branches, TokenBatch
+from rlhf_core.models.forward import PolicyOutput
 from rlhf_core.trainers.demonstrations import collate_demonstrations
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.minibatch import (
@@ -93,7 +93,7 @@ class RlUpdate:
     train_policy: False: only the critic is trained.
     experts_per_token: of a policy with experts whose load is balanced; None: no load balancing.
     shares_prompts: the prompt of a group is computed once.
-    at_once: policy and critic compute their gradients at the same time, each with half of the cores.
+    backend: may compute the gradients of policy and critic at the same time.
     graphs: forward passes of the only minibatch, where they have been kept; the update empties the list.
     """
 
@@ -107,7 +107,7 @@ class RlUpdate:
     train_policy: bool
     experts_per_token: int | None
     shares_prompts: bool
-    at_once: bool
+    backend: Backend
     graphs: list[ForwardGraphs]
 
     def run(self, minibatches: list[Minibatch]) -> RankUpdate:
@@ -157,7 +157,7 @@ class RlUpdate:
             work.append(partial(self._policy_gradients, minibatch, policy_parts, counts))
         if self.critic is not None:
             work.append(partial(self._critic_gradients, minibatch, kept or parts))
-        results = side_by_side(*work, at_once=self.at_once)
+        results = self.backend.map(lambda gradients: gradients(), work)
         return results[0] if self.train_policy else None, results[-1] if self.critic is not None else {}
 
     def _microbatches(self, batch: TrainBatch) -> list[Microbatch]:

@@ -256,7 +256,7 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
         (
             {"rl.reward.scorers": [JUDGE], "data.sources.0.kind": "file", "data.sources.0.path": "x", "data.sources.0.format": "preference",
              "data.sources.0.uses": ["prompt"]},
-            "rl.reward.scorers: expected no judge for prompts of sources ['clerk'], which have none; give them a rule as `judge`",
+            "rl.reward.scorers: expected no judge for prompts of sources ['clerk'], which have none; give those sources a rule as `judge`",
         ),
     ],
 )  # fmt: skip
@@ -545,7 +545,7 @@ OWN = {"name": "own", "kind": "samples", "judge": "rules.py:good", "uses": ["sft
         (
             {},
             {"model.path": None},
-            "model.path: expected a pretrained model, which source own of kind samples draws from, got null; set it",
+            "model.path: expected a pretrained model, from which source own of kind samples draws, got null; set it",
         ),
         ({}, {"model.max_length": 48}, "expected opening_tokens and max_new_tokens of less than model.max_length=48 together, got 48"),
         ({"samples": OWN_SAMPLES | {"openings": []}}, {}, "samples.openings: expected"),

@@ -10,8 +10,7 @@ import pytest
 
 from flows.chain.overrides import check
 from flows.full_pipeline import main
-from rlhf_core.config import ConfigError, apply_overrides, load_params
-from rlhf_core.config.credentials import credential_in
+from rlhf_core.config import ConfigError, apply_overrides, credential_in, load_params
 
 DEFAULT = Path(__file__).parents[3] / "params.yaml"
 # Put together here, so that no scanner takes this file for a leak.

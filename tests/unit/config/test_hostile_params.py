@@ -20,6 +20,7 @@ from rlhf_core.config import ConfigError, Params, apply_overrides, parse_params,
 
 DEFAULT = Path(__file__).parents[3] / "params.yaml"
 TREE = read_yaml(DEFAULT)
+NASTY = st.sampled_from(NASTY_VALUES) | st.floats() | st.text(max_size=9)
 SMALL = b"""\
 # a comment
 seed: 1
@@ -70,7 +71,7 @@ def test_any_file_is_read_or_refused_by_name(tmp_path_factory, content):
         (b"\xff\xfes\x00", "expected UTF-8, got byte 0xff at byte 0"),
         (b"seed:\n\t1", "expected YAML, got .*line 2, column 1"),
         (b"a: " + b"[" * 2000, "expected YAML, got more than 200 nested brackets"),
-        (b"a: &a [*a]\n", "expected a tree, got one that is deeper than"),
+        (b"a: &a [*a]\n", "expected at most 60 levels, got more"),
         (b"a: " + b"9" * 5000, "expected YAML, got "),
         (b"a: 2026-99-99", "expected YAML, got "),
         (b"a: !!python/object/apply:os.system [id]", "expected YAML, got .*could not determine a constructor"),
@@ -95,7 +96,7 @@ def test_what_is_no_file_is_refused(tmp_path):
 
 
 @settings(max_examples=300)
-@given(key=st.sampled_from(paths(TREE)), value=st.sampled_from(NASTY_VALUES) | st.floats() | st.text(max_size=9))
+@given(key=st.sampled_from([key for key in paths(TREE) if not key.startswith("training.")]), value=NASTY)
 @example(key="reward.margin", value=float("nan"))
 @example(key="model.path", value="\ud800")
 @example(key="seed", value=2**64)

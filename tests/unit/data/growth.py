@@ -43,6 +43,7 @@ def validated(folder: Path) -> None:
 
     limits = dict.fromkeys(("empty", "identical", "duplicate", "contradictory", "too_long"), 0.0)
     config = ValidationConfig(
+        max_dropped_fraction=0.1,
         **{f"max_{name}_fraction": limit for name, limit in limits.items()},
         max_length_bias=0.5,
         min_label_balance=0.0,

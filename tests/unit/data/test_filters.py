@@ -18,6 +18,7 @@ from rlhf_core.models.tokenizer import build_tokenizer
 USES = ["sft", "preference", "prompt"]
 MAX_LENGTH = 60
 STRICT = ValidationConfig(
+    max_dropped_fraction=0.1,
     max_empty_fraction=0.0,
     max_identical_fraction=0.0,
     max_duplicate_fraction=1.0,

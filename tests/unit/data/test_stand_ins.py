@@ -21,6 +21,7 @@ from rlhf_core.data.validation.validate import Finding, validate
 from rlhf_core.models.tokenizer import build_tokenizer
 
 CONFIG = ValidationConfig(
+    max_dropped_fraction=0.1,
     max_empty_fraction=0.0,
     max_identical_fraction=0.0,
     max_duplicate_fraction=0.0,

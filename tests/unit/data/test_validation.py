@@ -22,6 +22,7 @@ from rlhf_core.models.tokenizer import build_tokenizer, encode_conversation, tur
 from tasks.rounds.validate_round import in_rounds
 
 CONFIG = ValidationConfig(
+    max_dropped_fraction=0.1,
     max_empty_fraction=0.0,
     max_identical_fraction=0.0,
     max_duplicate_fraction=0.0,

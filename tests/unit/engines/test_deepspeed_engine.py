@@ -9,8 +9,9 @@ import torch
 from tiny_models import PAD, largest_difference, negative_logprob_step, policy_engine, sequences, settings
 
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, warmup_cosine
+from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
-from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+from rlhf_core.models.forward import PolicyModule
 
 pytestmark = pytest.mark.usefixtures("world")
 BATCHES = [sequences(6, seed=k) for k in range(4)]

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -19,13 +20,13 @@ from transformers import (
 )
 
 from rlhf_core.engines.in_process import RolloutActor
-from rlhf_core.engines.pytorch_engine import PROMPT_TOKENS, PytorchEngine
+from rlhf_core.engines.pytorch_engine import PROMPT_TOKENS, PytorchEngine, sample_tokens
 from rlhf_core.engines.weights import pack
-from rlhf_core.models import decoding
+from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import checkpoint_names, load_language_model, read_state_dict, save_model, with_weights
-from rlhf_core.models.decoding import HuggingFaceDecoder, LlamaDecoder
-from rlhf_core.models.generation import _uniforms, draw
-from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+from rlhf_core.models.cpu.decoder import LlamaDecoder
+from rlhf_core.models.decoding import HuggingFaceDecoder
+from rlhf_core.models.forward import PolicyModule
 from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
 from tests.model_families import OTHERS
 from tests.tiny_models import save_tiny_experts, tiny_tokenizer
@@ -178,7 +179,7 @@ def test_the_seed_alone_decides_what_is_drawn(drawing):
     apart = 0
     for i, prompt in enumerate(PROMPTS):
         (alone,) = sample(made, rows=slice(i, i + 1))
-        numbers = _uniforms(SEEDS[i : i + 1], len(alone), NEW)
+        numbers = np.random.default_rng(SEEDS[i]).random((len(alone), NEW))
         for drawn, other, of_response in zip(alone, together[i], numbers, strict=True):
             if drawn.response_ids != other.response_ids:
                 assert part_at_a_border(model, prompt, of_response, drawn, other)
@@ -201,7 +202,7 @@ def test_temperature_zero_takes_the_most_likely_token(drawing):
 def test_of_logits_that_are_not_finite_the_log_probability_is_not_a_number(value, changes):
     logits = torch.zeros(2, 7)
     logits[0, 3] = value
-    ids, logprobs = draw(logits, torch.tensor([0.5, 0.5]).double(), replace(PLAIN, **changes), forbidden=())
+    ids, logprobs = sample_tokens(logits, torch.tensor([0.5, 0.5]).double(), replace(PLAIN, **changes), forbidden=())
     assert logprobs[0].isnan() and logprobs[1].isfinite() and (ids < 7).all()
 
 
@@ -347,14 +348,14 @@ def test_weights_of_another_model_are_refused(tmp_path, change):
         made.load_weights(changed[change], 1)
 
 
-def test_the_decoder_is_tried_out_once_and_not_at_each_sync(tmp_path, monkeypatch):
-    tries, try_out = [], decoding._try_out
-    monkeypatch.setattr(decoding, "_try_out", lambda tried: tries.append(try_out(tried)))
+def test_the_decoder_is_probed_once_and_not_at_each_sync(tmp_path, monkeypatch):
+    probes, probe = [], HuggingFaceDecoder._probe
+    monkeypatch.setattr(HuggingFaceDecoder, "_probe", lambda decoder: probes.append(probe(decoder)))
     made = engine(sliding_windows(tmp_path))
     before = sample(made)
     for version in (1, 2):
         made.load_weights({name: 2 * w for name, w in read_state_dict(tmp_path).items()}, version)
-    assert len(tries) == 1 and sample(made) != before
+    assert len(probes) == 1 and sample(made) != before
 
 
 def test_an_actor_takes_packed_weights(tmp_path):

@@ -13,7 +13,7 @@ from rlhf_core.data.judge import Judgement
 from rlhf_core.evaluation.answers import response_logprobs
 from rlhf_core.evaluation.figures import Answer, by_prompt, differences, judge_difference, judged, summarize, win_rate
 from rlhf_core.models.build import load_language_model
-from rlhf_core.models.wrappers import PolicyModule
+from rlhf_core.models.forward import PolicyModule
 from rlhf_core.sampling.scoring import ScoredResponse
 from rlhf_core.types import Prompt
 

@@ -9,17 +9,10 @@ import torch
 from tiny_models import PAD, lively, sequences
 from transformers import BloomConfig, BloomForSequenceClassification, GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
-from rlhf_core.models.branches import (
-    Branches,
-    can_share_prefixes,
-    collate_branches,
-    continue_prefix,
-    separate,
-    share_prefix,
-    shared_row,
-)
+from rlhf_core.models.batch import Branches, collate_branches, collate_tokens, continue_prefix, separate, share_prefix, shared_row
 from rlhf_core.models.build import load_language_model, load_scalar_model
-from rlhf_core.models.wrappers import PolicyModule, ScalarModule, collate_tokens
+from rlhf_core.models.forward import PolicyModule, ScalarModule
+from rlhf_core.models.probe import can_share_prefixes
 
 PREFIX, *ENDS = sequences(6, seed=4)
 WHOLE = [[*PREFIX, *end] for end in ENDS]

@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config import LoraConfig
 from rlhf_core.engines.deepspeed_engine import TrainEngine
-from rlhf_core.models.branches import Branches, can_share_prefixes, collate_branches
+from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens
 from rlhf_core.models.build import load_language_model, load_scalar_model, new_scalar_model, save_model, scalar_head
 from rlhf_core.models.decoding import HuggingFaceDecoder
+from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters, merged_state_dict
-from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch, collate_tokens
+from rlhf_core.models.probe import can_share_prefixes
 from tests.model_families import FAMILIES, OTHERS
 from tests.tiny_models import settings
 
@@ -92,8 +93,8 @@ def test_shared_rows_say_what_whole_sequences_do_wherever_sharing_is_on(name: st
 def test_sharing_with_another_window_is_found_out(name: str, wrong: int, monkeypatch: pytest.MonkeyPatch):
     model, _ = made(name)
     assert can_share_prefixes(model)
-    monkeypatch.setattr("rlhf_core.models.masks.size", lambda config, kind: wrong)
-    monkeypatch.setattr("rlhf_core.models.branches.longest_reach", lambda config: 16)
+    monkeypatch.setattr("rlhf_core.models.attention.window_size", lambda config, kind: wrong)
+    monkeypatch.setattr("rlhf_core.models.probe.longest_reach", lambda config: 16)
     assert not can_share_prefixes(model)
 
 
@@ -158,7 +159,7 @@ def test_token_by_token_the_model_says_what_it_says_of_whole_sequences(name: str
     model, sequences = made(name)
     decoder, new = HuggingFaceDecoder(model), 8
     grown = [ids[:cut] for ids, cut in zip(sequences, (24, 20, 13, 3), strict=True) for _ in range(2)]
-    logits = decoder.begin(grown[::2], copies=2, room=new, max_length=32)
+    logits = decoder.begin(grown[::2], copies=2, max_new_tokens=new, max_length=32)
     generator = torch.Generator().manual_seed(1)
     for position in range(new):
         if position == 4:

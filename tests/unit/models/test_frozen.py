@@ -8,8 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.engines.deepspeed_engine import TrainEngine, join_world
+from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import frozen
-from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+from rlhf_core.models.forward import PolicyModule
 from tests.tiny_models import settings
 
 LENGTH = 300

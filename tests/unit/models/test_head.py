@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_core.algorithms.logprobs import token_entropy, token_logprobs
 from rlhf_core.models import head as heads
-from rlhf_core.models.head import can_project_in_pieces, head_logprobs
-from rlhf_core.models.logits import PLAIN, LogitRule
+from rlhf_core.models.head import PLAIN, LogitRule, can_project_in_pieces, head_logprobs
 
 ROWS, WIDTH, VOCABULARY = 11, 6, 9
 

@@ -20,6 +20,7 @@ from tiny_models import (
 
 from rlhf_core.config import LoraConfig
 from rlhf_core.engines.deepspeed_engine import TrainEngine
+from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import (
     checkpoint_names,
     load_language_model,
@@ -29,8 +30,8 @@ from rlhf_core.models.build import (
     save_model,
     scalar_head,
 )
+from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters, merged_state_dict, without_adapters
-from rlhf_core.models.wrappers import PolicyModule, ScalarModule, collate_tokens
 from rlhf_core.trainers.rl.rank import TrainerRank
 
 pytestmark = pytest.mark.usefixtures("world")

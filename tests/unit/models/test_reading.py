@@ -10,9 +10,9 @@ from classifiers import END, OF_SEQUENCES, OF_TOKENS, PAD, POSITIONS, SHAPE, own
 from tiny_models import sequences
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_core.models.branches import collate_branches, shared_row
+from rlhf_core.models.batch import collate_branches, collate_tokens, shared_row
 from rlhf_core.models.build import load_language_model, load_scalar_model, new_scalar_model
-from rlhf_core.models.wrappers import ScalarModule, collate_tokens
+from rlhf_core.models.forward import ScalarModule
 from rlhf_core.scorers.reward_model import load_members, score_sequences
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def test_rm_score_is_what_the_models_own_forward_gives_the_sequence_alone(tmp_pa
 
 @pytest.mark.parametrize("kind", [*OF_TOKENS, *OF_SEQUENCES])
 def test_rm_reading_is_found_for_each_architecture(kind: str):
-    assert ScalarModule(tiny_classifier(kind)).reading.of_tokens == (kind in OF_TOKENS)
+    assert ScalarModule(tiny_classifier(kind)).score_head.per_token == (kind in OF_TOKENS)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -45,7 +45,7 @@ def test_rm_reading_is_found_where_the_head_is_still_zero(kind: str):
     model.score.weight.data.zero_()
     bert = tiny_classifier("bert")
     bert.classifier.weight.data.zero_()
-    assert ScalarModule(model).reading.of_tokens and not ScalarModule(bert).reading.of_tokens
+    assert ScalarModule(model).score_head.per_token and not ScalarModule(bert).score_head.per_token
     assert not model.score.weight.any()
 
 
@@ -89,7 +89,7 @@ def test_a_sequence_whose_frequencies_would_be_others_is_unscored_and_not_a_cras
         rope |= {"original_max_position_embeddings": border, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     both = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     module = ScalarModule(tiny_classifier(kind, rope_parameters=rope if kind == "llama" else both))
-    assert module.reading.longest == border
+    assert module.score_head.max_tokens == border
     fitting, longer = (sequences(1, seed=1, shortest=n, longest=n)[0] for n in (border, border + 1))
     found = scores(module, [longer, fitting, longer])
     assert found.isnan().tolist() == [True, False, True]
@@ -119,7 +119,7 @@ def test_a_folder_that_does_not_say_how_many_labels_it_has_is_read_as_one_score(
     config = json.loads((folder / "config.json").read_text())
     assert config.pop("id2label") and config.pop("label2id")
     (folder / "config.json").write_text(json.dumps(config))
-    assert ScalarModule(load_scalar_model(folder)).reading.labels == 1
+    assert ScalarModule(load_scalar_model(folder)).score_head.num_labels == 1
 
 
 def test_encoder_decoders_and_language_models_are_refused_in_words(sft_folder: Path):

@@ -9,10 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rlhf_core.config import parse_params, read_yaml, set_key
+from rlhf_core.models.attention import fix_frequencies
+from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model, new_language_model, save_model
 from rlhf_core.models.decoding import HuggingFaceDecoder
-from rlhf_core.models.rotary import fix_frequencies
-from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+from rlhf_core.models.forward import PolicyModule
 from tests.model_families import OTHERS
 from tests.tiny_models import DEFAULTS
 
@@ -67,7 +68,7 @@ def test_a_sequence_beyond_the_border_is_refused_where_frequencies_change_there(
     with pytest.raises(ValueError, match=f"sequences of at most {BORDER} tokens.*got {LONGEST}; set model.max_length to {BORDER}"):
         logprobs(model, SHORT, LONG)
     with pytest.raises(ValueError, match=f"sequences of at most {BORDER} tokens"):
-        HuggingFaceDecoder(model).begin([SHORT], copies=1, room=20, max_length=LONGEST)
+        HuggingFaceDecoder(model).begin([SHORT], copies=1, max_new_tokens=20, max_length=LONGEST)
 
 
 def test_sequences_that_have_ended_do_not_push_others_over_the_border():
@@ -75,7 +76,7 @@ def test_sequences_that_have_ended_do_not_push_others_over_the_border():
     model, decoder = OTHERS["phi3_longrope"](), HuggingFaceDecoder(OTHERS["phi3_longrope"]())
     prompts, added = [LONG[: BORDER - 1], LONG[:4]], LONG[40:46]
     with torch.inference_mode():
-        decoder.begin(prompts, copies=1, room=6, max_length=BORDER)
+        decoder.begin(prompts, copies=1, max_new_tokens=6, max_length=BORDER)
         for token in added:
             logits = decoder.step(torch.tensor([token, token]))
         expected = model(torch.tensor([prompts[1] + added])).logits[0, -1]

@@ -9,9 +9,8 @@ from chat_templates import templated
 from tiny_models import save_tiny_models, tiny_params
 from transformers.utils import chat_template_utils
 
-from rlhf_core.models.given import given_tokenizer
 from rlhf_core.models.template import with_date, with_options
-from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.models.tokenizer import encode_prompt, given_tokenizer, load_tokenizer
 
 QUESTION = [{"role": "user", "content": "Please sort 4172."}]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import save_tiny_experts, sequences, tiny_tokenizer
 
+from rlhf_core.models.batch import TokenBatch, collate_tokens
 from rlhf_core.models.build import (
     checkpoint_names,
     load_language_model,
@@ -18,7 +19,7 @@ from rlhf_core.models.build import (
     scalar_head,
     trunk,
 )
-from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch, collate_tokens
+from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.scorers.reward_model import score_sequences
 
 IDS = sequences(7, seed=3)

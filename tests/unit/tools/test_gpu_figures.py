@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from rlhf_core.config import LoraConfig
-from rlhf_core.models.branches import Branches, collate_branches
+from rlhf_core.models.batch import Branches, collate_branches, collate_tokens
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.tokenizer import encode_conversation
-from rlhf_core.models.wrappers import collate_tokens
 from tools.bench.gpu.expected import adapted_bytes, adapter_parameters, step_bytes, trained_bytes
 from tools.bench.gpu.flops import PEAKS, Passed, step_flops, utilization
 from tools.bench.gpu.lora import LORA

@@ -13,9 +13,10 @@ from tiny_models import PAD, policy_engine, rl_job, save_tiny_dropout, scalar_en
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.engines.deepspeed_engine import TrainEngine
+from rlhf_core.models.batch import TokenBatch, collate_tokens
 from rlhf_core.models.build import load_language_model
+from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters
-from rlhf_core.models.wrappers import PolicyModule, TokenBatch, collate_tokens
 from rlhf_core.trainers.rl.rank import TrainerRank
 
 pytestmark = pytest.mark.usefixtures("world")

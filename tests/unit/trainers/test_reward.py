@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import PAD, largest_difference, scalar_engine, sequences
 
+from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_scalar_model, scalar_head
+from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.tokenizer import encode_conversation
-from rlhf_core.models.wrappers import ScalarModule, collate_tokens
 from rlhf_core.trainers.reward import Comparison, encode_comparisons, reward_phase, score_heldout
 
 pytestmark = pytest.mark.usefixtures("world")

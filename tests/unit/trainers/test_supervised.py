@@ -17,7 +17,7 @@ from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import TrackingConfig
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.build import load_language_model
-from rlhf_core.models.wrappers import PolicyModule
+from rlhf_core.models.forward import PolicyModule
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.sft import sft_phase

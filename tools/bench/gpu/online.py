@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_core.checkpoint.store import StoreSettings
-from rlhf_core.config import Params, parse_params, read_yaml, set_key
+from rlhf_core.config import DEFAULT_LIMITS, Params, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import write_rows
 from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
 from rlhf_core.trainers.rl.job import RlJob
@@ -87,7 +87,7 @@ class Case:
             "trainer.microbatch_tokens": self.microbatch_tokens,
             "trainer.zero_stage": 2 if self.dtype == "bfloat16" else 0,  # as docs/gpu.md recommends
             "deadlines": DEADLINES,
-            "monitor": dict.fromkeys(tree["rl"]["monitor"]),
+            "monitor": dict.fromkeys(DEFAULT_LIMITS),
         }
         rl |= {"kl.placement": "loss", "kl.estimator": "k3"} if self.algorithm == "grpo" else {"reward.scorers": REWARD_MODEL}
         settings = {f"rl.{key}": value for key, value in rl.items()} | SHARED | UNLIMITED

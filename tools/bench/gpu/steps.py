@@ -19,11 +19,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import Params, TrackingConfig, parse_params, read_yaml, set_key
 from rlhf_core.engines.deepspeed_engine import TrainEngine, join_world
-from rlhf_core.models.branches import can_share_prefixes
+from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.build import new_scalar_model
-from rlhf_core.models.reading import find_reading
+from rlhf_core.models.forward import PolicyModule, ScalarModule
+from rlhf_core.models.probe import can_share_prefixes
+from rlhf_core.models.score_head import probe_score_head
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.models.wrappers import PolicyModule, ScalarModule, TokenBatch
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.demonstrations import encode_demonstrations
 from rlhf_core.trainers.finetune import finetune
@@ -199,7 +200,7 @@ def reward(steps: Steps, folder: Path, loop: dict[str, Any]) -> None:
     params, tokenizer = steps.params, load_tokenizer(steps.model, trust_remote_code=False)
     section = params.reward
     model = new_scalar_model(Path(steps.model), tokenizer, trust_remote_code=False, training_dtype=params.model.dtype)
-    shares = find_reading(model).of_tokens and can_share_prefixes(model, max_length=MAX_LENGTH)
+    shares = probe_score_head(model).per_token and can_share_prefixes(model, max_length=MAX_LENGTH)
     rows = pairs(steps.rows, steps.lengths)
     comparisons, dropped = encode_comparisons(rows, tokenizer, max_length=MAX_LENGTH, shares_prefix=shares)
     assert not dropped

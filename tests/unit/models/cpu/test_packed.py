@@ -6,11 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
 
-from rlhf_core.models.branches import Branches, collate_branches
+from rlhf_core.models.batch import Branches, collate_branches, collate_tokens
 from rlhf_core.models.cpu import layout, packed
 from rlhf_core.models.cpu.layout import GroupBlock, _cuts, _whole_sequences, layout_of, visible_branches
 from rlhf_core.models.cpu.packed import can_pack, packed_states
-from rlhf_core.models.wrappers import collate_tokens
 
 
 @pytest.fixture(params=[5, 1000], ids="pieces of {}".format, autouse=True)

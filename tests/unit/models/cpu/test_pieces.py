@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_core.models.cpu.pieces import CACHED_BYTES, pieces
+from rlhf_core.models.head import CACHED_BYTES, pieces
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_core.models.cpu import prefix_tree
-from rlhf_core.models.cpu.prefix_tree import merged
+from rlhf_core.models.cpu import layout
+from rlhf_core.models.cpu.layout import merged
 
 
 def numbered(sequences: list[list[int]]) -> torch.Tensor:
@@ -21,7 +21,7 @@ def beginnings(sequences: list[list[int]]) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_token_stands_for_all_with_its_beginning(seed: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prefix_tree, "MERGING_PAYS", 1.0)
+    monkeypatch.setattr(layout, "MERGING_PAYS", 1.0)
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 9, (12,), generator=draw).tolist()
     sequences = [torch.randint(0, 3, (n,), generator=draw).tolist() for n in lengths]

@@ -14,8 +14,9 @@ from tiny_models import MAX_LENGTH, PAD, largest_difference, sequences, tiny_par
 from rlhf_core.algorithms.preference_losses import PREFERENCE_LOSSES, PairLogprobs, kto
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import TrackingConfig
+from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
-from rlhf_core.models.wrappers import PolicyModule, collate_tokens
+from rlhf_core.models.forward import PolicyModule
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.preference.data import Continuation, Example, Pair, ResponseForward
 from rlhf_core.trainers.preference.objectives import PairObjective, ResponseObjective, example_items, ordered_share

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import PAD, sequences
 
+from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
+from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import build_tokenizer, encode_conversation
-from rlhf_core.models.wrappers import PolicyModule, collate_tokens
 from rlhf_core.trainers.preference.data import (
     Continuation,
     ResponseForward,

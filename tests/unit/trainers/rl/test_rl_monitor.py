@@ -10,7 +10,7 @@ import pytest
 from test_rl_metrics import TWO_SCORERS, batch_of
 from tiny_models import tiny_params
 
-from rlhf_core.config import LimitConfig, RlConfig, curve_columns
+from rlhf_core.config import DEFAULT_LIMITS, LimitConfig, RlConfig, curve_columns
 from rlhf_core.trainers.rl.monitor import MonitorState, Track, below_frontier, finding, follow, gaps, holds, observe, with_point
 
 NAN = math.nan
@@ -19,7 +19,7 @@ BATCH = batch_of({"model": [1.0, 2.0], "short": [0.0, 0.0], "seen": [0.0, 1.0]})
 
 
 def config(monitor: dict, **overrides) -> RlConfig:
-    return tiny_params(**{"rl.reward.scorers": TWO_SCORERS, "rl.monitor": monitor, **overrides}).rl
+    return tiny_params(**{"rl.reward.scorers": TWO_SCORERS, "rl.monitor": dict.fromkeys(DEFAULT_LIMITS) | monitor, **overrides}).rl
 
 
 def limit(**values) -> LimitConfig:
@@ -77,7 +77,7 @@ def test_what_has_no_value_is_passed_over_and_early_steps_do_not_count():
 def test_the_first_limit_that_ends_the_run_does_and_the_others_are_told():
     ends = {"metric": "entropy", "below": 1.0, "action": "rollback"}
     rl = config(
-        {"soft": ends | {"action": "warn"}, "back": ends, "stop": ends | {"action": "stop"}, "off": None}, **{"rl.evaluation.every": 5}
+        {"soft": ends | {"action": "warn"}, "back": ends, "stop": ends | {"action": "stop"}, "entropy": None}, **{"rl.evaluation.every": 5}
     )
     state = watch(rl, [{"entropy": 0.5}])
     assert (state.stopped.limit, [f.limit for f in state.warnings]) == ("back", ["soft", "stop"])

@@ -15,6 +15,7 @@ from classifiers import own_scores_alone, save_classifier
 from tiny_models import PAD, demonstrations, largest_difference, rl_job, save_tiny_experts, save_tiny_models, sequences, train_batch, whole
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from rlhf_core.config import DEFAULT_LIMITS
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.build import load_language_model, load_scalar_model, read_state_dict, scalar_head, trunk
 from rlhf_core.trainers.rl.advantages import ValueUnits
@@ -165,7 +166,7 @@ def test_models_that_run_at_the_same_time_compute_the_same_bits(tmp_path: Path, 
     for threads in (2, 1):
         torch.set_num_threads(threads)
         rank = connected(model_folders, **{"rl.trainer.microbatch_tokens": 60})
-        assert rank._at_once == (threads == 2)
+        assert rank._backend.workers == threads
         asked = {"scores": rank.score_sequences("reward_model", ids), **rank.forward(ids, [3] * 12)}
         told = update(rank, [whole(train_batch(8, seed=k)) for k in (1, 2)])
         batch = train_batch(12, seed=3)
@@ -180,10 +181,10 @@ def test_models_that_run_at_the_same_time_compute_the_same_bits(tmp_path: Path, 
 
 @pytest.mark.usefixtures("two_threads")
 def test_zero_and_adapters_keep_the_models_in_turn(model_folders: tuple[Path, Path]):
-    assert connected(model_folders)._at_once
+    assert connected(model_folders)._backend.workers == 2
     lora = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
     for changes in ({"rl.trainer.zero_stage": 1}, {"rl.lora": lora}):
-        assert not connected(model_folders, **changes)._at_once
+        assert connected(model_folders, **changes)._backend.workers == 1
 
 
 def test_forward_of_samples_side_by_side_equals_that_of_samples_apart(model_folders: tuple[Path, Path]):
@@ -299,7 +300,9 @@ def test_an_update_goes_on_from_the_passes_before_it(
 
 
 def test_no_kl_needs_no_reference_and_no_ppo_needs_no_critic(model_folders: tuple[Path, Path]):
-    rank = connected(model_folders, **{"rl.algorithm": "rloo", "rl.kl.coef": 0.0, "rl.kl.measure": False, "rl.monitor": {}})
+    rank = connected(
+        model_folders, **{"rl.algorithm": "rloo", "rl.kl.coef": 0.0, "rl.kl.measure": False, "rl.monitor": dict.fromkeys(DEFAULT_LIMITS)}
+    )
     assert rank.forward([[5, 6, 7]], [1]).keys() == {"old_logprobs"}
     assert update(rank, [whole(train_batch())]).keys().isdisjoint({"value_loss", "critic_grad_norm"})
 

@@ -1,0 +1,66 @@
+"""How a model computes hidden states, and how independent parts of work run: the general path, for any architecture and device.
+
+`rlhf_core.models.forward.backend_of` chooses a backend for a model. `rlhf_core.models.cpu` has a faster one for small Llamas on CPU cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.models.attention import attention_arguments, check_length, longest_alike
+from rlhf_core.models.batch import TokenBatch
+from rlhf_core.models.build import trunk
+from rlhf_core.models.decoding import Decoder, HuggingFaceDecoder
+
+Part, Result = TypeVar("Part"), TypeVar("Result")
+
+
+class Backend:
+    """The model's own forward; parts of work run one after the other.
+
+    workers: parts that `map` runs at the same time.
+    keeps_graphs: whether the graph of a forward pass is small enough, and free of state, for a later update to backpropagate through it.
+    """
+
+    workers: int = 1
+    keeps_graphs: bool = False
+
+    def hidden_states(
+        self, model: PreTrainedModel, batch: TokenBatch, rows: torch.Tensor, positions: torch.Tensor, *, routed: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The trunk's output [N, H] at the given rows and positions [N], and the router logits of the routed tokens, if there are any.
+
+        Args:
+            routed: [B, T] bool, tokens whose router logits are returned; only for a model with experts.
+        """
+        outputs, router_logits = run_model(trunk(model), batch, routed)
+        return outputs.last_hidden_state[rows, positions], router_logits
+
+    def map(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:
+        """`function` of each part, in order. The parts must be independent: a backend may run several at the same time."""
+        return [function(part) for part in parts]
+
+    def decoder(self, model: PreTrainedModel, *, probed: bool = False) -> Decoder:
+        """The model token by token, for sampling.
+
+        Args:
+            probed: a decoder has been made before, for the same model with other weights.
+        """
+        return HuggingFaceDecoder(model, probed=probed)
+
+
+def run_model(module: PreTrainedModel, batch: TokenBatch, routed: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
+    """The output of a whole forward pass of a model or its trunk, and the router logits [layers * M, E] of the M routed tokens.
+
+    Raises:
+        ValueError: sequences are longer than the model's rotary frequencies allow.
+    """
+    if longest_alike(module.config) is not None:
+        check_length(module.config, batch.length)
+    routing = {} if routed is None else {"output_router_logits": True}
+    outputs = module(input_ids=batch.input_ids, use_cache=False, **attention_arguments(module, batch), **routing)
+    return outputs, None if routed is None else torch.cat([layer[routed.flatten()] for layer in outputs.router_logits])

@@ -1,0 +1,167 @@
+"""What the engines train: modules that return log-probabilities or scores of a batch's selected tokens.
+
+The vocabulary projection runs on the selected positions only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlhf_core.algorithms.logprobs import sampler_logprobs, token_entropy, token_logprobs, token_logprobs_and_entropy
+from rlhf_core.models.backend import Backend, run_model
+from rlhf_core.models.batch import TokenBatch
+from rlhf_core.models.build import scalar_head
+from rlhf_core.models.cpu.backend import CpuBackend
+from rlhf_core.models.head import can_project_in_pieces, head_logprobs, logit_rule
+from rlhf_core.models.score_head import label_index, probe_score_head, sequence_scores
+
+GENERAL, CPU = Backend(), CpuBackend()
+
+
+def backend_of(model: PreTrainedModel) -> Backend:
+    """The fastest backend for a model where and as it is now: an engine may move it, cast it or partition its weights."""
+    return CPU if CPU.supports(model) else GENERAL
+
+
+def common_backend(*modules: PolicyModule | ScalarModule) -> Backend:
+    """The fastest backend for all of these modules, for work that involves several."""
+    return CPU if all(module.backend is CPU for module in modules) else GENERAL
+
+
+class PolicyOutput(NamedTuple):
+    """Of the N selected tokens, row by row; None where not requested. A tuple, which DeepSpeed's hooks look into.
+
+    logprobs: [N].
+    entropy: [N], of the distribution that the token comes from.
+    sampler_logprobs: [N], within the tokens that top-k and top-p leave.
+    router_logits: [layers * M, E], of the M routed tokens in each layer with experts.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None
+    sampler_logprobs: torch.Tensor | None
+    router_logits: torch.Tensor | None
+
+
+class PolicyModule(nn.Module):
+    """Log-probabilities of selected tokens under a causal language model.
+
+    Raises:
+        ValueError: the model gives no logits.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+        def hidden_states(ids: torch.Tensor) -> torch.Tensor:
+            everywhere = torch.ones_like(ids, dtype=torch.bool)
+            return backend_of(model).hidden_states(model, TokenBatch(ids, everywhere), *everywhere.nonzero(as_tuple=True))[0]
+
+        self._rule = logit_rule(model, hidden_states)
+
+    @property
+    def backend(self) -> Backend:
+        """Computes the hidden states; its `map` may run several forward passes of this module at the same time."""
+        return GENERAL if self._rule is None else backend_of(self.model)
+
+    def forward(
+        self,
+        batch: TokenBatch,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        learn_entropy: bool = False,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        routed: torch.Tensor | None = None,
+    ) -> PolicyOutput:
+        """Log-probability of each selected token given all before it.
+
+        The first token of a sequence can't be selected: nothing predicts it.
+
+        Args:
+            with_entropy: also the entropy; with a gradient only if learn_entropy.
+            top_k, top_p: with either, also the sampler's log-probabilities.
+            routed: [B, T] bool, the tokens whose router logits are returned; only for a model with experts.
+        """
+        rows, predicted_by, ids = batch.predictions()
+        filtered, entropy = top_k is not None or top_p < 1.0, None
+        if self._rule is None:
+            outputs, router_logits = run_model(self.model, batch, routed)
+            logits = outputs.logits[rows, predicted_by]
+        else:
+            hidden, router_logits = self.backend.hidden_states(self.model, batch, rows, predicted_by, routed=routed)
+            head = self.model.get_output_embeddings()
+            if can_project_in_pieces(head) and not filtered and not learn_entropy:
+                how = {"temperature": temperature, "with_entropy": with_entropy, "rule": self._rule}
+                logprobs, entropy = head_logprobs(head, hidden, ids, **how)
+                return PolicyOutput(logprobs, entropy, None, router_logits)
+            logits = self._rule(head(hidden))
+        if with_entropy and not learn_entropy:
+            logprobs, entropy = token_logprobs_and_entropy(logits, ids, temperature=temperature)
+        else:
+            logprobs = token_logprobs(logits, ids, temperature=temperature)
+        return PolicyOutput(
+            logprobs,
+            token_entropy(logits, temperature=temperature) if learn_entropy else entropy,
+            sampler_logprobs(logits, ids, temperature=temperature, top_k=top_k, top_p=top_p) if filtered else None,
+            router_logits,
+        )
+
+
+class ScalarModule(nn.Module):
+    """Scores or values at selected positions: a reward model or a critic.
+
+    Args:
+        label: for a model that gives several scores, the name or number of the one that counts.
+    Raises:
+        ValueError: the model gives no score, or several and none is chosen.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, label: str | int | None = None):
+        super().__init__()
+        self.model = model
+        self.score_head = probe_score_head(model)
+        self._label = label_index(model.config, self.score_head.num_labels, label)
+
+    @property
+    def backend(self) -> Backend:
+        """See `PolicyModule.backend`."""
+        return backend_of(self.model) if self.score_head.per_token else GENERAL
+
+    def forward(self, batch: TokenBatch) -> torch.Tensor:
+        """The score [N] at each selected position, which has seen that token and all before it.
+
+        A model without scores of tokens (`score_head.per_token`) takes rows of one whole sequence each, whose last token is selected.
+        """
+        if not self.score_head.per_token:
+            sequences = self._whole_sequences(batch)
+            return sequence_scores(self.model, sequences, batchable=self.score_head.batchable)[:, self._label].float()
+        hidden, _ = self.backend.hidden_states(self.model, batch, *batch.selected.nonzero(as_tuple=True))
+        return scalar_head(self.model)(hidden)[:, self._label].float()
+
+    def check_scores_tokens(self, subject: str, remedy: str) -> None:
+        """
+        Raises:
+            ValueError: the model scores whole sequences only.
+        """
+        if not self.score_head.per_token:
+            raise ValueError(
+                f"{subject}: expected a model whose score is a linear layer's output at a token, got {type(self.model).__name__}, "
+                f"which scores whole sequences only; {remedy}"
+            )
+
+    def _whole_sequences(self, batch: TokenBatch) -> list[list[int]]:
+        """The rows without their padding."""
+        if batch.visible is not None or batch.segments is not None or not bool((batch.selected.sum(1) == 1).all()):
+            raise ValueError(
+                f"reward model: expected whole sequences for {type(self.model).__name__}, which has no scores of tokens, got parts; "
+                "score each sequence in a row of its own"
+            )
+        ends = (batch.selected.int().argmax(1) + 1).tolist()
+        return [ids[:end] for ids, end in zip(batch.input_ids.tolist(), ends, strict=True)]
