@@ -57,9 +57,7 @@ def summary(first: Side, second: Side) -> str:
     rows = figures_that_count(one, other)
     parts = [headline(one, other, rows)[1]]
     parts.append(
-        tabulate(
-            [(r.label, *r.shown) for r in rows], ["", one.name, other.name, "change", "interval", "found with 80%"], disable_numparse=True
-        )
+        tabulate([(r.label, *r.shown) for r in rows], ["", one.name, other.name, "change", "interval", "detectable"], disable_numparse=True)
     )
     parts.append("\n".join(read_as(one, other, rows)))
     for what, changes in (("parameter", params_that_differ(one.params, other.params)), ("md5 of", outs_that_differ(one, other))):

@@ -19,7 +19,7 @@ from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import METRICS, PLOTS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, SFT_MODEL
 from rlhf_core.stage.files import publish, publish_model, write_json
-from rlhf_core.stage.run import Stage, StageStopped, no_arguments
+from rlhf_core.stage.run import Stage, no_arguments
 
 log = logging.getLogger("rlhf")
 
@@ -59,7 +59,6 @@ def train_members(stage: Stage) -> None:
     from rlhf_core.engines.deepspeed_engine import release_memory
     from rlhf_core.models.build import save_model
     from rlhf_core.models.tokenizer import load_tokenizer
-    from rlhf_core.trainers.supervised import Interrupted
 
     tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=stage.params.model.trust_remote_code)
     aside = stage.scratch / "model"
@@ -70,10 +69,7 @@ def train_members(stage: Stage) -> None:
             release_memory()
         model = new_member(stage, tokenizer, member)
         encoder = comparison_encoder(stage, model, tokenizer)
-        try:
-            engine, of_member = train(stage, model, encoder, member)
-        except Interrupted as stop:
-            raise StageStopped from stop
+        engine, of_member = train(stage, model, encoder, member)
         metrics |= of_member if member == 0 else {f"{name}_member_{member}": of_member[name] for name in MEASURED if name in of_member}
         scores.append(score_splits(stage, engine, encoder))
         save_model(model, engine.state_dict(), tokenizer, aside / f"member_{member}" if member else aside)

@@ -23,7 +23,7 @@ import numpy as np
 
 from rlhf_core.config import shown
 from rlhf_core.data.schema import Message
-from rlhf_core.gate.clusters import cluster_codes, share_interval
+from rlhf_core.statistics.clusters import cluster_codes, share_interval
 from rlhf_core.statistics.intervals import accuracy_with_ties
 
 PAIRS, TASKS, INTERFACE, KEY = "pairs.jsonl", "label_studio.json", "label_studio.xml", "key.json"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy.special import expit, ndtr, ndtri
 
-from rlhf_core.gate.clusters import mean_interval, share_interval
+from rlhf_core.statistics.clusters import mean_interval, share_interval
 
 BINS = 10  # of confidence, from a half to 1
 HALVINGS = 40  # of the range in which a root is looked for

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlhf_core.config import GateConfig
-from rlhf_core.gate.clusters import accuracy_needed
+from rlhf_core.statistics.clusters import accuracy_needed
 
 SLICE = "slice: "  # what the names of slices' checks begin with
 MAX_SLICES = 5  # named in a message
@@ -255,6 +255,29 @@ def _any_reason(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
         f"rejected: {check.name}: expected {check.threshold:g} to be met by the whole interval, got {check.value:.4g}{interval} "
         f"on n={check.n}; {check.way_out}."
     )
+
+
+def explain(gate: dict[str, Any]) -> Iterator[str]:
+    """What the terminal shows besides a rejection's message."""
+    if (look := gate["look"]) is not None:
+        yield f"look {look['number']} at this split's {gate['n']} test pairs: intervals of {percent(gate['confidence'])}"
+    for s in gate["slices"]:
+        few = "" if s["judged"] else " (too few to judge)"
+        yield f"{s['column']}={s['value']}: accuracy {s['accuracy']:.4f} ({s['low']:.4f} to {s['high']:.4f}) on {s['n']} pairs{few}"
+    if gate["worst_slice"] is not None:
+        worst = gate["worst_slice"]
+        yield f"worst slice: {worst['column']}={worst['value']}, accuracy {worst['accuracy']:.4f}"
+    for external in gate["external"]:
+        found = "no pair got a score" if not external["n"] else f"accuracy {external['accuracy']:.4f} on {external['n']} pairs"
+        yield f"external {external['name']}: {found}"
+    for role in ("incumbent", "anchor"):
+        if (other := gate[role]) is not None:
+            difference = f"{other['difference']:+.4f} ({other['low']:+.4f} to {other['high']:+.4f})"
+            yield f"{role} {other['version']}: accuracy {other['accuracy']:.4f} on {other['n']} pairs; this model's is {difference} from it"
+    if gate["passed"] or not gate["needed"]:
+        yield gate["message"]
+    elif gate["override"] is not None:
+        yield f"{gate['message']} Used all the same, for gate.override says: {gate['override']}"
 
 
 _REASONS: dict[str, Callable[[dict[str, Any], Check, GateConfig], str]] = {

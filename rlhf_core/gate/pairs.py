@@ -1,4 +1,4 @@
-"""Scored pairs as arrays, and how many are in the right order."""
+"""Scored pairs as arrays: accuracy on the whole and by slice, and a candidate against another model on the same pairs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
+from scipy.special import bdtr
 
-from rlhf_core.gate.clusters import cluster_codes, share_interval
+from rlhf_core.statistics.clusters import cluster_codes, difference_interval, share_interval
+
+PARTS = 3  # of lengths
 
 
 @dataclass(frozen=True)
@@ -69,4 +72,97 @@ def summarize(pairs: Pairs, confidence: float) -> dict[str, Any]:
         "prompts": interval.clusters,
         "design_effect": interval.design_effect,
         "n_effective": interval.n_effective,
+    }
+
+
+def slice_values(pairs: Pairs, column: str) -> np.ndarray | None:
+    """[N] the value of each pair in a column, None where it has none; None: no pair has this column.
+
+    source; prompt_length, response_length (of the pair's longer one): thirds of the pairs, named by their tokens; length_order: which
+    response is longer; anything else is a column of the data.
+    """
+    if column == "source":
+        return pairs.sources
+    if column == "prompt_length":
+        return thirds(pairs.prompt_tokens)
+    if column == "response_length":
+        return thirds(np.maximum(pairs.chosen_tokens, pairs.rejected_tokens))
+    if column == "length_order":
+        return _length_order(pairs)
+    return pairs.labels.get(column)
+
+
+def thirds(tokens: np.ndarray) -> np.ndarray:
+    """[N] names such as "5 to 9 tokens": three parts of about as many pairs, equal lengths together; fewer where lengths hardly differ."""
+    borders = np.unique(np.quantile(tokens, [k / PARTS for k in range(1, PARTS)], method="lower")) if len(tokens) else np.array([])
+    part = np.searchsorted(borders, tokens, side="left")
+    names = np.empty(len(tokens), dtype=object)
+    for k in np.unique(part):
+        inside = tokens[part == k]
+        low, high = int(inside.min()), int(inside.max())
+        names[part == k] = f"{low} to {high} tokens" if low < high else f"{low} tokens"
+    return names
+
+
+def _length_order(pairs: Pairs) -> np.ndarray:
+    order = np.sign(pairs.chosen_tokens - pairs.rejected_tokens)
+    return np.array(["chosen shorter", "same length", "chosen longer"], dtype=object)[order + 1]
+
+
+def slice_accuracies(pairs: Pairs, columns: list[str], *, confidence: float, min_pairs: int) -> list[dict[str, Any]]:
+    """Of every value of every column that the pairs have, in the columns' order; lengths ascending, other values by name."""
+    found = []
+    for column in columns:
+        values = slice_values(pairs, column)
+        if values is None:
+            continue
+        named = sorted({v for v in values if v is not None}, key=lambda v: (_first_number(v) if "length" in column else 0, str(v)))
+        for value in named:
+            measured = summarize(pairs.select(values == value), confidence)
+            kept = {key: measured[key] for key in ("accuracy", "low", "high", "ties", "n", "prompts")}
+            found.append({"column": column, "value": str(value), **kept, "judged": measured["n"] >= min_pairs})
+    return found
+
+
+def _first_number(name: str) -> int:
+    first = name.split(" ", 1)[0]
+    return int(first) if first.isdigit() else 0
+
+
+def worst_slice(slices: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The lowest accuracy among the slices that are judged; of equal ones the first."""
+    return min((s for s in slices if s["judged"]), key=lambda s: s["accuracy"], default=None)
+
+
+def mcnemar_exact(first_only: int, second_only: int) -> float:
+    """Two-sided p-value: the pairs that only one of two has right, against a fair coin; 1 where there are none.
+
+    p = min(1, 2 * P(X <= min(first_only, second_only))), X binomial with first_only + second_only trials and 1/2
+    Source: McNemar 1947, https://doi.org/10.1007/BF02295996, in its exact form
+
+    Pairs of one prompt count as independent here, so that p is too small where prompts have several: the gate decides by
+    `compare`'s interval.
+    """
+    n = first_only + second_only
+    return min(1.0, 2 * float(bdtr(min(first_only, second_only), n, 0.5))) if n else 1.0
+
+
+def compare(candidate: np.ndarray, incumbent: np.ndarray, clusters: np.ndarray, confidence: float) -> dict[str, Any]:
+    """Of points [N] on the same pairs: accuracies, their difference with its interval over prompts, and McNemar's test.
+
+    Where one has a tie and the other not, the one with more points is the one that has the pair right.
+    """
+    differences = candidate - incumbent
+    low, high = difference_interval(differences, clusters, confidence)
+    candidate_only, incumbent_only = int((differences > 0).sum()), int((differences < 0).sum())
+    return {
+        "n": len(differences),
+        "accuracy": float(incumbent.mean()),
+        "candidate_accuracy": float(candidate.mean()),
+        "difference": float(differences.mean()),
+        "low": low,
+        "high": high,
+        "candidate_only": candidate_only,
+        "incumbent_only": incumbent_only,
+        "p_value": mcnemar_exact(candidate_only, incumbent_only),
     }

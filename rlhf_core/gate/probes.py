@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from rlhf_core.gate.clusters import cluster_codes, mean_interval
 from rlhf_core.gate.scoring import LoadedModel, Text
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.probe import can_share_prefixes
+from rlhf_core.statistics.clusters import cluster_codes, mean_interval
 
 # What is done to a response that says the same afterwards.
 FORMATS: dict[str, Callable[[str], str]] = {

@@ -5,20 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.config import ExternalPairsConfig, IncumbentConfig, SourceConfig
+from rlhf_core.data.hashing import conversation_text
+from rlhf_core.data.places import locate
 from rlhf_core.data.schema import Message
+from rlhf_core.data.sources import load_source
+from rlhf_core.gate.heldout import Heldout
+from rlhf_core.gate.pairs import compare, pair_points
 from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.template import DEFAULT_DATE
 from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.provenance.cached_model import checkout
+from rlhf_core.provenance.file_hashes import FileHashes
 from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.reward_input import fitting_ids
-from rlhf_core.scorers.reward_model import load_members, score_by_members
+from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS, load_members, score_by_members
+from rlhf_core.statistics.clusters import cluster_codes, share_interval
 
-MICROBATCH_TOKENS = 8192
+SUBSET = "subset"
+REPORTED = ("accuracy", "low", "high", "ties", "n")
 
 Text = tuple[Sequence[Message], str]  # a conversation and a response to it
 
@@ -73,3 +84,76 @@ class LoadedModel:
             places.append(position.setdefault(None if ids is None else tuple(ids), len(position)))
         scores = self.score([None if ids is None else list(ids) for ids in position])
         return scores[places] if places else np.zeros(0)
+
+
+def score_external(config: ExternalPairsConfig, model: LoadedModel, *, confidence: float) -> dict[str, Any]:
+    """An entry of `external` in gate.json. Records that are no pair, and pairs with a response that is too long for the model, are
+    counted and left out.
+
+    Raises:
+        ValueError, FileNotFoundError: the file is missing, or isn't what its columns say.
+    """
+    source = SourceConfig(
+        name=config.name,
+        kind="file",
+        uses=["preference"],
+        weight=1.0,
+        path=config.path,
+        format=config.format,
+        columns=dict(config.columns),
+        implicit_prompt=config.implicit_prompt,
+        slices={SUBSET: config.subset} if config.subset is not None else {},
+    )
+    loaded = load_source(source, seed=0)
+    rows = loaded.rows["preference"]
+    chosen, rejected = (model.score_texts([(row["messages"], row[side]) for row in rows]) for side in ("chosen", "rejected"))
+    known = np.isfinite(chosen) & np.isfinite(rejected)
+    points = pair_points(chosen[known], rejected[known])
+    prompts = np.array([conversation_text(row["messages"]) for row in rows])[known]
+    subsets = np.array([row.get("slices", {}).get(SUBSET, "") for row in rows])[known]
+    overall = _accuracy(points, prompts, confidence)
+    by_subset = [
+        {
+            "subset": str(name),
+            **{k: v for k, v in _accuracy(points[subsets == name], prompts[subsets == name], confidence).items() if k in REPORTED},
+        }
+        for name in sorted(set(subsets.tolist()))
+    ]
+    return {
+        "name": config.name,
+        "path": config.path,
+        "sha256": FileHashes(Path()).of(locate(config.path)).sha256,
+        **overall,
+        "not_scored": int((~known).sum()),
+        "left_out": dict(sorted(loaded.dropped.items())),
+        "threshold": config.min_accuracy,
+        "subsets": by_subset if config.subset is not None else [],
+    }
+
+
+def _accuracy(points: np.ndarray, prompts: np.ndarray, confidence: float) -> dict[str, Any]:
+    if not len(points):
+        return {"accuracy": None, "low": 0.0, "high": 1.0, "ties": 0, "n": 0, "prompts": 0}
+    interval = share_interval(points, cluster_codes(prompts), confidence)
+    accuracy = {"accuracy": float(points.mean()), "low": interval.low, "high": interval.high}
+    return {**accuracy, "ties": int((points == 0.5).sum()), "n": len(points), "prompts": interval.clusters}
+
+
+def compare_to_promoted(
+    test: Heldout, role: str, promoted: IncumbentConfig, *, confidence: float, scratch: Path, how: dict[str, Any]
+) -> dict[str, Any]:
+    """The candidate and a promoted model on the pairs that the latter can score.
+
+    Raises:
+        ValueError: the promoted one isn't in DVC's cache as its md5 and sha256 say, or can't score a single pair.
+    """
+    folder = scratch / role
+    checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256)
+    other = LoadedModel.load(folder, **how)
+    chosen, rejected = (other.score_texts([(row["messages"], row[side]) for row in test.rows]) for side in ("chosen", "rejected"))
+    known = np.isfinite(chosen) & np.isfinite(rejected)
+    if not known.any():
+        raise ValueError(f"gate.{role} {promoted.version}: expected a model that can score these pairs, got a score for none")
+    pairs = test.pairs.select(known)
+    compared = compare(pairs.points, pair_points(chosen[known], rejected[known]), pairs.clusters, confidence)
+    return {"version": promoted.version, "md5": promoted.md5, "not_scored": int((~known).sum()), **compared}

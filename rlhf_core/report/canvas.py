@@ -1,6 +1,6 @@
-"""What every figure of the report is drawn with: colours, an empty canvas, curves over steps with their hover.
+"""Common parts of the report's figures: colours, an empty canvas, curves over steps with hover.
 
-Colours are those of the light scheme; the page's script exchanges them by DARK where the reader prefers dark.
+Colours are those of the light scheme; the page's script replaces them by DARK if the reader prefers a dark scheme.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEIGHT = 240  # pixels
 
 @dataclass(frozen=True)
 class Line:
-    """A column drawn as a curve; dots for one that is measured now and then."""
+    """A column drawn as a curve; with dots if it is measured at some steps only."""
 
     column: str
     label: str
@@ -52,10 +52,10 @@ def curves(
     legend: str = "top_right",
     y_axis_type: str = "linear",
 ) -> figure:
-    """Curves over steps, with a hover that shows the step nearest to the pointer.
+    """Curves over steps; hovering shows the step nearest to the pointer.
 
     Args:
-        band: a column drawn as a band of plus and minus its value around the first line.
+        band: a column whose value is drawn as a band around the first line.
     """
     plot = canvas(y_title, x_title="step", y_axis_type=y_axis_type)
     plot.yaxis.ticker.desired_num_ticks = 5

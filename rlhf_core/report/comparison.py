@@ -1,4 +1,4 @@
-"""Several runs side by side: RL's learning curves in a figure, and tables of where each algorithm or method ended."""
+"""Comparison of several runs: a figure of RL's learning curves, and tables of final results by algorithm or method."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pandas as pd
 
 from rlhf_core.report.seeds import Trained, evaluated, tables
 
-LAST = 5  # training steps over which a run's end is averaged
+LAST = 5  # final training steps that are averaged
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class Run:
 
     @property
     def judged(self) -> pd.Series:
-        """The judge's verdict on the training samples of each step, as a share."""
+        """Share of each step's training samples that the judge accepts."""
         return self.curves["score_judge"]
 
     @property
     def judged_greedy(self) -> pd.Series:
-        """The same on held-out prompts, greedily, by step, where it was measured; step 0 is before training."""
+        """The same for greedy answers to held-out prompts, by step of the evaluation; step 0 is before training."""
         return self.curves.set_index("step")["eval_judge"].dropna()
 
 
 def table(runs: list[Run], confidence: float) -> str:
-    """Where each algorithm began and ended, over seeds."""
+    """Initial and final results of each algorithm, over seeds."""
 
     def figures(run: Run) -> dict[str, float]:
         return {
@@ -55,13 +55,13 @@ def table(runs: list[Run], confidence: float) -> str:
 
 
 def methods_table(evaluations: list[tuple[str, int, dict[str, Any]]], confidence: float) -> str:
-    """Method, seed and metrics/evaluate.json of each run: by the judge where all have one, else by the score; over seeds."""
+    """Results over seeds, by the judge if all runs have one, else by score. evaluations: method, seed and metrics/evaluate.json."""
     judge = all(evaluation["judge"] for _, _, evaluation in evaluations)
     return tables([Trained(name, seed, evaluated(evaluation, judge=judge)) for name, seed, evaluation in evaluations], confidence)
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """The judge's verdict against training samples: thin lines the seeds, thick ones their mean; greedy ones dashed."""
+    """The judge's acceptance over training samples: thin lines are seeds, thick lines their mean."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Two runs as one HTML page: what differs, the figures side by side, the curves over each other, the answers that changed."""
+"""Two runs as one HTML page: differences, figures side by side, overlaid curves, and answers that changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rlhf_core.report.page import answer, page, side_by_side
 from rlhf_core.report.verdict import MODES
 
 MAX_SAMPLES = 200
-FALLING = ("loss", "entropy", "response_length")  # whose legend has room at the top
+FALLING = ("loss", "entropy", "response_length")  # curves with room for the legend at the top
 
 # Stage, phase (None: all), column, title, axis, percent.
 OVERLAID = (
@@ -48,7 +48,7 @@ OVERLAID = (
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two runs. curves: stage -> one row per step; samples: as evaluate wrote them, None where they are not here."""
+    """One of the two runs. curves: stage -> one row per step. samples: as evaluate wrote them; None if they are missing."""
 
     results: Results
     curves: Mapping[str, pd.DataFrame]
@@ -60,7 +60,10 @@ def render_comparison(first: Side, second: Side) -> str:
     one, other = first.results, second.results
     rows = figures_that_count(one, other)
     tone, sentence = headline(one, other, rows)
-    drawn = {**_overlaid(first, second), "frontier": _frontier(first, second)}
+    drawn = {
+        _key(stage, phase, column): _both(first, second, stage, phase, column, y_title, percent)
+        for stage, phase, column, _, y_title, percent in OVERLAID
+    } | {"frontier": _frontier(first, second)}
     titles = {_key(stage, phase, column): title for stage, phase, column, title, _, _ in OVERLAID} | {"frontier": "RL: score against KL"}
     content = {
         "title": f"{one.name} and {other.name}",
@@ -87,15 +90,8 @@ def _key(stage: str, phase: str | None, column: str) -> str:
     return "_".join(filter(None, (stage, phase, column)))
 
 
-def _overlaid(first: Side, second: Side) -> dict[str, figure | None]:
-    return {
-        _key(stage, phase, column): _both(first, second, stage, phase, column, y_title, percent)
-        for stage, phase, column, _, y_title, percent in OVERLAID
-    }
-
-
 def _both(first: Side, second: Side, stage: str, phase: str | None, column: str, y_title: str, percent: bool) -> figure | None:
-    """None where neither run has measured this."""
+    """A column of both runs over each other; None if neither run measured it."""
     parts, lines = [], []
     for key, side, color in (("first", first, BLUE), ("second", second, ORANGE)):
         rows = side.curves.get(stage)
@@ -112,7 +108,7 @@ def _both(first: Side, second: Side, stage: str, phase: str | None, column: str,
 
 
 def _frontier(first: Side, second: Side) -> figure | None:
-    """Both runs' scores against KL, where one reward gave both."""
+    """Both runs' scores against KL; None if their rewards differ."""
     sides = [(s, c) for s, c in ((first, BLUE), (second, ORANGE)) if {"kl_mean", "score_mean"} <= set(s.curves.get("train_policy", ()))]
     if len(sides) < 2 or not same_rewards(first.results, second.results):
         return None
@@ -129,7 +125,7 @@ def _frontier(first: Side, second: Side) -> figure | None:
 
 
 def cards(first: Side, second: Side) -> list[dict]:
-    """Answers that differ, the largest changes of score first; without scores where two rewards gave them."""
+    """Answers that differ, the largest changes in score first; without scores if the rewards differ."""
     if first.samples is None or second.samples is None:
         return []
     scored = same_rewards(first.results, second.results)

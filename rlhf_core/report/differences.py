@@ -153,12 +153,6 @@ def judged_together(rows: list[Difference], confidence: float) -> list[Differenc
     return [told(row, corrected[i]) if i in corrected else row for i, row in enumerate(rows)]
 
 
-def same_prompts(first: Results, second: Results) -> int | None:
-    """The number of prompts if both runs were evaluated on the same ones; else None."""
-    tables = _paired_tables(first, second)
-    return None if tables is None else len(tables[0])
-
-
 def _paired_tables(first: Results, second: Results) -> Tables | None:
     """Both runs' results by prompt, in the same order; None if the prompts differ."""
     one, other = (_by_prompt(r) for r in (first, second))
@@ -321,9 +315,9 @@ def read_as(first: Results, second: Results, rows: list[Difference]) -> list[str
         else f"Green and red: significant after Holm’s correction for the table’s {tested} tests.",
         "Detectable: the true difference that an insignificant row would detect with a probability of 80%.",
     ]
-    prompts = same_prompts(first, second)
-    if prompts is not None:
-        return [*said, f"Evaluation figures are compared by prompt, on the {prompts:,} prompts that both runs answered."]
+    tables = _paired_tables(first, second)
+    if tables is not None:
+        return [*said, f"Evaluation figures are compared by prompt, on the {len(tables[0]):,} prompts that both runs answered."]
     if all("evaluate" in r.metrics for r in (first, second)):
         said.append("The runs answered different prompts, or one has no results by prompt, so they count as independent.")
     return said

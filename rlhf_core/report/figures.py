@@ -1,4 +1,4 @@
-"""The curves of every stage, drawn by Bokeh in the browser, from JSON that is the same for the same inputs."""
+"""The curves of every stage as JSON that Bokeh draws in the browser; the same inputs give the same JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_core.report.inputs import ReportInputs, need
 from rlhf_core.report.quality import accuracies, external, reliability, score_histogram, token_lengths
 
 Figures = dict[str, dict[str, Any]]
-# What of the monitored columns (docs/monitors.md) the other figures of RL don't show.
+# Monitored columns (docs/monitors.md) that no other figure of RL shows.
 _TEXT_LINES = [
     Line("repetition", "repeated", RED),
     Line("distinct_1", "different tokens", TEAL),
@@ -26,7 +26,7 @@ _TEXT_LINES = [
 
 
 def all_figures(inputs: ReportInputs) -> Figures:
-    """Name of the figure -> what Bokeh.embed.embed_item draws; of what was made. Those of a scorer are named rl_score_<its name>."""
+    """Name -> JSON for Bokeh.embed.embed_item, for every stage that has run. A scorer's figure is named rl_score_<scorer>."""
     drawn: dict[str, figure | None] = {}
     if inputs.lengths is not None:
         drawn |= token_lengths(inputs.lengths)
@@ -35,7 +35,10 @@ def all_figures(inputs: ReportInputs) -> Figures:
     if inputs.reward_curves is not None:
         drawn |= _reward(inputs.reward_curves)
     if inputs.policy_curves is not None:
-        drawn |= _of_policy(inputs)
+        if inputs.method == "rl":
+            drawn |= _rl(inputs.policy_curves, need(inputs.params, "rl"), limit=logprob_limit(inputs.params))
+        else:
+            drawn |= _offline(inputs.policy_curves)
     if inputs.gate is not None:
         drawn |= {"gate_accuracy": accuracies(inputs.gate), "gate_reliability": reliability(need(inputs.gate, "calibration"))}
         drawn["gate_external"] = external(inputs.gate)
@@ -69,7 +72,7 @@ def _reward(rows: pd.DataFrame) -> dict[str, figure]:
 
 
 def _offline(rows: pd.DataFrame) -> dict[str, figure]:
-    """Training on pairs or on chosen responses: whatever of these a method measures."""
+    """Training without RL: those of these figures that the method measures."""
     wanted = {
         "policy_loss": ("loss, nats", False, [Line("loss", "training", BLUE), Line("heldout_loss", "held out", ORANGE, dots=True)]),
         "policy_accuracy": (
@@ -98,12 +101,6 @@ def _offline(rows: pd.DataFrame) -> dict[str, figure]:
     return figures
 
 
-def _of_policy(inputs: ReportInputs) -> dict[str, figure]:
-    if inputs.method == "rl":
-        return _rl(inputs.policy_curves, need(inputs.params, "rl"), limit=logprob_limit(inputs.params))
-    return _offline(inputs.policy_curves)
-
-
 def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None) -> dict[str, figure]:
     """Args: rl: the section of params.yaml. limit: see `logprob_limit`."""
     figures = {
@@ -116,7 +113,7 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None) -> di
         "rl_logprobs": _logprobs(rows, limit),
         **_scorers(rows, [s["name"] for s in need(rl, "reward", "scorers")]),
     }
-    if need(rl, "kl", "coef") > 0:  # without one nothing was measured
+    if need(rl, "kl", "coef") > 0:  # otherwise it wasn't measured
         figures["rl_kl"] = curves(rows, [Line("kl_mean", "KL to SFT", PURPLE)], y_title="nats per response")
         figures["rl_frontier"] = _frontier(rows)
     if "explained_variance" in rows and rows["explained_variance"].notna().any():
@@ -127,7 +124,7 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None) -> di
 
 
 def _frontier(rows: pd.DataFrame) -> figure:
-    """Score against KL, step by step; later steps are darker."""
+    """Score against KL by step; later steps are darker."""
     steps = thin(rows.dropna(subset=["kl_mean", "score_mean"]))
     plot = canvas("score", x_title="KL to SFT, nats per response")
     columns = {"kl": steps["kl_mean"].to_numpy(), "score": steps["score_mean"].to_numpy(), "step": steps["step"].to_numpy()}
@@ -139,14 +136,14 @@ def _frontier(rows: pd.DataFrame) -> figure:
 
 
 def _scorers(rows: pd.DataFrame, names: Sequence[str]) -> dict[str, figure]:
-    """Each scorer's raw scores, where there are several; a single one's are the score."""
+    """Each scorer's raw scores if there are several; those of a single scorer are the score."""
     if len(names) == 1:
         return {}
     return {f"rl_score_{name}": curves(rows, _with_evaluation(rows, f"score_{name}", f"eval_{name}"), y_title="score") for name in names}
 
 
 def _with_evaluation(rows: pd.DataFrame, column: str, evaluated: str) -> list[Line]:
-    """The curve of a batch's mean, and dots for the validation prompts where they were evaluated during training."""
+    """A curve of batch means, and dots for evaluations on the validation prompts during training."""
     lines = [Line(column, "training", BLUE)]
     if evaluated in rows and rows[evaluated].notna().any():
         lines.append(Line(evaluated, "validation, greedy", ORANGE, dots=True))
@@ -154,12 +151,12 @@ def _with_evaluation(rows: pd.DataFrame, column: str, evaluated: str) -> list[Li
 
 
 def logprob_limit(params: Mapping[str, Any]) -> float | None:
-    """Of the largest difference between the log-probabilities of engine and trainer; None in bfloat16, where it has none."""
+    """Limit of the largest log-probability difference between engine and trainer; None in bfloat16, which has other limits."""
     return None if need(params, "model", "dtype") == "bfloat16" else need(params, "rl", "rollout", "max_logprob_difference")
 
 
 def _logprobs(rows: pd.DataFrame, limit: float | None) -> figure:
-    """On a logarithmic axis, which has no place for an exact 0: those steps are left out of the curve."""
+    """On a logarithmic axis, so steps with a difference of 0 are left out."""
     positive = rows[["step", "logprob_difference"]].where(rows["logprob_difference"] > 0).dropna()
     plot = curves(positive, [Line("logprob_difference", "largest difference", BLUE)], y_title="nats", y_axis_type="log")
     limits = [] if limit is None else [limit]

@@ -379,13 +379,11 @@ def _cells(
 
 def samples(table: pd.DataFrame) -> list[dict[str, Any]]:
     """A card for each prompt and mode, the largest changes in score first."""
-    cards = [_card(row) for row in table.to_dict("records")]
+    cards = []
+    for row in table.to_dict("records"):
+        answers = [answer(name, row[f"{m}_response"], row[f"{m}_score"], row[f"{m}_judge_ok"]) for m, name in MODEL_NAMES.items()]
+        cards.append({k: row[k] for k in ("id", "source", "prompt", "mode")} | side_by_side(*answers))
     return sorted(cards, key=lambda card: 0.0 if card["gain"] is None else -abs(card["gain"]))
-
-
-def _card(row: Mapping[str, Any]) -> dict[str, Any]:
-    answers = [answer(name, row[f"{m}_response"], row[f"{m}_score"], row[f"{m}_judge_ok"]) for m, name in MODEL_NAMES.items()]
-    return {k: row[k] for k in ("id", "source", "prompt", "mode")} | side_by_side(*answers)
 
 
 def answer(model: str, text: str, score: float | None, ok: bool | None) -> dict[str, Any]:

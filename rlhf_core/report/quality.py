@@ -1,4 +1,4 @@
-"""The figures about data and reward model: token lengths, the gate's accuracies, its calibration, the scores of test pairs."""
+"""Figures of data and reward model: token lengths, the gate's accuracies and calibration, and scores of test pairs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMN_COLORS = {"messages": PURPLE, "text": PURPLE, "chosen": BLUE, "rejected":
 
 
 def token_lengths(rows: pd.DataFrame) -> dict[str, figure]:
-    """A histogram for each use, of rows as plots/token_lengths.csv has them."""
+    """A histogram for each use. rows: plots/token_lengths.csv."""
     return {f"lengths_{use}": _lengths(of_use) for use, of_use in rows.groupby("use", sort=False)}
 
 
@@ -69,7 +69,7 @@ def slice_name(row: Mapping[str, Any]) -> str:
 
 
 def intervals(named: Mapping[str, Mapping[str, Any]], *, threshold: float, x_title: str) -> figure:
-    """A dot with its interval for each name, the first at the top; those that are not judged (too few pairs) are grey.
+    """A dot with its interval for each name, the first at the top; names with too few pairs to judge are grey.
 
     Args:
         named: accuracy, low, high, n, ties, judged of each.
@@ -101,9 +101,9 @@ def intervals(named: Mapping[str, Mapping[str, Any]], *, threshold: float, x_tit
 
 
 def reliability(calibration: Mapping[str, Any] | None) -> figure | None:
-    """How often the pairs were in the right order, against how probable the reward model said that was; on the diagonal it is calibrated.
+    """Share of pairs in the right order against the probability that the reward model gave; on the diagonal it is calibrated.
 
-    Before: its own probabilities, after: with the fitted temperature. A larger dot is more pairs.
+    before: its own probabilities. after: with the fitted temperature. A larger dot is more pairs.
     """
     if calibration is None:
         return None

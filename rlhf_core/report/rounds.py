@@ -1,12 +1,12 @@
-"""What a series of rounds of iterative DPO has shown: a table, and a figure.
+"""The results of a series of rounds of iterative DPO: a table and a figure.
 
-A row is a round's metrics/evaluate.json with the figures of its samples (metrics/sample.json) under `samples`.
+A row is a round's metrics/evaluate.json, with its metrics/sample.json under `samples`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,16 @@ from rlhf_core.report.texts import markdown_text
 
 Row = dict[str, Any]
 HEADS = (
-    "round",
-    "from",
-    "pairs",
-    "judge",
-    "greedy",
-    "score",
-    "win rate",
-    "p",
-    "level",
-    "spent",
-    "found with 80%",
-    "KL",
-    "KL, origin",
-    "verdict",
+    *("round", "from", "pairs", "judge", "greedy", "score", "win rate", "p", "level", "spent"),
+    *("detectable", "KL", "KL, origin", "verdict"),
 )
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: per round where it led (prompts of the promotion split, sampled unless said otherwise), and whether its policy was kept.
+    """Markdown: each round's results on the promotion split (sampled unless named greedy), and whether its policy was kept.
 
-    p, level, spent: the comparison's p-value, the largest that accepts, and what the series has spent of its error budget after it.
-    found with 80%: the smallest advantage that would be accepted with that probability.
+    p, level, spent: the comparison's p-value, the largest that is accepted, and the error budget spent so far.
+    detectable: the smallest advantage that is accepted with a probability of 80%.
     """
     lines = [
         (
@@ -65,7 +53,7 @@ def _change(row: Row, mode: str, key: str) -> str:
 
 
 def _shown(value: float | None) -> str:
-    """None: it could not be measured, such as a mean of no scores."""
+    """value: None if it could not be measured, such as a mean without scores."""
     return "none" if value is None else f"{value:.2f}"
 
 
@@ -88,7 +76,7 @@ def _test(row: Row) -> tuple[str, str, str, str]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Judge (where there is one), score, win rate and KL by round, as an SVG file.
+    """Judge (if there is one), score, win rate and KL by round, as an SVG file.
 
     Raises:
         ModuleNotFoundError: matplotlib isn't installed.
@@ -99,9 +87,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     trained = [row for row in rows if row["trained"]]
-    panels = [("score", _draw_score), ("win rate over the policy before", _draw_win_rate), ("KL, nats per response", _draw_kl)]
+    panels = [
+        ("score", _draw_both("score_mean")),
+        ("win rate over the previous policy", _draw_win_rate),
+        ("KL, nats per response", _draw_kl),
+    ]
     if any("judge_ok" in row["sampled"]["after"] for row in trained):
-        panels.insert(0, ("judge satisfied", _draw_judge))
+        panels.insert(0, ("judge accepts", _draw_both("judge_ok")))
     figure, axes = pyplot.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.0), squeeze=False)
     for axis, (title, draw_panel) in zip(axes[0], panels, strict=True):
         draw_panel(axis, trained)
@@ -118,7 +110,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _kept(rows: Sequence[Row], mode: str, key: str) -> tuple[list[int], list[float]]:
-    """What the series stood at after each round: where it began, then each accepted policy."""
+    """A figure of the current policy by round: the initial policy, then each accepted one."""
     kept = [row for row in rows if row["accepted"]]
     start = [(0, rows[0][mode]["before"][key])] if rows else []
     points = [*start, *((row["round"], row[mode]["after"][key]) for row in kept)]
@@ -126,25 +118,23 @@ def _kept(rows: Sequence[Row], mode: str, key: str) -> tuple[list[int], list[flo
 
 
 def _number(value: float | None) -> float:
-    """For matplotlib, which leaves NaN out."""
+    """NaN for None, which matplotlib doesn't draw."""
     return math.nan if value is None else value
 
 
 def _curve(axis, rows: Sequence[Row], mode: str, key: str, label: str, color: str) -> None:
-    """A line through the policies that were kept, and a cross for each that wasn't."""
+    """A line through accepted policies, and a cross for each rejected one."""
     axis.plot(*_kept(rows, mode, key), marker="o", markersize=4, color=color, label=label)
     refused = [row for row in rows if not row["accepted"]]
     axis.plot([r["round"] for r in refused], [_number(r[mode]["after"][key]) for r in refused], linestyle="", marker="x", color=color)
 
 
-def _draw_judge(axis, rows: Sequence[Row]) -> None:
-    _curve(axis, rows, "sampled", "judge_ok", "sampled", "tab:blue")
-    _curve(axis, rows, "greedy", "judge_ok", "greedy", "tab:orange")
+def _draw_both(key: str) -> Callable[[Any, Sequence[Row]], None]:
+    def panel(axis, rows: Sequence[Row]) -> None:
+        _curve(axis, rows, "sampled", key, "sampled", "tab:blue")
+        _curve(axis, rows, "greedy", key, "greedy", "tab:orange")
 
-
-def _draw_score(axis, rows: Sequence[Row]) -> None:
-    _curve(axis, rows, "sampled", "score_mean", "sampled", "tab:blue")
-    _curve(axis, rows, "greedy", "score_mean", "greedy", "tab:orange")
+    return panel
 
 
 def _draw_win_rate(axis, rows: Sequence[Row]) -> None:

@@ -1,7 +1,7 @@
-"""What several seeds of each configuration say: means and differences with intervals over seeds.
+"""Comparison of configurations over seeds: means and differences with intervals over seeds.
 
-An interval over prompts is of one checkpoint. Another seed of the same configuration ends elsewhere, so that configurations are compared
-by what differs from seed to seed.
+An interval over prompts describes one checkpoint. Another seed of the same configuration gives another checkpoint, so configurations are
+compared by the variation between seeds.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rlhf_core.statistics.intervals import MeanDifference, detectable_mean_diffe
 class Trained:
     """One run of a configuration.
 
-    figures: name -> value, in the order of the table; the same names in all runs that are compared. None: a run without this one, such as
-    a win rate where no answer has a score; the tables leave it out.
+    figures: name -> value, in the order of the table; all compared runs have the same names. None: the run lacks it, such as a win rate
+    without scores; the tables then leave the figure out.
     """
 
     configuration: str
@@ -31,7 +31,7 @@ class Trained:
 
 
 def evaluated(evaluation: Mapping[str, Any], *, judge: bool) -> dict[str, float | None]:
-    """The figures of metrics/evaluate.json: by the judge, or by the score."""
+    """Figures of metrics/evaluate.json, by the judge or by score."""
     key, what = ("judge_ok", "judge") if judge else ("score_mean", "score")
     found = {}
     for mode in ("sampled", "greedy"):
@@ -40,7 +40,7 @@ def evaluated(evaluation: Mapping[str, Any], *, judge: bool) -> dict[str, float 
 
 
 def trained(runs: Sequence[Results]) -> list[Trained]:
-    """Runs with those grouped that are `of_one_configuration`; a configuration has the name of its first run.
+    """Runs grouped by configuration (`of_one_configuration`), which has the name of its first run.
 
     Raises:
         ValueError: a run has no evaluation, or one configuration has two runs of one seed.
@@ -48,13 +48,13 @@ def trained(runs: Sequence[Results]) -> list[Trained]:
     names: dict[str, list[Results]] = {}
     for run in runs:
         if "evaluate" not in run.metrics:
-            raise ValueError(f"{run.name}: expected a run with an evaluation, got none; run it to its end")
+            raise ValueError(f"{run.name}: expected a run with an evaluation, got none; finish the run")
         same = (name for name, group in names.items() if of_one_configuration(group[0], run))
         names.setdefault(next(same, run.name), []).append(run)
     for name, group in names.items():
         if len({run.params["seed"] for run in group}) < len(group):
             twice = ", ".join(run.name for run in group)
-            raise ValueError(f"{name}: expected one run of each seed of a configuration, got {twice}; leave out those that repeat a seed")
+            raise ValueError(f"{name}: expected one run of each seed of a configuration, got {twice}; leave out repeated seeds")
     judge = all(run.metrics["evaluate"]["judge"] for run in runs)
     return [
         Trained(name, run.params["seed"], evaluated(run.metrics["evaluate"], judge=judge)) for name, group in names.items() for run in group
@@ -62,7 +62,7 @@ def trained(runs: Sequence[Results]) -> list[Trained]:
 
 
 def tables(runs: Sequence[Trained], confidence: float) -> str:
-    """Each configuration's means and, where there are seeds in common, the differences from the first; as Markdown, with how to read it."""
+    """Markdown: means of each configuration, and differences from the first one over common seeds, with notes on how to read them."""
     missing = {name for run in runs for name, value in run.figures.items() if value is None}
     runs = [replace(run, figures={name: run.figures[name] for name in run.figures if name not in missing}) for run in runs]
     parts = [_means(runs, confidence), _note(runs, confidence)]
@@ -94,14 +94,14 @@ def _note(runs: Sequence[Trained], confidence: float) -> str:
     if any(len(of_seed) > 1 for of_seed in groups):
         said.append(f"In brackets: {confidence:.0%} t interval over seeds.")
     if any(len(of_seed) == 1 for of_seed in groups):
-        said.append("A row of one seed is of that checkpoint: another seed of the same configuration would give another figure.")
+        said.append("A row of one seed describes that checkpoint; another seed would give other figures.")
     return " ".join(said)
 
 
 def _differences(runs: Sequence[Trained], confidence: float) -> str:
-    """Of each configuration from the first one, seed by seed; "" where none has two seeds in common with it.
+    """Differences of each configuration from the first one by seed; "" if none has two seeds in common with it.
 
-    All of the table's p-values are corrected together (Holm).
+    Holm's method corrects all p-values of the table together.
     """
     first, *others = _grouped(runs).items()
     found: dict[tuple[str, str], MeanDifference] = {}
@@ -109,7 +109,7 @@ def _differences(runs: Sequence[Trained], confidence: float) -> str:
         common = [seed for seed in of_seed if seed in first[1]]
         for figure in runs[0].figures if len(common) > 1 else ():
             own, base = ([group[seed].figures[figure] for seed in common] for group in (of_seed, first[1]))
-            if own != base or "SFT" not in figure:  # what both have in common is no test
+            if own != base or "SFT" not in figure:  # equal figures of a common SFT model are no test
                 found[name, figure] = paired_means(own, base, confidence)
     if not found:
         return ""
@@ -120,9 +120,9 @@ def _differences(runs: Sequence[Trained], confidence: float) -> str:
         if p_value < 1 - confidence:
             return "clear"
         if not d.varied:
-            return "not clear; all seeds differ by the same, so that nothing shows how much seeds scatter"
+            return "not clear; all seeds differ equally, so their variation is unknown"
         detectable = detectable_mean_difference(d.low, d.high, d.n, confidence, tests=unclear)
-        return f"not clear; {detectable:.3f} would be found with 80%"
+        return f"not clear; detectable: {detectable:.3f}"
 
     rows = [
         [name, figure, d.n, f"{d.value:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}" if d.varied else "", f"{p:.3f}", verdict(d, p)]

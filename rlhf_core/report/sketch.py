@@ -1,4 +1,4 @@
-"""A run's figures as one small SVG picture, for where no script can draw: Prefect's artifacts."""
+"""A run's figures as one small SVG picture, for Prefect's artifacts, which run no scripts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 12, 30, 26  # of a panel's margins
 
 @dataclass(frozen=True)
 class Panel:
-    """series: colour -> (x, y) of its points. dots: points rather than a line. diagonal: a dashed line of what would be perfect."""
+    """series: colour -> (x, y) of its points. dots: points instead of a line. diagonal: a dashed line for perfect calibration."""
 
     title: str
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]]
@@ -27,7 +27,7 @@ class Panel:
 
 
 def sketch(metrics: Mapping[str, Any], curves: Mapping[str, pd.DataFrame]) -> str | None:
-    """The figures of the stages that were run, as SVG; None where there is nothing to draw.
+    """The figures of finished stages as SVG; None if there are none.
 
     Args:
         metrics: stage -> its metrics; curves: stage -> one row per step.
@@ -58,7 +58,7 @@ def _panels(metrics: Mapping[str, Any], curves: Mapping[str, pd.DataFrame]) -> I
     calibration = metrics.get("gate_reward", {}).get("calibration")
     bins = [b for b in calibration["after"]["bins"] if b["n"]] if calibration else []
     reliability = ([b["confidence"] for b in bins], [b["accuracy"] for b in bins])
-    yield Panel("Reward model: right, against what it says", {BLUE: reliability} if bins else {}, dots=True, diagonal=True)
+    yield Panel("Reward model: accuracy against confidence", {BLUE: reliability} if bins else {}, dots=True, diagonal=True)
 
 
 def _points(rows: pd.DataFrame | None, x: str, y: str) -> tuple[list[float], list[float]] | None:

@@ -200,7 +200,11 @@ def reward_direction(evaluation: Mapping[str, Any], confidence: float) -> Direct
 def _directions(evaluation: Mapping[str, Any], confidence: float) -> dict[str, Direction]:
     """Direction by the judge and by the reward, if the evaluation has them."""
     signs = _signs(evaluation, confidence)
-    return {who: _direction([sign for (of, _), sign in signs.items() if of == who]) for who in dict.fromkeys(of for of, _ in signs)}
+    found: dict[str, Direction] = {}
+    for who in dict.fromkeys(of for of, _ in signs):
+        of_modes = {sign for (of, _), sign in signs.items() if of == who}
+        found[who] = "worse" if -1 in of_modes else "better" if of_modes == {1} else "unclear"
+    return found
 
 
 def _signs(evaluation: Mapping[str, Any], confidence: float) -> dict[tuple[str, str], int]:
@@ -215,10 +219,6 @@ def _signs(evaluation: Mapping[str, Any], confidence: float) -> dict[tuple[str, 
             changes["judge", mode], p_values["judge", mode] = difference["value"], difference["p_value"]
     corrected = dict(zip(p_values, holm(list(p_values.values())), strict=True))
     return {key: 0 if corrected[key] >= 1 - confidence else 1 if changes[key] > 0 else -1 for key in changes}
-
-
-def _direction(signs: list[int]) -> Direction:
-    return "worse" if -1 in signs else "better" if set(signs) == {1} else "unclear"
 
 
 def judged(evaluation: Mapping[str, Any], mode: str, model: str) -> tuple[int, int]:

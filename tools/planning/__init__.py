@@ -1,4 +1,4 @@
-"""A plan for a cluster on paper: memory of each role, time of each phase, and a placement that fits (docs/planning.md).
+"""A resource estimate for a cluster: memory of each role, time of each phase, and a placement that fits (docs/planning.md).
 
-Pure arithmetic on numbers: nothing here needs torch or a GPU. Command: python -m tools.planning --help.
+Pure arithmetic, without torch or a GPU. Command: python -m tools.planning --help.
 """

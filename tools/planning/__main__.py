@@ -1,7 +1,7 @@
-"""Memory and time of online RL on a cluster, on paper: python -m tools.planning [--gpu h100 --gpus 16 --model llama3-8b ...].
+"""Estimate memory and time of online RL on a cluster: python -m tools.planning [--gpu h100 --gpus 16 --model llama3-8b ...].
 
-What isn't given comes from params.yaml: the model's shape, lengths, batches and roles. Without --layout a placement is proposed;
-with it that one is judged, and one proposed beside it. Ends with 1 where neither fits.
+Options that aren't given come from params.yaml: the model's shape, lengths, batches and roles. The command proposes a placement;
+with --layout it also evaluates that one. The exit code is 1 if none fits.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_core.config import ConfigError, Params, load_params
-from tools.planning.assumed import assumed, workload_text, workload_values
-from tools.planning.describe import text, values
+from tools.planning.describe import assumed, text, values, workload_text, workload_values
 from tools.planning.hardware import GIB, GPUS, Cluster, Efficiency
 from tools.planning.phases import predict
 from tools.planning.plan import Placement, Prediction, Workload
@@ -52,12 +51,12 @@ def main() -> int:
 
 
 def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
-    """Where a prediction is of something else than params.yaml, or of another number format than the GPU's figures."""
+    """Notes on predictions that differ from params.yaml, or from the number format of the GPU's figures."""
     found = []
     if (arguments.dtype or params.model.dtype) == "float32" and arguments.gpu_flops is None:
-        found.append(f"{arguments.gpu}: its FLOP/s are those of bfloat16, and the model's dtype is float32; give --dtype or --gpu-flops")
+        found.append(f"{arguments.gpu}: its FLOP/s are for bfloat16, but the model's dtype is float32; pass --dtype or --gpu-flops")
     if params.rl.lora is not None:
-        found.append("rl.lora: adapters are not counted; full training is predicted")
+        found.append("rl.lora: adapters are ignored; the prediction is for full training")
     return found
 
 
@@ -69,7 +68,7 @@ def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[
     at_a_time = arguments.max_concurrent or params.rl.rollout.max_concurrent_sequences
     found = {}
     if arguments.layout:
-        found["asked for"] = predict(work, asked(work, params, arguments, at_a_time), cluster, efficiency)
+        found["requested"] = predict(work, requested(work, params, arguments, at_a_time), cluster, efficiency)
     found["proposed"] = propose(
         work,
         cluster,
@@ -82,7 +81,7 @@ def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[
     return found
 
 
-def asked(work: Workload, params: Params, arguments: argparse.Namespace, at_a_time: int) -> Placement:
+def requested(work: Workload, params: Params, arguments: argparse.Namespace, at_a_time: int) -> Placement:
     engines = arguments.engine_gpus or max(1, arguments.gpus // 2)
     groups = {
         "colocated": lambda: colocated(work, arguments.gpus),
@@ -101,14 +100,14 @@ def asked(work: Workload, params: Params, arguments: argparse.Namespace, at_a_ti
 
 
 def shape_of(name: str) -> ModelShape:
-    """Of a known size, or of a folder."""
+    """name: a key of SIZES, or a model's folder."""
     if name not in SIZES and not Path(name).is_dir():
         raise ValueError(f"model: expected a folder with a config.json or one of {', '.join(SIZES)}, got {name!r}; correct it")
     return SIZES[name] if name in SIZES else from_folder(name)
 
 
 def workload(params: Params, arguments: argparse.Namespace) -> Workload:
-    """What the arguments say, and params.yaml where they don't."""
+    """The workload from the arguments, or else from params.yaml."""
     rl, model = params.rl, params.model
     name = arguments.model or model.path
     policy = shape_of(name) if name else from_architecture(model.architecture)
@@ -153,11 +152,11 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=Path, default=Path("params.yaml"))
-    parser.add_argument("--check", action="store_true", help="predictions beside published and measured figures")
-    parser.add_argument("--json", action="store_true", help="bytes and seconds")
-    _work_arguments(parser.add_argument_group("what is trained"))
-    _cluster_arguments(parser.add_argument_group("the cluster"))
-    _placement_arguments(parser.add_argument_group("the placement"))
+    parser.add_argument("--check", action="store_true", help="compare predictions with published and measured figures")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
+    _work_arguments(parser.add_argument_group("workload"))
+    _cluster_arguments(parser.add_argument_group("cluster"))
+    _placement_arguments(parser.add_argument_group("placement"))
     return parser.parse_args()
 
 
@@ -176,15 +175,15 @@ def _count(value: str) -> int:
 
 def _work_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", help=f"a folder with a config.json, or one of {', '.join(SIZES)}")
-    group.add_argument("--critic-model", help="likewise; the policy's shape")
-    group.add_argument("--reward-model", action="append", default=[], help="likewise, once for each")
+    group.add_argument("--critic-model", help="the same; default: the policy's shape")
+    group.add_argument("--reward-model", action="append", default=[], help="the same; repeat for several")
     group.add_argument("--no-reward-model", action="store_true", help="scores come from functions")
     group.add_argument("--algorithm", choices=("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"))
-    group.add_argument("--reference", action=argparse.BooleanOptionalAction, help="as rl.kl has it")
+    group.add_argument("--reference", action=argparse.BooleanOptionalAction, help="default: as in rl.kl")
     for name in ("samples", "group-size", "minibatch", "epochs", "microbatch-tokens"):
         group.add_argument(f"--{name}", type=_count)
     group.add_argument("--prompt-length", type=_count, help="mean, tokens")
-    group.add_argument("--response-length", type=_count, help="mean, tokens; rl.rollout.max_new_tokens")
+    group.add_argument("--response-length", type=_count, help="mean, tokens; default: rl.rollout.max_new_tokens")
     group.add_argument("--longest", type=_count, help="tokens of the longest response")
     group.add_argument("--dtype", choices=("bfloat16", "float32"))
 
@@ -194,7 +193,7 @@ def _cluster_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--gpus", type=_count, default=8)
     group.add_argument("--gpus-per-node", type=_count, default=8)
     for name, unit in (("memory", "GiB"), ("flops", "TFLOP/s of the dtype"), ("bandwidth", "GB/s"), ("link", "GB/s in one direction")):
-        group.add_argument(f"--gpu-{name}", type=_positive, help=f"{unit}, in place of the known one")
+        group.add_argument(f"--gpu-{name}", type=_positive, help=f"{unit}; default: of --gpu")
     group.add_argument("--network", type=_positive, default=25.0, help="GB/s between nodes for each GPU")
     group.add_argument("--host-link", type=_positive, default=25.0, help="GB/s between a GPU and its host")
     group.add_argument("--host-bandwidth", type=_positive, default=200.0, help="GB/s of a host's memory")
@@ -206,15 +205,17 @@ def _cluster_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _placement_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--layout", choices=LAYOUTS, help="judge this one too")
-    group.add_argument("--engine-gpus", type=_count, help="of apart and three-parts; half")
+    group.add_argument("--layout", choices=LAYOUTS, help="also evaluate this layout")
+    group.add_argument("--engine-gpus", type=_count, help="of apart and three-parts; default: half")
     group.add_argument("--zero-stage", type=int, choices=range(4))
-    group.add_argument("--offload", action=argparse.BooleanOptionalAction, help="the optimizer's state on the host")
+    group.add_argument("--offload", action=argparse.BooleanOptionalAction, help="keep the optimizer's state on the host")
     group.add_argument("--tensor-parallel", type=_count, default=1, help="of each engine")
-    group.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, help="without either both are tried")
-    group.add_argument("--sleep", action=argparse.BooleanOptionalAction, default=True, help="engines give their memory back meanwhile")
-    group.add_argument("--only-built", action="store_true", help="propose nothing that this pipeline can't do yet")
-    group.add_argument("--max-concurrent", type=_count, help="responses of an engine at a time")
+    group.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, help="default: try both")
+    group.add_argument(
+        "--sleep", action=argparse.BooleanOptionalAction, default=True, help="engines free their memory while others compute"
+    )
+    group.add_argument("--only-built", action="store_true", help="propose only what this pipeline supports")
+    group.add_argument("--max-concurrent", type=_count, help="concurrent responses per engine")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""A prediction as text, and as values for JSON."""
+"""A workload and a prediction, as text and as values for JSON."""
 
 from __future__ import annotations
 
+import argparse
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlhf_core.config import Params
 from tools.planning.hardware import GIB, Cluster
-from tools.planning.plan import ENGINE, Placement, Prediction, lacking
+from tools.planning.plan import ENGINE, Placement, Prediction, Workload, lacking
 
 
 def headline(placement: Placement) -> str:
@@ -16,7 +19,7 @@ def headline(placement: Placement) -> str:
 
 
 def text(found: Prediction, cluster: Cluster) -> str:
-    """Memory of each group, and seconds where all of them fit."""
+    """Memory of each group, and seconds if all groups fit."""
     available = cluster.gpu.memory - cluster.reserve
     lines = [headline(found.placement), ""]
     for memory in found.memory:
@@ -24,14 +27,14 @@ def text(found: Prediction, cluster: Cluster) -> str:
         lines.append(f"  {memory.group.name}: {memory.needed / GIB:.3g} of {available / GIB:.1f} GiB on each GPU, {state}")
         lines += [f"    {part:<32} {size / GIB:9.3g} GiB" for part, size in memory.parts.items()]
         if ENGINE in memory.group.roles:
-            lines.append(f"    {'left for keys and values':<32} {memory.cache / GIB:9.3g} GiB: {found.concurrency:.0f} responses at a time")
+            lines.append(f"    {'left for keys and values':<32} {memory.cache / GIB:9.3g} GiB: {found.concurrency:.0f} responses at once")
         if memory.host:
             lines.append(f"    {'on the host, for each GPU':<32} {memory.host / GIB:9.3g} GiB")
     if found.fits:
         phases = {**found.seconds, "step": found.step}
         lines += ["", *(f"  {phase:<10} {seconds:10.3g} s" for phase, seconds in phases.items())]
     if missing := lacking(found.placement):
-        lines += ["", f"  Not in this pipeline yet: {', '.join(missing)}."]
+        lines += ["", f"  Not supported by this pipeline: {', '.join(missing)}."]
     return "\n".join(lines)
 
 
@@ -53,3 +56,56 @@ def values(found: Prediction) -> dict[str, Any]:
         ],
         "lacking": lacking(p),
     }
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """A quantity of the workload. source: the option or the key of params.yaml that sets it."""
+
+    name: str
+    value: int | float | str
+    unit: str
+    source: str
+
+
+def assumed(work: Workload, params: Params, given: argparse.Namespace) -> list[Assumed]:
+    """The workload of one step, and the number of steps."""
+
+    def source(option: str, key: str) -> str:
+        return f"--{option.replace('_', '-')}" if getattr(given, option) is not None else key
+
+    algorithm = given.algorithm or params.rl.algorithm
+    rewards = "--no-reward-model" if given.no_reward_model else "--reward-model" if given.reward_model else "rl.reward.scorers"
+    return [
+        Assumed(
+            "model", work.policy.parameters, "parameters", source("model", "model.path" if params.model.path else "model.architecture")
+        ),
+        Assumed("dtype", work.dtype, "", source("dtype", "model.dtype")),
+        Assumed("algorithm", algorithm, "", source("algorithm", "rl.algorithm")),
+        Assumed("steps", params.rl.steps, "in the run; seconds are of one", "rl.steps"),
+        Assumed("samples", work.samples, "responses a step", source("samples", "rl.samples_per_step")),
+        Assumed("group size", work.group_size, "responses to a prompt", source("group_size", f"rl.{algorithm}.group_size")),
+        Assumed("prompts", work.samples // work.group_size, "a step", "samples / group size"),
+        Assumed("prompt length", work.prompt_length, "tokens", source("prompt_length", "model.max_length - rl.rollout.max_new_tokens")),
+        Assumed("response length", work.response_length, "tokens", source("response_length", "rl.rollout.max_new_tokens")),
+        Assumed("longest response", work.longest, "tokens", source("longest", source("response_length", "rl.rollout.max_new_tokens"))),
+        Assumed("minibatch", work.minibatch, "samples an optimizer step", source("minibatch", "rl.minibatch_size")),
+        Assumed("epochs", work.epochs, "passes over a step's samples", source("epochs", "rl.epochs")),
+        Assumed("microbatch", work.microbatch_tokens, "tokens a forward pass", source("microbatch_tokens", "rl.trainer.microbatch_tokens")),
+        Assumed("reward models", len(work.reward_models), "", rewards),
+        Assumed("reference", "yes" if work.reference else "no", "", source("reference", "rl.kl")),
+    ]
+
+
+def workload_text(found: list[Assumed]) -> str:
+    lines = [f"  {a.name:<18} {_shown(a.value):>14} {a.unit}".rstrip().ljust(66) + f" {a.source}" for a in found]
+    return "\n".join(["Assumed workload:", "", *lines])
+
+
+def workload_values(found: list[Assumed]) -> dict[str, dict[str, Any]]:
+    """By name."""
+    return {a.name: {key: value for key, value in asdict(a).items() if key != "name"} for a in found}
+
+
+def _shown(value: int | float | str) -> str:
+    return value if isinstance(value, str) else f"{value:,.10g}"

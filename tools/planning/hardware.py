@@ -1,4 +1,4 @@
-"""GPUs, the cluster they are in, and what share of its peak a program reaches."""
+"""GPUs, clusters, and the share of their peaks that programs reach."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GIB = 2**30
 class Gpu:
     """Peaks of one GPU.
 
-    memory: bytes that programs can have. flops: FLOP/s of dense matrix products in the training's number format.
+    memory: usable bytes. flops: FLOP/s of dense matrix products in the training's number format.
     bandwidth: bytes/s of its memory. link: bytes/s to the other GPUs of its node, in one direction.
     """
 
@@ -28,7 +28,7 @@ class Cluster:
 
     network: bytes/s between nodes for each GPU, in one direction (InfiniBand NDR: 400 Gbit/s = 50e9).
     host_link: bytes/s between a GPU and its host. host_bandwidth: bytes/s of a host's memory, shared by its GPUs.
-    reserve: bytes of each GPU that no role gets: context, communication buffers, fragmentation.
+    reserve: bytes of each GPU for context, communication buffers and fragmentation.
     """
 
     gpu: Gpu
@@ -40,16 +40,16 @@ class Cluster:
     reserve: float = 3 * GIB
 
     def bandwidth_between(self, gpus: int) -> float:
-        """Bytes/s in one direction among so many GPUs: the slower network as soon as they are more than a node's."""
+        """Bytes/s in one direction among so many GPUs: the link within a node, otherwise the slower network."""
         return self.gpu.link if gpus <= self.gpus_per_node else min(self.network, self.gpu.link)
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Share of the peak that is reached; docs/planning.md says where each default comes from.
+    """Shares of the peaks that are reached; docs/planning.md has the source of each default.
 
     flops: of matrix products in training, scoring and prefill. bandwidth: of the GPU's memory while decoding. network: of links.
-    decode_overhead: seconds of each decoding step that are neither (scheduler, kernel launches).
+    decode_overhead: seconds of each decoding step outside of both (scheduler, kernel launches).
     """
 
     flops: float = 0.37
@@ -58,8 +58,8 @@ class Efficiency:
     decode_overhead: float = 0.0
 
 
-# Vendors' figures for dense bfloat16; memory is what the driver leaves of 24, 48, 80 and 141 GB. Those of A100 and A800 were looked up,
-# the others are from memory (docs/planning.md).
+# Vendors' figures for dense bfloat16; memory is what the driver leaves of 24, 48, 80 and 141 GB. The figures of A100 and A800 are
+# from data sheets, the others unverified (docs/planning.md).
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (

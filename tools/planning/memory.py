@@ -1,4 +1,4 @@
-"""Bytes on one GPU: of training's states and activations, of a frozen model, and of a rollout engine."""
+"""Bytes on one GPU: training states and activations, frozen models, and rollout engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BYTES_PER_PARAMETER: dict[str, tuple[int, int, int]] = {"bfloat16": (2, 2, 12), 
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of a number in the format that weights and activations have."""
+    """Bytes of one weight or activation."""
     return BYTES_PER_PARAMETER[dtype][0]
 
 
@@ -31,7 +31,7 @@ def training_states(parameters: int, *, ranks: int, zero_stage: int, offload: bo
     Stage 1 splits the optimizer's state, 2 the gradients too, 3 the weights too.
     Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 3.1 and figure 1
     Args:
-        offload: the optimizer's state is kept by the host.
+        offload: the optimizer's state is on the host.
     """
     weights, gradients, optimizer = (
         parameters * size / (ranks if zero_stage >= stage else 1) for size, stage in zip(BYTES_PER_PARAMETER[dtype], (3, 2, 1), strict=True)
@@ -40,17 +40,17 @@ def training_states(parameters: int, *, ranks: int, zero_stage: int, offload: bo
 
 
 def frozen_weights(parameters: int, *, ranks: int, zero_stage: int, dtype: str = "bfloat16") -> float:
-    """Bytes per GPU of a model that only computes forward: whole, or with ZeRO 3 split over the ranks."""
+    """Bytes per GPU of a model without training, which ZeRO 3 splits over the ranks."""
     return parameters * element_bytes(dtype) / (ranks if zero_stage >= 3 else 1)
 
 
 def layer_activations(shape: ModelShape, tokens: int, dtype: str = "bfloat16") -> float:
-    """Bytes that one layer keeps for its backward pass.
+    """Bytes that one layer stores for its backward pass.
 
     Per token: inputs and outputs of both norms (4 x hidden), queries and attention's output (2 x attention width), keys and values
-    (2 x kv width), and of each active expert gate, up, its activation and their product (4 x intermediate). Attention's scores are
-    not kept (flash attention recomputes them), and there is no dropout.
-    Source: counted as Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, section 4.1, does for GPT
+    (2 x kv width), and of each active expert gate, up, its activation and their product (4 x intermediate). Attention scores
+    aren't stored (flash attention recomputes them), and there is no dropout.
+    Source: the count of Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, section 4.1, adapted from GPT
     """
     elements = 4 * shape.hidden + 2 * shape.attention_width + 2 * shape.kv_width + 4 * shape.active_experts * shape.intermediate
     return tokens * elements * element_bytes(dtype)
@@ -59,7 +59,7 @@ def layer_activations(shape: ModelShape, tokens: int, dtype: str = "bfloat16") -
 def activations(shape: ModelShape, tokens: int, *, checkpointing: bool, dtype: str = "bfloat16") -> float:
     """Bytes of a micro-batch's forward and backward pass.
 
-    With checkpointing each layer keeps its input only, and one layer at a time is computed again.
+    With checkpointing each layer stores only its input, and one layer at a time is recomputed.
     Source: Korthikanti et al. 2022, section 5 (full recomputation)
     """
     one = layer_activations(shape, tokens, dtype)
@@ -67,14 +67,14 @@ def activations(shape: ModelShape, tokens: int, *, checkpointing: bool, dtype: s
 
 
 def forward_activations(shape: ModelShape, tokens: int, dtype: str = "bfloat16") -> float:
-    """Bytes while a layer is computed without a backward pass to come."""
+    """Bytes of a forward pass without a backward pass: one layer's activations."""
     return layer_activations(shape, tokens, dtype)
 
 
 def logits(shape: ModelShape, tokens: int, *, training: bool, dtype: str = "bfloat16") -> float:
-    """Bytes of the logits [tokens, vocab]: as the head gives them, in float32 for the log-softmax, and in training its gradient.
+    """Bytes of the logits [tokens, vocab]: the head's output, its float32 copy for the log-softmax, and in training the gradient.
 
-    An upper bound: this pipeline asks for the response's positions only.
+    An upper bound: this pipeline only computes logits at response positions.
     """
     return tokens * shape.vocab * (element_bytes(dtype) + (8 if training else 4))
 
@@ -88,7 +88,7 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str = "bfloat16") -> float:
 
 
 def kv_capacity(shape: ModelShape, memory: float, *, tensor_parallel: int, dtype: str = "bfloat16") -> float:
-    """Tokens whose keys and values an engine can hold.
+    """Number of tokens whose keys and values fit into an engine.
 
     Args:
         memory: bytes of each of its GPUs, weights included.

@@ -1,4 +1,4 @@
-"""Seconds of the phases of a step: generate, score, update, sync. Groups of GPUs compute at the same time, their roles in turn."""
+"""Seconds of a step's phases: generate, score, update, sync. Groups of GPUs work in parallel, the roles of a group in sequence."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def predict(work: Workload, placement: Placement, cluster: Cluster, efficiency: 
     """Memory and time of one step.
 
     Raises:
-        ValueError: the groups don't hold each role once, or aren't as large as the cluster or a multiple of the tensor-parallel size.
+        ValueError: a role is missing or repeated, the groups don't fit the cluster, or tensor parallelism or offloading is impossible.
     """
     _check(work, placement, cluster)
     memory = tuple(group_memory(work, group, placement, cluster) for group in placement.groups)
@@ -65,7 +65,7 @@ def _check(work: Workload, placement: Placement, cluster: Cluster) -> None:
 
 
 def phase_seconds(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency, at_a_time: float) -> dict[str, float]:
-    """Args: at_a_time: responses that an engine makes at a time."""
+    """Seconds by phase. at_a_time: concurrent responses per engine."""
     arguments = (work, placement, cluster, efficiency)
     return {
         "generate": generate_seconds(*arguments, at_a_time),
@@ -76,7 +76,7 @@ def phase_seconds(work: Workload, placement: Placement, cluster: Cluster, effici
 
 
 def generate_seconds(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency, at_a_time: float) -> float:
-    """Of the engines, which share the prompts evenly; samples of a prompt stay together."""
+    """Seconds of generation; engines share the prompts evenly, and a prompt's samples stay together."""
     engines = placement.group_of(ENGINE).gpus // placement.tensor_parallel
     prompts = math.ceil(work.samples / work.group_size / engines)
     requests = Requests(prompts, prompts * work.group_size, work.prompt_length, work.response_length, work.longest)
@@ -93,7 +93,7 @@ def generate_seconds(work: Workload, placement: Placement, cluster: Cluster, eff
 
 
 def _scored(work: Workload, group: Group) -> list[tuple[ModelShape, bool, int]]:
-    """(shape, whether the vocabulary's head is computed, parameters) of the models of a group that pass the samples once."""
+    """(shape, whether the language-model head is computed, parameters) of a group's models that score the samples."""
     models: list[tuple[ModelShape, bool, int]] = []
     models += [(work.policy, True, work.policy.parameters) for role in group.roles if role in (POLICY, REFERENCE)]
     if CRITIC in group.roles and work.critic is not None:
@@ -104,7 +104,7 @@ def _scored(work: Workload, group: Group) -> list[tuple[ModelShape, bool, int]]:
 
 
 def score_seconds(group: Group, work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> float:
-    """Old log-probabilities, reference's, values and rewards: one forward pass of each over all samples."""
+    """Seconds of old and reference log-probabilities, values and rewards: one forward pass of each over all samples."""
     tokens = work.samples * work.sequence
     passes = work.micro_batches(work.samples, group.gpus)
     seconds = 0.0
@@ -116,7 +116,7 @@ def score_seconds(group: Group, work: Workload, placement: Placement, cluster: C
 
 
 def update_seconds(group: Group, work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> float:
-    """Forward and backward of policy and critic, all epochs, with what travels in each optimizer step."""
+    """Seconds of forward and backward passes of policy and critic over all epochs, with communication in each optimizer step."""
     tokens = work.epochs * work.samples * work.sequence
     steps = work.epochs * math.ceil(work.samples / work.minibatch)
     passes = work.micro_batches(min(work.minibatch, work.samples), group.gpus)
@@ -136,9 +136,9 @@ def update_seconds(group: Group, work: Workload, placement: Placement, cluster: 
 
 
 def sync_seconds(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> float:
-    """The policy's weights to the engines, once: all bytes over the link that the two groups share.
+    """Seconds to send the policy's weights to the engines once, over the link that both groups share.
 
-    On the same GPUs and with whole weights there (ZeRO 0 to 2) they are copied in the GPU's own memory, read and written.
+    On the same GPUs with unsplit weights (ZeRO 0 to 2), the copy is a read and a write in the GPU's memory.
     """
     weights = work.policy.parameters * element_bytes(work.dtype)
     trainer, engines = placement.group_of(POLICY), placement.group_of(ENGINE)

@@ -1,4 +1,4 @@
-"""What a step is made of, where it runs, and what that takes: the memory of each group of GPUs and the seconds of each phase."""
+"""The workload of a step, its placement on GPUs, and the prediction: memory of each group and seconds of each phase."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENGINE, POLICY, CRITIC, REFERENCE, REWARD = "engine", "policy", "critic", "refer
 class Workload:
     """One step of online RL. Lengths in tokens: means, but for `longest`, the longest response.
 
-    critic: None for every algorithm but PPO. reference: false where nothing measures the divergence. prompts are
+    critic: None for every algorithm but PPO. reference: false if the KL divergence isn't measured. prompts are
     samples / group_size. minibatch: samples per optimizer step. microbatch_tokens: of a forward pass on one GPU.
     """
 
@@ -50,7 +50,7 @@ class Workload:
 
     @property
     def pass_tokens(self) -> int:
-        """Of a micro-batch: at least one whole sample, the longest too."""
+        """Tokens of a micro-batch: at least the longest sample."""
         return max(self.microbatch_tokens, math.ceil(self.prompt_length + self.longest))
 
     @property
@@ -59,13 +59,13 @@ class Workload:
         return (ENGINE, POLICY, *(role for role, is_there in there.items() if is_there))
 
     def micro_batches(self, samples: float, ranks: int) -> int:
-        """Forward passes that each rank needs for so many samples of all ranks."""
+        """Forward passes per rank for so many samples of all ranks."""
         return max(1, math.ceil(samples * self.sequence / ranks / self.pass_tokens))
 
 
 @dataclass(frozen=True)
 class Group:
-    """GPUs that hold the same roles, each of which is data-parallel over all of them (the engines: tensor-parallel in parts)."""
+    """GPUs with the same roles. Each role is data-parallel over all of them; engines may be tensor-parallel over parts."""
 
     gpus: int
     roles: tuple[str, ...]
@@ -77,7 +77,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Placement:
-    """sleep: engines that share their GPUs give their memory back while others compute. max_concurrent: responses at a time and engine."""
+    """sleep: engines that share GPUs free their memory while others compute. max_concurrent: concurrent responses per engine."""
 
     groups: tuple[Group, ...]
     zero_stage: int = 0
@@ -92,7 +92,7 @@ class Placement:
 
 
 def lacking(placement: Placement) -> list[str]:
-    """What a placement needs that this pipeline can't do (docs/gpu.md)."""
+    """Features of a placement that this pipeline lacks (docs/gpu.md)."""
     engines, trainer = placement.group_of(ENGINE), placement.group_of(POLICY)
     trained = [group for group in placement.groups if {POLICY, CRITIC} & set(group.roles)]
     needs = {
@@ -108,8 +108,8 @@ def lacking(placement: Placement) -> list[str]:
 class GroupMemory:
     """Bytes on each GPU of a group.
 
-    parts: by role and kind. needed: at the worst moment, with one response in the engine. missing: 0 where it fits.
-    cache: what is left for an engine's keys and values. host: of the node's memory for each GPU.
+    parts: by role and kind. needed: the peak, with one response in the engine. missing: 0 if it fits.
+    cache: left for an engine's keys and values. host: memory of the node per GPU.
     """
 
     group: Group
@@ -159,7 +159,7 @@ def _states(work: Workload, role: str, group: Group, placement: Placement) -> St
 
 
 def _training_parts(parts: dict[str, float], work: Workload, role: str, group: Group, placement: Placement) -> float:
-    """Adds a trained role's states; returns what a pass of it takes."""
+    """Add a trained role's states to `parts`; return the bytes of one pass."""
     states = _states(work, role, group, placement)
     for kind in ("weights", "gradients", "optimizer"):
         parts[f"{role}: {kind}"] = getattr(states, kind)
@@ -169,7 +169,7 @@ def _training_parts(parts: dict[str, float], work: Workload, role: str, group: G
 
 
 def _frozen_parts(parts: dict[str, float], work: Workload, role: str, group: Group, placement: Placement) -> float:
-    """Adds a frozen role's weights; returns what a pass of it takes."""
+    """Add a frozen role's weights to `parts`; return the bytes of one pass."""
     shapes = (work.policy,) if role == REFERENCE else work.reward_models
     sizes = [shape.parameters if role == REFERENCE else shape.scalar_parameters for shape in shapes]
     parts[f"{role}: weights"] = sum(
@@ -180,14 +180,14 @@ def _frozen_parts(parts: dict[str, float], work: Workload, role: str, group: Gro
 
 
 def _engine_minimum(work: Workload, placement: Placement) -> float:
-    """Bytes on each of an engine's GPUs with the longest response in it and nothing else."""
+    """Bytes on each GPU of an engine that holds only the longest response."""
     tokens = work.prompt_length + work.longest
     weights = work.policy.parameters * element_bytes(work.dtype)
     return (weights + tokens * kv_bytes_per_token(work.policy, work.dtype)) / placement.tensor_parallel
 
 
 def concurrency(work: Workload, placement: Placement, memory: GroupMemory) -> float:
-    """Responses that one engine makes at a time: limited by its setting, its share of the samples, and its cache at full length."""
+    """Concurrent responses of one engine: limited by its setting, its share of the samples, and its cache at mean length."""
     engines = max(1, memory.group.gpus // placement.tensor_parallel)
     weights = work.policy.parameters * element_bytes(work.dtype) / placement.tensor_parallel
     tokens = kv_capacity(work.policy, memory.cache + weights, tensor_parallel=placement.tensor_parallel, dtype=work.dtype)
@@ -196,7 +196,7 @@ def concurrency(work: Workload, placement: Placement, memory: GroupMemory) -> fl
 
 @dataclass(frozen=True)
 class Prediction:
-    """A placement with what it takes. seconds: of generate, score, update and sync, one after the other."""
+    """The cost of a placement. seconds: generate, score, update and sync, in sequence."""
 
     placement: Placement
     memory: tuple[GroupMemory, ...]
@@ -205,7 +205,7 @@ class Prediction:
 
     @property
     def missing(self) -> float:
-        """Bytes on the GPU that lacks most."""
+        """Missing bytes on the GPU that lacks most."""
         return max(group.missing for group in self.memory)
 
     @property

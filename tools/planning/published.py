@@ -1,4 +1,4 @@
-"""What others have published and what was measured here, beside what is predicted: the table of docs/planning.md.
+"""Published and measured figures beside predictions: the table of docs/planning.md.
 
 The figures of OpenRLHF are from benchmark/README.md and README.md of its repository (A800 80 GB, prompts and responses of 1,024
 tokens, 1,024 samples a step, 128 an optimizer step, all models of one size); NeMo RL's from docs/about/performance-summary.md.
@@ -19,7 +19,7 @@ CALIBRATES = "calibrates"
 
 @dataclass(frozen=True)
 class Row:
-    """seconds: published. phases: those that the figure is taken to include. note: what the source leaves open."""
+    """seconds: published or measured. phases: those assumed to be included. note: assumptions about the source."""
 
     name: str
     work: Workload
@@ -51,7 +51,7 @@ def openrlhf_work(size: str, micro_batch: int) -> Workload:
 
 
 def openrlhf_parts(reference: int, reward: int, policy: int, critic: int, engines: int, **options) -> Placement:
-    """Its notation 1:1:2:2:2, each role on GPUs of its own; gradient checkpointing, ZeRO 3 and Adam on the host, as in its scripts."""
+    """OpenRLHF's notation 1:1:2:2:2, each role on separate GPUs; gradient checkpointing, ZeRO 3 and Adam on the host, as in its scripts."""
     roles = ((engines, ENGINE), (policy, POLICY), (critic, CRITIC), (reference, REFERENCE), (reward, REWARD))
     groups = tuple(Group(gpus, (role,)) for gpus, role in roles)
     return Placement(groups, zero_stage=3, offload=True, checkpointing=True, **options)
@@ -69,7 +69,7 @@ def _a800(gpus: int) -> Cluster:
 def openrlhf_phases() -> list[Row]:
     small, middle, large = (openrlhf_work(*pair) for pair in (("llama2-7b", 8), ("llama2-13b", 4), ("llama2-70b", 4)))
     one_group = Placement(colocated(small, 8), zero_stage=2, offload=True, checkpointing=True)
-    # An engine is taken to be given one micro-batch of generation at a time: 16, 8 and 4 responses.
+    # Assumes that an engine gets one micro-batch of generation at a time: 16, 8 and 4 responses.
     of_seven, of_thirteen = (openrlhf_parts(1, 1, 2, 2, 2, max_concurrent=at_a_time) for at_a_time in (16, 8))
     of_seventy = openrlhf_parts(2, 2, 4, 4, 4, tensor_parallel=4, max_concurrent=4)
     open_offload = "offload and stage not given"
@@ -115,7 +115,7 @@ def nemo_steps() -> list[Row]:
     ]
 
 
-# The default model of params.yaml, and two cores of a virtual machine as if they were a GPU: 83 GFLOP/s of matrix products.
+# The default model of params.yaml, and two cores of a virtual machine modelled as a GPU with 83 GFLOP/s of matrix products.
 SMALL = ModelShape(layers=3, hidden=96, intermediate=256, heads=3, kv_heads=3, head_width=32, vocab=390)
 CORES = Gpu("two cores", 20 * GIB, 83e9, 20e9, 20e9)
 CPU = Cluster(CORES, 1, 1, network=1e9, reserve=0)

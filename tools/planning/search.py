@@ -1,4 +1,4 @@
-"""The placement that fits and takes the least time, of those that are tried."""
+"""Search for the fastest placement that fits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tools.planning.hardware import Cluster, Efficiency
 from tools.planning.phases import predict
 from tools.planning.plan import CRITIC, ENGINE, POLICY, REFERENCE, REWARD, Group, Placement, Prediction, Workload, lacking
 
-SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the GPUs, for engines apart from the trainer
+SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the GPUs for engines, if they don't share the trainer's
 TENSOR_PARALLEL = (1, 2, 4, 8)
 
 
@@ -19,12 +19,12 @@ def colocated(work: Workload, gpus: int) -> tuple[Group, ...]:
 
 
 def apart(work: Workload, gpus: int, engines: int) -> tuple[Group, ...]:
-    """Engines on GPUs of their own."""
+    """Engines on separate GPUs."""
     return (Group(engines, (ENGINE,)), Group(gpus - engines, work.roles[1:]))
 
 
 def three_parts(work: Workload, gpus: int, engines: int) -> tuple[Group, ...]:
-    """Engines; policy and reference; critic and reward models, which learn at the same time as the policy."""
+    """Three groups: engines; policy and reference; critic and reward models, which train in parallel with the policy."""
     half = (gpus - engines) // 2
     first = tuple(role for role in (POLICY, REFERENCE) if role in work.roles)
     second = tuple(role for role in (CRITIC, REWARD) if role in work.roles)
@@ -43,7 +43,7 @@ def layouts(work: Workload, gpus: int) -> Iterator[tuple[Group, ...]]:
 def candidates(
     work: Workload, cluster: Cluster, *, checkpointing: bool | None = None, sleep: bool = True, max_concurrent: int = 256
 ) -> Iterator[Placement]:
-    """Args: checkpointing: None tries both."""
+    """All placements to try. checkpointing: None tries both."""
     recompute = (False, True) if checkpointing is None else (checkpointing,)
     stages = [(stage, offload) for stage, offload in product(range(4), (False, True)) if stage or not offload]
     for groups, (stage, offload), width, again in product(layouts(work, cluster.gpus), stages, TENSOR_PARALLEL, recompute):
@@ -63,10 +63,10 @@ def propose(
     max_concurrent: int = 256,
     only_built: bool = False,
 ) -> Prediction:
-    """The quickest placement that fits; where none does, the one that lacks least. Of equal ones the simplest, which comes first.
+    """The fastest placement that fits, or else the one that lacks least memory; of equal ones the simplest.
 
     Args:
-        only_built: nothing that this pipeline can't do.
+        only_built: try only what this pipeline supports.
     """
     tried = candidates(work, cluster, checkpointing=checkpointing, sleep=sleep and not only_built, max_concurrent=max_concurrent)
     wanted = (placement for placement in tried if not (only_built and lacking(placement)))

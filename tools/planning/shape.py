@@ -1,4 +1,4 @@
-"""What of a model's architecture its memory and its time follow from: a decoder with gated MLPs (Llama, Mistral, Qwen, Mixtral)."""
+"""The sizes of a model that determine its memory and time: a decoder with gated MLPs (Llama, Mistral, Qwen, Mixtral)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_core.config import ArchitectureConfig
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes in elements. Biases are left out: less than a thousandth of the parameters."""
+    """Sizes in elements, without biases (less than a thousandth of the parameters)."""
 
     layers: int
     hidden: int
@@ -52,27 +52,27 @@ class ModelShape:
 
     @property
     def trunk(self) -> int:
-        """Parameters without embedding and head: layers with two norms each, and the last norm."""
+        """Parameters without embedding and head: layers with two norms each, and the final norm."""
         return self.layers * (self._attention + self.experts * self._mlp + self._router + 2 * self.hidden) + self.hidden
 
     @property
     def parameters(self) -> int:
-        """Of the language model."""
+        """Parameters of the language model."""
         return self.trunk + self.embedding * (1 if self.tied else 2)
 
     @property
     def scalar_parameters(self) -> int:
-        """With a head of one output, as of a critic or a reward model."""
+        """Parameters with a scalar head, as in a critic or reward model."""
         return self.trunk + self.embedding + self.hidden
 
     @property
     def active_trunk(self) -> int:
-        """Matrix elements that one token passes, without the head."""
+        """Matrix elements that one token is multiplied with, without the head."""
         return self.layers * (self._attention + self.active_experts * self._mlp + self._router)
 
 
 def from_architecture(config: ArchitectureConfig) -> ModelShape:
-    """Of `model.architecture` in params.yaml, as rlhf_core/models/build.py makes it."""
+    """The shape of `model.architecture` in params.yaml, as rlhf_core/models/build.py builds it."""
     return ModelShape(
         layers=config.layers,
         hidden=config.hidden_size,
@@ -85,10 +85,10 @@ def from_architecture(config: ArchitectureConfig) -> ModelShape:
 
 
 def from_folder(folder: str | Path) -> ModelShape:
-    """Of a Hugging Face model's config.json; no weights are read.
+    """The shape from a Hugging Face model's config.json, without reading weights.
 
     Raises:
-        ValueError: there is none, or it isn't that of a decoder with gated MLPs.
+        ValueError: it is missing, or the model isn't a decoder with gated MLPs.
     """
     path = Path(folder) / "config.json"
     try:
@@ -96,13 +96,9 @@ def from_folder(folder: str | Path) -> ModelShape:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: expected a model's config.json, got {error}; give a folder that has one") from error
     wanted = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    if not isinstance(config, dict) or not all(_is_size(config.get(key)) for key in wanted):
+    if not isinstance(config, dict) or not all(type(config.get(key)) is int and config[key] > 0 for key in wanted):
         raise ValueError(f"{path}: expected {', '.join(wanted)} as whole numbers above 0; only decoders with gated MLPs are known")
     return _from_config(config)
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _from_config(config: dict[str, Any]) -> ModelShape:
@@ -111,7 +107,7 @@ def _from_config(config: dict[str, Any]) -> ModelShape:
     return ModelShape(
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
-        # Qwen's mixtures give the width of an expert by a name of its own.
+        # Qwen's mixtures of experts have a separate key for the width of an expert.
         intermediate=(config.get("moe_intermediate_size") if experts > 1 else None) or config["intermediate_size"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,

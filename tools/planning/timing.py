@@ -1,4 +1,4 @@
-"""Seconds: of forward and backward passes, generation, and the bytes that travel between GPUs."""
+"""Seconds of forward and backward passes, generation, and communication between GPUs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def forward_flops(shape: ModelShape, tokens: float, context: float, *, head: boo
 
     Source: Kaplan et al. 2020, https://arxiv.org/abs/2001.08361, section 2.1
     Args:
-        context: mean length of the sequences the tokens are in. The causal mask halves what 4 x layers x context x width would be.
-        head: whether the vocabulary's head is computed.
+        context: mean length of the tokens' sequences. The causal mask halves 4 x layers x context x width.
+        head: whether the language-model head is computed.
     """
     matrices = shape.active_trunk + (shape.embedding if head else 0)
     return tokens * (2 * matrices + 2 * shape.layers * context * shape.attention_width)
 
 
 def update_flops(forward: float, *, checkpointing: bool) -> float:
-    """A backward pass takes two forward passes' FLOP (Kaplan et al. 2020: 6ND in all), checkpointing one more to compute them again."""
+    """FLOP of an update: a backward pass costs two forward passes (Kaplan et al. 2020: 6ND in all), checkpointing one more."""
     return forward * (4 if checkpointing else 3)
 
 
@@ -46,19 +46,19 @@ def gradient_traffic(parameters: int, *, ranks: int, zero_stage: int, micro_batc
 
 
 def gather_traffic(parameters: int, *, ranks: int, zero_stage: int, micro_batches: int, dtype: str = "bfloat16") -> float:
-    """Bytes that each GPU sends in forward passes: the weights once for each micro-batch with stage 3, none otherwise."""
+    """Bytes that each GPU sends in forward passes: with stage 3 the weights once per micro-batch, otherwise none."""
     return micro_batches * parameters * element_bytes(dtype) * (ranks - 1) / ranks if zero_stage == 3 else 0.0
 
 
 def traffic_seconds(traffic: float, ranks: int, cluster: Cluster, efficiency: Efficiency) -> float:
-    """Nothing is taken to overlap with computing."""
+    """Seconds of communication, without overlap with computation."""
     return traffic / (cluster.bandwidth_between(ranks) * efficiency.network)
 
 
 def offload_seconds(parameters: int, ranks: int, cluster: Cluster, efficiency: Efficiency, dtype: str = "bfloat16") -> float:
-    """Of one optimizer step on the host: gradients there, weights back, Adam at the speed of the host's memory.
+    """Seconds of one optimizer step on the host: gradients to it, weights back, Adam at the speed of the host's memory.
 
-    Source: Ren et al. 2021 (ZeRO-Offload), https://arxiv.org/abs/2101.06840, section 4; what travels is 2 + 2 bytes in bfloat16
+    Source: Ren et al. 2021 (ZeRO-Offload), https://arxiv.org/abs/2101.06840, section 4; 2 + 2 bytes per parameter are sent in bfloat16
     """
     weights, gradients, _ = BYTES_PER_PARAMETER[dtype]
     travel = parameters / ranks * (weights + gradients) / (cluster.host_link * efficiency.network)
@@ -68,7 +68,7 @@ def offload_seconds(parameters: int, ranks: int, cluster: Cluster, efficiency: E
 
 @dataclass(frozen=True)
 class Generation:
-    """Of one engine. concurrency: responses at a time, in the mean; seconds: prefill and decode."""
+    """Generation of one engine. concurrency: mean number of concurrent responses. prefill, decode: seconds."""
 
     concurrency: float
     prefill: float
@@ -77,7 +77,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Requests:
-    """What one engine is given in a step. Lengths in tokens, means but for `longest`; `prompts` are computed once for their samples."""
+    """Requests to one engine in a step. Lengths are mean tokens, except `longest`. Each prompt is computed once for its samples."""
 
     prompts: float
     samples: float
@@ -96,15 +96,15 @@ def generation(
     concurrency: float,
     dtype: str = "bfloat16",
 ) -> Generation:
-    """Prefill is bound by FLOP/s; decoding by FLOP/s or by the memory's bandwidth, whichever takes longer.
+    """Prefill is bound by FLOP/s; decoding by FLOP/s or memory bandwidth, whichever is slower.
 
-    Each decoding step reads all weights once and each running response's keys and values. Steps: the samples' tokens over those
-    made at a time, and at least the longest response's. Tensor parallelism splits bytes and FLOP; in each layer of a step two
-    all-reduces of [concurrency, hidden] go over the link.
+    Each decoding step reads all weights once, and the keys and values of each running response. The number of steps is all tokens over
+    the concurrency, and at least the longest response. Tensor parallelism splits bytes and FLOP, and adds two all-reduces of
+    [concurrency, hidden] per layer and step.
     Source: Pope et al. 2022, https://arxiv.org/abs/2211.05102, section 2; Shoeybi et al. 2019 (Megatron-LM), arXiv 1909.08053, section 3
 
     Args:
-        concurrency: responses at a time, at most; a mixture's experts are all read.
+        concurrency: at most so many concurrent responses. All experts of a mixture are read.
     """
     r, gpu = requests, cluster.gpu
     flops = gpu.flops * efficiency.flops * tensor_parallel

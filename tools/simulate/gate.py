@@ -16,11 +16,10 @@ from scipy.special import ndtri
 
 from rlhf_core.config import GateConfig, load_params
 from rlhf_core.gate.checks import all_checks
-from rlhf_core.gate.clusters import difference_interval, share_interval
 from rlhf_core.gate.heldout import nothing_measured
-from rlhf_core.gate.incumbent import compare
 from rlhf_core.gate.looks import at_look, look_level
-from rlhf_core.gate.pairs import Pairs, summarize
+from rlhf_core.gate.pairs import Pairs, compare, summarize
+from rlhf_core.statistics.clusters import difference_interval, share_interval
 from tools.simulate.rows import Row
 
 PROMPTS, PAIRS = 720, 6  # pairs of each prompt; about the size of the built-in data's test split

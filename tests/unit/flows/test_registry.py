@@ -155,13 +155,13 @@ def test_another_content_with_the_same_md5_is_refused_by_its_sha256(root, tmp_pa
 
 
 def test_the_gate_does_not_load_an_incumbent_of_another_content(root, tmp_path, monkeypatch):
-    from tasks.gate_reward import measure_promoted
+    from rlhf_core.gate.scoring import compare_to_promoted
 
     md5, wanted, _ = collide(root)
     monkeypatch.chdir(root)
     incumbent = IncumbentConfig(version="v1.0.0", md5=md5, sha256=folder_sha256(wanted))
     with pytest.raises(ValueError, match="although the md5 is right"):
-        measure_promoted(None, "incumbent", incumbent, confidence=0.95, scratch=tmp_path, how={})
+        compare_to_promoted(None, "incumbent", incumbent, confidence=0.95, scratch=tmp_path, how={})
 
 
 def test_the_sha256_of_a_folder_can_be_had_from_a_shell(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from gate_pairs import pairs
 from scipy.stats import kendalltau, spearmanr
 
-from rlhf_core.gate.correlation import against_judge, kendall, length_bias, mean_ranks, spearman
+from rlhf_core.gate.heldout import against_judge, kendall, length_bias, mean_ranks, spearman
 
 
 def test_by_hand():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from rlhf_core.gate.incumbent import compare, mcnemar_exact
 from rlhf_core.gate.looks import look_level
+from rlhf_core.gate.pairs import compare, mcnemar_exact
 from rlhf_core.statistics.intervals import paired_interval
 
 

@@ -12,9 +12,8 @@ import torch
 from classifiers import save_classifier
 
 from rlhf_core.config import ExternalPairsConfig
-from rlhf_core.gate.external import score_external
 from rlhf_core.gate.probes import FORMATS, format_shifts, invariance, left_padded
-from rlhf_core.gate.scoring import LoadedModel
+from rlhf_core.gate.scoring import LoadedModel, score_external
 
 QUESTIONS = ["Please sort 4172.", "Quick, give the largest of 309.", "Sort 12."]
 TEXTS = [([{"role": "user", "content": q}], a) for q in QUESTIONS for a in ("Certainly: 1247.", "Sorry, I can't help with that.", "9")]

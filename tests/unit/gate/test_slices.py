@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from gate_pairs import pairs, right_and_wrong
 
-from rlhf_core.gate.slices import slice_accuracies, slice_values, thirds, worst_slice
+from rlhf_core.gate.pairs import slice_accuracies, slice_values, thirds, worst_slice
 
 
 def test_thirds_of_lengths():

@@ -9,8 +9,8 @@ import pytest
 from gate_pairs import pairs, right_and_wrong
 from gate_verdicts import gate_config, judge, verdicts
 
-from rlhf_core.gate.incumbent import compare
 from rlhf_core.gate.looks import at_look
+from rlhf_core.gate.pairs import compare
 
 
 def against(candidate: int, other: int, n: int, *, version: str = "v1", md5: str = "0.dir", confidence: float = 0.95) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def test_the_table_has_means_over_seeds_with_their_interval():
     assert rows["ppo"][0] == "2" and rows["ppo"][2] == "0.805 (0.233 to 1.377)"
     assert rows["ppo"][3].startswith("0.950 (") and rows["ppo"][4].startswith("1.500 (")
     assert rows["grpo"][:3] == ["1", "0.415", "0.670"]  # one seed: no interval
-    assert "95% t interval over seeds" in text and "A row of one seed is of that checkpoint" in text and "clear" not in text
+    assert "95% t interval over seeds" in text and "A row of one seed describes that checkpoint" in text and "clear" not in text
 
 
 def test_the_figure_has_a_panel_for_each_algorithm_and_a_line_for_each_seed(tmp_path: Path):
@@ -70,7 +70,7 @@ def test_two_seeds_that_gain_the_same_show_nothing_of_how_seeds_scatter():
     runs += [("kto", 0, evaluation(0.4, 0.65)), ("kto", 1, evaluation(0.4, 0.75))]
     row = next(line for line in methods_table(runs, 0.95).splitlines() if line.startswith("| kto") and "judge, sampled, policy" in line)
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
-    assert cells[2:5] == ["2", "+0.050", ""] and cells[6].startswith("not clear; all seeds differ by the same")
+    assert cells[2:5] == ["2", "+0.050", ""] and cells[6].startswith("not clear; all seeds differ equally")
 
 
 def runs_of(**seeds_of) -> list[Results]:

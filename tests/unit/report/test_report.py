@@ -22,6 +22,7 @@ from report_workspace import HOSTILE, REMOVED, edit_metrics, evaluation, gate, m
 
 from rlhf_core.config import STAGE_SECTIONS, apply_overrides, load_params, read_yaml
 from rlhf_core.config.alignment import Method
+from rlhf_core.gate.run import unjudged
 from rlhf_core.report.canvas import MAX_POINTS, thin
 from rlhf_core.report.differences import Difference, Results, read_as
 from rlhf_core.report.inputs import ReportInputError
@@ -38,7 +39,7 @@ from rlhf_core.report.page import (
 )
 from rlhf_core.report.texts import MAX_TEXT, markdown_block, markdown_text, measured, number, signed, visible
 from rlhf_core.report.verdict import data_verdict, gate_verdict, judge_selects, outcome
-from tasks.gate_reward import NOT_NEEDED, unjudged
+from tasks.gate_reward import NOT_NEEDED
 from tasks.report import read_inputs, write_stopped
 from tasks.train_reward import NOT_TRAINED
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rlhf_core.gate.clusters import (
+from rlhf_core.statistics.clusters import (
     accuracy_needed,
     bootstrap,
     cluster_codes,

@@ -20,14 +20,15 @@ from gate_verdicts import gate_config, heldout, judge, verdicts
 
 from rlhf_core.config import RolledBackConfig, apply_overrides
 from rlhf_core.data.schema import write_rows
+from rlhf_core.gate.checks import explain
 from rlhf_core.gate.heldout import Heldout, distinct_responses, measure_ensemble, measure_judge, measure_scores
-from rlhf_core.gate.incumbent import compare
 from rlhf_core.gate.looks import LEDGER
+from rlhf_core.gate.pairs import compare
+from rlhf_core.gate.run import COLUMNS, read_heldout, with_registry, with_verdict
 from rlhf_core.gate.scoring import LoadedModel
 from rlhf_core.rounds.pins import dvc_md5
 from rlhf_core.stage.files import write_json
 from rlhf_core.statistics.intervals import wilson_interval
-from tasks.gate_reward import COLUMNS, UnusableScores, explain, read_heldout, with_registry, with_verdict
 
 ROOT = Path(__file__).parents[3]
 JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}
@@ -293,20 +294,20 @@ def kill_after_look(folder: Path, ledger: Path) -> None:
 def test_scores_that_are_no_numbers_are_refused_with_their_ids(workspace, monkeypatch, bad):
     monkeypatch.chdir(workspace)
     path = write_heldout(workspace, [*((f"p{i}", "test", 1.0, 0.0) for i in range(300)), ("the-bad-one", "test", bad, 0.0)])
-    with pytest.raises(UnusableScores, match="1 of 301 test pairs: the-bad-one"):
-        read_heldout(path, "test")
+    with pytest.raises(ValueError, match="1 of 301 test pairs: the-bad-one"):
+        read_heldout(path, Path("data/prepared"), "test")
 
 
 def test_columns_and_pairs_that_are_missing_are_named(workspace, monkeypatch):
     monkeypatch.chdir(workspace)
     path = write_heldout(workspace, [("p", "test", 1.0, 0.0), ("v", "validation", 1.0, 0.0)])
-    assert len(read_heldout(path, "test").pairs) == 1
+    assert len(read_heldout(path, Path("data/prepared"), "test").pairs) == 1
     write_rows(workspace / "data/prepared", "preference", [])
-    with pytest.raises(UnusableScores, match="got 1 that are not there, p the first"):
-        read_heldout(path, "test")
+    with pytest.raises(ValueError, match="got 1 that are not there, p the first"):
+        read_heldout(path, Path("data/prepared"), "test")
     pq.write_table(pq.read_table(path).drop_columns(["rejected_score"]), path)
-    with pytest.raises(UnusableScores, match="got none named rejected_score"):
-        read_heldout(path, "test")
+    with pytest.raises(ValueError, match="got none named rejected_score"):
+        read_heldout(path, Path("data/prepared"), "test")
 
 
 def test_without_a_reward_model_the_chain_goes_on_and_the_files_say_why(workspace):
@@ -333,9 +334,9 @@ def test_a_reward_model_that_was_rolled_back_does_not_pass_again(workspace, monk
     md5 = dvc_md5(workspace / "models/reward")
     taken_back = RolledBackConfig(version="v2.0.0", md5=md5, reason="policies became curt")
     other = RolledBackConfig(version="v1.0.0", md5="0" * 32 + ".dir", reason="older")
-    gate = with_registry(good, gate_config(rolled_back=[other]))
+    gate = with_registry(good, gate_config(rolled_back=[other]), Path("models/reward"))
     assert gate == good | {"override": None}
-    gate = with_registry(good, gate_config(rolled_back=[other, taken_back]))
+    gate = with_registry(good, gate_config(rolled_back=[other, taken_back]), Path("models/reward"))
     assert not gate["passed"] and [name for name, passed in verdicts(gate).items() if passed is False] == ["rolled_back"]
     said = (
         "rejected: version v2.0.0 was rolled back (policies became curt), and this is the same model. Without that it would have passed: "
@@ -345,10 +346,10 @@ def test_a_reward_model_that_was_rolled_back_does_not_pass_again(workspace, monk
 
 def test_an_override_is_written_down_where_it_is_needed():
     config = gate_config(override="a demonstration")
-    gate = with_registry(judge(pairs(right_and_wrong(231, 69))), config)
+    gate = with_registry(judge(pairs(right_and_wrong(231, 69))), config, Path("models/reward"))
     assert not gate["passed"] and gate["override"] == "a demonstration"
     assert "Used all the same, for gate.override says: a demonstration" in list(explain(gate))[-1]
-    assert with_registry(judge(pairs(right_and_wrong(290, 10))), config)["override"] is None
+    assert with_registry(judge(pairs(right_and_wrong(290, 10))), config, Path("models/reward"))["override"] is None
 
 
 def test_an_override_lets_the_chain_go_on(workspace):

@@ -1,0 +1,165 @@
+"""What stage gate_reward computes: the content of gate.json, from held-out scores, the model itself and the registry's models.
+
+docs/gate.md says what is measured and how it is judged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from rlhf_core.config import GateConfig, Params
+from rlhf_core.data.schema import read_rows, read_slices
+from rlhf_core.gate.checks import all_checks, sentences
+from rlhf_core.gate.heldout import Heldout, distinct_responses, measure_ensemble, measure_judge, measure_scores, nothing_measured
+from rlhf_core.gate.looks import at_look, look_level, split_hash, take_look
+from rlhf_core.gate.pairs import Pairs
+from rlhf_core.progress import Bar
+from rlhf_core.rounds.pins import dvc_md5
+
+COLUMNS = (
+    *("id", "source", "split", "chosen_score", "rejected_score", "chosen_tokens", "rejected_tokens"),
+    *("prompt", "prompt_tokens", "chosen_std", "rejected_std"),
+)
+MAX_IDS = 10  # named in a message
+
+
+def judge_model(
+    params: Params, *, heldout: Path, prepared: Path, reward_model: Path, source_judges: dict[str, str], scratch: Path
+) -> dict[str, Any]:
+    """The content of gate.json for the reward model of this run.
+
+    Args:
+        heldout: reward_heldout.parquet, of train_reward. prepared: folder of the prepared data.
+    Raises:
+        ValueError: scores, a promoted model or external pairs can't be used.
+        FileNotFoundError: external pairs are missing.
+    """
+    # The split test, which training never reads, unlike validation.
+    test, validation = (read_heldout(heldout, prepared, split) for split in ("test", "validation"))
+    look = take_look(split_hash(test.rows), dvc_md5(reward_model)) if len(test.pairs) else None
+    config = params.gate if look is None else at_look(params.gate, look.number)
+    gate = measure_scores(test, validation.pairs.margins, config)
+    if look is not None:
+        gate["look"] = {**asdict(look), "level": look_level(params.gate.confidence, look.number)}
+        measured, members = measure_models(test, params, config, reward_model=reward_model, scratch=scratch)
+        gate |= measured
+        gate["ensemble"] = {"members": members, **measure_ensemble(test)}
+        gate["judge"] = measure_judge(test, source_judges, config.confidence)
+    return with_verdict(gate, config, exact_scores=params.model.dtype == "float32")
+
+
+def read_heldout(path: Path, prepared: Path, split: str) -> Heldout:
+    """The pairs of a split.
+
+    Raises:
+        ValueError: a column is missing, a score isn't finite, or a pair is none of the prepared data's.
+    """
+    present = pq.read_schema(path).names
+    missing = [c for c in COLUMNS if c not in present]
+    if missing:
+        raise ValueError(f"{path}: expected the columns {', '.join(COLUMNS)}, got none named {', '.join(missing)}; run train_reward again")
+    table = pq.read_table(path, columns=list(COLUMNS), filters=[("split", "=", split)])
+    scores = {c: table[c].to_numpy(zero_copy_only=False) for c in COLUMNS}
+    finite = np.isfinite(scores["chosen_score"].astype(float)) & np.isfinite(scores["rejected_score"].astype(float))
+    if not finite.all():
+        ids = scores["id"][~finite]
+        named = ", ".join(map(str, ids[:MAX_IDS])) + (" and more" if len(ids) > MAX_IDS else "")
+        raise ValueError(
+            f"{path}: expected finite scores, got NaN or infinity in {len(ids)} of {len(finite)} {split} pairs: {named}; "
+            "the reward model has diverged or these pairs break it"
+        )
+    rows = {row["id"]: row for row in read_rows(prepared, "preference", split)}
+    if unknown := [i for i in scores["id"] if i not in rows]:
+        raise ValueError(
+            f"{path}: expected pairs of {prepared}, got {len(unknown)} that are not there, {unknown[0]} the first; run train_reward again"
+        )
+    slices = read_slices(prepared)
+    columns = sorted({column for i in scores["id"] for column in slices.get(i, {})})
+    pairs = Pairs(
+        chosen=scores["chosen_score"].astype(float),
+        rejected=scores["rejected_score"].astype(float),
+        chosen_tokens=scores["chosen_tokens"] - scores["prompt_tokens"],
+        rejected_tokens=scores["rejected_tokens"] - scores["prompt_tokens"],
+        prompt_tokens=scores["prompt_tokens"],
+        prompts=scores["prompt"],
+        sources=scores["source"],
+        labels={c: np.array([slices.get(i, {}).get(c) for i in scores["id"]], dtype=object) for c in columns},
+    )
+    return Heldout(pairs, [rows[i] for i in scores["id"]], scores["chosen_std"], scores["rejected_std"])
+
+
+def measure_models(test: Heldout, params: Params, config: GateConfig, *, reward_model: Path, scratch: Path) -> tuple[dict[str, Any], int]:
+    """Keys of gate.json that need forward passes: probes, external pairs, promoted models. And the number of the model's members.
+
+    Args:
+        config: the gate's settings at this look, whose confidence sets the width of intervals.
+    """
+    import torch
+
+    from rlhf_core.gate.probes import format_shifts, invariance
+    from rlhf_core.gate.scoring import LoadedModel, compare_to_promoted, score_external
+
+    torch.set_num_threads(params.cluster.threads)
+    about = params.model
+    how = {"max_length": about.max_length, "trust_remote_code": about.trust_remote_code, "template_date": about.template_date}
+    model = LoadedModel.load(reward_model, **how)
+    responses, which = distinct_responses(test)
+    stored, prompts = np.concatenate([test.pairs.chosen, test.pairs.rejected])[which], np.tile(test.pairs.prompts, 2)[which]
+    some = np.unique(np.linspace(0, len(which) - 1, min(2 * config.probe_pairs, len(which))).astype(int))
+    texts = [responses[i] for i in some]
+    with Bar("question", 2 + len(config.external) + sum(promoted is not None for promoted in (config.incumbent, config.anchor))) as bar:
+        shifts = format_shifts(model, texts, prompts[some], scale=float(stored.std()) or 1.0, confidence=config.confidence)
+        bar.step()
+        probes = {**invariance(model, texts, stored[some]), **{f"format: {name}": shift for name, shift in shifts.items()}}
+        bar.step()
+        measured: dict[str, Any] = {"probes": probes, "external": []}
+        for external in config.external:
+            measured["external"].append(score_external(external, model, confidence=config.confidence))
+            bar.step()
+        members = len(model.members)
+        del model  # there may be no room for both
+        found: dict[str, dict[str, Any]] = {}  # by md5: incumbent and anchor may be one model
+        for role, promoted in (("incumbent", config.incumbent), ("anchor", config.anchor)):
+            if promoted is None:
+                continue
+            if promoted.md5 not in found:
+                found[promoted.md5] = compare_to_promoted(test, role, promoted, confidence=config.confidence, scratch=scratch, how=how)
+            measured[role] = {**found[promoted.md5], "version": promoted.version}
+            bar.step()
+    return measured, members
+
+
+def unjudged(config: GateConfig, message: str, *, needed: bool) -> dict[str, Any]:
+    """gate.json of a gate that judged nothing and therefore stays shut. needed: there should have been a model to judge."""
+    return {"needed": needed, "passed": False, **nothing_measured(config), "message": message}
+
+
+def with_verdict(gate: dict[str, Any], config: GateConfig, *, exact_scores: bool) -> dict[str, Any]:
+    """The measured gate with its checks, whether it passed, and the message. exact_scores: see `all_checks`."""
+    checks = all_checks(gate, config, exact_scores=exact_scores)
+    passed = all(check.passed is not False for check in checks)
+    message = " ".join(sentences(gate, checks, config))
+    return {"needed": True, **gate, "passed": passed, "checks": [check.as_json() for check in checks], "message": message}
+
+
+def with_registry(gate: dict[str, Any], config: GateConfig, reward_model: Path) -> dict[str, Any]:
+    """The gate with the override, and rejected if the registry has rolled this model back.
+
+    A rollback of another model leaves gate.json as it is: a change would make DVC run every later stage again.
+    """
+    if gate["needed"] and config.rolled_back:
+        found = dvc_md5(reward_model)
+        for entry in config.rolled_back:
+            if entry.md5 != found:
+                continue
+            check = {"name": "rolled_back", "value": 1, "low": None, "high": None, "threshold": 0, "n": 1, "passed": False}
+            gate = {**gate, "checks": [*gate["checks"], check]}
+            message = f"rejected: version {entry.version} was rolled back ({entry.reason}), and this is the same model."
+            beside = f"Without that it would have {gate['message']}" if gate["passed"] else gate["message"]
+            gate |= {"passed": False, "message": f"{message} {beside}"}
+    return {**gate, "override": None if gate["passed"] or not gate["needed"] else config.override}
