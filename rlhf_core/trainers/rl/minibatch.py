@@ -11,7 +11,7 @@ import torch
 
 from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import batch_indices
-from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, continue_prefix
+from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, continue_prefix, group_by_prefix
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.rl.data import DemonstrationStream
 from rlhf_core.types import TrainBatch
@@ -98,29 +98,19 @@ def real_tokens(batch: TrainBatch) -> torch.Tensor:
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
-def siblings(batch: TrainBatch) -> list[list[int]]:
-    """Positions of adjacent samples of the same prompt."""
-    ids, mask = batch.prompt_ids, batch.prompt_mask
-    same = ((ids[1:] == ids[:-1]) & (mask[1:] == mask[:-1])).all(1).tolist()
-    groups = [[0]]
-    for i, continues in enumerate(same, start=1):
-        if continues:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
+def prompt_rows(batch: TrainBatch, *, max_tokens: int) -> tuple[list[list[int]], list[list[Branches]]]:
+    """Groups of consecutive samples of one prompt, as positions in the batch; and the rows of each group, with a shared prompt where that
+    is less to compute.
 
-
-def prompt_rows(batch: TrainBatch, groups: list[list[int]]) -> list[list[Branches]]:
-    """Rows of each group of samples of one prompt, the prompt once where that is less to compute.
-
-    A response ends with its last trained token, and has at least one token.
+    A response ends with its last trained token, and has at least one token. A shared row has at most `max_tokens` tokens.
     """
     columns = torch.arange(1, batch.response_mask.shape[1] + 1)
     lengths = (batch.response_mask * columns).amax(1).clamp(min=1).tolist()
+    prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
     responses = [ids[:n] for ids, n in zip(batch.response_ids.tolist(), lengths, strict=True)]
-    prompts = [batch.prompt_ids[group[0]][batch.prompt_mask[group[0]]].tolist() for group in groups]
-    return [continue_prefix(prompt, [responses[i] for i in group]) for prompt, group in zip(prompts, groups, strict=True)]
+    sequences, starts = [p + r for p, r in zip(prompts, responses, strict=True)], [len(p) for p in prompts]
+    groups = group_by_prefix(sequences, starts, max_tokens=max_tokens)
+    return groups, [continue_prefix(prompts[group[0]], [responses[i] for i in group]) for group in groups]
 
 
 def shared(rows: list[Branches], batch: TrainBatch, *, pad_id: int) -> TokenBatch:

@@ -21,7 +21,7 @@ from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, devi
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.engines.weights import PackedTensor, pack
 from rlhf_core.models.backend import Backend
-from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens, continue_prefix
+from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens, continue_prefix, group_by_prefix
 from rlhf_core.models.build import (
     checkpoint_names,
     frozen,
@@ -33,7 +33,7 @@ from rlhf_core.models.build import (
 )
 from rlhf_core.models.forward import GENERAL, PolicyModule, ScalarModule, common_backend
 from rlhf_core.models.lora import add_adapters, without_adapters
-from rlhf_core.models.probe import can_share_prefixes
+from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.process import collect_by_default
 from rlhf_core.scorers.reward_model import load_members, score_by_members
@@ -85,7 +85,7 @@ class TrainerRank:
         self._experts_per_token = balanced_experts(self._language_model, job.rl.moe_aux_coef)
         # A critic sees every sequence of its own, and the load of experts counts every sample.
         groups = job.rl.group_size > 1 and job.rl.algorithm != "ppo" and self._experts_per_token is None
-        self._shares_prompts = groups and can_share_prefixes(self._language_model, max_length=job.model.max_length)
+        self._shares_prompts = groups and shares_prefixes(self._language_model, device=self._device, max_length=job.model.max_length)
         add_adapters(self._language_model, job.rl.lora, seed=job.seed)
         self._policy = TrainEngine(PolicyModule(self._language_model), self._settings(job.rl.learning_rate))
         self._critic = None
@@ -190,15 +190,11 @@ class TrainerRank:
         self, sequences: list[list[int]], starts: list[int], numbers: range, *, keep: bool
     ) -> tuple[list[ForwardPart], bool]:
         """Micro-batches of the sequences with these numbers; and whether their graphs are kept, which takes at most two micro-batches."""
-        groups: list[list[int]] = []  # adjacent sequences with the same prompt, where prompts are shared
-        for i in numbers:
-            last = groups[-1][-1] if groups else None
-            if self._shares_prompts and last is not None and sequences[last][: starts[last]] == sequences[i][: starts[i]]:
-                groups[-1].append(i)
-            else:
-                groups.append([i])
+        tokens, groups = self._job.rl.trainer.microbatch_tokens, [[i] for i in numbers]
+        if self._shares_prompts:
+            within = group_by_prefix([sequences[i] for i in numbers], [starts[i] for i in numbers], max_tokens=tokens)
+            groups = [[numbers[k] for k in group] for group in within]
         rows = [continue_prefix(sequences[g[0]][: starts[g[0]]], [sequences[i][starts[i] :] for i in g]) for g in groups]
-        tokens = self._job.rl.trainer.microbatch_tokens
         keep = keep and sum(len(row) for group in rows for row in group) <= 2 * tokens
         chosen = even_microbatches(
             [max(map(len, r)) for r in rows],

@@ -30,7 +30,6 @@ from rlhf_core.trainers.rl.minibatch import (
     prompt_rows,
     real_tokens,
     shared,
-    siblings,
     unflatten,
 )
 from rlhf_core.types import TrainBatch
@@ -166,8 +165,7 @@ class RlUpdate:
         if not self.shares_prompts:
             lengths = (batch.prompt_mask.sum(1) + batch.response_mask.sum(1)).tolist()
             return [Microbatch(rows) for rows in equal_count(microbatches(lengths, max_tokens=tokens))]
-        groups = siblings(batch)
-        rows = prompt_rows(batch, groups)
+        groups, rows = prompt_rows(batch, max_tokens=tokens)
         longest = [max(map(len, r)) for r in rows]
         chosen = equal_count(microbatches(longest, max_tokens=tokens, rows=[len(r) for r in rows]))
         return [Microbatch([i for g in part for i in groups[g]], [row for g in part for row in rows[g]]) for part in chosen]
