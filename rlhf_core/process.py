@@ -48,6 +48,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
+class Interrupted(Exception):
+    """A stop was requested by a signal; the work so far is in a checkpoint, if the work has checkpoints."""
+
+
 def configure_process() -> None:
     """Set the environment of this process and its children (a variable that is already set wins) and garbage collection for imports.
 

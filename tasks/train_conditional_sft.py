@@ -11,7 +11,7 @@ import logging
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import METRICS, PREPARED, REWARD_MODEL, SFT_MODEL
 from rlhf_core.stage.files import read_json
-from rlhf_core.stage.run import Stage, StageStopped, check_gate, no_arguments, publish_policy
+from rlhf_core.stage.run import Stage, check_gate, no_arguments, publish_policy
 
 log = logging.getLogger("rlhf")
 
@@ -23,14 +23,10 @@ def main() -> None:
         override = None if gate is None else check_gate(gate)
         from rlhf_core.models.tokenizer import load_tokenizer
         from rlhf_core.trainers.conditional import asking_tokenizer
-        from rlhf_core.trainers.supervised import Interrupted
 
         stage.use_threads()
         tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=stage.params.model.trust_remote_code)
-        try:
-            trained, metrics = train(stage, tokenizer)
-        except Interrupted as stop:
-            raise StageStopped from stop
+        trained, metrics = train(stage, tokenizer)
         asking = asking_tokenizer(tokenizer, levels=config.levels, wanted=config.wanted)
         publish_policy(stage, trained.model, trained.engine.state_dict(), asking, {**metrics, "override": override}, gate=gate)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import PREPARED, SFT_MODEL
-from rlhf_core.stage.run import Stage, StageStopped, no_arguments, publish_policy
+from rlhf_core.stage.run import Stage, no_arguments, publish_policy
 
 
 def main() -> None:
     with Stage("train_policy") as stage:
         from rlhf_core.engines.deepspeed_engine import join_world
         from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_examples
-        from rlhf_core.trainers.supervised import Interrupted
 
         params = stage.params
         stage.use_threads()
@@ -19,10 +18,7 @@ def main() -> None:
         loop = stage.loop(params.kto, COLUMNS, first_step=0)
         run = PreferenceRun(SFT_MODEL, params.kto.steps, params.model, stage.scratch, loop)
         rows = {split: read_rows(PREPARED, "preference", split) for split in ("train", "validation")}
-        try:
-            trained = train_on_examples(rows["train"], rows["validation"], params.kto, run)
-        except Interrupted as stop:
-            raise StageStopped from stop
+        trained = train_on_examples(rows["train"], rows["validation"], params.kto, run)
         publish_policy(stage, trained.model, trained.engine.state_dict(), trained.tokenizer, {"method": "kto", **trained.metrics})
 
 

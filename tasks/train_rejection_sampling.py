@@ -6,7 +6,7 @@ from rlhf_core.config import ScorerConfig
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import GATE_METRICS, PREPARED, REWARD_MODEL, SFT_MODEL
 from rlhf_core.stage.files import has_labels, read_json, source_judges
-from rlhf_core.stage.run import Stage, StageStopped, check_gate, no_arguments, publish_policy
+from rlhf_core.stage.run import Stage, check_gate, no_arguments, publish_policy
 
 
 def main() -> None:
@@ -16,7 +16,6 @@ def main() -> None:
         from rlhf_core.models.tokenizer import load_tokenizer
         from rlhf_core.trainers.finetune import COLUMNS
         from rlhf_core.trainers.rejection_sampling import scored_responses, train_on_best
-        from rlhf_core.trainers.supervised import Interrupted
 
         stage.use_threads()
         tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code)
@@ -34,11 +33,8 @@ def main() -> None:
             check_stop=stage.check_stop,
         )
         heldout_rows = read_rows(PREPARED, "sft", "validation") if (PREPARED / "sft.parquet").exists() else []
-        try:
-            how = {"policy": SFT_MODEL, "sft": params.sft, "model": params.model, "loop": stage.loop(config, COLUMNS, first_step=0)}
-            trained, metrics = train_on_best(groups, heldout_rows, tokenizer, config, **how)
-        except Interrupted as stop:
-            raise StageStopped from stop
+        how = {"policy": SFT_MODEL, "sft": params.sft, "model": params.model, "loop": stage.loop(config, COLUMNS, first_step=0)}
+        trained, metrics = train_on_best(groups, heldout_rows, tokenizer, config, **how)
         metrics["dropped"]["too_long"] = too_long
         metrics |= {"loss": stage.recent_mean("loss"), "override": override}
         publish_policy(stage, trained.model, trained.engine.state_dict(), tokenizer, metrics, gate=gate)

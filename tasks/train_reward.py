@@ -19,7 +19,7 @@ from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import METRICS, PLOTS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, SFT_MODEL
 from rlhf_core.stage.files import publish, publish_model, write_json
-from rlhf_core.stage.run import Stage, StageStopped, no_arguments
+from rlhf_core.stage.run import Stage, no_arguments
 
 log = logging.getLogger("rlhf")
 
@@ -59,7 +59,6 @@ def train_members(stage: Stage) -> None:
     from rlhf_core.engines.deepspeed_engine import release_memory
     from rlhf_core.models.build import save_model
     from rlhf_core.models.tokenizer import load_tokenizer
-    from rlhf_core.trainers.supervised import Interrupted
 
     tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=stage.params.model.trust_remote_code)
     aside = stage.scratch / "model"
@@ -70,10 +69,7 @@ def train_members(stage: Stage) -> None:
             release_memory()
         model = new_member(stage, tokenizer, member)
         encoder = comparison_encoder(stage, model, tokenizer)
-        try:
-            engine, of_member = train(stage, model, encoder, member)
-        except Interrupted as stop:
-            raise StageStopped from stop
+        engine, of_member = train(stage, model, encoder, member)
         metrics |= of_member if member == 0 else {f"{name}_member_{member}": of_member[name] for name in MEASURED if name in of_member}
         scores.append(score_splits(stage, engine, encoder))
         save_model(model, engine.state_dict(), tokenizer, aside / f"member_{member}" if member else aside)
@@ -99,14 +95,17 @@ def comparison_encoder(stage: Stage, model, tokenizer):
     """From a split's rows of pairs to comparisons and the number of pairs that were too long; a common prompt is computed once if the
     model can.
     """
-    from rlhf_core.models.probe import can_share_prefixes
+    from rlhf_core.engines.deepspeed_engine import device
+    from rlhf_core.models.probe import shares_prefixes
     from rlhf_core.models.score_head import probe_score_head
     from rlhf_core.trainers.reward import encode_comparisons
 
-    shares_prefix = probe_score_head(model).per_token and can_share_prefixes(model, max_length=stage.params.model.max_length)
-    if not shares_prefix:
-        log.info("train_reward: this model scores whole sequences only or takes no mask of ours: prompts are computed for each response")
-    return functools.partial(encode_comparisons, tokenizer=tokenizer, max_length=stage.params.model.max_length, shares_prefix=shares_prefix)
+    max_length = stage.params.model.max_length
+    shares = probe_score_head(model).per_token and shares_prefixes(model, device=device(), max_length=max_length)
+    if not shares:
+        log.info("train_reward: prompts are computed for each response: prefix sharing takes a CPU and a model with scores of tokens")
+    tokens = stage.params.reward.microbatch_tokens if shares else 0
+    return functools.partial(encode_comparisons, tokenizer=tokenizer, max_length=max_length, max_shared_tokens=tokens)
 
 
 def new_member(stage: Stage, tokenizer, member: int):

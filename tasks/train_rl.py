@@ -14,9 +14,10 @@ from rlhf_core.config import RlConfig, ScorerConfig, reordering_shown
 from rlhf_core.data.schema import read_rows
 from rlhf_core.environment import passed_on
 from rlhf_core.paths import METRICS, PLOTS, POLICY_MODEL, PREPARED, REWARD_MODEL, SFT_MODEL, TIMINGS
+from rlhf_core.process import Interrupted
 from rlhf_core.progress import STATUS
 from rlhf_core.stage.files import has_labels, publish_model, read_json, source_judges, write_json
-from rlhf_core.stage.run import STOPPED_BY_SIGNAL, Stage, StageFailed, StageStopped, check_gate, no_arguments, steps_at_the_end
+from rlhf_core.stage.run import STOPPED_BY_SIGNAL, Stage, StageFailed, check_gate, no_arguments, steps_at_the_end
 
 LESS_FOR_THE_JOB = 5.0  # seconds of the grace of a stage that its job does not get: the head has to end too
 
@@ -89,7 +90,7 @@ def run(stage: Stage, output: Path) -> None:
             )
             address = stack.enter_context(head)
         if stage.stop_requested:
-            raise StageStopped
+            raise Interrupted
         driver = [sys.executable, "-m", "rlhf_core.trainers.rl.driver", str(description.resolve())]
         code = run_job(
             address,
@@ -104,7 +105,7 @@ def run(stage: Stage, output: Path) -> None:
         )
     show("", ended=True)
     if stage.stop_requested or code == STOPPED_BY_SIGNAL:
-        raise StageStopped
+        raise Interrupted
     if code == REFUSED:
         raise StageFailed(f"RL job: {refusal_of(job)}")
     if code != 0:

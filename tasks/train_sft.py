@@ -8,7 +8,7 @@ import shutil
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import METRICS, PLOTS, PREPARED, SFT_MODEL, TOKENIZER
 from rlhf_core.stage.files import publish_model, write_json
-from rlhf_core.stage.run import Stage, StageStopped, no_arguments
+from rlhf_core.stage.run import Stage, no_arguments
 
 COLUMNS = ("step", "phase", "loss", "heldout_loss", "learning_rate", "grad_norm")
 
@@ -18,17 +18,13 @@ def main() -> None:
         from rlhf_core.engines.deepspeed_engine import join_world
         from rlhf_core.models.build import new_language_model, save_model
         from rlhf_core.models.tokenizer import load_tokenizer
-        from rlhf_core.trainers.supervised import Interrupted
 
         stage.use_threads()
         join_world()
         tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=stage.params.model.trust_remote_code)
         model = new_language_model(stage.params.model, tokenizer, seed=stage.params.seed)
-        try:
-            first_step = pretrain(stage, model, tokenizer)
-            engine, metrics = finetune(stage, model, tokenizer, first_step=first_step)
-        except Interrupted as stop:
-            raise StageStopped from stop
+        first_step = pretrain(stage, model, tokenizer)
+        engine, metrics = finetune(stage, model, tokenizer, first_step=first_step)
         aside = stage.scratch / "model"
         save_model(model, engine.state_dict(), tokenizer, aside)
         publish_model(aside, SFT_MODEL, stage.card("sft", "supervised fine-tuning", metrics))

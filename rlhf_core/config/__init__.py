@@ -17,7 +17,7 @@ from rlhf_core.config.alignment import (
     RejectionSamplingConfig,
     SamplingConfig,
 )
-from rlhf_core.config.base import ConfigError, RolloutBackend, Section, did_you_mean, reordering_shown, shown
+from rlhf_core.config.base import ConfigError, RolloutBackend, Section, did_you_mean, keys_of, reordering_shown, shown
 from rlhf_core.config.data import CLERK_JUDGE, ClerkConfig, DataConfig, SamplesConfig, SourceConfig, ValidationConfig
 from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConfig, RolledBackConfig
 from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig, SftConfig, SharedTrainingConfig, TrainingConfig
@@ -97,6 +97,7 @@ __all__ = [
     "did_you_mean",
     "fill_in",
     "keys_in_use",
+    "keys_of",
     "load_overlaid",
     "load_params",
     "needs_pairs",

@@ -27,7 +27,7 @@ from rlhf_core.checkpoint.store import NoSpace, Origin, StoreSettings
 from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params, reordering_shown
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.paths import CURVES, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, SOURCES, STAGE_METRICS, STATE_DIGESTS, TIMINGS
-from rlhf_core.process import configure_process, end_with_parent, show_own_log
+from rlhf_core.process import Interrupted, configure_process, end_with_parent, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.files import publish_model, read_json, write_json
 from rlhf_core.stage.scratch import input_hashes, metrics_path, prepare_scratch, read_work
@@ -63,10 +63,6 @@ def stage_arguments(about: str | None) -> argparse.ArgumentParser:
     how = {"description": about, "epilog": "params.yaml says what the stage does.", "allow_abbrev": False}
     name = None if module is None else f"python -m {module.name}"
     return argparse.ArgumentParser(prog=name, formatter_class=argparse.RawDescriptionHelpFormatter, **how)
-
-
-class StageStopped(Exception):
-    """SIGTERM came; the work so far is in a checkpoint."""
 
 
 class StageFailed(RuntimeError):
@@ -123,7 +119,7 @@ class Stage:
         self._lock.close()
         if error is None:
             log.info("%s: done in %.1f s", self.name, time.monotonic() - self._started)
-        elif isinstance(error, StageStopped):
+        elif isinstance(error, Interrupted):
             log.info("%s: stopped by a signal; run it again to go on%s", self.name, " from its checkpoint" if self._resumable else "")
             sys.exit(STOPPED_BY_SIGNAL)
         elif isinstance(error, StageFailed | ValueError | FileNotFoundError):
@@ -146,17 +142,17 @@ class Stage:
     def _on_stop(self, *_: object) -> None:
         self._stop.set()
         if not self._resumable:
-            raise StageStopped
+            raise Interrupted
 
     @property
     def stop_requested(self) -> bool:
-        """True once SIGTERM has come: write a checkpoint and raise StageStopped."""
+        """True once SIGTERM has come: write a checkpoint and raise Interrupted."""
         return self._stop.is_set()
 
     def check_stop(self) -> None:
-        """Raise StageStopped once SIGTERM has come; for work without a checkpoint to write."""
+        """Raise Interrupted once SIGTERM has come; for work without a checkpoint to write."""
         if self.stop_requested:
-            raise StageStopped
+            raise Interrupted
 
     @property
     def fingerprint(self) -> str:

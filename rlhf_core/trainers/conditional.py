@@ -22,11 +22,11 @@ from rlhf_core.data.schema import Message, with_text_behind
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.models.template import DEFAULT_DATE
 from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.process import Interrupted
 from rlhf_core.scorers.members import combine_members
 from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.reward_input import fitting_ids
 from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS, load_members, score_by_members
-from rlhf_core.trainers.supervised import Interrupted
 
 SCORED_AT_ONCE = 4096  # responses; between them a stop can be asked for
 

@@ -17,17 +17,13 @@ from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import TrainingConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, warmup_cosine
-from rlhf_core.process import collect_by_default
+from rlhf_core.process import Interrupted, collect_by_default
 from rlhf_core.progress import Bar
 from rlhf_core.tracking import MetricsLog
 
 log = logging.getLogger("rlhf")
 
 Metrics = dict[str, float]
-
-
-class Interrupted(Exception):
-    """A stop was asked for; the work so far is in a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from rlhf_core.paths import round_folder
 from rlhf_core.rounds.pins import Round, read_round
 from rlhf_core.stage.files import publish, publish_model, read_json, write_json
-from rlhf_core.stage.run import Stage, StageStopped, round_argument
+from rlhf_core.stage.run import Stage, round_argument
 
 log = logging.getLogger("rlhf")
 
@@ -46,7 +46,6 @@ def train(stage: Stage, entry: Round, folder: Path, output: Path) -> dict:
     from rlhf_core.engines.deepspeed_engine import join_world
     from rlhf_core.models.build import save_model
     from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_pairs
-    from rlhf_core.trainers.supervised import Interrupted
 
     params = stage.params
     stage.use_threads()
@@ -59,11 +58,8 @@ def train(stage: Stage, entry: Round, folder: Path, output: Path) -> dict:
         loop=stage.loop(params.dpo, COLUMNS, first_step=0),
     )
     rows = pq.read_table(folder / "data" / "preference.parquet").to_pylist()
-    try:
-        config = params.dpo.model_copy(update={"learning_rate": params.iterative.learning_rate})
-        trained = train_on_pairs(rows, [], config, run)
-    except Interrupted as stop:
-        raise StageStopped from stop
+    config = params.dpo.model_copy(update={"learning_rate": params.iterative.learning_rate})
+    trained = train_on_pairs(rows, [], config, run)
     shutil.rmtree(output, ignore_errors=True)
     save_model(trained.model, trained.engine.state_dict(), trained.tokenizer, output)
     return trained.metrics

@@ -36,7 +36,8 @@ from pathlib import Path
 
 from rlhf_core.paths import METRICS
 from rlhf_core.stage.files import publish, write_json
-from rlhf_core.stage.run import Stage, StageFailed, StageStopped
+from rlhf_core.process import Interrupted
+from rlhf_core.stage.run import Stage, StageFailed
 
 
 def prepare_data(stage):
@@ -63,7 +64,7 @@ def train_sft(stage):
         aside.write_text(str(step + 1))
         aside.replace(checkpoint)
         if stage.stop_requested:
-            raise StageStopped
+            raise Interrupted
     result = stage.scratch / "model"
     result.mkdir(exist_ok=True)
     (result / "weights").write_text(f"{stage.params.seed} {stage.params.sft.steps}")
@@ -153,7 +154,8 @@ def make_workspace(folder: Path, *, steps: int = 3, retries: int = 1, laid_out: 
         lay_out_database(folder / ".prefect")
     shutil.copytree(ROOT / "flows", folder / "flows", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / ".dvc", folder / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache", "config.local"))
-    for name in (".gitignore", ".dvcignore", "prefect.yaml", "pyproject.toml"):
+    (folder / "data").mkdir()
+    for name in (".gitignore", "data/.gitignore", ".dvcignore", "prefect.yaml", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     never_on_schedule(folder)
     with (folder / ".gitignore").open("a") as file:

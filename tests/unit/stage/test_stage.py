@@ -36,7 +36,8 @@ from pathlib import Path
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.paths import METRICS
 from rlhf_core.stage.files import write_json
-from rlhf_core.stage.run import Stage, StageFailed, StageStopped
+from rlhf_core.process import Interrupted
+from rlhf_core.stage.run import Stage, StageFailed
 
 def work(stage):
     how = sys.argv[1]
@@ -61,7 +62,7 @@ def work(stage):
             continue
         if stage.stop_requested:
             checkpoint.write_text("half")
-            raise StageStopped
+            raise Interrupted
 
 with Stage("train_sft", resumable=sys.argv[1] != "deaf") as stage:
     work(stage)

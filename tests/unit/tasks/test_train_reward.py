@@ -16,7 +16,8 @@ from rlhf_core.data.schema import write_rows
 from rlhf_core.gate.scoring import LoadedModel
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.tokenizer import encode_prompt
-from rlhf_core.stage.run import Stage, StageStopped
+from rlhf_core.process import Interrupted
+from rlhf_core.stage.run import Stage
 from rlhf_core.stage.scratch import Work
 from tasks.train_reward import COLUMNS, train_members
 
@@ -70,7 +71,7 @@ def test_an_ensemble_that_is_interrupted_in_its_second_member_ends_as_one_that_i
     monkeypatch.chdir(whole)
     train_members(StoppedStage(None, whole / "scratch"))
     monkeypatch.chdir(broken)
-    with pytest.raises(StageStopped):
+    with pytest.raises(Interrupted):
         train_members(StoppedStage(STEPS + 2, broken / "scratch"))
     assert not (broken / "models/reward").exists()
     going_on = StoppedStage(None, broken / "scratch")

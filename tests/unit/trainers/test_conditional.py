@@ -13,6 +13,7 @@ from tiny_models import MAX_LENGTH
 
 from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import CHAT_TEMPLATE, PLAIN_TEMPLATE, encode_conversation, encode_prompt, load_tokenizer
+from rlhf_core.process import Interrupted
 from rlhf_core.trainers.conditional import (
     RatedResponse,
     asking_template,
@@ -24,7 +25,6 @@ from rlhf_core.trainers.conditional import (
     score_level,
     with_quality,
 )
-from rlhf_core.trainers.supervised import Interrupted
 
 USER, SYSTEM = {"role": "user", "content": "Sort 41."}, {"role": "system", "content": "Be brief."}
 ANSWER, AGAIN = {"role": "assistant", "content": "14."}, {"role": "user", "content": " And 92? \n"}
