@@ -95,14 +95,17 @@ def comparison_encoder(stage: Stage, model, tokenizer):
     """From a split's rows of pairs to comparisons and the number of pairs that were too long; a common prompt is computed once if the
     model can.
     """
-    from rlhf_core.models.probe import can_share_prefixes
+    from rlhf_core.engines.deepspeed_engine import device
+    from rlhf_core.models.probe import shares_prefixes
     from rlhf_core.models.score_head import probe_score_head
     from rlhf_core.trainers.reward import encode_comparisons
 
-    shares_prefix = probe_score_head(model).per_token and can_share_prefixes(model, max_length=stage.params.model.max_length)
-    if not shares_prefix:
-        log.info("train_reward: this model scores whole sequences only or takes no mask of ours: prompts are computed for each response")
-    return functools.partial(encode_comparisons, tokenizer=tokenizer, max_length=stage.params.model.max_length, shares_prefix=shares_prefix)
+    max_length = stage.params.model.max_length
+    shares = probe_score_head(model).per_token and shares_prefixes(model, device=device(), max_length=max_length)
+    if not shares:
+        log.info("train_reward: prompts are computed for each response: prefix sharing takes a CPU and a model with scores of tokens")
+    tokens = stage.params.reward.microbatch_tokens if shares else 0
+    return functools.partial(encode_comparisons, tokenizer=tokenizer, max_length=max_length, max_shared_tokens=tokens)
 
 
 def new_member(stage: Stage, tokenizer, member: int):
