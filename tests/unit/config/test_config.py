@@ -97,23 +97,26 @@ ONE_STEP = {"rl.minibatch_size": 256, "rl.kl.placement": "loss", "rl.kl.estimato
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, True),
-        ({"rl.kl.placement": "reward", "rl.kl.coef": 0.0}, True),
-        ({"rl.rollout.min_new_tokens": 3}, True),
-        ({"rl.minibatch_size": 128}, False),
-        ({"rl.epochs": 2}, False),
-        ({"rl.kl.placement": "reward"}, False),
-        ({"rl.correction.kind": "tis"}, False),
-        ({"rl.rollout.top_p": 0.9}, False),
-        ({"rl.rollout.top_k": 20}, False),
-        ({"rl.rollout.one_step_off_policy": True}, False),
+        ({}, "from_update"),
+        ({"rl.kl.placement": "reward", "rl.kl.coef": 0.0}, "from_update"),
+        ({"rl.rollout.min_new_tokens": 3}, "from_update"),
+        ({"rl.minibatch_size": 128}, "recompute"),
+        ({"rl.epochs": 2}, "recompute"),
+        ({"rl.kl.placement": "reward"}, "recompute"),
+        ({"rl.correction.kind": "tis"}, "recompute"),
+        ({"rl.rollout.top_p": 0.9}, "recompute"),
+        ({"rl.rollout.top_k": 20}, "recompute"),
+        ({"rl.rollout.one_step_off_policy": True}, "from_engine"),
+        ({"rl.rollout.one_step_off_policy": True, "rl.correction.kind": "tis"}, "recompute"),
+        ({"rl.algorithm": "ppo", "rl.ppo.critic_warmup_steps": 6}, "recompute"),
+        ({"rl.algorithm": "ppo", "rl.ppo.critic_warmup_steps": 5}, "from_update"),
     ],
 )
-def test_a_batch_of_one_optimizer_step_is_on_policy_unless_something_asks_before(changes: dict, expected: bool):
+def test_old_log_probabilities_of_a_single_optimizer_step_come_from_the_update(changes: dict, expected: str):
     tree = copy.deepcopy(read_yaml(DEFAULT))
     for key, value in (ONE_STEP | changes).items():
         set_key(tree, key, value)
-    assert parse_params(tree).rl.on_policy == expected
+    assert parse_params(tree).rl.old_logprobs_source(step=5) == expected
 
 
 @pytest.mark.parametrize(
@@ -230,7 +233,7 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
         ({"rl.lora": LORA | {"dropout": 0.1}}, "rl.lora.dropout: expected 0 in rl, got 0.1"),
         (
             {"rl.algorithm": "remax", "rl.remax.group_size": 256, "rl.trainer.ranks": 2},
-            "rl.remax.group_size: expected at least trainer.ranks=2 prompts a step, got 1; each rank looks at greedy responses",
+            "rl.remax.group_size: expected at least trainer.ranks=2 prompts a step, got 1; lower it, because each rank computes the KL",
         ),
         ({"rl.dynamic_sampling.enabled": True}, "rl.dynamic_sampling: expected ppo.group_size of at least 2, got 1"),
         (
@@ -272,7 +275,7 @@ def test_orpo_with_a_second_likelihood_term_is_refused():
     tree["alignment"]["method"] = "dpo"
     with pytest.raises(ConfigError) as error:
         parse_params(tree)
-    assert "params: dpo.nll_coef: expected 0 with loss orpo, got 0.5; it has the likelihood of the chosen" in str(error.value)
+    assert "params: dpo.nll_coef: expected 0 with loss orpo, got 0.5; ORPO's own loss has the likelihood of the chosen" in str(error.value)
     tree["dpo"]["nll_coef"] = 0.0
     assert parse_params(tree).dpo.loss == "orpo"
 
@@ -313,7 +316,7 @@ def test_the_confidence_of_each_round_is_refused_with_what_took_its_place():
     tree = changed("iterative.promotion.prompts", 700)
     tree["iterative"]["promotion"] |= {"confidence": 0.95}
     with pytest.raises(
-        ConfigError, match=r"iterative\.promotion.* expected error_budget .* write error_budget: 0\.05 and rounds: 30 in its place"
+        ConfigError, match=r"iterative\.promotion.* expected error_budget .* write error_budget: 0\.05 and rounds: 30 instead"
     ):
         parse_params(tree)
 
@@ -331,7 +334,7 @@ def test_the_splits_leave_something_to_train_on():
 @pytest.mark.parametrize(
     ("scorers", "message"),
     [
-        ([JUDGE | {"normalization": "initial"}], "scorers: expected normalization none, got another of ['judge']"),
+        ([JUDGE | {"normalization": "initial"}], "scorers: expected normalization none, got another one for ['judge']"),
         ([JUDGE, JUDGE], "scorers: expected different names, got ['judge', 'judge']"),
         ([JUDGE | {"weight": 0.0}], "scorers: expected one with a weight other than 0, got none"),
     ],
@@ -565,7 +568,9 @@ def test_sources_name_their_judge():
     set_key(tree, "data.sources", [OWN, file, file | {"name": "judged", "judge": "rules.py:good"}])
     assert [s.judge_name for s in parse_params(tree).data.sources] == ["rules.py:good", None, "rules.py:good"]
     set_key(tree, "data.sources", [read_yaml(DEFAULT)["data"]["sources"][0] | {"judge": "rules.py:good"}])
-    with pytest.raises(ConfigError, match=r"source clerk: kind clerk expects no judge, got rules.py:good; it has its own"):
+    with pytest.raises(
+        ConfigError, match=r"source clerk: kind clerk expects no judge, got rules.py:good; remove it, for the clerk has its own"
+    ):
         parse_params(tree)
 
 
