@@ -37,7 +37,7 @@ from rlhf_core.trainers.preference.objectives import (
     mismatched,
     no_reference,
 )
-from rlhf_core.trainers.supervised import Phase, engine_settings, evaluate, train_phase
+from rlhf_core.trainers.supervised import Phase, TrainLoop, engine_settings, evaluate, train_phase
 
 # Of the curves; kl is KTO's baseline.
 COLUMNS = (
@@ -64,11 +64,11 @@ class PreferenceRun:
     steps: int
     model: ModelConfig
     scratch: Path
-    loop: dict[str, Any]
+    loop: TrainLoop
 
     def batches(self, batch_size: int, num_examples: int) -> list[list[int]]:
         """The positions of each step's examples, as the training loop draws them."""
-        seed = self.loop["settings"].seed
+        seed = self.loop.seed
         return [batch_indices(step, batch_size=batch_size, num_examples=num_examples, seed=seed) for step in range(self.steps)]
 
     def load_model(self) -> PreTrainedModel:
@@ -266,7 +266,7 @@ def _train(
     model: PreTrainedModel, objective: PairObjective | ResponseObjective, train: list[Any], heldout: list[Any], run: PreferenceRun
 ) -> tuple[TrainEngine, dict[str, float]]:
     """The engine after the last step, and its held-out figures; no figures without held-out data."""
-    config, seed = objective.config, run.loop["settings"].seed
+    config, seed = objective.config, run.loop.seed
     phase = Phase(
         "preference",
         run.steps,
@@ -278,5 +278,5 @@ def _train(
     settings = engine_settings(config, steps=run.steps, learning_rate=config.learning_rate, dtype=run.model.dtype, seed=seed)
     add_adapters(model, config.lora, seed=seed)
     engine = TrainEngine(PolicyModule(model), settings)
-    train_phase(engine, phase, **run.loop)
+    train_phase(engine, phase, run.loop)
     return engine, {} if phase.evaluate is None else evaluate(engine, phase.evaluate)
