@@ -268,7 +268,7 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
 
 
 def encode_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: Message) -> tuple[list[int], int, int]:
-    """`encode_conversation` for an assistant's message, which may call tools; and the position at which the answer starts, after its thoughts."""
+    """`encode_conversation` for a message that may call tools; also the position of its answer, which comes after any thoughts."""
     prompt, turn = encode_prompt(tokenizer, messages), written_turn(tokenizer, messages, answer)
     ids = _turn_ids(tokenizer, turn)
     thoughts = _tokens_of(tokenizer, ids, turn.thoughts) if turn.thoughts else 0
