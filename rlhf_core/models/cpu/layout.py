@@ -303,9 +303,8 @@ def merged(sequences: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
     prompt or a template's tokens, is computed once.
 
     Args:
-        sequences: [S, W] int64, token numbers of each sequence, -1 after its end. Every token is in one of them, and the tokens before it
-        are
-            the same in all sequences that contain it.
+        sequences: [S, W] int64, token numbers of each sequence, -1 after its end. Every token is in one of them, and has the same
+            tokens before it in all sequences that contain it.
         ids: [N] int64, of each token.
     Returns:
         [N] int64.
