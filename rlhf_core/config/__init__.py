@@ -17,10 +17,18 @@ from rlhf_core.config.alignment import (
     RejectionSamplingConfig,
     SamplingConfig,
 )
-from rlhf_core.config.base import ConfigError, RolloutBackend, Section, did_you_mean, reordering_shown, shown
+from rlhf_core.config.base import ConfigError, RolloutBackend, Section, did_you_mean, keys_of, reordering_shown, shown
 from rlhf_core.config.data import CLERK_JUDGE, ClerkConfig, DataConfig, SamplesConfig, SourceConfig, ValidationConfig
 from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConfig, RolledBackConfig
-from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig, SftConfig, SharedTrainingConfig, TrainingConfig
+from rlhf_core.config.model import (
+    ArchitectureConfig,
+    LoraConfig,
+    ModelConfig,
+    RewardConfig,
+    SftConfig,
+    SharedTrainingConfig,
+    TrainingConfig,
+)
 from rlhf_core.config.overrides import apply_overrides, load_overlaid, overridden, read_recipe, set_key, set_keys
 from rlhf_core.config.params import Params, conflicts, keys_in_use, needs_pairs, rows_needed
 from rlhf_core.config.reading import (
@@ -76,6 +84,7 @@ __all__ = [
     "PromotionConfig",
     "RegistryConfig",
     "RejectionSamplingConfig",
+    "RewardConfig",
     "RlConfig",
     "RolledBackConfig",
     "RolloutBackend",
@@ -97,6 +106,7 @@ __all__ = [
     "did_you_mean",
     "fill_in",
     "keys_in_use",
+    "keys_of",
     "load_overlaid",
     "load_params",
     "needs_pairs",

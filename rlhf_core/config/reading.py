@@ -156,7 +156,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} isn't JSON")
+    raise ValueError(f"{constant}, which JSON doesn't have")
 
 
 def _brackets(text: str) -> int:

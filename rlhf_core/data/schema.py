@@ -188,6 +188,22 @@ def open_rows(path: Path) -> pq.ParquetFile:
     return pq.ParquetFile(path, pre_buffer=False)
 
 
+def open_tables(folder: Path) -> dict[str, pq.ParquetFile]:
+    """The files of the uses that have rows, for `read_batches`.
+
+    Raises:
+        ValueError: a file is not Parquet.
+    """
+    tables = {}
+    for path in (folder / f"{use}.parquet" for use in SCHEMAS):
+        if path.exists():
+            try:
+                tables[path.stem] = open_rows(path)
+            except pa.ArrowInvalid as error:
+                raise ValueError(f"{path}: expected a Parquet file, got: {error}; run prepare_data again") from error
+    return tables
+
+
 def read_batches(file: pq.ParquetFile, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
     """The rows in order, at most ROWS_AT_ONCE in memory. (A pyarrow Dataset, told to read nothing ahead, held ten times as much.)
 

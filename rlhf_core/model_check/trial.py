@@ -35,7 +35,7 @@ from rlhf_core.models.build import (
 )
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
-from rlhf_core.models.probe import can_share_prefixes
+from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.sampling.requests import SamplingSettings
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.preference.data import Continuation, Pair, ResponseForward
@@ -50,7 +50,7 @@ SHORTEST = 9  # tokens of the shortest sequence
 DRAWN = 6  # tokens that an engine draws, twice, after each sequence
 COLUMNS = ("sft", "reward", "dpo", "lora", "shared_prefix", "pytorch", "vllm")  # vLLM last: it ends the process group when it goes
 ON = "on"
-OFF = "off: the model computes what follows a shared beginning differently"
+OFF = "off: on a GPU, or with a model that computes a shared prefix's continuations differently"
 
 log = logging.getLogger("rlhf")
 
@@ -151,9 +151,9 @@ class Trial:
         model = load_scalar_model(start, trust_remote_code=self._settings.trust_remote_code)
         module = ScalarModule(model)
         engine = self._engine(module)
-        shares = can_share_prefixes(model, max_length=self._settings.max_length)
-        comparison = Comparison(shares, self.sequences, [(0, 1), (2, 3)], ["a", "b"])
         tokens = 4 * self._settings.max_length
+        shares = shares_prefixes(model, device=device(), max_length=self._settings.max_length)
+        comparison = Comparison(tokens if shares else 0, self.sequences, [(0, 1), (2, 3)], ["a", "b"])
         sizes = {"steps": UPDATES, "batch_size": 1, "pad_id": 0, "microbatch_tokens": tokens}
         phase = reward_phase([comparison], [], **sizes, margin=0.0, centering_coef=0.01)
         for _ in range(UPDATES):
@@ -231,7 +231,7 @@ class Trial:
     @cached_property
     def _shares_prefix(self) -> bool:
         """Asked of the model before training: an engine leaves hooks on it."""
-        return can_share_prefixes(self._load(), max_length=self._settings.max_length)
+        return shares_prefixes(self._load(), device=device(), max_length=self._settings.max_length)
 
     # Hands
 

@@ -83,10 +83,30 @@ class Branches:
         return len(self.prefix) + sum(map(len, self.branches))
 
 
-def share_prefix(sequences: list[list[int]]) -> list[Branches]:
-    """Sequences as rows, in order: one row for all where that pays, else a row for each."""
+def share_prefix(sequences: list[list[int]], *, max_tokens: int) -> list[Branches]:
+    """Sequences as rows, in order: one row for all where that pays, else a row for each. A shared row has at most `max_tokens` tokens,
+    since its attention may need a mask of [T, T]: larger ones are halved.
+    """
     shared = shared_row(sequences)
+    if len(shared) > max_tokens and len(sequences) > 1:
+        half = len(sequences) // 2
+        return share_prefix(sequences[:half], max_tokens=max_tokens) + share_prefix(sequences[half:], max_tokens=max_tokens)
     return [shared] if _pays(shared, SHARING_PAYS) else separate(sequences)
+
+
+def group_by_prefix(sequences: list[list[int]], starts: list[int], *, max_tokens: int) -> list[list[int]]:
+    """Positions of consecutive sequences with the same prefix `sequence[:start]`. A group's shared row has at most `max_tokens` tokens."""
+    groups: list[list[int]] = []
+    tokens = 0
+    for i, (ids, start) in enumerate(zip(sequences, starts, strict=True)):
+        last = groups[-1][-1] if groups else None
+        tokens += len(ids) - start
+        if last is not None and tokens <= max_tokens and sequences[last][: starts[last]] == ids[:start]:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+            tokens = len(ids)
+    return groups
 
 
 def continue_prefix(prefix: list[int], branches: list[list[int]], *, shared: bool = True) -> list[Branches]:

@@ -49,6 +49,15 @@ def agree(ours: torch.Tensor, theirs: torch.Tensor, *, tolerance: float = TOLERA
     return ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
 
 
+def shares_prefixes(model: PreTrainedModel, *, device: torch.device, max_length: int) -> bool:
+    """Whether training on this device computes a common prefix once: on a CPU, where it is measured to pay, if the model allows it.
+
+    Args:
+        max_length: tokens of the longest sequence that the model will see.
+    """
+    return device.type == "cpu" and can_share_prefixes(model, max_length=max_length)
+
+
 @torch.no_grad()
 def can_share_prefixes(model: PreTrainedModel, *, max_length: int | None = None) -> bool:
     """Whether the model computes the same for a shared row as for whole sequences, probed on one row.

@@ -1,1 +1,1 @@
-"""Where scores come from. A scorer returns a number or says that it couldn't; it never turns a failure into a 0."""
+"""Scorers of responses: reward models, comparisons with a label, patterns, judges, users' functions."""

@@ -1,9 +1,9 @@
-"""Are two mathematical answers equal? Asked of math-verify (https://github.com/huggingface/Math-Verify) in a process of its own.
+"""Equality of two mathematical answers, by math-verify (https://github.com/huggingface/Math-Verify) in a child process.
 
-A response can make the comparison endless or huge (10^{10^{10}}), and nothing within a process can end that in every case. So a
-child does it, under an alarm that kills it and a limit of its memory; then that response has no score and the next gets a new child.
+A response such as 10^{10^{10}} can make the comparison endless or exhaust the memory, and a process can't always stop itself. An alarm
+and a memory limit kill the child instead. That response then has no score, and the next one gets a new child.
 
-    python -m rlhf_core.scorers.math_answers    the child: a JSON line per question, a JSON line per answer
+    python -m rlhf_core.scorers.math_answers    the child: reads a JSON line per comparison, writes a JSON line per result
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ MEMORY = 4 * 2**30  # bytes of the child's address space
 
 
 class MathComparer:
-    """The parent's side. The child starts with the first question and ends with its parent."""
+    """The parent's side. The child starts at the first comparison and ends with its parent."""
 
     def __init__(self):
         self._child: subprocess.Popen[str] | None = None
 
     def same(self, response: str, label: str) -> bool:
-        """Is the response's answer the label's? An answer is the last LaTeX in $...$ or \\boxed{...}, or else the last plain expression.
+        """Whether the answers of response and label are equal. An answer is the last LaTeX in $...$ or \\boxed{...}, or else the last plain
+        expression.
 
         Raises:
-            ValueError: the label can't be read, or the comparison failed or took longer than SECONDS.
+            ValueError: the label has no answer, or the comparison failed or took longer than SECONDS.
             RuntimeError: the child can't be started.
         """
         if self._child is None:
@@ -45,7 +46,7 @@ class MathComparer:
             answer = ""
         if not answer:
             self._child = None
-            with contextlib.suppress(BrokenPipeError):  # closing tries once more to write what could not be written
+            with contextlib.suppress(BrokenPipeError):  # closing flushes what could not be written
                 child.stdin.close()
             child.stdout.close()
             raise ValueError(f"the comparison took longer than {SECONDS} s or too much memory: its process ended with code {child.wait()}")
@@ -68,18 +69,18 @@ def _start() -> subprocess.Popen[str]:
 
 
 def serve() -> None:
-    """The child's side: answers until its input ends."""
+    """The child's side: compares until its input ends."""
     import logging
 
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts, by signals in threads, are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # silences a warning that its own timeouts are off
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     print("ready", flush=True)
     for line in sys.stdin:
         question = json.loads(line)
-        signal.alarm(SECONDS)  # nobody handles it: the kernel ends the process, whatever it does
+        signal.alarm(SECONDS)  # unhandled, so the kernel ends the process
         try:
             expected = _read(math_verify, f"\\boxed{{{question['label']}}}") or _read(math_verify, question["label"])
             if expected:
@@ -87,7 +88,7 @@ def serve() -> None:
                 answer = {"same": math_verify.verify(expected, given, timeout_seconds=None, raise_on_error=True)}
             else:
                 answer = {"error": f"the label has no mathematical answer to compare with: {question['label']!r}"}
-        except Exception as error:  # whatever a parser makes of a model's text
+        except Exception as error:  # a parser may raise anything on a model's text
             answer = {"error": f"the comparison failed with {type(error).__name__}: {error}"[:300]}
         signal.alarm(0)
         print(json.dumps(answer), flush=True)

@@ -1,4 +1,4 @@
-"""The members of a reward model: where they are, and their scores as one."""
+"""The members of an ensemble of reward models: their folders, and one score of theirs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
 
 def member_folders(folder: Path) -> list[Path]:
-    """Of a reward model: its own folder, and those of an ensemble's further members beside its files, in their order."""
+    """The folders of a reward model's members: the model's own folder, then its subfolders member_1, member_2 and so on."""
     further = [p for p in folder.glob("member_*") if (p / "config.json").is_file()]
     return [folder, *sorted(further, key=lambda p: int(p.name.removeprefix("member_")))]
 
 
 def combine_members(scores: torch.Tensor, *, std_coef: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """An ensemble's score, mean - std_coef * std over its members, and that std: how far they disagree. [N] each.
+    """Score of an ensemble, mean - std_coef * std over the members, and the std, which measures disagreement. [N] each.
 
-    std has the number of members in its denominator; with one member it is 0. Lower scores where the members disagree keep a policy from
-    what only some of them like.
+    The std is biased (denominator: number of members), and 0 with one member. The penalty keeps a policy from responses that only some
+    members score highly.
     Source: Coste et al. 2024, https://arxiv.org/abs/2310.02743, there with the variance; with the standard deviation
     Eisenstein et al. 2024, https://arxiv.org/abs/2312.09244
 

@@ -1,4 +1,4 @@
-"""What scorers need to be there, found out before anything expensive starts: no model is loaded here."""
+"""Checks of what scorers need, before anything expensive starts. No model is loaded here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlhf_core.scorers.text import TextScorers
 
 
 def model_folders(scorers: list[ScorerConfig], reward_model: Path) -> dict[str, Path]:
-    """The reward model of each scorer of that kind, by the scorer's name; the chain's own where it names no folder."""
+    """Scorer's name -> folder of its reward model, for scorers of that kind. Without a path it is the chain's own reward model."""
     return {s.name: reward_model if s.path is None else ready_made_folder(s) for s in scorers if s.kind == "reward_model"}
 
 
 def ready_made_folder(scorer: ScorerConfig) -> Path:
-    """Of a reward model from elsewhere: found as data are, from a run's worktree too."""
+    """Folder of a ready-made reward model; a relative path is resolved as data paths are, in a run's worktree too."""
     return locate(scorer.path)
 
 
@@ -29,19 +29,19 @@ def uses_own_reward_model(scorers: list[ScorerConfig]) -> bool:
 def check_scorers(
     scorers: list[ScorerConfig], *, reward_model: Path, source_judges: dict[str, str], has_labels: Callable[[], bool]
 ) -> None:
-    """What the scorers need is there; nothing is loaded but functions, and of reward models from elsewhere their settings are read.
+    """Check reward models, functions and labels. Functions are loaded; of ready-made reward models the settings are read.
 
     Args:
-        has_labels: whether any prompt has a label; asked only where a scorer compares with it.
+        has_labels: whether any prompt has a label; called only if a scorer compares with labels.
     Raises:
-        ValueError: a reward model's folder, a function or every label is missing, or a reward model from elsewhere can't be read.
+        ValueError: a reward model's folder, a function or every label is missing, or a ready-made reward model can't be used.
     """
     members = {s.name: s.members for s in scorers}
     for name, folder in model_folders(scorers, reward_model).items():
         if not (folder / "config.json").is_file():
             raise ValueError(
-                f"scorer {name}: expected a reward model's folder, got none with a config.json at {folder}; correct "
-                "its path, relative to the project's folder"
+                f"scorer {name}: expected a reward model's folder, got no config.json at {folder}; correct its path, which is relative to "
+                "the project's folder"
             )
         if (found := len(member_folders(folder))) < members[name]:
             raise ValueError(f"scorer {name}: expected an ensemble of {members[name]} at {folder}, got {found}; lower members")
@@ -51,16 +51,14 @@ def check_scorers(
     TextScorers(0, scorers, source_judges)
     comparing = [s.name for s in scorers if s.kind in LABEL_SCORERS]
     if comparing and not has_labels():
-        raise ValueError(
-            f"scorers {comparing}: expected prompts with labels to compare with, got not a single one; map the column `label` of a source"
-        )
+        raise ValueError(f"scorers {comparing}: expected prompts with labels, got none with one; map the column `label` of a source")
 
 
 def check_ready_made(scorer: ScorerConfig, folder: Path) -> None:
-    """What files tell of a reward model from elsewhere; the rest is found out when it is loaded (`models.score_head`).
+    """Check a ready-made reward model by its files. Loading it checks the rest.
 
     Raises:
-        ValueError: no score can be had from it as it was trained, or not without a label.
+        ValueError: the model needs a label or a chat template, or is an encoder-decoder.
     """
     config = read_settings(folder, "config.json")
     names = [str(name) for name in (config.get("id2label") or {}).values()]

@@ -1,4 +1,4 @@
-"""Why responses have no score, said in the log once for each reason."""
+"""Logs why responses have no score, once for each reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ log = logging.getLogger("rlhf")
 
 
 class Reasons:
-    """Says once per reason why a scorer could not score."""
+    """Logs each reason of one scorer once. Reasons are equal where their text before the first colon is."""
 
     def __init__(self, name: str):
         self._name, self._said = name, set()

@@ -1,4 +1,4 @@
-"""What a reward model is shown of a response: its own template's rendering of the conversation, which is what it was trained on."""
+"""Token ids that a reward model scores: the conversation and the response as its own template renders them, as in its training."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def scored_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str, *, finished: bool = True) -> list[int]:
-    """Token ids of a conversation and a response to it, for a reward model with this tokenizer.
+    """Token ids of a conversation and a response, for a reward model with this tokenizer.
 
-    One that was cut off gets no end of its turn, and nothing of what comes behind that: it must not look finished.
+    A truncated response has no end of its turn, nor what the template writes after it: it must not look finished.
 
     Raises:
-        Unrenderable: the template doesn't take the conversation.
+        Unrenderable: the template refuses the conversation.
     """
     ids, end = encode_scored(tokenizer, messages, response), turn_end(tokenizer)
     return ids if finished else ids[: len(ids) - len(end.trained) - len(end.after)]
@@ -31,10 +31,10 @@ def scored_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], 
 def fitting_ids(
     tokenizer: PreTrainedTokenizerBase, texts: Iterable[tuple[Sequence[Message], str]], *, max_length: int, report: Reasons
 ) -> list[list[int] | None]:
-    """Token ids of finished responses, None for one without a score, for a reason that is reported: too long or not rendered.
+    """Token ids of finished responses; None where the response is too long or can't be rendered, which is reported.
 
     Args:
-        texts: conversations and responses to them.
+        texts: conversations and responses.
     """
     reasons: Counter[str] = Counter()
     found = [_or_reason(lambda m=m, t=t: scored_ids(tokenizer, m, t), max_length, reasons) for m, t in texts]
@@ -43,22 +43,22 @@ def fitting_ids(
 
 
 def without_stop(response_ids: list[int], stops: Collection[int], *, finished: bool) -> list[int]:
-    """A sampled response but for the token that ended it, if one of these did: it is no part of what is said, special or not."""
+    """The response without its last token, if that is one of `stops` and ended it."""
     return response_ids[:-1] if finished and response_ids and response_ids[-1] in stops else response_ids
 
 
 class RewardModelInput:
-    """Turns a conversation and a sampled response into what the reward model was trained on.
+    """Turns conversations and sampled responses into token ids for a reward model.
 
-    Where both models share a tokenizer and a template that copies responses, the ids are used as they are; otherwise the response is
-    decoded and encoded again as the reward model's template writes it. A finished response ends as that template ends a turn, whatever
-    ended it when it was sampled: a stop string stays a part of the response, another end token doesn't.
+    If policy and reward model share a tokenizer, and a template that copies responses, the sampled ids are used. Otherwise the response is
+    decoded, and encoded again by the reward model's template. A finished response ends as that template ends a turn: a stop string stays
+    in the response, another end token doesn't.
 
     Args:
-        stops: tokens that end the policy's responses (`stop_ids`), special or not.
-        report: is told why responses have no score.
+        stops: `stop_ids` of the policy, special tokens or not.
+        report: receives the reasons of responses without ids.
     Raises:
-        ValueError: the reward model's template doesn't write a question and its answer.
+        ValueError: the reward model's template doesn't render a question and its answer.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RewardModelInput:
         self._stops = _stopping(policy_tokenizer) | self._named_stops
 
     def sequences(self, responses: Iterable[tuple[Prompt, list[int], bool]]) -> list[list[int] | None]:
-        """Token ids for the reward model, of each prompt, sampled response and whether that is finished; None: it can't be scored."""
+        """Token ids of each (prompt, response ids, finished); None where the response can't be scored."""
         reasons: Counter[str] = Counter()
         found = [
             _or_reason(lambda r=r: self._sequence(r[0].messages, r[0].prompt_ids, r[1], finished=r[2]), self._max_length, reasons)
@@ -123,8 +123,9 @@ def _tell(reasons: Counter[str], report: Reasons) -> None:
 
 
 def _stopping(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Tokens that may end a response without being a part of it: special ones. Others that were added, such as one that closes a call of
-    a tool, are what is said, also where a stop string ends with them.
+    """Special tokens, which may end a response without being part of it.
+
+    Other added tokens, such as one that closes a tool call, are part of the response, even where a stop string ends with them.
     """
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return {*tokenizer.all_special_ids, *added}

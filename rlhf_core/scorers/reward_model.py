@@ -1,4 +1,4 @@
-"""Scores by a reward model: loading its members and asking them."""
+"""Reward models as scorers: loading an ensemble's members and their forward passes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ log = logging.getLogger("rlhf")
 def score_sequences(
     module: ScalarModule, sequences: list[list[int] | None], *, pad_id: int, microbatch_tokens: int, device: torch.device
 ) -> torch.Tensor:
-    """Raw scores [len(sequences)] on the CPU; NaN where the sequence is None, or longer than the model has positions for.
+    """Raw scores [len(sequences)] on the CPU; NaN where the sequence is None or exceeds the model's positions.
 
-    The same sequence gets the same score in any batch, up to rounding: `models.score_head` says where it is read.
+    A sequence has the same score in any batch, up to rounding; `module.score_head` says at which position it is read.
     """
     known = [i for i, ids in enumerate(sequences) if ids is not None and not _is_too_long(module, ids)]
     scores = torch.full((len(sequences),), float("nan"))
 
-    def score(part: list[int]) -> None:
+    def forward(part: list[int]) -> None:
         rows = [known[i] for i in part]
         last = [module.score_head.last_position(sequences[i]) for i in rows]
         batch = collate_tokens([sequences[i] for i in rows], last, pad_id=pad_id, ends=[i + 1 for i in last])
@@ -40,7 +40,7 @@ def score_sequences(
 
     lengths = [len(sequences[i]) for i in known]
     parts = even_microbatches(lengths, max_tokens=microbatch_tokens, multiple=module.backend.workers)
-    module.backend.map(score, parts)
+    module.backend.map(forward, parts)
     return scores
 
 
@@ -55,7 +55,7 @@ def _is_too_long(module: ScalarModule, ids: list[int]) -> bool:
 @cache
 def _say_too_long(architecture: str, longest: int) -> None:
     log.warning(
-        "reward model: a sequence of more than %d tokens has no score: this %s has no more positions, or other frequencies for it",
+        "reward model: a sequence of more than %d tokens has no score: this %s has no positions for it, or other rotary frequencies",
         *(longest, architecture),
     )
 
@@ -70,12 +70,12 @@ def load_members(
     dtype: torch.dtype = torch.float32,
     label: str | int | None = None,
 ) -> list[ScalarModule]:
-    """The first `count` members of a reward model (None: all), for scoring alone; one where it is no ensemble.
+    """The first `count` members of a reward model (None: all), frozen. A model that is no ensemble has one member.
 
     Args:
-        label: as of ScalarModule.
+        label: of ScalarModule.
     Raises:
-        ValueError: naming the folder that holds no model that scores.
+        ValueError: a folder holds no model with scores.
     """
     return [
         frozen(_load_module(member, label, trust_remote_code=trust_remote_code, training_dtype=training_dtype), device=device, dtype=dtype)

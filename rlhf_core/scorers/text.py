@@ -1,6 +1,7 @@
-"""Scorers that read text: the kinds of ScorerConfig but reward_model, whose scores come from a model's rank.
+"""Scorers that read text: every kind of ScorerConfig but reward_model.
 
-A number or NaN for each response: NaN where it could not be scored, never 0 because something went wrong.
+A scorer gives each response a finite number, or NaN where it can't score the response. A failure is never a score of 0.
+To add a kind: a function of an item and its configuration, its line in `SCORERS`, its name in ScorerConfig.kind, its test.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
+from functools import partial
 from itertools import islice
 from typing import Any, SupportsFloat
 
@@ -18,22 +21,33 @@ from rlhf_core.data.functions import load_function
 from rlhf_core.data.judge import judgement
 from rlhf_core.data.schema import Message
 from rlhf_core.environment import hint
-from rlhf_core.scorers.answers import same_number, same_text
 from rlhf_core.scorers.math_answers import MathComparer
 from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.types import Prompt
 
-log = logging.getLogger("rlhf")
 FUNCTION_ARGUMENTS = ("prompts", "responses", "labels", "metadata")  # of a user's own scorer
+FINAL_ANSWER = "####"  # GSM8K puts the answer after it
+# A number with sign, dollar sign, thousands separators, decimals and exponent, not the end of a word. With a slash behind it, it is part
+# of a fraction or a date.
+_NUMBER = re.compile(
+    r"""(?<![\w.])(?P<sign>(?<![\w)])[-+\u2212])?(?:\$[ ]?)?(?P<inner>-)?
+    (?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?P<exponent>[eE][-+]?[0-9]{1,4}(?![0-9]))?
+    (?P<fraction>\s?/\s?[-+]?\$?[0-9][0-9.,/]*)?""",
+    re.VERBOSE,
+)
+
+_MATH = MathComparer()
+
+log = logging.getLogger("rlhf")
 
 
 @dataclass(frozen=True)
 class ScoreItem:
     """One response as scorers see it.
 
-    prompt: the text of the last user message; messages: the whole conversation.
+    prompt: text of the last user message. messages: the whole conversation before the response.
     label: the expected answer of a verifiable task, or None.
-    metadata: id and source (of the prompt), finished (ended by the model, not cut off), response_length (tokens).
+    metadata: id and source of the prompt; finished (False: truncated at the length limit); response_length in tokens.
     """
 
     prompt: str
@@ -53,32 +67,34 @@ ScoreAll = Callable[[list[ScoreItem]], tuple[list[float], dict[str, float]]]
 
 
 class TextScorers:
-    """Every scorer of `configs` that reads text, loaded and checked at once.
+    """Every scorer of `configs` that reads text; all are loaded and checked here.
 
     Args:
-        rank: which of several of these; they all do the same.
-        source_judges: name of each data source that has a judge -> the judge's.
+        rank: unused; an actor of a group is given one.
+        source_judges: data source -> its judge.
     Raises:
-        ValueError: a function can't be loaded.
+        ValueError: a user's function can't be loaded.
     """
 
     def __init__(self, rank: int, configs: list[ScorerConfig], source_judges: dict[str, str]):
         self._scorers = {c.name: _scorer(c, source_judges) for c in configs if c.kind != "reward_model"}
 
     def score_items(self, name: str, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
-        """A score for each item (NaN: it could not be scored, for the reason in the log) and what else the scorer measured."""
+        """One score per item, and the scorer's further metrics. NaN = not scored, for a reason that is logged."""
         return self._scorers[name](items)
 
 
 def _scorer(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreAll:
     report = Reasons(config.name)
     if config.kind == "function":
-        return _by_function(load_function(config.path, FUNCTION_ARGUMENTS, what="scorer function"), report)
-    return _each(SCORERS[config.kind](config, source_judges), report)
+        return _user_function(load_function(config.path, FUNCTION_ARGUMENTS, what="scorer function"), report)
+    if config.kind == "judge":
+        return _for_all(partial(judge, source_judges=source_judges), report)
+    return _for_all(partial(SCORERS[config.kind], config=config), report)
 
 
-def _each(score: ScoreOne, report: Reasons) -> ScoreAll:
-    """A scorer of one response, for many; it raises ValueError, with the reason, for one that it can't score."""
+def _for_all(score: ScoreOne, report: Reasons) -> ScoreAll:
+    """Apply a scorer of one response to many. The scorer raises ValueError, with the reason, for a response that it can't score."""
 
     def score_all(items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
         scores: list[float] = []
@@ -96,8 +112,8 @@ def _each(score: ScoreOne, report: Reasons) -> ScoreAll:
     return score_all
 
 
-def _by_function(function: Callable[..., Any], report: Reasons) -> ScoreAll:
-    """A user's function: called with all responses at once, believed in nothing."""
+def _user_function(function: Callable[..., Any], report: Reasons) -> ScoreAll:
+    """A user's function, called with all responses at once. Whatever it raises or returns, its responses are then merely unscored."""
 
     def score_all(items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
         unscored = [math.nan] * len(items)
@@ -108,12 +124,12 @@ def _by_function(function: Callable[..., Any], report: Reasons) -> ScoreAll:
                 [item.label for item in items],
                 [{**item.metadata, "messages": [dict(message) for message in item.messages]} for item in items],
             )
-        except (Exception, SystemExit) as error:  # whatever a user's code may raise: none of these responses has a score
+        except (Exception, SystemExit) as error:  # a user's code may raise anything
             report(f"{type(error).__name__}: {error}{hint(error)}", count=len(items))
             return unscored, {}
         answer, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict) else (answer, {})
         try:
-            answer = list(islice(answer, len(items) + 1))  # it may be endless
+            answer = list(islice(answer, len(items) + 1))  # an iterator may be endless
         except TypeError:
             report(f"a list of numbers was expected of it: it returned {type(answer).__name__}", count=len(items))
             return unscored, {}
@@ -134,68 +150,90 @@ def _by_function(function: Callable[..., Any], report: Reasons) -> ScoreAll:
 
 
 def _number(value: Any) -> float:
-    """NaN for what is no finite number."""
+    """The value as a finite number, else NaN."""
     if not isinstance(value, SupportsFloat):
         return math.nan
     try:
         number = float(value)
-    except Exception:  # of a user's own type, anything
+    except Exception:  # a user's type may raise anything
         return math.nan
     return number if math.isfinite(number) else math.nan
 
 
-def _compares_labels(compare: Callable[[str, str], bool]) -> Callable[[ScorerConfig, dict[str, str]], ScoreOne]:
-    """A scorer that gives 1 where the response's answer is the label's, else 0."""
-
-    def make(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreOne:
-        def score(item: ScoreItem) -> float:
-            if item.label is None:
-                raise ValueError(f"the prompt has no label to compare with: {item.metadata['id']} of source {item.metadata['source']}")
-            try:
-                return float(compare(item.response, item.label))
-            except ValueError as error:
-                raise ValueError(str(error)) from error
-
-        return score
-
-    return make
+def _equals_label(item: ScoreItem, same: Callable[[str, str], bool]) -> float:
+    """1 where `same` holds of response and label, else 0."""
+    if item.label is None:
+        raise ValueError(f"the prompt has no label to compare with: {item.metadata['id']} of source {item.metadata['source']}")
+    return float(same(item.response, item.label))
 
 
-def _math(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreOne:
-    return _compares_labels(MathComparer().same)(config, source_judges)
+def exact_match(item: ScoreItem, config: ScorerConfig) -> float:
+    return _equals_label(item, same_text)
 
 
-def _regex(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreOne:
+def number(item: ScoreItem, config: ScorerConfig) -> float:
+    return _equals_label(item, same_number)
+
+
+def math_answer(item: ScoreItem, config: ScorerConfig) -> float:
+    return _equals_label(item, _MATH.same)
+
+
+def regex(item: ScoreItem, config: ScorerConfig) -> float:
     """1 where the pattern is found anywhere in the response, else 0."""
-    pattern = re.compile(config.pattern)
-    return lambda item: float(pattern.search(item.response) is not None)
+    return float(re.search(config.pattern, item.response) is not None)
 
 
-def _length(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreOne:
-    """-|n - target| / target for n tokens, at least -1: 0 at target_length, -1 at no token and from twice the target on."""
-    target = config.target_length
-    return lambda item: max(-1.0, -abs(item.metadata["response_length"] - target) / target)
+def length(item: ScoreItem, config: ScorerConfig) -> float:
+    """-|n - target| / target for n tokens, at least -1: 0 at target_length, -1 at 0 tokens and from twice the target on."""
+    return max(-1.0, -abs(item.metadata["response_length"] - config.target_length) / config.target_length)
 
 
-def _judge(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreOne:
+def judge(item: ScoreItem, source_judges: dict[str, str]) -> float:
     """1 where the judge of the prompt's source accepts the response, else 0."""
-
-    def score(item: ScoreItem) -> float:
-        source = item.metadata["source"]
-        word = judgement(source_judges, source, item.messages, item.response)
-        if word is None:
-            raise ValueError(f"there is no judge for this data: source {source} has none")
-        return float(word.ok)
-
-    return score
+    source = item.metadata["source"]
+    found = judgement(source_judges, source, item.messages, item.response)
+    if found is None:
+        raise ValueError(f"there is no judge for this data: source {source} has none")
+    return float(found.ok)
 
 
-# Kind of scorer -> what makes it.
-SCORERS: dict[str, Callable[[ScorerConfig, dict[str, str]], ScoreOne]] = {
-    "exact_match": _compares_labels(same_text),
-    "number": _compares_labels(same_number),
-    "math": _math,
-    "regex": _regex,
-    "length": _length,
-    "judge": _judge,
+def same_text(response: str, label: str) -> bool:
+    """Equal up to white space at the ends and the amount of white space within."""
+    return response.split() == label.split()
+
+
+def same_number(response: str, label: str) -> bool:
+    """The final numbers of response and label are equal, exactly: 1,234 equals 1234.0.
+
+    Raises:
+        ValueError: the label has no number.
+    """
+    expected = final_number(label)
+    if expected is None:
+        raise ValueError(f"the label has no number to compare with: {label!r}")
+    return final_number(response) == expected
+
+
+def final_number(text: str) -> Decimal | None:
+    """The first number after the last ####, or without #### the last number of the text; None if there is none.
+
+    Signs, dollar signs, thousands separators, decimals and exponents are understood. Fractions and dates such as 1/2 are no numbers.
+    """
+    _, marked, rest = text.rpartition(FINAL_ANSWER)
+    matches = [match for match in _NUMBER.finditer(rest) if not match["fraction"]]
+    if not matches:
+        return None
+    match = matches[0] if marked else matches[-1]
+    negative = (match["sign"] or match["inner"] or "+") in "-\u2212"
+    return Decimal(("-" if negative else "") + match["digits"].replace(",", "") + (match["exponent"] or ""))
+
+
+# Kind of scorer -> its function. reward_model, function and judge are the other kinds.
+SCORERS: dict[str, Callable[[ScoreItem, ScorerConfig], float]] = {
+    "exact_match": exact_match,
+    "number": number,
+    "math": math_answer,
+    "regex": regex,
+    "length": length,
 }

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config import ModelConfig, RewardConfig
 from rlhf_core.data.hashing import conversation_text
-from rlhf_core.engines.deepspeed_engine import TrainEngine, release_memory
+from rlhf_core.engines.deepspeed_engine import TrainEngine, device, release_memory
 from rlhf_core.models.build import new_scalar_model, save_model, scalar_head
 from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.lora import add_adapters
-from rlhf_core.models.probe import can_share_prefixes
+from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.models.score_head import filler_id, probe_score_head
 from rlhf_core.models.tokenizer import encode_prompt
 from rlhf_core.scorers.members import combine_members
@@ -83,7 +83,7 @@ def train_ensemble(
         if member:  # instead of zeros
             head = scalar_head(scalar_model).weight
             torch.nn.init.normal_(head, std=head.shape[1] ** -0.5, generator=torch.Generator().manual_seed(member_seed))
-        encoder = comparison_encoder(scalar_model, tokenizer, max_length=model.max_length)
+        encoder = comparison_encoder(scalar_model, tokenizer, config, max_length=model.max_length)
         engine, of_member = train_member(
             scalar_model, encoder, read_pairs, config, member=member, dtype=model.dtype, seed=member_seed, loop=loop
         )
@@ -97,12 +97,13 @@ def train_ensemble(
     return metrics | {"heldout_pairs": len(table)}, table
 
 
-def comparison_encoder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Encoder:
+def comparison_encoder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: RewardConfig, *, max_length: int) -> Encoder:
     """Encodes pairs as comparisons and counts those that are too long. A common prompt is computed once if the model can."""
-    shares_prefix = probe_score_head(model).per_token and can_share_prefixes(model, max_length=max_length)
-    if not shares_prefix:
-        log.info("train_reward: this model scores whole sequences only or takes no custom mask; each response's prompt is computed again")
-    return functools.partial(encode_comparisons, tokenizer=tokenizer, max_length=max_length, shares_prefix=shares_prefix)
+    shares = probe_score_head(model).per_token and shares_prefixes(model, device=device(), max_length=max_length)
+    if not shares:
+        log.info("train_reward: prompts are computed for each response: prefix sharing takes a CPU and a model with scores of tokens")
+    tokens = config.microbatch_tokens if shares else 0
+    return functools.partial(encode_comparisons, tokenizer=tokenizer, max_length=max_length, max_shared_tokens=tokens)
 
 
 def train_member(

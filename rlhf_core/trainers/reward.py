@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.algorithms.preference_losses import bradley_terry
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
-from rlhf_core.models.batch import Branches, collate_branches, separate, share_prefix
+from rlhf_core.models.batch import Branches, collate_branches, share_prefix
 from rlhf_core.models.tokenizer import encode_scored
 from rlhf_core.trainers.supervised import Metrics, Phase
 
@@ -28,10 +28,10 @@ class Comparison:
     sequences: token ids of conversation and response as the template writes them, the turn's end included.
     pairs: (chosen, rejected) as positions in `sequences`.
     row_ids: of the pairs.
-    shares_prefix: compute what the sequences have in common once, where that pays.
+    max_shared_tokens: longest row in which sequences share their common prefix; 0: each sequence has a row.
     """
 
-    shares_prefix: bool
+    max_shared_tokens: int
     sequences: list[list[int]] = field(default_factory=list)
     pairs: list[tuple[int, int]] = field(default_factory=list)
     row_ids: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Comparison:
     @cached_property
     def rows(self) -> list[Branches]:
         """What goes through the model: the sequences in order, in one row or in one each."""
-        return share_prefix(self.sequences) if self.shares_prefix else separate(self.sequences)
+        return share_prefix(self.sequences, max_tokens=self.max_shared_tokens)
 
     @property
     def longest(self) -> int:
@@ -48,7 +48,7 @@ class Comparison:
 
 
 def encode_comparisons(
-    rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int, shares_prefix: bool
+    rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int, max_shared_tokens: int
 ) -> tuple[list[Comparison], int]:
     """Group rows with messages, chosen and rejected by conversation.
 
@@ -63,7 +63,7 @@ def encode_comparisons(
         if row["chosen"] is None or row["rejected"] is None:
             continue
         key = json.dumps(row["messages"])
-        comparison = comparisons.setdefault(key, Comparison(shares_prefix))
+        comparison = comparisons.setdefault(key, Comparison(max_shared_tokens))
         sides = []
         for text in (row["chosen"], row["rejected"]):
             if (key, text) not in positions:

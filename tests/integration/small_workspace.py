@@ -154,7 +154,8 @@ def make_workspace(folder: Path, *, steps: int = 3, retries: int = 1, laid_out: 
         lay_out_database(folder / ".prefect")
     shutil.copytree(ROOT / "flows", folder / "flows", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / ".dvc", folder / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache", "config.local"))
-    for name in (".gitignore", ".dvcignore", "prefect.yaml", "pyproject.toml"):
+    (folder / "data").mkdir()
+    for name in (".gitignore", "data/.gitignore", ".dvcignore", "prefect.yaml", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     never_on_schedule(folder)
     with (folder / ".gitignore").open("a") as file:

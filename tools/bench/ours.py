@@ -91,7 +91,7 @@ def reward(work: Work, folder: Path, loop: dict[str, Any]) -> None:
         rows,
         load_tokenizer(work.model, trust_remote_code=False),
         max_length=params.model.max_length,
-        shares_prefix=can_share_prefixes(model, max_length=params.model.max_length),
+        max_shared_tokens=params.reward.microbatch_tokens if can_share_prefixes(model, max_length=params.model.max_length) else 0,
     )
     assert not dropped and len(comparisons) == len(rows)
     section = params.reward

@@ -1,6 +1,6 @@
-"""What prepared data must satisfy, as Great Expectations: per use a list of checks, most of them on rows.
+"""What prepared data must satisfy, as Great Expectations: a list of checks for each use, most of them on rows.
 
-Importing this takes seconds, since it imports great_expectations: only the validation stage does.
+Only the validation stages import this module: importing great_expectations takes seconds.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class ExpectColumnAToDetermineColumnB(ColumnPairMapExpectation):
 class Check:
     """One expectation about one use.
 
-    limit, bound, unit: of the number that is compared; for a check on rows, the share of them that may break it.
-    of_observed: None for a check on rows; else makes that number of what a check on the whole table observed.
-    advice: what to do when it fails.
+    limit, bound, unit: of the number that is compared; for a check on rows, the share of rows that may break it.
+    of_observed: None for a check on rows; else computes that number from what Great Expectations observed on the whole table.
+    advice: what to do when the check fails.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Check:
 
 
 def checks_for(use: str, frame: pd.DataFrame, config: ValidationConfig, *, max_length: int, pairs: bool = True) -> list[Check]:
-    """The checks of one use's measured rows; those of pairs and of unpaired rows where there are any, their number where `pairs`."""
+    """The checks for one use's measured rows: checks on pairs and on unpaired rows if there are any, on the number of pairs if `pairs`."""
     checks = [*_rows(use), *_texts(use, config, max_length)]
     if use != "pretrain":
         checks += _conversations(use)
@@ -93,16 +93,14 @@ def checks_for(use: str, frame: pd.DataFrame, config: ValidationConfig, *, max_l
 
 
 def schema_checks() -> list[Check]:
-    """Of schema_frame."""
+    """For the table `schema_frame`."""
     expectation = gxe.ExpectColumnPairValuesToBeEqual(column_A="expected", column_B="found")
     meaning = "the file has the columns of the canonical schema, with their types"
-    return [
-        Check("schema", expectation, meaning, 0.0, "write it with rlhf_core.data.schema.write_rows; its other checks wait for this one")
-    ]
+    return [Check("schema", expectation, meaning, 0.0, "write it with rlhf_core.data.schema.write_rows; the use's other checks didn't run")]
 
 
 def presence_checks() -> list[Check]:
-    """Of a table with id (`<use>:<split>`) and rows."""
+    """For a table with id (`<use>:<split>`) and rows."""
     expectation = gxe.ExpectColumnValuesToBeBetween(column="rows", min_value=1)
     meaning = "the stages find rows in every use and split they read"
     advice = "add a source with that use to data.sources, or more rows"
@@ -110,7 +108,7 @@ def presence_checks() -> list[Check]:
 
 
 def leakage_checks() -> list[Check]:
-    """Of across_uses."""
+    """For the table `across_uses`."""
     expectation = ExpectColumnAToDetermineColumnB(column_A="canonical_conversation", column_B="split")
     meaning = "no conversation is in two splits, in any use"
     return [Check("split_leakage", expectation, meaning, 0.0, "split by the conversation, as prepare_data does")]
@@ -261,5 +259,5 @@ def _unpaired(config: ValidationConfig) -> list[Check]:
 
 
 def _mostly(max_fraction: float) -> float:
-    """The share of rows that must pass. Rounded, so that 1 - 0.02 is the same number as 98 / 100."""
+    """The share of rows that must pass; rounded, so that 1 - 0.02 equals 98 / 100."""
     return round(1.0 - max_fraction, 12)

@@ -1,9 +1,16 @@
-"""Measures."""
+"""The tables that expectations are about: one per use, a row of measured texts for each prepared row.
+
+`measure` templates and tokenizes each distinct text once, in batches, as models.tokenizer.encode_conversation does. `measure_table` keeps
+only the texts in which a check may find a fault. Stand-ins, which every check treats the same way, replace the others: all counts and
+messages are those of the full texts. Repeated rows are found by hashes, then compared by their texts: a hash collision changes no
+verdict.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,14 +21,16 @@ import pyarrow.parquet as pq
 from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import SCHEMAS, Message, read_batches
 from rlhf_core.data.values import ROLE_ORDER
-from rlhf_core.models.tokenizer import encode_conversation, encode_texts, in_parts
+from rlhf_core.models.tokenizer import encode_conversation, encode_texts, in_parts, load_tokenizer, use_all_cores
 from rlhf_core.models.turns import TurnEnd, Unrenderable, answer_of, copies_response, for_template, render, turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# The columns that hold a text which a model learns to write.
+# Tokenizer classes that consist of tokenizer.json alone.
+PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+# Columns with the texts that a model learns to write.
 TEXT_COLUMNS: dict[str, tuple[str, ...]] = {
     "pretrain": ("text",),
     "sft": ("response",),
@@ -29,8 +38,8 @@ TEXT_COLUMNS: dict[str, tuple[str, ...]] = {
     "prompt": (),
 }
 
-ANY, OTHER = "a", "b"  # two texts without fault
-DISTINCT = ("id", "pair")  # columns of which hardly two rows are alike
+ANY, OTHER = "a", "b"  # two valid texts
+DISTINCT = ("id", "pair")  # columns whose values hardly ever repeat
 STAND_INS = {
     **dict.fromkeys(("text", "response", "response_decoded", "chosen", "chosen_decoded", "preference"), ANY),
     **dict.fromkeys(("rejected", "rejected_decoded"), OTHER),
@@ -39,16 +48,27 @@ STAND_INS = {
 }
 
 
-def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
-    """The rows of one use with what the expectations are about; missing values wherever there was nothing to measure.
+def load_prepared_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer that prepare_data saved, without importing torch, which takes seconds, if its class allows."""
+    use_all_cores()
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    if settings.get("tokenizer_class") in PLAIN_TOKENIZERS and "auto_map" not in settings:
+        from transformers import PreTrainedTokenizerFast
 
-    All uses: id, source, split, the texts of TEXT_COLUMNS, and tokens: of the longest sequence a trainer makes of the row,
-    the end token included (for a prompt: with room for one token of an answer).
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    return load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
+
+
+def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
+    """The rows of one use with the columns that expectations need; a value is missing where there is nothing to measure.
+
+    All uses: id, source, split, the texts of TEXT_COLUMNS, and tokens: the length of the longest sequence that a trainer makes of the row,
+        with the end token (of a prompt: with one token of an answer).
     With messages: conversation (as JSON), canonical_conversation (case and white space ignored), roles (joined by commas),
-    shortest_message (stripped) and template_error (why the chat template refuses the conversation).
-    sft, preference: <text>_decoded, what comes back after template, encoding and decoding.
-    preference: pair (JSON of the conversation and both texts, whichever was preferred), preference (which of them was),
-    is_pair, chosen_is_longer (in tokens: 1, 0 or, for a tie, 0.5), is_chosen (unpaired rows only).
+        shortest_message (stripped) and template_error (why the chat template refuses the conversation).
+    sft, preference: <text>_decoded: the text after template, encoding and decoding.
+    preference: pair (JSON of the conversation and both texts in sorted order), preference (the preferred one), is_pair,
+        chosen_is_longer (in tokens: 1, 0 or, for a tie, 0.5), is_chosen (unpaired rows only).
     """
     frame = read_texts(use, rows)
     if use == "pretrain":
@@ -59,13 +79,13 @@ def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) 
 
 
 def read_texts(use: str, rows: Sequence[dict]) -> pd.DataFrame:
-    """Those of the columns of `measure` that need no tokenizer, but for a pair's."""
+    """The columns of `measure` that need no tokenizer, without pair and preference."""
     frame = pd.DataFrame({column: _strings(row[column] for row in rows) for column in ("id", "source", "split", *TEXT_COLUMNS[use])})
     return frame if use == "pretrain" else frame.assign(**_conversation_columns([row["messages"] for row in rows]))
 
 
 def pair_columns(frame: pd.DataFrame) -> dict[str, pd.Series]:
-    """pair and preference."""
+    """The columns pair and preference."""
     is_pair, is_unpaired = _kinds(frame)
     sides = [sorted([c, r]) for c, r in zip(frame["chosen"].fillna(""), frame["rejected"].fillna(""), strict=True)]
     keys = (
@@ -79,7 +99,7 @@ def pair_columns(frame: pd.DataFrame) -> dict[str, pd.Series]:
 
 
 def schema_frame(use: str, found: dict[str, str]) -> pd.DataFrame:
-    """One row per column of a use, expected or found: id (the column and what is wrong with it), expected and found (types, as text)."""
+    """A row for each column of a use: id (the column and what is wrong with it), and its expected and found type, as text."""
     wanted = {field.name: str(field.type) for field in SCHEMAS[use]}
     nothing = "no such column"
     columns = [(name, wanted.get(name, nothing), found.get(name, nothing)) for name in sorted({*wanted, *found})]
@@ -92,7 +112,7 @@ def _strings(values) -> pd.Series:
 
 
 def _conversation_columns(conversations: list[list[Message] | None]) -> dict[str, pd.Series]:
-    """Of each distinct conversation once: most have many rows."""
+    """Computed once for each distinct conversation: most have many rows."""
     keys = [None if messages is None else json.dumps(messages, ensure_ascii=False) for messages in conversations]
     distinct = {key: messages for key, messages in zip(keys, conversations, strict=True) if messages is not None}
     views = {key: _views(messages) for key, messages in distinct.items()}
@@ -103,7 +123,7 @@ def _conversation_columns(conversations: list[list[Message] | None]) -> dict[str
 
 
 def _views(messages: list[Message | None]) -> tuple[str, str | None, str]:
-    """Roles, the shortest message and the canonical text; nulls inside count as empty texts."""
+    """Roles, the shortest message and the canonical text; nulls count as empty texts."""
     filled: list[Message] = [
         {"role": (m or {}).get("role") or "", "content": (m or {}).get("content") or "", "extra": (m or {}).get("extra")} for m in messages
     ]
@@ -114,7 +134,7 @@ def _views(messages: list[Message | None]) -> tuple[str, str | None, str]:
 def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> dict[str, pd.Series]:
     """tokens, template_error and, per text, <text>_tokens and <text>_decoded.
 
-    Conversations whose roles are out of order, or with an empty message, are reported as such and not encoded.
+    Conversations with roles out of order or with an empty message are not encoded: other checks report them.
     """
     sound = frame["roles"].str.match(ROLE_ORDER).eq(True) & frame["shortest_message"].ne("")
     keys = frame["conversation"].where(sound).tolist()
@@ -148,10 +168,10 @@ def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTr
 def _answers(
     rows: list[tuple[str, str]], conversations: dict[str, list[Message]], prompts: dict[str, str], tokenizer: PreTrainedTokenizerBase
 ) -> dict[tuple[str, str], tuple[int, str]]:
-    """Of each (conversation's key, response): the tokens of what the template makes of the response, and what comes back of it.
+    """(conversation's key, response) -> number of tokens of the response in the template, and the text that decoding them gives.
 
-    The template may trim a response and write its thoughts in its own layout, or empty ones. If it rewrites the answer, training would see
-    another text than the policy writes, and that text is what comes back.
+    A template may trim a response and lay out its thoughts, or add empty ones. If it rewrites the answer, training would see another text
+    than the policy writes: then the second value is that other text.
     """
     texts = list(dict.fromkeys(text for _, text in rows))
     counts: dict[str, int] = {}
@@ -165,7 +185,7 @@ def _answers(
         complete = _render(tokenizer, [[*conversations[key], {"role": "assistant", "content": text}] for key, text in part])
         for (key, text), full in zip(part, map(str, complete), strict=True):
             if copies_response(tokenizer):
-                copied = full.startswith(prompts[key] + text)  # one that copies may still have an exception
+                copied = full.startswith(prompts[key] + text)  # a template that copies responses may still make exceptions
                 found[key, text] = counts[text], decoded[text] if copied else full.removeprefix(prompts[key])
             else:
                 found[key, text] = _rewritten(tokenizer, conversations[key], text)
@@ -173,7 +193,7 @@ def _answers(
 
 
 def _rewritten(tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str) -> tuple[int, str]:
-    """The same of one response that the template doesn't copy."""
+    """As `_answers`, for a response that the template doesn't copy."""
     try:
         ids, start = encode_conversation(tokenizer, messages, text)
     except Unrenderable as error:
@@ -185,7 +205,7 @@ def _rewritten(tokenizer: PreTrainedTokenizerBase, messages: list[Message], text
 
 
 def _kinds(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """Which rows are pairs, and which have one text alone."""
+    """Masks: rows that are pairs, and rows with one text only."""
     return frame["chosen"].notna() & frame["rejected"].notna(), frame["chosen"].notna() ^ frame["rejected"].notna()
 
 
@@ -201,13 +221,13 @@ def _preference_columns(frame: pd.DataFrame) -> dict[str, pd.Series]:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]], **options: bool) -> list[str | Unrenderable]:
-    """Each conversation through the chat template, or why the template refuses it."""
+    """Each conversation as the chat template writes it, or the template's refusal."""
     if not conversations:
         return []
     try:
         prepared = [for_template(tokenizer, conversation) for conversation in conversations]
         return tokenizer.apply_chat_template(prepared, tokenize=False, **options)
-    except Exception:  # of a template, which is a program; then find out of which conversation
+    except Exception:  # a template is a program and may raise anything; one by one, to find the conversation
         return [_render_one(tokenizer, conversation, **options) for conversation in conversations]
 
 
@@ -219,9 +239,9 @@ def _render_one(tokenizer: PreTrainedTokenizerBase, conversation: list[Message],
 
 
 def measure_table(use: str, table: pq.ParquetFile, tokenizer: PreTrainedTokenizerBase) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """What `measure` makes of the rows of one use, with stand-ins; and of each its conversation (a hash of the canonical one) and split.
+    """Two tables: `measure` of all rows with stand-ins; and each row's conversation (hash of the canonical text) and split.
 
-    The latter has no rows where the use has no conversations.
+    The second table is empty for a use without conversations.
     """
     frames, places = [], [pd.DataFrame()]
     for rows in _parts(table):
@@ -231,16 +251,16 @@ def measure_table(use: str, table: pq.ParquetFile, tokenizer: PreTrainedTokenize
             places.append(pd.DataFrame({"conversation": _hashes(measured["canonical_conversation"]), "split": measured["split"]}))
     frame = pd.DataFrame({name: pd.concat([part.pop(name) for part in frames], ignore_index=True) for name in list(frames[0])})
     if "pair" in frame:
-        _show_repeated_pairs(frame, table)
+        _restore_repeated_pairs(frame, table)
     place = pd.concat(places, ignore_index=True)
     return _narrow(frame), place.astype({"split": "category"}) if len(place) else place
 
 
 def across_uses(tables: dict[str, pq.ParquetFile], places: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """All conversations of all uses: id (`<use>:<id>`), canonical_conversation, split; as they are where one is in two splits.
+    """All conversations of all uses: id (`<use>:<id>`), canonical_conversation, split; stand-ins unless a conversation is in two splits.
 
     Args:
-        places: of the uses, the second of what `measure_table` returns.
+        places: use -> the second table of `measure_table`.
     """
     places = {use: of_use for use, of_use in places.items() if len(of_use)}
     if not places:
@@ -257,7 +277,7 @@ def across_uses(tables: dict[str, pq.ParquetFile], places: dict[str, pd.DataFram
 
 
 def _mostly_blank(found: pd.Series, where: np.ndarray, present: pd.Series | slice) -> pd.Categorical:
-    """A stand-in for each row that is `present`, and at the places of a mask what was found: a byte for each row, as categories."""
+    """Categories, one byte a row: the texts `found` at the rows of the mask `where`, a stand-in at other rows that are `present`."""
     texts = pd.Categorical([ANY, *found])
     codes = np.full(len(where), -1, dtype=np.int8 if len(texts.categories) < 128 else np.int32)
     codes[present] = texts.codes[0]
@@ -266,26 +286,26 @@ def _mostly_blank(found: pd.Series, where: np.ndarray, present: pd.Series | slic
 
 
 def _narrow(frame: pd.DataFrame) -> pd.DataFrame:
-    """With texts as categories, a byte for each row that has a stand-in; the same for all columns, so that their texts can be compared."""
+    """With texts as categories, which take one byte for a stand-in; the same categories in all columns, so that columns can be compared."""
     texts = [name for name in frame.select_dtypes("str") if name not in DISTINCT]
     categories = sorted(set().union(*(frame[name].dropna().unique() for name in texts)))
     kind = pd.CategoricalDtype(pd.Index(categories, dtype="str"))
     columns = {}
-    for name in list(frame):  # one after the other: both are in memory only of one
+    for name in list(frame):  # one by one: only one column is in memory twice
         column = frame.pop(name)
         columns[name] = column.astype(kind) if name in texts else column
     return pd.DataFrame(columns)
 
 
 def _parts(table: pq.ParquetFile) -> Iterator[list[dict]]:
-    """The rows, some at a time; an empty part where there are none."""
+    """The rows, some thousand at a time; one empty part if there are none."""
     parts = (batch.to_pylist() for batch in read_batches(table))
     yield next(parts, [])
     yield from parts
 
 
 def _without_sound_texts(use: str, measured: pd.DataFrame) -> pd.DataFrame:
-    """In place of a pair its hash, as text."""
+    """With stand-ins for texts without faults, and a hash in place of each pair."""
     sound = _sound(use, measured)
     columns = {name: measured[name].mask(sound & measured[name].notna(), text) for name, text in STAND_INS.items() if name in measured}
     if "pair" in measured:
@@ -295,7 +315,7 @@ def _without_sound_texts(use: str, measured: pd.DataFrame) -> pd.DataFrame:
 
 
 def _sound(use: str, measured: pd.DataFrame) -> pd.Series:
-    """Rows whose texts every check on rows takes as they are. A missing one is as good as any: it stays missing."""
+    """Rows whose texts pass every check on single rows. A missing text passes and stays missing."""
     sound = pd.Series(True, index=measured.index)
     for text in TEXT_COLUMNS[use]:
         sound &= measured[text].str.strip().ne("")
@@ -309,13 +329,13 @@ def _sound(use: str, measured: pd.DataFrame) -> pd.Series:
 
 
 def _hashes(texts: pd.Series) -> pd.Series:
-    """64 bits of each; missing where there is no text."""
+    """A 64-bit hash of each text; missing where the text is."""
     hashes = pd.util.hash_array(texts.fillna("").to_numpy(object), categorize=False)
     return pd.Series(hashes, index=texts.index, dtype="UInt64").mask(texts.isna())
 
 
-def _show_repeated_pairs(frame: pd.DataFrame, table: pq.ParquetFile) -> None:
-    """Pair and preference of the rows whose pair comes again, as they are."""
+def _restore_repeated_pairs(frame: pd.DataFrame, table: pq.ParquetFile) -> None:
+    """Put the texts of pair and preference back where several rows have the same pair."""
     repeated = frame["pair"].duplicated(keep=False) & frame["pair"].notna()
     columns = pair_columns(read_texts("preference", _rows_at(table, repeated)))
     for name, column in columns.items():
@@ -323,7 +343,7 @@ def _show_repeated_pairs(frame: pd.DataFrame, table: pq.ParquetFile) -> None:
 
 
 def _rows_at(table: pq.ParquetFile, wanted: pd.Series) -> list[dict]:
-    """The rows of a mask, [rows] bool."""
+    """The rows where a mask, [rows] bool, is true."""
     found: list[dict] = []
     start = 0
     for batch in read_batches(table) if wanted.any() else ():

@@ -1,4 +1,7 @@
-"""Validate."""
+"""Validation of prepared data with Great Expectations: one suite per use, run in memory; findings are plain values.
+
+Nothing here uses the network or writes outside the folder for the Data Docs, which are made to open offline.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,14 @@ if TYPE_CHECKING:
 
 
 ALL_USES = "all"
-# What the later stages read with a reward model and RL; `config.rows_needed` has it for each method. Without it they have nothing to do.
+# Rows that later stages need with a reward model and RL; `config.rows_needed` has them for each method.
 READ_LATER = (("sft", "train"), ("preference", "train"), ("preference", "test"), ("prompt", "train"), ("prompt", "test"))
 SIDES = ("chosen", "rejected")
 IDS_IN_MESSAGE = 5
 NO_ID = "(no id)"
 DOCS_SITE = "validation"
 
-pandas_execution_engine.HASH_THRESHOLD = 0  # no fingerprints of tables: nothing reads them, and one takes 300 bytes of memory for each row
+pandas_execution_engine.HASH_THRESHOLD = 0  # no table fingerprints: nothing reads them, and one takes 300 bytes of memory a row
 
 log = logging.getLogger("rlhf")
 
@@ -68,12 +71,12 @@ _READ = ("id", ORIGIN, "messages", "text")
 
 @dataclass(frozen=True)
 class Finding:
-    """What one expectation found in one use.
+    """The result of one expectation on one use.
 
-    checked, unexpected: rows; unexpected is None where the expectation is about the whole table.
+    checked, unexpected: rows; unexpected is None for an expectation about the whole table.
     observed: the number that is compared with the limit, in `unit`.
-    ids: of unexpected rows, sorted and all of them.
-    places: of the first of them, where a check failed: id -> where the row's record stands and how its text starts.
+    ids: of all unexpected rows, sorted.
+    places: for the first ids of a failed check: id -> the origin of the row's record and the start of its text.
     """
 
     name: str
@@ -91,7 +94,7 @@ class Finding:
     places: Mapping[str, str] = field(default_factory=dict)
 
     def message(self) -> str:
-        """For people: which expectation, how many rows, the limit, the first ids and where they come from, what to do."""
+        """A message for people: expectation, limit, number of rows, the first ids with their origin, and what to do."""
         if self.unexpected is None:
             return f"{self.use}: {self.name}: expected {self.unit} {self.bound} {self.limit:g}, got {self.observed:.4g}; {self.advice}"
         more = len(self.ids) - IDS_IN_MESSAGE
@@ -105,7 +108,7 @@ class Finding:
 
 
 class Validator:
-    """A Great Expectations context in memory; each call of `run` adds a suite and its result to the Data Docs."""
+    """A Great Expectations context in memory. Each call of `run` adds a suite and its result to the Data Docs."""
 
     def __init__(self):
         config = DataContextConfig(
@@ -120,7 +123,7 @@ class Validator:
         """Check a table with a column `id`. Findings come in the order of the checks.
 
         Raises:
-            RuntimeError: an expectation couldn't be computed, which is a fault of ours.
+            RuntimeError: an expectation couldn't be computed, which is a bug of the check.
         """
         for check in checks:
             check.expectation.description = check.meaning
@@ -136,17 +139,17 @@ class Validator:
                 "return_unexpected_index_query": False,
             },
         )
-        seen = self._source.get_execution_engine().batch_manager  # which keeps every table
-        seen.reset_batch_cache()
-        seen.batch_data_cache.clear()
+        batches = self._source.get_execution_engine().batch_manager  # it would keep every table
+        batches.reset_batch_cache()
+        batches.batch_data_cache.clear()
         by_name = {r.expectation_config.meta["name"]: r for r in result.results}
         return [_finding(use, check, by_name[check.name], rows=len(frame)) for check in checks]
 
     def write_docs(self, folder: Path) -> None:
-        """The Data Docs, a site of HTML files that load nothing from elsewhere. They contain times, so no two runs write the same.
+        """Write the Data Docs, HTML files that load nothing from elsewhere. They contain times, so no two runs write the same bytes.
 
         Raises:
-            OSError, GreatExpectationsError: they couldn't be written.
+            OSError, GreatExpectationsError: the files couldn't be written.
         """
         backend = {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(folder.absolute())}
         site = {"class_name": "SiteBuilder", "site_index_builder": {"class_name": "DefaultSiteIndexBuilder"}, "store_backend": backend}
@@ -165,13 +168,15 @@ def validate(
     pairs: bool = True,
     docs: Path | None = None,
 ) -> list[Finding]:
-    """Every check of every use. `tables` has those that prepare_data made; `docs`: a folder for the Data Docs.
+    """Run every check on every use. Findings don't depend on the order of the rows.
 
-    A use whose schema is wrong is not looked at further. Findings don't depend on the order of the rows.
+    A use with a wrong schema gets no other checks.
 
     Args:
-        needed: uses and splits in which there must be rows.
-        pairs: whether preferences are learned from as pairs: then there must be enough of them, not only single responses with a label.
+        tables: use -> the file that prepare_data wrote.
+        needed: uses and splits that must have rows.
+        pairs: whether the method learns from pairs; then there must be enough pairs, and single responses with a label don't count.
+        docs: a folder for the Data Docs.
     """
     validator, findings, places = Validator(), [], {}
     for use in (u for u in SCHEMAS if u in tables):
@@ -180,7 +185,7 @@ def validate(
         if all(f.passed for f in schema):
             frame, places[use] = measure_table(use, tables[use], tokenizer)
             findings += validator.run(use, use, frame, checks_for(use, frame, config, max_length=max_length, pairs=pairs))
-            del frame  # before the next one is made
+            del frame  # only one use's table is in memory at a time
     findings += validator.run("rows", ALL_USES, _row_counts(tables, needed, pairs=pairs), presence_checks())
     findings += validator.run("splits", ALL_USES, across_uses(tables, places), leakage_checks())
     if docs is not None:
@@ -189,12 +194,12 @@ def validate(
 
 
 def _located(findings: list[Finding], tables: dict[str, pq.ParquetFile]) -> list[Finding]:
-    """Those that failed with the places of the rows that their messages name; one pass over each file that has such rows."""
-    asked: dict[str, set[str]] = {}
+    """Findings, the failed ones with the places of the rows that their messages name; reads each file that has such rows once."""
+    wanted: dict[str, set[str]] = {}
     for finding in (f for f in findings if not f.passed):
         for use, row_id in _named_rows(finding):
-            asked.setdefault(use, set()).add(row_id)
-    found = {use: locate_rows(tables[use], ids) for use, ids in asked.items() if use in tables}
+            wanted.setdefault(use, set()).add(row_id)
+    found = {use: locate_rows(tables[use], ids) for use, ids in wanted.items() if use in tables}
     return [replace(f, places=_places(f, found)) if not f.passed else f for f in findings]
 
 
@@ -204,13 +209,13 @@ def _places(finding: Finding, found: dict[str, dict[str, str]]) -> dict[str, str
 
 
 def _named_rows(finding: Finding) -> list[tuple[str, str]]:
-    """Use and id of the rows that the message names."""
+    """(use, id) of the rows that the message names."""
     ids = finding.ids[:IDS_IN_MESSAGE]
     return [tuple(i.split(":", 1)) for i in ids if ":" in i] if finding.use == ALL_USES else [(finding.use, i) for i in ids]
 
 
 def summary(findings: list[Finding], tables: dict[str, pq.ParquetFile], *, max_reported_ids: int) -> dict[str, Any]:
-    """Findings as what metrics/validation.json holds: the same bytes for the same rows, whatever their order."""
+    """The content of metrics/validation.json: the same for the same rows in any order."""
     observed: dict[str, dict[str, float]] = {}
     for finding in findings:
         observed.setdefault(finding.use, {})[finding.name] = finding.observed
@@ -231,7 +236,7 @@ def _entry(finding: Finding, max_reported_ids: int) -> dict[str, Any]:
 
 def _finding(use: str, check: Check, result: ExpectationValidationResult, *, rows: int) -> Finding:
     if any(error["raised_exception"] for error in _exceptions(result.exception_info)):
-        raise RuntimeError(f"{use}: {check.name}: expected a result, got {result.exception_info}; this is a fault of the check")
+        raise RuntimeError(f"{use}: {check.name}: expected a result, got {result.exception_info}; this is a bug of the check, report it")
     if check.of_observed is None:
         checked = int(result.result["element_count"]) - int(result.result.get("missing_count") or 0)
         unexpected = int(result.result["unexpected_count"])
@@ -248,34 +253,34 @@ def _finding(use: str, check: Check, result: ExpectationValidationResult, *, row
 
 
 def _escaped(frame: pd.DataFrame) -> pd.DataFrame:
-    """The texts of the data as the Data Docs can show them, which don't escape HTML. Texts stay as equal or different as they were."""
-    texts = [c for c in frame if frame[c].dtype == "str" and frame[c].str.contains(r"[&<>\"']").any()]  # a copy of these alone
+    """The table with HTML characters escaped, which the Data Docs don't do. Equal texts stay equal, different ones different."""
+    texts = [c for c in frame if frame[c].dtype == "str" and frame[c].str.contains(r"[&<>\"']").any()]  # copy no other columns
     narrow = {c: frame[c].cat.rename_categories(html.escape) for c in frame.select_dtypes("category")}
     return frame.assign(**narrow, **{c: frame[c].map(html.escape, na_action="ignore") for c in texts})
 
 
 def _exceptions(info: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Great Expectations reports one exception flat, and several by the metric that raised."""
+    """Great Expectations reports a single exception flat, and several by the metric that raised them."""
     yield from [info] if "raised_exception" in info else info.values()
 
 
 def _types(use: str, schema: pa.Schema) -> dict[str, str]:
-    """Column types as text; equal types read like those of SCHEMAS, which Parquet files name a little differently. Messages may be wide."""
+    """Column types as text, written as in SCHEMAS where they are equal: Parquet files name some differently. Messages may be wide."""
     expected = {field.name: field.type for field in SCHEMAS[use]}
-    schema = schema if "origin" in schema.names else schema.append(pa.field("origin", pa.string()))  # rows need none
+    schema = schema if "origin" in schema.names else schema.append(pa.field("origin", pa.string()))  # the column is optional
     accepted = {name: [kind, WIDE_MESSAGES] if kind.equals(MESSAGES) else [kind] for name, kind in expected.items()}
     return {f.name: str(expected[f.name] if any(f.type.equals(k) for k in accepted.get(f.name, ())) else f.type) for f in schema}
 
 
 def _row_counts(tables: dict[str, pq.ParquetFile], needed: Sequence[tuple[str, str]], *, pairs: bool) -> pd.DataFrame:
-    """id (`<use>:<split>`) and rows, of what later stages read."""
+    """The table of presence_checks: id (`<use>:<split>`) and rows."""
     counts = {use: _splits(table, SIDES if pairs and use == "preference" else ()) for use, table in tables.items()}
     rows = [counts.get(use, Counter())[split] for use, split in needed]
     return pd.DataFrame({"id": [f"{use}:{split}" for use, split in needed], "rows": rows})
 
 
 def _splits(table: pq.ParquetFile, filled: Sequence[str]) -> Counter[Any]:
-    """Rows of each split in which the columns `filled` aren't null; none where the table lacks a column."""
+    """Split -> rows in which the columns `filled` aren't null; empty if the table lacks a column."""
     columns = ["split", *filled]
     if not set(columns) <= set(table.schema_arrow.names):
         return Counter()
@@ -296,7 +301,11 @@ _HEAD = f'<head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
 
 
 def make_offline(folder: Path) -> None:
-    """Rewrite every page of the Data Docs in a folder, with an index of links; what the pages no longer use goes."""
+    """Make the Data Docs in a folder open offline, without scripts and files from elsewhere, and write an index of links.
+
+    The pages take style sheets, scripts, icons and images from five hosts, and a script draws the list of pages. The results themselves
+    are in the pages' text.
+    """
     pages = sorted(path for path in folder.rglob("*.html") if path != folder / _INDEX)
     for path in pages:
         path.write_text(offline(path.read_text(encoding="utf-8")), encoding="utf-8")
@@ -305,13 +314,13 @@ def make_offline(folder: Path) -> None:
 
 
 def offline(page: str) -> str:
-    """A page without scripts, images, styles and links to elsewhere, with a style and a policy that loads nothing."""
+    """A page without scripts, images, styles and outside links, with its own style and a policy that loads nothing."""
     page = _OUTSIDE.sub(r"\1", _SCRIPT.sub("", page))
     return reordering_shown(re.sub(r"<head\b[^>]*>", lambda _: _HEAD, page, count=1))
 
 
 def index(pages: list[Path]) -> str:
-    """Results of validation first, then what was expected."""
+    """The list of pages: results first, then expectations."""
     parts = []
     for kind, title in (("validations", "Results"), ("expectations", "Expectations")):
         links = [
@@ -325,7 +334,7 @@ def index(pages: list[Path]) -> str:
 
 
 def locate_rows(file: pq.ParquetFile, ids: Collection[str]) -> dict[str, str]:
-    """id -> where the row's record stands and how its text starts, of the ids that the file has."""
+    """id -> origin of the row's record and start of its text, for the ids that the file has."""
     wanted = pa.array(sorted(ids), type=pa.string())
     found: dict[str, str] = {}
     for batch in read_batches(file, [name for name in _READ if name in file.schema_arrow.names]) if ids else ():

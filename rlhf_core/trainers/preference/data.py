@@ -124,7 +124,8 @@ def group_by_prompt(items: Sequence[Continuation], *, together: int, max_tokens:
         added = sum(len(item.response_ids) if shares_prefix else item.num_tokens for item in block)
         group, tokens = open_groups.get(prompt_ids, (None, 0))
         if group is None or tokens + added > max_tokens:
-            group, tokens = PromptGroup([], [], shares_prefix), len(prompt_ids) if shares_prefix else 0
+            shares = shares_prefix and len(prompt_ids) + added <= max_tokens  # a shared row fits the budget
+            group, tokens = PromptGroup([], [], shares), len(prompt_ids) if shares_prefix else 0
             groups.append(group)
         group.items.extend(block)
         group.positions.extend(range(at, at + together))

@@ -18,7 +18,7 @@ from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.models.build import frozen, load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters, quantize_base
-from rlhf_core.models.probe import can_share_prefixes
+from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.trainers.preference.data import Continuation, ResponseForward, encode_examples, encode_pairs
 from rlhf_core.trainers.preference.objectives import PairObjective, ResponseObjective, example_items, pair_items, preference_phase
@@ -128,7 +128,7 @@ def _models(
         items: all that training and evaluation will ask of the reference.
     """
     model = _load(run)
-    shares = can_share_prefixes(model, max_length=run.model.max_length)
+    shares = shares_prefixes(model, device=device(), max_length=run.model.max_length)
     forward = ResponseForward(tokenizer.pad_token_id, shares, config.microbatch_tokens)
 
     def reference() -> PolicyModule:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.models.backend import Backend
 from rlhf_core.models.forward import GENERAL, PolicyModule, ScalarModule, common_backend
-from rlhf_core.models.probe import can_share_prefixes
+from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.trainers.rl.job import RlJob
 
 
@@ -33,7 +34,7 @@ def can_share_prompts(job: RlJob, model: PreTrainedModel, *, experts_per_token: 
     """Whether a group's prompt is computed once: there are groups, the model can do it, and nothing else counts whole sequences."""
     rl = job.rl
     wanted = rl.group_size > 1 and rl.algorithm != "ppo" and experts_per_token is None
-    return wanted and can_share_prefixes(model, max_length=job.model.max_length)
+    return wanted and shares_prefixes(model, device=device(), max_length=job.model.max_length)
 
 
 def rank_backend(job: RlJob, world_size: int, modules: list[PolicyModule | ScalarModule]) -> Backend:

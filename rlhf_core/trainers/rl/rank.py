@@ -18,7 +18,7 @@ from rlhf_core.data.batching import even_microbatches
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device, equal_count, join_world
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.engines.weights import PackedTensor, pack
-from rlhf_core.models.batch import TokenBatch, collate_branches, collate_tokens, continue_prefix
+from rlhf_core.models.batch import TokenBatch, collate_branches, collate_tokens, continue_prefix, group_by_prefix
 from rlhf_core.models.build import (
     checkpoint_names,
     frozen,
@@ -171,9 +171,12 @@ class TrainerRank:
         """
         if not sequences or not (with_policy or self._job.rl.kl.keeps_reference or self._critic is not None):
             return []
-        groups = self._groups(sequences, starts)
+        tokens = self._job.rl.trainer.microbatch_tokens
+        groups = [[i] for i in range(len(sequences))]
+        if self._shares_prompts:
+            groups = group_by_prefix(sequences, starts, max_tokens=tokens)
         rows = [continue_prefix(sequences[g[0]][: starts[g[0]]], [sequences[i][starts[i] :] for i in g]) for g in groups]
-        longest, tokens = [max(map(len, r)) for r in rows], self._job.rl.trainer.microbatch_tokens
+        longest = [max(map(len, r)) for r in rows]
         keep = keep and sum(len(row) for group in rows for row in group) <= 2 * tokens
 
         def look(part: list[int]) -> Kept:
@@ -190,17 +193,6 @@ class TrainerRank:
         parts = equal_count(even_microbatches(longest, max_tokens=tokens, multiple=multiple, rows=counts))
         kept = self._backend.map(look, parts)
         return kept if keep else []
-
-    def _groups(self, sequences: list[list[int]], starts: list[int]) -> list[list[int]]:
-        """Positions of sequences side by side with the same prompt, where prompts are shared; else each by itself."""
-        groups: list[list[int]] = []
-        for i, (ids, start) in enumerate(zip(sequences, starts, strict=True)):
-            last = groups[-1][-1] if groups else None
-            if self._shares_prompts and last is not None and sequences[last][: starts[last]] == ids[:start]:
-                groups[-1].append(i)
-            else:
-                groups.append([i])
-        return groups
 
     def _look(
         self, batch: TokenBatch, *, with_policy: bool, learn: bool

@@ -19,7 +19,7 @@ from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
 from rlhf_core.models.backend import Backend
-from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, continue_prefix
+from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, continue_prefix, group_by_prefix
 from rlhf_core.models.forward import PolicyOutput
 from rlhf_core.trainers.demonstrations import collate_demonstrations
 from rlhf_core.trainers.rl.advantages import ValueUnits
@@ -153,8 +153,7 @@ class RlUpdate:
         if not self.shares_prompts:
             lengths = (batch.prompt_mask.sum(1) + batch.response_mask.sum(1)).tolist()
             return [Part(rows, None) for rows in equal_count(microbatches(lengths, max_tokens=tokens))]
-        groups = siblings(batch)
-        rows = prompt_rows(batch, groups)
+        groups, rows = prompt_rows(batch, max_tokens=tokens)
         longest = [max(map(len, r)) for r in rows]
         chosen = equal_count(microbatches(longest, max_tokens=tokens, rows=[len(r) for r in rows]))
         return [Part([i for g in part for i in groups[g]], [row for g in part for row in rows[g]]) for part in chosen]
@@ -305,28 +304,18 @@ def contiguous(batch: TrainBatch) -> TokenBatch:
     return TokenBatch(ids.gather(1, source), selected.gather(1, source) & ~beyond)
 
 
-def siblings(batch: TrainBatch) -> list[list[int]]:
-    """Positions of samples of the same prompt that stand side by side."""
-    ids, mask = batch.prompt_ids, batch.prompt_mask
-    same = ((ids[1:] == ids[:-1]) & (mask[1:] == mask[:-1])).all(1).tolist()
-    groups = [[0]]
-    for i, continues in enumerate(same, start=1):
-        if continues:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
+def prompt_rows(batch: TrainBatch, *, max_tokens: int) -> tuple[list[list[int]], list[list[Branches]]]:
+    """Groups of consecutive samples of one prompt, as positions in the batch; and the rows of each, with the prompt once where that pays.
 
-
-def prompt_rows(batch: TrainBatch, groups: list[list[int]]) -> list[list[Branches]]:
-    """For each group of samples of one prompt, what goes through the model: the prompt once where that pays. Responses end where nothing
-    is trained on any more, and have one token at least.
+    Responses end at their last trained token, and have one token at least. A shared row has at most `max_tokens` tokens.
     """
     columns = torch.arange(1, batch.response_mask.shape[1] + 1)
     lengths = (batch.response_mask * columns).amax(1).clamp(min=1).tolist()
+    prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
     responses = [ids[:n] for ids, n in zip(batch.response_ids.tolist(), lengths, strict=True)]
-    prompts = [batch.prompt_ids[group[0]][batch.prompt_mask[group[0]]].tolist() for group in groups]
-    return [continue_prefix(prompt, [responses[i] for i in group]) for prompt, group in zip(prompts, groups, strict=True)]
+    sequences, starts = [p + r for p, r in zip(prompts, responses, strict=True)], [len(p) for p in prompts]
+    groups = group_by_prefix(sequences, starts, max_tokens=max_tokens)
+    return groups, [continue_prefix(prompts[group[0]], [responses[i] for i in group]) for group in groups]
 
 
 def shared(rows: list[Branches], batch: TrainBatch, *, pad_id: int) -> TokenBatch:

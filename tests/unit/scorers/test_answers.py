@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.scorers.answers import final_number, same_number, same_text
 from rlhf_core.scorers.math_answers import MathComparer
+from rlhf_core.scorers.text import final_number, same_number, same_text
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from hostile import NASTY_VALUES, is_clear
 
 from rlhf_core.config import ScorerConfig
-from rlhf_core.scorers.answers import same_number, same_text
-from rlhf_core.scorers.text import ScoreItem, TextScorers
+from rlhf_core.scorers.text import ScoreItem, TextScorers, same_number, same_text
 
 PROGRAM = """\
 import itertools, sys

@@ -6,11 +6,12 @@ import logging
 import math
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from rlhf_core.config import ScorerConfig
-from rlhf_core.scorers.text import ScoreItem, TextScorers, score_item
+from rlhf_core.scorers.text import SCORERS, ScoreItem, TextScorers, score_item
 from rlhf_core.types import Prompt
 
 ROOT = Path(__file__).parents[3]
@@ -54,6 +55,11 @@ def test_without_a_label_there_is_no_score_and_the_log_says_so_once(kind, caplog
     assert [r.getMessage() for r in caplog.records] == [
         "scorer it: expected a score for every response, got none for 2; the prompt has no label to compare with: id-1 of source clerk"
     ]
+
+
+def test_every_kind_of_the_configuration_has_a_scorer():
+    kinds = get_args(ScorerConfig.model_fields["kind"].annotation)
+    assert sorted(kinds) == sorted([*SCORERS, "reward_model", "function", "judge"])
 
 
 def test_a_pattern_is_found_anywhere():

@@ -69,13 +69,13 @@ def test_a_run_that_uses_no_own_reward_model_needs_no_gate(workspace):
     [
         (
             {"kind": "reward_model", "path": "elsewhere"},
-            "scorer reward_model: expected a reward model's folder, got none with a config.json at elsewhere",
+            "scorer reward_model: expected a reward model's folder, got no config.json at elsewhere",
         ),
         (
             {"kind": "function", "path": "mine.py:score"},
             "scorer function mine.py:score: expected an importable module, got FileNotFoundError",
         ),
-        ({"kind": "number"}, "scorers ['number']: expected prompts with labels to compare with, got not a single one"),
+        ({"kind": "number"}, "scorers ['number']: expected prompts with labels, got none with one"),
     ],
 )
 def test_what_a_scorer_lacks_is_said_before_anything_starts(workspace, scorer, message):

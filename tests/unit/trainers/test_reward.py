@@ -19,7 +19,7 @@ from rlhf_core.trainers.reward import Comparison, encode_comparisons, reward_pha
 pytestmark = pytest.mark.usefixtures("world")
 PAIRS = [[(0, 1), (0, 2), (2, 1)], [(1, 0)], [(0, 3), (3, 1), (2, 0), (1, 2)], [(0, 1)], [(1, 0), (1, 0)], [(0, 0)]]
 COMPARISONS = [
-    Comparison(True, sequences(1 + max(map(max, pairs)), seed=k), pairs, [f"{k}-{n}" for n in range(len(pairs))])
+    Comparison(1000, sequences(1 + max(map(max, pairs)), seed=k), pairs, [f"{k}-{n}" for n in range(len(pairs))])
     for k, pairs in enumerate(PAIRS)
 ]
 
@@ -93,9 +93,9 @@ def scores_by_last_id(folder: Path) -> tuple[ScalarModule, list[int]]:
 def test_rm_accuracy_is_weighted_by_example_and_ties_are_half(reward_folder: Path):
     # Of three conversations with 1, 2 and 1 pairs: right; a tie and a wrong one; right. Mean over batches would be another number.
     comparisons = [
-        Comparison(True, [[9], [5]], [(0, 1)], ["a"]),
-        Comparison(True, [[7, 7, 7], [5, 7], [8]], [(0, 1), (1, 2)], ["b", "c"]),
-        Comparison(True, [[3, 1], [2]], [(1, 0)], ["d"]),
+        Comparison(1000, [[9], [5]], [(0, 1)], ["a"]),
+        Comparison(1000, [[7, 7, 7], [5, 7], [8]], [(0, 1), (1, 2)], ["b", "c"]),
+        Comparison(1000, [[3, 1], [2]], [(1, 0)], ["d"]),
     ]
     module, _ = scores_by_last_id(reward_folder)
     for microbatch_tokens in (1, 4, 1000):
@@ -107,9 +107,9 @@ def test_rm_accuracy_is_weighted_by_example_and_ties_are_half(reward_folder: Pat
 def test_a_shared_prompt_changes_neither_loss_nor_weights(reward_folder: Path):
     prompt = sequences(1, seed=9, shortest=14)[0]
     results = []
-    for shares_prefix in (True, False):
-        comparisons = [Comparison(shares_prefix, [[*prompt, *ids] for ids in c.sequences], c.pairs, c.row_ids) for c in COMPARISONS]
-        assert [len(c.rows) for c in comparisons[:3]] == ([1, 1, 1] if shares_prefix else [3, 2, 4])
+    for max_shared_tokens in (1000, 0):
+        comparisons = [Comparison(max_shared_tokens, [[*prompt, *ids] for ids in c.sequences], c.pairs, c.row_ids) for c in COMPARISONS]
+        assert [len(c.rows) for c in comparisons[:3]] == ([1, 1, 1] if max_shared_tokens else [3, 2, 4])
         engine = scalar_engine(reward_folder)
         made = phase(comparisons, microbatch_tokens=90)
         metrics = []
@@ -139,7 +139,7 @@ def test_held_out_scores_come_in_the_order_of_the_pairs_for_any_microbatches(rew
 )
 def test_microbatches_of_comparisons_keep_to_the_budget(reward_folder: Path, shapes: list[list[int]], microbatch_tokens: int):
     """Padded together, not one by one: many short responses beside one long one are as wide as the long one."""
-    comparisons = [Comparison(True, [[5] * n for n in lengths], [(0, 0)], ["x"]) for lengths in shapes]
+    comparisons = [Comparison(1000, [[5] * n for n in lengths], [(0, 0)], ["x"]) for lengths in shapes]
     module, calls = scores_by_last_id(reward_folder)
     score_heldout(module, comparisons, pad_id=PAD, microbatch_tokens=microbatch_tokens)
     alone = max(len(lengths) * max(lengths) for lengths in shapes)
@@ -155,7 +155,7 @@ def row(name: str, chosen: str | None, rejected: str | None, question: str = "Pl
 
 def test_pairs_of_a_conversation_share_their_distinct_responses(tokenizer):
     rows = [row("a", "14", "41"), row("b", "x", "y", "Quick, 9."), row("c", "14", "no"), row("d", "no", "41"), row("e", "41", "x")]
-    comparisons, dropped = encode_comparisons(rows, tokenizer, max_length=64, shares_prefix=True)
+    comparisons, dropped = encode_comparisons(rows, tokenizer, max_length=64, max_shared_tokens=1000)
     assert dropped == 0
     assert [c.row_ids for c in comparisons] == [["a", "c", "d", "e"], ["b"]]
     assert [c.pairs for c in comparisons] == [[(0, 1), (0, 2), (2, 1), (1, 3)], [(0, 1)]]
@@ -166,7 +166,7 @@ def test_pairs_of_a_conversation_share_their_distinct_responses(tokenizer):
 def test_rm_truncation_pairs_that_are_too_long_are_dropped_and_counted_never_cut(tokenizer):
     long = "14 " * 40
     rows = [row("a", "14", "41"), row("b", long, "41"), row("c", "14", long), row("d", long, long, "Quick, 9."), row("e", "no", "14")]
-    comparisons, dropped = encode_comparisons(rows, tokenizer, max_length=40, shares_prefix=True)
+    comparisons, dropped = encode_comparisons(rows, tokenizer, max_length=40, max_shared_tokens=1000)
     assert dropped == 3
     assert [c.row_ids for c in comparisons] == [["a", "e"]]
     assert all(ids[-1] == tokenizer.eos_token_id and tokenizer.decode(ids).endswith(("14<|end|>", "41<|end|>", "no<|end|>"))
@@ -175,12 +175,12 @@ def test_rm_truncation_pairs_that_are_too_long_are_dropped_and_counted_never_cut
 
 def test_a_response_is_dropped_at_one_token_too_many(tokenizer):
     needed = max(len(encode_conversation(tokenizer, row("a", "", "")["messages"], text)[0]) for text in ("1 4", "41"))
-    assert encode_comparisons([row("a", "1 4", "41")], tokenizer, max_length=needed, shares_prefix=True)[1] == 0
-    assert encode_comparisons([row("a", "1 4", "41")], tokenizer, max_length=needed - 1, shares_prefix=True) == ([], 1)
+    assert encode_comparisons([row("a", "1 4", "41")], tokenizer, max_length=needed, max_shared_tokens=1000)[1] == 0
+    assert encode_comparisons([row("a", "1 4", "41")], tokenizer, max_length=needed - 1, max_shared_tokens=1000) == ([], 1)
 
 
 def test_unpaired_rows_are_left_out_and_not_counted_as_too_long(tokenizer):
     comparisons, dropped = encode_comparisons(
-        [row("a", "14", None), row("b", None, "41"), row("c", "14", "41")], tokenizer, max_length=64, shares_prefix=True
+        [row("a", "14", None), row("b", None, "41"), row("c", "14", "41")], tokenizer, max_length=64, max_shared_tokens=1000
     )
     assert ([c.row_ids for c in comparisons], dropped) == ([["c"]], 0)

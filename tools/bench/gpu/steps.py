@@ -202,7 +202,9 @@ def reward(steps: Steps, folder: Path, loop: dict[str, Any]) -> None:
     model = new_scalar_model(Path(steps.model), tokenizer, trust_remote_code=False, training_dtype=params.model.dtype)
     shares = probe_score_head(model).per_token and can_share_prefixes(model, max_length=MAX_LENGTH)
     rows = pairs(steps.rows, steps.lengths)
-    comparisons, dropped = encode_comparisons(rows, tokenizer, max_length=MAX_LENGTH, shares_prefix=shares)
+    comparisons, dropped = encode_comparisons(
+        rows, tokenizer, max_length=MAX_LENGTH, max_shared_tokens=section.microbatch_tokens if shares else 0
+    )
     assert not dropped
     phase = reward_phase(
         comparisons,

@@ -104,6 +104,7 @@ def test_microbatches_hold_every_item_once_pairs_together_within_the_budget(prom
     for part in parts:
         padded = sum(len(g.rows) for g in part) * max(g.longest for g in part)
         assert padded <= max_tokens or len(part) == 1
+        assert all(len(row) <= max_tokens or len(row.branches) == 1 for group in part for row in group.rows)  # no shared row is larger
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import Minibatch, gather
 from rlhf_core.trainers.rl.rank import TrainerRank
-from rlhf_core.trainers.rl.update import contiguous, prompt_rows, real_tokens, shared, siblings
+from rlhf_core.trainers.rl.update import contiguous, prompt_rows, real_tokens, shared
 from rlhf_core.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -94,9 +94,9 @@ APART = [0, 4, 1, 5, 2, 6, 3, 7]  # no sample beside another one of its prompt
 
 def test_samples_of_a_prompt_become_one_row_in_which_the_trained_tokens_are_selected():
     batch = siblings_batch()
-    groups = siblings(batch)
-    assert groups == [[0, 1, 2, 3], [4, 5, 6, 7]] and siblings(batch.select(APART)) == [[i] for i in range(8)]
-    (first,), (second,) = rows = prompt_rows(batch, groups)
+    groups, rows = prompt_rows(batch, max_tokens=100)
+    assert groups == [[0, 1, 2, 3], [4, 5, 6, 7]] and prompt_rows(batch.select(APART), max_tokens=100)[0] == [[i] for i in range(8)]
+    (first,), (second,) = rows
     assert first.prefix == [11, 12, 13, 14, 15] and second.prefix == [21, 22, 23]
     assert list(map(len, first.branches)) == [1, 5, 1, 6]  # of the unscored one only a token is left
     assert list(map(len, second.branches)) == [3, 7, 4, 1]

@@ -9,10 +9,19 @@ import torch
 from tiny_models import PAD, lively, sequences
 from transformers import BloomConfig, BloomForSequenceClassification, GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
-from rlhf_core.models.batch import Branches, collate_branches, collate_tokens, continue_prefix, separate, share_prefix, shared_row
+from rlhf_core.models.batch import (
+    Branches,
+    collate_branches,
+    collate_tokens,
+    continue_prefix,
+    group_by_prefix,
+    separate,
+    share_prefix,
+    shared_row,
+)
 from rlhf_core.models.build import load_language_model, load_scalar_model
 from rlhf_core.models.forward import PolicyModule, ScalarModule
-from rlhf_core.models.probe import can_share_prefixes
+from rlhf_core.models.probe import can_share_prefixes, shares_prefixes
 
 PREFIX, *ENDS = sequences(6, seed=4)
 WHOLE = [[*PREFIX, *end] for end in ENDS]
@@ -69,10 +78,36 @@ def test_the_common_beginning_leaves_a_token_for_each_branch():
 
 def test_rows_are_shared_only_where_that_saves_a_quarter():
     # 8 common tokens and 4 + 4 others: 16 in one row against 24 in two. 2 common ones: 10 against 12.
-    assert share_prefix([[1] * 8 + [2] * 4, [1] * 8 + [3] * 4]) == [Branches([1] * 8, [[2] * 4, [3] * 4])]
+    assert share_prefix([[1] * 8 + [2] * 4, [1] * 8 + [3] * 4], max_tokens=99) == [Branches([1] * 8, [[2] * 4, [3] * 4])]
     few = [[1] * 2 + [2] * 4, [1] * 2 + [3] * 4]
-    assert share_prefix(few) == separate(few) == [Branches([], ids) for ids in ([few[0]], [few[1]])]
-    assert share_prefix([[1, 2, 3]]) == separate([[1, 2, 3]])
+    assert share_prefix(few, max_tokens=99) == separate(few) == [Branches([], ids) for ids in ([few[0]], [few[1]])]
+    assert share_prefix([[1, 2, 3]], max_tokens=99) == separate([[1, 2, 3]])
+
+
+def test_a_shared_row_stays_within_the_budget_and_a_larger_one_is_halved():
+    four = [[1] * 8 + [k] * 4 for k in range(2, 6)]  # 8 + 4 x 4 = 24 tokens in one row, 8 + 2 x 4 = 16 in each of two
+    assert share_prefix(four, max_tokens=24) == [shared_row(four)]
+    assert share_prefix(four, max_tokens=23) == [shared_row(four[:2]), shared_row(four[2:])]
+    assert share_prefix(four, max_tokens=15) == share_prefix(four, max_tokens=0) == separate(four)
+
+
+def test_a_group_of_long_responses_is_split_by_the_budget_of_a_micro_batch():
+    group = [[1] * 512 + [k] * 2048 for k in range(2, 10)]  # in one row 512 + 8 x 2,048 = 16,896 tokens
+    assert group_by_prefix(group, [512] * 8, max_tokens=16_896) == [[*range(8)]]
+    assert group_by_prefix(group, [512] * 8, max_tokens=8192) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert group_by_prefix(group, [512] * 8, max_tokens=1024) == [[i] for i in range(8)]
+
+
+def test_groups_are_of_consecutive_sequences_with_the_same_prefix():
+    sequences = [[1, 2, 5], [1, 2, 6], [1, 3, 5], [1, 2, 5]]
+    assert group_by_prefix(sequences, [2] * 4, max_tokens=99) == [[0, 1], [2], [3]]
+    assert group_by_prefix(sequences, [2, 1, 1, 1], max_tokens=99) == [[0], [1, 2, 3]]
+
+
+def test_prefixes_are_shared_on_a_cpu_only(reward_folder: Path):
+    model = load_scalar_model(reward_folder)
+    assert shares_prefixes(model, device=torch.device("cpu"), max_length=64)
+    assert not shares_prefixes(model, device=torch.device("cuda"), max_length=64)
 
 
 def test_plain_rows_need_no_mask():

@@ -1,0 +1,39 @@
+"""`python -m tools.params` prints effective values, those at their default included."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from rlhf_core.config import load_params
+from tools.params import main
+
+ROOT = Path(__file__).parents[3]
+
+
+def printed(monkeypatch, capsys, *arguments: str):
+    monkeypatch.setattr(sys, "argv", ["tools.params", *arguments])
+    monkeypatch.chdir(ROOT)
+    main()
+    return YAML(typ="safe", pure=True).load(capsys.readouterr().out)
+
+
+def test_the_printed_params_are_the_effective_ones(monkeypatch, capsys):
+    assert printed(monkeypatch, capsys) == load_params(ROOT / "params.yaml").model_dump(mode="json")
+
+
+def test_overrides_and_a_key_select_what_is_printed(monkeypatch, capsys):
+    changed = ["--set", "training.zero_stage=2", "--params", str(ROOT / "recipes/hacking.yaml")]
+    assert printed(monkeypatch, capsys, "kto.zero_stage", *changed) == 2
+    assert printed(monkeypatch, capsys, "data.sources.0.clerk.garbled_fraction", *changed) == 0.0
+
+
+@pytest.mark.parametrize("arguments", [["sft.stepz"], ["--set", "sft.stepz=1"]])
+def test_an_unknown_key_is_refused(monkeypatch, arguments):
+    monkeypatch.setattr(sys, "argv", ["tools.params", *arguments])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match=r"sft\.stepz.*: expected a key of params.yaml"):
+        main()
