@@ -10,7 +10,7 @@ from typing import Any
 from flows.chain.stages import LineHandler, StageResult, run_stage
 from rlhf_core.config import read_yaml
 from rlhf_core.provenance.cached_model import cache_folder
-from rlhf_core.rounds.pins import dvc_md5
+from rlhf_core.provenance.file_hashes import dvc_md5
 
 
 def run_checked(stage: str, workspace: Path, *, timeout: float, grace: float, on_line: LineHandler, force: bool = False) -> StageResult:

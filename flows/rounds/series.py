@@ -30,10 +30,11 @@ from rlhf_core.paths import (
     SOURCES,
     round_folder,
 )
+from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.provenance.inputs import changes_since, read_inputs
 from rlhf_core.report.rounds import draw, table
 from rlhf_core.rounds.data import check_promotion_rows, prompts_of_round
-from rlhf_core.rounds.pins import BudgetPin, Pin, PromptsPin, Round, dvc_md5, prompts_hash, read_rounds, write_rounds
+from rlhf_core.rounds.pins import BudgetPin, Pin, PromptsPin, Round, prompts_hash, read_rounds, write_rounds
 from rlhf_core.rounds.promotion import next_budget
 
 STAGES = ("sample_round", "validate_round", "train_round", "evaluate_round")

@@ -1,4 +1,4 @@
-"""The other ways from the SFT model to the policy: pairs, single responses, sampling, rounds."""
+"""The methods other than RL that lead from the SFT model to the policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REFERENCE_FREE = ("simpo", "orpo")
 
 
 class DpoConfig(TrainingConfig):
-    """Direct alignment on pairs; batch_size counts pairs."""
+    """Preference optimization on pairs; batch_size counts pairs."""
 
     steps: int = Field(gt=0)
     loss: PreferenceLoss
@@ -30,21 +30,22 @@ class DpoConfig(TrainingConfig):
     def conflicts(self) -> Iterator[str]:
         if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
             yield (
-                f"label_smoothing: expected 0 with loss {self.loss}, got {self.label_smoothing}; sigmoid (conservative) and robust have it"
+                f"label_smoothing: expected 0 with loss {self.loss}, got {self.label_smoothing}; only sigmoid (conservative DPO) "
+                "and robust have it"
             )
         if self.loss == "robust" and not self.label_smoothing:
-            yield "label_smoothing: expected above 0 with loss robust, got 0; it is the share of flipped labels that is assumed"
+            yield "label_smoothing: expected above 0 with loss robust, got 0; it is the assumed share of flipped labels"
         if self.nll_coef and self.loss == "orpo":
             yield (
-                f"nll_coef: expected 0 with loss orpo, got {self.nll_coef}; it has the likelihood of the chosen response as a term of its "
-                "own, and beta says what that weighs against the odds"
+                f"nll_coef: expected 0 with loss orpo, got {self.nll_coef}; ORPO's own loss has the likelihood of the chosen response, "
+                "and beta weights the odds ratio against it"
             )
         if self.length_normalize and self.loss in ("ipo", *REFERENCE_FREE):
-            yield f"length_normalize: expected false with loss {self.loss}, got true; it is one per token already"
+            yield f"length_normalize: expected false with loss {self.loss}, got true; that loss is per token already"
 
 
 class KtoConfig(TrainingConfig):
-    """Alignment on single responses marked good or bad; batch_size counts responses."""
+    """Preference optimization on single responses, each marked good or bad; batch_size counts responses."""
 
     steps: int = Field(gt=0)
     loss: Literal["kto", "apo_zero_unpaired"]
@@ -57,11 +58,11 @@ class KtoConfig(TrainingConfig):
         if not self.desirable_weight and not self.undesirable_weight:
             yield "desirable_weight: expected above 0 here or in undesirable_weight, got 0 in both; nothing would be learned"
         if self.loss == "kto" and self.batch_size < 2:
-            yield "batch_size: expected at least 2 with loss kto, got 1; its KL is estimated with other rows' responses"
+            yield "batch_size: expected at least 2 with loss kto, got 1; it estimates the KL with other rows' responses"
 
 
 class SamplingConfig(Section):
-    """How many responses are drawn for how many training prompts, and how."""
+    """Responses sampled for training prompts."""
 
     backend: RolloutBackend
     prompts: int | None = Field(gt=0)
@@ -74,7 +75,7 @@ class SamplingConfig(Section):
 
 
 class RejectionSamplingConfig(TrainingConfig):
-    """Best of n by the scorers, then SFT on the best; min_score is in units of their weighted sum."""
+    """SFT on the best of n responses by the scorers; min_score is in units of their weighted sum."""
 
     steps: int = Field(gt=0)
     sampling: SamplingConfig
@@ -86,7 +87,7 @@ class RejectionSamplingConfig(TrainingConfig):
 
 
 class ConditionalSftConfig(TrainingConfig):
-    """SFT on responses of every quality with the quality in the prompt; at inference the best is asked for (SteerLM)."""
+    """SFT on responses of every quality, with the quality level in the prompt; the policy's template asks for level `wanted` (SteerLM)."""
 
     steps: int = Field(gt=0)
     label_by: Literal["preference", "scores"]
@@ -97,16 +98,16 @@ class ConditionalSftConfig(TrainingConfig):
         if self.wanted >= self.levels:
             yield f"wanted: expected a level from 0 to {self.levels - 1}, got {self.wanted}; the highest is the best"
         if self.label_by == "preference" and self.levels != 2:
-            yield f"levels: expected 2 with label_by preference (rejected, chosen), got {self.levels}; scores give more"
+            yield f"levels: expected 2 with label_by preference (rejected, chosen), got {self.levels}; label_by scores allows more"
 
 
 class PromotionConfig(Section):
-    """When a round's policy takes the place of the one before.
+    """The requirement for a round's policy to replace the previous one.
 
     metric: win_rate (of the score, ties half) or judge (difference in shares, where the data has a judge), on the promotion split.
     error_budget: chance that a series of rounds ever accepts a policy that is no better (rlhf_core/rounds/promotion.py).
     rounds: comparisons over which most of the budget is spread; a series may have more.
-    min_advantage: the win rate minus a half, or the difference, must be shown to be above this.
+    min_advantage: for the lower bound of the win rate minus a half, or of the difference.
     """
 
     metric: Literal["win_rate", "judge"]
@@ -121,14 +122,14 @@ class PromotionConfig(Section):
         if isinstance(section, dict) and "confidence" in section:
             raise ValueError(
                 "confidence: expected error_budget (the chance that a series ever accepts a policy that is no better) and rounds, got the "
-                "confidence of each round; write error_budget: 0.05 and rounds: 30 in its place. A series that has confidence can't go on: "
-                "begin another with --series NAME"
+                "confidence of each round; write error_budget: 0.05 and rounds: 30 instead. A series with confidence can't be "
+                "continued: begin another with --series NAME"
             )
         return section
 
 
 class IterativeConfig(Section):
-    """Rounds of iterative DPO (flows/iterative_dpo.py); how a round trains is the section dpo, but for steps and learning rate."""
+    """Rounds of iterative DPO (flows/iterative_dpo.py). A round trains with the section dpo, but for steps and learning rate."""
 
     start: Literal["sft", "policy", "registry"]
     steps: int = Field(gt=0)
@@ -149,6 +150,6 @@ Method = Literal["rl", "dpo", "kto", "rejection_sampling", "conditional_sft"]
 
 
 class AlignmentConfig(Section):
-    """Which way leads from the SFT model to the policy; each is the section and the module tasks/train_<method>.py of its name."""
+    """The method that leads from the SFT model to the policy: the section and the module tasks/train_<method>.py of its name."""
 
     method: Method

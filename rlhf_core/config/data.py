@@ -29,12 +29,12 @@ class ClerkConfig(Section):
 
 
 class SamplesConfig(Section):
-    """Prompts, demonstrations and pairs that the model at model.path writes itself.
+    """Prompts, demonstrations and pairs that the model at model.path writes.
 
-    openings: what a prompt begins with, in turn.
-    opening_tokens: that the model adds to an opening, up to the end of a sentence, to make a prompt; 0: the openings are the prompts.
-    prompts: how many different ones, at most.
-    responses_per_prompt: each up to the end of a sentence; the first one is a demonstration.
+    openings: beginnings of the prompts, used in turn.
+    opening_tokens: number of tokens that the model adds to an opening, up to the end of a sentence; 0: the openings are the prompts.
+    prompts: greatest number of different prompts.
+    responses_per_prompt: responses, each up to the end of a sentence; the first one is a demonstration.
     label_noise: share of the pairs whose label is flipped.
     """
 
@@ -62,10 +62,10 @@ DataFormat = Literal[
 ]
 
 
-# What the expectations of these names count.
+# Rows to leave out, by the name of the expectation that would count them.
 DropKind = Literal["empty", "identical", "contradictory", "too_long"]
 
-# Format -> the uses it can serve, and our names of its columns.
+# Format -> its possible uses, and the names of its columns in `columns`.
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "preference": (("sft", "preference", "prompt"), ("prompt", "chosen", "rejected", "system")),
     "hh": (("sft", "preference", "prompt"), ("chosen", "rejected")),
@@ -78,9 +78,9 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("pretrain",), ("text",)),
 }
 
-CLERK_JUDGE = "clerk"  # what the built-in data's judge is called among the judges; the others are rules, and called as their function is
+CLERK_JUDGE = "clerk"  # name of the built-in data's judge; another judge is a rule and has the name of its function
 
-# What the gate slices by without any column of the data.
+# Slices of the gate that need no column of the data.
 BUILT_IN_SLICES = ("source", "prompt_length", "response_length", "length_order")
 
 
@@ -91,19 +91,21 @@ class SourceConfig(Section):
     weight: float = Field(default=1.0, gt=0)
     clerk: ClerkConfig | None = None  # never None with kind clerk
     samples: SamplesConfig | None = None
-    judge: str | None = None  # a rule of yours, file.py:name or package.module:name; of kind samples it labels the pairs too
+    judge: str | None = None  # a rule, file.py:name or package.module:name; with kind samples it also labels the pairs
     path: str | None = None  # a file, a folder, or the name of a Hugging Face data set
-    delimiter: str | None = Field(default=None, min_length=1, max_length=1)  # of a CSV file; null: found in its header
+    delimiter: str | None = Field(default=None, min_length=1, max_length=1)  # of a CSV file; null: detected in its header
     encoding: str = "utf-8"  # of text files
     subset: str | None = None  # of a Hugging Face data set
     dataset_split: str = "train"  # of a Hugging Face data set
     revision: str | None = None  # of a Hugging Face data set: branch, tag or commit; None: what the cache has, or the newest
     format: DataFormat | None = None
-    columns: dict[str, str | list[str]] = Field(default_factory=dict)  # our name -> theirs; dots reach into nested columns
-    implicit_prompt: bool = False  # preference as text without a prompt column: what chosen and rejected begin with is the prompt
-    slices: dict[str, str] = Field(default_factory=dict)  # a name for the gate's slices -> their column
+    columns: dict[str, str | list[str]] = Field(
+        default_factory=dict
+    )  # name in the format -> column in the file; dots reach into nested columns
+    implicit_prompt: bool = False  # preference without a prompt column: the common beginning of chosen and rejected is the prompt
+    slices: dict[str, str] = Field(default_factory=dict)  # name for the gate's slices -> column in the file
     license: str | None = Field(default=None, min_length=1)  # of the data, for the card of an exported model; changes nothing else
-    drop: list[DropKind] = Field(default_factory=list)  # rows that are left out and counted, where else validation would refuse them
+    drop: list[DropKind] = Field(default_factory=list)  # rows to leave out and count, instead of a refusal by validation
     label_pattern: str | None = None  # regular expression that finds the label inside its column; its first group, if it has one
 
     @model_validator(mode="before")
@@ -114,10 +116,10 @@ class SourceConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         if self.revision is not None and self.kind != "huggingface":
-            yield f"source {self.name}: revision expects kind huggingface, got kind {self.kind}; take revision out"
+            yield f"source {self.name}: revision expects kind huggingface, got kind {self.kind}; remove revision"
         if self.kind == "clerk":
             if self.judge is not None:
-                yield f"source {self.name}: kind clerk expects no judge, got {self.judge}; it has its own, so take that out"
+                yield f"source {self.name}: kind clerk expects no judge, got {self.judge}; remove it, for the clerk has its own"
         elif self.kind == "samples":
             yield from self._sample_conflicts()
         elif self.path is None or self.format is None:
@@ -128,7 +130,7 @@ class SourceConfig(Section):
 
     @property
     def judge_name(self) -> str | None:
-        """Of whom `find_judge` finds for the source's rows; None: they have none."""
+        """The name of the judge of the source's rows; None: they have none."""
         return CLERK_JUDGE if self.kind == "clerk" else self.judge
 
     def _sample_conflicts(self) -> Iterator[str]:
@@ -136,12 +138,12 @@ class SourceConfig(Section):
             got = "no samples section" if self.samples is None else "no judge"
             yield f"source {self.name}: kind samples expects samples and judge, got {got}; see recipes/stories.yaml"
         if "pretrain" in self.uses:
-            yield f"source {self.name}: kind samples expects uses among sft, preference, prompt, got pretrain; take that out"
+            yield f"source {self.name}: kind samples expects uses among sft, preference, prompt, got pretrain; remove it"
 
     def _reading_conflicts(self) -> Iterator[str]:
         subject = f"source {self.name}"
         if self.kind != "file" and (self.delimiter is not None or self.encoding != "utf-8"):
-            yield f"{subject}: delimiter and encoding expect kind file, got {self.kind}; take them out"
+            yield f"{subject}: delimiter and encoding expect kind file, got {self.kind}; remove them"
         try:
             "a".encode(self.encoding)
         except (LookupError, ValueError):
@@ -151,14 +153,14 @@ class SourceConfig(Section):
             yield f"{subject}: delimiter expects a character between fields, got {self.delimiter!r}; correct it"
         if self.implicit_prompt and (self.format != "preference" or "prompt" in self.columns):
             got = "a mapped prompt" if "prompt" in self.columns else f"format {self.format}"
-            yield f"{subject}: implicit_prompt expects format preference without a prompt column, got {got}; take it out"
+            yield f"{subject}: implicit_prompt expects format preference without a prompt column, got {got}; remove it"
 
     def _format_conflicts(self, uses: tuple[str, ...], columns: tuple[str, ...]) -> Iterator[str]:
         subject = f"source {self.name}"
         if unserved := [use for use in self.uses if use not in uses]:
-            yield f"{subject}: format {self.format} expects uses among {list(uses)}, got {unserved}; take those out"
+            yield f"{subject}: format {self.format} expects uses among {list(uses)}, got {unserved}; remove those"
         if unknown := [column for column in self.columns if column not in columns]:
-            yield f"{subject}: format {self.format} expects columns named {list(columns)}, got {unknown}; map ours to theirs"
+            yield f"{subject}: format {self.format} expects columns named {list(columns)}, got {unknown}; write a name of the format first"
         if lists := [column for column, theirs in self.columns.items() if isinstance(theirs, list) and column != "completions"]:
             yield f"{subject}: columns {lists} expect one column each, got lists; only completions takes several"
         if taken := [name for name in self.slices if name in BUILT_IN_SLICES]:

@@ -1,4 +1,4 @@
-"""Online RL, and the columns of its curves, which follow from it."""
+"""Online RL and the columns of its curves."""
 
 from __future__ import annotations
 
@@ -88,22 +88,22 @@ class RlConfig(Section):
 
     @property
     def limits(self) -> dict[str, LimitConfig]:
-        """Those of `monitor` that are not switched off."""
+        """The limits of `monitor` that are not switched off."""
         return {name: limit for name, limit in self.monitor.items() if limit is not None}
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the best policy so far is put aside: to be the result, or to have something to roll back to."""
+        """Whether the best policy so far is saved, as the result or for a rollback."""
         return self.evaluation.keep_best or any(limit.action == "rollback" for limit in self.limits.values())
 
     @property
     def starts_rounded(self) -> bool:
-        """Whether the policy starts as the SFT model with rounded weights, which the engines, that load its folder, then don't have."""
+        """Whether the policy's initial weights are rounded (QLoRA), and so differ from the SFT model's, which the rollout engines load."""
         return self.lora is not None and self.lora.quantize is not None
 
     @property
     def aggregation(self) -> str:
-        """What `auto` stands for: Dr. GRPO's constant horizon, GSPO's mean over sequences, otherwise the mean over tokens."""
+        """`loss_aggregation` with auto resolved: constant_horizon for Dr. GRPO, sequence_mean for GSPO, otherwise token_mean."""
         if self.loss_aggregation != "auto":
             return self.loss_aggregation
         if self.policy_loss == "gspo":
@@ -151,32 +151,32 @@ class RlConfig(Section):
     def _combination_conflicts(self) -> Iterator[str]:
         if self.policy_loss == "gspo" and self.aggregation != "sequence_mean":
             yield (
-                f"loss_aggregation: expected sequence_mean or auto with policy_loss gspo, got {self.loss_aggregation}; its ratio is one "
-                "per sequence, and other means would weigh long responses again"
+                f"loss_aggregation: expected sequence_mean or auto with policy_loss gspo, got {self.loss_aggregation}; GSPO has one "
+                "ratio per sequence, and another mean would weight long responses twice"
             )
         if self.dual_clip is not None and self.policy_loss != "ppo_clip":
-            yield f"dual_clip: expected null with policy_loss {self.policy_loss}, got {self.dual_clip}; it belongs to ppo_clip"
+            yield f"dual_clip: expected null with policy_loss {self.policy_loss}, got {self.dual_clip}; only ppo_clip has it, so remove it"
         if self.lora is not None and self.lora.dropout:
             yield (
-                f"lora.dropout: expected 0 in rl, got {self.lora.dropout}; the ratio compares log-probabilities before and after an "
-                "update, and dropout would change them by itself"
+                f"lora.dropout: expected 0 in rl, got {self.lora.dropout}; set it to 0, because dropout changes the log-probabilities "
+                "that the ratio compares"
             )
         if self.correction.kind != "none" and self.rollout.recomputed_fraction < 1:
             yield (
-                f"rollout.recomputed_fraction: expected 1 with a correction, got {self.rollout.recomputed_fraction}; where the trainer "
-                "takes over the engine's log-probabilities there is nothing to correct"
+                f"rollout.recomputed_fraction: expected 1 with a correction, got {self.rollout.recomputed_fraction}; set it to 1, "
+                "because a correction needs the trainer's log-probabilities of every sample"
             )
         if self.rollout.one_step_off_policy:
             yield from self._draw_ahead_conflicts()
         if self.dynamic_sampling.enabled and self.group_size < 2:
             yield (
-                f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; a group of one is always "
-                "all right or all wrong"
+                f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; raise it, because a "
+                "group of one has no variance"
             )
         if self.algorithm == "remax" and self.kl.in_reward and self.rollout_batch_size < self.trainer.ranks:
             yield (
                 f"remax.group_size: expected at least trainer.ranks={self.trainer.ranks} prompts a step, got {self.rollout_batch_size}; "
-                "each rank looks at greedy responses for their KL: lower it"
+                "lower it, because each rank computes the KL of some greedy responses"
             )
         if self.reward.overlong is not None and self.reward.overlong.buffer > self.rollout.max_new_tokens:
             yield (
@@ -186,7 +186,7 @@ class RlConfig(Section):
         if self.kl.target is not None and self.kl.horizon <= self.samples_per_step / 5:
             yield (
                 f"kl.horizon: expected more than a fifth of samples_per_step={self.samples_per_step} with a target, got {self.kl.horizon}; "
-                "one step could make the coefficient 0"
+                "raise it, because one step could make the coefficient 0"
             )
         known = ("score", *(s.name for s in self.reward.scorers))
         if self.evaluation.metric not in known:
@@ -200,29 +200,30 @@ class RlConfig(Section):
         key, own = "ppo.critic_init: expected reward_model_trunk or sft", self.reward.own_reward_models
         if not own:
             yield (
-                f"{key} where no rewarded scorer is the chain's reward model, got reward_model; its scores are in no units of the reward"
+                f"{key} where no rewarded scorer is the chain's reward model, got reward_model; its scores would not be in units of the "
+                "reward"
             )
         if running := [s.name for s in own if s.normalization == "running"]:
             yield (
-                f"{key} with normalization running of {running}, got reward_model; how its scores relate to the rewards isn't known "
-                "before the first step, and moves"
+                f"{key} with normalization running of {running}, got reward_model; the scale between its scores and the rewards is "
+                "unknown before the first step and changes later"
             )
         if ensembles := [s.name for s in own if s.members > 1]:
             yield (
-                f"{key} with several members of {ensembles}, got reward_model; a critic is one model, and the rewards are in the units of "
-                "all members' scores together; reward_model_trunk starts from the first one's layers"
+                f"{key} with several members of {ensembles}, got reward_model; a critic is one model, and the rewards are in units of all "
+                "members' scores together; reward_model_trunk starts from the first member's layers"
             )
 
     def _draw_ahead_conflicts(self) -> Iterator[str]:
         key = "rollout.one_step_off_policy: expected false"
         if self.dynamic_sampling.enabled:
-            yield f"{key} with dynamic_sampling, got true; which prompts a step needs is known only when it has its scores"
+            yield f"{key} with dynamic_sampling, got true; the prompts of a step depend on its scores"
         if self.algorithm == "remax":
-            yield f"{key} with remax, got true; its baselines are the sampling policy's greedy responses, and that has moved on"
+            yield f"{key} with remax, got true; its baselines are greedy responses of the sampling policy, which has changed since"
         if self.trusts_engine and not self.rollout.samples_whole_distribution:
             yield (
-                f"{key} with top_p, top_k or min_new_tokens and without a correction, got true; the ratio would be to the engine's "
-                "probabilities, which are then of another distribution than the policy's: set correction.kind"
+                f"{key} with top_p, top_k or min_new_tokens and without a correction, got true; set correction.kind, because "
+                "the ratio would compare with the engine's probabilities, which are then those of another distribution"
             )
 
     def _limit_conflicts(self) -> Iterator[str]:
@@ -243,12 +244,11 @@ class RlConfig(Section):
                 )
             if limit.action == "rollback" and self.evaluation.every is None:
                 yield (
-                    f"{key}.action: expected evaluation.every with rollback, got null; without an evaluation nothing says which policy was "
-                    "the best"
+                    f"{key}.action: expected evaluation.every with rollback, got null; set evaluation.every, which finds the best policy"
                 )
 
 
-# Of the curves of RL: what needs a reference, and what every step's update says.
+# Columns of plots/train_policy.csv. Those of KL_COLUMNS need a reference.
 KL_COLUMNS = ("kl_mean", "kl_token_mean", "kl_token_min", "kl_token_max", "frontier_gap")
 _BATCH_COLUMNS = (
     *("score_mean", "score_std", "reward_mean", "kl_mean", "kl_coef", "entropy", "response_length", "truncated_fraction"),
@@ -271,7 +271,7 @@ _MISMATCH_COLUMNS = ("mismatch_mean", "mismatch_max", "mismatch_kl", "ratio_mean
 
 
 def curve_columns(rl: RlConfig) -> tuple[str, ...]:
-    """Of plots/train_policy.csv. They follow from the configuration alone, so that a resumed run goes on with the same ones."""
+    """The columns of plots/train_policy.csv. They depend on the configuration alone, so that a resumed run has the same columns."""
     names = [s.name for s in rl.reward.scorers]
     columns = ["step", *_BATCH_COLUMNS, *(f"score_{n}" for n in names), *(f"failed_{n}" for n in names)]
     columns += [f"{kind}_{s.name}" for s in rl.reward.scorers if not s.weight for kind in ("gap", "agreement")]

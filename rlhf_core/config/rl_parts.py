@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rlhf_core.config.base import Fraction, RolloutBackend, Section
 
-# Of a GPU, for one actor: a part of one, or a whole one. auto: see rlhf_core/trainers/rl/placement.py.
+# The share of a GPU for one actor; rlhf_core/trainers/rl/placement.py resolves auto.
 GpuShare = Literal["auto"] | Annotated[float, Field(gt=0, le=1)]
 
 
@@ -26,7 +26,7 @@ class PpoConfig(Section):
 
     @property
     def starts_from_reward_model(self) -> bool:
-        """Whether the critic is, at least in its trunk, the chain's reward model."""
+        """Whether the critic starts from the chain's reward model, or from its layers below the head."""
         return self.critic_init != "sft"
 
 
@@ -36,13 +36,13 @@ class GrpoConfig(Section):
 
 
 class GroupConfig(Section):
-    """An algorithm whose baseline comes from a prompt's other samples."""
+    """An algorithm whose baseline is computed from the other samples of the prompt."""
 
     group_size: int = Field(ge=2)
 
 
 class SampleConfig(Section):
-    """An algorithm that needs no siblings: its baseline is the batch's mean or a greedy response."""
+    """An algorithm whose baseline is the batch's mean or a greedy response, so that a group may have one sample."""
 
     group_size: int = Field(ge=1)
 
@@ -58,17 +58,17 @@ class KlConfig(Section):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the divergence is known: it is penalised, or at least measured."""
+        """Whether the reference model is kept, to penalise or measure the KL."""
         return self.coef > 0 or self.measure
 
     @property
     def in_reward(self) -> bool:
-        """Whether the divergence is subtracted from the rewards."""
+        """Whether the KL penalty is subtracted from the rewards."""
         return self.coef > 0 and self.placement == "reward"
 
     def conflicts(self) -> Iterator[str]:
         if self.placement == "loss" and self.estimator == "k1":
-            yield "estimator: expected k2 or k3 with placement loss, got k1; the gradient of k1 is zero in expectation"
+            yield "estimator: expected k2 or k3 with placement loss, got k1; choose one, because the gradient of k1 is zero in expectation"
         for name, value in (("target", self.target), ("refresh_reference_every", self.refresh_reference_every)):
             if self.coef == 0 and value is not None:
                 yield f"{name}: expected null with coef 0, got {value}; raise coef or remove it"
@@ -102,7 +102,7 @@ class PeriodicEvaluationConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         if self.keep_best and self.every is None:
-            yield "keep_best: expected a number of steps in every, got null; nothing would be compared"
+            yield "keep_best: expected a number of steps in every, got null; set every, or keep_best to false"
 
 
 class RolloutConfig(Section):
@@ -134,24 +134,24 @@ class RolloutConfig(Section):
 
     @property
     def samples_any_token(self) -> bool:
-        """Whether neither top-p nor top-k leaves tokens out."""
+        """Whether neither top-p nor top-k excludes tokens."""
         return self.top_p == 1 and self.top_k is None
 
     @property
     def samples_whole_distribution(self) -> bool:
-        """Whether the engine's log-probabilities are the policy's own at every token."""
+        """Whether the engine's log-probabilities are the policy's at every token."""
         return self.samples_any_token and self.min_new_tokens == 0
 
     def conflicts(self) -> Iterator[str]:
         if self.recomputed_fraction < 1 and not self.samples_whole_distribution:
             yield (
                 f"recomputed_fraction: expected 1 with top_p, top_k or min_new_tokens, got {self.recomputed_fraction}; "
-                "the engine then draws from another distribution than the policy's"
+                "set it to 1, because the engine then samples from another distribution than the policy's"
             )
         if self.min_new_tokens >= self.max_new_tokens:
             yield (
-                f"min_new_tokens: expected less than max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}; lower it: what comes "
-                "after it is what the engines' weights are checked by, and may be the end token"
+                f"min_new_tokens: expected less than max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}; lower it, "
+                "because the check of the engines' weights needs tokens that may be the end token"
             )
 
 
@@ -219,8 +219,8 @@ class TrainerConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if self.ranks > 1 and self.gpus_per_rank != "auto" and self.gpus_per_rank <= 0.5:
             yield (
-                f"gpus_per_rank: expected auto or more than 0.5 with ranks={self.ranks}, got {self.gpus_per_rank}; two ranks could land on "
-                "one GPU, which NCCL refuses"
+                f"gpus_per_rank: expected auto or more than 0.5 with ranks={self.ranks}, got {self.gpus_per_rank}; raise it, because "
+                "two ranks could share a GPU, which NCCL refuses"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a response is rewarded for."""
+"""Scorers of responses, and how RL turns their scores into rewards."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pydantic import Field
 from rlhf_core.config.base import Fraction, Section
 
 RESERVED_NAMES = ("score", "mean", "std")  # score_<name> and eval_<name> are columns of the curves
-LABEL_SCORERS = ("exact_match", "number", "math")  # they compare with the prompt's label
+LABEL_SCORERS = ("exact_match", "number", "math")  # kinds that compare the response with the prompt's label
 
 
 class ScorerConfig(Section):
-    """One component of the reward; weight 0: only measured."""
+    """One component of the reward; with weight 0 it is measured, not rewarded."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_]+$")
     kind: Literal["reward_model", "function", "exact_match", "number", "math", "regex", "length", "judge"]
     weight: float = 1.0
     normalization: Literal["initial", "running", "none"] = "none"
     path: str | None = None  # reward_model: a folder, null takes the chain's own; function: file.py:name or package.module:name
-    members: int = Field(default=1, ge=1)  # reward_model: how many of an ensemble are asked; the score is their mean
+    members: int = Field(default=1, ge=1)  # reward_model: size of the ensemble; the score is the members' mean
     std_coef: float = Field(default=0.0, ge=0)  # reward_model: times the members' standard deviation, subtracted from their mean
-    label: int | str | None = None  # reward_model: of a classifier with several labels the one whose score counts, by number or name
+    label: int | str | None = None  # reward_model: number or name of the label whose score counts, for a classifier with several
     pattern: str | None = None  # regex: 1 where it is found in the response, else 0
     target_length: int | None = Field(default=None, gt=0)  # length: tokens
     timeout: float = Field(default=60.0, gt=0)  # seconds for a step's responses
 
     @property
     def is_own_reward_model(self) -> bool:
-        """Whether it asks the reward model that the chain trains."""
+        """Whether the scorer is the reward model that the chain trains."""
         return self.kind == "reward_model" and self.path is None
 
     def conflicts(self) -> Iterator[str]:
@@ -46,7 +46,7 @@ class ScorerConfig(Section):
         if self.members > 1 and self.kind != "reward_model":
             yield f"members: expected 1 for a scorer of kind {self.kind}, got {self.members}; only reward models are ensembles"
         if self.std_coef and self.members == 1:
-            yield f"std_coef: expected 0 with one member, got {self.std_coef}; one does not disagree with itself; raise members"
+            yield f"std_coef: expected 0 with one member, got {self.std_coef}; raise members or set it to 0"
         if self.pattern is not None:
             try:
                 re.compile(self.pattern)
@@ -63,17 +63,17 @@ def _name_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
 
 
 def weight_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
-    """Of a list that something is learned from."""
+    """The conflict of a list to learn from whose weights are all 0."""
     if not any(s.weight for s in scorers):
         yield "scorers: expected one with a weight other than 0, got none; nothing would be learned"
 
 
 def raw_scorer_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
-    """Of a list whose weighted sum only ranks responses."""
+    """The conflicts of a list whose weighted sum only ranks responses."""
     yield from _name_conflicts(scorers)
     yield from weight_conflicts(scorers)
     if normalized := [s.name for s in scorers if s.normalization != "none"]:
-        yield f"scorers: expected normalization none, got another of {normalized}; scores are only compared here, raw"
+        yield f"scorers: expected normalization none, got another one for {normalized}; the scores are only compared here"
 
 
 class OverlongConfig(Section):
@@ -84,7 +84,12 @@ class OverlongConfig(Section):
 
 
 class ScoreConfig(Section):
-    scorers: list[ScorerConfig]  # none: nothing scores the evaluation's answers; RL needs one
+    """The reward of RL; evaluate uses the scorers too.
+
+    scorers: RL needs one with a weight; without any, evaluate scores nothing.
+    """
+
+    scorers: list[ScorerConfig]
     normalization_samples: int = Field(ge=16)
     clip: float | None = Field(gt=0)
     no_eos_penalty: float = Field(ge=0)
@@ -94,7 +99,7 @@ class ScoreConfig(Section):
 
     @property
     def own_reward_models(self) -> list[ScorerConfig]:
-        """Rewarded scorers that are the chain's own reward model."""
+        """The rewarded scorers that are the chain's own reward model."""
         return [s for s in self.scorers if s.weight and s.is_own_reward_model]
 
     def conflicts(self) -> Iterator[str]:

@@ -19,7 +19,7 @@ from rlhf_core.gate.heldout import Heldout, distinct_responses, measure_ensemble
 from rlhf_core.gate.looks import at_look, look_level, split_hash, take_look
 from rlhf_core.gate.pairs import Pairs
 from rlhf_core.progress import Bar
-from rlhf_core.rounds.pins import dvc_md5
+from rlhf_core.provenance.file_hashes import dvc_md5
 
 COLUMNS = (
     *("id", "source", "split", "chosen_score", "rejected_score", "chosen_tokens", "rejected_tokens"),

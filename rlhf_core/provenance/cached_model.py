@@ -20,8 +20,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from rlhf_core.config import ConfigError, shown
 from rlhf_core.process import PROCESS_ENVIRONMENT, module_command
-from rlhf_core.provenance.file_hashes import folder_sha256
-from rlhf_core.rounds.pins import dvc_md5
+from rlhf_core.provenance.file_hashes import dvc_md5, folder_sha256
 
 _CHUNK = 1 << 20  # bytes
 _MAX_LISTING = 16 << 20  # bytes of the list of a model's files

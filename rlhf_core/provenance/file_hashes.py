@@ -149,3 +149,17 @@ def _write(path: Path, content: dict) -> None:
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     aside.write_text(json.dumps(content), encoding="utf-8")
     aside.replace(path)
+
+
+def dvc_md5(path: Path) -> str:
+    """The md5 of a file, or of the list of a folder's files, as dvc.lock has it."""
+    if path.is_file():
+        return _md5(path)
+    files = sorted(p.relative_to(path).parts for p in path.rglob("*") if p.is_file())
+    listing = [{"md5": _md5(path.joinpath(*parts)), "relpath": "/".join(parts)} for parts in files]
+    return hashlib.md5(json.dumps(listing, sort_keys=True).encode()).hexdigest() + ".dir"
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()

@@ -6,7 +6,6 @@ A round's entry holds the hashes of all that the round begins with, so that it c
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ruamel.yaml import YAML
 
 from rlhf_core.config import ConfigError, Section, fill_in, read_yaml
 from rlhf_core.paths import ROUNDS_FILE, ROUNDS_PIPELINE
+from rlhf_core.provenance.file_hashes import dvc_md5
 
 _HEADER = """\
 # What each round of iterative DPO began with, by DVC's hash; rounds/dvc.yaml makes the stages of a round from its entry.
@@ -133,17 +133,3 @@ def read_round_stages(number: int, root: Path = Path()) -> dict[str, dict[str, A
 
 def prompts_hash(ids: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(ids).encode()).hexdigest()
-
-
-def dvc_md5(path: Path) -> str:
-    """The md5 of a file, or of the list of a folder's files, as dvc.lock has it."""
-    if path.is_file():
-        return _md5(path)
-    files = sorted(p.relative_to(path).parts for p in path.rglob("*") if p.is_file())
-    listing = [{"md5": _md5(path.joinpath(*parts)), "relpath": "/".join(parts)} for parts in files]
-    return hashlib.md5(json.dumps(listing, sort_keys=True).encode()).hexdigest() + ".dir"
-
-
-def _md5(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "md5").hexdigest()

@@ -22,7 +22,8 @@ from typing import Any
 from rlhf_core.checkpoint.manifest import MANIFEST
 from rlhf_core.checkpoint.store import Origin, checkpoint_steps
 from rlhf_core.config import CheckpointsConfig, ConfigError, read_stages, read_yaml
-from rlhf_core.rounds.pins import dvc_md5, read_round_stages
+from rlhf_core.provenance.file_hashes import dvc_md5
+from rlhf_core.rounds.pins import read_round_stages
 
 WORK = "work.json"  # in a scratch folder: what its work is made of
 RESUMED_FROM = "resumed_from.json"  # in a scratch folder: the older work whose checkpoints were taken over, oldest first

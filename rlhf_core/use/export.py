@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_core.config import ConfigError, read_yaml_text
 from rlhf_core.models.card import CARD, split_card, table, verdict, with_metadata
-from rlhf_core.rounds.pins import dvc_md5
+from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.use.choice import Chosen
 
 GIT_SECONDS = 60.0

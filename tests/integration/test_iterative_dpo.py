@@ -14,7 +14,8 @@ from small_workspace import flow_runs, git, processes_in, serving, wait_until
 
 from flows.rounds.series import round_stages
 from rlhf_core.data.schema import read_rows
-from rlhf_core.rounds.pins import dvc_md5, read_rounds
+from rlhf_core.provenance.file_hashes import dvc_md5
+from rlhf_core.rounds.pins import read_rounds
 
 pytestmark = pytest.mark.timeout(900)
 

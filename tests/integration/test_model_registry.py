@@ -28,7 +28,7 @@ from flows.registry.state import read_registry
 from flows.registry.versions import fetch
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params
 from rlhf_core.provenance.cached_model import sha256_of_files
-from rlhf_core.rounds.pins import dvc_md5
+from rlhf_core.provenance.file_hashes import dvc_md5
 
 NAME = "reward-model"
 

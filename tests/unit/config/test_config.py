@@ -230,7 +230,7 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
         ({"rl.lora": LORA | {"dropout": 0.1}}, "rl.lora.dropout: expected 0 in rl, got 0.1"),
         (
             {"rl.algorithm": "remax", "rl.remax.group_size": 256, "rl.trainer.ranks": 2},
-            "rl.remax.group_size: expected at least trainer.ranks=2 prompts a step, got 1; each rank looks at greedy responses",
+            "rl.remax.group_size: expected at least trainer.ranks=2 prompts a step, got 1; lower it, because each rank computes the KL",
         ),
         ({"rl.dynamic_sampling.enabled": True}, "rl.dynamic_sampling: expected ppo.group_size of at least 2, got 1"),
         (
@@ -272,7 +272,7 @@ def test_orpo_with_a_second_likelihood_term_is_refused():
     tree["alignment"]["method"] = "dpo"
     with pytest.raises(ConfigError) as error:
         parse_params(tree)
-    assert "params: dpo.nll_coef: expected 0 with loss orpo, got 0.5; it has the likelihood of the chosen" in str(error.value)
+    assert "params: dpo.nll_coef: expected 0 with loss orpo, got 0.5; ORPO's own loss has the likelihood of the chosen" in str(error.value)
     tree["dpo"]["nll_coef"] = 0.0
     assert parse_params(tree).dpo.loss == "orpo"
 
@@ -313,7 +313,7 @@ def test_the_confidence_of_each_round_is_refused_with_what_took_its_place():
     tree = changed("iterative.promotion.prompts", 700)
     tree["iterative"]["promotion"] |= {"confidence": 0.95}
     with pytest.raises(
-        ConfigError, match=r"iterative\.promotion.* expected error_budget .* write error_budget: 0\.05 and rounds: 30 in its place"
+        ConfigError, match=r"iterative\.promotion.* expected error_budget .* write error_budget: 0\.05 and rounds: 30 instead"
     ):
         parse_params(tree)
 
@@ -331,7 +331,7 @@ def test_the_splits_leave_something_to_train_on():
 @pytest.mark.parametrize(
     ("scorers", "message"),
     [
-        ([JUDGE | {"normalization": "initial"}], "scorers: expected normalization none, got another of ['judge']"),
+        ([JUDGE | {"normalization": "initial"}], "scorers: expected normalization none, got another one for ['judge']"),
         ([JUDGE, JUDGE], "scorers: expected different names, got ['judge', 'judge']"),
         ([JUDGE | {"weight": 0.0}], "scorers: expected one with a weight other than 0, got none"),
     ],
@@ -565,7 +565,9 @@ def test_sources_name_their_judge():
     set_key(tree, "data.sources", [OWN, file, file | {"name": "judged", "judge": "rules.py:good"}])
     assert [s.judge_name for s in parse_params(tree).data.sources] == ["rules.py:good", None, "rules.py:good"]
     set_key(tree, "data.sources", [read_yaml(DEFAULT)["data"]["sources"][0] | {"judge": "rules.py:good"}])
-    with pytest.raises(ConfigError, match=r"source clerk: kind clerk expects no judge, got rules.py:good; it has its own"):
+    with pytest.raises(
+        ConfigError, match=r"source clerk: kind clerk expects no judge, got rules.py:good; remove it, for the clerk has its own"
+    ):
         parse_params(tree)
 
 

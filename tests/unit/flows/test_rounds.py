@@ -15,9 +15,10 @@ from flows.rounds import series as series
 from rlhf_core.config import ConfigError, PromotionConfig, apply_overrides, load_params
 from rlhf_core.data.schema import read_rows, write_rows
 from rlhf_core.paths import round_folder
+from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.provenance.inputs import read_inputs
 from rlhf_core.report.rounds import draw, table
-from rlhf_core.rounds.pins import BudgetPin, Pin, dvc_md5, read_round_stages, read_rounds, write_rounds
+from rlhf_core.rounds.pins import BudgetPin, Pin, read_round_stages, read_rounds, write_rounds
 from rlhf_core.rounds.promotion import check_budget, next_budget, verdict
 from rlhf_core.stage.files import write_json
 from rlhf_core.stage.scratch import read_work

@@ -26,7 +26,7 @@ from rlhf_core.gate.looks import LEDGER
 from rlhf_core.gate.pairs import compare
 from rlhf_core.gate.run import COLUMNS, read_heldout, with_registry, with_verdict
 from rlhf_core.gate.scoring import LoadedModel
-from rlhf_core.rounds.pins import dvc_md5
+from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.stage.files import write_json
 from rlhf_core.statistics.intervals import wilson_interval
 

@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 from safetensors.torch import save_file
 
 from rlhf_core.config import ConfigError, load_params
-from rlhf_core.rounds.pins import dvc_md5
+from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.stage.files import publish, read_json, write_json
 from rlhf_core.stage.run import CRASHED, REFUSED, STOPPED_BY_SIGNAL, Stage
 from rlhf_core.stage.scratch import read_work

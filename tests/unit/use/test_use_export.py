@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from rlhf_core.config import ConfigError, load_params
 from rlhf_core.models.card import CardFacts, write_card
-from rlhf_core.rounds.pins import dvc_md5
+from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.use.choice import choose
 from rlhf_core.use.export import export
 
