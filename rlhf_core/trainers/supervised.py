@@ -158,7 +158,7 @@ def _resume(engine: TrainEngine, checkpoints: CheckpointStore, phase: Phase) -> 
         )
     load_state(engine, found.folder)
     if found.step < phase.steps:
-        log.info("%s: going on from the checkpoint of step %d", phase.name, found.step)
+        log.info("%s: resuming from the checkpoint of step %d", phase.name, found.step)
     return found.step
 
 

@@ -64,13 +64,13 @@ def start_actors(end_step: Callable[[], None], job: RlJob) -> Actors:
     actors = Actors(job)
     from rlhf_core.trainers.rl import loop  # late, as in the driver: actors start during the import
 
-    tell = loop.tell
+    log_findings = loop.log_findings
 
-    def tell_and_end(found, settings) -> None:
-        tell(found, settings)
+    def log_and_end(found, settings) -> None:
+        log_findings(found, settings)
         end_step()
 
-    loop.tell = tell_and_end
+    loop.log_findings = log_and_end
     return actors
 
 
