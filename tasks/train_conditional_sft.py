@@ -24,7 +24,7 @@ def main() -> None:
         from rlhf_core.engines.deepspeed_engine import join_world
         from rlhf_core.models.tokenizer import load_tokenizer
         from rlhf_core.trainers.conditional import asking_tokenizer, encode_with_levels, quality_levels, rated_responses
-        from rlhf_core.trainers.finetune import COLUMNS, finetune
+        from rlhf_core.trainers.sft import COLUMNS, finetune
 
         stage.use_threads()
         tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code)

@@ -19,11 +19,12 @@ def main() -> None:
         join_world()
         tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=params.model.trust_remote_code)
         model = new_language_model(params.model, tokenizer, seed=params.seed)
-        how = {"model_config": params.model, "seed": params.seed}
         first_step = 0
         if params.model.path is None and (PREPARED / "pretrain.parquet").exists() and config.pretrain.steps > 0:
             texts = read_rows(PREPARED, "pretrain", "train")
-            first_step = pretrain(model, tokenizer, texts, config, loop=stage.loop(config, COLUMNS, first_step=0), **how)
+            first_step = pretrain(
+                model, tokenizer, texts, config, model_config=params.model, loop=stage.loop(config, COLUMNS, first_step=0)
+            )
         engine, metrics = train_on_demonstrations(
             model,
             tokenizer,
@@ -31,7 +32,7 @@ def main() -> None:
             read_rows(PREPARED, "sft", "validation"),
             config,
             loop=stage.loop(config, COLUMNS, first_step=first_step),
-            **how,
+            model_config=params.model,
         )
         save_model(model, engine.state_dict(), tokenizer, stage.scratch / "model")
         publish_training(stage, stage.scratch / "model", SFT_MODEL, stage.card("sft", "supervised fine-tuning", metrics), metrics)

@@ -35,6 +35,7 @@ from rlhf_core.stage.scratch import input_hashes, metrics_path, prepare_scratch,
 
 if TYPE_CHECKING:
     from rlhf_core.models.card import CardFacts
+    from rlhf_core.trainers.supervised import TrainLoop
 
 # Exit codes. The flow retries all but the first, which would end the same again.
 REFUSED = 1  # wrong params, data or a model that isn't acceptable
@@ -173,7 +174,7 @@ class Stage:
 
         torch.set_num_threads(self.params.cluster.threads)
 
-    def loop(self, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int, seed: int | None = None) -> dict[str, Any]:
+    def loop(self, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int, seed: int | None = None) -> TrainLoop:
         """What a supervised training loop needs from its stage: settings, checkpoints, curves, the stop signal.
 
         Args:
@@ -183,7 +184,7 @@ class Stage:
         from rlhf_core.checkpoint.digest import write_digest
         from rlhf_core.checkpoint.store import CheckpointStore
         from rlhf_core.tracking import MetricsLog
-        from rlhf_core.trainers.supervised import LoopSettings
+        from rlhf_core.trainers.supervised import TrainLoop
 
         def metrics_log(step: int) -> MetricsLog:
             return MetricsLog(
@@ -198,16 +199,15 @@ class Stage:
         def store(phase: str) -> CheckpointStore:
             return CheckpointStore(self.scratch / phase, self.store_settings(zero_stage=config.zero_stage), write_digest=write_digest)
 
-        settings = LoopSettings(
-            seed=self.params.seed if seed is None else seed, checkpoint_every=config.checkpoint_every, eval_every=config.eval_every
+        return TrainLoop(
+            seed=self.params.seed if seed is None else seed,
+            checkpoint_every=config.checkpoint_every,
+            eval_every=config.eval_every,
+            first_step=first_step,
+            checkpoints=store,
+            metrics_log=metrics_log,
+            stop_requested=lambda: self.stop_requested,
         )
-        return {
-            "settings": settings,
-            "checkpoints": store,
-            "first_step": first_step,
-            "metrics_log": metrics_log,
-            "stop_requested": lambda: self.stop_requested,
-        }
 
     def store_settings(self, *, zero_stage: int, world_size: int = 1) -> StoreSettings:
         """Of the stage's checkpoints: how many stay, what they say they are of, and which ones are gone on from."""

@@ -28,7 +28,7 @@ from rlhf_core.models.score_head import filler_id, probe_score_head
 from rlhf_core.models.tokenizer import encode_prompt
 from rlhf_core.scorers.members import combine_members
 from rlhf_core.trainers.reward import Comparison, encode_comparisons, reward_phase, score_heldout
-from rlhf_core.trainers.supervised import engine_settings, evaluate, train_phase
+from rlhf_core.trainers.supervised import TrainLoop, engine_settings, evaluate, train_phase
 
 COLUMNS = ("step", "phase", "loss", "accuracy", "heldout_loss", "heldout_accuracy", "learning_rate", "grad_norm")
 HELDOUT_COLUMNS = {
@@ -58,7 +58,7 @@ def train_ensemble(
     *,
     model: ModelConfig,
     seed: int,
-    loop: Callable[..., Any],
+    loop: Callable[..., TrainLoop],
 ) -> tuple[dict[str, Any], pd.DataFrame]:
     """Train `config.ensemble` reward models. The first is saved in `output`, where a reader of a single model finds it, the others in
     `output/member_<n>`.
@@ -115,7 +115,7 @@ def train_member(
     member: int,
     dtype: str,
     seed: int,
-    loop: Callable[..., Any],
+    loop: Callable[..., TrainLoop],
 ) -> tuple[TrainEngine, dict[str, Any]]:
     """Train one member. Its steps in the curves follow those of the members before it."""
     comparisons, dropped = encoder(read_pairs("train"))
@@ -134,7 +134,7 @@ def train_member(
     settings = engine_settings(config, steps=phase.steps, learning_rate=config.learning_rate, dtype=dtype, seed=seed)
     add_adapters(model, config.lora, seed=seed)
     engine = TrainEngine(ScalarModule(model), settings)
-    train_phase(engine, phase, **loop(first_step=member * phase.steps, seed=seed))
+    train_phase(engine, phase, loop(first_step=member * phase.steps, seed=seed))
     metrics = {"trained": True, "pairs": sum(len(c.pairs) for c in comparisons), "dropped_too_long": dropped, "steps": phase.steps}
     return engine, metrics | (evaluate(engine, phase.evaluate) if phase.evaluate is not None else {})
 

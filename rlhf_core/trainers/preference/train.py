@@ -23,7 +23,7 @@ from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.trainers.preference.data import Continuation, ResponseForward, encode_examples, encode_pairs
 from rlhf_core.trainers.preference.objectives import PairObjective, ResponseObjective, example_items, pair_items, preference_phase
 from rlhf_core.trainers.preference.reference import Reference, live_reference, no_reference, precomputed_reference
-from rlhf_core.trainers.supervised import Phase, engine_settings, evaluate, train_phase
+from rlhf_core.trainers.supervised import Phase, TrainLoop, engine_settings, evaluate, train_phase
 
 # Of the curves; kl is KTO's baseline.
 COLUMNS = (
@@ -48,11 +48,11 @@ class PreferenceRun:
     steps: int
     model: ModelConfig
     scratch: Path
-    loop: dict[str, Any]
+    loop: TrainLoop
 
     def batches(self, batch_size: int, num_examples: int) -> list[list[int]]:
         """The examples of each step, as the training loop draws them."""
-        seed = self.loop["settings"].seed
+        seed = self.loop.seed
         return [batch_indices(step, batch_size=batch_size, num_examples=num_examples, seed=seed) for step in range(self.steps)]
 
 
@@ -145,9 +145,9 @@ def _models(
 
 def _train(model: PreTrainedModel, phase: Phase, config: DpoConfig | KtoConfig, run: PreferenceRun) -> tuple[TrainEngine, dict[str, float]]:
     """The engine at the end of the phase, and its held-out figures."""
-    seed = run.loop["settings"].seed
+    seed = run.loop.seed
     settings = engine_settings(config, steps=run.steps, learning_rate=config.learning_rate, dtype=run.model.dtype, seed=seed)
     add_adapters(model, config.lora, seed=seed)
     engine = TrainEngine(PolicyModule(model), settings)
-    train_phase(engine, phase, **run.loop)
+    train_phase(engine, phase, run.loop)
     return engine, {} if phase.evaluate is None else evaluate(engine, phase.evaluate)
