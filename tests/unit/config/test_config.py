@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flows.chain.overrides import check, overrides_schema, parse_assignment
 from rlhf_core.config import (
+    Algorithm,
     ConfigError,
     apply_overrides,
     load_params,
@@ -57,8 +58,7 @@ def test_the_default_is_accepted_and_typed():
         (
             "rl.algorithm",
             "sarsa",
-            "params: rl.algorithm: expected 'ppo', 'grpo', 'dr_grpo', 'rloo', 'reinforce_pp', "
-            "'reinforce_pp_baseline' or 'remax', got 'sarsa'",
+            f"params: rl.algorithm: expected {', '.join(map(repr, Algorithm.__args__[:-1]))} or {Algorithm.__args__[-1]!r}, got 'sarsa'",
         ),
         ("data.sources.0.weight", 0, "params: data.sources.0.weight: expected greater than 0, got 0"),
         ("seed", None, "params: seed: expected a valid integer, got None"),
