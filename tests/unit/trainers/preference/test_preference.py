@@ -19,10 +19,25 @@ from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.process import Interrupted
 from rlhf_core.tracking import MetricsLog
-from rlhf_core.trainers.preference.data import Continuation, Example, Pair, ResponseForward
-from rlhf_core.trainers.preference.objectives import PairObjective, ResponseObjective, example_items, ordered_share
-from rlhf_core.trainers.preference.reference import live_reference, no_reference, precomputed_reference
-from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_examples, train_on_pairs
+from rlhf_core.trainers.preference.objectives import (
+    Continuation,
+    Example,
+    Pair,
+    PairObjective,
+    ResponseForward,
+    ResponseObjective,
+    no_reference,
+    ordered_share,
+)
+from rlhf_core.trainers.preference.train import (
+    COLUMNS,
+    PreferenceRun,
+    example_items,
+    live_reference,
+    precomputed_reference,
+    train_on_examples,
+    train_on_pairs,
+)
 from rlhf_core.trainers.supervised import TrainLoop
 
 pytestmark = pytest.mark.usefixtures("world")
