@@ -17,9 +17,9 @@ from flows.chain.worktree import slug
 from flows.runs.results import read_side
 from rlhf_core.config import ConfigError
 from rlhf_core.paths import REPORTS
+from rlhf_core.report.comparison import tables, trained
 from rlhf_core.report.comparison_page import Side, cards, render_comparison
 from rlhf_core.report.differences import figures_that_count, headline, outs_that_differ, params_that_differ, read_as
-from rlhf_core.report.seeds import tables, trained
 from rlhf_core.report.texts import visible
 
 MAX_WIDTH = 48  # characters of a value in the terminal

@@ -1,24 +1,27 @@
-"""What flows through the RL loop. A batch changes its type when its meaning changes; nothing is filled in later.
+"""The data types of the RL loop. A batch changes its type when its meaning changes; no field is filled in later.
 
-    Prompt -> Rollout -> ScoredRollout -> RolloutBatch -> TrainBatch -> metrics
+    Prompt -> Rollout -> ScoredRollout -> RolloutBatch -> TrainBatch -> UpdateResult
 
-B = rollouts, P = longest prompt, R = longest response, T = longest prompt and response together.
+Shapes: B rollouts, P tokens of the longest prompt, R of the longest response, G of the longest greedy response.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
 
+# Where the old log-probabilities of the policy loss come from; `RlConfig.old_logprobs_source` decides it once per step.
+OldLogprobs = Literal["recompute", "from_update", "from_engine"]
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that waits for the assistant's answer.
+    """A conversation that ends before the assistant's answer.
 
-    prompt_ids: its template with the generation prompt.
+    prompt_ids: the rendered conversation with the generation prompt.
     messages: list of {"role", "content"}.
     label: the expected answer of a verifiable task, or None.
     """
@@ -34,11 +37,11 @@ class Prompt:
 class Rollout:
     """One sampled response.
 
-    response_ids: up to and including the end token, if it came.
-    rollout_logprobs: of each response token, as the sampling engine computed them, at the sampling temperature.
-    finished: the model ended the response itself; False: it was cut off by length.
-    group_id: rollouts of one prompt share it within a step.
-    policy_version: number of weight updates the sampling engine had received.
+    response_ids: up to and including the end token, if one was sampled.
+    rollout_logprobs: of each response token, from the rollout engine, at the sampling temperature.
+    finished: the model ended the response; False: it was truncated at the length limit.
+    group_id: shared by the rollouts of one prompt within a step.
+    policy_version: number of weight updates that the rollout engine had received.
     """
 
     prompt: Prompt
@@ -51,7 +54,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """A rollout and the raw score of its response by each scorer, by name; NaN: that one could not score it."""
+    """A rollout and the raw score of its response by scorer's name; NaN = not scored."""
 
     rollout: Rollout
     components: dict[str, float]
@@ -59,10 +62,10 @@ class ScoredRollout:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Greedy responses to each row's prompt, whose rewards are what the row's own is compared with (ReMax).
+    """Greedy responses to the prompt of each row, whose rewards are the baseline of the row's own (ReMax).
 
     components: scorer's name -> [B] raw scores, NaN = not scored.    finished: [B] bool.
-    response_mask: [B, G] bool, G = the longest of them.
+    response_mask: [B, G] bool.
     old_logprobs, ref_logprobs: [B, G], from trainer and reference; zeros where no KL is in the reward.
     """
 
@@ -75,18 +78,19 @@ class Baseline:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Scored rollouts as tensors, with what the frozen and the current models say of them.
+    """Scored rollouts as tensors, with the outputs of the forward passes before the update.
 
     prompt_ids: [B, P] int64, left-padded.            prompt_mask: [B, P] bool.
-    response_ids: [B, R] int64, right-padded.         response_mask: [B, R] bool, True = sampled and trained on.
-    rollout_logprobs: [B, R], from the sampling engine.
-    old_logprobs: [B, R], from the trainer before the update; until an update on policy has computed them, the engine's.
-    sampler_logprobs: [B, R], from the trainer before the update, of the distribution that was sampled from: old_logprobs within the
-        tokens that top-p and top-k leave.
-    ref_logprobs: [B, R], from the reference; equal to old_logprobs where no reference is used.
-    values: [B, R], the critic's before each token; zeros where there is no critic.
+    response_ids: [B, R] int64, right-padded.         response_mask: [B, R] bool, True = sampled by the policy.
+    rollout_logprobs: [B, R], from the rollout engine.
+    old_logprobs_source: where old_logprobs come from.
+    old_logprobs: [B, R], of the policy before the update; None with from_update.
+    sampler_logprobs: [B, R], of the policy before the update, in the distribution that was sampled from: old_logprobs renormalised over the
+        tokens that top-p and top-k leave. None with from_update.
+    ref_logprobs: [B, R], from the reference; None where no reference is kept.
+    values: [B, R], from the critic, before each token; zeros where there is no critic.
     components: scorer's name -> [B] raw scores, NaN = not scored.
-    baseline: of the greedy response to each row's prompt; None where the algorithm asks for none.
+    baseline: greedy responses to each row's prompt; None unless the algorithm is remax.
     group_ids: [B] int64.    finished: [B] bool.    policy_versions: [B] int64.
     """
 
@@ -95,9 +99,10 @@ class RolloutBatch:
     response_ids: torch.Tensor
     response_mask: torch.Tensor
     rollout_logprobs: torch.Tensor
-    old_logprobs: torch.Tensor
-    sampler_logprobs: torch.Tensor
-    ref_logprobs: torch.Tensor
+    old_logprobs_source: OldLogprobs
+    old_logprobs: torch.Tensor | None
+    sampler_logprobs: torch.Tensor | None
+    ref_logprobs: torch.Tensor | None
     values: torch.Tensor
     components: dict[str, torch.Tensor]
     baseline: Baseline | None
@@ -108,35 +113,53 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """What the update needs: the rollouts and their credit. Shapes as in RolloutBatch.
+    """Inputs of the update. Shapes as in RolloutBatch.
 
+    response_mask: [B, R] bool, True = trained on.
+    old_logprobs: [B, R]; None: the update takes its own log-probabilities before the optimizer step (from_update).
+    ref_logprobs: [B, R]; None where no reference is kept.
     advantages, returns: [B, R].
-    importance_weights: [B, R], of each token's policy loss, for samples of a policy that isn't quite the trainer's; 1 where uncorrected.
+    importance_weights: [B, R], factor of each token's policy loss that corrects for the rollout engine's probabilities; 1 = uncorrected.
     """
 
     prompt_ids: torch.Tensor
     prompt_mask: torch.Tensor
     response_ids: torch.Tensor
     response_mask: torch.Tensor
-    old_logprobs: torch.Tensor
-    ref_logprobs: torch.Tensor
+    old_logprobs: torch.Tensor | None
+    ref_logprobs: torch.Tensor | None
     old_values: torch.Tensor
     advantages: torch.Tensor
     returns: torch.Tensor
     importance_weights: torch.Tensor
 
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
+
     def select(self, rows: list[int]) -> TrainBatch:
-        """Some rows, in the given order; columns that are padding in all of them go, but for one where no response counts."""
-        picked = {f.name: getattr(self, f.name)[rows] for f in fields(self)}
+        """Rows in the given order, without columns that are padding in all of them; one response column stays where none is trained on."""
+        picked = {name: tensor[rows] for name, tensor in self._tensors().items()}
         used = picked["response_mask"].any(0).nonzero()
         width = int(used.max()) + 1 if len(used) else 1
         prompt_width = int(picked["prompt_mask"].sum(1).max())
-        for name, value in picked.items():
-            picked[name] = value[:, -prompt_width:] if name.startswith("prompt") else value[:, :width]
-        return replace(self, **picked)
+        cut = {name: t[:, -prompt_width:] if name.startswith("prompt") else t[:, :width] for name, t in picked.items()}
+        return replace(self, **cut)
 
     def to(self, device: torch.device) -> TrainBatch:
-        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors().items()})
 
     def __len__(self) -> int:
         return len(self.response_ids)
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What an update returns.
+
+    metrics: means over tokens and optimizer steps.
+    old_logprobs: [B, R], of the policy before the update: the batch's, or with from_update those that the update computed; responses that
+        were not trained on then have the engine's.
+    """
+
+    metrics: dict[str, float]
+    old_logprobs: torch.Tensor

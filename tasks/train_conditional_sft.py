@@ -35,7 +35,7 @@ def train(stage: Stage, tokenizer):
     """Returns what was trained and the stage's metrics."""
     from rlhf_core.engines.deepspeed_engine import join_world
     from rlhf_core.trainers.conditional import rated_responses
-    from rlhf_core.trainers.finetune import COLUMNS, finetune
+    from rlhf_core.trainers.sft import COLUMNS, finetune
 
     params, config = stage.params, stage.params.conditional_sft
     responses = {split: rated_responses(read_rows(PREPARED, "preference", split)) for split in ("train", "validation")}

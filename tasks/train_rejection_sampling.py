@@ -14,8 +14,8 @@ def main() -> None:
         params, config = stage.params, stage.params.rejection_sampling
         override, gate = check_inputs(config.scorers)
         from rlhf_core.models.tokenizer import load_tokenizer
-        from rlhf_core.trainers.finetune import COLUMNS
         from rlhf_core.trainers.rejection_sampling import scored_responses, train_on_best
+        from rlhf_core.trainers.sft import COLUMNS
 
         stage.use_threads()
         tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code)

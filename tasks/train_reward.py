@@ -154,8 +154,7 @@ def train(stage: Stage, model, encoder, member: int):
     add_adapters(model, config.lora, seed=seed)
     engine = TrainEngine(ScalarModule(model), settings)
     loop = stage.loop(config, COLUMNS, first_step=member * phase.steps)
-    loop["settings"] = dataclasses.replace(loop["settings"], seed=seed)
-    train_phase(engine, phase, **loop)
+    train_phase(engine, phase, dataclasses.replace(loop, seed=seed))
     metrics = {"trained": True, "pairs": sum(len(c.pairs) for c in comparisons), "dropped_too_long": dropped, "steps": phase.steps}
     if phase.evaluate is not None:
         metrics |= evaluate(engine, phase.evaluate)

@@ -59,7 +59,7 @@ def pretrain(stage: Stage, model, tokenizer) -> int:
     )
     # An engine leaves its hooks on what it trained, so it gets a copy, and the model its weights.
     engine = TrainEngine(PolicyModule(copy.deepcopy(model)), settings)
-    train_phase(engine, phase, **stage.loop(config, COLUMNS, first_step=0))
+    train_phase(engine, phase, stage.loop(config, COLUMNS, first_step=0))
     model.load_state_dict(engine.state_dict())
     return phase.steps
 
@@ -91,7 +91,7 @@ def finetune(stage: Stage, model, tokenizer, *, first_step: int):
     add_adapters(model, config.lora, seed=params.seed)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     engine = TrainEngine(PolicyModule(model), settings)
-    train_phase(engine, phase, **stage.loop(config, COLUMNS, first_step=first_step))
+    train_phase(engine, phase, stage.loop(config, COLUMNS, first_step=first_step))
     metrics = {"demonstrations": len(train), "dropped_too_long": dropped, "parameters": parameters, "trained_parameters": trained}
     if phase.evaluate is not None:
         metrics |= evaluate(engine, phase.evaluate)

@@ -152,7 +152,7 @@ def negative_logprob_step(
 
 
 def train_batch(rows: int = 8, *, seed: int = 0, unscored: tuple[int, ...] = ()) -> TrainBatch:
-    """Random prompts (1 to 5 tokens) and responses (1 to 7 tokens) with made-up credit; the mask of unscored rows is empty."""
+    """Random prompts (1 to 5 tokens) and responses (1 to 7 tokens) with made-up advantages; the mask of unscored rows is empty."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.tensor([1 + (3 * i) % 5 for i in range(rows)])
     responses = torch.tensor([1 + (4 * i) % 7 for i in range(rows)])

@@ -50,7 +50,7 @@ def rl_case(case: str, folders: tuple[Path, Path, Path], *, stage: int, rank: in
     size = len(FORWARD) // ranks
     mine = slice(size * rank, size * (rank + 1))
     forward = trainer.forward(FORWARD[mine], STARTS[mine])
-    totals = [trainer.update(minibatches, kl_coef=0.2, train_policy=True) for minibatches in rl_steps(case, rank=rank, ranks=ranks)]
+    totals = [trainer.update(minibatches, kl_coef=0.2, train_policy=True).totals for minibatches in rl_steps(case, rank=rank, ranks=ranks)]
     return {"forward": forward, "totals": totals, "weights": trainer.weights()}
 
 

@@ -217,7 +217,7 @@ def try_out(cell: Cell, base: Path, folder: Path, seed: int, address: str | None
         reached = rows_done(killed)
         problems += [f"run again: exit code {code}"] if (code := run_stage(killed, cell.module)) else []
     said = (killed / "log").read_text(errors="replace") if (killed / "log").exists() else ""
-    went_on = re.findall(r"(\w+): going on from the checkpoint of step (\d+)", said)
+    went_on = re.findall(r"(\w+): resuming from the checkpoint of step (\d+)", said)
     number, differing = (0, []) if problems else compare(whole, killed, cell.stage)
     where = f"{went_on[-1][0]} {went_on[-1][1]}" if went_on else "the start"
     return Row(cell.name, after if problems else reached, where, number, round(time.monotonic() - started), problems + differing)

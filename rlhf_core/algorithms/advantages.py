@@ -1,7 +1,7 @@
-"""Credit: from a score per response to an advantage per token.
+"""Advantage estimators: from one reward per response to an advantage per token. `ADVANTAGE_ESTIMATORS` lists them by rl.algorithm.
 
-The results are constants of the update: no gradient flows through them. A score that is not finite says that the response could not be
-scored; it is not a reward of 0. Statistics are computed in float64 and returned in the type that came in.
+No gradient flows through the results. A score that isn't finite marks a response that could not be scored; it is not a reward of 0.
+Statistics are computed in float64 and returned in the dtype of the input.
 """
 
 from __future__ import annotations
@@ -35,6 +35,23 @@ def token_rewards(scores: torch.Tensor, kl: torch.Tensor, response_mask: torch.T
     return rewards.where(response_mask & scored.unsqueeze(1), 0.0)
 
 
+def overlong_penalty(lengths: torch.Tensor, *, max_new_tokens: int, buffer: int, penalty: float) -> torch.Tensor:
+    """Subtracted from the reward of a response whose length comes close to the limit.
+
+    penalty * clip((length - (max_new_tokens - buffer)) / buffer, 0, 1)
+    Source: DAPO, https://arxiv.org/abs/2503.14476, equation 13, whose penalty is 1.
+
+    Args:
+        lengths: [B] sampled tokens, the end token included.
+        max_new_tokens: length at which the penalty is full.
+        buffer: tokens before that limit over which the penalty grows; above 0.
+        penalty: in the reward's units.
+    Returns:
+        [B] float, between 0 and penalty.
+    """
+    return penalty * ((lengths - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
+
+
 @torch.no_grad()
 def gae(
     token_rewards: torch.Tensor, values: torch.Tensor, response_mask: torch.Tensor, *, gamma: float, gae_lambda: float
@@ -61,6 +78,26 @@ def gae(
         next_value = values[:, t].where(sampled, next_value)
         advantages[:, t] = next_advantage.where(sampled, 0.0)
     return advantages, (advantages + values).where(response_mask, 0.0)
+
+
+@torch.no_grad()
+def ppo(
+    token_rewards: torch.Tensor,
+    values: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    whiten_advantages: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's advantages: `gae`, whitened over the batch if whiten_advantages.
+
+    Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, equation 11.
+
+    Arguments and result as of `gae`; the returns are those of the unwhitened advantages.
+    """
+    advantages, returns = gae(token_rewards, values, response_mask, gamma=gamma, gae_lambda=gae_lambda)
+    return whiten(advantages, response_mask) if whiten_advantages else advantages, returns
 
 
 @torch.no_grad()
@@ -117,7 +154,7 @@ def rloo(rewards: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Te
 
 
 @torch.no_grad()
-def reinforce_pp(token_rewards: torch.Tensor, response_mask: torch.Tensor, *, gamma: float) -> torch.Tensor:
+def reinforce_pp(token_rewards: torch.Tensor, response_mask: torch.Tensor, *, gamma: float = 1.0) -> torch.Tensor:
     """REINFORCE++: the rewards to go of each token, with the whole batch's mean as baseline.
 
     A_t = (G_t - mean(G)) / std(G),   G_t = r_t + gamma * G_{t+1};   mean and std over all sampled tokens of the batch
@@ -229,3 +266,16 @@ class _Groups:
 
 def _per_token(advantage: torch.Tensor, rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     return advantage.to(rewards.dtype).unsqueeze(1).where(response_mask, 0.0)
+
+
+# By rl.algorithm. An estimator names as parameters what it needs of the quantities that rlhf_core.trainers.rl.advantages.compute_advantages
+# offers. It returns advantages [B, R], or with a critic advantages and returns.
+ADVANTAGE_ESTIMATORS = {
+    "ppo": ppo,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "remax": remax,
+}

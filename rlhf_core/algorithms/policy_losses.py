@@ -1,4 +1,7 @@
-"""Losses of policy and critic per token. Masked entries are replaced before any arithmetic: NaN times 0 would be NaN, also in gradients."""
+"""Losses of policy, critic and expert router, and their sum over the tokens of an optimizer step.
+
+Masked entries are replaced before any arithmetic: NaN times 0 would be NaN, in gradients too.
+"""
 
 from __future__ import annotations
 
@@ -138,6 +141,82 @@ def value_loss(
         held = old_values + (values - old_values).clamp(-value_clip, value_clip)
         error = torch.maximum(error, (held - returns).square())
     return 0.5 * error
+
+
+def aggregate(
+    token_loss: torch.Tensor, response_mask: torch.Tensor, *, mode: str, num_loss_tokens: int, num_sequences: int, horizon: int
+) -> torch.Tensor:
+    """This part's share of the step's loss.
+
+    token_mean:       sum of the masked tokens / num_loss_tokens
+    sequence_mean:    sum over sequences of the mean over its masked tokens / num_sequences
+    constant_horizon: sum of the masked tokens / (num_sequences * horizon)
+
+    The denominators count the whole optimizer step: all micro-batches of all ranks. So the shares *add up* to the step's loss,
+    and so do their gradients: neither accumulation nor data parallelism may divide again (an engine that averages over ranks or
+    micro-batches has to be multiplied back). token_mean is DAPO's (https://arxiv.org/abs/2503.14476), sequence_mean GRPO's
+    (https://arxiv.org/abs/2402.03300), constant_horizon Dr. GRPO's (https://arxiv.org/abs/2503.20783), in which a token counts the same
+    whatever the length of its response and of the others.
+
+    Args:
+        token_loss: [B, R]; masked entries may hold anything, NaN too, and get gradient 0.
+        response_mask: [B, R] bool.
+        mode: token_mean, sequence_mean or constant_horizon.
+        num_loss_tokens: True entries of the step's masks.
+        num_sequences: rows of the step's masks with a True entry; the others add 0.
+        horizon: tokens of the longest possible response.
+    Returns:
+        [] scalar; 0 for a part, or a step, without tokens.
+    Raises:
+        ValueError: another mode.
+    """
+    kept = token_loss.where(response_mask, 0.0)
+    if mode == "token_mean":
+        return kept.sum() / max(num_loss_tokens, 1)
+    if mode == "sequence_mean":
+        return (kept.sum(-1) / response_mask.sum(-1).clamp(min=1)).sum() / max(num_sequences, 1)
+    if mode == "constant_horizon":
+        return kept.sum() / (max(num_sequences, 1) * horizon)
+    raise ValueError(
+        f"loss aggregation: expected token_mean, sequence_mean or constant_horizon, got {mode}; see rl.loss_aggregation in params.yaml"
+    )
+
+
+@torch.no_grad()
+def expert_counts(router_logits: torch.Tensor, *, top_k: int) -> torch.Tensor:
+    """How often each expert is chosen.
+
+    Args:
+        router_logits: [N, E], a row for each token in each layer.
+        top_k: experts per token.
+    Returns:
+        [E] float32; counts of parts add up to that of the whole.
+    """
+    chosen = router_logits.softmax(-1).topk(top_k, dim=-1).indices
+    return torch.bincount(chosen.flatten(), minlength=router_logits.shape[-1]).float()
+
+
+def load_balancing_loss(router_logits: torch.Tensor, counts: torch.Tensor, *, top_k: int) -> torch.Tensor:
+    """This part's share of the step's load-balancing loss.
+
+    E * sum_e f_e * P_e,   f_e = counts_e / M,   P_e = sum over the rows of softmax(router_logits)_e / M
+    Source: Fedus et al. 2021 (Switch Transformer), https://arxiv.org/abs/2101.03961, equations 4 to 6; over several layers at once and
+    with several experts per token as in the Mixtral and Qwen families of Hugging Face, where it is top_k when all experts get as much.
+
+    M = sum(counts) / top_k rows, of the whole optimizer step: all micro-batches of all ranks. As f has no gradient the shares of the
+    parts add up to the step's loss and gradient exactly (Qiu et al. 2025, https://arxiv.org/abs/2501.11873, on why the whole step's
+    counts are better than a part's).
+
+    Args:
+        router_logits: [N, E] of this part, with gradient; padding isn't among them.
+        counts: [E], of the whole step, from `expert_counts`.
+        top_k: experts per token.
+    Returns:
+        [] scalar; 0 for a part, or a step, without tokens.
+    """
+    rows = (counts.sum() / top_k).clamp(min=1)
+    probability = router_logits.float().softmax(-1).sum(0) / rows
+    return len(counts) * (counts / rows * probability).sum()
 
 
 # By rl.policy_loss.

@@ -10,19 +10,18 @@ from rlhf_core.config.alignment import (
     REFERENCE_FREE,
     ConditionalSftConfig,
     DpoConfig,
-    IterativeConfig,
     KtoConfig,
     Method,
     PromotionConfig,
     RejectionSamplingConfig,
     SamplingConfig,
 )
-from rlhf_core.config.base import ConfigError, RolloutBackend, Section, did_you_mean, keys_of, reordering_shown, shown
+from rlhf_core.config.base import ConfigError, RolloutBackend, Section, keys_of, reordering_shown, shown
 from rlhf_core.config.data import CLERK_JUDGE, ClerkConfig, DataConfig, SamplesConfig, SourceConfig, ValidationConfig
 from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConfig, RolledBackConfig
 from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig, SftConfig, SharedTrainingConfig, TrainingConfig
-from rlhf_core.config.overrides import apply_overrides, load_overlaid, overridden, read_recipe, set_key, set_keys
-from rlhf_core.config.params import Params, conflicts, keys_in_use, needs_pairs, rows_needed
+from rlhf_core.config.overrides import apply_overrides, load_overlaid, overridden, read_recipe, set_key
+from rlhf_core.config.params import Params, needs_pairs, rows_needed
 from rlhf_core.config.reading import (
     MAX_BYTES,
     credential_in,
@@ -64,7 +63,6 @@ __all__ = [
     "FlowConfig",
     "GateConfig",
     "IncumbentConfig",
-    "IterativeConfig",
     "KlConfig",
     "KtoConfig",
     "LimitAction",
@@ -91,12 +89,9 @@ __all__ = [
     "TrainingConfig",
     "ValidationConfig",
     "apply_overrides",
-    "conflicts",
     "credential_in",
     "curve_columns",
-    "did_you_mean",
     "fill_in",
-    "keys_in_use",
     "keys_of",
     "load_overlaid",
     "load_params",
@@ -113,6 +108,5 @@ __all__ = [
     "reordering_shown",
     "rows_needed",
     "set_key",
-    "set_keys",
     "shown",
 ]

@@ -115,18 +115,24 @@ class RlConfig(Section):
         """Whether a batch of rollouts is used for one optimizer step only."""
         return self.epochs == 1 and self.minibatch_size == self.samples_per_step
 
-    @property
-    def on_policy(self) -> bool:
-        """Whether a batch is used for one optimizer step only, and nothing before it asks for the policy's log-probabilities: then those
-        of the step itself are the old ones, and no pass of their own is made.
-        """
-        asked_before = self.kl.in_reward or self.correction.kind != "none"
-        return self.one_optimizer_step and not asked_before and self.rollout.samples_any_token and not self.rollout.one_step_off_policy
+    def trains_policy(self, step: int) -> bool:
+        """Whether a step, counted from 0, trains the policy: in the first steps of PPO only the critic learns."""
+        return self.algorithm != "ppo" or step >= self.ppo.critic_warmup_steps
 
-    @property
-    def trusts_engine(self) -> bool:
-        """Whether the old log-probabilities are the engine's: those of the policy that sampled, one step before the one that is trained."""
-        return self.rollout.one_step_off_policy and self.correction.kind == "none"
+    def old_logprobs_source(self, step: int) -> Literal["recompute", "from_update", "from_engine"]:
+        """Where the policy loss of a step, counted from 0, takes its old log-probabilities from.
+
+        from_engine: from the rollout engine, where rollouts are one step old and not corrected: its policy is the one that sampled.
+        from_update: from the update, where a batch has one optimizer step, which starts from the policy that sampled, and nothing before
+            the update needs log-probabilities.
+        recompute: otherwise, from a forward pass of the trainer before the update, for rollout.recomputed_fraction of the samples; the
+            others take the engine's.
+        """
+        corrected = self.correction.kind != "none"
+        if self.rollout.one_step_off_policy:
+            return "recompute" if corrected else "from_engine"
+        needed_before = self.kl.in_reward or corrected or not self.rollout.samples_any_token
+        return "from_update" if self.one_optimizer_step and self.trains_policy(step) and not needed_before else "recompute"
 
     def conflicts(self) -> Iterator[str]:
         yield from self._batch_conflicts()
@@ -220,7 +226,7 @@ class RlConfig(Section):
             yield f"{key} with dynamic_sampling, got true; the prompts of a step depend on its scores"
         if self.algorithm == "remax":
             yield f"{key} with remax, got true; its baselines are greedy responses of the sampling policy, which has changed since"
-        if self.trusts_engine and not self.rollout.samples_whole_distribution:
+        if self.old_logprobs_source(0) == "from_engine" and not self.rollout.samples_whole_distribution:
             yield (
                 f"{key} with top_p, top_k or min_new_tokens and without a correction, got true; set correction.kind, because "
                 "the ratio would compare with the engine's probabilities, which are then those of another distribution"
@@ -278,7 +284,7 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     columns += [f"disagreement_{s.name}" for s in rl.reward.scorers if s.members > 1]
     columns += _UPDATE_COLUMNS
     columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
-    columns += [] if rl.trusts_engine else _MISMATCH_COLUMNS
+    columns += [] if rl.old_logprobs_source(0) == "from_engine" else _MISMATCH_COLUMNS
     columns += ["policy_lag"] * rl.rollout.one_step_off_policy
     columns += ["dynamic_rounds", "dropped_groups"] * rl.dynamic_sampling.enabled
     columns += ["eval_score", *(f"eval_{n}" for n in names)] * (rl.evaluation.every is not None)

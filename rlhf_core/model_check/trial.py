@@ -38,9 +38,7 @@ from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.sampling.requests import SamplingSettings
 from rlhf_core.trainers.demonstrations import Demonstration
-from rlhf_core.trainers.preference.data import Continuation, Pair, ResponseForward
-from rlhf_core.trainers.preference.objectives import PairObjective
-from rlhf_core.trainers.preference.reference import no_reference
+from rlhf_core.trainers.preference.objectives import Continuation, Pair, PairObjective, ResponseForward, no_reference
 from rlhf_core.trainers.reward import Comparison, reward_phase
 from rlhf_core.trainers.sft import sft_phase
 

@@ -1,16 +1,146 @@
-"""Comparison of several runs: a figure of RL's learning curves, and tables of final results by algorithm or method."""
+"""Comparison of configurations over seeds: tables of means and differences, and a figure of RL's learning curves.
+
+An interval over prompts describes one checkpoint. Another seed of the same configuration gives another checkpoint, so configurations are
+compared by the variation between seeds.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from tabulate import tabulate
 
-from rlhf_core.report.seeds import Trained, evaluated, tables
+from rlhf_core.report.differences import Results, of_one_configuration
+from rlhf_core.statistics.intervals import MeanDifference, detectable_mean_difference, holm, mean_interval, paired_means
 
 LAST = 5  # final training steps that are averaged
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One run of a configuration.
+
+    figures: name -> value, in the order of the table; all compared runs have the same names. None: the run lacks it, such as a win rate
+    without scores; the tables then leave the figure out.
+    """
+
+    configuration: str
+    seed: int
+    figures: Mapping[str, float | None]
+
+
+def evaluated(evaluation: Mapping[str, Any], *, judge: bool) -> dict[str, float | None]:
+    """Figures of metrics/evaluate.json, by the judge or by score."""
+    key, what = ("judge_ok", "judge") if judge else ("score_mean", "score")
+    found = {}
+    for mode in ("sampled", "greedy"):
+        found |= {f"{what}, {mode}, {name}": evaluation[mode][model][key] for model, name in (("sft", "SFT"), ("policy", "policy"))}
+    return found | {"win rate, sampled": evaluation["win_rate"]["sampled"]["value"], "KL, nats": evaluation["kl"]["sampled"]}
+
+
+def trained(runs: Sequence[Results]) -> list[Trained]:
+    """Runs grouped by configuration (`of_one_configuration`), which has the name of its first run.
+
+    Raises:
+        ValueError: a run has no evaluation, or one configuration has two runs of one seed.
+    """
+    names: dict[str, list[Results]] = {}
+    for run in runs:
+        if "evaluate" not in run.metrics:
+            raise ValueError(f"{run.name}: expected a run with an evaluation, got none; finish the run")
+        same = (name for name, group in names.items() if of_one_configuration(group[0], run))
+        names.setdefault(next(same, run.name), []).append(run)
+    for name, group in names.items():
+        if len({run.params["seed"] for run in group}) < len(group):
+            twice = ", ".join(run.name for run in group)
+            raise ValueError(f"{name}: expected one run of each seed of a configuration, got {twice}; leave out repeated seeds")
+    judge = all(run.metrics["evaluate"]["judge"] for run in runs)
+    return [
+        Trained(name, run.params["seed"], evaluated(run.metrics["evaluate"], judge=judge)) for name, group in names.items() for run in group
+    ]
+
+
+def tables(runs: Sequence[Trained], confidence: float) -> str:
+    """Markdown: means of each configuration, and differences from the first one over common seeds, with notes on how to read them."""
+    missing = {name for run in runs for name, value in run.figures.items() if value is None}
+    runs = [replace(run, figures={name: run.figures[name] for name in run.figures if name not in missing}) for run in runs]
+    parts = [_means(runs, confidence), _note(runs, confidence)]
+    differences = _differences(runs, confidence)
+    return "\n".join([*parts, *([f"\n{differences}"] if differences else [])]) + "\n"
+
+
+def _means(runs: Sequence[Trained], confidence: float) -> str:
+    groups = _grouped(runs)
+    names = list(runs[0].figures)
+    rows = []
+    for configuration, of_seed in groups.items():
+        cells = [_mean([run.figures[name] for run in of_seed.values()], confidence) for name in names]
+        rows.append([configuration, len(of_seed), *cells])
+    return tabulate(rows, ["configuration", "seeds", *names], tablefmt="github", disable_numparse=True) + "\n"
+
+
+def _mean(values: list[float], confidence: float) -> str:
+    mean = f"{sum(values) / len(values):.3f}"
+    if len(values) < 2:
+        return mean
+    low, high = mean_interval(values, confidence)
+    return f"{mean} ({low:.3f} to {high:.3f})"
+
+
+def _note(runs: Sequence[Trained], confidence: float) -> str:
+    said = []
+    groups = _grouped(runs).values()
+    if any(len(of_seed) > 1 for of_seed in groups):
+        said.append(f"In brackets: {confidence:.0%} t interval over seeds.")
+    if any(len(of_seed) == 1 for of_seed in groups):
+        said.append("A row of one seed describes that checkpoint; another seed would give other figures.")
+    return " ".join(said)
+
+
+def _differences(runs: Sequence[Trained], confidence: float) -> str:
+    """Differences of each configuration from the first one by seed; "" if none has two seeds in common with it.
+
+    Holm's method corrects all p-values of the table together.
+    """
+    first, *others = _grouped(runs).items()
+    found: dict[tuple[str, str], MeanDifference] = {}
+    for name, of_seed in others:
+        common = [seed for seed in of_seed if seed in first[1]]
+        for figure in runs[0].figures if len(common) > 1 else ():
+            own, base = ([group[seed].figures[figure] for seed in common] for group in (of_seed, first[1]))
+            if own != base or "SFT" not in figure:  # equal figures of a common SFT model are no test
+                found[name, figure] = paired_means(own, base, confidence)
+    if not found:
+        return ""
+    corrected = holm([difference.p_value for difference in found.values()])
+    unclear = sum(p >= 1 - confidence for p in corrected)
+
+    def verdict(d: MeanDifference, p_value: float) -> str:
+        if p_value < 1 - confidence:
+            return "clear"
+        if not d.varied:
+            return "not clear; all seeds differ equally, so their variation is unknown"
+        detectable = detectable_mean_difference(d.low, d.high, d.n, confidence, tests=unclear)
+        return f"not clear; detectable: {detectable:.3f}"
+
+    rows = [
+        [name, figure, d.n, f"{d.value:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}" if d.varied else "", f"{p:.3f}", verdict(d, p)]
+        for ((name, figure), d), p in zip(found.items(), corrected, strict=True)
+    ]
+    heads = [f"less {first[0]}", "figure", "seeds", "difference", f"{confidence:.0%} interval over seeds", "p, corrected (Holm)", ""]
+    return tabulate(rows, heads, tablefmt="github", disable_numparse=True)
+
+
+def _grouped(runs: Sequence[Trained]) -> dict[str, dict[int, Trained]]:
+    groups: dict[str, dict[int, Trained]] = defaultdict(dict)
+    for run in runs:
+        groups[run.configuration][run.seed] = run
+    return dict(groups)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from rlhf_core.report.differences import (
 )
 from rlhf_core.report.figures import as_items
 from rlhf_core.report.inputs import StageTime
-from rlhf_core.report.page import answer, page, side_by_side
+from rlhf_core.report.page import page
+from rlhf_core.report.tables import answer, side_by_side
 from rlhf_core.report.verdict import MODES
 
 MAX_SAMPLES = 200

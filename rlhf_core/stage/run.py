@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.checkpoint.store import NoSpace, Origin, StoreSettings
 from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params, reordering_shown
@@ -31,6 +31,9 @@ from rlhf_core.process import Interrupted, configure_process, end_with_parent, s
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.files import publish_model, read_json, write_json
 from rlhf_core.stage.scratch import input_hashes, metrics_path, prepare_scratch, read_work
+
+if TYPE_CHECKING:
+    from rlhf_core.trainers.supervised import TrainLoop
 
 # Exit codes. The flow retries all but the first, which would end the same again.
 REFUSED = 1  # wrong params, data or a model that isn't acceptable
@@ -169,12 +172,12 @@ class Stage:
 
         torch.set_num_threads(self.params.cluster.threads)
 
-    def loop(self, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int) -> dict[str, Any]:
-        """What the training loop of a supervised stage needs from its stage: settings, curves, the stop signal."""
+    def loop(self, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int) -> TrainLoop:
+        """What the training loop of a supervised stage needs from its stage: settings, checkpoints, curves, the stop signal."""
         from rlhf_core.checkpoint.digest import write_digest
         from rlhf_core.checkpoint.store import CheckpointStore
         from rlhf_core.tracking import MetricsLog
-        from rlhf_core.trainers.supervised import LoopSettings
+        from rlhf_core.trainers.supervised import TrainLoop
 
         def metrics_log(step: int) -> MetricsLog:
             return MetricsLog(
@@ -189,14 +192,15 @@ class Stage:
         def store(phase: str) -> CheckpointStore:
             return CheckpointStore(self.scratch / phase, self.store_settings(zero_stage=config.zero_stage), write_digest=write_digest)
 
-        settings = LoopSettings(seed=self.params.seed, checkpoint_every=config.checkpoint_every, eval_every=config.eval_every)
-        return {
-            "settings": settings,
-            "checkpoints": store,
-            "first_step": first_step,
-            "metrics_log": metrics_log,
-            "stop_requested": lambda: self.stop_requested,
-        }
+        return TrainLoop(
+            seed=self.params.seed,
+            checkpoint_every=config.checkpoint_every,
+            eval_every=config.eval_every,
+            first_step=first_step,
+            checkpoints=store,
+            metrics_log=metrics_log,
+            stop_requested=lambda: self.stop_requested,
+        )
 
     def store_settings(self, *, zero_stage: int, world_size: int = 1) -> StoreSettings:
         """Of the stage's checkpoints: how many stay, what they say they are of, and which ones are gone on from."""

@@ -24,7 +24,8 @@ from rlhf_core.sampling.prompts import choose_prompts
 from rlhf_core.sampling.requests import Sample
 from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse
 from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
-from rlhf_core.trainers.finetune import Finetuned, finetune
+from rlhf_core.trainers.sft import Finetuned, finetune
+from rlhf_core.trainers.supervised import TrainLoop
 from rlhf_core.types import Prompt
 
 SCORED_AT_ONCE = 1024  # prompts; the stage can be stopped between them
@@ -132,7 +133,7 @@ def train_on_best(
     policy: Path,
     sft: SftConfig,
     model: ModelConfig,
-    loop: dict[str, Any],
+    loop: TrainLoop,
 ) -> tuple[Finetuned, dict[str, Any]]:
     """SFT of `policy` on each prompt's best response. Returns the trained model and its metrics.
 

@@ -1,11 +1,22 @@
-"""Supervised fine-tuning: next-token loss on the assistant's tokens, and a short pretraining for models that start from nothing."""
+"""Supervised fine-tuning: the next-token loss on the assistant's tokens, or on all tokens of a text for pretraining."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from rlhf_core.config import ConditionalSftConfig, ModelConfig, RejectionSamplingConfig
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
+from rlhf_core.models.build import load_language_model
+from rlhf_core.models.forward import PolicyModule
+from rlhf_core.models.lora import add_adapters
 from rlhf_core.trainers.demonstrations import Demonstration, collate_demonstrations
-from rlhf_core.trainers.supervised import Metrics, Phase
+from rlhf_core.trainers.supervised import Metrics, Phase, TrainLoop, engine_settings, evaluate, train_phase
+
+COLUMNS = ("step", "phase", "loss", "heldout_loss", "learning_rate", "grad_norm")
 
 
 def sft_phase(
@@ -22,9 +33,12 @@ def sft_phase(
 
     def train_batch(engine: TrainEngine, chosen: list[int]) -> Metrics:
         examples = [train[i] for i in chosen]
-        num_loss_tokens = _loss_tokens(examples)
-        loss = sum(_backward(engine, part, num_loss_tokens, pad_id) for part in _parts(examples, microbatch_tokens))
-        return {"loss": loss, "tokens": float(sum(len(e.ids) for e in examples))}
+        num_loss_tokens, total = sum(e.num_trained for e in examples), 0.0
+        for part in _parts(examples, microbatch_tokens):
+            loss = _negative_logprob(engine, part, pad_id) / num_loss_tokens
+            engine.backward(loss)
+            total += float(loss.detach())
+        return {"loss": total, "tokens": float(sum(len(e.ids) for e in examples))}
 
     def evaluate(engine: TrainEngine) -> Metrics:
         return {"heldout_loss": heldout_loss(engine, heldout, pad_id=pad_id, microbatch_tokens=microbatch_tokens)}
@@ -35,15 +49,11 @@ def sft_phase(
 def heldout_loss(engine: TrainEngine, examples: list[Demonstration], *, pad_id: int, microbatch_tokens: int) -> float:
     """Mean negative log-probability per trained token, in nats."""
     total = sum(float(_negative_logprob(engine, part, pad_id)) for part in _parts(examples, microbatch_tokens))
-    return total / _loss_tokens(examples)
+    return total / sum(e.num_trained for e in examples)
 
 
 def _parts(examples: list[Demonstration], microbatch_tokens: int) -> list[list[Demonstration]]:
     return [[examples[i] for i in part] for part in microbatches([len(e.ids) for e in examples], max_tokens=microbatch_tokens)]
-
-
-def _loss_tokens(examples: list[Demonstration]) -> int:
-    return sum(e.num_trained for e in examples)
 
 
 def _negative_logprob(engine: TrainEngine, examples: list[Demonstration], pad_id: int):
@@ -51,7 +61,40 @@ def _negative_logprob(engine: TrainEngine, examples: list[Demonstration], pad_id
     return -engine(batch).logprobs.sum()
 
 
-def _backward(engine: TrainEngine, examples: list[Demonstration], num_loss_tokens: int, pad_id: int) -> float:
-    loss = _negative_logprob(engine, examples, pad_id) / num_loss_tokens
-    engine.backward(loss)
-    return float(loss.detach())
+class Finetuned(NamedTuple):
+    """model: as loaded, for `save_model`; the trained weights are `engine.state_dict()`.
+
+    metrics: steps, and heldout_loss where there is held-out data.
+    """
+
+    engine: TrainEngine
+    model: PreTrainedModel
+    metrics: dict[str, Any]
+
+
+def finetune(
+    start: Path,
+    train: list[Demonstration],
+    heldout: list[Demonstration],
+    config: RejectionSamplingConfig | ConditionalSftConfig,
+    *,
+    pad_id: int,
+    model: ModelConfig,
+    loop: TrainLoop,
+) -> Finetuned:
+    """`config.steps` optimizer steps on demonstrations that a stage has made, as in rejection sampling and conditional SFT.
+
+    Args:
+        start: Hugging Face folder.
+    Raises:
+        Interrupted: a stop was requested; the state is saved.
+    """
+    sizes = {"steps": config.steps, "batch_size": config.batch_size, "microbatch_tokens": config.microbatch_tokens}
+    phase = sft_phase("sft", train, heldout, pad_id=pad_id, **sizes)
+    language_model = load_language_model(start, trust_remote_code=model.trust_remote_code, training_dtype=model.dtype)
+    settings = engine_settings(config, steps=config.steps, learning_rate=config.learning_rate, dtype=model.dtype, seed=loop.seed)
+    add_adapters(language_model, config.lora, seed=loop.seed)
+    engine = TrainEngine(PolicyModule(language_model), settings)
+    train_phase(engine, phase, loop)
+    metrics = evaluate(engine, phase.evaluate) if phase.evaluate is not None else {}
+    return Finetuned(engine, language_model, {"steps": config.steps, **metrics})

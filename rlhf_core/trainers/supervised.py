@@ -1,4 +1,4 @@
-"""The loop that SFT and reward training share: batches, micro-batches, held-out looks, checkpoints, a stop by signal."""
+"""The training loop of SFT, reward, DPO and KTO: optimizer steps, held-out evaluation, checkpoints, and a stop by signal."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of optimizer steps on one data set.
+    """Optimizer steps on one data set.
 
-    train_batch: takes positions in the data set, runs forward and backward of the whole optimizer step's batch (all
-        micro-batches), and returns metrics; the loop then steps the engine.
-    evaluate: metrics on held-out data, names beginning with heldout_; None: no held-out data in this phase.
+    train_batch: positions in the data set -> metrics, after forward and backward passes of all micro-batches of one optimizer step. Then
+        the loop steps the engine.
+    evaluate: metrics on held-out data, with names that begin with heldout_; None: the phase has no held-out data.
     """
 
     name: str
@@ -44,10 +44,23 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class LoopSettings:
+class TrainLoop:
+    """What a phase's loop needs from the stage that runs it.
+
+    checkpoint_every, eval_every: steps.
+    first_step: number of the phase's first step in the curves.
+    checkpoints: name of a phase -> its store.
+    metrics_log: opens the curves for writing from a given step on.
+    stop_requested: whether a signal asks for a stop; called once a step, before the step's checkpoint.
+    """
+
     seed: int
     checkpoint_every: int
     eval_every: int
+    first_step: int
+    checkpoints: Callable[[str], CheckpointStore]
+    metrics_log: Callable[[int], MetricsLog]
+    stop_requested: Callable[[], bool]
 
 
 def engine_settings(config: TrainingConfig, *, steps: int, learning_rate: float, dtype: str, seed: int) -> EngineSettings:
@@ -66,45 +79,37 @@ def engine_settings(config: TrainingConfig, *, steps: int, learning_rate: float,
     )
 
 
-def train_phase(
-    engine: TrainEngine,
-    phase: Phase,
-    settings: LoopSettings,
-    *,
-    checkpoints: Callable[[str], CheckpointStore],
-    first_step: int,
-    metrics_log: Callable[[int], MetricsLog],
-    stop_requested: Callable[[], bool],
-) -> None:
-    """Run one phase, from its checkpoint if there is one, to its end.
+def train_phase(engine: TrainEngine, phase: Phase, loop: TrainLoop) -> None:
+    """Run one phase to its end, from its last checkpoint if there is one.
 
-    Args:
-        checkpoints: the store of the phase of a name.
-        first_step: number of the phase's first step in the curves.
-        metrics_log: opens the curves for writing from a given step on.
     Raises:
-        Interrupted: a stop was asked for, and the state is saved.
+        Interrupted: a stop was requested, and the state is saved.
         NoSpace: a checkpoint can't be written.
     """
     collect_by_default()
-    seed_generators(settings.seed)
-    store = checkpoints(phase.name)
+    seed_generators(loop.seed)
+    store = loop.checkpoints(phase.name)
     done = _resume(engine, store, phase)
     if done == phase.steps:  # the curves may already hold a later phase's rows
         return
     engine.train()
-    curves = metrics_log(first_step + done)
+    curves = loop.metrics_log(loop.first_step + done)
     try:
         with Bar(f"{phase.name} step", phase.steps, done=done) as bar:
             for step in range(done, phase.steps):
-                row, timings = _train_step(engine, phase, settings, step)
-                if phase.evaluate is not None and ((step + 1) % settings.eval_every == 0 or step + 1 == phase.steps):
+                row, timings = _train_step(engine, phase, step, seed=loop.seed)
+                last = step + 1 == phase.steps
+                if phase.evaluate is not None and ((step + 1) % loop.eval_every == 0 or last):
                     row |= evaluate(engine, phase.evaluate)
-                last, stop = step + 1 == phase.steps, stop_requested()
-                saving = _save(engine, store, step + 1, row) if last or stop or (step + 1) % settings.checkpoint_every == 0 else 0.0
-                timings |= {"seconds": timings["seconds"] + saving, "seconds_checkpoint": saving}
-                # First the curve, then the checkpoint: a run that is killed between them does the step again, and writes its row again.
-                curves.log({"step": first_step + step, "phase": phase.name, **row}, timings)
+                stop, blocked = loop.stop_requested(), 0.0
+                if last or stop or (step + 1) % loop.checkpoint_every == 0:
+                    score = -row["heldout_loss"] if "heldout_loss" in row else None
+                    began = time.perf_counter()
+                    store.write(step + 1, lambda folder: save_state(engine, folder), score=score)  # written to disk in the background
+                    blocked = time.perf_counter() - began
+                timings |= {"seconds": timings["seconds"] + blocked, "seconds_checkpoint": blocked}
+                # The curve's row comes before the checkpoint: a run that is killed between them repeats the step and rewrites its row.
+                curves.log({"step": loop.first_step + step, "phase": phase.name, **row}, timings)
                 store.publish()
                 bar.step(**{name: value for name, value in row.items() if name == "loss" or name.startswith("heldout_")})
                 if stop and not last:
@@ -117,21 +122,14 @@ def train_phase(
         raise Interrupted
 
 
-def _save(engine: TrainEngine, store: CheckpointStore, step: int, row: Metrics) -> float:
-    """Take the snapshot of a step; what is best is so by the held-out loss. Returns the seconds for which training stood still."""
-    started = time.perf_counter()
-    score = -row["heldout_loss"] if "heldout_loss" in row else None
-    store.write(step, lambda folder: save_state(engine, folder), score=score)
-    return time.perf_counter() - started
-
-
-def _train_step(engine: TrainEngine, phase: Phase, settings: LoopSettings, step: int) -> tuple[Metrics, Metrics]:
-    started = time.perf_counter()
-    chosen = batch_indices(step, batch_size=phase.batch_size, num_examples=phase.num_examples, seed=settings.seed)
+def _train_step(engine: TrainEngine, phase: Phase, step: int, *, seed: int) -> tuple[Metrics, Metrics]:
+    """One optimizer step: its metrics, and its timings."""
+    began = time.perf_counter()
+    chosen = batch_indices(step, batch_size=phase.batch_size, num_examples=phase.num_examples, seed=seed)
     learning_rate = engine.learning_rate
     metrics = phase.train_batch(engine, chosen)
     grad_norm = engine.step()
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - began
     tokens = metrics.pop("tokens")
     if not np.isfinite(metrics["loss"]):
         raise ValueError(
@@ -141,6 +139,7 @@ def _train_step(engine: TrainEngine, phase: Phase, settings: LoopSettings, step:
 
 
 def evaluate(engine: TrainEngine, measure: Callable[[TrainEngine], Metrics]) -> Metrics:
+    """Held-out metrics of the current weights, without gradients and dropout."""
     engine.eval()
     with torch.no_grad():
         metrics = measure(engine)
@@ -148,8 +147,9 @@ def evaluate(engine: TrainEngine, measure: Callable[[TrainEngine], Metrics]) -> 
     return metrics
 
 
-def _resume(engine: TrainEngine, checkpoints: CheckpointStore, phase: Phase) -> int:
-    found = checkpoints.latest()
+def _resume(engine: TrainEngine, store: CheckpointStore, phase: Phase) -> int:
+    """Load the last checkpoint. Returns the number of steps done."""
+    found = store.latest()
     if found is None:
         return 0
     if found.step > phase.steps:
@@ -158,12 +158,12 @@ def _resume(engine: TrainEngine, checkpoints: CheckpointStore, phase: Phase) -> 
         )
     load_state(engine, found.folder)
     if found.step < phase.steps:
-        log.info("%s: going on from the checkpoint of step %d", phase.name, found.step)
+        log.info("%s: resuming from the checkpoint of step %d", phase.name, found.step)
     return found.step
 
 
 def save_state(engine: TrainEngine, folder: Path) -> None:
-    """Engine and random number generators: all that the loop needs; the data position follows from the step."""
+    """Save the engine and the random number generators, which is all of the loop's state: the data position follows from the step."""
     engine.save(folder, "engine")
     save_random_state(folder / "rng.pt")
 
@@ -174,14 +174,14 @@ def load_state(engine: TrainEngine, folder: Path) -> None:
 
 
 def seed_generators(seed: int) -> None:
-    """Every generator of this process. Python's and numpy's would begin with the machine's noise, and no two runs have the same state."""
+    """Seed every random number generator of this process. Python and numpy would seed theirs from the machine's entropy."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def save_random_state(path: Path) -> None:
-    """The state of every random number generator of this process."""
+    """Save the state of every random number generator of this process."""
     kind, keys, *rest = np.random.get_state()
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, torch.from_numpy(keys), *rest)}
     if torch.cuda.is_available():

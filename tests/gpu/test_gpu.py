@@ -233,7 +233,7 @@ def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_p
     from rlhf_core.engines.deepspeed_engine import join_world
     from rlhf_core.tracking import MetricsLog
     from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_pairs
-    from rlhf_core.trainers.supervised import LoopSettings
+    from rlhf_core.trainers.supervised import TrainLoop
 
     join_world()
     params = load_params()
@@ -248,9 +248,7 @@ def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_p
         path = tmp_path / "curves.csv"
         return MetricsLog(path, COLUMNS, timings=None, tracking=params.tracking, run_name="gpu", first_step=step)
 
-    settings = LoopSettings(seed=0, checkpoint_every=100, eval_every=100)
-    loop = {"settings": settings, "first_step": 0, "metrics_log": curves, "stop_requested": lambda: False}
-    loop["checkpoints"] = lambda phase: CheckpointStore(tmp_path / "scratch" / phase)
+    loop = TrainLoop(0, 100, 100, 0, lambda phase: CheckpointStore(tmp_path / "scratch" / phase), curves, lambda: False)
     run = PreferenceRun(folder, 12, params.model.model_copy(update={"dtype": dtype}), tmp_path / "scratch", loop)
     trained = train_on_pairs(rows[:48], rows[48:], params.dpo.model_copy(update=changes), run)
     assert trained.metrics["heldout_accuracy"] > 0.9

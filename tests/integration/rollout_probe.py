@@ -87,9 +87,9 @@ def check(policy: LlamaForCausalLM, groups: list[list[Sample]]) -> str:
         for s in group
     ]
     outputs = {"old_logprobs": trainer_logprobs(policy, groups, temperature=1.0)}
-    batch = collate([ScoredRollout(r, {"reward_model": 0.0}) for r in rollouts], outputs, 0, None)
+    batch = collate([ScoredRollout(r, {"reward_model": 0.0}) for r in rollouts], outputs, None, pad_id=0, old_logprobs_source="recompute")
     try:
-        check_logprobs(batch, load_params(ROOT / "params.yaml").rl, step=3, dtype="float32")
+        check_logprobs(batch, batch.sampler_logprobs, load_params(ROOT / "params.yaml").rl, step=3, dtype="float32")
     except LogprobMismatch as error:
         return str(error)
     return "passed"

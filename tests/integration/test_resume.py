@@ -77,12 +77,12 @@ def going_on(stage: str, step: int) -> str:
     phase, within = {"train_reward": ("reward", step), "train_policy": ("rl", step)}.get(
         stage, ("pretrain", step) if step < pretraining else ("sft", step - pretraining)
     )
-    return f"{phase}: going on from the checkpoint of step {within}" if within else ""
+    return f"{phase}: resuming from the checkpoint of step {within}" if within else ""
 
 
 def went_on(text: str) -> int:
     """How often a job of RL went on from a checkpoint."""
-    return len(re.findall(r"rl: going on from the checkpoint of step [1-9]", text))
+    return len(re.findall(r"rl: resuming from the checkpoint of step [1-9]", text))
 
 
 def same_results(undisturbed: Path, workspace: Path, *paths: str) -> None:

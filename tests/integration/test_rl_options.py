@@ -167,8 +167,8 @@ def trained_though_killed(workspace: Path, *, steps: int) -> Trained:
     actor_process(workspace, "rollout").kill()
     assert stage.wait(timeout=DEADLINE) == 0, said(workspace)[-3000:]
     again = read(workspace, said(workspace)[start:])
-    assert "replaced (1 of at most rl.max_replacements=4) and asked again" in again.printed
-    assert 0 < reached < steps and f"rl: going on from the checkpoint of step {reached}" in again.printed
+    assert "replaced (1 of at most rl.max_replacements=4), and the call is repeated" in again.printed
+    assert 0 < reached < steps and f"rl: resuming from the checkpoint of step {reached}" in again.printed
     return again
 
 
@@ -249,7 +249,7 @@ def test_what_a_scorer_cant_score_is_counted_and_one_that_fails_does_not_stop_th
     # The calibration and step 1 are its first calls; it raises in step 2 and is late in step 3: a new actor is asked again. That one raises
     # in step 5 and is late in step 6, and no further one may be asked.
     assert list(rows["failed_flaky"]) == [0, 16, 0, 0, 16, 16]
-    assert "replaced (1 of at most rl.max_replacements=1) and asked again" in critic.printed
+    assert "replaced (1 of at most rl.max_replacements=1), and the call is repeated" in critic.printed
     assert "scorer flaky: expected a score for every response, got none for 16; RuntimeError: nothing to say" in critic.printed
     assert "expected scores of 16 responses, got none (scorer rank 0: expected score_items to finish, got no answer" in critic.printed
 

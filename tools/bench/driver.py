@@ -50,27 +50,25 @@ def main() -> int:
             if engines is not None:
                 clock["in_turn"].append(engines.generate(len(clock["in_turn"])))
 
-        driver.Actors = partial(start_actors, end_step)
+        driver.Actors = partial(start_actors, driver.Actors, end_step)
         sys.argv[1:] = [str(arguments.job)]
         code = driver.main()
     (arguments.job.parent / CLOCK).write_text(json.dumps(clock))
     return code
 
 
-def start_actors(end_step: Callable[[], None], job: RlJob) -> Actors:
+def start_actors(actors_class: type[Actors], end_step: Callable[[], None], job: RlJob) -> Actors:
     """Replaces the driver's own call, so that `end_step` follows a step's last action."""
-    from rlhf_core.trainers.rl.driver import Actors
-
-    actors = Actors(job)
+    actors = actors_class(job)
     from rlhf_core.trainers.rl import loop  # late, as in the driver: actors start during the import
 
-    tell = loop.tell
+    log_findings = loop.log_findings
 
-    def tell_and_end(found, settings) -> None:
-        tell(found, settings)
+    def log_and_end(found, settings) -> None:
+        log_findings(found, settings)
         end_step()
 
-    loop.tell = tell_and_end
+    loop.log_findings = log_and_end
     return actors
 
 

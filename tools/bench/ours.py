@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from rlhf_core.trainers.demonstrations import encode_demonstrations
 from rlhf_core.trainers.preference.train import PreferenceRun, train_on_pairs
 from rlhf_core.trainers.reward import encode_comparisons, reward_phase
 from rlhf_core.trainers.sft import sft_phase
-from rlhf_core.trainers.supervised import LoopSettings, engine_settings, train_phase
+from rlhf_core.trainers.supervised import TrainLoop, engine_settings, train_phase
 from tools.bench import ours_online
 from tools.bench.work import Run, Work
 
@@ -62,28 +61,30 @@ def train(work: Work, folder: Path) -> Run:
     return run
 
 
-def loop(work: Work, folder: Path, run: Run, end_step: Callable[[], bool]) -> dict[str, Any]:
-    """Arguments of train_phase besides engine and phase."""
-    return {
-        "settings": LoopSettings(work.params.seed, checkpoint_every=work.steps + 1, eval_every=work.steps + 1),
-        "first_step": 0,
-        "metrics_log": lambda _: Watch(work, folder, run),
-        "stop_requested": end_step,
-        "checkpoints": lambda phase: CheckpointStore(folder / phase),
-    }
+def loop(work: Work, folder: Path, run: Run, end_step: Callable[[], bool]) -> TrainLoop:
+    """Optimizer steps alone, without checkpoints and evaluation."""
+    return TrainLoop(
+        seed=work.params.seed,
+        checkpoint_every=work.steps + 1,
+        eval_every=work.steps + 1,
+        first_step=0,
+        checkpoints=lambda phase: CheckpointStore(folder / phase),
+        metrics_log=lambda _: Watch(work, folder, run),
+        stop_requested=end_step,
+    )
 
 
-def sft(work: Work, folder: Path, loop: dict[str, Any]) -> None:
+def sft(work: Work, folder: Path, loop: TrainLoop) -> None:
     params = work.params
     tokenizer = load_tokenizer(work.model, trust_remote_code=False)
     train, dropped = encode_demonstrations(work.read_rows(), tokenizer, max_length=params.model.max_length)
     assert not dropped
     phase = sft_phase("sft", train, [], **common(work, params.sft, tokenizer.pad_token_id))
     engine = TrainEngine(PolicyModule(load_language_model(work.model)), settings(work, params.sft))
-    train_phase(engine, phase, **loop)
+    train_phase(engine, phase, loop)
 
 
-def reward(work: Work, folder: Path, loop: dict[str, Any]) -> None:
+def reward(work: Work, folder: Path, loop: TrainLoop) -> None:
     params = work.params
     model = load_scalar_model(work.model)
     rows = [{"id": str(number), **row} for number, row in enumerate(work.read_rows())]
@@ -99,10 +100,10 @@ def reward(work: Work, folder: Path, loop: dict[str, Any]) -> None:
         comparisons, [], margin=section.margin, centering_coef=section.centering_coef, **common(work, section, model.config.pad_token_id)
     )
     engine = TrainEngine(ScalarModule(model), settings(work, section))
-    train_phase(engine, phase, **loop)
+    train_phase(engine, phase, loop)
 
 
-def dpo(work: Work, folder: Path, loop: dict[str, Any]) -> None:
+def dpo(work: Work, folder: Path, loop: TrainLoop) -> None:
     params = work.params
     run = PreferenceRun(start=Path(work.model), steps=work.steps, model=params.model, scratch=folder, loop=loop)
     trained = train_on_pairs(work.read_rows(), [], params.dpo, run)

@@ -19,7 +19,8 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
     """RLOO on the benchmark's small model: median CPU seconds of a step, peak resident set in GB, responses."""
     from rlhf_core.engines.pytorch_engine import PytorchEngine
     from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
-    from rlhf_core.trainers.rl.advantages import RewardNormalizer, compute_advantages
+    from rlhf_core.sampling.scoring import RewardNormalizer
+    from rlhf_core.trainers.rl.advantages import compute_advantages
     from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, read_prompts, sequences_of
     from rlhf_core.trainers.rl.minibatch import plan_update
     from rlhf_core.trainers.rl.rank import TrainerRank
@@ -51,9 +52,11 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
             ]
             scores = of_texts(tokenizer.batch_decode([r.response_ids for r in rollouts]))
             scored = [ScoredRollout(r, {"variety": score}) for r, score in zip(rollouts, scores, strict=True)]
-            batch = collate(scored, rank.forward(*sequences_of(rollouts)), tokenizer.pad_token_id, None)
-            credited, _ = compute_advantages(batch, rl, RewardNormalizer(rl.reward), kl_coef=rl.kl.coef)
-            (plan,) = plan_update(credited, demonstrations, rl, seed=job.seed, step=step)
+            batch = collate(
+                scored, rank.forward(*sequences_of(rollouts)), None, pad_id=tokenizer.pad_token_id, old_logprobs_source="recompute"
+            )
+            train_batch, _ = compute_advantages(batch, rl, RewardNormalizer(rl.reward), kl_coef=rl.kl.coef)
+            (plan,) = plan_update(train_batch, demonstrations, rl, seed=job.seed, step=step)
             rank.update(plan, kl_coef=rl.kl.coef, train_policy=True)
             engine.load_weights(rank.weights(), step + 1)
             seconds.append(time.process_time() - began)

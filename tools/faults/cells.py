@@ -70,7 +70,7 @@ def around_stages() -> list[Cell]:
         Cell(sft, "dvc", "SIGKILL", stopped, faults.send(SIGKILL, "dvc")),
         Cell(sft, "dvc", "SIGTERM", stopped, faults.send(SIGTERM, "dvc")),
         Cell(
-            sft, "flow", "SIGKILL", r"going on from the checkpoint of step \d+", faults.send_to_command(SIGKILL), flow=True
+            sft, "flow", "SIGKILL", r"resuming from the checkpoint of step \d+", faults.send_to_command(SIGKILL), flow=True
         ),  # no one hears it
         Cell(sft, "flow", "SIGTERM", stopped, faults.send_to_command(SIGTERM), flow=True),
         Cell(sft, "flow", "SIGSTOP for 8 s", "Report: ", faults.send_to_command(SIGSTOP, seconds=8), flow=True, survives=True),
@@ -84,7 +84,7 @@ def of_ray() -> list[Cell]:
     """The processes of the RL job."""
     rl = "train_policy"
     dead, late = "rank {}: expected [a-z_ ]+ to finish, got a dead process", "rank {}: expected [a-z_ ]+ to finish, got no answer within"
-    replaced = r".*replaced \(\d of at most rl.max_replacements=2\) and asked again"
+    replaced = r".*replaced \(\d of at most rl.max_replacements=2\), and the call is repeated"
     head = "expected the head to answer within cluster.silence_timeout"
     crashed = r"RL job: expected exit code 0, got "
     stopped = "train_policy: stopped by a signal"
@@ -168,7 +168,7 @@ def of_nodes() -> list[Cell]:
     return [
         Cell(
             *(rl, "node of vLLM, another is free", "lost"),
-            f"rollout {dead}.*asked again",
+            f"rollout {dead}.*call is repeated",
             faults.lose_node_of("rollout"),
             survives=True,
             prepare=faults.nodes(3),

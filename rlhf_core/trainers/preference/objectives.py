@@ -1,24 +1,140 @@
-"""The optimizer steps and held-out looks of preference training: on pairs, and on single responses.
+"""From token ids to the losses of preference training: on pairs, and on single responses.
 
-A step's loss is the mean over its pairs, or responses, however they are cut into micro-batches. What holds for the step as a whole (KTO's
-baseline, the number of chosen tokens) is known before the first of them.
+A step's loss is the mean over its pairs, or responses, however they are cut into micro-batches. Quantities of the whole step (KTO's
+baseline, the number of chosen tokens) are computed before the first micro-batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from rlhf_core.algorithms.preference_losses import PREFERENCE_LOSSES, UNPAIRED_LOSSES, PairLogprobs, PairLosses, kto_baseline
 from rlhf_core.config import DpoConfig, KtoConfig
+from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
-from rlhf_core.trainers.preference.data import Continuation, Example, Pair, PromptGroup, ResponseForward, mismatched
-from rlhf_core.trainers.preference.reference import Reference
-from rlhf_core.trainers.supervised import Metrics, Phase
+from rlhf_core.models.batch import Branches, collate_branches, continue_prefix
+from rlhf_core.trainers.supervised import Metrics
+
+
+class Continuation(NamedTuple):
+    """A prompt and a response to it, which ends with the end token."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+class Pair(NamedTuple):
+    """Two responses to one prompt."""
+
+    chosen: Continuation
+    rejected: Continuation
+
+
+class Example(NamedTuple):
+    """A single response, and whether it is desirable."""
+
+    continuation: Continuation
+    desirable: bool
+
+
+# How responses go through a model
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """The responses of a batch to one prompt; each distinct response is computed once.
+
+    positions: of the items in the batch, ascending.
+    shares_prefix: compute the prompt once for all responses, where that pays.
+    """
+
+    items: list[Continuation]
+    positions: list[int]
+    shares_prefix: bool
+
+    @cached_property
+    def responses(self) -> dict[tuple[int, ...], int]:
+        """The distinct responses, numbered."""
+        return {ids: number for number, ids in enumerate(dict.fromkeys(item.response_ids for item in self.items))}
+
+    @cached_property
+    def rows(self) -> list[Branches]:
+        """The model's input rows, with the responses in the order of their numbers."""
+        return continue_prefix(list(self.items[0].prompt_ids), [list(ids) for ids in self.responses], shared=self.shares_prefix)
+
+
+def group_by_prompt(items: Sequence[Continuation], *, together: int, max_tokens: int, shares_prefix: bool) -> list[PromptGroup]:
+    """Items grouped by prompt. A group that would exceed `max_tokens` tokens is closed, and another one of the same prompt begins.
+
+    Args:
+        together: each block of so many items, from the first item on, has one prompt and stays in one group: 2 for the sides of pairs.
+    """
+    open_groups: dict[tuple[int, ...], tuple[PromptGroup, int]] = {}
+    groups: list[PromptGroup] = []
+    for at in range(0, len(items), together):
+        block = items[at : at + together]
+        prompt_ids = block[0].prompt_ids
+        added = sum(len(item.response_ids) if shares_prefix else item.num_tokens for item in block)
+        group, tokens = open_groups.get(prompt_ids, (None, 0))
+        if group is None or tokens + added > max_tokens:
+            shares = shares_prefix and len(prompt_ids) + added <= max_tokens  # a shared row fits the budget
+            group, tokens = PromptGroup([], [], shares), len(prompt_ids) if shares_prefix else 0
+            groups.append(group)
+        group.items.extend(block)
+        group.positions.extend(range(at, at + together))
+        open_groups[prompt_ids] = (group, tokens + added)
+    return groups
+
+
+@dataclass(frozen=True)
+class ResponseForward:
+    """The forward pass of responses. shares_prefix: whether a prompt may be computed once for all its responses."""
+
+    pad_id: int
+    shares_prefix: bool
+    microbatch_tokens: int
+
+    def microbatches(self, items: Sequence[Continuation], *, together: int = 1) -> list[list[PromptGroup]]:
+        """The items' groups, similar lengths together, within the token budget; a larger group gets a micro-batch of its own."""
+        groups = group_by_prompt(items, together=together, max_tokens=self.microbatch_tokens, shares_prefix=self.shares_prefix)
+        lengths, rows = [max(map(len, group.rows)) for group in groups], [len(group.rows) for group in groups]
+        return [[groups[i] for i in part] for part in microbatches(lengths, max_tokens=self.microbatch_tokens, rows=rows)]
+
+    def logprobs(self, module: TrainEngine | nn.Module, part: list[PromptGroup]) -> torch.Tensor:
+        """Log-probability of each item's response, summed over its tokens: [items], group after group, on the module's device."""
+        rows = [row for group in part for row in group.rows]
+        token_logprobs = module(collate_branches(rows, pad_id=self.pad_id, every_token=True).to(device())).logprobs
+        lengths = torch.tensor([len(branch) for row in rows for branch in row.branches])
+        owners = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(token_logprobs.device)
+        sums = torch.zeros(len(lengths), dtype=token_logprobs.dtype, device=token_logprobs.device).index_add(0, owners, token_logprobs)
+        numbers, offset = [], 0  # of each item: the number of its response among all of the micro-batch
+        for group in part:
+            numbers += [offset + group.responses[item.response_ids] for item in group.items]
+            offset += len(group.responses)
+        return sums[torch.tensor(numbers, device=sums.device)]
+
+
+# From a micro-batch to the reference's log-probabilities [items] of its responses, summed over their tokens.
+Reference = Callable[[list[PromptGroup]], torch.Tensor]
+
+
+def no_reference(part: list[PromptGroup]) -> torch.Tensor:
+    """Zeros [items], for losses that don't use the reference."""
+    return torch.zeros(sum(len(group.items) for group in part), device=device())
+
+
+# Objectives
 
 
 @dataclass(frozen=True)
@@ -34,63 +150,49 @@ class PairObjective:
         logprobs, losses, loss = self._pass(engine, pairs, learn=True)
         return {
             "loss": loss,
-            "reward_accuracy": _points(losses) / len(pairs),
+            "reward_accuracy": _accuracy(losses),
             **_mean_rewards(losses.chosen_rewards, losses.rejected_rewards),
             "chosen_logprob": float(logprobs.chosen_logprobs.sum() / logprobs.chosen_lengths.sum()),
             "rejected_logprob": float(logprobs.rejected_logprobs.sum() / logprobs.rejected_lengths.sum()),
-            "tokens": float(sum(side.num_tokens for side in _sides(pairs))),
+            "tokens": float(sum(side.num_tokens for pair in pairs for side in pair)),
         }
 
     def evaluate(self, engine: TrainEngine, pairs: list[Pair]) -> Metrics:
-        """The same objective and its rewards."""
+        """Loss, accuracy and margin on held-out pairs."""
         _, losses, loss = self._pass(engine, pairs, learn=False)
         margin = _mean_rewards(losses.chosen_rewards, losses.rejected_rewards)["reward_margin"]
-        return {"heldout_loss": loss, "heldout_accuracy": _points(losses) / len(pairs), "heldout_margin": margin}
+        return {"heldout_loss": loss, "heldout_accuracy": _accuracy(losses), "heldout_margin": margin}
 
     def _pass(self, engine: TrainEngine, pairs: list[Pair], *, learn: bool) -> tuple[PairLogprobs, PairLosses, float]:
-        """Everything of all pairs, without gradient and in no particular order, and their loss."""
+        """Log-probabilities and losses of all pairs, detached and in no particular order, and the step's loss."""
+        config = self.config
+        options: dict[str, Any] = {"label_smoothing": config.label_smoothing} if config.loss in ("sigmoid", "robust") else {}
+        options |= {"simpo_margin": config.simpo_margin} if config.loss == "simpo" else {}
         num_chosen_tokens = sum(len(pair.chosen.response_ids) for pair in pairs)
-        seen_logprobs, seen_losses, loss = [], [], 0.0
-        for part in self.forward.microbatches(_sides(pairs), together=2):
-            logprobs = self._logprobs(engine, part)
-            losses = self._losses(logprobs.per_token() if self.config.length_normalize else logprobs)
+        all_logprobs, all_losses, loss = [], [], 0.0
+        for part in self.forward.microbatches([side for pair in pairs for side in pair], together=2):
+            lengths = torch.tensor([len(item.response_ids) for group in part for item in group.items], device=device())
+            of_items = (self.forward.logprobs(engine, part).float(), self.reference(part), lengths)
+            policy, reference, tokens = (values.view(-1, 2).unbind(1) for values in of_items)  # chosen and rejected in turn
+            logprobs = PairLogprobs(*policy, *reference, *tokens)
+            normalized = logprobs.per_token() if config.length_normalize else logprobs
+            losses = PREFERENCE_LOSSES[config.loss](normalized, beta=config.beta, **options)
             share = losses.losses.sum() / len(pairs)
-            if self.config.nll_coef:
-                share = share - self.config.nll_coef * logprobs.chosen_logprobs.sum() / num_chosen_tokens
+            if config.nll_coef:
+                share = share - config.nll_coef * logprobs.chosen_logprobs.sum() / num_chosen_tokens
             if learn:
                 engine.backward(share)
             loss += float(share.detach())
-            seen_logprobs.append(_detached(logprobs))
-            seen_losses.append(_detached(losses))
-        return PairLogprobs(*_joined(seen_logprobs)), PairLosses(*_joined(seen_losses)), loss
-
-    def _logprobs(self, engine: TrainEngine, part: list[PromptGroup]) -> PairLogprobs:
-        """The groups hold the chosen and the rejected side of each pair in turn."""
-        lengths = torch.tensor([len(item.response_ids) for group in part for item in group.items], device=device())
-        of_items = (self.forward.logprobs(engine, part).float(), self.reference(part), lengths)
-        policy, reference, tokens = (values.view(-1, 2).unbind(1) for values in of_items)
-        return PairLogprobs(*policy, *reference, *tokens)
-
-    def _losses(self, logprobs: PairLogprobs) -> PairLosses:
-        config = self.config
-        options: dict[str, Any] = {}
-        if config.loss in ("sigmoid", "robust"):
-            options["label_smoothing"] = config.label_smoothing
-        if config.loss == "simpo":
-            options["simpo_margin"] = config.simpo_margin
-        return PREFERENCE_LOSSES[config.loss](logprobs, beta=config.beta, **options)
-
-
-def pair_items(train: list[Pair], heldout: list[Pair], batches: list[list[int]]) -> list[Continuation]:
-    """All that training on these batches, and evaluation, will ask of the reference."""
-    return [*_sides([train[i] for batch in batches for i in batch]), *_sides(heldout)]
+            all_logprobs.append([values.detach() for values in logprobs])
+            all_losses.append([values.detach() for values in losses])
+        return PairLogprobs(*_joined(all_logprobs)), PairLosses(*_joined(all_losses)), loss
 
 
 @dataclass(frozen=True)
 class ResponseObjective:
-    """The mean of `config.loss` over single responses; KTO's baseline comes from the step's prompts with each other's responses.
+    """The mean of `config.loss` over single responses. KTO's baseline is estimated on the step's prompts with each other's responses.
 
-    max_length: tokens to which a prompt with another's response is cut.
+    max_length: tokens to which a prompt with another prompt's response is cut.
     """
 
     config: KtoConfig
@@ -100,7 +202,7 @@ class ResponseObjective:
 
     def train_batch(self, engine: TrainEngine, examples: list[Example]) -> Metrics:
         """Forward and backward of one optimizer step."""
-        kl = self._baseline(engine, unrelated(examples, self.config, shift=1, max_length=self.max_length))
+        kl = self._baseline(engine, mismatched(examples, self.config, shift=1, max_length=self.max_length))
         logprobs, losses, rewards, good, lengths = self._pass(engine, examples, kl, learn=True)
         return {
             "loss": float(losses.mean()),
@@ -113,8 +215,8 @@ class ResponseObjective:
         }
 
     def evaluate(self, engine: TrainEngine, examples: list[Example]) -> Metrics:
-        """The same objective and its rewards."""
-        kl = self._baseline(engine, unrelated(examples, self.config, shift=_half(examples), max_length=self.max_length))
+        """Loss, accuracy and margin on held-out responses."""
+        kl = self._baseline(engine, mismatched(examples, self.config, shift=len(examples) // 2, max_length=self.max_length))
         _, losses, rewards, good, _ = self._pass(engine, examples, kl, learn=False)
         margin = _mean_rewards(rewards[good], rewards[~good])["reward_margin"]
         return {
@@ -124,19 +226,19 @@ class ResponseObjective:
         }
 
     def _pass(self, engine: TrainEngine, examples: list[Example], kl: torch.Tensor, *, learn: bool) -> list[torch.Tensor]:
-        """Log-probabilities, losses, rewards, desirable and lengths of all examples, without gradient and in no particular order."""
-        config, seen = self.config, []
+        """Log-probabilities, losses, rewards, desirable and lengths of all examples, detached and in no particular order."""
+        config, results = self.config, []
+        weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
         for part in self.forward.microbatches([e.continuation for e in examples]):
             here = [examples[i] for group in part for i in group.positions]
             desirable = torch.tensor([e.desirable for e in here], device=device())
             logprobs = self.forward.logprobs(engine, part).float()
-            weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
-            made = UNPAIRED_LOSSES[config.loss](logprobs, self.reference(part), desirable, beta=config.beta, kl=kl, **weights)
+            losses = UNPAIRED_LOSSES[config.loss](logprobs, self.reference(part), desirable, beta=config.beta, kl=kl, **weights)
             if learn:
-                engine.backward(made.losses.sum() / len(examples))
+                engine.backward(losses.losses.sum() / len(examples))
             lengths = torch.tensor([len(e.continuation.response_ids) for e in here], device=device())
-            seen.append(_detached((logprobs, *made, desirable, lengths)))
-        return _joined(seen)
+            results.append([values.detach() for values in (logprobs, *losses, desirable, lengths)])
+        return _joined(results)
 
     @torch.no_grad()
     def _baseline(self, engine: TrainEngine, items: list[Continuation]) -> torch.Tensor:
@@ -147,70 +249,42 @@ class ResponseObjective:
         return kto_baseline(logprobs, torch.cat([self.reference(part) for part in parts]))
 
 
-def example_items(
-    train: list[Example], heldout: list[Example], batches: list[list[int]], config: KtoConfig, *, max_length: int
-) -> list[Continuation]:
-    """All that training on these batches, and evaluation, will ask of the reference."""
-    asked: list[Continuation] = []
-    for examples, shift in (*(([train[i] for i in batch], 1) for batch in batches), (heldout, _half(heldout))):
-        asked += [e.continuation for e in examples]
-        asked += unrelated(examples, config, shift=shift, max_length=max_length)
-    return asked
+def mismatched(examples: list[Example], config: KtoConfig, *, shift: int, max_length: int) -> list[Continuation]:
+    """The baseline's items: each prompt with the response `shift` examples later, cyclically, cut to `max_length` tokens.
 
-
-def unrelated(examples: list[Example], config: KtoConfig, *, shift: int, max_length: int) -> list[Continuation]:
-    """What the baseline is estimated from: each prompt with the response `shift` further on. Nothing where the loss has no baseline."""
+    Empty for a loss without a baseline. On held-out data `shift` is half their number: neighbours often have the same prompt.
+    """
+    if config.loss != "kto":
+        return []
     items = [e.continuation for e in examples]
-    return mismatched(items, shift=shift, max_length=max_length) if config.loss == "kto" else []
-
-
-def preference_phase(objective: PairObjective | ResponseObjective, train: Sequence[Any], heldout: Sequence[Any], *, steps: int) -> Phase:
-    """Steps on pairs, or single responses, as the objective has it; without held-out ones nothing is evaluated."""
-
-    def train_batch(engine: TrainEngine, chosen: list[int]) -> Metrics:
-        return objective.train_batch(engine, [train[i] for i in chosen])
-
-    def evaluate(engine: TrainEngine) -> Metrics:
-        return objective.evaluate(engine, heldout)
-
-    return Phase("preference", steps, objective.config.batch_size, len(train), train_batch, evaluate if heldout else None)
+    return [
+        Continuation(item.prompt_ids, items[(i + shift) % len(items)].response_ids[: max_length - len(item.prompt_ids)])
+        for i, item in enumerate(items)
+    ]
 
 
 def ordered_share(higher: torch.Tensor, lower: torch.Tensor) -> float:
-    """Of all couples of one number [N] that should be higher and one [M] that should be lower, the share in that order; ties are half.
+    """Share of all couples of a number from `higher` [N] and one from `lower` [M] in which the first is larger; ties count half.
 
-    NaN without couples.
+    NaN if there are no couples.
     """
     order = lower.sort().values
     below = torch.searchsorted(order, higher, right=False) + torch.searchsorted(order, higher, right=True)
     return float(below.double().mean() / 2 / len(lower)) if len(lower) else math.nan
 
 
-def _half(examples: list[Example]) -> int:
-    """Neighbours in the held-out data often have the same prompt; responses half the data away hardly ever."""
-    return len(examples) // 2
+def _joined(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Micro-batches' tensors concatenated, on the CPU."""
+    return [torch.cat(values).cpu() for values in zip(*parts, strict=True)]
 
 
-def _sides(pairs: Sequence[Pair]) -> list[Continuation]:
-    return [side for pair in pairs for side in pair]
-
-
-def _detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.detach() for tensor in tensors]
-
-
-def _joined(seen: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Micro-batches' tensors one after the other, on the CPU."""
-    return [torch.cat(values).cpu() for values in zip(*seen, strict=True)]
-
-
-def _points(losses: PairLosses) -> float:
-    """Pairs whose rewards are in the right order; a tie is half a point."""
+def _accuracy(losses: PairLosses) -> float:
+    """Share of pairs whose chosen reward is the higher one; a tie counts half."""
     chosen, rejected = losses.chosen_rewards, losses.rejected_rewards
-    return float((chosen > rejected).sum() + 0.5 * (chosen == rejected).sum())
+    return float((chosen > rejected).sum() + 0.5 * (chosen == rejected).sum()) / len(chosen)
 
 
 def _mean_rewards(chosen: torch.Tensor, rejected: torch.Tensor) -> Metrics:
-    """NaN where there is none of a kind."""
+    """NaN if there is no chosen or no rejected response."""
     means = {"chosen_reward": float(chosen.mean()), "rejected_reward": float(rejected.mean())}
     return {"reward_margin": means["chosen_reward"] - means["rejected_reward"], **means}

@@ -1,15 +1,19 @@
-"""Direct alignment: the DPO family on pairs, KTO on single responses.
+"""Direct alignment, from rows to a trained engine: the DPO family on pairs, KTO on single responses.
 
-`train_on_pairs` and `train_on_examples` go from rows to a trained engine; the stages and the rounds of iterative DPO call them.
+`train_on_pairs` and `train_on_examples` encode rows, load policy and reference, and run the training loop of trainers.supervised.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config import REFERENCE_FREE, DpoConfig, KtoConfig, ModelConfig
@@ -19,11 +23,21 @@ from rlhf_core.models.build import frozen, load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters, quantize_base
 from rlhf_core.models.probe import shares_prefixes
-from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.trainers.preference.data import Continuation, ResponseForward, encode_examples, encode_pairs
-from rlhf_core.trainers.preference.objectives import PairObjective, ResponseObjective, example_items, pair_items, preference_phase
-from rlhf_core.trainers.preference.reference import Reference, live_reference, no_reference, precomputed_reference
-from rlhf_core.trainers.supervised import Phase, engine_settings, evaluate, train_phase
+from rlhf_core.models.tokenizer import encode_conversation, load_tokenizer
+from rlhf_core.progress import Bar
+from rlhf_core.trainers.preference.objectives import (
+    Continuation,
+    Example,
+    Pair,
+    PairObjective,
+    PromptGroup,
+    Reference,
+    ResponseForward,
+    ResponseObjective,
+    mismatched,
+    no_reference,
+)
+from rlhf_core.trainers.supervised import Phase, TrainLoop, engine_settings, evaluate, train_phase
 
 # Of the curves; kl is KTO's baseline.
 COLUMNS = (
@@ -32,32 +46,37 @@ COLUMNS = (
     *("kl", "heldout_loss", "heldout_accuracy", "heldout_margin", "learning_rate", "grad_norm"),
 )
 
+log = logging.getLogger("rlhf")
+
 
 @dataclass(frozen=True)
 class PreferenceRun:
-    """One piece of training, apart from its rows and its section of params.yaml.
+    """One training run, apart from its rows and its section of params.yaml.
 
-    start: a Hugging Face folder with its tokenizer; the reference too.
-    steps: optimizer steps, in the place of the section's own.
-    scratch: a folder of this work alone, that is of these rows, this start and these steps and settings: a run that was interrupted finds
-        its checkpoint and the reference's log-probabilities there.
-    loop: what `Stage.loop(config, COLUMNS, first_step=...)` returns.
+    start: a Hugging Face folder with model and tokenizer: the policy starts there, and it is the reference.
+    steps: optimizer steps; takes precedence over the section's.
+    scratch: a folder for these rows, start, steps and settings only. An interrupted run finds its checkpoint and the reference's
+        log-probabilities there.
+    loop: from `Stage.loop(config, COLUMNS, first_step=...)`.
     """
 
     start: Path
     steps: int
     model: ModelConfig
     scratch: Path
-    loop: dict[str, Any]
+    loop: TrainLoop
 
     def batches(self, batch_size: int, num_examples: int) -> list[list[int]]:
-        """The examples of each step, as the training loop draws them."""
-        seed = self.loop["settings"].seed
+        """The positions of each step's examples, as the training loop draws them."""
+        seed = self.loop.seed
         return [batch_indices(step, batch_size=batch_size, num_examples=num_examples, seed=seed) for step in range(self.steps)]
+
+    def load_model(self) -> PreTrainedModel:
+        return load_language_model(self.start, trust_remote_code=self.model.trust_remote_code, training_dtype=self.model.dtype)
 
 
 class Trained(NamedTuple):
-    """What training leaves behind.
+    """The result of training.
 
     model: as loaded, for `save_model`; the trained weights are `engine.state_dict()`.
     metrics: loss (its name), steps, pairs or examples, dropped_too_long, and the held-out figures at the end.
@@ -70,13 +89,13 @@ class Trained(NamedTuple):
 
 
 def train_on_pairs(train_rows: list[dict], heldout_rows: list[dict], config: DpoConfig, run: PreferenceRun) -> Trained:
-    """DPO or a relative of it.
+    """Train with a loss of PREFERENCE_LOSSES.
 
     Args:
-        train_rows, heldout_rows: of the preference schema (messages, chosen, rejected); unpaired ones are left out. Without held-out rows
-            nothing is evaluated.
+        train_rows, heldout_rows: of the preference schema (messages, chosen, rejected); unpaired rows are left out. Without held-out rows
+            there is no evaluation.
     Raises:
-        Interrupted: a stop was asked for; the state is saved.
+        Interrupted: a stop was requested, and the state is saved.
         ValueError: no pair is left to train on.
     """
     tokenizer = load_tokenizer(str(run.start), trust_remote_code=run.model.trust_remote_code)
@@ -87,16 +106,17 @@ def train_on_pairs(train_rows: list[dict], heldout_rows: list[dict], config: Dpo
             f"preference data: expected rows with a chosen and a rejected response of at most {run.model.max_length} tokens with their "
             f"prompt, got none of {len(train_rows)}; raise model.max_length, or take the method kto for single responses"
         )
-    items = pair_items(train, heldout, run.batches(config.batch_size, len(train)))
-    model, forward, reference = _models("none" if config.loss in REFERENCE_FREE else config.reference, items, tokenizer, config, run)
-    phase = preference_phase(PairObjective(config, forward, reference), train, heldout, steps=run.steps)
-    engine, heldout_metrics = _train(model, phase, config, run)
+    batches = run.batches(config.batch_size, len(train))
+    items = [side for pairs in (*([train[i] for i in batch] for batch in batches), heldout) for pair in pairs for side in pair]
+    kind = "none" if config.loss in REFERENCE_FREE else config.reference
+    model, forward, reference = _policy_and_reference(kind, items, tokenizer, config, run)
+    trained = _train(model, PairObjective(config, forward, reference), train, heldout, run)
     counts = {"loss": config.loss, "steps": run.steps, "pairs": len(train), "dropped_too_long": dropped}
-    return Trained(engine, model, tokenizer, counts | heldout_metrics)
+    return Trained(trained[0], model, tokenizer, counts | trained[1])
 
 
 def train_on_examples(train_rows: list[dict], heldout_rows: list[dict], config: KtoConfig, run: PreferenceRun) -> Trained:
-    """KTO or its relative on single responses, a pair being two of them. Otherwise as `train_on_pairs`."""
+    """Train with a loss of UNPAIRED_LOSSES on single responses; a pair is two of them. Otherwise as `train_on_pairs`."""
     tokenizer = load_tokenizer(str(run.start), trust_remote_code=run.model.trust_remote_code)
     train, dropped = encode_examples(train_rows, tokenizer, max_length=run.model.max_length)
     heldout, _ = encode_examples(heldout_rows, tokenizer, max_length=run.model.max_length)
@@ -106,48 +126,157 @@ def train_on_examples(train_rows: list[dict], heldout_rows: list[dict], config: 
             f"{len(train_rows)} rows; raise model.max_length"
         )
     items = example_items(train, heldout, run.batches(config.batch_size, len(train)), config, max_length=run.model.max_length)
-    model, forward, reference = _models(config.reference, items, tokenizer, config, run)
-    objective = ResponseObjective(config, forward, reference, run.model.max_length)
-    phase = preference_phase(objective, train, heldout, steps=run.steps)
-    engine, heldout_metrics = _train(model, phase, config, run)
+    model, forward, reference = _policy_and_reference(config.reference, items, tokenizer, config, run)
+    trained = _train(model, ResponseObjective(config, forward, reference, run.model.max_length), train, heldout, run)
     counts = {"loss": config.loss, "steps": run.steps, "examples": len(train), "dropped_too_long": dropped}
-    return Trained(engine, model, tokenizer, counts | heldout_metrics)
+    return Trained(trained[0], model, tokenizer, counts | trained[1])
 
 
-def _load(run: PreferenceRun) -> PreTrainedModel:
-    return load_language_model(run.start, trust_remote_code=run.model.trust_remote_code, training_dtype=run.model.dtype)
+def encode_pairs(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[list[Pair], int]:
+    """Pairs from rows with messages, chosen and rejected, and the number of pairs dropped because a side has too many tokens.
+
+    Sides are not cut: a cut response would look finished. Unpaired rows (one side null) are left out.
+    """
+    pairs = []
+    for row in rows:
+        if row["chosen"] is not None and row["rejected"] is not None:
+            chosen, rejected = (_encode(tokenizer, row, side) for side in ("chosen", "rejected"))
+            if rejected.prompt_ids == chosen.prompt_ids:  # keep one tuple in memory
+                rejected = rejected._replace(prompt_ids=chosen.prompt_ids)
+            pairs.append(Pair(chosen, rejected))
+    kept = [pair for pair in pairs if all(side.num_tokens <= max_length for side in pair)]
+    return kept, len(pairs) - len(kept)
 
 
-def _models(
+def encode_examples(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[list[Example], int]:
+    """Single responses from rows with messages, chosen and rejected, of which one may be null, and the number dropped as too long.
+
+    A pair is one desirable and one undesirable response.
+    """
+    examples = [
+        Example(_encode(tokenizer, row, side), side == "chosen") for row in rows for side in ("chosen", "rejected") if row[side] is not None
+    ]
+    kept = [e for e in examples if e.continuation.num_tokens <= max_length]
+    return kept, len(examples) - len(kept)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, row: dict, side: str) -> Continuation:
+    ids, start = encode_conversation(tokenizer, row["messages"], row[side])
+    return Continuation(tuple(ids[:start]), tuple(ids[start:]))
+
+
+def example_items(
+    train: list[Example], heldout: list[Example], batches: list[list[int]], config: KtoConfig, *, max_length: int
+) -> list[Continuation]:
+    """All items whose reference log-probabilities training on these batches, and evaluation, will need."""
+    items: list[Continuation] = []
+    for examples, shift in (*(([train[i] for i in batch], 1) for batch in batches), (heldout, len(heldout) // 2)):
+        items += [e.continuation for e in examples]
+        items += mismatched(examples, config, shift=shift, max_length=max_length)
+    return items
+
+
+# Policy and reference
+
+
+def _policy_and_reference(
     kind: str, items: list[Continuation], tokenizer: PreTrainedTokenizerBase, config: DpoConfig | KtoConfig, run: PreferenceRun
 ) -> tuple[PreTrainedModel, ResponseForward, Reference]:
-    """The policy to be, how responses go through it, and the reference.
+    """The model to be trained, how responses go through it, and the reference.
 
     Args:
         kind: precomputed | live | none.
-        items: all that training and evaluation will ask of the reference.
+        items: all items that the reference will be evaluated on.
     """
-    model = _load(run)
+    model = run.load_model()
     shares = shares_prefixes(model, device=device(), max_length=run.model.max_length)
     forward = ResponseForward(tokenizer.pad_token_id, shares, config.microbatch_tokens)
 
-    def reference() -> PolicyModule:
-        start = _load(run)
+    def load_reference() -> PolicyModule:
+        start = run.load_model()
         quantize_base(start, config.lora)
         return frozen(PolicyModule(start), device=device(), dtype=getattr(torch, run.model.dtype))
 
     if kind == "none":
         return model, forward, no_reference
     if kind == "live":
-        return model, forward, live_reference(reference(), forward)
-    return model, forward, precomputed_reference(reference, items, forward, path=run.scratch / "reference.pt")
+        return model, forward, live_reference(load_reference(), forward)
+    return model, forward, precomputed_reference(load_reference, items, forward, path=run.scratch / "reference.pt")
 
 
-def _train(model: PreTrainedModel, phase: Phase, config: DpoConfig | KtoConfig, run: PreferenceRun) -> tuple[TrainEngine, dict[str, float]]:
-    """The engine at the end of the phase, and its held-out figures."""
-    seed = run.loop["settings"].seed
+def live_reference(module: nn.Module, forward: ResponseForward) -> Reference:
+    """A forward pass of the frozen module for each micro-batch."""
+
+    @torch.no_grad()
+    def logprobs(part: list[PromptGroup]) -> torch.Tensor:
+        return forward.logprobs(module, part)
+
+    return logprobs
+
+
+def precomputed_reference(
+    load_module: Callable[[], PolicyModule], items: Iterable[Continuation], forward: ResponseForward, *, path: Path
+) -> Reference:
+    """Log-probabilities of all distinct items, computed once and kept in `path`; a file with the same items is read instead.
+
+    Args:
+        load_module: called only if there is something to compute.
+        path: in a folder for one reference model only: the file identifies its items, not its model.
+    """
+    distinct = list(dict.fromkeys(items))
+    hashed = hashlib.sha256()
+    for item in distinct:
+        hashed.update(repr(item).encode())
+    kept = torch.load(path, weights_only=True) if path.exists() else {"items": None}
+    if kept["items"] == hashed.hexdigest():
+        log.info("reference: reusing the log-probabilities of %d responses from an earlier start", len(distinct))
+    else:
+        kept = {"items": hashed.hexdigest(), "logprobs": _compute(load_module(), distinct, forward)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(path.name + ".tmp")
+        torch.save(kept, aside)
+        aside.replace(path)
+    table = dict(zip(distinct, kept["logprobs"].tolist(), strict=True))
+
+    def logprobs(part: list[PromptGroup]) -> torch.Tensor:
+        return torch.tensor([table[item] for group in part for item in group.items], device=device())
+
+    return logprobs
+
+
+@torch.no_grad()
+def _compute(module: PolicyModule, items: list[Continuation], forward: ResponseForward) -> torch.Tensor:
+    """Log-probabilities summed over response tokens, [items], on the CPU."""
+    sums = torch.zeros(len(items))
+    with Bar("response of the reference", len(items)) as bar:
+
+        def forward_part(part: list[PromptGroup]) -> None:
+            positions = [i for group in part for i in group.positions]
+            sums[positions] = forward.logprobs(module, part).float().cpu()
+            bar.step(len(positions))
+
+        module.backend.map(forward_part, forward.microbatches(items))
+    return sums
+
+
+# The training loop
+
+
+def _train(
+    model: PreTrainedModel, objective: PairObjective | ResponseObjective, train: list[Any], heldout: list[Any], run: PreferenceRun
+) -> tuple[TrainEngine, dict[str, float]]:
+    """The engine after the last step, and its held-out figures; no figures without held-out data."""
+    config, seed = objective.config, run.loop.seed
+    phase = Phase(
+        "preference",
+        run.steps,
+        config.batch_size,
+        len(train),
+        train_batch=lambda engine, positions: objective.train_batch(engine, [train[i] for i in positions]),
+        evaluate=(lambda engine: objective.evaluate(engine, heldout)) if heldout else None,
+    )
     settings = engine_settings(config, steps=run.steps, learning_rate=config.learning_rate, dtype=run.model.dtype, seed=seed)
     add_adapters(model, config.lora, seed=seed)
     engine = TrainEngine(PolicyModule(model), settings)
-    train_phase(engine, phase, **run.loop)
+    train_phase(engine, phase, run.loop)
     return engine, {} if phase.evaluate is None else evaluate(engine, phase.evaluate)

@@ -1,4 +1,4 @@
-"""Which responses a step learns from: drawn, scored, and where asked for drawn again until their groups can teach something."""
+"""Rollouts of a step: generated, scored, and with dynamic sampling resampled until their groups differ in reward."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMet
 from rlhf_core.trainers.rl.advantages import shaped_rewards
 from rlhf_core.trainers.rl.data import Components, PromptStream, baseline_of, components_of
 from rlhf_core.trainers.rl.metrics import Clock, Metrics
-from rlhf_core.trainers.rl.workers import Asked, Workers
-from rlhf_core.types import Baseline, Prompt, ScoredRollout
+from rlhf_core.trainers.rl.workers import PendingForward, Workers
+from rlhf_core.types import Baseline, OldLogprobs, Prompt, ScoredRollout
 
 Group = list[ScoredRollout]
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What a step learns from, a prompt's rollouts next to each other.
+class Collected:
+    """What a step learns from.
 
-    baseline: of the greedy response to each row's prompt; None where the algorithm asks for none.
-    prompts_drawn: of the prompt stream, from the run's beginning.
-    asked: what the trainer ranks say of them will be there.
+    scored: a prompt's rollouts are adjacent.
+    baseline: greedy responses to each row's prompt, for remax.
+    prompts_drawn: prompts taken from the stream since the run began.
+    forward: the trainer ranks' forward passes over the rollouts.
     """
 
     scored: list[ScoredRollout]
@@ -33,10 +34,10 @@ class Drawn:
     prompts_drawn: int
     metrics: Metrics
     scorer_metrics: dict[str, float]
-    asked: Asked
+    forward: PendingForward
 
 
-def draw(
+def collect_rollouts(
     workers: Workers,
     prompts: PromptStream,
     rl: RlConfig,
@@ -44,83 +45,85 @@ def draw(
     *,
     step: int,
     prompts_drawn: int,
-    share: float,
+    old_logprobs_source: OldLogprobs,
     clock: Clock,
-) -> Drawn:
-    """A step's rollouts and their scores, of prompts from position `prompts_drawn` on.
+) -> Collected:
+    """Generate and score the rollouts of a step, and start the forward passes over them.
+
+    The trainer ranks compute the forward passes while text scorers run, unless dynamic sampling has to know the scores first.
 
     Args:
-        normalizer: for what groups can teach; it doesn't move.
-        share: of which the trainer's policy is asked; see `Workers.ask`. The trainer looks at rollouts while they are scored, unless it
-            takes scores to know which of them are of any use.
+        normalizer: its statistics stay as they are.
+        prompts_drawn: position in the prompt stream.
     """
     measured = ScorerMetrics()
-    ahead: list[Asked] = []
+    recomputed = rl.rollout.recomputed_fraction if old_logprobs_source == "recompute" else 0.0
+    how = {"recomputed_fraction": recomputed, "keep_graphs": rl.one_optimizer_step}
+    if rl.dynamic_sampling.enabled:
 
-    def draw_groups(start: int, count: int, turn: int) -> list[Group]:
-        rollouts = workers.rollouts.generate(prompts.take(start, count), step=step, turn=turn)
+        def sample_groups(start: int, count: int, turn: int) -> list[Group]:
+            rollouts = workers.rollouts.generate(prompts.take(start, count), step=step, turn=turn)
+            clock.lap("generate")
+            scored = workers.score(rollouts, measured)
+            clock.lap("score")
+            return [scored[i : i + rl.group_size] for i in range(0, len(scored), rl.group_size)]
+
+        groups, prompts_drawn, metrics = resample_groups(sample_groups, rl, normalizer, start=prompts_drawn)
+        scored = [replace(s, rollout=replace(s.rollout, group_id=i)) for i, group in enumerate(groups) for s in group]
+    else:
+        rollouts = workers.rollouts.generate(prompts.take(prompts_drawn, rl.rollout_batch_size), step=step)
         clock.lap("generate")
-
-        def look() -> None:
-            if not rl.dynamic_sampling.enabled:
-                ahead.append(workers.ask(rollouts, share=share, learn=rl.one_optimizer_step))
-
-        scored = workers.score(rollouts, measured, meanwhile=look)
+        scores = workers.submit_scores(rollouts)
+        forward = workers.submit_forward(rollouts, **how)
+        scored = workers.collect_scores(scores, measured)
         clock.lap("score")
-        return [scored[i : i + rl.group_size] for i in range(0, len(scored), rl.group_size)]
-
-    groups, position, metrics = select_groups(draw_groups, rl, normalizer, start=prompts_drawn)
-    scored = [replace(s, rollout=replace(s.rollout, group_id=i)) for i, group in enumerate(groups) for s in group]
+        prompts_drawn, metrics = prompts_drawn + rl.rollout_batch_size, {}
     baseline = None
     if rl.algorithm == "remax":
-        baseline = greedy_baseline(workers, [group[0].rollout.prompt for group in groups], rl)
+        baseline = greedy_baseline(workers, [s.rollout.prompt for s in scored[:: rl.group_size]], rl)
         clock.lap("baseline")
-    asked = ahead[0] if ahead else workers.ask([s.rollout for s in scored], share=share, learn=rl.one_optimizer_step)
-    further = measured.means()
-    return Drawn(scored, baseline, position, metrics | take_disagreements(further, rl), further, asked)
+    if rl.dynamic_sampling.enabled:
+        forward = workers.submit_forward([s.rollout for s in scored], **how)
+    scorer_metrics = measured.means()
+    for name in [s.name for s in rl.reward.scorers if s.members > 1]:  # the disagreement of an ensemble has a column of its own
+        metrics[f"{DISAGREEMENT}_{name}"] = scorer_metrics.pop(f"{name}.{DISAGREEMENT}", math.nan)
+    return Collected(scored, baseline, prompts_drawn, metrics, scorer_metrics, forward)
 
 
-def take_disagreements(measured: dict[str, float], rl: RlConfig) -> Metrics:
-    """How far the members of each scorer that is an ensemble disagree, taken out of what scorers measured: it has a column of its own."""
-    ensembles = [s.name for s in rl.reward.scorers if s.members > 1]
-    return {f"{DISAGREEMENT}_{name}": measured.pop(f"{name}.{DISAGREEMENT}", math.nan) for name in ensembles}
-
-
-def select_groups(
-    draw_groups: Callable[[int, int, int], list[Group]], rl: RlConfig, normalizer: RewardNormalizer, *, start: int
+def resample_groups(
+    sample_groups: Callable[[int, int, int], list[Group]], rl: RlConfig, normalizer: RewardNormalizer, *, start: int
 ) -> tuple[list[Group], int, Metrics]:
-    """Groups for a step, the position after the last prompt that was drawn, and how many were dropped.
+    """Groups for a step, with those whose rewards have no variance replaced by groups of the next prompts.
 
-    With rl.dynamic_sampling, groups that teach nothing are replaced by those of the next prompts, in at most `max_rounds` rounds. Should
-    too few teach something even then, the rest is filled up with the others, in the order in which they came.
+    After dynamic_sampling.max_rounds rounds, groups without variance fill the rest, in the order in which they were sampled.
     Source: Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, section 3.2
 
     Args:
-        draw_groups: position of the first prompt, number of prompts, round from 0 on -> a group for each prompt.
-        normalizer: it doesn't move; running statistics are judged by as they are with all that was drawn so far.
+        sample_groups: position of the first prompt, number of prompts, round from 0 on -> a group for each prompt.
+        normalizer: its statistics stay as they are; running statistics of a copy include all groups sampled so far.
+    Returns:
+        The groups, the position after the last prompt, and counts for the curves.
     """
     wanted, position = rl.rollout_batch_size, start
-    if not rl.dynamic_sampling.enabled:
-        return draw_groups(position, wanted, 0), position + wanted, {}
     informative: list[Group] = []
     others: list[Group] = []
     rounds, trial = 0, normalizer.trial()
     while len(informative) < wanted and rounds < rl.dynamic_sampling.max_rounds:
         missing = wanted - len(informative)
-        drawn = draw_groups(position, missing, rounds)
-        for group, teaches in zip(drawn, are_informative(drawn, rl, trial), strict=True):
-            (informative if teaches else others).append(group)
+        groups = sample_groups(position, missing, rounds)
+        for group, varies in zip(groups, have_variance(groups, rl, trial), strict=True):
+            (informative if varies else others).append(group)
         position += missing
         rounds += 1
     chosen = [*informative, *others][:wanted]
     return chosen, position, {"dynamic_rounds": rounds, "dropped_groups": position - start - wanted}
 
 
-def are_informative(groups: list[Group], rl: RlConfig, normalizer: RewardNormalizer) -> list[bool]:
-    """Whether at least two different responses of each group have different rewards; those that are masked don't count.
+def have_variance(groups: list[Group], rl: RlConfig, normalizer: RewardNormalizer) -> list[bool]:
+    """Whether at least two different responses of each group have different rewards; masked responses don't count.
 
-    The rewards are those that are learned from: normalised, clipped, less the penalties. Not less the KL, which tells almost any two
-    responses apart. The same response twice says nothing, though its scores may differ by rounding.
+    The rewards are normalised, clipped and less the length penalties, but not less the KL, which differs between almost any two responses.
+    Equal responses count once: their scores may differ by rounding.
     """
     scored = [s for group in groups for s in group]
     finished = torch.tensor([s.rollout.finished for s in scored])
@@ -131,16 +134,14 @@ def are_informative(groups: list[Group], rl: RlConfig, normalizer: RewardNormali
 
 
 def greedy_baseline(workers: Workers, prompts: Sequence[Prompt], rl: RlConfig) -> Baseline:
-    """Of the current policy's greedy responses: scores, and where the KL is in the reward what policy and reference say of them."""
-    scored = _scored_greedily(workers, prompts)
-    outputs = workers.forward(workers.ask([s.rollout for s in scored], share=1.0)) if rl.kl.in_reward else {}
+    """The current policy's greedy responses, scored; with log-probabilities of policy and reference where the KL is in the reward."""
+    scored = workers.score(workers.rollouts.generate_greedy(prompts))
+    outputs = {}
+    if rl.kl.in_reward:
+        outputs = workers.collect_forward(workers.submit_forward([s.rollout for s in scored], recomputed_fraction=1.0))
     return baseline_of(scored, outputs, copies=rl.group_size)
 
 
 def greedy_components(workers: Workers, prompts: Sequence[Prompt]) -> Components:
     """Scores of the current policy's greedy responses."""
-    return components_of(_scored_greedily(workers, prompts))
-
-
-def _scored_greedily(workers: Workers, prompts: Sequence[Prompt]) -> list[ScoredRollout]:
-    return workers.score(workers.rollouts.generate_greedy(prompts))
+    return components_of(workers.score(workers.rollouts.generate_greedy(prompts)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from rlhf_core.data.schema import Split, read_rows
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
 from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
 from rlhf_core.trainers.rl.job import RlJob
-from rlhf_core.types import Baseline, Prompt, Rollout, RolloutBatch, ScoredRollout
+from rlhf_core.types import Baseline, OldLogprobs, Prompt, Rollout, RolloutBatch, ScoredRollout
 
 
 def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
@@ -137,35 +136,39 @@ def components_of(scored: Sequence[ScoredRollout]) -> Components:
     return {name: torch.tensor([s.components[name] for s in scored]) for name in scored[0].components} if scored else {}
 
 
-def collate(scored: Sequence[ScoredRollout], outputs: dict[str, torch.Tensor], pad_id: int, baseline: Baseline | None) -> RolloutBatch:
-    """Rollouts, their scores and what the models said of them, as tensors.
+def collate(
+    scored: Sequence[ScoredRollout],
+    outputs: dict[str, torch.Tensor],
+    baseline: Baseline | None,
+    *,
+    pad_id: int,
+    old_logprobs_source: OldLogprobs,
+) -> RolloutBatch:
+    """Rollouts, their scores and the forward passes' outputs as tensors.
 
     Args:
-        outputs: flat [N] over the response tokens in order. Absent: `old_logprobs` before an update that computes them itself, where the
-            engine's stand in for them, `ref_logprobs` without a reference, `values` without a critic, `sampler_logprobs` where any token
-            could be sampled.
-        baseline: of the greedy response to each row's prompt; None where the algorithm asks for none.
+        outputs: flat [N] over the response tokens, in order: old_logprobs with `recompute`; sampler_logprobs with top-p or top-k;
+            ref_logprobs with a reference; values with a critic.
+        baseline: of the greedy response to each row's prompt.
     """
     rollouts = [s.rollout for s in scored]
     response_mask = _response_mask(rollouts)
     prompt_ids, prompt_mask = _left_padded([r.prompt.prompt_ids for r in rollouts], pad_id)
-
-    def padded(flat: torch.Tensor) -> torch.Tensor:
-        return _padded(flat, response_mask)
-
     response_ids = torch.tensor([token for r in rollouts for token in r.response_ids])
-    rollout_logprobs = padded(torch.tensor([x for r in rollouts for x in r.rollout_logprobs]))
-    old_logprobs = padded(outputs["old_logprobs"]) if "old_logprobs" in outputs else rollout_logprobs
+    rollout_logprobs = _padded(torch.tensor([x for r in rollouts for x in r.rollout_logprobs]), response_mask)
+    padded = {name: _padded(flat, response_mask) for name, flat in outputs.items()}
+    old_logprobs = rollout_logprobs if old_logprobs_source == "from_engine" else padded.get("old_logprobs")
     return RolloutBatch(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
         response_ids=torch.full(response_mask.shape, pad_id).masked_scatter(response_mask, response_ids),
         response_mask=response_mask,
         rollout_logprobs=rollout_logprobs,
+        old_logprobs_source=old_logprobs_source,
         old_logprobs=old_logprobs,
-        sampler_logprobs=padded(outputs["sampler_logprobs"]) if "sampler_logprobs" in outputs else old_logprobs,
-        ref_logprobs=padded(outputs["ref_logprobs"]) if "ref_logprobs" in outputs else old_logprobs,
-        values=padded(outputs["values"]) if "values" in outputs else torch.zeros(response_mask.shape),
+        sampler_logprobs=padded.get("sampler_logprobs", old_logprobs),
+        ref_logprobs=padded.get("ref_logprobs"),
+        values=padded.get("values", torch.zeros(response_mask.shape)),
         components=components_of(scored),
         baseline=baseline,
         group_ids=torch.tensor([r.group_id for r in rollouts]),
@@ -186,12 +189,6 @@ def baseline_of(scored: Sequence[ScoredRollout], outputs: dict[str, torch.Tensor
     finished = torch.tensor([r.finished for r in rollouts])
     tensors = (tensor.repeat_interleave(copies, dim=0) for tensor in (finished, mask, *logprobs))
     return Baseline({name: scores.repeat_interleave(copies) for name, scores in components_of(scored).items()}, *tensors)
-
-
-def with_old_logprobs(batch: RolloutBatch, old_logprobs: torch.Tensor, *, has_reference: bool) -> RolloutBatch:
-    """A batch that was collated without, now that its update has computed them: [B, R]. Any token could be sampled."""
-    ref_logprobs = batch.ref_logprobs if has_reference else old_logprobs
-    return replace(batch, old_logprobs=old_logprobs, sampler_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
 
 
 def _response_mask(rollouts: Sequence[Rollout]) -> torch.Tensor:

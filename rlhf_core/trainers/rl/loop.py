@@ -1,4 +1,7 @@
-"""The online RL loop: one controller, in the driver of a Ray job (rl_driver.py); workers hold the models."""
+"""The online RL loop. One controller in the driver of a Ray job runs it; workers hold the models.
+
+A step: generate -> score -> collate -> forward -> advantages -> update -> sync weights.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import json
 import logging
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from rlhf_core.checkpoint.store import NoSpace
 from rlhf_core.config import RlConfig, curve_columns
@@ -17,24 +22,24 @@ from rlhf_core.progress import Bar
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.rl.advantages import compute_advantages, correct, value_units
-from rlhf_core.trainers.rl.collect import draw, greedy_components
-from rlhf_core.trainers.rl.data import (
-    DemonstrationStream,
-    PromptStream,
-    collate,
-    components_of,
-    evaluation_prompts,
-    read_prompts,
-    with_old_logprobs,
-)
+from rlhf_core.trainers.rl.collect import Collected, collect_rollouts, greedy_components
+from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, components_of, evaluation_prompts, read_prompts
 from rlhf_core.trainers.rl.job import FULL, STOPPED, RlJob, StepAbandoned, Stop, refuse
-from rlhf_core.trainers.rl.metrics import Clock, Metrics, TooManyUnscored, batch_metrics, check_scored, evaluation_metrics, told
+from rlhf_core.trainers.rl.metrics import (
+    Clock,
+    Metrics,
+    TooManyUnscored,
+    batch_metrics,
+    check_scored,
+    evaluation_metrics,
+    progress_figures,
+)
 from rlhf_core.trainers.rl.minibatch import plan_update
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_finite, check_logprobs
 from rlhf_core.trainers.rl.monitor import Finding, holds, observe
 from rlhf_core.trainers.rl.state import Best, Progress
 from rlhf_core.trainers.rl.workers import Workers
-from rlhf_core.types import Prompt, ScoredRollout
+from rlhf_core.types import Prompt, RolloutBatch, ScoredRollout, UpdateResult
 
 if TYPE_CHECKING:
     from rlhf_core.trainers.rl.driver import Actors
@@ -42,11 +47,39 @@ if TYPE_CHECKING:
 log = logging.getLogger("rlhf")
 
 
+@dataclass(frozen=True)
+class Run:
+    """What every step of a run uses."""
+
+    job: RlJob
+    workers: Workers
+    prompts: PromptStream
+    validation: list[Prompt]
+    demonstrations: DemonstrationStream
+    normalizer: RewardNormalizer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves for its metrics.
+
+    trained: [B, R] bool, response tokens that were trained on.
+    difference: between the engine's and the trainer's log-probabilities, see `check_logprobs`.
+    """
+
+    collected: Collected
+    batch: RolloutBatch
+    trained: torch.Tensor
+    advantage_metrics: Metrics
+    update: UpdateResult
+    difference: float
+
+
 def run(job: RlJob, actors: Actors, stop: Stop) -> int:
     """Train and export. Returns the driver's exit code.
 
     Raises:
-        RoleLost: an actor that can't be replaced died or is late.
+        RoleLost: an actor that can't be replaced died or missed a deadline.
     """
     try:
         with Workers(job, actors) as workers:
@@ -63,143 +96,153 @@ def run(job: RlJob, actors: Actors, stop: Stop) -> int:
 
 
 def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
-    """Every step from the last checkpoint to the end, or until a limit or a signal stops it; on a signal the state is saved."""
-    collect_by_default()
-    freeze_gc()
+    """Every step from the last checkpoint to the end, or until a limit or SIGTERM stops the run. SIGTERM saves the state first."""
     rl = job.rl
-    prompts = PromptStream(read_prompts(job, "train"), rl.prompt_weights, seed=job.seed)
-    validation = evaluation_prompts(job)
-    demonstrations = DemonstrationStream(job)
-    normalizer = RewardNormalizer(rl.reward)
-    warn(rl)
-    progress = workers.resume(normalizer)
-    if progress is not None:
-        log.info("rl: going on from the checkpoint of step %d", progress.step)
-    else:
-        progress = begin(workers, prompts, validation, normalizer, rl)
-    if rl.algorithm == "ppo":
-        workers.set_value_units(value_units(rl, normalizer))
+    run, progress = start_or_resume(job, workers)
     curves = open_curves(job, first_step=progress.step + 1)
     bar = Bar("rl step", rl.steps, done=progress.step)
     stopping = False
     while not progress.finished(rl) and not stopping:
-        clock, step, kl_coef = Clock(), progress.step, progress.kl_coef
-        on_policy = rl.on_policy and trains_policy(rl, step)
-        share = 0.0 if on_policy or rl.trusts_engine else rl.rollout.recomputed_fraction
+        clock = Clock()
         try:
-            with stop.interrupts():
-                position = progress.prompts_drawn
-                drawn = draw(workers, prompts, rl, normalizer, step=step, prompts_drawn=position, share=share, clock=clock)
+            result = train_step(run, progress, stop, clock)
         except StepAbandoned:
-            log.info("rl: told to stop; step %d is given up before it has changed anything", step + 1)
-            workers.snapshot(progress, normalizer, score=None)
+            log.info("rl: SIGTERM: step %d abandoned, no state changed", progress.step + 1)
+            workers.snapshot(progress, run.normalizer, score=None)
             workers.store.publish()
             break
-        if rl.rollout.one_step_off_policy:
-            following = prompts.take(drawn.prompts_drawn, rl.rollout_batch_size) if step + 1 < rl.steps else []
-            workers.rollouts.generate_ahead(following, step=step + 1)
-        outputs = workers.forward(drawn.asked)
-        clock.lap("forward")
-        batch = collate(drawn.scored, outputs, workers.pad_id, drawn.baseline)
-        check_scored(batch, rl, step=step)
-        if rl.rollout.one_step_off_policy:
-            check_finite(batch, step=step)
-            difference = check_beginnings(workers, rl, step=step, dtype=job.model.dtype)
-        else:
-            difference = check_logprobs(batch, rl, step=step, dtype=job.model.dtype)
-        clock.lap("collate")
-        train_batch, advantage_metrics = compute_advantages(batch, rl, normalizer, kl_coef=kl_coef)
-        clock.lap("advantages")
-        plans = plan_update(train_batch, demonstrations, rl, seed=job.seed, step=step)
-        clock.lap("plan")
-        update = workers.update(plans, kl_coef=kl_coef, train_policy=trains_policy(rl, step), on_policy=on_policy)
-        clock.lap("update")
-        if on_policy:  # only now are the policy's own log-probabilities known; what was sampled stays the same
-            batch = with_old_logprobs(batch, workers.updated_logprobs(plans, batch), has_reference="ref_logprobs" in outputs)
-            difference = check_logprobs(batch, rl, step=step, dtype=job.model.dtype)
-            advantage_metrics |= correct(batch, train_batch.response_mask, rl)[1]
-            clock.lap("collate")
-        workers.rollouts.collect_ahead()
-        clock.lap("generate")
-        workers.sync_weights(version=step + 1)
-        clock.lap("sync")
-        row = {
-            "step": step + 1,
-            **batch_metrics(batch, rl.reward),
-            **drawn.metrics,
-            **advantage_metrics,
-            **update,
-            "kl_coef": kl_coef,
-            "logprob_difference": difference,
-        }
-        if rl.rollout.one_step_off_policy:
-            row["policy_lag"] = step - float(batch.policy_versions.float().mean())
-        if drawn.scorer_metrics:
-            row["scorer_metrics"] = json.dumps(drawn.scorer_metrics)
-        progress = progress.after_step(rl, kl=row["kl_mean"], prompts_drawn=drawn.prompts_drawn)
-        if rl.kl.refresh_reference_every and progress.step % rl.kl.refresh_reference_every == 0:
-            workers.refresh_reference()
-        evaluated = evaluate(workers, validation, rl) if is_due(rl.evaluation.every, progress.step, rl) else {}
-        monitor, further, found = observe(rl, progress.monitor, row | evaluated, batch)
-        row |= evaluated | further
-        progress = keep_if_best(workers, replace(progress, monitor=monitor), evaluated, rl)
+        progress, row, findings = finish_step(run, progress, result)
         clock.lap("evaluate")
         stopping = stop.is_set()
         if stopping or is_due(rl.checkpoint_every, progress.step, rl):
-            workers.snapshot(progress, normalizer, score=evaluated.get(f"eval_{rl.evaluation.metric}"))
+            workers.snapshot(progress, run.normalizer, score=row.get(f"eval_{rl.evaluation.metric}"))
         clock.lap("checkpoint")
-        # First the curve, then the checkpoint: a run that is killed between them does the step again, and writes its row again.
+        # The curve is written before the checkpoint: a run that is killed between the two repeats the step, and overwrites its row.
         timings = clock.timings(samples=rl.samples_per_step) | {"replacements": workers.replacements.count}
-        curves.log(row, timings, drawn.scorer_metrics)
+        curves.log(row, timings, result.collected.scorer_metrics)
         workers.store.publish()
-        bar.step(**told(row, rl, clock))
-        tell(found, rl)
+        bar.step(**progress_figures(row, rl, clock))
+        log_findings(findings, rl)
     bar.close()
     workers.store.wait()
     curves.close()
     return progress
 
 
-def check_beginnings(workers: Workers, rl: RlConfig, *, step: int, dtype: str) -> float:
-    """See `check_logprobs`, of the beginnings of responses that engines drew with the weights that the trainer still has; where no step
-    follows nothing is drawn, and the difference is the probe's.
+def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepResult:
+    """One step of the loop, up to the weight sync.
+
+    Raises:
+        StepAbandoned: SIGTERM while the rollouts were collected, which changes no state.
+        LogprobMismatch: engine and trainer compute different log-probabilities.
+        TooManyUnscored: a scorer failed for too many responses.
     """
-    rollouts = workers.rollouts.beginnings()
+    rl, workers, step, kl_coef = run.job.rl, run.workers, progress.step, progress.kl_coef
+    source = rl.old_logprobs_source(step)
+    with stop.interrupts():
+        place = {"step": step, "prompts_drawn": progress.prompts_drawn, "old_logprobs_source": source}
+        collected = collect_rollouts(workers, run.prompts, rl, run.normalizer, **place, clock=clock)
+    if rl.rollout.one_step_off_policy:
+        following = run.prompts.take(collected.prompts_drawn, rl.rollout_batch_size) if step + 1 < rl.steps else []
+        workers.rollouts.prefetch(following, step=step + 1)
+    outputs = workers.collect_forward(collected.forward)
+    clock.lap("forward")
+    batch = collate(collected.scored, outputs, collected.baseline, pad_id=workers.pad_id, old_logprobs_source=source)
+    check_scored(batch, rl, step=step)
+    if source != "from_update":
+        difference = check_engine(run, batch, step=step)
+    clock.lap("collate")
+    train_batch, advantage_metrics = compute_advantages(batch, rl, run.normalizer, kl_coef=kl_coef)
+    clock.lap("advantages")
+    plans = plan_update(train_batch, run.demonstrations, rl, seed=run.job.seed, step=step)
+    clock.lap("plan")
+    update = workers.update(plans, batch, kl_coef=kl_coef, train_policy=rl.trains_policy(step))
+    clock.lap("update")
+    if source == "from_update":  # the policy's log-probabilities are known only now
+        difference = check_logprobs(batch, update.old_logprobs, rl, step=step, dtype=run.job.model.dtype)
+    workers.rollouts.wait_prefetched()
+    clock.lap("generate")
+    workers.sync_weights(version=step + 1)
+    clock.lap("sync")
+    return StepResult(collected, batch, train_batch.response_mask, advantage_metrics, update, difference)
+
+
+def check_engine(run: Run, batch: RolloutBatch, *, step: int) -> float:
+    """Difference between the engine's and the trainer's log-probabilities before the update, see `check_logprobs`.
+
+    Rollouts that are one step old are of an older policy. In their place the engines' short responses are compared, which the current
+    policy generated; on the last step there are none, and the difference is the last weight sync's.
+    """
+    rl, workers, dtype = run.job.rl, run.workers, run.job.model.dtype
+    if not rl.rollout.one_step_off_policy:
+        return check_logprobs(batch, batch.sampler_logprobs, rl, step=step, dtype=dtype)
+    check_finite(batch, step=step)
+    rollouts = workers.rollouts.short_rollouts()
     if not rollouts:
         return workers.rollouts.sync_check.difference
-    outputs = workers.forward(workers.ask(rollouts, share=1.0))
-    batch = collate([ScoredRollout(r, {}) for r in rollouts], outputs, workers.pad_id, None)
-    return check_logprobs(batch, rl, step=step, dtype=dtype, few=True)
+    outputs = workers.collect_forward(workers.submit_forward(rollouts, recomputed_fraction=1.0))
+    scored = [ScoredRollout(rollout, {}) for rollout in rollouts]
+    short = collate(scored, outputs, None, pad_id=workers.pad_id, old_logprobs_source="recompute")
+    return check_logprobs(short, short.sampler_logprobs, rl, step=step, dtype=dtype, few_tokens=True)
 
 
-def warn(rl: RlConfig) -> None:
+def finish_step(run: Run, progress: Progress, result: StepResult) -> tuple[Progress, Metrics, list[Finding]]:
+    """Metrics, reference refresh, evaluation, monitor and best policy. Returns the progress, the row of the curves, and findings."""
+    rl, workers, batch, update = run.job.rl, run.workers, result.batch, result.update
+    row = {
+        "step": progress.step + 1,
+        **batch_metrics(batch, update.old_logprobs, rl.reward),
+        **result.collected.metrics,
+        **result.advantage_metrics,
+        **update.metrics,
+        "kl_coef": progress.kl_coef,
+        "logprob_difference": result.difference,
+    }
+    if batch.old_logprobs_source == "from_update":
+        row |= correct(update.old_logprobs, batch.rollout_logprobs, result.trained, rl)[1]
+    if rl.rollout.one_step_off_policy:
+        row["policy_lag"] = progress.step - float(batch.policy_versions.float().mean())
+    if result.collected.scorer_metrics:
+        row["scorer_metrics"] = json.dumps(result.collected.scorer_metrics)
+    progress = progress.after_step(rl, kl=row["kl_mean"], prompts_drawn=result.collected.prompts_drawn)
+    if rl.kl.refresh_reference_every and progress.step % rl.kl.refresh_reference_every == 0:
+        workers.refresh_reference()
+    evaluated = evaluate(workers, run.validation, rl) if is_due(rl.evaluation.every, progress.step, rl) else {}
+    monitor, further, findings = observe(rl, progress.monitor, row | evaluated, batch)
+    progress = keep_if_best(workers, replace(progress, monitor=monitor), evaluated, rl)
+    return progress, row | evaluated | further, findings
+
+
+def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
+    """Read the data, and load the newest checkpoint; without one, calibrate the reward and evaluate the initial policy."""
+    collect_by_default()
+    freeze_gc()
+    rl = job.rl
+    prompts = PromptStream(read_prompts(job, "train"), rl.prompt_weights, seed=job.seed)
+    normalizer = RewardNormalizer(rl.reward)
+    run = Run(job, workers, prompts, evaluation_prompts(job), DemonstrationStream(job), normalizer)
     if rl.kl.coef == 0:
         log.warning(
             "rl: kl.coef is 0: nothing holds the policy near the SFT model, so it will follow the reward wherever it is wrong%s",
-            "" if rl.kl.measure else "; no reference is kept, and kl_mean is 0 in the curves whatever happens",
+            "" if rl.kl.measure else "; no reference is kept, and kl_mean is always 0 in the curves",
         )
-
-
-def tell(found: list[Finding], rl: RlConfig) -> None:
-    """What was found in a step, and what follows from it."""
-    for finding in found:
-        follows = {"warn": "training goes on", "stop": "training ends here", "rollback": f"back to the best by {rl.evaluation.metric}"}
-        log.warning("rl: %s; %s", finding.message, follows[finding.action])
-
-
-def begin(workers: Workers, prompts: PromptStream, validation: list[Prompt], normalizer: RewardNormalizer, rl: RlConfig) -> Progress:
-    """What a run that isn't resumed does before its first step."""
-    if rl.starts_rounded:
-        workers.sync_weights(version=0)
-    if normalizer.needs_calibration:
-        rollouts = workers.rollouts.generate_for_calibration(prompts.take(0, rl.reward.normalization_samples))
-        normalizer.calibrate(components_of(workers.score(rollouts)))
-    progress = Progress.start(rl)
-    if rl.evaluation.every:
-        evaluated = evaluate(workers, validation, rl)
-        progress = keep_if_best(workers, progress, evaluated, rl)
-        log.info("rl: before training  %s", "  ".join(f"{name} {value:.3f}" for name, value in evaluated.items()))
-    return progress
+    progress = workers.resume(normalizer)
+    if progress is not None:
+        log.info("rl: resuming from the checkpoint of step %d", progress.step)
+    else:
+        if rl.starts_rounded:
+            workers.sync_weights(version=0)
+        if normalizer.needs_calibration:
+            rollouts = workers.rollouts.generate_for_calibration(prompts.take(0, rl.reward.normalization_samples))
+            normalizer.calibrate(components_of(workers.score(rollouts)))
+        progress = Progress.start(rl)
+        if rl.evaluation.every:
+            evaluated = evaluate(workers, run.validation, rl)
+            progress = keep_if_best(workers, progress, evaluated, rl)
+            log.info("rl: before training  %s", "  ".join(f"{name} {value:.3f}" for name, value in evaluated.items()))
+    if rl.algorithm == "ppo":
+        workers.set_value_units(value_units(rl, normalizer))
+    return run, progress
 
 
 def evaluate(workers: Workers, prompts: list[Prompt], rl: RlConfig) -> Metrics:
@@ -208,7 +251,7 @@ def evaluate(workers: Workers, prompts: list[Prompt], rl: RlConfig) -> Metrics:
 
 
 def keep_if_best(workers: Workers, progress: Progress, evaluated: Metrics, rl: RlConfig) -> Progress:
-    """Put the policy of now aside if it was evaluated, is the best so far, and passes no limit that ends the run."""
+    """Export the current policy as the best one if it was evaluated, beats the best before, and passes no limit that ends the run."""
     value = evaluated.get(f"eval_{rl.evaluation.metric}", math.nan)
     if not (rl.keeps_best and progress.improves(value) and holds(rl, progress.monitor)):
         return progress
@@ -235,9 +278,11 @@ def export(job: RlJob, workers: Workers, progress: Progress) -> None:
     (Path(job.work) / "monitor.json").write_text(json.dumps(progress.monitor.findings | {"chosen_step": step}))
 
 
-def trains_policy(rl: RlConfig, step: int) -> bool:
-    """False in the first steps of PPO, where only the critic learns."""
-    return rl.algorithm != "ppo" or step >= rl.ppo.critic_warmup_steps
+def log_findings(findings: list[Finding], rl: RlConfig) -> None:
+    """Limits that were passed in a step, and what follows."""
+    for finding in findings:
+        follows = {"warn": "training continues", "stop": "training ends here", "rollback": f"back to the best by {rl.evaluation.metric}"}
+        log.warning("rl: %s; %s", finding.message, follows[finding.action])
 
 
 def is_due(every: int | None, step: int, rl: RlConfig) -> bool:

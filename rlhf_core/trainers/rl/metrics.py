@@ -21,13 +21,18 @@ class TooManyUnscored(RuntimeError):
     """A scorer had no answer for too many responses."""
 
 
-def batch_metrics(batch: RolloutBatch, config: ScoreConfig) -> Metrics:
-    """Raw scores over what could be scored (finite ones); KL to the reference per sequence, in nats (k1 on the sampled tokens)."""
+def batch_metrics(batch: RolloutBatch, old_logprobs: torch.Tensor, config: ScoreConfig) -> Metrics:
+    """Raw scores over the responses that were scored; KL to the reference per response, in nats (k1 on the sampled tokens).
+
+    Args:
+        old_logprobs: [B, R], of the policy before the update.
+    """
+    ref_logprobs = old_logprobs if batch.ref_logprobs is None else batch.ref_logprobs
     scores = weighted_score(batch.components, config.scorers)
     known = scores.isfinite()
     mask = batch.response_mask
-    kl = ((batch.old_logprobs - batch.ref_logprobs) * mask).sum(1)
-    kl_mean, kl_min, kl_max = token_kl(batch.old_logprobs, batch.ref_logprobs, mask)
+    kl = ((old_logprobs - ref_logprobs) * mask).sum(1)
+    kl_mean, kl_min, kl_max = token_log_ratios(old_logprobs, ref_logprobs, mask)
     return {
         "score_mean": finite_mean(scores),
         "score_std": float(scores[known].std(correction=0)),
@@ -119,8 +124,8 @@ class Clock:
         return " ".join(f"{phase} {seconds:.2f}" for phase, seconds in self._laps.items())
 
 
-def told(row: Metrics, rl: RlConfig, clock: Clock) -> Metrics:
-    """What is shown of a step while the training goes on."""
+def progress_figures(row: Metrics, rl: RlConfig, clock: Clock) -> Metrics:
+    """Figures of a step beside the progress bar."""
     names = {"score_mean": "score", "kl_mean": "kl", "response_length": "length", "entropy": "entropy", "eval_score": "validation"}
     return {name: row[key] for key, name in names.items() if key in row} | {"samples/s": rl.samples_per_step / clock.total}
 
@@ -189,7 +194,7 @@ def _ranks(values: torch.Tensor) -> torch.Tensor:
     return (last - (counts - 1) / 2)[which]
 
 
-def token_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, response_mask: torch.Tensor) -> tuple[float, float, float]:
+def token_log_ratios(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, response_mask: torch.Tensor) -> tuple[float, float, float]:
     """Mean, smallest and largest log ratio of a sampled token, policy over reference, in nats; NaN without tokens.
 
     The mean estimates the divergence per token (k1); the extremes name the token on which the two differ most.

@@ -1,12 +1,14 @@
 """One data-parallel rank of RL training: policy, critic, reference and reward models in one process.
 
-It computes on what it is handed; batches, denominators and credit are the driver's.
+Batches, denominators and advantages come from the driver.
 """
 
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from rlhf_core.data.batching import even_microbatches
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device, equal_count, join_world
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.engines.weights import PackedTensor, pack
-from rlhf_core.models.batch import TokenBatch, collate_branches, collate_tokens, continue_prefix, group_by_prefix
+from rlhf_core.models.backend import Backend
+from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens, continue_prefix, group_by_prefix
 from rlhf_core.models.build import (
     checkpoint_names,
     frozen,
@@ -28,19 +31,31 @@ from rlhf_core.models.build import (
     save_model,
     scalar_head,
 )
-from rlhf_core.models.forward import PolicyModule, PolicyOutput, ScalarModule
+from rlhf_core.models.forward import GENERAL, PolicyModule, ScalarModule, common_backend
 from rlhf_core.models.lora import add_adapters, without_adapters
+from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.process import collect_by_default
 from rlhf_core.scorers.reward_model import load_members, score_by_members
 from rlhf_core.trainers.rl.advantages import ValueUnits
-from rlhf_core.trainers.rl.fast_paths import balanced_experts, can_share_prompts, rank_backend
 from rlhf_core.trainers.rl.job import RlJob
-from rlhf_core.trainers.rl.minibatch import Minibatch
-from rlhf_core.trainers.rl.update import Kept, RlUpdate, before, policy_arguments
+from rlhf_core.trainers.rl.minibatch import Minibatch, before
+from rlhf_core.trainers.rl.update import ForwardGraphs, RankUpdate, RlUpdate, policy_arguments
 from rlhf_core.trainers.supervised import load_random_state, save_random_state, seed_generators
 
 REFERENCE = "reference.pt"  # in a checkpoint
+
+
+@dataclass(frozen=True)
+class ForwardPart:
+    """A micro-batch of `TrainerRank.forward`.
+
+    rows: positions of its sequences.    sizes: response tokens of each.    branches: the sequences, with shared prompts.
+    """
+
+    rows: list[int]
+    sizes: list[int]
+    branches: list[Branches]
 
 
 class TrainerRank:
@@ -68,7 +83,9 @@ class TrainerRank:
         self._device = device()
         self._language_model = load_language_model(job.sft_model, **how)
         self._experts_per_token = balanced_experts(self._language_model, job.rl.moe_aux_coef)
-        self._shares_prompts = can_share_prompts(job, self._language_model, experts_per_token=self._experts_per_token)
+        # A critic sees every sequence of its own, and the load of experts counts every sample.
+        groups = job.rl.group_size > 1 and job.rl.algorithm != "ppo" and self._experts_per_token is None
+        self._shares_prompts = groups and shares_prefixes(self._language_model, device=self._device, max_length=job.model.max_length)
         add_adapters(self._language_model, job.rl.lora, seed=job.seed)
         self._policy = TrainEngine(PolicyModule(self._language_model), self._settings(job.rl.learning_rate))
         self._critic = None
@@ -78,16 +95,17 @@ class TrainerRank:
             critic.check_scores_tokens(f"rl.ppo.critic_init {job.rl.ppo.critic_init}", remedy)
             self._critic = TrainEngine(critic, self._settings(job.rl.ppo.critic_learning_rate))
         self._reference = None
-        if job.rl.kl.keeps_reference and not self._adapters_off_is_the_reference:
+        # With adapters, the policy without them is the SFT model: no second copy is needed, unless the reference is refreshed.
+        if job.rl.kl.keeps_reference and (job.rl.lora is None or self._reference_moves):
             self._reference = self._frozen(PolicyModule(load_language_model(job.sft_model, **how)))
             if job.rl.starts_rounded:
                 self.refresh_reference()
         self._scorers = self._reward_models(how)
         learning = [engine.module for engine in self._engines.values()]
-        self._backend = rank_backend(job, self._world_size, learning + [self._reference] * (self._reference is not None))
+        self._backend = self._common_backend([*learning, *([self._reference] if self._reference is not None else [])])
         # The sampler's distribution takes the sorted logits of all tokens, which are too large to keep.
-        self._keeps = rank_backend(job, self._world_size, learning).keeps_graphs and job.rl.rollout.samples_any_token
-        self._kept: list[Kept] = []  # for the next update
+        self._can_keep_graphs = self._common_backend(learning).keeps_graphs and job.rl.rollout.samples_any_token
+        self._graphs: list[ForwardGraphs] = []  # for the next update
         self._value_units = ValueUnits()
         seed_generators(job.seed + self._rank)
         collect_by_default()
@@ -99,6 +117,11 @@ class TrainerRank:
             name: load_members(Path(path), count=configs[name].members, label=configs[name].label, **place, **how)
             for name, path in self._job.scorer_models.items()
         }
+
+    def _common_backend(self, modules: list[PolicyModule | ScalarModule]) -> Backend:
+        """What computes all of these modules. The general backend with other ranks or ZeRO, where the order of collectives counts."""
+        alone = self._world_size == 1 and self._job.rl.trainer.zero_stage == 0
+        return common_backend(*modules) if alone else GENERAL
 
     def _settings(self, learning_rate: float) -> EngineSettings:
         rl, model = self._job.rl, self._job.model
@@ -136,81 +159,71 @@ class TrainerRank:
 
     @torch.no_grad()
     def forward(
-        self, sequences: list[list[int]], starts: list[int], *, recomputed: int | None = None, learn: bool = False
+        self, sequences: list[list[int]], starts: list[int], *, recomputed: int | None = None, keep_graphs: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Of each token from `starts[i]` on, sequence after sequence, flat [N]: old_logprobs, sampler_logprobs, ref_logprobs and values.
-
-        sampler_logprobs, ref_logprobs and values are absent where there is no top-k or top-p, no reference, or no critic.
+        """Outputs of the models for each token from `starts[i]` on, sequence after sequence, flat [N].
 
         Args:
-            recomputed: only of the first so many sequences are old_logprobs computed; None: of all.
-            learn: the next update has all of these in one optimizer step: it goes on from these passes, where that is possible.
+            recomputed: the policy is computed for the first so many sequences only; None: for all.
+            keep_graphs: the next update takes all of these sequences in one optimizer step, and continues from these passes if it can.
+        Returns:
+            old_logprobs; sampler_logprobs with top-k or top-p; ref_logprobs with a reference; values with a critic.
         """
         recomputed = len(sequences) if recomputed is None else recomputed
+        keep = keep_graphs and self._can_keep_graphs and recomputed in (0, len(sequences))
         found: dict[str, dict[int, torch.Tensor]] = {}
-        keep = learn and self._keeps and recomputed in (0, len(sequences))
-        kept = self._see(sequences[:recomputed], starts[:recomputed], found, first=0, with_policy=True, keep=keep)
-        kept += self._see(sequences[recomputed:], starts[recomputed:], found, first=recomputed, with_policy=False, keep=keep)
-        self._kept = kept if learn else self._kept
+        graphs: list[ForwardGraphs] = []
+        for numbers in (range(recomputed), range(recomputed, len(sequences))):
+            with_policy = numbers.start == 0 and recomputed > 0
+            if numbers and (with_policy or self._job.rl.kl.keeps_reference or self._critic is not None):
+                parts, keep = self._forward_parts(sequences, starts, numbers, keep=keep)
+                passes = self._backend.map(partial(self._forward_part, with_policy=with_policy, keep=keep), parts)
+                for part, (outputs, kept) in zip(parts, passes, strict=True):
+                    graphs += [kept] if keep else []
+                    for name, flat in outputs.items():
+                        found.setdefault(name, {}).update(zip(part.rows, flat.split(part.sizes), strict=True))
+        if keep_graphs:
+            self._graphs = graphs
         return {name: torch.cat([values[i] for i in sorted(values)]) for name, values in found.items()}
 
-    def _see(
-        self,
-        sequences: list[list[int]],
-        starts: list[int],
-        found: dict[str, dict[int, torch.Tensor]],
-        *,
-        first: int,
-        with_policy: bool,
-        keep: bool,
-    ) -> list[Kept]:
-        """What the models say of some sequences, into `found` by name and number; `first`: the number of the first one.
-
-        Args:
-            keep: return what policy and critic say with its graphs, unless these are more tokens than of two micro-batches.
-        """
-        if not sequences or not (with_policy or self._job.rl.kl.keeps_reference or self._critic is not None):
-            return []
-        tokens = self._job.rl.trainer.microbatch_tokens
-        groups = [[i] for i in range(len(sequences))]
+    def _forward_parts(
+        self, sequences: list[list[int]], starts: list[int], numbers: range, *, keep: bool
+    ) -> tuple[list[ForwardPart], bool]:
+        """Micro-batches of the sequences with these numbers; and whether their graphs are kept, which takes at most two micro-batches."""
+        tokens, groups = self._job.rl.trainer.microbatch_tokens, [[i] for i in numbers]
         if self._shares_prompts:
-            groups = group_by_prefix(sequences, starts, max_tokens=tokens)
+            within = group_by_prefix([sequences[i] for i in numbers], [starts[i] for i in numbers], max_tokens=tokens)
+            groups = [[numbers[k] for k in group] for group in within]
         rows = [continue_prefix(sequences[g[0]][: starts[g[0]]], [sequences[i][starts[i] :] for i in g]) for g in groups]
-        longest = [max(map(len, r)) for r in rows]
         keep = keep and sum(len(row) for group in rows for row in group) <= 2 * tokens
-
-        def look(part: list[int]) -> Kept:
-            batch = collate_branches([row for g in part for row in rows[g]], pad_id=self._pad_id, every_token=True).to(self._device)
+        chosen = even_microbatches(
+            [max(map(len, r)) for r in rows],
+            max_tokens=tokens,
+            multiple=2 if keep else self._backend.workers,
+            rows=[len(r) for r in rows],
+        )
+        parts = []
+        for part in equal_count(chosen):
             members = [i for g in part for i in groups[g]]
-            sizes = [len(sequences[i]) - starts[i] for i in members]
-            seen, policy, values = self._look(batch, with_policy=with_policy, learn=keep)
-            numbers = [first + i for i in members]
-            for name, flat in seen.items():
-                found.setdefault(name, {}).update(zip(numbers, flat.detach().float().cpu().split(sizes), strict=True))
-            return Kept(numbers, sizes, policy, values)
+            parts.append(ForwardPart(members, [len(sequences[i]) - starts[i] for i in members], [row for g in part for row in rows[g]]))
+        return parts, keep
 
-        counts, multiple = [len(r) for r in rows], 2 if keep else self._backend.workers
-        parts = equal_count(even_microbatches(longest, max_tokens=tokens, multiple=multiple, rows=counts))
-        kept = self._backend.map(look, parts)
-        return kept if keep else []
-
-    def _look(
-        self, batch: TokenBatch, *, with_policy: bool, learn: bool
-    ) -> tuple[dict[str, torch.Tensor], PolicyOutput | None, torch.Tensor | None]:
-        """What the models say, by name; then once more the policy's and the critic's, whose graphs are there if they learn from it."""
-        rl, seen, policy, values = self._job.rl, {}, None, None
-        filters = {"top_k": rl.rollout.top_k, "top_p": rl.rollout.top_p}
-        with torch.set_grad_enabled(learn):
+    def _forward_part(self, part: ForwardPart, *, with_policy: bool, keep: bool) -> tuple[dict[str, torch.Tensor], ForwardGraphs]:
+        """Outputs by name, on the CPU; and policy and critic once more, with their graphs if these are kept."""
+        rl, outputs, policy, values = self._job.rl, {}, None, None
+        batch = collate_branches(part.branches, pad_id=self._pad_id, every_token=True).to(self._device)
+        with torch.set_grad_enabled(keep):
             if with_policy:
-                policy = self._policy(batch, **policy_arguments(rl) if learn else {"temperature": rl.rollout.temperature}, **filters)
-                seen["old_logprobs"] = policy.logprobs
+                how = policy_arguments(rl) if keep else {"temperature": rl.rollout.temperature}
+                policy = self._policy(batch, **how, top_k=rl.rollout.top_k, top_p=rl.rollout.top_p)
+                outputs["old_logprobs"] = policy.logprobs
                 if policy.sampler_logprobs is not None:
-                    seen["sampler_logprobs"] = policy.sampler_logprobs
+                    outputs["sampler_logprobs"] = policy.sampler_logprobs
             if self._critic is not None:
-                seen["values"] = values = self._value_units(self._critic(before(batch)))
+                outputs["values"] = values = self._value_units(self._critic(before(batch)))
         if rl.kl.keeps_reference:
-            seen["ref_logprobs"] = self._reference_logprobs(batch)
-        return seen, policy, values
+            outputs["ref_logprobs"] = self._reference_logprobs(batch)
+        return {name: x.detach().float().cpu() for name, x in outputs.items()}, ForwardGraphs(part.rows, part.sizes, policy, values)
 
     def _reference_logprobs(self, batch: TokenBatch) -> torch.Tensor:
         temperature = self._job.rl.rollout.temperature
@@ -220,20 +233,15 @@ class TrainerRank:
             return self._policy(batch, temperature=temperature).logprobs
 
     @property
-    def _adapters_off_is_the_reference(self) -> bool:
-        """The policy without its adapters is the SFT model, so that no second copy is needed, unless the reference is to move."""
-        return self._job.rl.lora is not None and not self._reference_moves
-
-    @property
     def _pad_id(self) -> int:
         return self._tokenizer.pad_token_id
 
     # The update
 
-    def update(self, minibatches: list[Minibatch], *, kl_coef: float, train_policy: bool, on_policy: bool = False) -> dict[str, float]:
+    def update(self, minibatches: list[Minibatch], *, kl_coef: float, train_policy: bool) -> RankUpdate:
         """One optimizer step for each minibatch; see RlUpdate."""
-        kept, self._kept = self._kept, []
-        self._last_update = RlUpdate(
+        graphs, self._graphs = self._graphs, []
+        update = RlUpdate(
             rl=self._job.rl,
             policy=self._policy,
             critic=self._critic,
@@ -242,17 +250,12 @@ class TrainerRank:
             device=self._device,
             kl_coef=kl_coef,
             train_policy=train_policy,
-            on_policy=on_policy,
             experts_per_token=self._experts_per_token,
             shares_prompts=self._shares_prompts,
             backend=self._backend,
-            kept=kept,
+            graphs=graphs,
         )
-        return self._last_update.run(minibatches)
-
-    def updated_logprobs(self) -> torch.Tensor:
-        """The old log-probabilities [B, R] of the only minibatch of the last update, which was on policy; zeros where masked."""
-        return self._last_update.seen_logprobs()
+        return update.run(minibatches)
 
     def refresh_reference(self) -> None:
         """The reference becomes the current policy."""
@@ -341,3 +344,22 @@ def initial_critic(job: RlJob, tokenizer: PreTrainedTokenizerBase, how: dict[str
     if (bias := scalar_head(model).bias) is not None:
         torch.nn.init.zeros_(bias)
     return model
+
+
+def balanced_experts(model: PreTrainedModel, coef: float) -> int | None:
+    """Experts per token of a model whose experts' load is balanced; None: no load balancing.
+
+    Args:
+        coef: rl.moe_aux_coef.
+    Raises:
+        ValueError: the model has no experts, or none with this loss.
+    """
+    config = model.config.get_text_config()
+    if not coef:
+        return None
+    if not hasattr(config, "output_router_logits"):
+        raise ValueError(
+            f"rl.moe_aux_coef: expected 0 with a model without experts that are balanced by a loss, got {coef} with "
+            f"{type(model).__name__}; set it to 0"
+        )
+    return config.num_experts_per_tok

@@ -1,47 +1,46 @@
-"""The update of RL training on one rank: losses of policy and critic, and what else goes into an optimizer step."""
+"""The update of RL training on one rank: the losses of policy and critic, and the optimizer steps."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf_core.algorithms.aggregation import aggregate
 from rlhf_core.algorithms.kl import kl_loss_term
-from rlhf_core.algorithms.load_balancing import expert_counts, load_balancing_loss
-from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, value_loss
+from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, aggregate, expert_counts, load_balancing_loss, value_loss
 from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
 from rlhf_core.models.backend import Backend
-from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, continue_prefix, group_by_prefix
+from rlhf_core.models.batch import Branches, TokenBatch
 from rlhf_core.models.forward import PolicyOutput
 from rlhf_core.trainers.demonstrations import collate_demonstrations
 from rlhf_core.trainers.rl.advantages import ValueUnits
-from rlhf_core.trainers.rl.minibatch import Minibatch, Totals, gather
+from rlhf_core.trainers.rl.minibatch import (
+    Minibatch,
+    Totals,
+    add_totals,
+    before,
+    contiguous,
+    prompt_rows,
+    real_tokens,
+    shared,
+    unflatten,
+)
 from rlhf_core.types import TrainBatch
 
 
 @dataclass(frozen=True)
-class Part:
-    """A micro-batch: positions in the minibatch, and what goes through the model where prompts are shared."""
+class ForwardGraphs:
+    """Outputs of a micro-batch before the update, with the graphs that lead to the parameters.
 
-    rows: list[int]
-    branches: list[Branches] | None
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What policy and critic said of a micro-batch before the update, with the graphs that lead to their parameters.
-
-    rows: the rollouts, by their places in the batch of all.
-    sizes: tokens of each one's response.
-    policy, values: of every response token, flat [N]; None: wasn't asked.
+    rows: positions in the batch of all rollouts.    sizes: response tokens of each row.
+    policy, values: of every response token, flat [N]; None where the policy was not computed, and where there is no critic.
     """
 
     rows: list[int]
@@ -51,18 +50,50 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Microbatch:
+    """rows: positions in the minibatch.    branches: the rows with shared prompts; None: each row is a sequence of its own.
+    graphs: outputs that the update continues from; None: the update computes its own.
+    """
+
+    rows: list[int]
+    branches: list[Branches] | None = None
+    graphs: ForwardGraphs | None = None
+
+
+@dataclass(frozen=True)
+class PolicyGradients:
+    """What the policy's passes over a minibatch give beside its gradients.
+
+    losses: shares of the step's losses.    statistics: sums over tokens.
+    logprobs: [B, R], before the optimizer step, 0 where masked; None where the batch has old log-probabilities.
+    """
+
+    losses: Totals
+    statistics: Totals
+    logprobs: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class RankUpdate:
+    """totals: sums over this rank's tokens, norms over all ranks.
+    logprobs: [B, R] of the only minibatch, from the policy before the optimizer step, 0 where masked; None where the batch has old ones.
+    """
+
+    totals: Totals
+    logprobs: torch.Tensor | None
+
+
+@dataclass(frozen=True)
 class RlUpdate:
     """Optimizer steps of policy and critic.
 
     value_units: of the critic's output.
-    kl_coef: of the KL in the loss; unused where it is part of the reward.
-    train_policy: False: only the critic learns.
-    on_policy: the minibatch is the only one of its rollouts, so that the policy of now is the one that sampled them: its log-probabilities
-        are the old ones, whatever the batch has.
-    experts_per_token: of a policy with experts whose load is to be balanced; None: no load balancing.
-    shares_prompts: compute the prompt of a group's samples once; not with a critic, and not with experts, whose load counts every sample.
-    backend: may compute gradients of policy and critic at the same time.
-    kept: the passes of the only minibatch, where they have been made; whoever wasn't asked then makes them now. Given back in the end.
+    kl_coef: of the KL in the loss; unused where the KL is part of the reward.
+    train_policy: False: only the critic is trained.
+    experts_per_token: of a policy with experts whose load is balanced; None: no load balancing.
+    shares_prompts: the prompt of a group is computed once.
+    backend: may compute the gradients of policy and critic at the same time.
+    graphs: forward passes of the only minibatch, where they have been kept; the update empties the list.
     """
 
     rl: RlConfig
@@ -73,127 +104,134 @@ class RlUpdate:
     device: torch.device
     kl_coef: float
     train_policy: bool
-    on_policy: bool
     experts_per_token: int | None
     shares_prompts: bool
     backend: Backend
-    kept: list[Kept] = field(default_factory=list)
-    _seen: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # on policy: row of the minibatch -> its log-probabilities [R]
+    graphs: list[ForwardGraphs]
 
-    def run(self, minibatches: list[Minibatch]) -> Totals:
-        """One optimizer step for each minibatch from which there is something to learn, until one is too far from the sampling policy.
+    def run(self, minibatches: list[Minibatch]) -> RankUpdate:
+        """One optimizer step for each minibatch, until the policy is further than rl.max_approx_kl from the sampling policy.
 
-        Where all responses of a minibatch are masked, on every rank, neither model takes a step: momentum, weight decay and schedule
-        would move on. Returns sums over this rank's tokens, and norms over all ranks. The tokens of a minibatch that was too far count
-        (so that its approx_kl shows), its losses and norms don't: nothing was stepped.
+        A minibatch whose responses are all masked, on every rank, is skipped: momentum, weight decay and schedule would otherwise move.
+        A minibatch beyond rl.max_approx_kl counts in the statistics (so that its approx_kl shows), but not in losses and norms.
         """
         totals: Totals = defaultdict(float, optimizer_steps=0, stopped_early=0, skipped_steps=0)
+        logprobs = None
         for minibatch in minibatches:
             if not minibatch.num_loss_tokens:
                 totals["skipped_steps"] += 1
-                self._skip(minibatch)
+                logprobs = torch.zeros(minibatch.batch.response_mask.shape) if minibatch.batch.old_logprobs is None else None
+                self.graphs.clear()
                 continue
-            losses: Totals = defaultdict(float)
-            in_bounds = self._backward(minibatch, losses, totals)
-            self.kept.clear()
-            if not in_bounds:
-                totals["stopped_early"] = 1
-                break
-            if self.train_policy:
+            policy, critic_losses = self._backward(minibatch)
+            self.graphs.clear()
+            totals["tokens"] += int(minibatch.batch.response_mask.sum())
+            losses = dict(critic_losses)
+            if policy is not None:
+                add_totals(totals, policy.statistics)
+                logprobs = policy.logprobs
+                if self._too_far(policy.statistics["approx_kl_sum"], minibatch.num_loss_tokens):
+                    self.policy.discard()
+                    if self.critic is not None:
+                        self.critic.discard()
+                    totals["stopped_early"] = 1
+                    break
+                losses |= policy.losses | self._ptx_backward(minibatch)
                 losses["grad_norm"] = self.policy.step()
             if self.critic is not None:
                 losses["critic_grad_norm"] = self.critic.step()
-            gather(totals, losses)
+            add_totals(totals, losses)
             totals["optimizer_steps"] += 1
-        return dict(totals)
+        return RankUpdate(dict(totals), logprobs)
 
-    def _skip(self, minibatch: Minibatch) -> None:
-        """Nothing is computed; on policy there are no log-probabilities, but zeros where masked, which is everywhere."""
-        self.kept.clear()
-        if self.on_policy:
-            self._seen.update(enumerate(torch.zeros(minibatch.batch.response_mask.shape)))
+    def _backward(self, minibatch: Minibatch) -> tuple[PolicyGradients | None, Totals]:
+        """Gradients of a whole optimizer step. Returns what the policy gives, if it is trained, and the critic's losses."""
+        parts = self._microbatches(minibatch.batch)
+        place = {row: position for position, row in enumerate(minibatch.rows)}
+        kept = [Microbatch([place[row] for row in graphs.rows], graphs=graphs) for graphs in self.graphs]
+        policy_parts = kept if kept and kept[0].graphs.policy is not None else parts
+        work = []
+        if self.train_policy:
+            counts = self._expert_counts(minibatch.batch, parts) if self.experts_per_token is not None else None
+            work.append(partial(self._policy_gradients, minibatch, policy_parts, counts))
+        if self.critic is not None:
+            work.append(partial(self._critic_gradients, minibatch, kept or parts))
+        results = self.backend.map(lambda gradients: gradients(), work)
+        return results[0] if self.train_policy else None, results[-1] if self.critic is not None else {}
 
-    def _backward(self, minibatch: Minibatch, losses: Totals, totals: Totals) -> bool:
-        """Gradients of a whole optimizer step. False: it is too far from the sampling policy, and the gradients are dropped."""
-        parts = self._parts(minibatch.batch)
-        counts = self._expert_counts(minibatch.batch, parts) if self.train_policy and self.experts_per_token is not None else None
-        seen: Totals = {}
-        totals["tokens"] += int(minibatch.batch.response_mask.sum())
-
-        def policy() -> None:
-            for rows, part, output in self._policy_outputs(minibatch, parts, counts):
-                stats, logprobs = self._policy_backward(part, output, minibatch, counts, losses)
-                gather(seen, stats)
-                if self.on_policy:
-                    self._seen.update(zip(rows, logprobs.cpu(), strict=True))
-
-        def critic() -> None:
-            for part, values in self._values(minibatch, parts):
-                self._critic_backward(part, values, minibatch, losses)
-
-        wanted = [policy] * self.train_policy + [critic] * (self.critic is not None)
-        self.backend.map(lambda backward: backward(), wanted)
-        gather(totals, seen)
-        if self.train_policy and self._too_far(seen["approx_kl_sum"], minibatch.num_loss_tokens):
-            self.policy.discard()
-            if self.critic is not None:
-                self.critic.discard()
-            return False
-        if self.train_policy and self.rl.ptx.coef:
-            self._ptx_backward(minibatch, losses)
-        return True
-
-    def seen_logprobs(self) -> torch.Tensor:
-        """[B, R], in the order of the minibatch; zeros where masked. Of an update that was on policy."""
-        return pad_sequence([self._seen[row] for row in range(len(self._seen))], batch_first=True)
-
-    def _parts(self, batch: TrainBatch) -> list[Part]:
-        """Micro-batches; with shared prompts the samples of one stay together."""
+    def _microbatches(self, batch: TrainBatch) -> list[Microbatch]:
+        """Micro-batches of at most microbatch_tokens; samples of a shared prompt stay together."""
         tokens = self.rl.trainer.microbatch_tokens
         if not self.shares_prompts:
             lengths = (batch.prompt_mask.sum(1) + batch.response_mask.sum(1)).tolist()
-            return [Part(rows, None) for rows in equal_count(microbatches(lengths, max_tokens=tokens))]
+            return [Microbatch(rows) for rows in equal_count(microbatches(lengths, max_tokens=tokens))]
         groups, rows = prompt_rows(batch, max_tokens=tokens)
         longest = [max(map(len, r)) for r in rows]
         chosen = equal_count(microbatches(longest, max_tokens=tokens, rows=[len(r) for r in rows]))
-        return [Part([i for g in part for i in groups[g]], [row for g in part for row in rows[g]]) for part in chosen]
+        return [Microbatch([i for g in part for i in groups[g]], [row for g in part for row in rows[g]]) for part in chosen]
 
-    def _kept_parts(self, minibatch: Minibatch) -> Iterator[tuple[Kept, list[int], TrainBatch, torch.Tensor]]:
-        """Of each kept micro-batch also the rows of the minibatch, their batch, and which of its response tokens are trained on."""
-        place = {row: position for position, row in enumerate(minibatch.rows)}
-        for kept in self.kept:
-            rows = [place[row] for row in kept.rows]
-            part = minibatch.batch.select(rows)
-            missing = max(0, max(kept.sizes) - part.response_mask.shape[1])
-            mask = pad(part.response_mask, (0, missing))
-            yield kept, rows, part, mask[torch.arange(mask.shape[1]) < torch.tensor(kept.sizes)[:, None]]
-
-    def _policy_outputs(
-        self, minibatch: Minibatch, parts: list[Part], counts: torch.Tensor | None
-    ) -> Iterator[tuple[list[int], TrainBatch, PolicyOutput]]:
-        """Micro-batch by micro-batch: its rows in the minibatch, their batch, and what the policy says of the tokens trained on."""
-        if self.kept and self.kept[0].policy is not None:
-            for kept, rows, part, trained in self._kept_parts(minibatch):
-                yield rows, part, PolicyOutput(kept.policy.logprobs[trained], kept.policy.entropy[trained], None, None)
-            return
-        for positions in parts:
-            part = minibatch.batch.select(positions.rows).to(self.device)
-            routed = None if counts is None else real_tokens(part)
-            yield positions.rows, part, self.policy(self._tokens(positions, part), **policy_arguments(self.rl), routed=routed)
-
-    def _values(self, minibatch: Minibatch, parts: list[Part]) -> Iterator[tuple[TrainBatch, torch.Tensor]]:
-        """Micro-batch by micro-batch: its batch, and the critic's values [N] before the tokens trained on."""
-        if self.kept:
-            for kept, _, part, trained in self._kept_parts(minibatch):
-                yield part, kept.values[trained]
-            return
-        for positions in parts:
-            part = minibatch.batch.select(positions.rows).to(self.device)
-            yield part, self.value_units(self.critic(before(self._tokens(positions, part))))
-
-    def _tokens(self, part: Part, batch: TrainBatch) -> TokenBatch:
-        """The sequences of a micro-batch, whose rows `batch` holds, response tokens selected in its order."""
+    def _tokens(self, part: Microbatch, batch: TrainBatch) -> TokenBatch:
+        """The sequences of a micro-batch, its trained tokens selected in the order of the batch."""
         return contiguous(batch) if part.branches is None else shared(part.branches, batch, pad_id=self.pad_id).to(self.device)
+
+    # Policy
+
+    def _policy_gradients(self, minibatch: Minibatch, parts: list[Microbatch], counts: torch.Tensor | None) -> PolicyGradients:
+        """Accumulate the gradients of the policy loss over the micro-batches.
+
+        Args:
+            counts: [experts], tokens of the step that each expert gets; None: no load balancing.
+        """
+        losses: Totals = defaultdict(float)
+        statistics: Totals = {}
+        by_row: dict[int, torch.Tensor] = {}  # with from_update
+        for part in parts:
+            batch = minibatch.batch.select(part.rows).to(self.device)
+            output = self._policy_output(part, batch, routed=None if counts is None else real_tokens(batch))
+            logprobs = unflatten(output.logprobs.float(), batch.response_mask)
+            loss, stats = self._policy_loss(batch, logprobs, output, minibatch)
+            losses["policy_loss"] += float(loss.detach())
+            if counts is not None:
+                balance = load_balancing_loss(output.router_logits, counts, top_k=self.experts_per_token)
+                losses["moe_aux_loss"] += float(balance.detach())
+                loss = loss + self.rl.moe_aux_coef * balance
+            self.policy.backward(loss)
+            add_totals(statistics, stats)
+            if batch.old_logprobs is None:
+                by_row.update(zip(part.rows, logprobs.detach().cpu(), strict=True))
+        in_order = [by_row[row] for row in sorted(by_row)]
+        return PolicyGradients(losses, statistics, pad_sequence(in_order, batch_first=True) if in_order else None)
+
+    def _policy_output(self, part: Microbatch, batch: TrainBatch, *, routed: torch.Tensor | None) -> PolicyOutput:
+        """Of the trained tokens, flat [N]."""
+        if part.graphs is not None:
+            trained, policy = trained_tokens(part.graphs, batch), part.graphs.policy
+            return PolicyOutput(policy.logprobs[trained], policy.entropy[trained], None, None)
+        return self.policy(self._tokens(part, batch), **policy_arguments(self.rl), routed=routed)
+
+    def _policy_loss(
+        self, batch: TrainBatch, logprobs: torch.Tensor, output: PolicyOutput, minibatch: Minibatch
+    ) -> tuple[torch.Tensor, Totals]:
+        """A micro-batch's share of the step's policy loss, KL and entropy terms included; and sums over its tokens."""
+        rl, mask = self.rl, batch.response_mask
+        old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        bounds = {"clip_low": rl.clip_low, "clip_high": rl.clip_high}
+        if rl.policy_loss == "ppo_clip":
+            bounds["dual_clip"] = rl.dual_clip
+        token_loss, stats = POLICY_LOSSES[rl.policy_loss](logprobs, old_logprobs, batch.advantages, mask, **bounds)
+        token_loss = token_loss * batch.importance_weights.where(mask, 0.0)
+        if rl.kl.placement == "loss" and self.kl_coef:
+            kl = kl_loss_term(logprobs, old_logprobs, batch.ref_logprobs, mask, estimator=rl.kl.estimator)
+            token_loss = token_loss + self.kl_coef * kl
+        if rl.entropy_coef:
+            token_loss = token_loss - rl.entropy_coef * unflatten(output.entropy.float(), mask)
+        return self._aggregate(token_loss, batch, minibatch), {
+            "entropy_sum": float(output.entropy.detach().sum()),
+            "clip_frac_sum": float(stats["clip_frac_sum"]),
+            "approx_kl_sum": float(stats["approx_kl_sum"]),
+            "policy_ratio_max": float(stats["ratio_max"]),
+            "policy_ratio_min": float(stats["ratio_min"]),
+        }
 
     def _too_far(self, approx_kl_sum: float, num_loss_tokens: int) -> bool:
         """Whether the minibatch's mean of KL(sampling policy || policy), over all ranks' tokens, is above rl.max_approx_kl."""
@@ -203,45 +241,9 @@ class RlUpdate:
         total = sum_over_ranks(torch.tensor(approx_kl_sum, dtype=torch.float64))
         return not float(total) / max(num_loss_tokens, 1) <= limit
 
-    # Policy
-
-    def _policy_backward(
-        self, part: TrainBatch, output: PolicyOutput, minibatch: Minibatch, counts: torch.Tensor | None, losses: Totals
-    ) -> tuple[Totals, torch.Tensor]:
-        """Figures of a micro-batch, and the policy's log-probabilities [B, R] before the step."""
-        rl, mask = self.rl, part.response_mask
-        logprobs = _unflatten(output.logprobs.float(), mask)
-        old_logprobs = logprobs.detach() if self.on_policy else part.old_logprobs
-        bounds = {"clip_low": rl.clip_low, "clip_high": rl.clip_high}
-        if rl.policy_loss == "ppo_clip":
-            bounds["dual_clip"] = rl.dual_clip
-        token_loss, stats = POLICY_LOSSES[rl.policy_loss](logprobs, old_logprobs, part.advantages, mask, **bounds)
-        token_loss = token_loss * part.importance_weights.where(mask, 0.0)
-        if rl.kl.placement == "loss" and self.kl_coef:
-            token_loss = token_loss + self.kl_coef * kl_loss_term(
-                logprobs, old_logprobs, part.ref_logprobs, mask, estimator=rl.kl.estimator
-            )
-        if rl.entropy_coef:
-            token_loss = token_loss - rl.entropy_coef * _unflatten(output.entropy.float(), mask)
-        loss = self._aggregate(token_loss, part, minibatch)
-        losses["policy_loss"] += float(loss.detach())
-        if counts is not None:
-            balance = load_balancing_loss(output.router_logits, counts, top_k=self.experts_per_token)
-            losses["moe_aux_loss"] += float(balance.detach())
-            loss = loss + rl.moe_aux_coef * balance
-        self.policy.backward(loss)
-        stats = {
-            "entropy_sum": float(output.entropy.detach().sum()),
-            "clip_frac_sum": float(stats["clip_frac_sum"]),
-            "approx_kl_sum": float(stats["approx_kl_sum"]),
-            "policy_ratio_max": float(stats["ratio_max"]),
-            "policy_ratio_min": float(stats["ratio_min"]),
-        }
-        return stats, logprobs.detach()
-
     @torch.no_grad()
-    def _expert_counts(self, batch: TrainBatch, parts: list[Part]) -> torch.Tensor:
-        """How often the current policy chooses each expert, over the whole optimizer step; a forward pass ahead of the gradients."""
+    def _expert_counts(self, batch: TrainBatch, parts: list[Microbatch]) -> torch.Tensor:
+        """Tokens that the current policy sends to each expert, over the whole optimizer step: a forward pass before the gradients."""
         counts = 0.0
         for positions in parts:
             part = batch.select(positions.rows).to(self.device)
@@ -249,32 +251,44 @@ class RlUpdate:
             counts = counts + expert_counts(router_logits, top_k=self.experts_per_token)
         return sum_over_ranks(counts)
 
-    def _ptx_backward(self, minibatch: Minibatch, losses: Totals) -> None:
-        """The SFT loss of demonstrations, at temperature 1: minus the mean log-probability over all ranks' tokens.
+    def _ptx_backward(self, minibatch: Minibatch) -> Totals:
+        """Gradients of the SFT loss of demonstrations at temperature 1: minus the mean log-probability over all ranks' tokens.
 
         Source: Ouyang et al. 2022 (InstructGPT), https://arxiv.org/abs/2203.02155, equation 2.
         """
+        if not self.rl.ptx.coef:
+            return {}
+        losses: Totals = defaultdict(float)
         examples = minibatch.ptx
         for rows in equal_count(microbatches([len(e.ids) for e in examples], max_tokens=self.rl.trainer.microbatch_tokens)):
             batch = collate_demonstrations([examples[i] for i in rows], pad_id=self.pad_id)
             loss = -self.policy(batch.to(self.device)).logprobs.float().sum() / max(minibatch.num_ptx_tokens, 1)
             self.policy.backward(self.rl.ptx.coef * loss)
             losses["ptx_loss"] += float(loss.detach())
+        return losses
 
     # Critic
 
-    def _critic_backward(self, part: TrainBatch, values: torch.Tensor, minibatch: Minibatch, losses: Totals) -> None:
-        ppo = self.rl.ppo
-        values = _unflatten(values, part.response_mask)
-        token_loss = value_loss(values, part.old_values, part.returns, part.response_mask, value_clip=ppo.value_clip)
-        loss = ppo.value_coef * self._aggregate(token_loss, part, minibatch)
-        self.critic.backward(loss)
-        losses["value_loss"] += float(loss.detach())
+    def _critic_gradients(self, minibatch: Minibatch, parts: list[Microbatch]) -> Totals:
+        """Accumulate the gradients of the value loss over the micro-batches."""
+        ppo, losses = self.rl.ppo, defaultdict(float)
+        for part in parts:
+            batch = minibatch.batch.select(part.rows).to(self.device)
+            if part.graphs is not None:
+                flat = part.graphs.values[trained_tokens(part.graphs, batch)]
+            else:
+                flat = self.value_units(self.critic(before(self._tokens(part, batch))))
+            values = unflatten(flat, batch.response_mask)
+            token_loss = value_loss(values, batch.old_values, batch.returns, batch.response_mask, value_clip=ppo.value_clip)
+            loss = ppo.value_coef * self._aggregate(token_loss, batch, minibatch)
+            self.critic.backward(loss)
+            losses["value_loss"] += float(loss.detach())
+        return losses
 
-    def _aggregate(self, token_loss: torch.Tensor, part: TrainBatch, minibatch: Minibatch) -> torch.Tensor:
+    def _aggregate(self, token_loss: torch.Tensor, batch: TrainBatch, minibatch: Minibatch) -> torch.Tensor:
         return aggregate(
             token_loss,
-            part.response_mask,
+            batch.response_mask,
             mode=self.rl.aggregation,
             num_loss_tokens=minibatch.num_loss_tokens,
             num_sequences=minibatch.num_sequences,
@@ -283,57 +297,16 @@ class RlUpdate:
 
 
 def policy_arguments(rl: RlConfig) -> dict[str, Any]:
-    """How the policy is asked for what its update needs."""
+    """Arguments of the policy's forward pass for an update."""
     return {"temperature": rl.rollout.temperature, "with_entropy": True, "learn_entropy": bool(rl.entropy_coef)}
 
 
-def before(batch: TokenBatch) -> TokenBatch:
-    """The positions just before the selected ones: what the critic sees when a token is about to be taken."""
-    selected = torch.zeros_like(batch.selected)
-    selected[:, :-1] = batch.selected[:, 1:]
-    return TokenBatch(batch.input_ids, selected)
+def trained_tokens(graphs: ForwardGraphs, batch: TrainBatch) -> torch.Tensor:
+    """[N] bool, which of the response tokens in the graphs are trained on.
 
-
-def contiguous(batch: TrainBatch) -> TokenBatch:
-    """Left-padded prompts and right-padded responses as right-padded sequences [B, T], response tokens selected."""
-    ids = torch.cat([batch.prompt_ids, batch.response_ids], dim=1)
-    selected = torch.cat([torch.zeros_like(batch.prompt_mask), batch.response_mask], dim=1)
-    padding = (~batch.prompt_mask).sum(1, keepdim=True)
-    source = (torch.arange(ids.shape[1], device=ids.device) + padding).clamp(max=ids.shape[1] - 1)
-    beyond = torch.arange(ids.shape[1], device=ids.device) + padding >= ids.shape[1]
-    return TokenBatch(ids.gather(1, source), selected.gather(1, source) & ~beyond)
-
-
-def prompt_rows(batch: TrainBatch, *, max_tokens: int) -> tuple[list[list[int]], list[list[Branches]]]:
-    """Groups of consecutive samples of one prompt, as positions in the batch; and the rows of each, with the prompt once where that pays.
-
-    Responses end at their last trained token, and have one token at least. A shared row has at most `max_tokens` tokens.
+    Args:
+        batch: the rows of the graphs, in their order.
     """
-    columns = torch.arange(1, batch.response_mask.shape[1] + 1)
-    lengths = (batch.response_mask * columns).amax(1).clamp(min=1).tolist()
-    prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
-    responses = [ids[:n] for ids, n in zip(batch.response_ids.tolist(), lengths, strict=True)]
-    sequences, starts = [p + r for p, r in zip(prompts, responses, strict=True)], [len(p) for p in prompts]
-    groups = group_by_prefix(sequences, starts, max_tokens=max_tokens)
-    return groups, [continue_prefix(prompts[group[0]], [responses[i] for i in group]) for group in groups]
-
-
-def shared(rows: list[Branches], batch: TrainBatch, *, pad_id: int) -> TokenBatch:
-    """Rows [B, T] in which the response tokens that `batch` trains on are selected, in its order."""
-    tokens = collate_branches(rows, pad_id=pad_id, every_token=True)
-    lengths = [len(branch) for row in rows for branch in row.branches]
-    trained = torch.cat([mask[:n] for mask, n in zip(batch.response_mask.cpu(), lengths, strict=True)])
-    return replace(tokens, selected=tokens.selected.masked_scatter(tokens.selected, trained))
-
-
-def real_tokens(batch: TrainBatch) -> torch.Tensor:
-    """The positions [B, T] in `contiguous` of the prompt and of the response up to its last trained token; bool."""
-    columns = torch.arange(1, batch.response_mask.shape[1] + 1, device=batch.response_mask.device)
-    lengths = batch.prompt_mask.sum(1) + (batch.response_mask * columns).amax(1)
-    width = batch.prompt_mask.shape[1] + batch.response_mask.shape[1]
-    return torch.arange(width, device=lengths.device) < lengths[:, None]
-
-
-def _unflatten(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Flat values [N] at the True positions of a mask [B, R], zeros elsewhere; gradients flow."""
-    return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
+    missing = max(0, max(graphs.sizes) - batch.response_mask.shape[1])
+    mask = pad(batch.response_mask, (0, missing))
+    return mask[torch.arange(mask.shape[1]) < torch.tensor(graphs.sizes)[:, None]]

@@ -1,11 +1,11 @@
-"""The RL loop's hands: rollout engines, trainer ranks and scorers as Ray actors, each call with a deadline."""
+"""Rollout engines, trainer ranks and scorers of the RL loop: Ray actors, each call with a deadline."""
 
 from __future__ import annotations
 
 import logging
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,17 +17,17 @@ from rlhf_core.checkpoint.store import Found
 from rlhf_core.engines.ray_actors import Pending
 from rlhf_core.models.build import vocabulary_size
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
-from rlhf_core.sampling.scoring import ResponseScorer, RewardNormalizer, ScorerMetrics
+from rlhf_core.sampling.scoring import PendingScores, ResponseScorer, RewardNormalizer, ScorerMetrics
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.data import sequences_of
 from rlhf_core.trainers.rl.job import RlJob
-from rlhf_core.trainers.rl.metrics import Metrics, update_metrics
-from rlhf_core.trainers.rl.minibatch import Minibatch, Totals, gather
+from rlhf_core.trainers.rl.metrics import update_metrics
+from rlhf_core.trainers.rl.minibatch import Minibatch, Totals, add_totals
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.rollouts import RolloutEngines
 from rlhf_core.trainers.rl.scoring import ActorScorers
 from rlhf_core.trainers.rl.state import Progress, RunStore
-from rlhf_core.types import Rollout, RolloutBatch, ScoredRollout
+from rlhf_core.types import Rollout, RolloutBatch, ScoredRollout, UpdateResult
 
 if TYPE_CHECKING:
     from rlhf_core.trainers.rl.driver import Actors
@@ -36,29 +36,29 @@ log = logging.getLogger("rlhf")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Rollouts that the trainer ranks are looking at.
+class PendingForward:
+    """Forward passes of the trainer ranks that may still be running.
 
     shards: for each rank, positions of its rollouts.
-    recomputed: of each rank's rollouts the policy is asked of so many.
-    answers: where they will be.
+    recomputed: for so many of each rank's rollouts, from the first on, the policy's log-probabilities are computed.
+    pending: each rank's outputs.
     """
 
     rollouts: Sequence[Rollout]
     shards: list[list[int]]
     recomputed: int
-    answers: list[Pending]
+    pending: list[Pending]
 
 
 class Workers:
-    """Connects the trainers, and gives the loop one method for each of its steps; `rollouts` has those of the engines.
+    """The actors of an RL job, with a method for each step of the loop; `rollouts` has those of the rollout engines.
 
-    A rollout engine or scorer that dies or is late is replaced and asked again, at most rl.max_replacements times; since what an engine
-    draws follows from seeds alone, the run ends as if nothing had happened. A trainer rank has state that only a checkpoint can give back.
+    A rollout engine or scorer that dies or misses a deadline is replaced, and its call repeated, at most rl.max_replacements times. Since
+    responses depend on seeds and weights only, the run ends as if nothing had happened. A trainer rank has state that only a checkpoint
+    can restore.
 
     Raises:
-        RoleLost: a trainer rank dies or is late, an actor doesn't start, or one more engine would have to be replaced than
-            rl.max_replacements.
+        RoleLost: a trainer rank dies or misses a deadline, an actor doesn't start, or rl.max_replacements is reached.
     """
 
     def __init__(self, job: RlJob, actors: Actors):
@@ -68,15 +68,14 @@ class Workers:
         tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
         self._tokenizer, self._stops = tokenizer, stop_ids(tokenizer, job.sft_model)
         self.pad_id = tokenizer.pad_token_id
-        self._updated: Pending | None = None  # the weights after the last update, asked for ahead of their sync
-        self._seen: list[Pending] = []  # its log-probabilities, where it was on policy
+        self._updated: Pending | None = None  # weights of the last update, until their sync
         self.replacements = Replacements(job.rl.max_replacements)
         self.rollouts = RolloutEngines(
             job,
             actors.rollouts,
             stop_ids=self._stops,
             replacements=self.replacements,
-            packed_weights=self._weights,
+            packed_weights=self._packed_weights,
             vocabulary=min(len(tokenizer), vocabulary_size(job.sft_model, trust_remote_code=job.model.trust_remote_code)),
         )
 
@@ -88,7 +87,7 @@ class Workers:
         self._trainers.call("connect", [address] * len(self._trainers), deadline=start)
         probed = self._probe()
         self.rollouts.wait_ready()
-        self.rollouts.begin(self._trainers.wait(probed, deadline=start, what="probe")[0])
+        self.rollouts.start(self._trainers.wait(probed, deadline=start, what="probe")[0])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -97,118 +96,124 @@ class Workers:
 
     # Before the update
 
-    def score(
-        self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None, *, meanwhile: Callable[[], None] = lambda: None
-    ) -> list[ScoredRollout]:
-        """Raw scores by every scorer; NaN = not scored.
+    def submit_scores(self, rollouts: Sequence[Rollout]) -> PendingScores:
+        """Start the reward models on the trainer ranks, without waiting."""
+        return self._scorer.submit(rollouts)
+
+    def collect_scores(self, pending: PendingScores, metrics: ScorerMetrics | None = None) -> list[ScoredRollout]:
+        """Run the other scorers, and wait for the reward models. Raw scores by every scorer; NaN = not scored.
 
         Args:
             metrics: collects what scorers measure beside their scores.
-            meanwhile: called once the reward models are at work; the trainer ranks do what it asks of them after that.
         """
-        pending = self._scorer.submit(rollouts)
-        meanwhile()
         components = self._scorer.collect(pending, metrics)
-        return [ScoredRollout(r, {name: scores[i] for name, scores in components.items()}) for i, r in enumerate(rollouts)]
+        return [ScoredRollout(r, {name: scores[i] for name, scores in components.items()}) for i, r in enumerate(pending.responses)]
 
-    def ask(self, rollouts: Sequence[Rollout], *, share: float, learn: bool = False) -> Asked:
-        """Have policy, reference and critic look at rollouts, without waiting.
+    def score(self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None) -> list[ScoredRollout]:
+        return self.collect_scores(self.submit_scores(rollouts), metrics)
+
+    def submit_forward(self, rollouts: Sequence[Rollout], *, recomputed_fraction: float, keep_graphs: bool = False) -> PendingForward:
+        """Start the forward passes of policy, reference and critic over rollouts, without waiting.
 
         Args:
-            share: of each rank's rollouts, from the first on, of which the policy is asked; the others have the engine's log-probabilities.
-                With 0 there are no `old_logprobs`.
-            learn: the next update has all of them in one optimizer step.
+            recomputed_fraction: of each rank's rollouts, from the first on, for which the policy's log-probabilities are computed.
+            keep_graphs: the next update takes all of these rollouts in one optimizer step, and may continue from these passes.
         """
         sequences, starts = sequences_of(rollouts)
-        shards = _contiguous_shards(len(sequences), len(self._trainers))
-        recomputed = math.ceil(share * max(map(len, shards)))
+        shards = [list(map(int, part)) for part in np.array_split(np.arange(len(sequences)), len(self._trainers))]
+        recomputed = math.ceil(recomputed_fraction * max(map(len, shards)))
         per_rank = [([sequences[i] for i in s], [starts[i] for i in s]) for s in shards]
-        return Asked(rollouts, shards, recomputed, self._trainers.submit("forward", per_rank, recomputed=recomputed, learn=learn))
+        pending = self._trainers.submit("forward", per_rank, recomputed=recomputed, keep_graphs=keep_graphs)
+        return PendingForward(rollouts, shards, recomputed, pending)
 
-    def forward(self, asked: Asked) -> dict[str, torch.Tensor]:
-        """What policy, reference and critic say of every response token, flat [N] in the order of the rollouts."""
-        answers = self._trainers.wait(asked.answers, deadline=self._job.rl.deadlines.step, what="forward")
-        recomputed = asked.recomputed
-        for shard, answer in zip(asked.shards, answers, strict=True) if recomputed else ():
-            trusted = torch.tensor([x for i in shard[recomputed:] for x in asked.rollouts[i].rollout_logprobs])
-            answer["old_logprobs"] = torch.cat([answer["old_logprobs"], trusted])
-        return {name: torch.cat([a[name] for a in answers]) for name in answers[0]}
+    def collect_forward(self, forward: PendingForward) -> dict[str, torch.Tensor]:
+        """Outputs for every response token, flat [N] in the order of the rollouts: see `TrainerRank.forward`.
+
+        old_logprobs are the engine's where they are not recomputed, and absent where none is.
+        """
+        outputs = self._trainers.wait(forward.pending, deadline=self._job.rl.deadlines.step, what="forward")
+        if forward.recomputed:
+            for shard, of_rank in zip(forward.shards, outputs, strict=True):
+                rest = [x for i in shard[forward.recomputed :] for x in forward.rollouts[i].rollout_logprobs]
+                of_rank["old_logprobs"] = torch.cat([of_rank["old_logprobs"], torch.tensor(rest)])
+        return {name: torch.cat([of_rank[name] for of_rank in outputs]) for name in outputs[0]}
 
     # Training
 
-    def update(self, plans: list[list[Minibatch]], *, kl_coef: float, train_policy: bool, on_policy: bool) -> Metrics:
-        """The optimizer steps of a step, of each rank its plan. Returns means over tokens and optimizer steps."""
-        how = {"kl_coef": kl_coef, "train_policy": train_policy, "on_policy": on_policy}
-        references = self._trainers.submit("update", [(plan,) for plan in plans], **how)
-        self._seen = self._trainers.submit("updated_logprobs", [()] * len(self._trainers)) if on_policy else []
-        self._updated = self._weights()  # rank 0 packs them while the answers are on their way
-        answers = self._trainers.wait(references, deadline=self._job.rl.deadlines.step, what="update")
-        totals: Totals = {}
-        for answer in answers:
-            gather(totals, answer)
-        return update_metrics(totals, ranks=len(answers))
+    def update(self, plans: list[list[Minibatch]], batch: RolloutBatch, *, kl_coef: float, train_policy: bool) -> UpdateResult:
+        """All optimizer steps of a step.
 
-    def updated_logprobs(self, plans: list[list[Minibatch]], batch: RolloutBatch) -> torch.Tensor:
-        """Old log-probabilities [B, R] that the last update, on policy, has computed; the engine's of what it masked."""
-        found = batch.rollout_logprobs.clone()
-        answers = self._trainers.wait(self._seen, deadline=self._job.rl.deadlines.step, what="updated_logprobs")
-        for (minibatch,), seen in zip(plans, answers, strict=True):
-            mask = minibatch.batch.response_mask
-            width = mask.shape[1]
-            found[minibatch.rows, :width] = torch.where(mask, seen, found[minibatch.rows, :width])
-        return found
+        Args:
+            plans: each rank's minibatches.
+            batch: the rollouts that they were made from.
+        """
+        pending = self._trainers.submit("update", [(plan,) for plan in plans], kl_coef=kl_coef, train_policy=train_policy)
+        self._updated = self._packed_weights()  # rank 0 packs them while the results are transferred
+        results = self._trainers.wait(pending, deadline=self._job.rl.deadlines.step, what="update")
+        totals: Totals = {}
+        for result in results:
+            add_totals(totals, result.totals)
+        old_logprobs = batch.old_logprobs
+        if old_logprobs is None:
+            old_logprobs = batch.rollout_logprobs.clone()
+            for (minibatch,), result in zip(plans, results, strict=True):
+                mask = minibatch.batch.response_mask
+                rows, width = minibatch.rows, mask.shape[1]
+                old_logprobs[rows, :width] = torch.where(mask, result.logprobs, old_logprobs[rows, :width])
+        return UpdateResult(update_metrics(totals, ranks=len(results)), old_logprobs)
 
     def set_value_units(self, units: ValueUnits) -> None:
-        """What the critic's output means; see `TrainerRank.set_value_units`."""
+        """See `TrainerRank.set_value_units`."""
         self._trainers.call("set_value_units", [(units,)] * len(self._trainers), deadline=self._job.rl.deadlines.step)
 
     def refresh_reference(self) -> None:
-        """The reference becomes the current policy."""
+        """The current policy becomes the reference."""
         self._trainers.call("refresh_reference", deadline=self._job.rl.deadlines.step)
 
     def sync_weights(self, *, version: int) -> None:
-        """Give the policy's weights to every rollout engine.
+        """Load the policy's weights into every rollout engine.
 
         Raises:
-            LogprobMismatch: they didn't arrive, or engine and trainer compute different things with them.
+            LogprobMismatch: the weights didn't arrive, or engine and trainer compute different log-probabilities with them.
         """
-        weights, self._updated = self._updated or self._weights(), None
+        weights, self._updated = self._updated or self._packed_weights(), None
         probed = self._probe()  # computed while engines load
         engines = self.rollouts.load_weights(weights, version=version, given_by=self._trainers)
         trainer, *_ = self._trainers.wait(probed, deadline=self._job.rl.deadlines.step, what="probe")
         self.rollouts.sync_check.check(engines, trainer, version=version)
 
     def _probe(self) -> list[Pending]:
-        return self._trainers.submit("probe", [(self.rollouts.sync_check.ids,)] * len(self._trainers))
+        return self._trainers.submit("probe", [(self.rollouts.sync_check.probe_ids,)] * len(self._trainers))
 
-    def _weights(self) -> Pending:
-        """The policy's weights of now, to be handed on to engines."""
+    def _packed_weights(self) -> Pending:
+        """Current policy weights, for the rollout engines."""
         weights, *_ = self._trainers.submit("packed_weights", [()] * len(self._trainers))
         return weights
 
     def export(self, folder: Path) -> None:
-        """The policy as a Hugging Face folder."""
+        """Write the policy as a Hugging Face folder."""
         self._on_every_rank("export", folder)
 
     # State
 
     def snapshot(self, progress: Progress, normalizer: RewardNormalizer, *, score: float | None) -> None:
-        """Everything that the loop needs to go on, in one folder: every rank's engines and generators, and the driver's state.
+        """Write the state of ranks and driver into a folder, which `store.publish()` makes a checkpoint.
 
-        It becomes a checkpoint by `store.publish()`.
+        Args:
+            score: of the policy by rl.evaluation.metric, if it was evaluated after this step.
         """
 
         def save(folder: Path) -> None:
             self._on_every_rank("save", folder)
-            self.rollouts.save_ahead(folder, step=progress.step)
+            self.rollouts.save_prefetched(folder, step=progress.step)
 
         self.store.write(progress, normalizer, save, score=score)
 
     def resume(self, normalizer: RewardNormalizer) -> Progress | None:
-        """Load the newest whole checkpoint, weights into the rollout engines too. None: there is none.
+        """Load the newest complete checkpoint, and its weights into the rollout engines. None: there is none.
 
         Raises:
-            ValueError: it has more steps than are asked for, or isn't one of this work.
+            ValueError: the checkpoint has more steps than rl.steps, or is of another job.
         """
         rl = self._job.rl
         progress = self.store.load(normalizer, self._load_ranks)
@@ -220,14 +225,14 @@ class Workers:
         return progress if rl.kl.target is not None else replace(progress, kl_coef=rl.kl.coef)
 
     def _load_ranks(self, found: Found) -> None:
-        self.rollouts.load_ahead(found.folder, step=found.manifest["step"])
+        self.rollouts.load_prefetched(found.folder, step=found.manifest["step"])
         ranks, wanted = found.manifest["world_size"], self._job.rl.trainer.ranks
         if ranks == wanted:
             self._on_every_rank("load", found.folder)
             return
         log.warning(
-            "rl: the checkpoint of step %d was made with rl.trainer.ranks=%d and goes on with %d, by DeepSpeed's universal checkpoint: "
-            "as an uninterrupted run within rounding, not bit for bit",
+            "rl: the checkpoint of step %d has rl.trainer.ranks=%d and is resumed with %d, by DeepSpeed's universal checkpoint: equal to "
+            "an uninterrupted run within rounding, not bit for bit",
             *(found.step, ranks, wanted),
         )
         universal = Path(self._job.work) / "universal"
@@ -238,7 +243,3 @@ class Workers:
 
     def _on_every_rank(self, method: str, *folders: Path) -> None:
         self._trainers.call(method, [tuple(map(str, folders))] * len(self._trainers), deadline=self._job.rl.deadlines.step)
-
-
-def _contiguous_shards(count: int, parts: int) -> list[list[int]]:
-    return [list(map(int, part)) for part in np.array_split(np.arange(count), parts)]

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad
 
-from rlhf_core.algorithms.aggregation import aggregate
 from rlhf_core.algorithms.kl import kl_loss_term
-from rlhf_core.algorithms.policy_losses import ppo_clip
+from rlhf_core.algorithms.policy_losses import aggregate, ppo_clip
 from rlhf_core.config import RlConfig
 
 NAN = float("nan")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from rlhf_core.algorithms.load_balancing import expert_counts, load_balancing_loss
+from rlhf_core.algorithms.policy_losses import expert_counts, load_balancing_loss
 
 LN3 = math.log(3.0)
 

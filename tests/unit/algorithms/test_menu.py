@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.algorithms import advantages
+from rlhf_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rlhf_core.algorithms.kl import KL_ESTIMATORS
 from rlhf_core.algorithms.policy_losses import POLICY_LOSSES
 from rlhf_core.config import Algorithm, CorrectionConfig, DpoConfig, KlConfig, KtoConfig, RlConfig
@@ -23,9 +23,9 @@ def choices(section, field: str) -> tuple[str, ...]:
     return section.model_fields[field].annotation.__args__
 
 
-def test_every_algorithm_is_a_function_of_its_name_but_ppo_which_is_gae():
-    for name in ALGORITHMS:
-        estimator = getattr(advantages, "gae" if name == "ppo" else name)
+def test_every_algorithm_of_the_configuration_has_an_estimator_that_cites_its_source_and_no_other():
+    assert set(ADVANTAGE_ESTIMATORS) == set(ALGORITHMS)
+    for name, estimator in ADVANTAGE_ESTIMATORS.items():
         assert "Source:" in inspect.getdoc(estimator), name
 
 

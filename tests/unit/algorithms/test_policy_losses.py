@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad
 
-from rlhf_core.algorithms.aggregation import aggregate
-from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, cispo, gspo, ppo_clip, value_loss
+from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, aggregate, cispo, gspo, ppo_clip, value_loss
 
 NAN, INF = float("nan"), float("inf")
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}

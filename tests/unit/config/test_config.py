@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flows.chain.overrides import check, overrides_schema, parse_assignment
 from rlhf_core.config import (
+    Algorithm,
     ConfigError,
     apply_overrides,
     load_params,
@@ -57,8 +58,7 @@ def test_the_default_is_accepted_and_typed():
         (
             "rl.algorithm",
             "sarsa",
-            "params: rl.algorithm: expected 'ppo', 'grpo', 'dr_grpo', 'rloo', 'reinforce_pp', "
-            "'reinforce_pp_baseline' or 'remax', got 'sarsa'",
+            f"params: rl.algorithm: expected {', '.join(map(repr, Algorithm.__args__[:-1]))} or {Algorithm.__args__[-1]!r}, got 'sarsa'",
         ),
         ("data.sources.0.weight", 0, "params: data.sources.0.weight: expected greater than 0, got 0"),
         ("seed", None, "params: seed: expected a valid integer, got None"),
@@ -97,23 +97,26 @@ ONE_STEP = {"rl.minibatch_size": 256, "rl.kl.placement": "loss", "rl.kl.estimato
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, True),
-        ({"rl.kl.placement": "reward", "rl.kl.coef": 0.0}, True),
-        ({"rl.rollout.min_new_tokens": 3}, True),
-        ({"rl.minibatch_size": 128}, False),
-        ({"rl.epochs": 2}, False),
-        ({"rl.kl.placement": "reward"}, False),
-        ({"rl.correction.kind": "tis"}, False),
-        ({"rl.rollout.top_p": 0.9}, False),
-        ({"rl.rollout.top_k": 20}, False),
-        ({"rl.rollout.one_step_off_policy": True}, False),
+        ({}, "from_update"),
+        ({"rl.kl.placement": "reward", "rl.kl.coef": 0.0}, "from_update"),
+        ({"rl.rollout.min_new_tokens": 3}, "from_update"),
+        ({"rl.minibatch_size": 128}, "recompute"),
+        ({"rl.epochs": 2}, "recompute"),
+        ({"rl.kl.placement": "reward"}, "recompute"),
+        ({"rl.correction.kind": "tis"}, "recompute"),
+        ({"rl.rollout.top_p": 0.9}, "recompute"),
+        ({"rl.rollout.top_k": 20}, "recompute"),
+        ({"rl.rollout.one_step_off_policy": True}, "from_engine"),
+        ({"rl.rollout.one_step_off_policy": True, "rl.correction.kind": "tis"}, "recompute"),
+        ({"rl.algorithm": "ppo", "rl.ppo.critic_warmup_steps": 6}, "recompute"),
+        ({"rl.algorithm": "ppo", "rl.ppo.critic_warmup_steps": 5}, "from_update"),
     ],
 )
-def test_a_batch_of_one_optimizer_step_is_on_policy_unless_something_asks_before(changes: dict, expected: bool):
+def test_old_log_probabilities_of_a_single_optimizer_step_come_from_the_update(changes: dict, expected: str):
     tree = copy.deepcopy(read_yaml(DEFAULT))
     for key, value in (ONE_STEP | changes).items():
         set_key(tree, key, value)
-    assert parse_params(tree).rl.on_policy == expected
+    assert parse_params(tree).rl.old_logprobs_source(step=5) == expected
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rlhf_core.look.look import Looked, guess, look, place_of, sample_of
 from rlhf_core.look.rows import pieces
 from rlhf_core.models.tokenizer import encode_prompt, encode_scored, new_tokenizer
 from rlhf_core.trainers.demonstrations import collate_demonstrations, encode_demonstrations
-from rlhf_core.trainers.preference.data import encode_examples, encode_pairs
+from rlhf_core.trainers.preference.train import encode_examples, encode_pairs
 from tests.chat_templates import templated
 from tests.tiny_models import DEFAULTS, tiny_params, tiny_tokenizer
 

@@ -218,7 +218,7 @@ def connected(folders: tuple[Path, Path], **overrides) -> TrainerRank:
 
 
 def rl_step(rank: TrainerRank, seed: int) -> dict[str, float]:
-    return rank.update([whole(train_batch(8, seed=seed))], kl_coef=0.2, train_policy=True)
+    return rank.update([whole(train_batch(8, seed=seed))], kl_coef=0.2, train_policy=True).totals
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])

@@ -54,7 +54,7 @@ def test_a_template_that_fails_is_refused_with_the_tokenizer(folder):
 
 
 def test_a_template_needs_a_model():
-    with pytest.raises(ConfigError, match=r"model.chat_template: expected null while path is null"):
+    with pytest.raises(ConfigError, match=r"model.chat_template: expected null without model.path"):
         tiny_params(model__chat_template="continuation")
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from flows.compare import method_overrides
 from rlhf_core.config import ConfigError
-from rlhf_core.report.comparison import Run, draw, methods_table, table
+from rlhf_core.report.comparison import Run, draw, methods_table, table, trained
 from rlhf_core.report.differences import Results, differ_in_seed_only
-from rlhf_core.report.seeds import trained
 
 
 def run(algorithm: str, seed: int, end: float) -> Run:

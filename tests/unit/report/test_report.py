@@ -26,17 +26,8 @@ from rlhf_core.gate.run import unjudged
 from rlhf_core.report.canvas import MAX_POINTS, thin
 from rlhf_core.report.differences import Difference, Results, read_as
 from rlhf_core.report.inputs import ReportInputError
-from rlhf_core.report.page import (
-    METHOD_PARAMS,
-    METHOD_TITLES,
-    answer,
-    evaluation_rows,
-    expectations,
-    json_for_html,
-    render,
-    samples,
-    side_by_side,
-)
+from rlhf_core.report.page import METHOD_TITLES, json_for_html, render
+from rlhf_core.report.tables import METHOD_PARAMS, answer, evaluation_rows, expectations, samples, side_by_side
 from rlhf_core.report.texts import MAX_TEXT, markdown_block, markdown_text, measured, number, signed, visible
 from rlhf_core.report.verdict import data_verdict, gate_verdict, judge_selects, outcome
 from tasks.gate_reward import NOT_NEEDED

@@ -103,7 +103,7 @@ def test_in_rl_policy_and_critic_have_no_dropout(folders: tuple[Path, Path]):
         seen = rank.forward([prompt + response], [len(prompt)])
         learned.old_logprobs[i, : len(response)], learned.returns[i, : len(response)] = seen["old_logprobs"], seen["values"]
         learned.old_values[i, : len(response)] = seen["values"]
-    totals = rank.update([whole(learned)], kl_coef=0.0, train_policy=True)
+    totals = rank.update([whole(learned)], kl_coef=0.0, train_policy=True).totals
     assert (totals["policy_ratio_max"], totals["policy_ratio_min"]) == pytest.approx((1.0, 1.0), abs=1e-5)
     assert totals["value_loss"] == pytest.approx(0, abs=1e-9)
 

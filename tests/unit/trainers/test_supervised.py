@@ -22,7 +22,7 @@ from rlhf_core.process import Interrupted
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.sft import sft_phase
-from rlhf_core.trainers.supervised import LoopSettings, engine_settings, load_random_state, save_random_state, train_phase
+from rlhf_core.trainers.supervised import TrainLoop, engine_settings, load_random_state, save_random_state, train_phase
 
 pytestmark = pytest.mark.usefixtures("world")
 TRAIN = [Demonstration(ids, 2) for ids in sequences(20, seed=0)]
@@ -53,15 +53,16 @@ class Work:
         first_step = 0
         for part in (phase("pretrain", first_steps), phase()):
             engine = dropout_engine(self.sft_folder)
-            train_phase(
-                engine,
-                part,
-                LoopSettings(seed=0, checkpoint_every=checkpoint_every, eval_every=2),
-                checkpoints=lambda name: CheckpointStore(self.folder / name),
+            loop = TrainLoop(
+                seed=0,
+                checkpoint_every=checkpoint_every,
+                eval_every=2,
                 first_step=first_step,
+                checkpoints=lambda name: CheckpointStore(self.folder / name),
                 metrics_log=self.curves,
                 stop_requested=stop,
             )
+            train_phase(engine, part, loop)
             first_step += part.steps
         return engine
 
@@ -146,11 +147,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, sft_folder: Pat
 
     broken = replace(phase("broken"), train_batch=train_batch, evaluate=None)
     engine = dropout_engine(sft_folder)
+    store, curves = CheckpointStore(tmp_path / "c"), Work(tmp_path, sft_folder).curves
+    loop = TrainLoop(0, 100, 100, first_step=0, checkpoints=lambda _: store, metrics_log=curves, stop_requested=lambda: False)
     with pytest.raises(ValueError, match="broken step 0: expected a finite loss, got nan"):
-        train_phase(
-            engine, broken, LoopSettings(0, 100, 100), checkpoints=lambda _: CheckpointStore(tmp_path / "c"), first_step=0,
-            metrics_log=Work(tmp_path, sft_folder).curves, stop_requested=lambda: False,
-        )  # fmt: skip
+        train_phase(engine, broken, loop)
 
 
 def test_every_generator_goes_on_where_it_was(tmp_path: Path):

@@ -1,7 +1,7 @@
-"""An RL job's driver that records time and differences between engine and trainer: python -m tools.bench.gpu.job JOB.json
+"""The driver of an RL job with a clock, and with all of the differences between engine and trainer: python -m tools.bench.gpu.job JOB.json
 
-Writes seen.json into the job's folder: end times of the steps, {"ends": [...]}, and statistics per step of the differences
-between the engine's and the trainer's log-probabilities of sampled tokens, {"mismatch": [{"mean": ..., "p99": ..., ...}, ...]}.
+Writes seen.json into the job's folder: the times at which its steps ended, {"ends": [...]}, and of each step the sizes of the differences
+between the engine's and the trainer's log-probabilities of the sampled tokens, {"mismatch": [{"mean": ..., "p99": ..., ...}, ...]}.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ QUANTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
 
 def main() -> int:
     path = Path(sys.argv[1])
-    from rlhf_core.trainers.rl import driver  # imports Ray, which a process must not do before it starts a head
+    from rlhf_core.trainers.rl import driver  # with Ray, which must not be in a process that is yet to start a head
 
     ends: list[float] = []
     mismatch: dict[int, dict[str, float]] = {}
-    driver.Actors = partial(start, ends, mismatch)
+    driver.Actors = partial(start, driver.Actors, ends, mismatch)
     code = driver.main()
     seen = {"ends": ends, "mismatch": [mismatch[step] for step in sorted(mismatch)]}
     (Path(RlJob.read(path).work) / SEEN).write_text(json.dumps(seen))
     return code
 
 
-def start(ends: list[float], mismatch: dict[int, dict[str, float]], job: RlJob) -> Actors:
-    """The job's actors, with the loop's step ends and comparisons recorded."""
-    actors = start_actors(lambda: ends.append(time.perf_counter()), job)
+def start(actors_class: type[Actors], ends: list[float], mismatch: dict[int, dict[str, float]], job: RlJob) -> Actors:
+    """The job's actors; the loop notes the ends of its steps, and what it compares."""
+    actors = start_actors(actors_class, lambda: ends.append(time.perf_counter()), job)
     from rlhf_core.trainers.rl import loop
 
     check = loop.check_logprobs
 
-    def note_and_check(batch, config, *, step: int, **how: Any) -> float:
+    def note_and_check(batch, sampler_logprobs, config, *, step: int, **how: Any) -> float:
         mask = batch.response_mask.clone()
         mask[:, : config.rollout.min_new_tokens] = False
-        mismatch[step] = sizes((batch.rollout_logprobs - batch.sampler_logprobs)[mask])  # a step's last comparison counts
-        return check(batch, config, step=step, **how)
+        mismatch[step] = sizes((batch.rollout_logprobs - sampler_logprobs)[mask])  # a step's last comparison counts
+        return check(batch, sampler_logprobs, config, step=step, **how)
 
     loop.check_logprobs = note_and_check
     return actors
 
 
 def sizes(differences: torch.Tensor) -> dict[str, float]:
-    """Mean, quantiles and maximum of absolute differences [N], N > 0."""
+    """Mean, quantiles and maximum of the sizes of differences [N], of which there is at least one."""
     ordered = differences.abs().double().sort().values
     at = {name: float(ordered[min(len(ordered) - 1, int(q * len(ordered)))]) for name, q in QUANTILES.items()}
     return {"mean": float(ordered.mean()), **at, "max": float(ordered[-1])}

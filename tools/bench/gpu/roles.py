@@ -62,9 +62,9 @@ def one_step(rank: TrainerRank, job: RlJob, rollouts: list[Rollout], watch: Watc
     with watch.phase("forward"):
         outputs = rank.forward(sequences, starts)
     scored = [ScoredRollout(rollout, {SCORER: score}) for rollout, score in zip(rollouts, scores, strict=True)]
-    batch = collate(scored, outputs, tokenizer.pad_token_id, None)
-    credited, _ = compute_advantages(batch, job.rl, RewardNormalizer(job.rl.reward), kl_coef=job.rl.kl.coef)
-    (plan,) = plan_update(credited, DemonstrationStream(job), job.rl, seed=job.seed, step=step)
+    batch = collate(scored, outputs, None, pad_id=tokenizer.pad_token_id, old_logprobs_source="recompute")
+    train_batch, _ = compute_advantages(batch, job.rl, RewardNormalizer(job.rl.reward), kl_coef=job.rl.kl.coef)
+    (plan,) = plan_update(train_batch, DemonstrationStream(job), job.rl, seed=job.seed, step=step)
     with watch.phase("update"), watch.engines(rank):
         rank.update(plan, kl_coef=job.rl.kl.coef, train_policy=True)
     with watch.phase("weights to the engines"):

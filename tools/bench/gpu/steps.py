@@ -27,10 +27,10 @@ from rlhf_core.models.score_head import probe_score_head
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.demonstrations import encode_demonstrations
-from rlhf_core.trainers.finetune import finetune
 from rlhf_core.trainers.preference.train import PreferenceRun, train_on_pairs
 from rlhf_core.trainers.reward import encode_comparisons, reward_phase
-from rlhf_core.trainers.supervised import LoopSettings, engine_settings, train_phase
+from rlhf_core.trainers.sft import finetune
+from rlhf_core.trainers.supervised import TrainLoop, engine_settings, train_phase
 from tools.bench.gpu.flops import Passed
 from tools.bench.gpu.shapes import MAX_LENGTH, Lengths, demonstrations, pairs
 from tools.bench.work import PLAIN
@@ -170,23 +170,25 @@ def count(batch: TokenBatch, *, pad_id: int) -> Passed:
 # The methods
 
 
-def loop(steps: Steps, folder: Path, watch: Callable[[], bool]) -> dict[str, Any]:
-    """Arguments of train_phase besides engine and phase."""
+def loop(steps: Steps, folder: Path, watch: Callable[[], bool]) -> TrainLoop:
+    """Optimizer steps alone, without checkpoints and evaluation."""
 
     def curves(step: int) -> MetricsLog:
         tracking = TrackingConfig(tensorboard_dir=None, wandb_project=None)
         return MetricsLog(folder / "curves.csv", COLUMNS[steps.method], timings=None, tracking=tracking, run_name="gpu", first_step=step)
 
-    return {
-        "settings": LoopSettings(seed=0, checkpoint_every=NEVER, eval_every=NEVER),
-        "first_step": 0,
-        "metrics_log": curves,
-        "stop_requested": watch,
-        "checkpoints": lambda phase: CheckpointStore(folder / phase),
-    }
+    return TrainLoop(
+        seed=0,
+        checkpoint_every=NEVER,
+        eval_every=NEVER,
+        first_step=0,
+        checkpoints=lambda phase: CheckpointStore(folder / phase),
+        metrics_log=curves,
+        stop_requested=watch,
+    )
 
 
-def sft(steps: Steps, folder: Path, loop: dict[str, Any]) -> None:
+def sft(steps: Steps, folder: Path, loop: TrainLoop) -> None:
     params, tokenizer = steps.params, load_tokenizer(steps.model, trust_remote_code=False)
     rows = demonstrations(steps.rows, steps.lengths)
     train, dropped = encode_demonstrations(rows, tokenizer, max_length=MAX_LENGTH)
@@ -195,7 +197,7 @@ def sft(steps: Steps, folder: Path, loop: dict[str, Any]) -> None:
     finetune(Path(steps.model), train, [], config, pad_id=tokenizer.pad_token_id, model=params.model, loop=loop)
 
 
-def reward(steps: Steps, folder: Path, loop: dict[str, Any]) -> None:
+def reward(steps: Steps, folder: Path, loop: TrainLoop) -> None:
     """As in the stage train_reward."""
     params, tokenizer = steps.params, load_tokenizer(steps.model, trust_remote_code=False)
     section = params.reward
@@ -217,10 +219,10 @@ def reward(steps: Steps, folder: Path, loop: dict[str, Any]) -> None:
         centering_coef=section.centering_coef,
     )
     settings = engine_settings(section, steps=total(steps), learning_rate=section.learning_rate, dtype=params.model.dtype, seed=0)
-    train_phase(TrainEngine(ScalarModule(model), settings), phase, **loop)
+    train_phase(TrainEngine(ScalarModule(model), settings), phase, loop)
 
 
-def dpo(steps: Steps, folder: Path, loop: dict[str, Any]) -> None:
+def dpo(steps: Steps, folder: Path, loop: TrainLoop) -> None:
     params = steps.params
     run = PreferenceRun(start=Path(steps.model), steps=total(steps), model=params.model, scratch=folder, loop=loop)
     train_on_pairs(pairs(steps.rows, steps.lengths), [], params.dpo, run)

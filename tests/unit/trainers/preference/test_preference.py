@@ -19,11 +19,26 @@ from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.process import Interrupted
 from rlhf_core.tracking import MetricsLog
-from rlhf_core.trainers.preference.data import Continuation, Example, Pair, ResponseForward
-from rlhf_core.trainers.preference.objectives import PairObjective, ResponseObjective, example_items, ordered_share
-from rlhf_core.trainers.preference.reference import live_reference, no_reference, precomputed_reference
-from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_examples, train_on_pairs
-from rlhf_core.trainers.supervised import LoopSettings
+from rlhf_core.trainers.preference.objectives import (
+    Continuation,
+    Example,
+    Pair,
+    PairObjective,
+    ResponseForward,
+    ResponseObjective,
+    no_reference,
+    ordered_share,
+)
+from rlhf_core.trainers.preference.train import (
+    COLUMNS,
+    PreferenceRun,
+    example_items,
+    live_reference,
+    precomputed_reference,
+    train_on_examples,
+    train_on_pairs,
+)
+from rlhf_core.trainers.supervised import TrainLoop
 
 pytestmark = pytest.mark.usefixtures("world")
 PROMPTS = [tuple(ids) for ids in sequences(4, seed=1, shortest=6)]
@@ -245,9 +260,7 @@ def run_of(folder: Path, scratch: Path, *, steps: int = 4, stop_after: int | Non
         seen.append(1)
         return len(seen) == stop_after
 
-    settings = LoopSettings(seed=0, checkpoint_every=100, eval_every=2)
-    loop = {"settings": settings, "first_step": 0, "metrics_log": metrics_log, "stop_requested": stop_requested}
-    loop["checkpoints"] = lambda phase: CheckpointStore(scratch / phase)
+    loop = TrainLoop(0, 100, 2, 0, lambda phase: CheckpointStore(scratch / phase), metrics_log, stop_requested)
     return PreferenceRun(folder, steps, tiny_params().model, scratch, loop)
 
 

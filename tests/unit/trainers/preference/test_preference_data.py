@@ -8,20 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import PAD, sequences
+from tiny_models import PAD, sequences, tiny_params
 
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import build_tokenizer, encode_conversation
-from rlhf_core.trainers.preference.data import (
-    Continuation,
-    ResponseForward,
-    encode_examples,
-    encode_pairs,
-    group_by_prompt,
-    mismatched,
-)
+from rlhf_core.trainers.preference.objectives import Continuation, Example, ResponseForward, group_by_prompt, mismatched
+from rlhf_core.trainers.preference.train import encode_examples, encode_pairs
 
 
 def row(chosen: str | None, rejected: str | None, question: str = "Please sort 41.") -> dict:
@@ -70,10 +64,10 @@ def test_a_pair_is_a_desirable_and_an_undesirable_response_and_an_unpaired_row_o
 
 
 def test_mismatched_responses_are_those_further_on_and_leave_the_prompt_whole():
-    items = [item("abc", "d"), item("e", "fgh"), item("ij", "k")]
-    assert mismatched(items, shift=1, max_length=9) == [item("abc", "fgh"), item("e", "k"), item("ij", "d")]
-    assert mismatched(items, shift=2, max_length=9)[0] == item("abc", "k")
-    assert mismatched(items, shift=1, max_length=5)[0] == item("abc", "fg")  # cut to the model's length
+    examples, kto = [Example(item(*texts), True) for texts in (("abc", "d"), ("e", "fgh"), ("ij", "k"))], tiny_params().kto
+    assert mismatched(examples, kto, shift=1, max_length=9) == [item("abc", "fgh"), item("e", "k"), item("ij", "d")]
+    assert mismatched(examples, kto, shift=2, max_length=9)[0] == item("abc", "k")
+    assert mismatched(examples, kto, shift=1, max_length=5)[0] == item("abc", "fg")  # cut to the model's length
 
 
 def test_groups_by_hand():
@@ -102,7 +96,7 @@ def test_microbatches_hold_every_item_once_pairs_together_within_the_budget(prom
         assert group.items == [items[i] for i in group.positions]
         assert group.positions[::2] == [i - 1 for i in group.positions[1::2]] and not any(i % 2 for i in group.positions[::2])
     for part in parts:
-        padded = sum(len(g.rows) for g in part) * max(g.longest for g in part)
+        padded = sum(len(g.rows) for g in part) * max(len(row) for g in part for row in g.rows)
         assert padded <= max_tokens or len(part) == 1
         assert all(len(row) <= max_tokens or len(row.branches) == 1 for group in part for row in group.rows)  # no shared row is larger
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlhf_core.trainers.rl.metrics import correlation, distinct, rank_correlation, repetition, token_kl
+from rlhf_core.trainers.rl.metrics import correlation, distinct, rank_correlation, repetition, token_log_ratios
 
 NAN, INF = math.nan, math.inf
 
@@ -69,5 +69,5 @@ def test_token_kl_by_hand():
     logprobs, reference = torch.tensor([[-1.0, -2.0], [-0.5, NAN]]), torch.tensor([[-2.0, -1.5], [-4.5, INF]])
     mask = torch.tensor([[True, True], [True, False]])
     # log ratios 1, -0.5 and 4
-    assert token_kl(logprobs, reference, mask) == pytest.approx((1.5, -0.5, 4.0))
-    assert all(map(math.isnan, token_kl(logprobs, reference, torch.zeros(2, 2, dtype=torch.bool))))
+    assert token_log_ratios(logprobs, reference, mask) == pytest.approx((1.5, -0.5, 4.0))
+    assert all(map(math.isnan, token_log_ratios(logprobs, reference, torch.zeros(2, 2, dtype=torch.bool))))

@@ -38,7 +38,8 @@ def rollouts(
     base = {
         "prompt_ids": torch.full((count, 2), 5), "prompt_mask": torch.ones(count, 2, dtype=torch.bool),
         "response_ids": torch.full((count, 3), 6), "response_mask": mask,
-        "rollout_logprobs": zeros, "old_logprobs": zeros, "sampler_logprobs": zeros, "ref_logprobs": zeros, "values": zeros,
+        "rollout_logprobs": zeros, "old_logprobs_source": "recompute",
+        "old_logprobs": zeros, "sampler_logprobs": zeros, "ref_logprobs": zeros, "values": zeros,
         "components": {name: torch.tensor(values) for name, values in named.items()},
         "baseline": greedy(baseline) if isinstance(baseline, list) else baseline,
         "group_ids": torch.tensor(groups or list(range(count))),
@@ -65,7 +66,7 @@ def rl(algorithm: str, **changes):
     return tiny_params(**{"rl.algorithm": algorithm, **plain, **changes}).rl
 
 
-def credit(batch: RolloutBatch, config):
+def advantages_of(batch: RolloutBatch, config):
     return compute_advantages(batch, config, RewardNormalizer(config.reward), kl_coef=config.kl.coef)
 
 
@@ -180,7 +181,7 @@ def test_ppo_advantages_and_returns_by_hand():
         values=torch.tensor([[0.5, 1.0, 1.5], [0.0, 0.5, 99.0]]),
     )
     config = rl("ppo", **{"rl.kl.coef": 0.2, "rl.ppo.gamma": 1.0, "rl.ppo.gae_lambda": 0.5})
-    train, metrics = credit(batch, config)
+    train, metrics = advantages_of(batch, config)
     # Row 0: KL 0.5, 0, -0.5, so r = -0.1, 0, 0.1 + 2.  d2 = 2.1 - 1.5 = 0.6; d1 = 0 + 1.5 - 1 = 0.5; d0 = -0.1 + 1 - 0.5 = 0.4
     #        A2 = 0.6, A1 = 0.5 + 0.5 * 0.6 = 0.8, A0 = 0.4 + 0.5 * 0.8 = 0.8
     # Row 1: KL -1, 0, so r = 0.2, 1.  d1 = 1 - 0.5 = 0.5, d0 = 0.2 + 0.5 - 0 = 0.7;  A1 = 0.5, A0 = 0.7 + 0.25 = 0.95
@@ -194,7 +195,7 @@ def test_ppo_advantages_and_returns_by_hand():
 def test_kl_in_the_loss_leaves_the_rewards_alone():
     batch = rollouts([2.0], [2], old_logprobs=torch.tensor([[-1.0, -1.0, 0.0]]), ref_logprobs=torch.tensor([[-3.0, -3.0, 0.0]]))
     config = rl("ppo", **{"rl.kl.coef": 0.2, "rl.kl.placement": "loss", "rl.kl.estimator": "k3", "rl.ppo.gae_lambda": 1.0})
-    train, metrics = credit(batch, config)
+    train, metrics = advantages_of(batch, config)
     assert train.advantages.tolist() == [[2.0, 2.0, 0.0]]
     assert metrics["reward_mean"] == 2.0
 
@@ -223,9 +224,11 @@ def test_a_response_that_was_cut_off_is_masked_and_in_no_statistic_where_asked(a
     )
     values = torch.tensor([[0.1, 0.2, 0.3], [9.0, 9.0, 9.0], [0.3, 0.1, 0.2], [0.0, 0.4, 0.1]])
     scores, lengths, finished = [1.0, 50.0, 2.0, 0.5], [3, 3, 2, 3], [True, False, True, True]
-    train, metrics = credit(rollouts(scores, lengths, finished=finished, groups=[0] * 4, values=values, old_logprobs=-values), config)
+    train, metrics = advantages_of(
+        rollouts(scores, lengths, finished=finished, groups=[0] * 4, values=values, old_logprobs=-values), config
+    )
     others = [0, 2, 3]
-    kept, kept_metrics = credit(
+    kept, kept_metrics = advantages_of(
         rollouts(
             [scores[i] for i in others], [lengths[i] for i in others], groups=[0] * 3, values=values[others], old_logprobs=-values[others]
         ),
@@ -239,15 +242,15 @@ def test_a_response_that_was_cut_off_is_masked_and_in_no_statistic_where_asked(a
 def test_a_long_response_loses_what_the_overlong_penalty_says_in_normalised_units():
     # Of 3 tokens the last 2 are the buffer: lengths 1, 2 and 3 lose 0, half and all of 0.8.
     changes = {"rl.rollout.max_new_tokens": 3, "rl.reward.overlong": {"buffer": 2, "penalty": 0.8}, "rl.reward.clip": 1.0}
-    _, metrics = credit(rollouts([5.0, 5.0, 5.0], [1, 2, 3]), rl("reinforce_pp", **changes))
+    _, metrics = advantages_of(rollouts([5.0, 5.0, 5.0], [1, 2, 3]), rl("reinforce_pp", **changes))
     assert metrics["reward_mean"] == pytest.approx((1.0 + 0.6 + 0.2) / 3)
 
 
 def test_whitening_is_over_the_whole_batch():
     values = torch.tensor([[0.3, -0.2, 0.1], [0.5, 0.1, 77.0], [1.0, 55.0, 66.0]])
     batch = rollouts([1.0, -1.0, 4.0], [3, 2, 1], values=values)
-    plain, _ = credit(batch, rl("ppo"))
-    white, _ = credit(batch, rl("ppo", **{"rl.ppo.whiten_advantages": True}))
+    plain, _ = advantages_of(batch, rl("ppo"))
+    white, _ = advantages_of(batch, rl("ppo", **{"rl.ppo.whiten_advantages": True}))
     torch.testing.assert_close(white.advantages, whiten(plain.advantages, batch.response_mask))
     kept = white.advantages[batch.response_mask]
     assert float(kept.mean()) == pytest.approx(0, abs=1e-6)
@@ -265,7 +268,7 @@ def test_rloo_by_hand_with_the_kl_subtracted_before_the_baseline():
         groups=[7, 7, 4, 4],
         old_logprobs=torch.tensor([[1.0, 1.0, 50.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [4.0, 50.0, 50.0]]),
     )
-    train, metrics = credit(batch, rl("rloo", **{"rl.kl.coef": 0.5}))
+    train, metrics = advantages_of(batch, rl("rloo", **{"rl.kl.coef": 0.5}))
     # Rewards less KL: 1 - 0.5 * 2 = 0 and 3; 0 and 0 - 0.5 * 4 = -2. Each less the other of its group.
     assert train.advantages.tolist() == [[-3.0, -3.0, 0.0], [3.0, 3.0, 3.0], [2.0, 0.0, 0.0], [-2.0, 0.0, 0.0]]
     assert not train.returns.any()
@@ -277,10 +280,10 @@ def test_grpo_by_hand_with_the_kl_subtracted_before_the_baseline():
     old_logprobs[0] = torch.tensor([1.0, 1.0, 50.0])
     batch = rollouts([1.0, 1.0, 4.0], [2, 1, 3], groups=[0, 0, 0], old_logprobs=old_logprobs)
     config = {"rl.kl.coef": 0.5, "rl.grpo.group_size": 2}
-    centred, _ = credit(batch, rl("grpo", **config, **{"rl.grpo.normalize_std": False}))
+    centred, _ = advantages_of(batch, rl("grpo", **config, **{"rl.grpo.normalize_std": False}))
     # Rewards less KL: 0, 1, 4; mean 5/3
     assert centred.advantages[:, 0].tolist() == pytest.approx([-5 / 3, -2 / 3, 7 / 3])
-    scaled, _ = credit(batch, rl("grpo", **config))
+    scaled, _ = advantages_of(batch, rl("grpo", **config))
     # Unbiased variance (25 + 4 + 49) / 9 / 2 = 13/3
     assert scaled.advantages[:, 0].tolist() == pytest.approx([x / (13 / 3) ** 0.5 for x in (-5 / 3, -2 / 3, 7 / 3)])
     assert scaled.advantages[1].tolist()[1:] == [0.0, 0.0]
@@ -290,13 +293,13 @@ def test_grpo_by_hand_with_the_kl_subtracted_before_the_baseline():
 
 
 def test_dr_grpo_by_hand():
-    train, _ = credit(rollouts([1.0, 1.0, 4.0], [2, 1, 3], groups=[0, 0, 0]), rl("dr_grpo", **{"rl.dr_grpo.group_size": 2}))
+    train, _ = advantages_of(rollouts([1.0, 1.0, 4.0], [2, 1, 3], groups=[0, 0, 0]), rl("dr_grpo", **{"rl.dr_grpo.group_size": 2}))
     assert train.advantages.tolist() == [[-1.0, -1.0, 0.0], [-1.0, 0.0, 0.0], [2.0, 2.0, 2.0]]  # mean 2, no division
 
 
 def test_reinforce_pp_by_hand_with_the_kl_at_each_token():
     batch = rollouts([2.0, -1.0], [2, 1], old_logprobs=torch.tensor([[1.0, 0.0, 50.0], [0.0, 50.0, 50.0]]))
-    train, metrics = credit(batch, rl("reinforce_pp", **{"rl.kl.coef": 0.5, "rl.ppo.gamma": 0.3}))
+    train, metrics = advantages_of(batch, rl("reinforce_pp", **{"rl.kl.coef": 0.5, "rl.ppo.gamma": 0.3}))
     # Rewards to go, without a discount: -0.5 + 2 = 1.5 and 2; -1. Less their mean 5/6, over the unbiased deviation:
     # (16 + 49 + 121) / 36 / 2 = 2.58333, root 1.607275
     expected = torch.tensor([[(1.5 - 5 / 6), (2 - 5 / 6), 0.0], [(-1 - 5 / 6), 0.0, 0.0]]) / 1.607275
@@ -307,7 +310,7 @@ def test_reinforce_pp_by_hand_with_the_kl_at_each_token():
 def test_reinforce_pp_baseline_by_hand_with_the_kl_subtracted_before_the_baseline():
     old_logprobs = torch.tensor([[2.0, 50.0, 50.0], [0.0, 50.0, 50.0], [0.0, 50.0, 50.0], [0.0, 50.0, 50.0]])
     batch = rollouts([1.0, 2.0, 1.0, 5.0], [1, 1, 1, 1], groups=[3, 3, 8, 8], old_logprobs=old_logprobs)
-    train, _ = credit(batch, rl("reinforce_pp_baseline", **{"rl.kl.coef": 0.5}))
+    train, _ = advantages_of(batch, rl("reinforce_pp_baseline", **{"rl.kl.coef": 0.5}))
     # Rewards 0, 2; 1, 5. Less their groups' means: -1, 1, -2, 2. Mean 0, unbiased variance (1 + 1 + 4 + 4) / 3.
     assert train.advantages[:, 0].tolist() == pytest.approx([x / (10 / 3) ** 0.5 for x in (-1, 1, -2, 2)])
 
@@ -347,7 +350,9 @@ def test_remax_gives_the_greedy_response_itself_an_advantage_of_0(options: str):
     }
     scores, lengths, finished = [1.5, -0.5, 2.0], [3, 1, 2], [False, True, True]
     baseline = greedy([1.5, -0.5, 0.25], [3, 1, 1], finished=finished, **tensors)
-    train, _ = credit(rollouts(scores, lengths, finished=finished, baseline=baseline, **tensors), rl("remax", **REMAX_OPTIONS[options]))
+    train, _ = advantages_of(
+        rollouts(scores, lengths, finished=finished, baseline=baseline, **tensors), rl("remax", **REMAX_OPTIONS[options])
+    )
     assert not train.advantages[:2].any() and train.advantages[2, 0] != 0
 
 
@@ -355,21 +360,21 @@ def test_remax_baseline_by_hand_with_every_penalty():
     options = {"rl.rollout.max_new_tokens": 3, "rl.reward.overlong": {"buffer": 2, "penalty": 0.8}, "rl.kl.coef": 0.5}
     config = rl("remax", **options, **{"rl.reward.no_eos_penalty": 0.75})
     baseline = greedy([2.0], [3], finished=[False], old_logprobs=torch.tensor([[-1.0, -1.0, -1.0]]), ref_logprobs=torch.full((1, 3), -2.0))
-    train, _ = credit(rollouts([1.0], [2], baseline=baseline), config)
+    train, _ = advantages_of(rollouts([1.0], [2], baseline=baseline), config)
     # The sample: 1 - 0.4 for its length. The greedy response: 2 - 0.75 for the end, 0.8 for its length, 0.5 * 3 for the KL: -1.05
     assert train.advantages[0].tolist() == pytest.approx([0.6 + 1.05, 0.6 + 1.05, 0.0])
 
 
 def test_remax_in_the_loss_leaves_the_kl_out_of_the_baseline():
     placed = {"rl.kl.coef": 0.5, "rl.kl.placement": "loss", "rl.kl.estimator": "k3"}
-    train, _ = credit(rollouts([1.0], [2], baseline=greedy([0.25], old_logprobs=torch.ones(1, 3))), rl("remax", **placed))
+    train, _ = advantages_of(rollouts([1.0], [2], baseline=greedy([0.25], old_logprobs=torch.ones(1, 3))), rl("remax", **placed))
     assert train.advantages[0].tolist() == [0.75, 0.75, 0.0]
 
 
 def test_remax_takes_a_cut_off_baseline_for_a_finished_sample_and_learns_nothing_from_a_cut_off_one():
     config = rl("remax", **{"rl.reward.mask_truncated": True, "rl.reward.no_eos_penalty": 0.75})
     batch = rollouts([2.0, 2.0], [2, 2], finished=[True, False], baseline=greedy([1.0, 1.0], finished=[False, True]))
-    train, _ = credit(batch, config)
+    train, _ = advantages_of(batch, config)
     assert train.advantages.tolist() == [[1.75, 1.75, 0.0], [0.0, 0.0, 0.0]] and not train.response_mask[1].any()
 
 
@@ -396,11 +401,11 @@ def test_importance_weights_compare_the_sampling_engine_with_the_distribution_th
     batch = rollouts(
         [1.0, 2.0, NAN], [2, 1, 3], groups=[0, 0, 0], sampler_logprobs=sampler, rollout_logprobs=rollout, old_logprobs=sampler - 5.0
     )
-    train, metrics = credit(batch, rl("rloo", **{"rl.correction.kind": "tis", "rl.correction.high": 2.0}))
+    train, metrics = advantages_of(batch, rl("rloo", **{"rl.correction.kind": "tis", "rl.correction.high": 2.0}))
     torch.testing.assert_close(train.importance_weights, torch.tensor([[1.0, 2.0, 1.0], [0.25, 1.0, 1.0], [1.0, 1.0, 1.0]]))
     assert metrics["mismatch_max"] == pytest.approx(math.log(4))
     assert metrics["corrected_fraction"] == pytest.approx(1 / 3)
-    uncorrected, same = credit(batch, rl("rloo"))
+    uncorrected, same = advantages_of(batch, rl("rloo"))
     assert torch.equal(uncorrected.importance_weights, torch.ones(3, 3))
     assert same["mismatch_max"] == metrics["mismatch_max"]
 
@@ -408,15 +413,17 @@ def test_importance_weights_compare_the_sampling_engine_with_the_distribution_th
 def test_where_the_engines_log_probabilities_are_the_old_ones_nothing_is_compared():
     """They are those of the policy that sampled, a step before the one that is trained."""
     engine = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
-    same = {"rollout_logprobs": engine, "old_logprobs": engine, "sampler_logprobs": engine}
-    train, metrics = credit(rollouts([1.0, 2.0], [3, 3], groups=[0, 0], **same), rl("rloo", **{"rl.rollout.one_step_off_policy": True}))
+    same = {"rollout_logprobs": engine, "old_logprobs_source": "from_engine", "old_logprobs": engine, "sampler_logprobs": engine}
+    train, metrics = advantages_of(
+        rollouts([1.0, 2.0], [3, 3], groups=[0, 0], **same), rl("rloo", **{"rl.rollout.one_step_off_policy": True})
+    )
     assert torch.equal(train.old_logprobs, engine) and torch.equal(train.importance_weights, torch.ones(2, 3))
     assert not [name for name in metrics if name.startswith(("mismatch", "ratio", "corrected"))]
 
 
 def test_rows_that_were_scored_but_teach_nothing_are_counted():
     batch = rollouts([1.0, 1.0, 0.0, 3.0, NAN], [3, 2, 1, 2, 3], groups=[0, 0, 1, 1, 1])
-    _, metrics = credit(batch, rl("rloo"))
+    _, metrics = advantages_of(batch, rl("rloo"))
     assert metrics["advantage_zero_fraction"] == 2 / 4
 
 
@@ -434,9 +441,9 @@ def test_reward_failures_are_masked_and_change_nothing_for_the_others(algorithm:
     }
     scores, lengths, groups = [1.0, bad, 2.0, 0.5], [3, 3, 2, 3], [0, 0, 0, 0]
     baseline = [0.5, 1.0, 0.0, 2.0]
-    train, metrics = credit(rollouts(scores, lengths, groups=groups, baseline=baseline, **tensors), config)
+    train, metrics = advantages_of(rollouts(scores, lengths, groups=groups, baseline=baseline, **tensors), config)
     others = [0, 2, 3]
-    kept, kept_metrics = credit(
+    kept, kept_metrics = advantages_of(
         rollouts(
             [scores[i] for i in others],
             [lengths[i] for i in others],
@@ -455,7 +462,7 @@ def test_reward_failures_are_masked_and_change_nothing_for_the_others(algorithm:
 
 
 def test_a_batch_that_could_not_be_scored_at_all_teaches_nothing():
-    train, _ = credit(rollouts([NAN, NAN], [3, 2]), rl("ppo", **{"rl.ppo.whiten_advantages": True}))
+    train, _ = advantages_of(rollouts([NAN, NAN], [3, 2]), rl("ppo", **{"rl.ppo.whiten_advantages": True}))
     assert not train.response_mask.any()
     assert train.advantages.tolist() == train.returns.tolist() == [[0.0] * 3] * 2
 

@@ -1,4 +1,4 @@
-"""Drawing ahead: the beginnings of real responses are compared with the trainer before it moves on."""
+"""One step off policy: short responses are compared with the trainer before it is updated."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from tiny_models import rl_job
 from rlhf_core.engines.in_process import RolloutActor
 from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
 from rlhf_core.engines.weights import pack
-from rlhf_core.trainers.rl.loop import check_beginnings
+from rlhf_core.trainers.rl.data import collate
+from rlhf_core.trainers.rl.loop import Run, check_engine
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch
 from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.workers import Workers
-from rlhf_core.types import Prompt
+from rlhf_core.types import Prompt, Rollout, ScoredRollout
 
 PROMPTS = [Prompt(f"p{i}", "made", [{"role": "user", "content": "Sort 21."}], [5, 6, 7 + i], None) for i in range(3)]
 
@@ -39,7 +40,7 @@ FILTERED = {"rl.rollout.top_p": 0.8, "rl.rollout.min_new_tokens": 2, "rl.correct
 
 
 class LosesOne(Here):
-    """Its actor is lost when it is first waited for, with all that it was asked."""
+    """Its actor is lost at the first wait, with all calls submitted before."""
 
     def __init__(self, actor: object):
         super().__init__(actor)
@@ -55,11 +56,18 @@ class LosesOne(Here):
         if not self.lost:
             self.lost = True
             raise RoleLost("rollout rank 0: dead", [0])
-        assert None not in references, "lost with the actor before"
+        assert None not in references, "lost with the first actor"
         return references
 
     def replace(self, ranks: list[int]) -> None:
         self.replaced += ranks
+
+
+def checked(workers: Workers, *, step: int) -> float:
+    """The check before the update, with rollouts whose log-probabilities are finite."""
+    prompt = Rollout(PROMPTS[0], [8], [-1.0], True, 0, 0)
+    batch = collate([ScoredRollout(prompt, {})], {}, None, pad_id=0, old_logprobs_source="from_engine")
+    return check_engine(Run(workers._job, workers, None, [], None, None), batch, step=step)
 
 
 @pytest.fixture(params=[{}, FILTERED], ids=["plain", "filtered"])
@@ -76,36 +84,33 @@ def workers(request, model_folders: tuple[Path, Path], tmp_path: Path) -> Worker
 
 
 def test_the_same_policy_passes_and_another_one_ends_the_run(workers: Workers):
-    rl = workers._job.rl
-    workers.rollouts.generate_ahead(PROMPTS, step=1)
-    assert 0 < check_beginnings(workers, rl, step=0, dtype="float32") < 1e-4
-    assert (
-        check_beginnings(workers, rl, step=0, dtype="float32") == workers.rollouts.sync_check.difference == 0.0
-    )  # nothing was drawn since
+    workers.rollouts.prefetch(PROMPTS, step=1)
+    assert 0 < checked(workers, step=0) < 1e-4
+    assert checked(workers, step=0) == workers.rollouts.sync_check.difference == 0.0  # nothing was drawn since
     (rank,), (engine,) = workers._trainers.actors, workers.rollouts._engines.actors
     torch.manual_seed(0)
     engine.load_weights(pack({name: w + 0.02 * torch.randn_like(w) for name, w in rank.weights().items()}), 1, [5, 6])
-    workers.rollouts.generate_ahead(PROMPTS, step=2)
+    workers.rollouts.prefetch(PROMPTS, step=2)
     with pytest.raises(LogprobMismatch, match=r"step 1: expected the rollout engine's .* a largest difference of"):
-        check_beginnings(workers, rl, step=1, dtype="float32")
+        checked(workers, step=1)
 
 
-def test_an_engine_that_is_lost_while_it_begins_is_asked_for_the_rest_too(workers: Workers):
-    workers.rollouts.generate_ahead(PROMPTS, step=1)
-    undisturbed = workers.rollouts.beginnings(), workers.rollouts.collect_ahead(), workers.rollouts._ahead
+def test_a_new_engine_repeats_short_and_prefetched_responses(workers: Workers):
+    workers.rollouts.prefetch(PROMPTS, step=1)
+    undisturbed = workers.rollouts.short_rollouts(), workers.rollouts.wait_prefetched(), workers.rollouts._prefetched
     (engine,), (rank,) = workers.rollouts._engines.actors, workers._trainers.actors
-    group = workers.rollouts._engines = LosesOne(engine)
-    workers.rollouts._replacements = Replacements(1)
-    ids = workers.rollouts.sync_check.ids
-    workers.rollouts.sync_check.begin([engine.probe(ids)], rank.probe(ids))
-    workers.rollouts.generate_ahead(PROMPTS, step=1)
-    assert (workers.rollouts.beginnings(), workers.rollouts.collect_ahead(), workers.rollouts._ahead) == undisturbed
-    assert group.replaced == [0] and workers.rollouts._replacements.count == 1
+    recovery, ids = workers.rollouts.recovery, workers.rollouts.sync_check.probe_ids
+    group = workers.rollouts._engines = recovery.engines = LosesOne(engine)
+    recovery._replacements = Replacements(1)
+    workers.rollouts.sync_check.start([engine.probe(ids)], rank.probe(ids))
+    workers.rollouts.prefetch(PROMPTS, step=1)
+    assert (workers.rollouts.short_rollouts(), workers.rollouts.wait_prefetched(), workers.rollouts._prefetched) == undisturbed
+    assert group.replaced == [0] and recovery._replacements.count == 1
 
 
-def test_they_are_few_tokens_of_as_many_responses_as_trainers_need(workers: Workers):
-    workers.rollouts.generate_ahead(PROMPTS, step=1)
-    drawn = workers.rollouts.beginnings()
+def test_short_responses_have_few_tokens_and_suffice_for_the_ranks(workers: Workers):
+    workers.rollouts.prefetch(PROMPTS, step=1)
+    drawn = workers.rollouts.short_rollouts()
     assert len(drawn) == 8 and max(len(r.response_ids) for r in drawn) == workers._job.rl.rollout.min_new_tokens + 4
-    workers.rollouts.generate_ahead([], step=2)
-    assert workers.rollouts.beginnings() == []
+    workers.rollouts.prefetch([], step=2)
+    assert workers.rollouts.short_rollouts() == []

@@ -39,7 +39,7 @@ def said(rank: TrainerRank, changes: dict) -> dict[str, torch.Tensor]:
     found["score"] = rank.score_sequences("reward_model", [*asked, None])[:-1].flatten()
     batch = train_batch(8)
     minibatch = whole(batch, demonstrations(4, seed=1)) if "rl.ptx.coef" in changes else whole(batch)
-    metrics = rank.update([minibatch], kl_coef=0.1, train_policy=True)
+    metrics = rank.update([minibatch], kl_coef=0.1, train_policy=True).totals
     assert all(torch.tensor(value).isfinite() for value in metrics.values())
     found["probe"] = torch.tensor(rank.probe(asked[0]))
     return found

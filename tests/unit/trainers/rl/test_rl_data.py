@@ -40,7 +40,7 @@ OLD = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
 def test_collate_by_hand():
     outputs = {"old_logprobs": OLD, "sampler_logprobs": OLD + 0.25, "ref_logprobs": OLD - 0.5, "values": OLD * 10}
     baseline = baseline_of(ROLLOUTS, {}, copies=1)
-    batch = collate(ROLLOUTS, outputs, 0, baseline)
+    batch = collate(ROLLOUTS, outputs, baseline, pad_id=0, old_logprobs_source="recompute")
     assert batch.prompt_ids.tolist() == [[11, 12, 13], [0, 0, 14], [0, 15, 16]]
     assert batch.prompt_mask.tolist() == [[True, True, True], [False, False, True], [False, True, True]]
     assert batch.response_ids.tolist() == [[1, 0, 0], [2, 3, 4], [5, 6, 0]]
@@ -60,10 +60,17 @@ def test_collate_by_hand():
 
 
 def test_without_reference_critic_and_filter_there_is_no_divergence_no_value_and_one_distribution():
-    batch = collate(ROLLOUTS, {"old_logprobs": OLD}, 0, None)
-    assert torch.equal(batch.ref_logprobs, batch.old_logprobs)
+    batch = collate(ROLLOUTS, {"old_logprobs": OLD}, None, pad_id=0, old_logprobs_source="recompute")
+    assert batch.ref_logprobs is None
     assert torch.equal(batch.sampler_logprobs, batch.old_logprobs)
     assert not batch.values.any()
+
+
+def test_old_log_probabilities_are_the_engines_or_left_to_the_update():
+    engine = collate(ROLLOUTS, {}, None, pad_id=0, old_logprobs_source="from_engine")
+    assert engine.old_logprobs is engine.sampler_logprobs is engine.rollout_logprobs
+    update = collate(ROLLOUTS, {}, None, pad_id=0, old_logprobs_source="from_update")
+    assert update.old_logprobs is None and update.sampler_logprobs is None
 
 
 def test_a_baseline_is_that_of_every_sample_of_its_prompt():

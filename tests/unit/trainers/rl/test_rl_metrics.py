@@ -32,7 +32,8 @@ def batch_of(components: dict[str, list[float]], *, width: int = 2, finished: li
     rows = len(next(iter(components.values())))
     zeros, ids = torch.zeros(rows, width), torch.ones(rows, width, dtype=torch.long)
     return RolloutBatch(
-        prompt_ids=ids, prompt_mask=ids.bool(), response_ids=ids, response_mask=ids.bool(), rollout_logprobs=zeros, old_logprobs=zeros,
+        prompt_ids=ids, prompt_mask=ids.bool(), response_ids=ids, response_mask=ids.bool(), rollout_logprobs=zeros,
+        old_logprobs_source="recompute", old_logprobs=zeros,
         sampler_logprobs=zeros, ref_logprobs=zeros, values=zeros, components={n: torch.tensor(s) for n, s in components.items()},
         baseline=None, group_ids=torch.arange(rows), finished=torch.tensor(finished or [True] * rows),
         policy_versions=torch.zeros(rows, dtype=torch.long),
@@ -46,7 +47,7 @@ def test_metrics_by_hand_over_what_could_be_scored(bad: float):
     batch = replace(batch, response_mask=mask, ref_logprobs=batch.ref_logprobs - 0.5)
     # scores: 2*1 - 0 = 2, unscored, 2*3 + 1 = 7: mean 4.5, deviation 2.5, the longer one higher; KL 0.5 per token, of 1 + 2 + 2 tokens in 3
     # responses; all tokens are the same: 1 of 5, of the 2 pairs 1; no response has three; `seen` has one row in common with the score
-    assert batch_metrics(batch, config().reward) == pytest.approx(
+    assert batch_metrics(batch, batch.old_logprobs, config().reward) == pytest.approx(
         {
             "score_mean": 4.5, "score_std": 2.5, "score_model": 2.0, "score_short": -1 / 3, "score_seen": 1.0,
             "failed_model": 1, "failed_short": 0, "failed_seen": 1, "kl_mean": 2.5 / 3, "response_length": 5 / 3,
@@ -112,9 +113,7 @@ def test_at_least_one_response_needs_all_its_scores():
 def compared(difference: torch.Tensor, rl: RlConfig, dtype: str = "float32") -> float:
     rows, width = difference.shape
     batch = batch_of({"model": [0.0] * rows, "short": [0.0] * rows, "seen": [0.0] * rows}, width=width)
-    return check_logprobs(
-        replace(batch, sampler_logprobs=difference, old_logprobs=torch.full_like(difference, 99.0)), rl, step=4, dtype=dtype
-    )
+    return check_logprobs(batch, difference, rl, step=4, dtype=dtype)
 
 
 def test_the_sampling_engine_is_compared_with_the_distribution_that_was_sampled_from():
@@ -156,13 +155,13 @@ def test_with_a_filter_the_thousandth_part_at_its_edge_is_left_out_and_no_more(f
 def test_every_column_of_a_step_is_known_before_the_first(algorithm: str):
     rl = config(**{"rl.algorithm": algorithm, "rl.ptx.coef": 0.1, "rl.moe_aux_coef": 0.1, "rl.evaluation.every": 3})
     batch = batch_of({"model": [1.0, 2.0], "short": [0.0, -1.0], "seen": [0.0, 1.0]})
-    _, credit = compute_advantages(batch, rl, RewardNormalizer(rl.reward), kl_coef=0.1)
+    _, advantage_metrics = compute_advantages(batch, rl, RewardNormalizer(rl.reward), kl_coef=0.1)
     losses = dict.fromkeys(("policy_loss", "value_loss", "ptx_loss", "moe_aux_loss", "grad_norm", "critic_grad_norm"), 1.0)
     sums = {"tokens": 4, "entropy_sum": 1.0, "clip_frac_sum": 0.0, "approx_kl_sum": 0.0, "optimizer_steps": 1, "stopped_early": 0}
     sums |= {"skipped_steps": 0, "policy_ratio_max": 1.2, "policy_ratio_min": 0.8, **losses}
     row = {
-        **batch_metrics(batch, rl.reward),
-        **credit,
+        **batch_metrics(batch, batch.old_logprobs, rl.reward),
+        **advantage_metrics,
         **update_metrics(sums, ranks=1),
         **evaluation_metrics(batch.components, rl.reward),
     }

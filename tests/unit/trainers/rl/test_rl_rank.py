@@ -20,9 +20,8 @@ from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.build import load_language_model, load_scalar_model, read_state_dict, scalar_head, trunk
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.job import RlJob
-from rlhf_core.trainers.rl.minibatch import Minibatch, gather
+from rlhf_core.trainers.rl.minibatch import Minibatch, add_totals, contiguous, prompt_rows, real_tokens, shared
 from rlhf_core.trainers.rl.rank import TrainerRank
-from rlhf_core.trainers.rl.update import contiguous, prompt_rows, real_tokens, shared
 from rlhf_core.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -40,7 +39,7 @@ def connected(folders: tuple[Path, Path], **overrides) -> TrainerRank:
 
 
 def update(rank: TrainerRank, minibatches: list[Minibatch], *, kl_coef: float = 0.15, train_policy: bool = True) -> dict[str, float]:
-    return rank.update(minibatches, kl_coef=kl_coef, train_policy=train_policy)
+    return rank.update(minibatches, kl_coef=kl_coef, train_policy=train_policy).totals
 
 
 def resident(rank: TrainerRank, folder: Path) -> dict[str, torch.Tensor]:
@@ -108,7 +107,7 @@ def test_samples_of_a_prompt_become_one_row_in_which_the_trained_tokens_are_sele
 def test_sums_are_added_and_of_the_ratios_the_extremes_kept():
     totals: dict[str, float] = {}
     for tokens, highest, lowest in ((2, 1.5, 0.5), (3, 1.2, 0.4), (1, 1.0, 1.0)):
-        gather(totals, {"tokens": tokens, "policy_ratio_max": highest, "policy_ratio_min": lowest})
+        add_totals(totals, {"tokens": tokens, "policy_ratio_max": highest, "policy_ratio_min": lowest})
     assert totals == {"tokens": 6, "policy_ratio_max": 1.5, "policy_ratio_min": 0.4}
 
 
@@ -171,9 +170,9 @@ def test_models_that_run_at_the_same_time_compute_the_same_bits(tmp_path: Path, 
         asked = {"scores": rank.score_sequences("reward_model", ids), **rank.forward(ids, [3] * 12)}
         told = update(rank, [whole(train_batch(8, seed=k)) for k in (1, 2)])
         batch = train_batch(12, seed=3)
-        kept = {f"{name}, kept": values for name, values in rank.forward(*sampled(batch), learn=True).items()}
-        assert len(rank._kept) > 1
-        gather(told, update(rank, [whole(batch)]))
+        kept = {f"{name}, kept": values for name, values in rank.forward(*sampled(batch), keep_graphs=True).items()}
+        assert len(rank._graphs) > 1
+        add_totals(told, update(rank, [whole(batch)]))
         found.append((told, asked | kept | resident(rank, tmp_path / str(threads))))
     (told, tensors), (told_alone, tensors_alone) = found
     assert told == told_alone and tensors.keys() == tensors_alone.keys()
@@ -212,7 +211,7 @@ def test_an_update_does_not_depend_on_whether_prompts_are_shared(model_folders: 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 @pytest.mark.parametrize("tokens", [12, 4096])
-def test_on_policy_the_updates_own_log_probabilities_are_the_old_ones(model_folders: tuple[Path, Path], algorithm: str, tokens: int):
+def test_an_update_without_old_log_probabilities_uses_its_own(model_folders: tuple[Path, Path], algorithm: str, tokens: int):
     """One row is unscored. With KL in the loss, whose gradient has the old ones in it too."""
     kl = {"rl.kl.placement": "loss", "rl.kl.estimator": "k3"}
     settings = {"rl.algorithm": algorithm, "rl.trainer.microbatch_tokens": tokens, **kl}
@@ -224,17 +223,18 @@ def test_on_policy_the_updates_own_log_probabilities_are_the_old_ones(model_fold
     ids = [torch.cat([prompt[mask], response[trained]]).tolist() for prompt, mask, response, trained in rows]
     old = fresh.forward(ids, batch.prompt_mask[scored].sum(1).tolist())["old_logprobs"]
     known = replace(batch, old_logprobs=torch.zeros(batch.response_mask.shape).masked_scatter(batch.response_mask, old))
-    unknown = replace(batch, old_logprobs=torch.full(batch.response_mask.shape, 99.0))
+    unknown, wrong = replace(batch, old_logprobs=None), replace(batch, old_logprobs=torch.full(batch.response_mask.shape, 99.0))
 
     expected = update(fresh, [whole(known)], kl_coef=0.5)
     rank = connected(model_folders, **settings)
-    totals = rank.update([whole(unknown)], kl_coef=0.5, train_policy=True, on_policy=True)
+    result = rank.update([whole(unknown)], kl_coef=0.5, train_policy=True)
+    totals = result.totals
     assert totals == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert totals["policy_ratio_max"] == totals["policy_ratio_min"] == 1.0
     assert largest_difference(rank.weights(), fresh.weights()) < ROUNDING
-    torch.testing.assert_close(rank.updated_logprobs(), known.old_logprobs, rtol=0, atol=3e-6)
+    torch.testing.assert_close(result.logprobs, known.old_logprobs, rtol=0, atol=3e-6)
     off = connected(model_folders, **settings)
-    update(off, [whole(unknown)], kl_coef=0.5)
+    update(off, [whole(wrong)], kl_coef=0.5)
     assert largest_difference(off.weights(), fresh.weights()) > 1e-4  # the comparison can tell
 
 
@@ -250,7 +250,7 @@ KEEPING = [
     ({"rl.trainer.zero_stage": 1}, {}, "all"),
     ({}, {"recomputed": 3}, "all"),  # the policy was asked of some only
     ({}, {"recomputed": 0}, 1),  # it was not asked
-    (KL_IN_THE_LOSS, {"recomputed": 0, "on_policy": True}, 1),
+    (KL_IN_THE_LOSS, {"recomputed": 0, "from_update": True}, 1),
     ({}, {"train_policy": False}, 0),
     ({"rl.algorithm": "grpo"}, {}, 0),  # prompts are shared
     ({"rl.algorithm": "grpo"}, {"recomputed": 0}, "all"),
@@ -263,24 +263,26 @@ def test_an_update_goes_on_from_the_passes_before_it(
 ):
     """The one optimizer step of a batch, in another order, with a sample unscored and a gap in what is trained on; as if made anew."""
     batch = siblings_batch()
-    learned = replace(whole(batch.select(APART), demonstrations(3, seed=1)), rows=APART)
+    old_logprobs = None if how.get("from_update") else batch.old_logprobs
+    apart = replace(batch, old_logprobs=old_logprobs).select(APART)
+    learned = replace(whole(apart, demonstrations(3, seed=1)), rows=APART)
     called: list[object] = []
     calls = TrainEngine.__call__
     monkeypatch.setattr(TrainEngine, "__call__", lambda engine, *args, **kwargs: called.append(engine) or calls(engine, *args, **kwargs))
-    updating = {"kl_coef": 0.15, "train_policy": how.get("train_policy", True), "on_policy": how.get("on_policy", False)}
+    updating = {"kl_coef": 0.15, "train_policy": how.get("train_policy", True)}
     found, counts = [], []
     for learn in (False, True):
         rank = connected(model_folders, **settings)
-        asked = rank.forward(*sampled(batch), recomputed=how.get("recomputed"), learn=learn)
+        asked = rank.forward(*sampled(batch), recomputed=how.get("recomputed"), keep_graphs=learn)
         kept = [
             weakref.ref(values)
-            for part in rank._kept
+            for part in rank._graphs
             for values in (part.values, part.policy and part.policy.logprobs)
             if values is not None
         ]
         rank.forward([[5, 6, 7]], [1])  # a look at something else in between
         called.clear()
-        totals = rank.update([learned], **updating)
+        totals = rank.update([learned], **updating).totals
         made = len(called)
         assert all(values() is None for values in kept), "expected what was kept to be given back"
         found.append((asked, totals, rank.weights() if rank._critic is None else resident(rank, tmp_path / str(learn))))
@@ -577,9 +579,9 @@ def test_a_minibatch_too_far_from_the_sampling_policy_ends_the_steps_updates(tmp
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("from_update", [False, True])
 def test_a_minibatch_without_anything_to_learn_leaves_no_trace(
-    tmp_path: Path, model_folders: tuple[Path, Path], stage: int, on_policy: bool
+    tmp_path: Path, model_folders: tuple[Path, Path], stage: int, from_update: bool
 ):
     """All of its responses are masked. Momentum and weight decay would move both models, and their schedules would go on."""
     options = {"rl.trainer.zero_stage": stage, "rl.ptx.coef": 0.5}
@@ -588,11 +590,15 @@ def test_a_minibatch_without_anything_to_learn_leaves_no_trace(
     masked = whole(train_batch(4, seed=2, unscored=(0, 1, 2, 3)), demonstrations(3, seed=2))
     assert update(skipping, [first]) == update(undisturbed, [first])
     before = resident(skipping, tmp_path / "before")
-    totals = skipping.update([masked], kl_coef=0.15, train_policy=True, on_policy=on_policy)
+    batch = replace(masked.batch, old_logprobs=None) if from_update else masked.batch
+    result = skipping.update([replace(masked, batch=batch)], kl_coef=0.15, train_policy=True)
+    totals = result.totals
     assert totals == {"optimizer_steps": 0, "stopped_early": 0, "skipped_steps": 1}
     assert largest_difference(resident(skipping, tmp_path / "after"), before) == 0
-    if on_policy:
-        assert torch.equal(skipping.updated_logprobs(), torch.zeros(masked.batch.response_mask.shape))
+    if from_update:
+        assert torch.equal(result.logprobs, torch.zeros(masked.batch.response_mask.shape))
+    else:
+        assert result.logprobs is None
     assert update(skipping, [masked, third]) == update(undisturbed, [third]) | {"skipped_steps": 1}
     assert largest_difference(resident(skipping, tmp_path / "a"), resident(undisturbed, tmp_path / "b")) == 0
 
@@ -642,7 +648,7 @@ def test_values_are_in_the_units_of_the_rewards_before_the_update_and_in_it(mode
     """Whether the update goes on from the passes before it or not: returns that are the values leave nothing to learn."""
     raw, scaled, batch = connected(model_folders), connected(model_folders), train_batch()
     scaled.set_value_units(ValueUnits(scale=0.25, offset=-3.0))
-    spoken, values = (rank.forward(*sampled(batch), learn=learn)["values"] for rank in (raw, scaled))
+    spoken, values = (rank.forward(*sampled(batch), keep_graphs=learn)["values"] for rank in (raw, scaled))
     torch.testing.assert_close(values, 0.25 * spoken - 3.0, rtol=0, atol=1e-6)
     known = torch.zeros(batch.response_mask.shape).masked_scatter(batch.response_mask, values)
     totals = update(scaled, [whole(replace(batch, old_values=known, returns=known))])

@@ -1,4 +1,4 @@
-"""Responses that were drawn ahead: kept in a checkpoint as they were, and used for the step that they were drawn for."""
+"""Prefetched rollouts are in the checkpoint, and used for their step; engines that are lost are replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiny_models import rl_job
 from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
 from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
 from rlhf_core.trainers.rl.recovery import Replacements
-from rlhf_core.trainers.rl.rollouts import AHEAD, Ahead, RolloutEngines
+from rlhf_core.trainers.rl.rollouts import PREFETCHED, Prefetched, RolloutEngines
 from rlhf_core.types import Prompt, Rollout
 
 PROMPTS = [Prompt(f"p{i}", "made", [{"role": "user", "content": "Sort 21."}], [5, 6, 7 + i], None) for i in range(2)]
@@ -28,28 +28,28 @@ def engines(folders: tuple[Path, Path], **changes) -> RolloutEngines:
     changes = {"rl.algorithm": "rloo", "rl.rollout.one_step_off_policy": True, **changes}
     job = rl_job(*folders, **changes)
     made = RolloutEngines(job, None, stop_ids=(1,), replacements=Replacements(0), packed_weights=None, vocabulary=300)
-    made.sync_check.begin([TRAINER], TRAINER)
+    made.sync_check.start([TRAINER], TRAINER)
     return made
 
 
 def kept(folders: tuple[Path, Path], folder: Path) -> None:
     drawn = engines(folders)
-    drawn._ahead = Ahead(4, ROLLOUTS)
-    drawn.save_ahead(folder, step=4)
+    drawn._prefetched = Prefetched(4, ROLLOUTS)
+    drawn.save_prefetched(folder, step=4)
 
 
 def test_they_come_back_as_they_were_for_the_same_prompts_of_their_step(model_folders: tuple[Path, Path], tmp_path: Path):
     kept(model_folders, tmp_path)
     again = engines(model_folders)
-    again.load_ahead(tmp_path, step=4)
+    again.load_prefetched(tmp_path, step=4)
     assert again.generate(PROMPTS, step=4) == ROLLOUTS
 
 
 def test_of_another_step_nothing_is_kept(model_folders: tuple[Path, Path], tmp_path: Path):
     drawn = engines(model_folders)
-    drawn._ahead = Ahead(4, ROLLOUTS)
-    drawn.save_ahead(tmp_path, step=5)
-    assert not (tmp_path / AHEAD).exists()
+    drawn._prefetched = Prefetched(4, ROLLOUTS)
+    drawn.save_prefetched(tmp_path, step=5)
+    assert not (tmp_path / PREFETCHED).exists()
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_of_another_step_nothing_is_kept(model_folders: tuple[Path, Path], tmp_p
 def test_a_run_that_samples_in_another_way_or_not_ahead_does_not_take_them(model_folders: tuple[Path, Path], tmp_path: Path, changes: dict):
     kept(model_folders, tmp_path)
     other = engines(model_folders, **changes)
-    other.load_ahead(tmp_path, step=4)
-    assert other._ahead is None
+    other.load_prefetched(tmp_path, step=4)
+    assert other._prefetched is None
 
 
 class DyingActors:
@@ -81,13 +81,14 @@ class DyingActors:
 @pytest.mark.parametrize(("deaths", "limit", "lives"), [(0, 1, True), (2, 3, True), (2, 2, False)])
 def test_a_new_engine_that_dies_too_is_replaced_in_its_turn_up_to_the_limit(model_folders: tuple[Path, Path], deaths, limit, lives):
     made = engines(model_folders)
-    made._engines, made._replacements, made._loaded = DyingActors(deaths, TRAINER), Replacements(limit), object()
+    made = made.recovery
+    made.engines, made._replacements, made.loaded = DyingActors(deaths, TRAINER), Replacements(limit), object()
     if lives:
-        made._replace(RoleLost("rollout rank 1: dead", [1]))
+        made.replace(RoleLost("rollout rank 1: dead", [1]))
     else:
         with pytest.raises(RoleLost, match="rollout rank 1: dead"):
-            made._replace(RoleLost("rollout rank 1: dead", [1]))
-    assert made._engines.started == made._replacements.count == min(deaths + 1, limit)
+            made.replace(RoleLost("rollout rank 1: dead", [1]))
+    assert made.engines.started == made._replacements.count == min(deaths + 1, limit)
 
 
 class LosesOneAtFirst(ActorGroup):
@@ -113,20 +114,22 @@ class LosesOneAtFirst(ActorGroup):
 @pytest.mark.parametrize("limit", [0, 1])
 def test_an_engine_that_is_lost_before_the_first_sync_is_replaced_up_to_the_limit(model_folders: tuple[Path, Path], limit: int):
     made = engines(model_folders)
-    made._engines, made._replacements = LosesOneAtFirst(), Replacements(limit)
-    made.sync_check = WeightSyncCheck(made._job, vocabulary=300)
+    made._engines = made.recovery.engines = LosesOneAtFirst()
+    made.recovery._replacements = Replacements(limit)
+    made.sync_check = made.recovery._sync_check = WeightSyncCheck(made._job, vocabulary=300)
     if limit:
-        made.begin(TRAINER)
-        assert made.sync_check.agrees(TRAINER) is None
+        made.start(TRAINER)
+        assert made.sync_check.disagreement(TRAINER) is None
     else:
         with pytest.raises(RoleLost, match="rollout rank 1: dead"):
-            made.begin(TRAINER)
+            made.start(TRAINER)
     assert made._engines.replaced == [1] * limit
 
 
 @pytest.mark.parametrize("says", [[-1.0, -2.5, -0.2], [-1.0, math.nan, -0.25]])
 def test_a_new_engine_with_other_weights_ends_the_run(model_folders: tuple[Path, Path], says: list[float]):
     made = engines(model_folders)
-    made._engines, made._replacements, made._loaded = DyingActors(0, says), Replacements(1), object()
+    made = made.recovery
+    made.engines, made._replacements, made.loaded = DyingActors(0, says), Replacements(1), object()
     with pytest.raises(RoleLost, match=r"rollout rank 1: expected a new engine .*largest difference of .*max_logprob_difference"):
-        made._replace(RoleLost("rollout rank 1: dead", [1]))
+        made.replace(RoleLost("rollout rank 1: dead", [1]))

@@ -1,17 +1,16 @@
-"""Which groups a step learns from, how often it draws, where the prompt stream goes on, and when the trainer looks at responses."""
+"""Rollouts of a step: resampled groups, the position in the prompt stream, and the order of scoring and forward passes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from tiny_models import tiny_params
 
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl.collect import are_informative, draw, select_groups, take_disagreements
+from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics
+from rlhf_core.trainers.rl.collect import Collected, collect_rollouts, have_variance, resample_groups
 from rlhf_core.trainers.rl.metrics import Clock
 from rlhf_core.types import Prompt, Rollout, ScoredRollout
 
@@ -44,18 +43,18 @@ def config(*, enabled: bool = True, max_rounds: int = 3, minibatch_size: int = 8
 
 
 class Source:
-    """Groups by position of their prompt: informative where `good` says so. Remembers what was asked of it."""
+    """Groups by position of their prompt: informative where `good` says so. Remembers its calls."""
 
     def __init__(self, good: set[int]):
-        self.good, self.asked = good, []
+        self.good, self.calls = good, []
 
     def __call__(self, start: int, count: int, turn: int) -> list[list[ScoredRollout]]:
-        self.asked.append((start, count, turn))
+        self.calls.append((start, count, turn))
         return [group(i, 0.0, 1.0 if i in self.good else 0.0) for i in range(start, start + count)]
 
 
 def select(source: Source, rl: RlConfig, *, start: int):
-    return select_groups(source, rl, RewardNormalizer(rl.reward), start=start)
+    return resample_groups(source, rl, RewardNormalizer(rl.reward), start=start)
 
 
 def numbers(groups: list[list[ScoredRollout]]) -> list[int]:
@@ -67,9 +66,9 @@ def numbers(groups: list[list[ScoredRollout]]) -> list[int]:
     [((0.0, 1.0), True), ((1.0, 1.0), False), ((0.0, 0.0), False), ((1.0, NAN), False), ((NAN, NAN), False), ((0.0, NAN, 1.0), True),
      ((math.inf, 1.0), False)],
 )  # fmt: skip
-def test_a_group_teaches_something_where_two_scored_responses_differ(scores, informative):
+def test_a_group_has_variance_where_two_scored_responses_differ(scores, informative):
     rl = config()
-    assert are_informative([group(0, *scores)], rl, RewardNormalizer(rl.reward)) == [informative]
+    assert have_variance([group(0, *scores)], rl, RewardNormalizer(rl.reward)) == [informative]
 
 
 LONG = {"rl.rollout.max_new_tokens": 3, "rl.reward.overlong": {"buffer": 2, "penalty": 0.5}}
@@ -85,16 +84,16 @@ JUDGED = [
 
 
 @pytest.mark.parametrize(("changes", "members", "informative"), [case[1:] for case in JUDGED], ids=[case[0] for case in JUDGED])
-def test_a_group_is_judged_by_what_is_learned_from(changes: dict, members: list[ScoredRollout], informative: bool):
+def test_variance_is_that_of_shaped_rewards(changes: dict, members: list[ScoredRollout], informative: bool):
     rl = config(**changes)
-    assert are_informative([members], rl, RewardNormalizer(rl.reward)) == [informative]
+    assert have_variance([members], rl, RewardNormalizer(rl.reward)) == [informative]
 
 
-def test_running_statistics_judge_with_what_was_drawn_and_stay_as_they_are():
+def test_running_statistics_of_a_copy_judge_groups():
     """Before anything was seen every difference would be clipped: with deviation 0 a score of 1 would be a million."""
     rl = config(**{"rl.reward.scorers": [SCORERS[0] | {"normalization": "running"}, SCORERS[1]]})
     normalizer = RewardNormalizer(rl.reward)
-    groups, _, metrics = select_groups(lambda start, count, _: [group(i, 1.0, 2.0) for i in range(count)], rl, normalizer, start=0)
+    groups, _, metrics = resample_groups(lambda start, count, _: [group(i, 1.0, 2.0) for i in range(count)], rl, normalizer, start=0)
     assert (len(groups), metrics["dropped_groups"]) == (4, 0)
     assert normalizer.moments["right"].count == 0
 
@@ -103,7 +102,7 @@ def test_uninformative_groups_are_replaced_by_the_next_prompts():
     source = Source({10, 12, 15, 16})
     groups, position, metrics = select(source, config(), start=10)
     # 10 to 13: two are missing; 14 and 15: one is missing; 16
-    assert source.asked == [(10, 4, 0), (14, 2, 1), (16, 1, 2)]
+    assert source.calls == [(10, 4, 0), (14, 2, 1), (16, 1, 2)]
     assert numbers(groups) == [10, 12, 15, 16]
     assert position == 17
     assert metrics == {"dynamic_rounds": 3, "dropped_groups": 3}
@@ -118,24 +117,8 @@ def test_after_the_last_round_the_rest_is_filled_up_informative_groups_first():
 def test_a_round_that_is_enough_is_the_only_one():
     source = Source(set(range(100)))
     groups, position, metrics = select(source, config(), start=20)
-    assert source.asked == [(20, 4, 0)] and numbers(groups) == [20, 21, 22, 23]
+    assert source.calls == [(20, 4, 0)] and numbers(groups) == [20, 21, 22, 23]
     assert (position, metrics) == (24, {"dynamic_rounds": 1, "dropped_groups": 0})
-
-
-def test_without_dynamic_sampling_every_group_is_taken_as_it_comes():
-    source = Source({2})
-    groups, position, metrics = select(source, config(enabled=False), start=8)
-    assert source.asked == [(8, 4, 0)] and numbers(groups) == [8, 9, 10, 11]
-    assert (position, metrics) == (12, {})
-
-
-def test_the_disagreement_of_an_ensemble_has_a_column_and_a_scorers_own_figures_stay():
-    ensemble = {"name": "both", "kind": "reward_model", "path": "x", "members": 2, "weight": 1.0, "normalization": "none"}
-    mine = {"name": "mine", "kind": "function", "path": "f.py:f", "weight": 0.0, "normalization": "none"}
-    rl = tiny_params(**{"rl.reward.scorers": [ensemble, mine]}).rl
-    measured = {"both.disagreement": 0.25, "mine.disagreement": 3.0}
-    assert take_disagreements(measured, rl) == {"disagreement_both": 0.25} and measured == {"mine.disagreement": 3.0}
-    assert math.isnan(take_disagreements({}, rl)["disagreement_both"]) and "disagreement_both" in curve_columns(rl)
 
 
 class RecordingWorkers:
@@ -153,19 +136,26 @@ class RecordingWorkers:
         self.calls.append("greedy")
         return [Rollout(p, [7, 8], [-1.0, -1.0], p.id != "1", number, 0) for number, p in enumerate(prompts)]
 
-    def forward(self, asked: list[Rollout]) -> dict[str, torch.Tensor]:
-        self.calls.append("forward")
-        flat = torch.arange(sum(len(r.response_ids) for r in asked)).float()
-        return {"old_logprobs": flat, "ref_logprobs": flat - 1}
-
-    def ask(self, rollouts: list[Rollout], *, share: float, learn: bool = False) -> list[Rollout]:
-        self.calls.append(f"ask {share} {'to learn' if learn else 'only'}")
+    def submit_forward(self, rollouts: list[Rollout], *, recomputed_fraction: float, keep_graphs: bool = False) -> list[Rollout]:
+        self.calls.append(f"forward {recomputed_fraction}{' keeping graphs' if keep_graphs else ''}")
         return rollouts
 
-    def score(self, rollouts: list[Rollout], _: object = None, *, meanwhile: Callable[[], None] = lambda: None) -> list[ScoredRollout]:
-        meanwhile()
+    def collect_forward(self, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
+        flat = torch.arange(sum(len(r.response_ids) for r in rollouts)).float()
+        return {"old_logprobs": flat, "ref_logprobs": flat - 1}
+
+    def submit_scores(self, rollouts: list[Rollout]) -> list[Rollout]:
         self.calls.append("score")
+        return rollouts
+
+    def collect_scores(self, rollouts: list[Rollout], metrics: ScorerMetrics | None = None) -> list[ScoredRollout]:
+        self.calls.append("scored")
+        if metrics is not None:
+            metrics.add("right", {DISAGREEMENT: 0.25, "speed": 3.0}, count=len(rollouts))
         return [ScoredRollout(r, {"right": float(r.prompt.id != "1" and r.response_ids[0]), "watched": 0.0}) for r in rollouts]
+
+    def score(self, rollouts: list[Rollout], metrics: ScorerMetrics | None = None) -> list[ScoredRollout]:
+        return self.collect_scores(self.submit_scores(rollouts), metrics)
 
 
 class NumberedPrompts:
@@ -173,31 +163,56 @@ class NumberedPrompts:
         return [Prompt(str(i), "clerk", [], [5], None) for i in range(start, start + count)]
 
 
+def collect(workers: RecordingWorkers, rl: RlConfig, *, source: str = "recompute", start: int = 0) -> Collected:
+    how = {"step": 0, "prompts_drawn": start, "old_logprobs_source": source, "clock": Clock()}
+    return collect_rollouts(workers, NumberedPrompts(), rl, RewardNormalizer(rl.reward), **how)
+
+
 @pytest.mark.parametrize(
     ("enabled", "minibatch_size", "calls", "prompts"),
     [
-        (False, 8, ["generate", "ask 0.5 to learn", "score"], [0, 1, 2, 3]),
-        (False, 4, ["generate", "ask 0.5 only", "score"], [0, 1, 2, 3]),
-        (True, 8, ["generate", "score", "generate", "score", "ask 0.5 to learn"], [0, 2, 3, 4]),
+        (False, 8, ["generate", "score", "forward 0.5 keeping graphs", "scored"], [0, 1, 2, 3]),
+        (False, 4, ["generate", "score", "forward 0.5", "scored"], [0, 1, 2, 3]),
+        (True, 8, ["generate", "score", "scored", "generate", "score", "scored", "forward 0.5 keeping graphs"], [0, 2, 3, 4]),
     ],
 )
-def test_the_trainer_looks_at_responses_while_they_are_scored_unless_scores_choose_them(enabled, minibatch_size, calls, prompts):
+def test_forward_passes_run_beside_text_scorers_unless_scores_choose_the_rollouts(enabled, minibatch_size, calls, prompts):
     workers = RecordingWorkers()
-    rl = config(enabled=enabled, minibatch_size=minibatch_size)
-    drawn = draw(workers, NumberedPrompts(), rl, RewardNormalizer(rl.reward), step=0, prompts_drawn=0, share=0.5, clock=Clock())
+    rl = config(enabled=enabled, minibatch_size=minibatch_size, **{"rl.rollout.recomputed_fraction": 0.5})
+    collected = collect(workers, rl)
     assert workers.calls == calls
-    assert numbers([drawn.scored[i : i + 2] for i in range(0, 8, 2)]) == prompts
-    assert [(r.prompt, r.response_ids) for r in drawn.asked] == [(s.rollout.prompt, s.rollout.response_ids) for s in drawn.scored]
+    assert numbers([collected.scored[i : i + 2] for i in range(0, 8, 2)]) == prompts
+    assert [(r.prompt, r.response_ids) for r in collected.forward] == [(s.rollout.prompt, s.rollout.response_ids) for s in collected.scored]
+
+
+def test_without_dynamic_sampling_every_group_is_taken_and_the_next_prompt_counted():
+    collected = collect(RecordingWorkers(), config(enabled=False), start=8)
+    assert numbers([collected.scored[i : i + 2] for i in range(0, 8, 2)]) == [8, 9, 10, 11]
+    assert (collected.prompts_drawn, collected.metrics) == (12, {})
+
+
+@pytest.mark.parametrize("source", ["from_update", "from_engine"])
+def test_the_policy_is_not_computed_before_the_update_unless_it_is_recomputed(source: str):
+    workers = RecordingWorkers()
+    collect(workers, config(enabled=False), source=source)
+    assert "forward 0.0 keeping graphs" in workers.calls
+
+
+def test_the_disagreement_of_an_ensemble_has_a_column_and_other_figures_stay_with_the_scorer():
+    ensemble = {"name": "right", "kind": "reward_model", "path": "x", "members": 2, "weight": 1.0, "normalization": "none"}
+    rl = config(enabled=False, **{"rl.reward.scorers": [ensemble, SCORERS[1]]})
+    collected = collect(RecordingWorkers(), rl)
+    assert collected.metrics == {"disagreement_right": 0.25} and collected.scorer_metrics == {"right.speed": 3.0}
+    assert "disagreement_right" in curve_columns(rl)
 
 
 @pytest.mark.parametrize("placement", ["reward", "loss"])
-def test_remax_asks_for_the_log_probabilities_of_greedy_responses_where_the_kl_is_in_the_reward(placement: str):
+def test_remax_needs_the_log_probabilities_of_greedy_responses_where_the_kl_is_in_the_reward(placement: str):
     workers = RecordingWorkers()
-    kl = {"rl.kl.placement": placement, "rl.kl.estimator": "k3"}
-    rl = config(enabled=False, **{"rl.algorithm": "remax", "rl.remax.group_size": 2, **kl})
-    drawn = draw(workers, NumberedPrompts(), rl, RewardNormalizer(rl.reward), step=0, prompts_drawn=0, share=0.5, clock=Clock())
-    asked = ["ask 1.0 only", "forward"] if placement == "reward" else []
-    assert workers.calls == ["generate", "ask 0.5 to learn", "score", "greedy", "score", *asked]
-    assert drawn.baseline.finished.tolist() == [True, True, False, False, True, True, True, True]
+    kl = {"rl.kl.placement": placement, "rl.kl.estimator": "k3", "rl.rollout.recomputed_fraction": 0.5}
+    collected = collect(workers, config(enabled=False, **{"rl.algorithm": "remax", "rl.remax.group_size": 2, **kl}))
+    greedy = ["greedy", "score", "scored", *(["forward 1.0"] if placement == "reward" else [])]
+    assert workers.calls == ["generate", "score", "forward 0.5 keeping graphs", "scored", *greedy]
+    assert collected.baseline.finished.tolist() == [True, True, False, False, True, True, True, True]
     logprobs = [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6, 7], [6, 7]]
-    assert drawn.baseline.old_logprobs.tolist() == (logprobs if placement == "reward" else [[0, 0]] * 8)
+    assert collected.baseline.old_logprobs.tolist() == (logprobs if placement == "reward" else [[0, 0]] * 8)

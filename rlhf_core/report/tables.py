@@ -1,0 +1,242 @@
+"""Rows of the report's tables and tiles, from the stages' metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from rlhf_core.report.inputs import ReportInputError, need
+from rlhf_core.report.texts import count, measured, number, share
+from rlhf_core.report.verdict import MODES, is_scored, judged
+from rlhf_core.statistics.intervals import holm, wilson_interval
+
+USES = ("pretrain", "sft", "preference", "prompt")  # in the order of the chain
+# Params shown first, in the order of the chain; the others are folded away.
+KEY_PARAMS = (
+    *("seed", "model.path", "model.architecture", "model.dtype", "sft.steps", "sft.batch_size", "sft.learning_rate"),
+    *("reward.epochs", "reward.batch_size", "reward.learning_rate", "alignment.method"),
+)
+# Further ones for each alignment.method.
+METHOD_PARAMS = {
+    "rl": (
+        *("rl.algorithm", "rl.steps", "rl.samples_per_step", "rl.learning_rate", "rl.kl", "rl.reward.scorers"),
+        *("rl.rollout.temperature", "rl.rollout.max_new_tokens"),
+    ),
+    "dpo": ("dpo.loss", "dpo.beta", "dpo.nll_coef", "dpo.steps", "dpo.batch_size", "dpo.learning_rate"),
+    "kto": (
+        *("kto.loss", "kto.beta", "kto.desirable_weight", "kto.undesirable_weight"),
+        *("kto.steps", "kto.batch_size", "kto.learning_rate"),
+    ),
+    "rejection_sampling": (
+        *("rejection_sampling.sampling", "rejection_sampling.steps", "rejection_sampling.batch_size"),
+        *("rejection_sampling.learning_rate", "rejection_sampling.scorers"),
+    ),
+    "conditional_sft": (
+        *("conditional_sft.label_by", "conditional_sft.levels", "conditional_sft.wanted", "conditional_sft.steps"),
+        "conditional_sft.learning_rate",
+    ),
+}
+LABELS = {
+    "demonstrations": "demonstrations",
+    "dropped_too_long": "dropped, too long",
+    "parameters": "parameters",
+    "heldout_loss": "held-out loss",
+    "heldout_accuracy": "held-out accuracy",
+    "heldout_pairs": "pairs scored for the gate",
+    "averaged_steps": "steps at the end, averaged",
+    "score_mean": "mean score at the end",
+    "score_first_step": "at the first step",
+    "kl_mean": "KL at the end",
+    "response_length": "tokens per response",
+    "truncated_fraction": "share truncated",
+    "logprob_difference_max": "largest log-probability difference",
+}
+CLERK_ASPECTS = ("correct", "polite", "brief", "safe")
+MODEL_NAMES = {"sft": "SFT", "policy": "Policy"}
+# Label, key of a model's figures, format, and whether more is better (None: neither).
+EVALUATION_ROWS = (
+    ("Judge: accepts", "judge_ok", "share", True),
+    ("Tokens per answer", "length_mean", "length", None),
+    ("Truncated", "truncated_fraction", "share", False),
+    ("Score", "score_mean", "score", True),
+)
+
+
+def tiles(evaluation: Mapping[str, Any], rewarder: str, confidence: float) -> Iterator[dict[str, str]]:
+    """The headline figures: before, after, and an interval."""
+    for mode in MODES:
+        sft, policy = need(evaluation, mode, "sft"), need(evaluation, mode, "policy")
+        if need(evaluation, "judge"):
+            accepted, n = judged(evaluation, mode, "policy")
+            low, high = wilson_interval(accepted, n, confidence)
+            note = f"accepted by the judge; {confidence:.0%} interval {share(low)} to {share(high)}"
+            yield {"label": f"Judge, {mode}", "before": share(sft["judge_ok"]), "after": share(policy["judge_ok"]), "note": note}
+        elif is_scored(evaluation):
+            low, high = measured(policy["score_low"], "score"), measured(policy["score_high"], "score")
+            note = f"by the {rewarder}; {confidence:.0%} interval {low} to {high}"
+            yield {
+                "label": f"Score, {mode}",
+                "before": measured(sft["score_mean"], "score"),
+                "after": measured(policy["score_mean"], "score"),
+                "note": note,
+            }
+    if is_scored(evaluation):
+        rate = need(evaluation, "win_rate", "greedy")
+        note = f"by the {rewarder}, greedy; {share(rate['low'])} to {share(rate['high'])}, {count(rate['ties'])} of {count(rate['n'])} tied"
+        yield {"label": "Win rate", "before": "", "after": share(rate["value"]), "note": note}
+    kl = need(evaluation, "kl", "sampled")
+    yield {"label": "Distance", "before": "", "after": f"{number(kl)} nats", "note": "KL to the SFT model per sampled response"}
+
+
+def data_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row per use: rows by split and source, mean lengths in tokens."""
+    by_source, tokens = need(data, "rows_by_source"), need(data, "mean_tokens")
+    return [
+        {"use": use, "splits": splits, "total": sum(splits.values()), "sources": by_source.get(use, {}), "tokens": tokens.get(use, {})}
+        for use, splits in sorted(need(data, "rows").items(), key=lambda row: (*USES, row[0]).index(row[0]))
+    ]
+
+
+def source_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row per source: records read (None: generated), rows kept by use, the largest share dropped, and counts by reason."""
+    by_source, records, shares = need(data, "rows_by_source"), data.get("records", {}), data.get("dropped_fraction", {})
+    return [
+        {
+            "source": source,
+            "records": records.get(source),
+            "kept": {use: by_source[use].get(source, 0) for use in USES if use in by_source},
+            "share": max(shares[source].values(), default=0.0) if source in shares else None,
+            "reasons": dict(sorted(reasons.items(), key=lambda entry: -entry[1])),
+        }
+        for source, reasons in need(data, "dropped").items()
+    ]
+
+
+def expectations(validation: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    """Notable ones failed, found exceptions or compare a number with a limit; failed ones come first."""
+    notable: list[Mapping[str, Any]] = []
+    plain: list[Mapping[str, Any]] = []
+    for e in need(validation, "expectations"):
+        (plain if e["passed"] and e["unexpected"] == 0 else notable).append(e)
+    return {"notable": sorted(notable, key=lambda e: e["passed"]), "plain": plain}
+
+
+def facts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Label and value of each final figure of a stage."""
+    known = [key for key in LABELS if key in metrics]
+    for key in [*known, *(key for key in metrics if key not in LABELS)]:
+        value = metrics[key]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            shown = count(value) if isinstance(value, int) else share(value) if key.endswith(("accuracy", "fraction")) else number(value)
+            yield LABELS.get(key, key.replace("_", " ")), shown
+        elif isinstance(value, str):
+            yield key.replace("_", " "), value
+
+
+def key_params(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    left_out = {"model.architecture" if need(params, "model", "path") is not None else "model.path"}
+    if not need(params, "reward", "enabled"):
+        left_out |= {path for path in KEY_PARAMS if path.startswith("reward.")}
+    for path in (*KEY_PARAMS, *METHOD_PARAMS[need(params, "alignment", "method")]):
+        if path not in left_out:
+            value = need(params, *path.split("."))
+            yield path, ", ".join(map(scorer_name, value)) if path.endswith(".scorers") else _shown(value)
+
+
+def method_name(params: Mapping[str, Any]) -> str:
+    """The algorithm of RL, otherwise the method with its loss."""
+    method = need(params, "alignment", "method")
+    if method == "rl":
+        return need(params, "rl", "algorithm").upper()
+    loss = params[method].get("loss")
+    return method.replace("_", " ").upper() + (f", {loss}" if loss and loss != method else "")
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+def scorer_name(scorer: Mapping[str, Any]) -> str:
+    """Name, kind (if it differs from the name) and weight."""
+    kind = "" if scorer["kind"] == scorer["name"] else f"{scorer['kind'].replace('_', ' ')}, "
+    weight = f"weight {scorer['weight']:g}" if scorer["weight"] else "only measured"
+    return f"{scorer['name'].replace('_', ' ')} ({kind}{weight})"
+
+
+def evaluation_rows(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]], confidence: float) -> list[dict[str, Any]]:
+    """A row per figure with the change from SFT model to policy in each mode; scores come last.
+
+    A change has a tone if it is significant after Holm's correction for all changes of the table that have a better direction.
+    """
+    rows = [*_figure_rows(evaluation), *_scorer_rows(evaluation, scorers)]
+    judged = [cell for row in rows for cell in row["cells"] if cell["more_is_better"] is not None and cell["change"] is not None]
+    for cell, p_value in zip(judged, holm([cell["p_value"] for cell in judged]), strict=True):
+        if p_value < 1 - confidence:
+            cell["tone"] = "good" if (cell["change"] > 0) == cell["more_is_better"] else "bad"
+    return rows
+
+
+def _figure_rows(evaluation: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for label, key, form, more_is_better in EVALUATION_ROWS:
+        if key == "score_mean" and not is_scored(evaluation):
+            continue
+        if key not in need(evaluation, "greedy", "policy"):
+            if key == "judge_ok":
+                continue
+            raise ReportInputError(f"metrics of evaluation: expected the key {key} for each model, got none; run the stage evaluate again")
+        yield {"label": label, "form": form, "part": False, "cells": _cells(evaluation, (key,), (key,), more_is_better)}
+        for aspect in judge_aspects(evaluation) if key == "judge_ok" else ():
+            path = (f"judge_{aspect}",)
+            yield {"label": aspect.replace("_", " "), "form": "share", "part": True, "cells": _cells(evaluation, path, path, True)}
+
+
+def judge_aspects(evaluation: Mapping[str, Any]) -> list[str]:
+    """The judge's aspects: those of the built-in data in a fixed order, those of rules by name."""
+    keys = need(evaluation, "greedy", "policy")
+    found = {key.removeprefix("judge_") for key in keys if key.startswith("judge_")} - {"n", "ok"}
+    return [a for a in CLERK_ASPECTS if a in found] + sorted(found - set(CLERK_ASPECTS))
+
+
+def _scorer_rows(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A row per scorer if there are several. With a negative weight, less is better."""
+    for scorer in scorers if len(scorers) > 1 else ():
+        more_is_better = scorer["weight"] > 0 if scorer["weight"] else None
+        path = ("scores", scorer["name"])
+        cells = _cells(evaluation, (*path, "mean"), path, more_is_better)
+        yield {"label": scorer_name(scorer), "form": "score", "part": True, "cells": cells}
+
+
+def _cells(
+    evaluation: Mapping[str, Any], path: tuple[str, ...], of_difference: tuple[str, ...], more_is_better: bool | None
+) -> list[dict[str, Any]]:
+    """One cell per mode. change: None if no prompt has both figures."""
+    cells = []
+    for mode in MODES:
+        sft, policy = need(evaluation, mode, "sft", *path), need(evaluation, mode, "policy", *path)
+        difference = need(evaluation, "difference", mode, *of_difference)
+        cell = {key: difference[key] for key in ("low", "high", "p_value")}
+        cells.append(cell | {"sft": sft, "policy": policy, "change": difference["value"], "more_is_better": more_is_better, "tone": ""})
+    return cells
+
+
+def samples(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """A card for each prompt and mode, the largest changes in score first."""
+    cards = []
+    for row in table.to_dict("records"):
+        answers = [answer(name, row[f"{m}_response"], row[f"{m}_score"], row[f"{m}_judge_ok"]) for m, name in MODEL_NAMES.items()]
+        cards.append({k: row[k] for k in ("id", "source", "prompt", "mode")} | side_by_side(*answers))
+    return sorted(cards, key=lambda card: 0.0 if card["gain"] is None else -abs(card["gain"]))
+
+
+def answer(model: str, text: str, score: float | None, ok: bool | None) -> dict[str, Any]:
+    """One side of a card. NaN, which pandas reads for null, becomes None."""
+    return {"model": model, "text": text, "score": None if pd.isna(score) else float(score), "ok": None if pd.isna(ok) else bool(ok)}
+
+
+def side_by_side(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Both answers, the second's gain in score, and the judge's change of mind: fixed, broken or ""."""
+    gain = None if None in (first["score"], second["score"]) else second["score"] - first["score"]
+    changed = "" if None in (first["ok"], second["ok"]) or first["ok"] == second["ok"] else "fixed" if second["ok"] else "broken"
+    return {"answers": [first, second], "gain": gain, "changed": changed}
