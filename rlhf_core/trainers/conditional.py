@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.config import ConditionalSftConfig, ModelConfig
 from rlhf_core.data.schema import Message, with_text_behind
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.models.template import DEFAULT_DATE
@@ -27,6 +28,7 @@ from rlhf_core.scorers.members import combine_members
 from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.reward_input import fitting_ids
 from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS, load_members, score_by_members
+from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
 
 SCORED_AT_ONCE = 4096  # responses; between them a stop can be asked for
 
@@ -154,3 +156,40 @@ def asking_tokenizer(tokenizer: PreTrainedTokenizerBase, *, levels: int, wanted:
 
 def _jinja_string(text: str) -> str:
     return "'" + text.replace("\n", "\\n") + "'"
+
+
+def quality_levels(
+    responses: dict[str, list[RatedResponse]],
+    config: ConditionalSftConfig,
+    reward_model: Path,
+    *,
+    model: ModelConfig,
+    stop_requested: Callable[[], bool],
+) -> tuple[dict[str, list[int | None]], list[float]]:
+    """Level of each response of each split (None: it has none), and the scores at which a level ends, those of the training split."""
+    if config.label_by == "preference":
+        return {split: [preference_level(r) for r in rated] for split, rated in responses.items()}, []
+    how = {"max_length": model.max_length, "trust_remote_code": model.trust_remote_code, "dtype": model.dtype}
+    how |= {"template_date": model.template_date, "stop_requested": stop_requested}
+    scores = {split: reward_scores(reward_model, rated, **how) for split, rated in responses.items()}
+    borders = quantile_borders(scores["train"], config.levels)
+    return {split: [score_level(s, borders) for s in found] for split, found in scores.items()}, borders
+
+
+def encode_with_levels(
+    tokenizer: PreTrainedTokenizerBase,
+    responses: list[RatedResponse],
+    levels: list[int | None],
+    *,
+    max_length: int,
+    train_on_thoughts: bool,
+) -> tuple[list[Demonstration], int]:
+    """Demonstrations of the responses that have a level, and how many of them were too long. Earlier turns, which have no level, aren't
+    trained on.
+    """
+    rows = [
+        {"messages": with_quality(r.messages, level), "response": r.text}
+        for r, level in zip(responses, levels, strict=True)
+        if level is not None
+    ]
+    return encode_demonstrations(rows, tokenizer, max_length=max_length, train_on_thoughts=train_on_thoughts)
