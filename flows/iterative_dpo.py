@@ -1,7 +1,7 @@
 """Rounds of iterative DPO from the command line: python -m flows.iterative_dpo [--rounds 3] [--series NAME] [--set key=value].
 
-Wrong params are refused before Prefect is imported. Exit codes: 0 done, whether the new policies were better or not, 1 a stage failed,
-2 params or workspace refused, 3 the gate rejected the reward model, 4 a round's data was refused, 130 and 143 stopped by a signal.
+Wrong params are refused before Prefect is imported. Exit codes: 0 done, with or without better policies; 1 a stage failed; 2 params or
+workspace refused; 3 the gate rejected the reward model; 4 a round's data was refused; 130 and 143 stopped by a signal.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ ROUND_REFUSED = 4
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m flows.iterative_dpo", description="Rounds of iterative DPO, one after the other.")
-    parser.add_argument("--rounds", type=int, default=1, help="how many; one that was interrupted counts (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="number of rounds; an interrupted one counts (default: %(default)s)")
     parser.add_argument(
-        "--series", default="iterative-dpo", metavar="NAME", help="in the worktree runs/NAME; the same name goes on (default: %(default)s)"
+        "--series",
+        default="iterative-dpo",
+        metavar="NAME",
+        help="worktree runs/NAME, continued if it exists (default: %(default)s)",
     )
     parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="KEY=VALUE", help="override a key of params.yaml")
     parser.add_argument(
-        "--params", dest="recipes", action="append", default=[], type=Path, metavar="FILE", help="lay a recipe over params.yaml"
+        "--params", dest="recipes", action="append", default=[], type=Path, metavar="FILE", help="apply a recipe to params.yaml"
     )
-    parser.add_argument("--update", action="store_true", help="change the params of a series that has no round, which is refused otherwise")
+    parser.add_argument("--update", action="store_true", help="allow changed params in a series without a round")
     return parser.parse_args(arguments)
 
 
@@ -61,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
             overrides |= read_recipe(recipe)
         overrides |= dict(map(parse_assignment, asked.assignments))
         params = check_run(root, asked.series, overrides, rounds=True)
-        check_user_files(root, asked.series, params, rounds=True)  # the flow does so too, but comes with Prefect
+        check_user_files(root, asked.series, params, rounds=True)  # the flow checks too, but only after Prefect is imported
         return run(root, overrides, asked.rounds, asked.series, update=asked.update)
     except ConfigError as error:
         print(error, file=sys.stderr)

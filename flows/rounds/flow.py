@@ -1,4 +1,4 @@
-"""The flow `iterative-dpo`: rounds of sampling, labelling, training and comparing, each stage a Prefect task that runs it through DVC."""
+"""The flow `iterative-dpo`: rounds of sampling, scoring, training and comparison. Each stage is a Prefect task that runs it by DVC."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def iterative_dpo(
     series: str = "iterative-dpo",
     update: bool = False,
 ) -> State | None:
-    """Rounds of iterative DPO in the worktree runs/<series>; the same series goes on where it ended.
+    """Rounds of iterative DPO in the worktree runs/<series>. A series that exists is continued.
 
-    A policy that isn't better is not kept, and the next round goes on from the one before. Pairs that fail validation end the run.
+    A round whose policy isn't better keeps the policy before it, from which the next round starts. Pairs that fail validation end the run.
 
     Args:
-        overrides: dotted keys of params.yaml and their values; only before the first round of a series.
-        rounds: how many; one that was interrupted counts.
+        overrides: dotted keys of params.yaml and their values; refused once the series has a round.
+        rounds: number of rounds; an interrupted one counts.
         series: the name of the worktree.
-        update: change the params of a series that has no round yet, which is refused otherwise.
+        update: allow changed params in a series without a round.
     """
     root, log = Path.cwd(), get_run_logger()
     try:
         if rounds < 1:
-            raise ConfigError(f"rounds: expected at least 1, got {rounds}; say how many")
+            raise ConfigError(f"rounds: expected at least 1, got {rounds}; correct it")
         with only_flow(root, series):
             workspace = prepare_series(root, series, overrides, update=update)
             params = load_params(workspace / "params.yaml")
@@ -70,14 +70,14 @@ def iterative_dpo(
 
 
 def _chain(root: Path, workspace: Path, params: Params) -> State | None:
-    """Bring up what the rounds start from; a state where that failed."""
+    """Run the stages of the chain that the rounds start from. Returns a state where one failed."""
     try:
         order = chain_before_rounds(workspace, params)
         skipped = unchanged(workspace, order)
         for stage in order:
             run_with_retries(stage, workspace, params.flow, skip=stage in skipped)
             publish_gate(workspace, stage)
-            if stage == "prepare_data":  # and not after reward model and policy were paid for
+            if stage == "prepare_data":  # before the expensive stages
                 check_promotion_split(workspace, params)
     except StageFailed as failure:
         publish_gate(workspace, failure.stage)
@@ -91,7 +91,7 @@ def _chain(root: Path, workspace: Path, params: Params) -> State | None:
 
 
 def _rounds(root: Path, workspace: Path, params: Params, rounds: int) -> State | None:
-    """The rounds of this run; a state where one was refused or failed."""
+    """Run the rounds of this run. Returns a state where one failed or its data was refused."""
     log = get_run_logger()
     start = lay_out_start(root, workspace, params)
     last = last_round_of_run(workspace, str(runtime.flow_run.id), rounds)
@@ -110,7 +110,7 @@ def _rounds(root: Path, workspace: Path, params: Params, rounds: int) -> State |
 
 
 def _show(workspace: Path, number: int) -> None:
-    """Table and figure of all rounds so far."""
+    """Publish table and figure of all rounds as artifacts."""
     text = publish(workspace, number)
     tell(f"\n{text}")
     create_markdown_artifact(text, key="rounds", description=f"Rounds of {workspace.name}")

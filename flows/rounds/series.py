@@ -1,6 +1,6 @@
-"""A series of rounds of iterative DPO in its worktree: which round is next, what it begins with, and what the rounds have shown.
+"""A series of rounds of iterative DPO in its worktree: the next round, its inputs, and the results so far. Needs no Prefect.
 
-A round's stages are those of rounds/dvc.yaml; this module knows no Prefect.
+rounds/dvc.yaml has the stages of a round.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flows.chain.updates import check_run, check_update
 from flows.chain.user_files import check_user_files
 from flows.chain.worktree import commit, commit_results, prepare_worktree, worktree_path
 from flows.runs.results import input_paths, result_paths
-from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, PromotionConfig, ScorerConfig, load_params, read_yaml
+from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, PromotionConfig, load_params, read_yaml
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import (
     GATE_METRICS,
@@ -43,11 +43,10 @@ log = logging.getLogger("rlhf.flows")
 
 
 def prepare_series(root: Path, series: str, overrides: dict[str, Any], *, update: bool = False) -> Path:
-    """The worktree of a series, made or found again.
+    """The worktree of a series, created if it doesn't exist.
 
     Raises:
-        ConfigError: an override is refused or would change what earlier rounds were made with, as data or a model have; or the scorers
-            lack what they need.
+        ConfigError: params, data or models differ from those of the earlier rounds, an override is refused, or a scorer's file is missing.
     """
     path = worktree_path(root, series)
     wanted = check_run(root, series, overrides, rounds=True)
@@ -62,7 +61,7 @@ def prepare_series(root: Path, series: str, overrides: dict[str, Any], *, update
             return prepare_run(root, series, overrides, update=update)
         if other:
             raise ConfigError(
-                f"series {series}: expected the data and models that its rounds were made with, got others; put them back, or begin "
+                f"series {series}: expected the data and models that its rounds were made with, got others; restore them, or begin "
                 "another series with --series NAME\n" + "\n".join(other)
             )
         if changed:
@@ -76,28 +75,28 @@ def prepare_series(root: Path, series: str, overrides: dict[str, Any], *, update
 
 
 def _other_inputs(workspace: Path, params: Params) -> list[str]:
-    """What isn't the project's own and has changed since the chain and the rounds read it, a line each."""
+    """Files from outside the project that have changed since the chain and the rounds read them, a line each."""
     inputs, before = read_inputs(params, workspace), chain_before_rounds(workspace, params)
     locks = (workspace / "dvc.lock", workspace / ROUNDS_PIPELINE.with_suffix(".lock"))
     return [line for lock in locks for line in changes_since(lock, inputs, workspace, beside=set(stage_order(workspace)) - set(before))]
 
 
 def unmade(workspace: Path) -> bool:
-    """Whether there is one round, and nothing has come of it: a stage refused what it began with, say."""
+    """Whether there is one round and it has written nothing, for example because its first stage refused an input."""
     made = (file for file in (workspace / round_folder(1)).rglob("*") if file.is_file() and file.name != ".gitignore")
     return list(read_rounds(workspace)) == [1] and not any(made)
 
 
 def forget_unmade(workspace: Path) -> None:
-    """Take back the beginning of the first round if nothing has come of it.
+    """Remove the entry of the first round if the round has written nothing.
 
-    Nothing was sampled or compared, so the series may begin with other params, and its error budget is whole.
+    Nothing was sampled or compared, so the series may begin with other params, and none of its error budget is spent.
     """
     if not unmade(workspace):
         return
     write_rounds({}, workspace)
     if (refusal := commit(workspace, "Take back the beginning of round 1", [str(ROUNDS_FILE)])) is not None:
-        log.warning("Round 1: that its beginning was taken back is not committed; %s", refusal)
+        log.warning("Round 1: the removal of its entry is not committed; %s", refusal)
 
 
 def chain_before_rounds(workspace: Path, params: Params) -> list[str]:
@@ -108,30 +107,26 @@ def chain_before_rounds(workspace: Path, params: Params) -> list[str]:
 
 
 def check_reward_model(workspace: Path, params: Params) -> None:
-    """The chain's own reward model may label only if it passed its gate.
+    """Refuse the chain's own reward model as a scorer of rounds if it didn't pass its gate.
 
     Raises:
-        ConfigError: it labels and didn't pass.
+        ConfigError: a scorer uses the model, and the gate neither passed nor has an override.
     """
     gate = _read(workspace / GATE_METRICS)
     usable = gate and (gate["passed"] or gate["override"])
-    if any(_is_own(scorer) for scorer in params.iterative.scorers) and not usable:
+    if any(scorer.is_own_reward_model for scorer in params.iterative.scorers) and not usable:
         said = gate["message"] if gate else f"{GATE_METRICS} is missing"
         raise ConfigError(
-            f"iterative.scorers: expected a reward model that passed its gate, got one that didn't ({said}); make it pass, or take scorers "
-            "that need none (docs/scorers.md)"
+            f"iterative.scorers: expected a reward model that passed its gate, got one that didn't ({said}); make it pass, or use scorers "
+            "without a reward model (docs/scorers.md)"
         )
 
 
-def _is_own(scorer: ScorerConfig) -> bool:
-    return scorer.kind == "reward_model" and scorer.path is None
-
-
 def last_round_of_run(workspace: Path, run: str, rounds: int) -> int:
-    """The number of the last round that a run of the flow will work on: the same when the run is retried.
+    """Number of the last round that a run of the flow works on. A retry of the run gets the same number.
 
     Args:
-        run: Prefect's id of the run. rounds: how many it was asked for; an unfinished one counts.
+        run: Prefect's id of the run. rounds: number of rounds of the run, an unfinished one included.
     """
     note = workspace / "scratch" / "iterative_dpo" / run
     if not note.exists():
@@ -142,10 +137,10 @@ def last_round_of_run(workspace: Path, run: str, rounds: int) -> int:
 
 
 def lay_out_start(root: Path, workspace: Path, params: Params) -> Path:
-    """What the first round starts from, put there if it comes from the registry: the promoted version when the series begins.
+    """Folder of the model that the first round starts from; from the registry it is fetched: the version promoted when the series begins.
 
     Raises:
-        ConfigError: no policy is promoted, or its files are nowhere to be had.
+        ConfigError: no policy is promoted, or its files can't be fetched.
     """
     if params.iterative.start != "registry":
         return Path("models") / params.iterative.start
@@ -154,10 +149,10 @@ def lay_out_start(root: Path, workspace: Path, params: Params) -> Path:
 
 
 def current_round(workspace: Path, params: Params, *, start: Path, last: int) -> int | None:
-    """The number of the round to work on: the newest if it isn't finished, otherwise a new one, whose entry is written and committed.
+    """Number of the round to work on: the newest if it isn't finished, else a new one, whose entry is written and committed.
 
     Args:
-        start: what the first round starts from.
+        start: folder of the model that the first round starts from.
     Returns:
         None: round `last` is done.
     """
@@ -171,12 +166,12 @@ def current_round(workspace: Path, params: Params, *, start: Path, last: int) ->
     write_rounds(rounds, workspace)
     refusal = commit(workspace, f"Begin round {number + 1} from {rounds[number + 1].policy.path}", [str(ROUNDS_FILE)])
     if refusal is not None:
-        log.warning("Round %d: its beginning is not committed; %s", number + 1, refusal)
+        log.warning("Round %d: its entry is not committed; %s", number + 1, refusal)
     return number + 1
 
 
 def new_round(workspace: Path, rounds: dict[int, Round], params: Params, start: Path) -> Round:
-    """What the round after those begins with: hashes of what lies in the workspace now."""
+    """The entry of the round after `rounds`, with hashes of the files in the workspace."""
 
     def pin(path: Path | str) -> Pin:
         return Pin(path=str(path), md5=dvc_md5(workspace / path))
@@ -197,10 +192,10 @@ def new_round(workspace: Path, rounds: dict[int, Round], params: Params, start: 
 
 
 def check_promotion_split(workspace: Path, params: Params) -> None:
-    """There is what policies are to be compared on: as many different prompts as are asked for, and their judges if one decides.
+    """Check that policies can be compared on the promotion split; see `check_promotion_rows`.
 
     Raises:
-        ConfigError: there isn't.
+        ConfigError: there are too few prompts, or a judge is missing.
     """
     sources = _read(workspace / SOURCES) or {}
     judged = {name for name, source in sources.items() if source["judge"]}
@@ -211,10 +206,10 @@ def check_promotion_split(workspace: Path, params: Params) -> None:
 
 
 def budget_of_next(workspace: Path, rounds: dict[int, Round], config: PromotionConfig) -> BudgetPin:
-    """What the comparison of the round after those may spend, by what the rounds have pinned and shown.
+    """The budget of the comparison after `rounds`, from their verdicts.
 
     Raises:
-        ConfigError: a round has pinned another budget than the verdicts before it leave: one of them has changed since.
+        ConfigError: a round's pinned budget isn't what the verdicts before it leave, so one of them has changed.
     """
     budget = next_budget(None, accepted=False, error_budget=config.error_budget, rounds=config.rounds)
     for number, entry in rounds.items():
@@ -241,12 +236,12 @@ def is_finished(workspace: Path, number: int) -> bool:
 
 
 def verdict(workspace: Path, number: int) -> dict[str, Any] | None:
-    """metrics/evaluate.json of a round; None: it has none yet."""
+    """metrics/evaluate.json of a round, or None before there is one."""
     return _read(workspace / round_folder(number) / "metrics" / "evaluate.json")
 
 
 def round_stages(number: int) -> list[str]:
-    """DVC's names of a round's stages, in order."""
+    """Targets of `dvc repro` for a round's stages, in order."""
     return [f"{ROUNDS_PIPELINE}:{stage}@{number}" for stage in STAGES]
 
 
@@ -262,7 +257,7 @@ def results(workspace: Path) -> list[dict[str, Any]]:
 
 
 def publish(workspace: Path, number: int) -> str:
-    """Figure and table of all rounds into the worktree, and the commit of what this round has shown. Returns the table."""
+    """Write figure and table of all rounds and commit the results of this one. Returns the table."""
     rows = results(workspace)
     text = table(rows)
     (workspace / ROUNDS_TABLE).write_text(f"# Rounds of {workspace.name}\n\n{text}", encoding="utf-8")

@@ -19,7 +19,15 @@ from rlhf_core.config.alignment import (
 from rlhf_core.config.base import ConfigError, RolloutBackend, Section, keys_of, reordering_shown, shown
 from rlhf_core.config.data import CLERK_JUDGE, ClerkConfig, DataConfig, SamplesConfig, SourceConfig, ValidationConfig
 from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConfig, RolledBackConfig
-from rlhf_core.config.model import ArchitectureConfig, LoraConfig, ModelConfig, SftConfig, SharedTrainingConfig, TrainingConfig
+from rlhf_core.config.model import (
+    ArchitectureConfig,
+    LoraConfig,
+    ModelConfig,
+    RewardConfig,
+    SftConfig,
+    SharedTrainingConfig,
+    TrainingConfig,
+)
 from rlhf_core.config.overrides import apply_overrides, load_overlaid, overridden, read_recipe, set_key
 from rlhf_core.config.params import Params, needs_pairs, rows_needed
 from rlhf_core.config.reading import (
@@ -74,6 +82,7 @@ __all__ = [
     "PromotionConfig",
     "RegistryConfig",
     "RejectionSamplingConfig",
+    "RewardConfig",
     "RlConfig",
     "RolledBackConfig",
     "RolloutBackend",

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from rlhf_core.data.hashing import SeenKeys, text_hash
 from rlhf_core.data.schema import TEXTS, Message, RowWriter, open_rows, read_batches
-from rlhf_core.models.turns import Unrenderable, conversation_key, render
+from rlhf_core.models.template import Unrenderable, conversation_key, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -248,7 +248,7 @@ def look(
         What `read_source` does.
     """
     from rlhf_core.look.rows import Counting, sequences
-    from rlhf_core.models.turns import Unrenderable
+    from rlhf_core.models.template import Unrenderable
 
     dropped = DropCounts()
     rows = read_source(tried.source, seed=params.seed, dropped=dropped, records=records)

@@ -4,6 +4,10 @@
 
 B starts at zero, so that the adapted model starts as the model itself.
 Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1.
+
+QLoRA: the frozen matrices W may be rounded to 4 bits. NF4 stores one of 16 values for each number, scaled by the largest magnitude of its
+block of 64. The layer multiplies by the dequantized matrix, so it is exactly the plain layer with rounded weights.
+Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314, section 3; without its second quantization, that of the scales.
 """
 
 from __future__ import annotations
@@ -15,27 +19,29 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_core.config import LoraConfig
 from rlhf_core.models.build import scalar_head
-from rlhf_core.models.quantized import QuantizedLinear, dequantized_state, quantize_linears
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 _INSIDE = "adapted"
-_LINEAR = (nn.Linear, Conv1D, QuantizedLinear)  # not what is derived from them: Llama 4's routers return something else
+BLOCK = 64  # numbers that share a scale
+KIND = "nf4"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig | None, *, seed: int) -> None:
-    """Put adapters into a language or scalar model, in place, and freeze all else but a scalar head; None leaves it as it is.
+    """Put adapters into a language or scalar model, in place, and freeze all other weights but a scalar head's. None: no adapters.
 
-    The model keeps its structure: each adapted linear layer becomes one that holds the old one and its correction.
+    The model keeps its structure: an adapted linear layer becomes one that holds the original layer and its correction.
 
     Raises:
-        ValueError: target_modules names something that isn't a linear layer of this model, or its head.
+        ValueError: target_modules names the head, or something that isn't a linear layer of this model.
     """
     if config is None:
         return
@@ -43,34 +49,37 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig | None, *, seed: int
     from peft import LoraConfig as PeftLoraConfig
     from peft import inject_adapter_in_model
 
-    # Within another module, or PEFT would see from the model's type which names mean experts, and take plain layers for them.
+    # Inside another module, so that PEFT doesn't guess from the model's type which layers are experts.
     targets = [f"{_INSIDE}.{name}" for name in _targets(model, config.target_modules)]
     how = {"lora_alpha": config.alpha, "lora_dropout": config.dropout, "fan_in_fan_out": any(type(m) is Conv1D for m in model.modules())}
     settings = PeftLoraConfig(r=config.rank, target_modules=targets, **how)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, nn.ModuleDict({_INSIDE: model}))
-    for layer in _adapted(model).values():  # new modules are in training mode, whatever the model is in
+    for layer in _adapted(model).values():  # PEFT creates modules in training mode
         layer.train(model.training)
     if model.get_output_embeddings() is None:
         scalar_head(model).requires_grad_(True)
 
 
 def quantize_base(model: PreTrainedModel, config: LoraConfig | None) -> None:
-    """Round every plain linear layer but the head to 4 bits, in place, where the adapters' configuration says so: what they start from.
+    """Round every plain linear layer but the head to 4 bits, in place, if the adapters' configuration asks for it.
 
     Raises:
         ValueError: bitsandbytes isn't installed.
     """
     if config is not None and config.quantize is not None:
-        quantize_linears(model, [name for name in _targets(model, "all-linear") if type(model.get_submodule(name)) is nn.Linear])
+        for name in _targets(model, "all-linear"):
+            parent, _, own = name.rpartition(".")
+            if type(layer := model.get_submodule(name)) is nn.Linear:
+                setattr(model.get_submodule(parent), own, QuantizedLinear(layer))
 
 
 def merged_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A module's weights with every correction added, under the names that it has without adapters; the module itself stays as it is.
+    """A module's weights with every correction added, under the names without adapters; the module itself doesn't change.
 
-    Sums are taken in float32 and rounded once to the weight's own type. Of quantized layers it is the matrices that they compute with.
-    Without adapters this is `module.state_dict()`.
+    Sums are computed in float32 and rounded once to the weight's dtype. Quantized layers give their dequantized matrices. Without adapters
+    this is `module.state_dict()`.
     """
     state = dequantized_state(module, module.state_dict())
     for name, layer in _adapted(module).items():
@@ -84,7 +93,7 @@ def merged_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Within it the module computes what it would without its corrections: what it was before training. Not for training."""
+    """Within it the module computes without its corrections, as before training. For inference only."""
     layers = _adapted(module).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -96,7 +105,7 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
 
 
 def _adapted(module: nn.Module) -> dict[str, LoraLayer]:
-    if "peft" not in sys.modules:  # its import takes a second, and nobody has asked for adapters yet
+    if "peft" not in sys.modules:  # importing it takes a second; no adapters exist yet
         return {}
     from peft.tuners.lora import LoraLayer
 
@@ -107,9 +116,8 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:
     """Full names of the layers that get adapters."""
     language_head = model.get_output_embeddings()
     head = scalar_head(model) if language_head is None else language_head
-    linear = [
-        name for name, part in model.named_modules() if type(part) in _LINEAR and part is not head and not _read_by_parent(model, name)
-    ]
+    kinds = (nn.Linear, Conv1D, QuantizedLinear)  # exactly: the routers of Llama 4 are derived from them and return something else
+    linear = [name for name, part in model.named_modules() if type(part) in kinds and part is not head and not _read_by_parent(model, name)]
     if wanted == "all-linear":
         return linear
     targets = {name: [full for full in linear if f".{full}".endswith(f".{name}")] for name in wanted}
@@ -120,6 +128,81 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:
 
 
 def _read_by_parent(model: PreTrainedModel, name: str) -> bool:
-    """Whether the state-space mixer that a layer is in may read the layer's weight, so that a correction of its output would be lost."""
+    """Whether a layer is part of a state-space mixer that may read its weight directly, which would ignore a correction of its output."""
     parent, _, own = name.rpartition(".")
     return own in ("dt_proj", "out_proj") and hasattr(model.get_submodule(parent), "A_log")
+
+
+# 4-bit base layers
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer with the rounded weights of another one, and its bias. The matrix is not a parameter.
+
+    weight: uint8 [out * in / 2, 1], two numbers in each, padded to whole blocks.
+    scales: the bytes of a float32 for each block, which no cast of the module touches.
+    Raises:
+        ValueError: bitsandbytes isn't installed.
+    """
+
+    def __init__(self, layer: nn.Linear):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        packed, state = _library().quantize_4bit(_blocks(layer.weight.detach().float()), blocksize=BLOCK, quant_type=KIND)
+        self.register_buffer("weight", packed)
+        self.register_buffer("scales", state.absmax.view(torch.uint8))
+        self.bias = layer.bias
+
+    def dequantized(self) -> torch.Tensor:
+        """The matrix [out, in] that the layer multiplies by; float32."""
+        library, count = _library(), self.out_features * self.in_features
+        state = library.QuantState(
+            absmax=self.scales.view(torch.float32),
+            shape=torch.Size((-(-count // BLOCK), BLOCK)),
+            code=library.get_4bit_type(KIND, device=self.weight.device),
+            blocksize=BLOCK,
+            quant_type=KIND,
+            dtype=torch.float32,
+        )
+        return library.dequantize_4bit(self.weight, state).flatten()[:count].reshape(self.out_features, self.in_features)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        product = _Product.apply(input, self)
+        return product if self.bias is None else product + self.bias
+
+
+class _Product(Function):
+    """input W^T. The backward pass dequantizes the matrix again instead of keeping it."""
+
+    @staticmethod
+    def forward(ctx, input: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
+        ctx.layer = layer
+        return input @ layer.dequantized().to(input.dtype).t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: torch.Tensor):
+        return gradient @ ctx.layer.dequantized().to(gradient.dtype), None
+
+
+def dequantized_state(module: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict with the dequantized matrices of its quantized layers, in the dtype of the other weights."""
+    layers = {name: part for name, part in module.named_modules() if isinstance(part, QuantizedLinear)}
+    if not layers:
+        return state
+    dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+    matrices = {f"{name}.weight": layer.dequantized().to(dtype) for name, layer in layers.items()}
+    return {name: tensor for name, tensor in (state | matrices).items() if name.removesuffix(".scales") not in layers}
+
+
+def _blocks(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix's numbers in rows of a block, zeros at the end: bitsandbytes 0.50.2 corrupts rows that end within a block on a CPU."""
+    return nn.functional.pad(matrix.flatten(), (0, -matrix.numel() % BLOCK)).reshape(-1, BLOCK)
+
+
+def _library():
+    try:
+        from bitsandbytes import functional
+    except ImportError as error:
+        raise ValueError("lora.quantize: expected bitsandbytes to be installed, got no such package; install it or set null") from error
+    return functional

@@ -1,28 +1,38 @@
-"""Chat templates that params.yaml names, and what a template would take from outside (the day, whether to think) written into it.
+"""Chat templates: what params.yaml writes into one, and how one writes an assistant's turn.
 
-The template travels with the tokenizer, so every stage and whoever serves the policy see the same prompt.
+What a template would take from its surroundings, the day or options such as `enable_thinking`, is written into it. The template is saved
+with the tokenizer, so every stage and every server of the policy renders the same prompt.
+
+What a template puts before a response, how it rewrites the response and what ends the turn is found by rendering: any template works.
+docs/templates.md explains both for users.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from datetime import date
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config import shown
+from rlhf_core.data.schema import Message, extras, whole_message
 
-# For a base model that goes on with a text: no roles, the response directly after the prompt, and the end token.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# For a base model that continues a text: no roles, the response directly after the prompt, then the end token.
 CONTINUATION = (
     "{{ bos_token if bos_token else '' }}"
     "{% for message in messages %}{{ message['content'] }}{{ eos_token if message['role'] == 'assistant' else '' }}{% endfor %}"
 )
 NAMED = {"continuation": CONTINUATION}
-DEFAULT_DATE = "2024-07-26"  # what several templates fall back to where they can't ask for the day
+DEFAULT_DATE = "2024-07-26"  # several templates fall back to it where strftime_now is missing
 _ASKS_FOR_DAY = re.compile(r"\bstrftime_now\s*\(")
 _FORMAT = re.compile(r"\bstrftime_now\s*\(\s*(?:'([^'\\]*)'|\"([^\"\\]*)\")\s*\)")
 _PINNED = "{%- set strftime_now = "
-# What apply_chat_template always passes itself.
+# Variables that apply_chat_template always passes.
 _TAKEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "strftime_now", "raise_exception"}
 
 
@@ -50,12 +60,12 @@ def named_template(wanted: str) -> str:
 
 
 def with_date(template: str, day: str) -> str:
-    """A template for which it is always that day (ISO 8601); as it is where it doesn't ask for the day, or has one already.
+    """The template with a fixed day (ISO 8601); unchanged if it doesn't write the day, or has a fixed one already.
 
-    `strftime_now` becomes a look-up of the formats that the template asks for. `date_string`, where a template makes it of that, follows.
+    `strftime_now` becomes a look-up of the formats that the template calls it with. A `date_string` that is computed from it follows.
 
     Raises:
-        ValueError: the template asks for the day in a format that isn't written out.
+        ValueError: the template calls strftime_now with something else than a literal format.
     """
     if _PINNED in template or not _ASKS_FOR_DAY.search(template):
         return template
@@ -67,7 +77,7 @@ def with_date(template: str, day: str) -> str:
 
 
 def with_options(template: str, options: dict[str, Any]) -> str:
-    """A template for which these variables have these values unless whoever renders it says otherwise.
+    """The template with defaults for some of its variables, which a caller of apply_chat_template may override.
 
     Raises:
         ValueError: the template reads no such variable.
@@ -84,9 +94,234 @@ def with_options(template: str, options: dict[str, Any]) -> str:
 
 
 def _literal(value: Any) -> str:
-    """A value as a template writes it: as in JSON, but for null, and with `}` apart lest two of them end something."""
+    """A value in Jinja's syntax: JSON with `none` for null, and a space before `}`, since `}}` would end an expression."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(map(_literal, value)) + "]"
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+# Turns
+
+OPEN, CLOSE = "<think>", "</think>"
+_FUNCTION = "find_it"
+_QUESTION, _ANSWER = "Which one?", "That one."  # rendered to find what the template puts around them
+
+
+class Unrenderable(ValueError):
+    """The chat template refuses a conversation. words: its message."""
+
+    def __init__(self, words: str):
+        super().__init__(f"chat template: expected a conversation that it renders, got {words}; leave it out or change it")
+        self.words = words
+
+    def __reduce__(self):
+        return Unrenderable, (self.words,)
+
+
+class TurnEnd(NamedTuple):
+    """What a template writes after an assistant's response, as token ids.
+
+    trained: up to and including the first special token. They are trained on, and the last of them stops sampling. The eos token alone if
+        the template writes no special token there; empty without an eos token, which only a reward model's tokenizer may lack.
+    after: the rest, such as ChatML's line break. It is never sampled, and part of a conversation that is scored.
+    """
+
+    trained: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+class Turn(NamedTuple):
+    """The text that follows a prompt, up to the turn's end.
+
+    before: the template's own text, in which special tokens are special.
+    text: the response as the template writes it: trimmed, or with its thoughts in the template's layout. It has no special tokens.
+    thoughts: characters of before and text together before the answer begins; 0: there are no thoughts.
+    ended: the turn's end is included, since a call of tools ends otherwise than an answer.
+    """
+
+    before: str
+    text: str
+    thoughts: int = 0
+    ended: bool = False
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, waits: bool) -> str:
+    """The conversation as the template writes it.
+
+    Args:
+        waits: with the generation prompt.
+
+    Raises:
+        Unrenderable: the template doesn't take the conversation, or would leave out its calls of tools.
+    """
+    if any("tool_calls" in extras(message) for message in messages) and not _writes_calls(tokenizer, tokenizer.chat_template):
+        raise Unrenderable("calls of tools, which this template leaves out")
+    try:
+        return tokenizer.apply_chat_template(for_template(tokenizer, messages), tokenize=False, add_generation_prompt=waits)
+    except Exception as error:  # of a template, which is a program
+        raise Unrenderable(f"{type(error).__name__}: {shown(str(error).strip())}") from error
+
+
+def for_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The conversation as the template takes it: parts of text are joined for one that wants text."""
+    form = _content_form(tokenizer, tokenizer.chat_template)
+    return [_in_form(message, form) for message in messages]
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
+    """The token ids with which the template ends an assistant's last turn."""
+    return _end(tokenizer, tokenizer.chat_template)[1]
+
+
+def copies_response(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the template copies every response unchanged behind the generation prompt. Then prompt, sampled ids and turn end together are
+    the rendered conversation.
+    """
+    return _copies(tokenizer, tokenizer.chat_template)
+
+
+def written_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: Message) -> Turn:
+    """The turn that follows the prompt of `messages`, for the assistant's message `answer`.
+
+    It is the template's own rendering, unless that doesn't continue the prompt: some templates drop thoughts that their generation prompt
+    opens. Then it is the response with its thoughts, which may be empty.
+
+    Raises:
+        Unrenderable: the template doesn't take the conversation.
+    """
+    response, calls = answer["content"], "tool_calls" in extras(answer)
+    if copies_response(tokenizer) and not calls:
+        return _with_thoughts(Turn("", response))
+    prompt, whole = render(tokenizer, messages, waits=True), render(tokenizer, [*messages, answer], waits=False)
+    if whole.startswith(prompt):
+        written, end = whole.removeprefix(prompt), _end(tokenizer, tokenizer.chat_template)[0]
+        body = written.removesuffix(end)
+        if calls:
+            return _with_thoughts(Turn(body, "", ended=not written.endswith(end)))
+        return _with_thoughts(_split(body, response))
+    return _with_thoughts(Turn("", _behind(prompt, response if _keeps_edges(tokenizer, tokenizer.chat_template) else response.strip())))
+
+
+def written_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str) -> tuple[str, str]:
+    """The rendered conversation without the end of its last turn, split into the text before the answer and the answer."""
+    whole = render(tokenizer, [*messages, {"role": "assistant", "content": response}], waits=False)
+    whole = whole.removesuffix(_end(tokenizer, tokenizer.chat_template)[0])
+    for text in (response, response.strip(), answer_of(response).strip()):
+        if text and whole.endswith(text):
+            return whole.removesuffix(text), text
+    return whole, ""
+
+
+def answer_of(response: str) -> str:
+    """The response without its thoughts."""
+    return response.rpartition(CLOSE)[2].lstrip("\n") if CLOSE in response else response
+
+
+def _split(body: str, response: str) -> Turn:
+    """Split a turn into the template's own text and the response. If the template rewrites the response, all of it counts as response."""
+    for text in (response, response.strip()):
+        if text and body.endswith(text):
+            return Turn(body.removesuffix(text), text)
+    return Turn("", body)
+
+
+def _behind(prompt: str, response: str) -> str:
+    """A response behind a generation prompt that the template's rendering doesn't continue. The prompt may open or close thoughts."""
+    if prompt.rstrip().endswith(OPEN):
+        newline = "" if prompt.endswith("\n") else "\n"
+        if CLOSE not in response:
+            return f"{newline}\n{CLOSE}\n\n{response}"
+        if not response.lstrip().startswith(OPEN):
+            return response
+        inside = response.lstrip().removeprefix(OPEN)
+        return inside if newline else inside.removeprefix("\n")
+    return answer_of(response) if prompt.rstrip().endswith(CLOSE) else response
+
+
+def _with_thoughts(turn: Turn) -> Turn:
+    """The turn with `thoughts` set: characters up to the last closing tag and the white space behind it."""
+    written = turn.before + turn.text
+    if CLOSE not in written:
+        return turn
+    answer = written.rpartition(CLOSE)[2].lstrip()
+    return turn._replace(thoughts=len(written) - len(answer))
+
+
+@lru_cache(maxsize=8)
+def _end(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, TurnEnd]:
+    """Text and ids that follow an assistant's last response. Here and below `template` is only the cache's key."""
+    whole = render(tokenizer, [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}], waits=False)
+    _, found, text = whole.rpartition(_ANSWER)
+    if not found:
+        raise ValueError(f"chat template: expected the assistant's message in what it writes, got {shown(repr(whole))}; correct it")
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    first = next((i for i, token in enumerate(ids) if token in special_ids(tokenizer)), None)
+    if first is None:
+        return text, TurnEnd((), ids) if tokenizer.eos_token_id is None else TurnEnd((tokenizer.eos_token_id,), ())
+    return text, TurnEnd(ids[: first + 1], ids[first + 1 :])
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids that plain text never gives: special tokens, and tokens added for a template without being marked as special."""
+    return {tokenizer.eos_token_id, *tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+
+
+@lru_cache(maxsize=8)
+def _copies(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """`copies_response`, tried on what templates are known to change: white space at the edges, thoughts, line breaks."""
+    question, answer = {"role": "user", "content": " a\n"}, {"role": "assistant", "content": "<think>\nb\n</think>\n\nc"}
+    for messages in ([question], [question, answer, question]):
+        text = render(tokenizer, messages, waits=True)
+        for response in ("d", " \nd \n", "<think>d</think>e", "d</think>\n\ne", "{{ d }}"):
+            if not render(tokenizer, [*messages, {"role": "assistant", "content": response}], waits=False).startswith(text + response):
+                return False
+    return True
+
+
+@lru_cache(maxsize=8)
+def _keeps_edges(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    padded = f" \n{_ANSWER} \n"
+    return padded in render(tokenizer, [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": padded}], waits=False)
+
+
+@lru_cache(maxsize=8)
+def _writes_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether the template writes calls of tools. True if it refuses the trial: it will refuse the conversation too, with a reason."""
+    call = {"id": "call00000", "type": "function", "function": {"name": _FUNCTION, "arguments": {}}}
+    messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    try:
+        return _FUNCTION in tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # of a template, which is a program
+        return True
+
+
+@lru_cache(maxsize=8)
+def _content_form(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+    """The form in which the template takes a message's content: "text", "parts" or "both"."""
+
+    def takes(content) -> bool:
+        try:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+        except Exception:  # of a template, which is a program
+            return False
+        return _QUESTION in text and _ANSWER in text and "'type'" not in text and '"type"' not in text
+
+    if not takes([{"type": "text", "text": _QUESTION}, {"type": "text", "text": _ANSWER}]):
+        return "text"
+    return "both" if takes(_QUESTION + _ANSWER) else "parts"
+
+
+def _in_form(message: Message, form: str) -> dict[str, Any]:
+    whole = whole_message(message)
+    if form == "text":
+        return {**whole, "content": message["content"]}
+    if form == "parts" and isinstance(whole["content"], str):
+        return {**whole, "content": [{"type": "text", "text": whole["content"]}]}
+    return whole
+
+
+def conversation_key(messages: Sequence[Message]) -> str:
+    """A string that determines the conversation: equal for equal conversations."""
+    return json.dumps(list(messages), ensure_ascii=False)

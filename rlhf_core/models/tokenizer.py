@@ -1,6 +1,6 @@
-"""Tokenizers: one trained on the data or one that comes with a model, and the only way from messages to token ids.
+"""Tokenizers, trained on the data or loaded with a model, and the only path from messages to token ids.
 
-Templated text is tokenized without adding special tokens again: what the template doesn't write isn't there.
+Templated text is tokenized without adding special tokens: only the template writes them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlhf_core.config import ModelConfig, shown
 from rlhf_core.data.schema import TEXTS, Message
 from rlhf_core.models.folder import check_model_folder, locate_model
-from rlhf_core.models.template import DEFAULT_DATE, named_template, with_date, with_options
-from rlhf_core.models.turns import (
+from rlhf_core.models.template import (
     CLOSE,
+    DEFAULT_DATE,
     OPEN,
     Turn,
     TurnEnd,
     Unrenderable,
     conversation_key,
     copies_response,
+    named_template,
     render,
     turn_end,
+    with_date,
+    with_options,
     written_conversation,
     written_turn,
 )
@@ -74,13 +77,13 @@ PLAIN_TEMPLATE = (
 )
 
 
-_NUMBERS: dict[int, int] = {}  # one object for each token id that was met, so no more than the vocabulary has
+_NUMBERS: dict[int, int] = {}  # one object for each token id so far, at most the vocabulary
 
 
 def build_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of at most `vocab_size` tokens, special ones and all 256 bytes included.
+    """Train a byte-level BPE of at most `vocab_size` tokens, including special tokens and all 256 bytes.
 
-    Every digit is a token of its own, any text survives encoding and decoding, and each message ends with the eos token.
+    Every digit is a token, encoding and decoding preserve any text, and each message ends with the eos token.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -108,7 +111,7 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
 
 
 def given_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the model at `config.path`, which is looked at before any data is; None: there is no such model."""
+    """The tokenizer of the model at `config.path`, whose folder is checked first; None: params name no model."""
     use_all_cores()
     if config.path is None:
         return None
@@ -124,7 +127,7 @@ def given_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
 
 
 def new_tokenizer(config: ModelConfig, rows: Iterable[dict]) -> PreTrainedTokenizerBase:
-    """One that is trained on the texts of the rows of the training split, in the order of the rows."""
+    """A tokenizer trained on the texts of the training split, in the order of its rows."""
     texts = (text for row in rows if row["split"] == "train" for text in _texts(row))
     return build_tokenizer(texts, vocab_size=config.architecture.vocab_size)
 
@@ -135,13 +138,13 @@ def _texts(row: dict) -> Iterator[str]:
 
 
 def use_all_cores() -> None:
-    """Let tokenizers train and encode on every core from now on. For processes that fork no other, which could deadlock."""
+    """Let tokenizers train and encode on every core. Not for processes that fork, which could deadlock."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: bool) -> Iterator[tuple[str, list[int]]]:
-    """Each text and its token ids, nothing added. A tokenizer keeps more of a text than its ids (offsets, masks), so it sees a part of the
-    texts at a time.
+    """Each text and its token ids, without special tokens. Texts are tokenized in parts, since a tokenizer's output also holds offsets and
+    masks.
     """
     options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False, **options}
     for part in in_parts(texts):
@@ -149,7 +152,7 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **opt
 
 
 def in_parts(items: Sequence[T]) -> Iterator[list[T]]:
-    """TEXTS_AT_ONCE of them at a time, in order."""
+    """The items in parts of TEXTS_AT_ONCE, in order."""
     for start in range(0, len(items), TEXTS_AT_ONCE):
         yield list(items[start : start + TEXTS_AT_ONCE])
 
@@ -166,16 +169,16 @@ def load_tokenizer(
     """A tokenizer from a Hugging Face name or folder, with a pad token and a chat template where it has none.
 
     Args:
-        chat_template: takes the place of its own, and is saved with it.
-        template_date: the day that its template writes, if it writes any; one that was saved with a day keeps that.
-        template_options: variables of its template, which are saved with it.
-        scores: it is a reward model's: it needs no eos token, and a template of its own, since that is how the model was trained.
+        chat_template: replaces the tokenizer's own, and is saved with it.
+        template_date: the day that the template writes, if it writes one; a template that was saved with a day keeps it.
+        template_options: defaults of the template's variables, saved with it.
+        scores: the tokenizer is a reward model's. It needs no eos token, but a template of its own, on which the model was trained.
     Raises:
         ValueError: there is no tokenizer at `path`, or it has no eos token, or a reward model's has no template.
     """
     try:
         tokenizer = _read_tokenizer(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever libraries make of another's files
+    except Exception as error:  # libraries raise anything on damaged files
         reason = shown((str(error).strip() or type(error).__name__).splitlines()[0], 600)
         raise ValueError(
             f"tokenizer {path}: expected a Hugging Face folder or a cached name, got: {reason} "
@@ -210,7 +213,7 @@ def load_tokenizer(
 
 
 def _mark_end(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make the token that ends a turn a special one, so that decoding leaves it out of a response's text; as a rule it is."""
+    """Make the token that ends a turn special, if it isn't, so that decoding leaves it out of a response's text."""
     last = turn_end(tokenizer).trained[-1:]  # of a reward model there may be none
     if last and last[0] != tokenizer.eos_token_id and not tokenizer.added_tokens_decoder[last[0]].special:
         token = tokenizer.convert_ids_to_tokens(last[0])
@@ -225,7 +228,7 @@ def _default_template(path: str, templates: dict[str, str]) -> str:
 
 
 def _read_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """As AutoTokenizer does, whose import takes 5 s and PyTorch with it; a folder that names the plain class needs neither."""
+    """AutoTokenizer, unless the folder names the plain class: importing AutoTokenizer takes 5 s and imports PyTorch."""
     config = Path(path) / "tokenizer_config.json"
     about = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     if about.get("tokenizer_class") == PLAIN_CLASS and "auto_map" not in about:
@@ -238,16 +241,16 @@ def _read_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenize
 
 
 def one_object_each(ids: Iterable[int]) -> list[int]:
-    """The ids, equal ones as one object. A data set holds 8 bytes for each of its tokens then, where each of its own would take 36."""
+    """The ids, with one int object for each value: a data set takes 8 bytes a token instead of 36."""
     ids = list(ids)
     return list(map(_NUMBERS.setdefault, ids, ids))
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """The ids of a conversation that waits for the assistant: the template with its generation prompt.
+    """The ids of a conversation with the template's generation prompt.
 
     Raises:
-        Unrenderable: the template doesn't take the conversation. So do the functions below.
+        Unrenderable: the template refuses the conversation. The functions below raise it too.
     """
     state = tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
     return list(_prompt_ids(tokenizer, state, conversation_key(messages)))
@@ -256,18 +259,16 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str) -> tuple[list[int], int]:
     """The ids of prompt, response and turn end, and how many of them are the prompt.
 
-    Prompt and response are tokenized apart, so that the prompt's ids are exactly those of `encode_prompt`, which is what
-    the policy sees when it samples. The response is what the template makes of it (`written_turn`); what it has that looks like a special
-    token stays text. The end is the template's (`TurnEnd.trained`).
+    Prompt and response are tokenized separately, so that the prompt's ids are exactly those of `encode_prompt`, from which the policy
+    samples. The response is the template's rendering of it (`written_turn`), in which special tokens stay plain text. The end is the
+    template's (`TurnEnd.trained`).
     """
     ids, start, _ = encode_turn(tokenizer, messages, {"role": "assistant", "content": response})
     return ids, start
 
 
 def encode_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: Message) -> tuple[list[int], int, int]:
-    """`encode_conversation` of an assistant's message, which may call tools; and where the answer starts behind its thoughts (without any:
-    where the response does).
-    """
+    """`encode_conversation` for a message that may call tools; also the position of its answer, which comes after any thoughts."""
     prompt, turn = encode_prompt(tokenizer, messages), written_turn(tokenizer, messages, answer)
     ids = _turn_ids(tokenizer, turn)
     thoughts = _tokens_of(tokenizer, ids, turn.thoughts) if turn.thoughts else 0
@@ -276,10 +277,10 @@ def encode_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
 
 
 def encode_scored(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str) -> list[int]:
-    """The ids of a whole conversation as the template writes it, which is what a reward model is shown.
+    """The ids of a whole rendered conversation, the input of a reward model.
 
     They are those of `encode_conversation` and what the template writes after the turn's end. A template that drops thoughts drops them
-    here: such a model scores the answer alone.
+    here too, so that the answer alone is scored.
     """
     end = turn_end(tokenizer)
     if not copies_response(tokenizer):
@@ -294,13 +295,13 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> tuple[in
     """The tokens that end a response: the last of the template's turn end, eos, and those of the folder's generation_config.json.
 
     Raises:
-        ValueError: the file is damaged, or names tokens that are none.
+        ValueError: the file is damaged, or its eos_token_id isn't a token id.
     """
     return tuple(dict.fromkeys([turn_end(tokenizer).trained[-1], tokenizer.eos_token_id, *_generation_ends(Path(folder), len(tokenizer))]))
 
 
 def write_ends(folder: Path, ends: Sequence[int]) -> None:
-    """Name the tokens in the folder's generation_config.json, if it doesn't: whoever samples from the model then stops at them."""
+    """Write the tokens to the folder's generation_config.json, unless it has them, so that every engine stops at them."""
     if {*_generation_ends(folder, max(ends) + 1)} == {*ends}:
         return
     path = folder / GENERATION_CONFIG
@@ -325,15 +326,15 @@ def _generation_ends(folder: Path, vocabulary: int) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def _prompt_ids(tokenizer: PreTrainedTokenizerBase, state: tuple[str | None, ...], conversation: str) -> tuple[int, ...]:
-    """Of a conversation's key; the pairs of one prompt follow each other, so most calls find it here. `state`, of what can be set on a
-    tokenizer, is for the cache's key alone.
+    """`encode_prompt` of a conversation's key, cached, since pairs of one prompt follow each other. `state` holds what can be set on a
+    tokenizer, and is only part of the cache's key.
     """
     text = render(tokenizer, json.loads(conversation), waits=True)
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _turn_ids(tokenizer: PreTrainedTokenizerBase, turn: Turn) -> list[int]:
-    """The template's own words and the response are tokenized together where nothing in the response looks like a special token."""
+    """Token ids of a turn. The template's own text and the response are tokenized together, unless the response contains special tokens."""
     ids = _response_ids(tokenizer, turn.text)
     if not turn.before:
         return list(ids)
@@ -344,7 +345,7 @@ def _turn_ids(tokenizer: PreTrainedTokenizerBase, turn: Turn) -> list[int]:
 
 @lru_cache(maxsize=1 << 14)
 def _response_ids(tokenizer: PreTrainedTokenizerBase, response: str) -> tuple[int, ...]:
-    """Ids of a response; one that is compared with several others is tokenized once. Tokens around thoughts are no text."""
+    """Ids of a response, cached for responses in several pairs. Tags of thoughts are special tokens, other special tokens plain text."""
     parts = [response]
     if CLOSE in response and tokenizer.convert_tokens_to_ids(CLOSE) in tokenizer.added_tokens_decoder:
         parts = [part for part in re.split(f"({OPEN}|{CLOSE})", response) if part]
@@ -353,7 +354,7 @@ def _response_ids(tokenizer: PreTrainedTokenizerBase, response: str) -> tuple[in
 
 
 def _tokens_of(tokenizer: PreTrainedTokenizerBase, ids: list[int], characters: int) -> int:
-    """How many of the ids, from the first on, make up so many characters."""
+    """The number of leading ids that decode to at least this many characters."""
 
     def length(count: int) -> int:
         return len(tokenizer.decode(ids[:count], skip_special_tokens=False, clean_up_tokenization_spaces=False))

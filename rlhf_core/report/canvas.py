@@ -84,6 +84,19 @@ def curves(
     return plot
 
 
+def add_frontier(plot: figure, rows: pd.DataFrame, color: str, name: str = "") -> None:
+    """Dots for score against KL by step, later ones darker; joined by a line if they have no name for a legend."""
+    steps = thin(rows.dropna(subset=["kl_mean", "score_mean"]))
+    columns = {"kl": steps["kl_mean"].to_numpy(), "score": steps["score_mean"].to_numpy(), "step": steps["step"].to_numpy()}
+    source = ColumnDataSource(columns | {"alpha": np.linspace(0.2, 0.95, len(steps))})
+    if not name:
+        plot.line("kl", "score", source=source, color=color, line_alpha=0.25)
+    legend = {"legend_label": name} if name else {}
+    dots = plot.scatter("kl", "score", source=source, size=7, color=color, fill_alpha="alpha", line_alpha=0.0, **legend)
+    step = (name, "step @step") if name else ("step", "@step")
+    plot.add_tools(HoverTool(renderers=[dots], tooltips=[step, ("score", "@score{0.000}"), ("KL", "@kl{0.000}")]))
+
+
 def _precise(values: pd.Series, usual: str) -> str:
     """A number format that still shows digits of very small values."""
     largest = values.abs().max()

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import pandas as pd
-from bokeh.models import ColumnDataSource, HoverTool
 from bokeh.plotting import figure
 
-from rlhf_core.report.canvas import BLUE, ORANGE, Line, canvas, curves, place_legend, thin
+from rlhf_core.report.canvas import BLUE, ORANGE, Line, add_frontier, canvas, curves, place_legend
 from rlhf_core.report.differences import (
     Results,
     figures_that_count,
@@ -115,12 +113,7 @@ def _frontier(first: Side, second: Side) -> figure | None:
         return None
     plot = canvas("score", x_title="KL to SFT, nats per response")
     for side, color in sides:
-        rows = thin(side.curves["train_policy"].dropna(subset=["kl_mean", "score_mean"]))
-        columns = {"kl": rows["kl_mean"].to_numpy(), "score": rows["score_mean"].to_numpy(), "step": rows["step"].to_numpy()}
-        source = ColumnDataSource(columns | {"alpha": np.linspace(0.2, 0.95, len(rows))})
-        name = side.results.name
-        dots = plot.scatter("kl", "score", source=source, size=7, color=color, fill_alpha="alpha", line_alpha=0.0, legend_label=name)
-        plot.add_tools(HoverTool(renderers=[dots], tooltips=[(name, "step @step"), ("score", "@score{0.000}"), ("KL", "@kl{0.000}")]))
+        add_frontier(plot, side.curves["train_policy"], color, side.results.name)
     place_legend(plot, "bottom_right")
     return plot
 

@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from bokeh.embed import json_item
-from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d, Span
+from bokeh.models import NumeralTickFormatter, Range1d, Span
 from bokeh.plotting import figure
 
-from rlhf_core.report.canvas import BLUE, GREEN, ORANGE, PURPLE, RED, TEAL, Line, canvas, curves, thin
+from rlhf_core.report.canvas import BLUE, GREEN, ORANGE, PURPLE, RED, TEAL, Line, add_frontier, canvas, curves
 from rlhf_core.report.inputs import ReportInputs, need
 from rlhf_core.report.quality import accuracies, external, reliability, score_histogram, token_lengths
 
@@ -115,24 +114,13 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None) -> di
     }
     if need(rl, "kl", "coef") > 0:  # otherwise it wasn't measured
         figures["rl_kl"] = curves(rows, [Line("kl_mean", "KL to SFT", PURPLE)], y_title="nats per response")
-        figures["rl_frontier"] = _frontier(rows)
+        figures["rl_frontier"] = canvas("score", x_title="KL to SFT, nats per response")
+        add_frontier(figures["rl_frontier"], rows, PURPLE)
     if "explained_variance" in rows and rows["explained_variance"].notna().any():
         figures["rl_critic"] = curves(rows, [Line("explained_variance", "explained", TEAL)], y_title="share of the returns' variance")
     if "repetition" in rows and rows["repetition"].notna().any():
         figures["rl_text"] = curves(rows, _TEXT_LINES, y_title="share", percent=True)
     return figures
-
-
-def _frontier(rows: pd.DataFrame) -> figure:
-    """Score against KL by step; later steps are darker."""
-    steps = thin(rows.dropna(subset=["kl_mean", "score_mean"]))
-    plot = canvas("score", x_title="KL to SFT, nats per response")
-    columns = {"kl": steps["kl_mean"].to_numpy(), "score": steps["score_mean"].to_numpy(), "step": steps["step"].to_numpy()}
-    source = ColumnDataSource(columns | {"alpha": np.linspace(0.2, 0.95, len(steps))})
-    plot.line("kl", "score", source=source, color=PURPLE, line_alpha=0.25)
-    dots = plot.scatter("kl", "score", source=source, size=7, color=PURPLE, fill_alpha="alpha", line_alpha=0.0)
-    plot.add_tools(HoverTool(renderers=[dots], tooltips=[("step", "@step"), ("score", "@score{0.000}"), ("KL", "@kl{0.000}")]))
-    return plot
 
 
 def _scorers(rows: pd.DataFrame, names: Sequence[str]) -> dict[str, figure]:

@@ -18,14 +18,15 @@ from rlhf_core.rounds.pins import Round, prompts_hash
 
 
 def prompts_of_round(ids: Iterable[str], number: int, count: int, *, seed: int) -> list[str]:
-    """The ids of a round's prompts: a piece of an endless sequence of passes over the pool, each pass in a seeded order of its own.
+    """The ids of a round's prompts: a slice of an endless sequence of passes over the pool, each pass in its own seeded order.
 
-    Where a round spans two passes, the prompts that it has from the first come last in the second, so that no round has one twice.
+    No prompt comes again before all were used. Where a round spans two passes, the second pass has the round's earlier prompts last, so
+    that no round has a prompt twice.
 
     Args:
         ids: of the whole pool, in any order.
         number: of the round, from 1.
-        count: prompts of every round, a larger one than the pool taken as the pool's size.
+        count: prompts of every round; at most the size of the pool.
     Raises:
         ValueError: the pool is empty.
     """
@@ -61,13 +62,13 @@ def rows_of_round(rows: list[dict], entry: Round, number: int, params: Params) -
 
 
 def check_promotion_rows(rows: list[dict], config: PromotionConfig, *, judged: Container[str]) -> None:
-    """Policies can be compared on the promotion split, as far as its rows tell; which prompts are too long only a tokenizer knows.
+    """Check that policies can be compared on the promotion split. The length of prompts is checked with a tokenizer, later.
 
     Args:
         rows: of the use prompt, of the promotion split.
         judged: names of the data sources that have a judge.
     Raises:
-        ValueError: there are fewer different prompts than are asked for, or the judge decides and a prompt has none.
+        ValueError: there are fewer distinct prompts than iterative.promotion.prompts, or a source has no judge and the judge decides.
     """
     if (found := len(distinct_prompts(rows))) < config.prompts:
         raise ValueError(
@@ -83,7 +84,7 @@ def check_promotion_rows(rows: list[dict], config: PromotionConfig, *, judged: C
 
 
 class Response(Protocol):
-    """What is read of a response. finished: ended by the model itself; score: not finite where it could not be scored."""
+    """finished: ended by the model. score: not finite where the response was not scored."""
 
     text: str
     finished: bool
@@ -101,11 +102,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Rows of the use preference and where they come from.
+    """Rows of the use preference and their origin.
 
     rows: in the order of the groups.
-    chosen, rejected: of each group, the position of its responses; None: it gave no pair.
-    counts: pairs, and by reason the groups that gave none.
+    chosen, rejected: per group the position of the response, or None where the group gave no pair.
+    counts: number of pairs, and of groups without a pair by reason.
     """
 
     rows: list[dict]
@@ -115,11 +116,10 @@ class Pairs:
 
 
 def build_pairs(groups: Sequence[Group], *, min_margin: float) -> Pairs:
-    """The best finished and scored response of each group against the worst; of equal ones the first.
+    """The best response of each group against the worst, among responses that are finished, scored and not empty; of equal ones the first.
 
-    Left out: groups with fewer than two responses that could be used, ties (equal scores, or texts that differ only in white space at
-    their ends), and pairs whose scores are less than min_margin apart. A response without text can't be used. Texts are stripped, as
-    those of every source are.
+    A group gives no pair if fewer than two responses qualify, if best and worst tie (equal scores, or equal texts after stripping), or if
+    their scores are less than min_margin apart. Texts are stripped, as those of every source are.
     """
     counts: Counter[str] = Counter(pairs=0, too_few_responses=0, ties=0, below_margin=0)
     rows, chosen, rejected = [], [], []
@@ -136,7 +136,7 @@ def build_pairs(groups: Sequence[Group], *, min_margin: float) -> Pairs:
 
 
 def _best_and_worst(responses: Sequence[Response], min_margin: float) -> tuple[int, int] | str:
-    """Positions, or why there is no pair."""
+    """Positions of best and worst, or the reason why the group gives no pair."""
     usable = [i for i, r in enumerate(responses) if r.finished and math.isfinite(r.score) and r.text.strip()]
     if len(usable) < 2:
         return "too_few_responses"
@@ -149,7 +149,7 @@ def _best_and_worst(responses: Sequence[Response], min_margin: float) -> tuple[i
 
 
 def _identified(row: dict) -> dict:
-    """The row with its id, a hash of its content; a round has each prompt once, so that no two are equal."""
+    """The row with its id, a hash of its content. A round has each prompt once, so no two rows are equal."""
     content = {key: value for key, value in row.items() if key not in ("source", "split")}
     (identified,) = with_ids([content], row["source"])
     return {**row, "id": identified["id"]}

@@ -1,6 +1,6 @@
-"""Rounds of iterative DPO as rounds/rounds.yaml pins them: the only reader and writer of that file.
+"""rounds/rounds.yaml, which pins the inputs of each round of iterative DPO: its only reader and writer.
 
-A round's entry holds the hashes of all that the round begins with, so that it can be rebuilt, or refuses where something else is there.
+An entry holds the hashes of the round's inputs. With them a round can be rebuilt, and stages refuse other inputs.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from rlhf_core.paths import ROUNDS_FILE, ROUNDS_PIPELINE
 from rlhf_core.provenance.file_hashes import dvc_md5
 
 _HEADER = """\
-# What each round of iterative DPO began with, by DVC's hash; rounds/dvc.yaml makes the stages of a round from its entry.
-# Flow iterative-dpo appends to it (docs/iterative_dpo.md); a series of rounds lives in its own worktree, runs/<series>.
+# The inputs of each round of iterative DPO with DVC's hashes; rounds/dvc.yaml makes a round's stages from its entry.
+# The flow iterative-dpo appends entries (docs/iterative_dpo.md). Each series of rounds has its own worktree, runs/<series>.
 """
 
 
 class Pin(Section):
-    """A file or folder and its md5 as DVC counts it (dvc.lock)."""
+    """A file or folder and its md5 as dvc.lock has it."""
 
     path: str
     md5: str
 
 
 class PromptsPin(Section):
-    """Which training prompts: their place in the order of rlhf_core.rounds.data, and `prompts_hash` of their ids."""
+    """The training prompts of a round: positions in the order of rlhf_core.rounds.data, and `prompts_hash` of the ids."""
 
     first: int
     count: int
@@ -39,10 +39,10 @@ class PromptsPin(Section):
 
 
 class BudgetPin(Section):
-    """What a round's comparison may spend of the series' error budget (rlhf_core/rounds/promotion.py).
+    """The part of the series' error budget that a round's comparison may spend (rlhf_core/rounds/promotion.py).
 
-    comparison: its number in the series, from 1; the round after one whose data was refused has the same. level: the largest p-value that
-    accepts. spent: the levels of the comparisons before it that accepted nothing.
+    comparison: number in the series, from 1; a round whose data is refused makes no comparison. level: the largest p-value that accepts.
+    spent: sum of the levels of earlier comparisons that accepted nothing.
     """
 
     comparison: int
@@ -51,10 +51,10 @@ class BudgetPin(Section):
 
 
 class Round(Section):
-    """What a round begins with.
+    """The inputs of a round.
 
-    origin: what the first round started from. policy: what this one samples from, starts from and is compared with.
-    reward_models: of each scorer of that kind, by its name.
+    origin: model that the first round started from. policy: model that this round samples from, starts from and is compared with.
+    reward_models: by the scorer's name.
     """
 
     origin: Pin
@@ -65,39 +65,39 @@ class Round(Section):
     budget: BudgetPin
 
     def check(self, number: int, root: Path = Path()) -> None:
-        """What lies on the disk is what the round began with.
+        """Compare the files on disk with the pins.
 
         Raises:
-            ValueError: something is missing or has another content.
+            ValueError: a file is missing or has other content.
         """
         for pin in (self.origin, self.policy, self.gate, *self.reward_models.values()):
             path = root / pin.path
             found = dvc_md5(path) if path.exists() else "nothing"
             if found != pin.md5:
                 raise ValueError(
-                    f"{pin.path}: expected what round {number} began with, md5 {pin.md5}, got {found}; bring it back with `dvc checkout` "
+                    f"{pin.path}: expected what round {number} began with, md5 {pin.md5}, got {found}; restore it with `dvc checkout` "
                     "or `dvc repro`, or begin another series"
                 )
 
 
 def read_rounds(root: Path = Path()) -> dict[int, Round]:
-    """All rounds by their number, from 1.
+    """All rounds by number, from 1.
 
     Raises:
-        ConfigError: the file isn't what it should be, or of a series that began before rounds had an error budget.
+        ConfigError: the file is malformed, or its rounds have no error budget.
     """
     tree = read_yaml(root / ROUNDS_FILE).get("rounds")
     entries = tree.values() if isinstance(tree, dict) else ()
     if any(isinstance(entry, dict) and "prompts" in entry and "budget" not in entry for entry in entries):
         raise ConfigError(
-            f"{ROUNDS_FILE}: expected the error budget of each round's comparison, got rounds that were judged without one; such a series "
-            "can't go on: begin another with --series NAME, from its last policy with iterative.start=registry (docs/iterative_dpo.md)"
+            f"{ROUNDS_FILE}: expected the error budget of each round's comparison, got rounds that were judged without one; begin another "
+            "series with --series NAME, from the last policy of this one with iterative.start=registry (docs/iterative_dpo.md)"
         )
     try:
         found = {int(number): Round.model_validate(entry) for number, entry in (tree or {}).items()}
     except (ValueError, AttributeError, ValidationError) as error:
         raise ConfigError(f"{ROUNDS_FILE}: expected an entry for each round, got: {error}; restore it with git") from error
-    rounds = dict(sorted(found.items()))  # the file has them by name, 10 before 2
+    rounds = dict(sorted(found.items()))  # the file is sorted by text, 10 before 2
     if list(rounds) != list(range(1, len(rounds) + 1)):
         raise ConfigError(f"{ROUNDS_FILE}: expected rounds 1, 2, 3 and so on, got {list(rounds)}; restore it with git")
     return rounds
@@ -113,7 +113,7 @@ def read_round(number: int) -> Round:
 
 
 def write_rounds(rounds: dict[int, Round], root: Path = Path()) -> None:
-    """The whole file, written aside and renamed."""
+    """Replace the file atomically."""
     path = root / ROUNDS_FILE
     aside = path.with_name(path.name + ".tmp")
     with aside.open("w", encoding="utf-8") as file:
@@ -125,7 +125,7 @@ def write_rounds(rounds: dict[int, Round], root: Path = Path()) -> None:
 
 
 def read_round_stages(number: int, root: Path = Path()) -> dict[str, dict[str, Any]]:
-    """The stages of one round by name (`sample_round@1`), with `${key}` and `${item...}` replaced as DVC's foreach does."""
+    """The stages of one round by name (`sample_round@1`), with `${key}` and `${item...}` filled in as by DVC's foreach."""
     entry = read_yaml(root / ROUNDS_FILE)["rounds"][str(number)]
     text = fill_in((root / ROUNDS_PIPELINE).read_text(encoding="utf-8"), {"key": str(number), "item": entry, "rounds": "rounds"})
     return {f"{name}@{number}": stage["do"] for name, stage in YAML(typ="safe", pure=True).load(text)["stages"].items()}

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.checkpoint.store import NoSpace, Origin, StoreSettings
@@ -33,6 +34,7 @@ from rlhf_core.stage.files import publish_model, read_json, write_json
 from rlhf_core.stage.scratch import input_hashes, metrics_path, prepare_scratch, read_work
 
 if TYPE_CHECKING:
+    from rlhf_core.models.card import CardFacts
     from rlhf_core.trainers.supervised import TrainLoop
 
 # Exit codes. The flow retries all but the first, which would end the same again.
@@ -172,8 +174,13 @@ class Stage:
 
         torch.set_num_threads(self.params.cluster.threads)
 
-    def loop(self, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int) -> TrainLoop:
-        """What the training loop of a supervised stage needs from its stage: settings, checkpoints, curves, the stop signal."""
+    def loop(self, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int, seed: int | None = None) -> TrainLoop:
+        """What a supervised training loop needs from its stage: settings, checkpoints, curves, the stop signal.
+
+        Args:
+            first_step: number of the phase's first step in the curves.
+            seed: None: that of params.yaml.
+        """
         from rlhf_core.checkpoint.digest import write_digest
         from rlhf_core.checkpoint.store import CheckpointStore
         from rlhf_core.tracking import MetricsLog
@@ -193,7 +200,7 @@ class Stage:
             return CheckpointStore(self.scratch / phase, self.store_settings(zero_stage=config.zero_stage), write_digest=write_digest)
 
         return TrainLoop(
-            seed=self.params.seed,
+            seed=self.params.seed if seed is None else seed,
             checkpoint_every=config.checkpoint_every,
             eval_every=config.eval_every,
             first_step=first_step,
@@ -308,16 +315,20 @@ def check_gate(gate: dict[str, Any]) -> str | None:
 def publish_policy(
     stage: Stage, model: Any, weights: dict[str, Any], tokenizer: Any, metrics: dict[str, Any], *, gate: dict[str, Any] | None = None
 ) -> None:
-    """All that stage train_policy makes, of a policy that was trained in its own process.
+    """Save a policy that was trained in the stage's own process, and publish it with the stage's curves and metrics.
 
     Args:
-        model: as loaded; weights: what it has become. gate: see `Stage.card`.
+        model: as loaded. weights: after training. gate: see `Stage.card`.
     """
     from rlhf_core.models.build import save_model
 
-    aside = stage.scratch / "model"
-    save_model(model, weights, tokenizer, aside)
-    publish_model(aside, POLICY_MODEL, stage.card("policy", metrics["method"], metrics, gate=gate))
+    save_model(model, weights, tokenizer, stage.scratch / "model")
+    publish_training(stage, stage.scratch / "model", POLICY_MODEL, stage.card("policy", metrics["method"], metrics, gate=gate), metrics)
+
+
+def publish_training(stage: Stage, aside: Path, final: Path, card: CardFacts, metrics: dict[str, Any]) -> None:
+    """Move a saved model to its place with its card, and write the stage's curves and metrics."""
+    publish_model(aside, final, card)
     PLOTS.mkdir(exist_ok=True)
-    shutil.copy(stage.scratch / "curves.csv", CURVES["train_policy"])
-    write_json(STAGE_METRICS["train_policy"], metrics)
+    shutil.copy(stage.scratch / "curves.csv", CURVES[stage.name])
+    write_json(STAGE_METRICS[stage.name], metrics)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config import ConditionalSftConfig, ModelConfig, RejectionSamplingConfig
+from rlhf_core.config import ConditionalSftConfig, ModelConfig, RejectionSamplingConfig, SftConfig
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters
-from rlhf_core.trainers.demonstrations import Demonstration, collate_demonstrations
+from rlhf_core.trainers.demonstrations import Demonstration, collate_demonstrations, encode_demonstrations, encode_texts
 from rlhf_core.trainers.supervised import Metrics, Phase, TrainLoop, engine_settings, evaluate, train_phase
 
 COLUMNS = ("step", "phase", "loss", "heldout_loss", "learning_rate", "grad_norm")
+
+Rows = list[dict[str, Any]]
 
 
 def sft_phase(
@@ -98,3 +101,51 @@ def finetune(
     train_phase(engine, phase, loop)
     metrics = evaluate(engine, phase.evaluate) if phase.evaluate is not None else {}
     return Finetuned(engine, language_model, {"steps": config.steps, **metrics})
+
+
+def pretrain(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Rows,
+    config: SftConfig,
+    *,
+    model_config: ModelConfig,
+    loop: TrainLoop,
+) -> int:
+    """A short pretraining on plain text, in place, of a model with random weights. Returns the number of steps."""
+    examples, _ = encode_texts(rows, tokenizer, max_length=model_config.max_length)
+    steps, batch_size = config.pretrain.steps, config.pretrain.batch_size
+    how = {"pad_id": tokenizer.pad_token_id, "microbatch_tokens": config.microbatch_tokens}
+    phase = sft_phase("pretrain", examples, [], steps=steps, batch_size=batch_size, **how)
+    settings = engine_settings(config, steps=steps, learning_rate=config.pretrain.learning_rate, dtype=model_config.dtype, seed=loop.seed)
+    # A copy, since an engine leaves its hooks on the module that it trains.
+    engine = TrainEngine(PolicyModule(copy.deepcopy(model)), settings)
+    train_phase(engine, phase, loop)
+    model.load_state_dict(engine.state_dict())
+    return steps
+
+
+def train_on_demonstrations(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train_rows: Rows,
+    heldout_rows: Rows,
+    config: SftConfig,
+    *,
+    model_config: ModelConfig,
+    loop: TrainLoop,
+) -> tuple[TrainEngine, dict[str, Any]]:
+    """SFT with adapters, if configured. Returns the engine and the stage's metrics."""
+    how = {"max_length": model_config.max_length, "train_on": config.train_on, "train_on_thoughts": config.train_on_thoughts}
+    train, dropped = encode_demonstrations(train_rows, tokenizer, **how)
+    heldout, _ = encode_demonstrations(heldout_rows, tokenizer, **how)
+    parts = {"pad_id": tokenizer.pad_token_id, "microbatch_tokens": config.microbatch_tokens}
+    phase = sft_phase("sft", train, heldout, steps=config.steps, batch_size=config.batch_size, **parts)
+    settings = engine_settings(config, steps=phase.steps, learning_rate=config.learning_rate, dtype=model_config.dtype, seed=loop.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    add_adapters(model, config.lora, seed=loop.seed)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    engine = TrainEngine(PolicyModule(model), settings)
+    train_phase(engine, phase, loop)
+    metrics = {"demonstrations": len(train), "dropped_too_long": dropped, "parameters": parameters, "trained_parameters": trained}
+    return engine, metrics | (evaluate(engine, phase.evaluate) if phase.evaluate is not None else {})

@@ -2,8 +2,8 @@
 
     python -m tasks.rounds.validate_round <number of the round>
 
-The verdict is in rounds/<n>/metrics/validation.json and the stage ends well either way: a round whose data is refused is a finished
-round, which trains nothing and keeps the policy before it. The flow says so in its state.
+The verdict is in rounds/<n>/metrics/validation.json. Refused data is no failure of the stage: the round trains nothing and keeps the policy
+before it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,10 @@ from rlhf_core.stage.run import Stage, round_argument
 if TYPE_CHECKING:
     from rlhf_core.data.validation.validate import Finding
 
-# The round's pairs, and the prompts beside them: a pair whose prompt is held out would be a leak.
+# Prompts are checked too: a pair whose prompt is held out would be a leak.
 NEEDED = (("preference", "train"), ("prompt", "promotion"))
-
-ADVICE = {
-    "length_bias": "DPO would learn length, since the scorers prefer it: take scorers that don't, or raise validation.max_length_bias "
-    "knowingly, in another series"
-}
+# Pairs are samples of the policy here, and no reward model is trained on them.
+ADVICE = {"length_bias": "DPO would learn length: use scorers that don't prefer it, or raise validation.max_length_bias in another series"}
 
 log = logging.getLogger("rlhf")
 
@@ -35,10 +32,8 @@ log = logging.getLogger("rlhf")
 def main() -> None:
     number = round_argument(__doc__)
     with Stage("validate_round", resumable=False, round_number=number) as stage:
-        tables = {
-            "preference": open_rows(round_folder(number) / "data" / "preference.parquet"),
-            "prompt": open_rows(PREPARED / "prompt.parquet"),
-        }
+        pairs = open_rows(round_folder(number) / "data" / "preference.parquet")
+        tables = {"preference": pairs, "prompt": open_rows(PREPARED / "prompt.parquet")}
         logging.getLogger("great_expectations").setLevel(logging.WARNING)
         from rlhf_core.data.validation.validate import summary, validate  # takes seconds
 
@@ -47,18 +42,17 @@ def main() -> None:
         tokenizer = load_prepared_tokenizer(TOKENIZER, trust_remote_code=params.model.trust_remote_code)
         findings = validate(tables, tokenizer, config, max_length=params.model.max_length, needed=NEEDED)
         verdict = summary(findings, tables, max_reported_ids=config.max_reported_ids)
-        messages = [in_rounds(finding).message() for finding in findings if not finding.passed]
+        messages = [with_advice(finding).message() for finding in findings if not finding.passed]
         write_json(round_folder(number) / "metrics" / "validation.json", {**verdict, "messages": messages})
         for message in messages:
             log.warning("validate_round@%d: %s", number, message)
         if messages:
             log.warning("validate_round@%d: nothing is trained on this data; the round keeps the policy before it", number)
         else:
-            log.info("%d expectations met by %d pairs", len(findings), tables["preference"].metadata.num_rows)
+            log.info("%d expectations met by %d pairs", len(findings), pairs.metadata.num_rows)
 
 
-def in_rounds(finding: Finding) -> Finding:
-    """With advice for pairs of the policy's own samples, on which no reward model is trained."""
+def with_advice(finding: Finding) -> Finding:
     return replace(finding, advice=ADVICE[finding.name]) if finding.name in ADVICE else finding
 
 

@@ -50,18 +50,16 @@ def main() -> int:
             if engines is not None:
                 clock["in_turn"].append(engines.generate(len(clock["in_turn"])))
 
-        driver.Actors = partial(start_actors, end_step)
+        driver.Actors = partial(start_actors, driver.Actors, end_step)
         sys.argv[1:] = [str(arguments.job)]
         code = driver.main()
     (arguments.job.parent / CLOCK).write_text(json.dumps(clock))
     return code
 
 
-def start_actors(end_step: Callable[[], None], job: RlJob) -> Actors:
+def start_actors(actors_class: type[Actors], end_step: Callable[[], None], job: RlJob) -> Actors:
     """Replaces the driver's own call, so that `end_step` follows a step's last action."""
-    from rlhf_core.trainers.rl.driver import Actors
-
-    actors = Actors(job)
+    actors = actors_class(job)
     from rlhf_core.trainers.rl import loop  # late, as in the driver: actors start during the import
 
     log_findings = loop.log_findings

@@ -21,8 +21,8 @@ import pyarrow.parquet as pq
 from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import SCHEMAS, Message, read_batches
 from rlhf_core.data.values import ROLE_ORDER
+from rlhf_core.models.template import TurnEnd, Unrenderable, answer_of, copies_response, for_template, render, turn_end
 from rlhf_core.models.tokenizer import encode_conversation, encode_texts, in_parts, load_tokenizer, use_all_cores
-from rlhf_core.models.turns import TurnEnd, Unrenderable, answer_of, copies_response, for_template, render, turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

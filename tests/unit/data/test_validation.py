@@ -19,7 +19,7 @@ from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.validation.measures import measure
 from rlhf_core.data.validation.validate import NO_ID, Finding, summary, validate
 from rlhf_core.models.tokenizer import build_tokenizer, encode_conversation, turn_end
-from tasks.rounds.validate_round import in_rounds
+from tasks.rounds.validate_round import with_advice
 
 CONFIG = ValidationConfig(
     max_dropped_fraction=0.1,
@@ -229,8 +229,8 @@ def test_pairs_of_a_round_come_with_advice_for_a_round(rows, tokenizer):
         pair["rejected"] = "No."
     found = {f.name: f for f in check(rows, tokenizer, only="preference")}
     assert "; training would learn length: balance the pairs" in found["length_bias"].message()
-    assert "; DPO would learn length" in in_rounds(found["length_bias"]).message()
-    assert "reward model" not in in_rounds(found["length_bias"]).message() and in_rounds(found["min_pairs"]) == found["min_pairs"]
+    assert "; DPO would learn length" in with_advice(found["length_bias"]).message()
+    assert "reward model" not in with_advice(found["length_bias"]).message() and with_advice(found["min_pairs"]) == found["min_pairs"]
 
 
 def test_data_of_unpaired_rows_only_has_no_length_bias_to_speak_of(rows, tokenizer):

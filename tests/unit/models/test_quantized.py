@@ -16,8 +16,7 @@ from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model, load_scalar_model, save_model, scalar_head
 from rlhf_core.models.forward import PolicyModule
-from rlhf_core.models.lora import add_adapters, merged_state_dict, quantize_base, without_adapters
-from rlhf_core.models.quantized import BLOCK, QuantizedLinear
+from rlhf_core.models.lora import BLOCK, QuantizedLinear, add_adapters, merged_state_dict, quantize_base, without_adapters
 from rlhf_core.trainers.rl.rank import TrainerRank
 
 pytestmark = pytest.mark.usefixtures("world")

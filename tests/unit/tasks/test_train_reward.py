@@ -19,7 +19,8 @@ from rlhf_core.models.tokenizer import encode_prompt
 from rlhf_core.process import Interrupted
 from rlhf_core.stage.run import Stage
 from rlhf_core.stage.scratch import Work
-from tasks.train_reward import COLUMNS, train_members
+from rlhf_core.trainers.ensemble import COLUMNS
+from tasks.train_reward import train_members
 
 ROOT = Path(__file__).parents[3]
 STEPS = 4  # of each member: 8 conversations, 2 a step, one pass

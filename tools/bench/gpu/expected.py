@@ -7,7 +7,7 @@ from tools.planning.memory import activations, frozen_weights, logits, training_
 from tools.planning.shape import ModelShape
 
 RESERVE = 3 * GIB  # of a GPU, reserved as in the planner
-NF4_BYTES = 0.5 + 4 / 64  # of a rounded number and its share of a block's float32 scale (rlhf_core/models/quantized.py)
+NF4_BYTES = 0.5 + 4 / 64  # of a rounded number and its share of a block's float32 scale (rlhf_core/models/lora.py)
 
 
 def trained_bytes(shape: ModelShape, *, tokens: int, scalar: bool = False) -> float:

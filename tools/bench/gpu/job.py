@@ -31,16 +31,16 @@ def main() -> int:
 
     ends: list[float] = []
     mismatch: dict[int, dict[str, float]] = {}
-    driver.Actors = partial(start, ends, mismatch)
+    driver.Actors = partial(start, driver.Actors, ends, mismatch)
     code = driver.main()
     seen = {"ends": ends, "mismatch": [mismatch[step] for step in sorted(mismatch)]}
     (Path(RlJob.read(path).work) / SEEN).write_text(json.dumps(seen))
     return code
 
 
-def start(ends: list[float], mismatch: dict[int, dict[str, float]], job: RlJob) -> Actors:
+def start(actors_class: type[Actors], ends: list[float], mismatch: dict[int, dict[str, float]], job: RlJob) -> Actors:
     """The job's actors; the loop notes the ends of its steps, and what it compares."""
-    actors = start_actors(lambda: ends.append(time.perf_counter()), job)
+    actors = start_actors(actors_class, lambda: ends.append(time.perf_counter()), job)
     from rlhf_core.trainers.rl import loop
 
     check = loop.check_logprobs

@@ -18,9 +18,9 @@ from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import write_rows
 from rlhf_core.stage.run import TAIL, StageFailed
 from rlhf_core.trainers.rl.job import REFUSED, RlJob, forget_refusal, refusal_of, refuse
-from tasks.train_rl import check_rewards, describe, final_figures
+from rlhf_core.trainers.rl.submit import check_rewards, describe_job, final_figures
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PASSED = {"passed": True, "message": "passed: it is good."}
 REJECTED = {"passed": False, "message": "rejected: too few pairs.", "override": None}
 
@@ -115,7 +115,7 @@ def test_what_the_driver_refuses_is_told_by_the_stage_in_its_own_words(workspace
 def job(workspace: Path, given: Params) -> RlJob:
     (workspace / "scratch").mkdir(exist_ok=True)
     frame = {"fingerprint": "0" * 64, "scratch": workspace / "scratch", "store_settings": lambda **how: StoreSettings(**how)}
-    return describe(SimpleNamespace(params=given, **frame), workspace / "out")
+    return describe_job(SimpleNamespace(params=given, **frame), workspace / "out")
 
 
 def test_the_job_gets_judges_whose_files_are_absolute_and_where_sft_trains(workspace):
@@ -183,7 +183,7 @@ def test_the_end_of_a_short_run_is_its_last_third(tmp_path):
 
 def test_output_that_nobody_reads_any_more_does_not_end_the_stage():
     """As where the flow was killed: the job's checkpoint is still to come."""
-    told = "from tasks.train_rl import show; [show(f'rl {k}\\n') for k in range(3)]; raise SystemExit(7)"
+    told = "from rlhf_core.trainers.rl.submit import print_output; [print_output(f'rl {k}\\n') for k in range(3)]; raise SystemExit(7)"
     reader, writer = os.pipe()
     os.close(reader)
     try:

@@ -1,0 +1,172 @@
+"""Reward model training: the members of an ensemble in turn, and their scores of the held-out pairs, which the gate judges by.
+
+Members differ in the order of their pairs, in the initial weights of their adapters and, except for the first, of their head.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.config import ModelConfig, RewardConfig
+from rlhf_core.data.hashing import conversation_text
+from rlhf_core.engines.deepspeed_engine import TrainEngine, device, release_memory
+from rlhf_core.models.build import new_scalar_model, save_model, scalar_head
+from rlhf_core.models.forward import ScalarModule
+from rlhf_core.models.lora import add_adapters
+from rlhf_core.models.probe import shares_prefixes
+from rlhf_core.models.score_head import filler_id, probe_score_head
+from rlhf_core.models.tokenizer import encode_prompt
+from rlhf_core.scorers.members import combine_members
+from rlhf_core.trainers.reward import Comparison, encode_comparisons, reward_phase, score_heldout
+from rlhf_core.trainers.supervised import TrainLoop, engine_settings, evaluate, train_phase
+
+COLUMNS = ("step", "phase", "loss", "accuracy", "heldout_loss", "heldout_accuracy", "learning_rate", "grad_norm")
+HELDOUT_COLUMNS = {
+    **dict.fromkeys(("id", "source", "split"), "str"),
+    **dict.fromkeys(("chosen_score", "rejected_score"), "float64"),
+    **dict.fromkeys(("chosen_tokens", "rejected_tokens"), "int64"),
+    "prompt": "str",
+    "prompt_tokens": "int64",
+    **dict.fromkeys(("chosen_std", "rejected_std"), "float64"),
+}
+MEMBER_SEEDS = 1_000_003  # between the seeds of two members, so that none has the seed of another run's first member
+MEASURED = ("heldout_loss", "heldout_accuracy")  # of each member
+
+Rows = list[dict[str, Any]]
+Encoder = Callable[[Rows], tuple[list[Comparison], int]]
+Scores = dict[str, tuple[torch.Tensor, torch.Tensor]]  # split -> scores of its pairs, chosen and rejected, [N] each
+
+log = logging.getLogger("rlhf")
+
+
+def train_ensemble(
+    start: Path,
+    read_pairs: Callable[[str], Rows],
+    tokenizer: PreTrainedTokenizerBase,
+    config: RewardConfig,
+    output: Path,
+    *,
+    model: ModelConfig,
+    seed: int,
+    loop: Callable[..., TrainLoop],
+) -> tuple[dict[str, Any], pd.DataFrame]:
+    """Train `config.ensemble` reward models. The first is saved in `output`, where a reader of a single model finds it, the others in
+    `output/member_<n>`.
+
+    Args:
+        start: Hugging Face folder of the SFT model.
+        read_pairs: the pairs of a split; read once a member, so that only one split is in memory.
+        loop: the stage's training loop, given `first_step` (the number of a member's first step in the curves) and its `seed`.
+    Returns:
+        The stage's metrics, and a row for each held-out pair (`heldout_table`).
+    Raises:
+        Interrupted: a stop was requested; the state is saved.
+    """
+    metrics: dict[str, Any] = {}
+    scores: list[Scores] = []
+    for member in range(config.ensemble):
+        if member:
+            engine = scalar_model = None  # frees the member before
+            release_memory()
+        member_seed = seed + MEMBER_SEEDS * member
+        scalar_model = new_scalar_model(start, tokenizer, trust_remote_code=model.trust_remote_code, training_dtype=model.dtype)
+        if member:  # instead of zeros
+            head = scalar_head(scalar_model).weight
+            torch.nn.init.normal_(head, std=head.shape[1] ** -0.5, generator=torch.Generator().manual_seed(member_seed))
+        encoder = comparison_encoder(scalar_model, tokenizer, config, max_length=model.max_length)
+        engine, of_member = train_member(
+            scalar_model, encoder, read_pairs, config, member=member, dtype=model.dtype, seed=member_seed, loop=loop
+        )
+        metrics |= of_member if member == 0 else {f"{name}_member_{member}": of_member[name] for name in MEASURED if name in of_member}
+        engine.eval()
+        how = {"pad_id": filler_id(engine.module.model), "microbatch_tokens": config.microbatch_tokens}
+        heldout = heldout_comparisons(encoder, read_pairs)
+        scores.append({split: score_heldout(engine, comparisons, **how) for split, _, comparisons in heldout})
+        save_model(scalar_model, engine.state_dict(), tokenizer, output / f"member_{member}" if member else output)
+    table = heldout_table(scores, encoder, read_pairs, tokenizer)
+    return metrics | {"heldout_pairs": len(table)}, table
+
+
+def comparison_encoder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: RewardConfig, *, max_length: int) -> Encoder:
+    """Encodes pairs as comparisons and counts those that are too long. A common prompt is computed once if the model can."""
+    shares = probe_score_head(model).per_token and shares_prefixes(model, device=device(), max_length=max_length)
+    if not shares:
+        log.info("train_reward: prompts are computed for each response: prefix sharing takes a CPU and a model with scores of tokens")
+    tokens = config.microbatch_tokens if shares else 0
+    return functools.partial(encode_comparisons, tokenizer=tokenizer, max_length=max_length, max_shared_tokens=tokens)
+
+
+def train_member(
+    model: PreTrainedModel,
+    encoder: Encoder,
+    read_pairs: Callable[[str], Rows],
+    config: RewardConfig,
+    *,
+    member: int,
+    dtype: str,
+    seed: int,
+    loop: Callable[..., TrainLoop],
+) -> tuple[TrainEngine, dict[str, Any]]:
+    """Train one member. Its steps in the curves follow those of the members before it."""
+    comparisons, dropped = encoder(read_pairs("train"))
+    heldout, _ = encoder(read_pairs("validation"))
+    phase = reward_phase(
+        comparisons,
+        heldout,
+        name=f"reward_member_{member}" if member else "reward",
+        steps=math.ceil(config.epochs * len(comparisons) / config.batch_size),
+        batch_size=config.batch_size,
+        pad_id=filler_id(model),
+        microbatch_tokens=config.microbatch_tokens,
+        margin=config.margin,
+        centering_coef=config.centering_coef,
+    )
+    settings = engine_settings(config, steps=phase.steps, learning_rate=config.learning_rate, dtype=dtype, seed=seed)
+    add_adapters(model, config.lora, seed=seed)
+    engine = TrainEngine(ScalarModule(model), settings)
+    train_phase(engine, phase, loop(first_step=member * phase.steps, seed=seed))
+    metrics = {"trained": True, "pairs": sum(len(c.pairs) for c in comparisons), "dropped_too_long": dropped, "steps": phase.steps}
+    return engine, metrics | (evaluate(engine, phase.evaluate) if phase.evaluate is not None else {})
+
+
+def heldout_comparisons(encoder: Encoder, read_pairs: Callable[[str], Rows]) -> Iterator[tuple[str, Rows, list[Comparison]]]:
+    """Split, its rows and their comparisons, for each held-out split with comparisons."""
+    for split in ("validation", "test"):
+        rows = read_pairs(split)
+        comparisons, _ = encoder(rows)
+        if comparisons:
+            yield split, rows, comparisons
+
+
+def heldout_table(
+    members: list[Scores], encoder: Encoder, read_pairs: Callable[[str], Rows], tokenizer: PreTrainedTokenizerBase
+) -> pd.DataFrame:
+    """Each validation and test pair with the mean and standard deviation of the members' scores; without members no rows."""
+    found = []
+    for split, rows, comparisons in heldout_comparisons(encoder, read_pairs):
+        by_id = {row["id"]: row for row in rows}
+        sides = (torch.stack([scores[split][side] for scores in members], 1) for side in (0, 1))
+        (chosen, chosen_std), (rejected, rejected_std) = (combine_members(side, std_coef=0.0) for side in sides)
+        scores = zip(*(values.tolist() for values in (chosen, rejected, chosen_std, rejected_std)), strict=True)
+        for c in comparisons:
+            for (a, b), row_id in zip(c.pairs, c.row_ids, strict=True):
+                row = by_id[row_id]
+                prompt = hashlib.sha256(conversation_text(row["messages"]).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+                of_chosen, of_rejected, *stds = next(scores)
+                tokens = len(c.sequences[a]), len(c.sequences[b]), prompt, len(encode_prompt(tokenizer, row["messages"]))
+                found.append((row_id, row["source"], split, of_chosen, of_rejected, *tokens, *stds))
+    return as_heldout_table(found)
+
+
+def as_heldout_table(rows: list[tuple]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=list(HELDOUT_COLUMNS)).astype(HELDOUT_COLUMNS)
