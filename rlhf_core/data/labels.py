@@ -92,9 +92,7 @@ def export_pairs(pairs: Sequence[LabelPair], folder: Path, *, count: int | None,
     if len({pair.id for pair in pairs}) < len(pairs):
         raise ValueError(f"{origin}: expected different ids, got one twice; remove repeated pairs")
     if (folder / KEY).exists():
-        raise ValueError(
-            f"{folder}: expected a folder without an export, got one; choose another folder: its labels need its key"
-        )
+        raise ValueError(f"{folder}: expected a folder without an export, got one; choose another folder: its labels need its key")
     random = np.random.default_rng(seed)
     picked = [pairs[i] for i in random.permutation(len(pairs))[:count]]
     swapped = random.integers(2, size=len(picked)).astype(bool).tolist()
