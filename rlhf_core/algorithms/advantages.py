@@ -25,8 +25,8 @@ def token_rewards(scores: torch.Tensor, kl: torch.Tensor, response_mask: torch.T
         response_mask: [B, R] bool.
         kl_coef: 0 where the KL is a term of the loss.
     Returns:
-        [B, R], 0 where masked. The row of an unscored response is 0 and says nothing about the response: clear its mask before `gae`
-        and the losses, or the critic learns a reward of 0.
+        [B, R], 0 where masked. The row of an unscored response is 0, which is not its reward: clear its mask before `gae` and the
+        losses, or the critic learns a reward of 0.
     """
     scored = scores.isfinite()
     positions = torch.arange(response_mask.shape[1], device=response_mask.device)
@@ -56,13 +56,13 @@ def overlong_penalty(lengths: torch.Tensor, *, max_new_tokens: int, buffer: int,
 def gae(
     token_rewards: torch.Tensor, values: torch.Tensor, response_mask: torch.Tensor, *, gamma: float, gae_lambda: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalized advantage estimation over the response tokens; the response ends the episode, cut off or not.
+    """Generalized advantage estimation over the response tokens; the response ends the episode, truncated or not.
 
     A_t = d_t + gamma * gae_lambda * A_{t+1},   d_t = r_t + gamma * V_{t+1} - V_t
     Source: Schulman et al. 2016, https://arxiv.org/abs/1506.02438, equations 11 and 16.
 
     Args:
-        token_rewards: [B, R], KL penalty already subtracted. Rewards of masked tokens are not seen.
+        token_rewards: [B, R], KL penalty already subtracted. Rewards of masked tokens are ignored.
         values: [B, R], in reward units, before each token is taken.
         response_mask: [B, R] bool. t + 1 is the next unmasked token: values and advantages are carried across a gap (a tool's
             output) without a discount. Masked entries may hold anything.
@@ -109,12 +109,12 @@ def grpo(
     A_i = (r_i - mean(r)) / max(std(r), std_floor),   or without the division
     Source: Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2.
 
-    The std is the unbiased one (n - 1). The floor replaces a smaller std, so that nearly equal rewards can't become large advantages.
+    The std is unbiased (n - 1). The floor replaces a smaller std, so that nearly equal rewards don't become large advantages.
 
     Args:
         rewards: [B], one per response. Where the KL is placed in the reward, kl_coef times its sum over the sampled tokens is already
             subtracted, so *before* the group's baseline. NaN: unscored, left out of the group's statistics, advantage 0.
-        group_ids: [B] int64, any numbers in any order; samples of one prompt share theirs.
+        group_ids: [B] int64, any numbers in any order; equal for samples of one prompt.
         response_mask: [B, R] bool. A row without True is left out of the statistics too.
     Returns:
         [B, R], the response's advantage at each of its tokens, 0 where masked. A group of one and a group of equal rewards get 0.
@@ -129,10 +129,10 @@ def grpo(
 
 
 def dr_grpo(rewards: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """GRPO without the division by the std, which weighs questions that are too easy or too hard more than others.
+    """GRPO without the division by the std, which gives prompts that are too easy or too hard more weight.
 
     A_i = r_i - mean(r)
-    Source: Liu et al. 2025, https://arxiv.org/abs/2503.20783, section 3.2; its other half is the constant_horizon of `aggregate`.
+    Source: Liu et al. 2025, https://arxiv.org/abs/2503.20783, section 3.2; the paper's loss is the constant_horizon of `aggregate`.
 
     Arguments, result and degenerate groups as of `grpo`.
     """
@@ -178,8 +178,8 @@ def reinforce_pp_baseline(rewards: torch.Tensor, group_ids: torch.Tensor, respon
     A_i = (a_i - mean(a)) / std(a),   a_i = r_i - mean of its group;   mean and std over all sampled tokens of the batch
     Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262.
 
-    The std is the batch's, so a group whose rewards hardly differ gets small advantages; `grpo` makes all groups alike.
-    A group of one and a group of equal rewards count in the batch's statistics, with a = 0, and get advantage 0.
+    The std is the batch's, so a group whose rewards hardly differ gets small advantages; `grpo` scales all groups alike.
+    A group of one and a group of equal rewards have a = 0 in the batch's statistics, and get advantage 0.
 
     Arguments as of `grpo`; a response that is left out of its group's statistics is left out of the batch's too.
     Returns:
@@ -209,15 +209,15 @@ def remax(rewards: torch.Tensor, baseline_rewards: torch.Tensor, response_mask: 
 
 @torch.no_grad()
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True, std_floor: float = 1e-4) -> torch.Tensor:
-    """Advantages with mean 0 and std 1 over all unmasked entries of the batch that is given.
+    """Advantages with mean 0 and std 1 over all unmasked entries.
 
-    Give it the whole rollout batch, of all ranks, before it is cut into mini-batches: the statistics of a part are others. The std is
-    the unbiased one (n - 1) and at least std_floor.
+    Pass the whole rollout batch, of all ranks, before it is split into minibatches: statistics of a part differ. The std is unbiased
+    (n - 1) and at least std_floor.
 
     Args:
         advantages: [B, R]; masked entries may hold anything.
         mask: [B, R] bool.
-        shift_mean: False keeps the mean.
+        shift_mean: False: the mean stays.
     Returns:
         [B, R], 0 where masked.
     """
@@ -234,9 +234,9 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = T
 
 @dataclass(frozen=True)
 class _Groups:
-    """Rewards less their group's mean, and what it took.
+    """Rewards less their group's mean, and the groups' statistics.
 
-    centered: [B] float64, exactly 0 where the group says nothing.    group: [B] int64, 0 to G - 1.    counted: [B] bool.
+    centered: [B] float64, exactly 0 in a group without variance.    group: [B] int64, 0 to G - 1.    counted: [B] bool.
     count: [G] float64, counted samples.    informative: [G] bool, the counted samples' rewards differ.
     """
 
@@ -258,7 +258,7 @@ class _Groups:
         lowest = zeros.scatter_reduce(0, group, known.where(counted, torch.inf), "amin", include_self=False)
         informative = highest > lowest
         if not informative.all():
-            # The message is always the same, so Python shows it once.
+            # A constant message, which Python shows once.
             warnings.warn("groups of equal rewards, or with fewer than two scored responses, get advantage 0", RuntimeWarning, stacklevel=1)
         centered = (known - mean[group]).where(counted & informative[group], 0.0)
         return cls(centered, group, counted, count, informative)

@@ -1,4 +1,4 @@
-"""Importance weights for samples of a policy that isn't quite the trainer's: the sampling engine computes other probabilities."""
+"""Importance weights for samples of a rollout engine whose probabilities differ from the trainer's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 def importance_weights(
     old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, response_mask: torch.Tensor, *, kind: str, low: float, high: float
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The factor of each token's policy loss, and how far the sampling engine is from the trainer.
+    """The factor of each token's policy loss, and the mismatch between rollout engine and trainer.
 
     With ratio_t = exp(old_logprobs_t - rollout_logprobs_t):
     none:          1
@@ -21,21 +21,21 @@ def importance_weights(
     Sources: tis: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; icepop: Ring-1T, https://arxiv.org/abs/2510.18855; the two
     for sequences: Liu et al. 2025, "When speed kills stability", https://richardli.xyz/rl-collapse.
 
-    sequence_tis weighs by the product because that is the importance ratio of the whole response. sequence_mask asks whether a response
-    can be trusted, and with bounds on a product it would reject long responses for being long; the geometric mean has the same bounds
-    at any length. It stays close to 1, so its bounds have to be closer than a token's.
+    sequence_tis uses the product, which is the importance ratio of the whole response. sequence_mask rejects whole responses: bounds on
+    the product would reject long responses for their length, while the geometric mean has the same bounds at any length. It stays close
+    to 1, so its bounds have to be closer than a token's.
 
     Args:
         old_logprobs: [B, R], the trainer's before the update, of the distribution that was sampled from.
-        rollout_logprobs: [B, R], the sampling engine's.
+        rollout_logprobs: [B, R], the rollout engine's.
         response_mask: [B, R] bool; masked entries may hold anything.
         kind: none, tis, icepop, sequence_tis or sequence_mask.
-        low, high: bounds; none reads neither, tis and sequence_tis read only high.
+        low, high: bounds; none uses neither, tis and sequence_tis only high.
     Returns:
         Weights [B, R], constants, 1 where masked; and over the unmasked tokens, for every kind (0 without tokens):
         mismatch_mean, mismatch_max: of |log ratio|;
         ratio_mean: of the ratio, 1 in expectation;
-        mismatch_kl: mean of ratio - 1 - log ratio, which estimates KL(sampling engine || trainer) and is never negative;
+        mismatch_kl: mean of ratio - 1 - log ratio, which estimates KL(rollout engine || trainer) and is never negative;
         corrected_fraction: tokens whose weight was truncated or set to 0.
     Raises:
         ValueError: another kind.

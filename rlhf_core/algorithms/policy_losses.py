@@ -33,11 +33,11 @@ def ppo_clip(
     Returns:
         token_loss [B, R] for `aggregate`, and detached scalars over the unmasked tokens, the first two to be added over micro-batches
         and ranks and divided by the step's token count:
-        clip_frac_sum: tokens on which a clipping holds, so that they have no gradient;
+        clip_frac_sum: tokens that are clipped, and so have no gradient;
         approx_kl_sum: of ratio - 1 - log ratio, which estimates KL(old || current) and is never negative;
         ratio_max, ratio_min: the largest and the smallest ratio (0 and infinity without tokens).
     """
-    logprobs, log_ratio, advantages = _kept(logprobs, old_logprobs, advantages, response_mask)
+    logprobs, log_ratio, advantages = _masked(logprobs, old_logprobs, advantages, response_mask)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -62,13 +62,13 @@ def gspo(
     -min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A),   s = exp(mean over the response's tokens of logprobs - old_logprobs)
     Source: Zheng et al. 2025, https://arxiv.org/abs/2507.18071, equations 5 and 7, whose bounds are far narrower than PPO's (3e-4, 4e-4).
 
-    A is the mean of the response's advantages, which the paper's algorithm has all equal. The loss stands at each token of the response,
-    so that the sequence_mean of `aggregate` gives the mean over responses, and its gradient; other modes weigh long responses more.
+    A is the mean of the response's advantages, which the paper's algorithm has all equal. Each token of the response has the
+    response's loss, so that the sequence_mean of `aggregate` is the mean over responses; other modes give long responses more weight.
 
-    Arguments and result as of `ppo_clip`, with the tokens of the responses that are held in clip_frac_sum, the tokens' own ratios in
+    Arguments and result as of `ppo_clip`, with the tokens of the clipped responses in clip_frac_sum, the tokens' own ratios in
     approx_kl_sum and the extremes of s in ratio_max and ratio_min.
     """
-    logprobs, log_ratio, advantages = _kept(logprobs, old_logprobs, advantages, response_mask)
+    logprobs, log_ratio, advantages = _masked(logprobs, old_logprobs, advantages, response_mask)
     lengths = response_mask.sum(1, keepdim=True).clamp(min=1)
     ratio = (log_ratio.sum(1, keepdim=True) / lengths).exp()
     advantage = advantages.sum(1, keepdim=True) / lengths
@@ -95,13 +95,13 @@ def cispo(
 
     Arguments and result as of `ppo_clip`, with the tokens whose weight is clipped in clip_frac_sum.
     """
-    logprobs, log_ratio, advantages = _kept(logprobs, old_logprobs, advantages, response_mask)
+    logprobs, log_ratio, advantages = _masked(logprobs, old_logprobs, advantages, response_mask)
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -weight * advantages * logprobs, _statistics(log_ratio, ratio, (weight != ratio) & response_mask, response_mask)
 
 
-def _kept(
+def _masked(
     logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probabilities, log ratios and advantages [B, R], all 0 where masked."""
@@ -122,7 +122,7 @@ def _statistics(log_ratio: torch.Tensor, ratio: torch.Tensor, held: torch.Tensor
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, response_mask: torch.Tensor, *, value_clip: float | None
 ) -> torch.Tensor:
-    """Squared error of the critic, the worse of the new value and the new value held near the old one.
+    """Squared error of the critic: the larger of the new value's and that of the new value clipped to the neighbourhood of the old one.
 
     0.5 * max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2)
     Source: PPO's first implementation (openai/baselines, ppo2); the paper has no clipping here. Discussed in https://arxiv.org/abs/2005.12729.

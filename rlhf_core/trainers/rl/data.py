@@ -1,4 +1,4 @@
-"""Prompts and demonstrations in, tensors out: what the RL loop does with data."""
+"""Data of the RL loop: prompt and demonstration streams, and rollouts as tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
     """The prompts of a split that leave room for `rollout.max_new_tokens`, in file order.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no prompt does.
     """
     tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
     rows = read_rows(Path(job.prepared), "prompt", split)
@@ -35,7 +35,7 @@ def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
 
 
 def evaluation_prompts(job: RlJob) -> list[Prompt]:
-    """What the policy is evaluated on during training: prompts of the validation split in a seeded order; none if it isn't."""
+    """Prompts of the evaluations during training: of the validation split, in a seeded order; none without rl.evaluation.every."""
     if job.rl.evaluation.every is None:
         return []
     prompts = read_prompts(job, "validation")
@@ -44,10 +44,10 @@ def evaluation_prompts(job: RlJob) -> list[Prompt]:
 
 
 class PromptStream:
-    """The training prompts, in an endless order that follows from the seed and the position alone.
+    """The training prompts in an endless order, which depends on seed and position only.
 
-    Without weights each pass over all prompts is a fresh permutation. With weights each position draws its source by weight, and each
-    source's prompts come in passes of their own.
+    Without weights each pass over all prompts is a new permutation. With weights each position samples its source by weight, and each
+    source has its own passes.
     """
 
     def __init__(self, prompts: Sequence[Prompt], weights: dict[str, float], *, seed: int):
@@ -73,7 +73,7 @@ class PromptStream:
 
 
 class SourceDraws:
-    """Which source each position takes its prompt from: independent draws by weight, made in blocks that are seeded by their number."""
+    """The source of each position: independent samples by weight, in blocks that are seeded by their number."""
 
     BLOCK = 4096
 
@@ -89,7 +89,7 @@ class SourceDraws:
         return np.concatenate(self._blocks[first:])[start - first * self.BLOCK :][:count]
 
     def counts(self, end: int) -> list[int]:
-        """How often each source comes before position `end`."""
+        """How often each source occurs before position `end`."""
         self._extend(end)
         drawn = np.concatenate([*self._blocks, np.empty(0, dtype=np.int64)])[:end]
         return np.bincount(drawn, minlength=len(self._probabilities)).tolist()
@@ -101,10 +101,10 @@ class SourceDraws:
 
 
 class DemonstrationStream:
-    """The training demonstrations for rl.ptx, of the tokens that SFT trains on, batch by batch; empty batches where the coefficient is 0.
+    """Batches of training demonstrations for rl.ptx, with the tokens that SFT trains on; empty batches if the coefficient is 0.
 
     Raises:
-        ValueError: there is none that fits model.max_length.
+        ValueError: no demonstration fits model.max_length.
     """
 
     def __init__(self, job: RlJob):
@@ -122,7 +122,7 @@ class DemonstrationStream:
             self._demonstrations = kept
 
     def batch(self, number: int) -> list[Demonstration]:
-        """Of the optimizer step of this number in the whole run."""
+        """Args: number: of the optimizer step in the whole run."""
         if not self._demonstrations:
             return []
         chosen = batch_indices(number, batch_size=self._batch_size, num_examples=len(self._demonstrations), seed=self._seed)
@@ -181,7 +181,7 @@ def baseline_of(scored: Sequence[ScoredRollout], outputs: dict[str, torch.Tensor
     """Greedy responses, one for each prompt, as the baseline of `copies` rows each.
 
     Args:
-        outputs: as of `collate`; empty where no KL is in the reward.
+        outputs: as for `collate`; empty where no KL is in the reward.
     """
     rollouts = [s.rollout for s in scored]
     mask = _response_mask(rollouts)

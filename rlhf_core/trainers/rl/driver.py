@@ -1,4 +1,4 @@
-"""The driver of an RL job: starts its actors, and only then imports what the loop needs, which takes seconds too.
+"""The driver of an RL job: starts the actors, and imports the loop's modules while they start.
 
 python -m rlhf_core.trainers.rl.driver <job.json>
 """
@@ -25,14 +25,14 @@ def main() -> int:
     show_own_log()
     configure_process()
     stop = Stop()
-    signal.signal(signal.SIGTERM, stop.ask)
+    signal.signal(signal.SIGTERM, stop.request)
     job = RlJob.read(Path(sys.argv[1]))
     forget_refusal(job)
     name_stage("train_policy")
     keep_visible(named() | ({"WANDB_API_KEY"} if job.tracking.wandb_project is not None else set()))
     try:
         with beat(job.pulse), Actors(job) as actors:
-            signal.signal(signal.SIGTERM, stop.ask)  # once more: a process that connects to Ray gets Ray's handler, which ends it
+            signal.signal(signal.SIGTERM, stop.request)  # again: connecting to Ray installs Ray's handler, which ends the process
             from rlhf_core.trainers.rl.loop import run
 
             return run(job, actors, stop)
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 class Actors:
-    """Rollout engines and trainer ranks; their processes start here, and `Workers` waits for them.
+    """Starts the processes of rollout engines and trainer ranks; `Workers` waits for them.
 
     Raises:
         ValueError: the job asks for more GPUs than the cluster has. Nothing is started.
@@ -53,12 +53,12 @@ class Actors:
 
     def __init__(self, job: RlJob):
         placement = place(job.rl, join_cluster())
-        _keep(placement, job)
-        if placement.gpus:  # ranks first: the larger shares, which find no room between the smaller ones
+        _record(placement, job)
+        if placement.gpus:  # ranks first: their larger shares would find no room between smaller ones
             self.trainers = _trainer_ranks(job, placement)
             self.rollouts = _rollout_engines(job, placement)
         else:
-            self.rollouts = _rollout_engines(job, placement)  # first, since they take the longest
+            self.rollouts = _rollout_engines(job, placement)  # first: they start slowest
             self.trainers = _trainer_ranks(job, placement)
 
     def __enter__(self) -> Actors:
@@ -70,8 +70,8 @@ class Actors:
         leave_cluster()
 
 
-def _keep(placement: Placement, job: RlJob) -> None:
-    """Into the log and the job's folder, where the cluster has GPUs."""
+def _record(placement: Placement, job: RlJob) -> None:
+    """Log the placement and write it into the job's folder, if the cluster has GPUs."""
     path = Path(job.work) / PLACEMENT
     if placement.gpus:
         log.info("rl: %s", placement.describe(job.rl))
@@ -124,7 +124,7 @@ def _trainer_ranks(job: RlJob, placement: Placement) -> ActorGroup:
 
 
 def _threads(job: RlJob, *, among: int, placement: Placement) -> int:
-    """Of each of a role's actors. Without a GPU, engines and trainers that work at the same time share the cores."""
+    """Threads of each of a role's actors. Without GPUs, engines and trainers that run at the same time share the cores."""
     together = 2 if job.rl.rollout.one_step_off_policy and not placement.gpus else 1
     return max(1, job.threads // together // among)
 

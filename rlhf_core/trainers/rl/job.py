@@ -1,4 +1,4 @@
-"""The description of an RL job: all that the Ray job's driver and its actors need to know, as one JSON file."""
+"""The description of an RL job, a JSON file that driver and actors read; the driver's exit codes, heartbeat and stop signal."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ from rlhf_core.config import ModelConfig, RlConfig, Section, TrackingConfig
 
 log = logging.getLogger("rlhf")
 
-# The job's exit codes. Any other is a crash, worth another try.
-REFUSED = 65  # the same again would end the same; EX_DATAERR of sysexits.h
-LOST = 75  # an actor that can't be replaced died or is late; the same again goes on from the last checkpoint. EX_TEMPFAIL of sysexits.h
-FULL = 74  # no room for a checkpoint; EX_IOERR
-STOPPED = 143  # after SIGTERM, the checkpoint written
+# Exit codes of the driver, after sysexits.h. Any other code is a crash; a rerun may succeed.
+REFUSED = 65  # EX_DATAERR: the job can't be done as described; a rerun would fail again
+LOST = 75  # EX_TEMPFAIL: an actor that can't be replaced died or missed a deadline; a rerun resumes from the last checkpoint
+FULL = 74  # EX_IOERR: no space for a checkpoint
+STOPPED = 143  # SIGTERM, after the checkpoint is written
 BEAT_SECONDS = 2.0
-PLACEMENT = "placement.json"  # in the job's folder, where the cluster has GPUs
+PLACEMENT = "placement.json"  # in the job's folder, if the cluster has GPUs
 
 
 class RlJob(Section):
     """Paths are absolute; on a cluster they are on a file system that every node sees.
 
-    prepared: folder of the canonical data. train_on, train_on_thoughts: of the section sft, for rl.ptx. sft_model: where the policy starts
-    and what the reference is. reward_model: where PPO's critic starts, or None where it starts elsewhere. scorer_models: the folder of
-    each scorer of kind reward_model, by name. source_judges: of each data source that has a judge, the judge's name. work: checkpoints
-    and curves. checkpoints: which of them stay, and are gone on from. output: the final policy's folder.
+    prepared: folder of the canonical data.
+    train_on, train_on_thoughts: of the section sft, for rl.ptx.
+    sft_model: the initial policy and the reference.
+    reward_model: the critic's initial model; None where it starts from the SFT model, or there is no critic.
+    scorer_models: scorer's name -> folder, of each scorer of kind reward_model.
+    source_judges: data source -> judge's name, of each source with a judge.
+    work: folder of checkpoints and curves.    checkpoints: which checkpoints are kept and resumed from.
+    output: the final policy's folder.    timings: CSV file of seconds per phase.
     """
 
     seed: int
@@ -64,7 +68,7 @@ class RlJob(Section):
 
     @property
     def pulse(self) -> Path:
-        """The file by which the driver shows that it lives."""
+        """File of the driver's heartbeat."""
         return Path(self.work) / "pulse"
 
     def write(self, path: Path) -> None:
@@ -76,24 +80,24 @@ class RlJob(Section):
 
 
 def refuse(job: RlJob, error: Exception) -> int:
-    """Log why the job can't be done, and leave it for the stage, which tells it last. Returns the exit code."""
+    """Log why the job can't be done, and leave the reason for the stage. Returns the exit code."""
     log.error("%s", error)
-    with contextlib.suppress(OSError):  # the log has it
+    with contextlib.suppress(OSError):  # the log has the reason
         _refusal_file(job).write_text(" ".join(str(error).split()), encoding="utf-8")
     return REFUSED
 
 
 def forget_refusal(job: RlJob) -> None:
-    """Of a driver before this one."""
+    """Remove the reason of an earlier driver."""
     with contextlib.suppress(OSError):
         _refusal_file(job).unlink(missing_ok=True)
 
 
 def refusal_of(job: RlJob) -> str:
-    """Why a driver that ended with REFUSED did so, on one line."""
+    """The reason of a driver that exited with REFUSED, on one line."""
     with contextlib.suppress(OSError):
-        if told := _refusal_file(job).read_text(encoding="utf-8"):
-            return told
+        if reason := _refusal_file(job).read_text(encoding="utf-8"):
+            return reason
     return "expected to be able to train, got a refusal in its output; change what that names"
 
 
@@ -103,12 +107,12 @@ def _refusal_file(job: RlJob) -> Path:
 
 @contextlib.contextmanager
 def beat(path: Path) -> Iterator[None]:
-    """Change a file every BEAT_SECONDS, from a thread: a driver that waits goes on with it, one that is stopped or gone doesn't."""
+    """Write a heartbeat file every BEAT_SECONDS from a thread; it stops with the process, not while the main thread waits."""
     done = threading.Event()
 
     def run() -> None:
         for count in itertools.count():
-            with contextlib.suppress(OSError):  # a full disk is for others to complain about
+            with contextlib.suppress(OSError):  # a full disk is reported where it matters
                 path.write_text(str(count))
             if done.wait(BEAT_SECONDS):
                 return
@@ -123,38 +127,38 @@ def beat(path: Path) -> Iterator[None]:
 
 
 class StepAbandoned(Exception):
-    """A stop was asked for while a step had changed nothing yet."""
+    """SIGTERM arrived while the step had changed no state."""
 
 
 class Stop:
-    """Handles SIGTERM."""
+    """SIGTERM's handler. While the driver collects rollouts, SIGTERM abandons the step at once; otherwise the step is completed first."""
 
     def __init__(self):
-        self._asked = self._interruptible = False
+        self._requested = self._interruptible = False
 
-    def ask(self, *_: object) -> None:
-        """The signal's handler."""
-        self._asked = True
+    def request(self, *_: object) -> None:
+        """The signal handler."""
+        self._requested = True
         if self._interruptible:
             self._interruptible = False
             raise StepAbandoned
 
     def is_set(self) -> bool:
-        return self._asked
+        return self._requested
 
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:
-        """What happens in here is given up when a stop is asked for, or was.
+        """A block that SIGTERM abandons.
 
         Raises:
-            StepAbandoned: it was.
+            StepAbandoned: SIGTERM arrived, now or before.
         """
-        if self._asked:
+        if self._requested:
             raise StepAbandoned
         self._interruptible = True
         try:
             yield
-        except KeyboardInterrupt:  # what becomes of an exception that a handler raises within a call into Ray
-            raise (StepAbandoned if self._asked else KeyboardInterrupt) from None
+        except KeyboardInterrupt:  # what Ray makes of an exception that a handler raises within a call into Ray
+            raise (StepAbandoned if self._requested else KeyboardInterrupt) from None
         finally:
             self._interruptible = False

@@ -1,4 +1,4 @@
-"""What is measured of an RL step, and what stops the run."""
+"""Metrics of an RL step, its timings, and the check of its scores."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlhf_core.trainers.rl.minibatch import EXTREMES
 from rlhf_core.types import RolloutBatch
 
 Metrics = dict[str, float]
-REPETITION_N = 3  # tokens that come again
+REPETITION_N = 3  # tokens of an n-gram
 
 
 class TooManyUnscored(RuntimeError):
-    """A scorer had no answer for too many responses."""
+    """A scorer gave no score for too many responses."""
 
 
 def batch_metrics(batch: RolloutBatch, old_logprobs: torch.Tensor, config: ScoreConfig) -> Metrics:
@@ -53,7 +53,7 @@ def batch_metrics(batch: RolloutBatch, old_logprobs: torch.Tensor, config: Score
 
 
 def evaluation_metrics(components: Components, config: ScoreConfig) -> Metrics:
-    """Means over what could be scored; NaN where nothing could."""
+    """Means over the scored responses; NaN where none was scored."""
     scores = {"score": weighted_score(components, config.scorers), **components}
     return {f"eval_{name}": finite_mean(values) for name, values in scores.items()}
 
@@ -64,10 +64,10 @@ def finite_mean(values: torch.Tensor) -> float:
 
 
 def update_metrics(sums: Metrics, *, ranks: int) -> Metrics:
-    """Means over tokens and optimizer steps, from sums over all ranks. What no optimizer step had is left out.
+    """Means over tokens and optimizer steps. A metric that no optimizer step had is left out.
 
     Args:
-        sums: those that are the same on every rank (norms, counts of steps) are in it `ranks` times.
+        sums: over all ranks, so that a value which is equal on every rank (a norm, a count of steps) is in its sum `ranks` times.
     """
     steps, tokens = sums["optimizer_steps"] / ranks, max(sums.get("tokens", 0), 1)
     found = {
@@ -82,10 +82,11 @@ def update_metrics(sums: Metrics, *, ranks: int) -> Metrics:
 
 
 def check_scored(batch: RolloutBatch, rl: RlConfig, *, step: int) -> None:
-    """Responses without a score are masked and counted; too many of them mean that the reward is broken.
+    """Responses without a score are masked; too many of them mean that the reward is broken.
 
     Raises:
-        TooManyUnscored: of a scorer that is rewarded, their share is above rl.reward.max_unscored_fraction, or no response has them all.
+        TooManyUnscored: a rewarded scorer's share of unscored responses is above rl.reward.max_unscored_fraction, or no response has a
+            score by every rewarded scorer.
     """
     limit = rl.reward.max_unscored_fraction
     for scorer in rl.reward.scorers:
@@ -102,7 +103,7 @@ def check_scored(batch: RolloutBatch, rl: RlConfig, *, step: int) -> None:
 
 
 class Clock:
-    """Where a step's time goes, in seconds per phase; a phase that comes again adds up."""
+    """Seconds of a step per phase; a repeated phase adds up."""
 
     def __init__(self):
         self._start = self._last = time.perf_counter()
@@ -131,7 +132,7 @@ def progress_figures(row: Metrics, rl: RlConfig, clock: Clock) -> Metrics:
 
 
 def repetition(response_ids: torch.Tensor, response_mask: torch.Tensor, *, n: int) -> float:
-    """Mean over responses of the share of n-grams that stood in the same response before.
+    """Mean over responses of the share of n-grams that occurred earlier in the same response.
 
     1 - distinct / all, in each response ("seq-rep-n" of Welleck et al. 2020, https://arxiv.org/abs/1908.04319, section 6).
 
@@ -139,22 +140,22 @@ def repetition(response_ids: torch.Tensor, response_mask: torch.Tensor, *, n: in
         response_ids: [B, R] int64, from 0 on.
         response_mask: [B, R] bool; an n-gram across a gap doesn't count.
     Returns:
-        0 for responses that are too short for an n-gram twice; responses without any are left out (NaN: all are).
+        0 for responses with a single n-gram; responses without n-grams are left out; NaN without any n-gram.
     """
     codes, whole = _ngrams(response_ids, response_mask, n=n)
     counts = whole.sum(1)
     if not counts.any():
         return math.nan
-    nowhere = -1 - torch.arange(codes.shape[1])  # codes are never negative, so that these equal nothing
+    nowhere = -1 - torch.arange(codes.shape[1])  # negative, so equal to no code
     ordered = codes.where(whole, nowhere).sort(1).values
     repeated = (ordered[:, 1:] == ordered[:, :-1]).sum(1)
     return float((repeated / counts.clamp(min=1))[counts > 0].mean())
 
 
 def distinct(response_ids: torch.Tensor, response_mask: torch.Tensor, *, n: int) -> float:
-    """Different n-grams among all n-grams of the whole batch (distinct-n of Li et al. 2016, https://arxiv.org/abs/1510.03055).
+    """Share of different n-grams among all n-grams of the batch (distinct-n of Li et al. 2016, https://arxiv.org/abs/1510.03055).
 
-    It falls with the number of tokens: compare only batches of about the same size. NaN without n-grams.
+    The share falls with the number of tokens: compare only batches of about the same size. NaN without n-grams.
     """
     codes, whole = _ngrams(response_ids, response_mask, n=n)
     found = codes[whole]
@@ -162,7 +163,7 @@ def distinct(response_ids: torch.Tensor, response_mask: torch.Tensor, *, n: int)
 
 
 def _ngrams(ids: torch.Tensor, mask: torch.Tensor, *, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A number for each n-gram [B, max(R - n + 1, 0)], different for different ones, and whether all its tokens count."""
+    """A code of each n-gram [B, max(R - n + 1, 0)], equal for equal n-grams only, and whether all of its tokens are unmasked."""
     if ids.shape[1] < n:
         return ids[:, :0], mask[:, :0]
     base = int(ids.max()) + 1

@@ -1,6 +1,6 @@
-"""What RL's curves are held against: limits, how long each has been passed, and what follows from it (docs/monitors.md).
+"""Limits on the columns of RL's curves, and what happens when one is passed (docs/monitors.md).
 
-The state moves with the run's: it is in every checkpoint, so that a resumed run warns and stops where an uninterrupted one does.
+The state is in every checkpoint, so that a resumed run warns and stops where an uninterrupted one does.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SHOWN = 5  # values that a finding quotes
 
 @dataclass(frozen=True)
 class Finding:
-    """A limit that was passed for as long as it is patient.
+    """A limit that has been passed for `patience` steps in a row.
 
-    limit: its name in rl.monitor. value: of the metric, over the limit's window. threshold: what it was compared with.
+    limit: its name in rl.monitor.    value: of the metric, mean over the limit's window.    threshold: what the value was compared with.
     """
 
     limit: str
@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Track:
-    """What is remembered of a limit's metric: its last values, the highest mean over a window, steps in a row that were past the limit."""
+    """History of a limit's metric: its last values, the highest mean over a window, and the steps in a row past the limit."""
 
     values: tuple[float, ...] = ()
     peak: float | None = None
@@ -45,8 +45,9 @@ class Track:
 
 @dataclass(frozen=True)
 class MonitorState:
-    """tracks: by the limit's name. start: mean and standard deviation, in the first step, of `score` and of each scorer that is only
-    measured. frontier: (KL, score) of the steps that no other one beat at a smaller KL, KL ascending.
+    """tracks: by the limit's name.
+    start: mean and standard deviation in the first step, of `score` and of each scorer without a weight.
+    frontier: (KL, score) of the steps whose score no step with a smaller KL exceeds, KL ascending.
     """
 
     tracks: Mapping[str, Track] = field(default_factory=dict)
@@ -57,12 +58,12 @@ class MonitorState:
 
     @property
     def findings(self) -> dict[str, Any]:
-        """What was found, for the stage's metrics."""
+        """For the stage's metrics."""
         return {"stopped": self.stopped and asdict(self.stopped), "warnings": [asdict(f) for f in self.warnings]}
 
     @classmethod
     def read(cls, state: dict[str, Any]) -> MonitorState:
-        """From what `asdict` made and JSON gave back."""
+        """From the JSON of `asdict`."""
         return cls(
             tracks={name: Track(**{**track, "values": tuple(track["values"])}) for name, track in state["tracks"].items()},
             start={name: tuple(moments) for name, moments in state["start"].items()},
@@ -73,12 +74,12 @@ class MonitorState:
 
 
 def observe(rl: RlConfig, state: MonitorState, row: Metrics, batch: RolloutBatch) -> tuple[MonitorState, Metrics, list[Finding]]:
-    """The state after a step, the columns that only the run so far can give, and what was found in this step.
+    """The state after a step, the columns that depend on earlier steps, and the step's findings.
 
     The first finding whose action ends the run is in `state.stopped`, every other one in `state.warnings`.
 
     Args:
-        row: of the curves, with `step`; a metric that it lacks, or that is NaN, is passed over.
+        row: of the curves, with `step`; a metric that is missing or NaN is ignored.
     """
     if not state.start:
         state = replace(state, start=first_moments(batch, rl))
@@ -101,7 +102,7 @@ def observe(rl: RlConfig, state: MonitorState, row: Metrics, batch: RolloutBatch
 
 
 def follow(limit: LimitConfig, track: Track, value: float) -> tuple[Track, float, float]:
-    """One value further. Returns the track, the threshold of now, and the mean over the window (NaN until it is full)."""
+    """Add a value. Returns the track, the threshold, and the mean over the window (both NaN until the window is full)."""
     values = (*track.values, value)[-max(limit.window, SHOWN) :]
     if len(values) < limit.window:
         return replace(track, values=values), math.nan, math.nan
@@ -129,21 +130,21 @@ def finding(name: str, limit: LimitConfig, track: Track, *, step: int, value: fl
 
 
 def holds(rl: RlConfig, state: MonitorState) -> bool:
-    """Whether no limit that ends the run is passed now, patience or not: only then may the policy of now be the best."""
+    """Whether no limit that ends the run is passed, whatever its patience: only then may the current policy be the best."""
     return not any(state.tracks[name].past for name, limit in rl.limits.items() if limit.action != "warn" and name in state.tracks)
 
 
 def first_moments(batch: RolloutBatch, rl: RlConfig) -> dict[str, tuple[float, float]]:
-    """Mean and standard deviation (biased) of the raw weighted sum, `score`, and of each scorer that is only measured."""
+    """Mean and standard deviation (biased) of the raw weighted sum, `score`, and of each scorer without a weight."""
     measured = {s.name: batch.components[s.name] for s in rl.reward.scorers if not s.weight}
     moments = {name: Moments().merge(v) for name, v in {"score": weighted_score(batch.components, rl.reward.scorers), **measured}.items()}
     return {name: (m.mean, m.std) for name, m in moments.items()}
 
 
 def gaps(row: Metrics, start: Mapping[str, tuple[float, float]]) -> Metrics:
-    """gap_<name> of each scorer that is only measured: what the rewarded score has gained since the first step less what that one has.
+    """gap_<name> of each scorer without a weight: the rewarded score's gain since the first step, minus that scorer's gain.
 
-    (mean score - mean at the start) / std at the start, of the rewarded score, minus the same of the other; NaN where one didn't vary.
+    gain = (mean - mean of the first step) / std of the first step; NaN where the std is 0.
     """
 
     def gained(name: str, mean: float) -> float:
@@ -155,13 +156,13 @@ def gaps(row: Metrics, start: Mapping[str, tuple[float, float]]) -> Metrics:
 
 
 def below_frontier(frontier: tuple[tuple[float, float], ...], point: tuple[float, float]) -> float:
-    """How much less the score of a (KL, score) is than the best that was had for no more KL; 0 on the frontier or beyond."""
+    """By how much a (KL, score) is below the best score at no more KL; 0 on the frontier or beyond."""
     kl, score = point
     return max([0.0, *(s - score for k, s in frontier if k <= kl)])
 
 
 def with_point(frontier: tuple[tuple[float, float], ...], point: tuple[float, float]) -> tuple[tuple[float, float], ...]:
-    """The frontier with a (KL, score) on it if no point has at least its score for at most its KL; points that it beats go."""
+    """The frontier with a (KL, score) added, unless a point has at least its score at no more KL; points that it dominates are removed."""
     if not all(map(math.isfinite, point)) or any(k <= point[0] and s >= point[1] for k, s in frontier):
         return frontier
     return tuple(sorted([*((k, s) for k, s in frontier if not (k >= point[0] and s <= point[1])), point]))

@@ -1,8 +1,8 @@
-"""Which share of a GPU each actor of an RL job gets.
+"""The share of a GPU that each actor of an RL job gets.
 
-rl.trainer.gpus_per_rank and rl.rollout.gpus_per_engine say it, or are `auto`: a GPU for each actor where there are enough. With fewer,
-ranks keep a GPU each and engines share the others; where there is no other one, each rank shares its GPU with engines. Two ranks never
-share a GPU: NCCL refuses that.
+rl.trainer.gpus_per_rank and rl.rollout.gpus_per_engine set it. `auto` gives each actor a GPU if there are enough. With fewer GPUs, each
+rank has one and engines share the rest; without a rest, each rank shares its GPU with engines. Two ranks never share a GPU: NCCL refuses
+that.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 
 from rlhf_core.config import RlConfig
 
-RANK_SHARE = 0.6  # of a GPU that a rank shares with engines; more than a half, so that no second rank fits beside it
+RANK_SHARE = 0.6  # of a GPU that a rank shares with engines; more than a half, so that no second rank fits
 UNITS = 10_000  # Ray counts ten-thousandths of a GPU
 
 
 @dataclass(frozen=True)
 class Placement:
-    """gpus: of the cluster. per_rank, per_engine: of each actor; 0 where the cluster has none."""
+    """gpus: of the cluster.    per_rank, per_engine: share of each actor; 0 without GPUs."""
 
     gpus: int
     per_rank: float
@@ -27,7 +27,7 @@ class Placement:
 
     @property
     def shares_engine_gpus(self) -> bool:
-        """Whether other actors have parts of the GPU that an engine is on."""
+        """Whether an engine shares its GPU with other actors."""
         return 0 < self.per_engine < 1
 
     def describe(self, rl: RlConfig) -> str:
@@ -41,10 +41,10 @@ class Placement:
 
 
 def place(rl: RlConfig, gpus: int) -> Placement:
-    """The shares of a job on a cluster with so many GPUs.
+    """The shares of a job on a cluster with this number of GPUs.
 
     Raises:
-        ValueError: it asks for more than there are.
+        ValueError: the job needs more GPUs.
     """
     ranks, engines = rl.trainer.ranks, rl.rollout.engines
     if not gpus:
@@ -60,13 +60,13 @@ def place(rl: RlConfig, gpus: int) -> Placement:
     per_rank, per_engine = tried[-1]
     raise ValueError(
         f"rl: expected a cluster with room for {ranks} x {per_rank:g} (rl.trainer.ranks x gpus_per_rank) and {engines} x {per_engine:g} "
-        f"(rl.rollout.engines x gpus_per_engine) GPUs, got {gpus}; {ranks * per_rank + engines * per_engine:g} are asked for: lower one of "
-        "these, set gpus_per_rank and gpus_per_engine to auto, or add GPUs"
+        f"(rl.rollout.engines x gpus_per_engine) GPUs, got {gpus}; that is {ranks * per_rank + engines * per_engine:g} together: lower one "
+        "of these, set gpus_per_rank and gpus_per_engine to auto, or add GPUs"
     )
 
 
 def _candidates(rl: RlConfig, gpus: int) -> Iterator[tuple[float, float]]:
-    """Shares of a rank and of an engine, the larger ones first. Of an engine at least one for each rank's share."""
+    """Shares of a rank and of an engine, larger ones first."""
     rank, engine, engines = rl.trainer.gpus_per_rank, rl.rollout.gpus_per_engine, rl.rollout.engines
     per_rank = [rank]
     if rank == "auto":
@@ -83,12 +83,12 @@ def _candidates(rl: RlConfig, gpus: int) -> Iterator[tuple[float, float]]:
 
 
 def _rounded(share: float) -> float:
-    """Down to what Ray counts in, so that parts never add up to more than a GPU."""
+    """Rounded down to Ray's unit, so that shares never add up to more than a GPU."""
     return math.floor(share * UNITS + 1e-6) / UNITS
 
 
 def _fits(shares: list[float], gpus: int) -> bool:
-    """Whether actors, placed in this order as Ray does, each on the fullest GPU that has room, all get one."""
+    """Whether all actors find room if each goes, in this order and as in Ray, to the fullest GPU that has room."""
     free = [UNITS] * gpus
     for share in (round(share * UNITS) for share in shares):
         room = [left for left in free if left >= share]

@@ -59,7 +59,7 @@ class ForwardPart:
 
 
 class TrainerRank:
-    """See the module. `connect` must be called on every rank before anything else."""
+    """Models and optimizers of one rank. `connect` is called on every rank before anything else."""
 
     def __init__(self, rank: int, world_size: int, job: RlJob):
         self._rank, self._world_size, self._job = rank, world_size, job
@@ -111,7 +111,7 @@ class TrainerRank:
         collect_by_default()
 
     def _reward_models(self, how: dict[str, Any]) -> dict[str, list[ScalarModule]]:
-        """Name of a scorer -> the members of its reward model."""
+        """Scorer's name -> the members of its reward model."""
         configs, place = {s.name: s for s in self._job.rl.reward.scorers}, {"device": self._device, "dtype": self._dtype}
         return {
             name: load_members(Path(path), count=configs[name].members, label=configs[name].label, **place, **how)
@@ -135,7 +135,7 @@ class TrainerRank:
             offload_optimizer=rl.trainer.offload_optimizer,
             dtype=model.dtype,
             seed=self._job.seed,
-            disable_dropout=True,  # the ratio, the KL and the engines' log-probabilities are of the model without
+            disable_dropout=True,  # ratio, KL and the engines' log-probabilities are those of the model without dropout
         )
 
     def _frozen(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -146,7 +146,7 @@ class TrainerRank:
         return getattr(torch, self._job.model.dtype)
 
     def set_value_units(self, units: ValueUnits) -> None:
-        """What the critic's output means from now on. It isn't part of the saved state: it follows from the reward normaliser's."""
+        """Set the units of the critic's output. They follow from the reward normalizer, and aren't saved."""
         self._value_units = units
 
     # Before the update
@@ -258,24 +258,24 @@ class TrainerRank:
         return update.run(minibatches)
 
     def refresh_reference(self) -> None:
-        """The reference becomes the current policy."""
+        """The current policy becomes the reference."""
         self._reference.model.load_state_dict(self._policy.state_dict())
 
     # Weights and state
 
     @torch.no_grad()
     def probe(self, ids: list[int]) -> list[float]:
-        """The policy's log-probability of each token but the first, at temperature 1. Every rank calls it: it is a collective."""
+        """The policy's log-probability of each token but the first, at temperature 1. A collective with ZeRO: every rank calls it."""
         batch = collate_tokens([ids], [1], pad_id=self._pad_id).to(self._device)
         return self._policy(batch).logprobs.float().cpu().tolist()
 
     def weights(self) -> dict[str, torch.Tensor] | None:
-        """The policy's full weights on rank 0, under the names that its Hugging Face folder has; None on the others."""
+        """The policy's full weights under the names of its Hugging Face folder, on rank 0; None on other ranks."""
         state = self._policy.state_dict()
         return checkpoint_names(self._language_model, state) if self._rank == 0 else None
 
     def packed_weights(self) -> dict[str, PackedTensor] | None:
-        """The same for another process."""
+        """The same, packed for another process."""
         weights = self.weights()
         return None if weights is None else pack(weights)
 
@@ -286,7 +286,7 @@ class TrainerRank:
             save_model(self._language_model, state, self._tokenizer, Path(folder))
 
     def save(self, folder: str) -> None:
-        """All that training needs to go on. Every rank calls it."""
+        """Write the state that training resumes from. Every rank calls it."""
         for name, engine in self._engines.items():
             engine.save(Path(folder), name)
         if self._reference_moves and self._rank == 0:
@@ -294,20 +294,20 @@ class TrainerRank:
         save_random_state(Path(folder) / f"rng-{self._rank}.pt")
 
     def load(self, folder: str) -> None:
-        """What `save` wrote."""
+        """Load what `save` wrote."""
         for name, engine in self._engines.items():
             engine.load(Path(folder), name)
         self._load_reference(Path(folder))
         load_random_state(Path(folder) / f"rng-{self._rank}.pt")
 
     def convert(self, folder: str, universal: str) -> None:
-        """Make what another number of ranks saved into one that any number can load. Rank 0 does it."""
+        """Convert the checkpoint of another number of ranks, on rank 0, to one that any number of ranks can load."""
         for name in self._engines if self._rank == 0 else ():
             if is_sharded(Path(folder) / name):
                 convert_to_universal(Path(folder) / name, Path(universal) / name)
 
     def load_converted(self, folder: str, universal: str) -> None:
-        """What another number of ranks saved, after `convert`. Ranks that it has no generators of take those of rank 0."""
+        """Load the checkpoint of another number of ranks, after `convert`. A rank without saved generators takes those of rank 0."""
         for name, engine in self._engines.items():
             if (Path(universal) / name).exists():
                 engine.load_universal(Path(universal), name)
@@ -331,10 +331,10 @@ class TrainerRank:
 
 
 def initial_critic(job: RlJob, tokenizer: PreTrainedTokenizerBase, how: dict[str, Any]) -> PreTrainedModel:
-    """The model that rl.ppo.critic_init names; a new head starts at 0.
+    """The critic by rl.ppo.critic_init; the weights of a new head are 0.
 
     Args:
-        tokenizer: the policy's.
+        tokenizer: of the policy.
         how: arguments of the loaders.
     """
     init = job.rl.ppo.critic_init

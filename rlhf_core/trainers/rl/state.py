@@ -1,4 +1,4 @@
-"""Where an RL run is: what the driver must know to go on, its checkpoints, and the best policy so far."""
+"""State of an RL run: the driver's progress, checkpoints, and the best policy so far."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf_core.trainers.rl.monitor import MonitorState
 
 @dataclass(frozen=True)
 class Best:
-    """The step after which the policy was the best by rl.evaluation.metric (0: before any), and its value."""
+    """The step after which the policy was the best by rl.evaluation.metric (0: the initial policy), and its value."""
 
     step: int
     value: float
@@ -27,12 +27,11 @@ class Best:
 
 @dataclass(frozen=True)
 class Progress:
-    """The loop's state between two steps.
+    """The driver's state between two steps.
 
-    step: steps that are done; also the number of weight updates of the policy.
-    prompts_drawn: of the prompt stream.
+    step: completed steps, which is also the policy version of the rollout engines.
+    prompts_drawn: position in the prompt stream.
     kl_coef: of the next step.
-    monitor: what was watched so far, and whether that ended the run.
     """
 
     step: int
@@ -46,10 +45,10 @@ class Progress:
         return cls(step=0, prompts_drawn=0, kl_coef=rl.kl.coef, best=None)
 
     def after_step(self, rl: RlConfig, *, kl: float, prompts_drawn: int) -> Progress:
-        """One step further; the KL coefficient moves where rl.kl.target is set.
+        """Progress after a step; the KL coefficient is adapted if rl.kl.target is set.
 
         Args:
-            kl: the step's mean per response, in nats.
+            kl: the step's mean KL per response, in nats.
         """
         coef = self.kl_coef
         if rl.kl.target is not None:
@@ -57,11 +56,11 @@ class Progress:
         return replace(self, step=self.step + 1, prompts_drawn=prompts_drawn, kl_coef=coef)
 
     def finished(self, rl: RlConfig) -> bool:
-        """All steps are done, or a limit ended the run."""
+        """Whether all steps are done, or a limit ended the run."""
         return self.step == rl.steps or self.monitor.stopped is not None
 
     def improves(self, value: float) -> bool:
-        """Whether the policy of now is better than the best before; at the same value the earlier one stays."""
+        """Whether a policy with this value is better than the best before; at the same value the earlier one stays."""
         return math.isfinite(value) and (self.best is None or value > self.best.value)
 
     def write(self, path: Path, normalizer: RewardNormalizer) -> None:
@@ -70,17 +69,17 @@ class Progress:
 
     @classmethod
     def read(cls, path: Path, normalizer: RewardNormalizer) -> Progress:
-        """Sets the normaliser's moments too.
+        """Read what `write` wrote, and set the normalizer's moments.
 
         Raises:
-            ValueError: they are of other scorers.
+            ValueError: the moments are of other scorers.
         """
         state = json.loads(path.read_text())
         moments = {name: Moments(**m) for name, m in state.pop("normalizer").items()}
         if moments.keys() != normalizer.moments.keys():
             raise ValueError(
                 f"rl.reward.scorers: expected to normalise those of the checkpoint, {sorted(moments)}, got {sorted(normalizer.moments)}; "
-                "set them back or begin anew"
+                "set them back, or start again without the checkpoint"
             )
         normalizer.moments = moments
         best, monitor = state.pop("best"), MonitorState.read(state.pop("monitor"))
@@ -88,7 +87,7 @@ class Progress:
 
 
 class RunStore:
-    """The folders of a run's state: checkpoints, whole or not there, and the best policy so far, which each checkpoint has a copy of."""
+    """Folders of a run: atomic checkpoints, and the best policy so far, of which each checkpoint has a copy."""
 
     def __init__(self, work: Path, settings: StoreSettings | None = None):
         self._checkpoints = CheckpointStore(work / "checkpoints", settings, write_digest=write_digest)
@@ -97,10 +96,10 @@ class RunStore:
     def write(
         self, progress: Progress, normalizer: RewardNormalizer, save_ranks: Callable[[Path], None], *, score: float | None = None
     ) -> None:
-        """Take the snapshot; `publish` makes it a checkpoint while the loop goes on, `wait` waits for that.
+        """Write a snapshot. `publish` makes it a checkpoint in the background; `wait` waits for that.
 
         Args:
-            score: of the policy of now by rl.evaluation.metric, where it was evaluated.
+            score: of the current policy by rl.evaluation.metric, if it was evaluated.
         """
 
         def write(folder: Path) -> None:
@@ -121,7 +120,7 @@ class RunStore:
         self._checkpoints.close()
 
     def load(self, normalizer: RewardNormalizer, load_ranks: Callable[[Found], None]) -> Progress | None:
-        """The newest whole checkpoint's state; the best policy becomes that of then. None: there is no checkpoint."""
+        """Load the newest complete checkpoint, and its best policy. None: there is no checkpoint."""
         shutil.rmtree(self.best_policy, ignore_errors=True)
         found = self._checkpoints.latest()
         if found is None:
@@ -133,6 +132,6 @@ class RunStore:
         return progress
 
     def keep_best(self, export: Callable[[Path], None]) -> None:
-        """Make what `export` writes into a folder the best policy."""
+        """Export a policy as the best one."""
         shutil.rmtree(self.best_policy, ignore_errors=True)
         export(self.best_policy)

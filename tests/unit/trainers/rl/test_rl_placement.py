@@ -57,12 +57,12 @@ def test_what_is_set_is_kept_and_the_other_takes_the_rest():
 @pytest.mark.parametrize(
     ("changes", "gpus", "message"),
     [
-        ({"gpus_per_rank": 1.0, "gpus_per_engine": 1.0}, 1, r"1 x 1 .*2 x 1 .*GPUs, got 1; 3 are asked for"),
-        ({"gpus_per_rank": 0.6, "gpus_per_engine": 0.3}, 1, r"1 x 0\.6 .*2 x 0\.3 .*got 1; 1\.2 are asked for"),
+        ({"gpus_per_rank": 1.0, "gpus_per_engine": 1.0}, 1, r"1 x 1 .*2 x 1 .*GPUs, got 1; that is 3 together"),
+        ({"gpus_per_rank": 0.6, "gpus_per_engine": 0.3}, 1, r"1 x 0\.6 .*2 x 0\.3 .*got 1; that is 1\.2 together"),
         ({"gpus_per_rank": 1.0}, 1, r"got 1; .*set gpus_per_rank and gpus_per_engine to auto"),
         ({"ranks": 2}, 1, r"rl\.trainer\.ranks: expected at most the cluster's 1 GPUs, got 2"),
         # 1.8 of 2 GPUs, of which no single one has room for the second engine
-        ({"gpus_per_rank": 0.6, "gpus_per_engine": 0.6, "engines": 2}, 2, r"got 2; 1\.8 are asked for"),
+        ({"gpus_per_rank": 0.6, "gpus_per_engine": 0.6, "engines": 2}, 2, r"got 2; that is 1\.8 together"),
     ],
 )
 def test_a_job_that_asks_for_more_than_there_is_is_refused_at_once(changes, gpus, message):

@@ -14,7 +14,7 @@ from rlhf_core.trainers.rl.job import StepAbandoned, Stop
 @pytest.fixture
 def stop():
     stop, before = Stop(), signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, stop.ask)
+    signal.signal(signal.SIGTERM, stop.request)
     yield stop
     signal.signal(signal.SIGTERM, before)
 
@@ -58,11 +58,11 @@ def test_a_signal_between_two_ranks_waits_until_all_are_asked_or_the_first_would
         group.submit("forward", [(), ()])
         pytest.fail("the step went on")
     assert asked == group.actors
-    assert signal.getsignal(signal.SIGTERM) == stop.ask
+    assert signal.getsignal(signal.SIGTERM) == stop.request
 
 
 @pytest.mark.parametrize(("asked", "becomes"), [(True, StepAbandoned), (False, KeyboardInterrupt)])
 def test_what_ray_makes_of_a_handlers_exception_is_told_from_ctrl_c(stop, asked, becomes):
     with pytest.raises(becomes), stop.interrupts():
-        stop._asked = asked
+        stop._requested = asked
         raise KeyboardInterrupt
