@@ -1,6 +1,6 @@
 """Which examples form a batch, and how a batch is cut into micro-batches by a token budget.
 
-All are pure functions of their arguments: a resumed run asks for step n and gets what an uninterrupted one got.
+All functions are pure: a resumed run gets the same batch for step n as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-SLACK = 1.05  # over their mean, for parts to be as many as intended although no example is divided
+SLACK = 1.05  # over the mean size of parts: examples aren't divided, so equal parts can't be exact
 
 
 def batch_indices(step: int, *, batch_size: int, num_examples: int, seed: int) -> list[int]:
-    """The examples of one optimizer step: `stream_indices` cut into batches; one may span two passes."""
+    """The examples of one optimizer step: `stream_indices` in batches; a batch may span two epochs."""
     return stream_indices(step * batch_size, batch_size, num_examples=num_examples, seed=seed)
 
 
 def stream_indices(start: int, count: int, *, num_examples: int, seed: int) -> list[int]:
-    """`count` examples from position `start` of an endless stream; each pass over the data is a fresh seeded permutation.
+    """`count` examples from position `start` of an endless stream; each epoch is a new seeded permutation.
 
     Raises:
-        ValueError: there are no examples.
+        ValueError: `num_examples` is 0.
     """
     if num_examples < 1:
         raise ValueError("training data: expected at least 1 example, got 0; see what prepare_data kept and what was too long")
@@ -34,8 +34,10 @@ def stream_indices(start: int, count: int, *, num_examples: int, seed: int) -> l
 
 
 def even_microbatches(lengths: Sequence[int], *, max_tokens: int, multiple: int, rows: Sequence[int] | None = None) -> list[list[int]]:
-    """`microbatches`; where one isn't enough, of about the same size, and a multiple in number if that can be: so many are worked on
-    at the same time.
+    """`microbatches` of about equal size, their number a multiple of `multiple` if possible; a single one stays single.
+
+    Args:
+        multiple: micro-batches that run at the same time.
     """
     parts = microbatches(lengths, max_tokens=max_tokens, rows=rows)
     if len(parts) in (1, len(lengths)) or multiple == 1:
@@ -50,12 +52,12 @@ def even_microbatches(lengths: Sequence[int], *, max_tokens: int, multiple: int,
 def microbatches(lengths: Sequence[int], *, max_tokens: int, rows: Sequence[int] | None = None) -> list[list[int]]:
     """Cut examples into micro-batches of at most `max_tokens` padded tokens, similar lengths together.
 
-    An example longer than the budget gets a micro-batch of its own. Returns lists of positions in `lengths`, each
-    position once, the longest first, so that memory peaks at the start.
+    An example longer than the budget gets its own micro-batch. Returns lists of positions in `lengths`, each position once, the longest
+    first, so that memory peaks at the start.
 
     Args:
         lengths: of each example's longest row.
-        rows: how many rows each example has; None: one.
+        rows: number of rows of each example; None: one each.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     batches: list[list[int]] = []

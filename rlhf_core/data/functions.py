@@ -1,4 +1,4 @@
-"""Python functions of a user's that params.yaml names, found and checked before anything expensive starts."""
+"""User functions that params.yaml names, loaded and checked before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rlhf_core.environment import hint
 
 
 def load_function(path: str, arguments: Sequence[str], *, what: str) -> Callable[..., Any]:
-    """The function that `path/file.py:name` (relative to the working directory) or `package.module:name` means.
+    """The function named by `path/file.py:name` (relative to the working directory) or `package.module:name`.
 
     Args:
-        arguments: names of what it will be called with, by position.
-        what: the function is to whoever asks, for messages.
+        arguments: names of the positional arguments that it will be called with.
+        what: the function's role, for messages.
     Raises:
-        ValueError: there is no such file, module or function, it can't be imported, or it doesn't take so many arguments.
+        ValueError: there is no such file, module or function, it can't be imported, or it doesn't take these arguments.
     """
     place, colon, name = path.rpartition(":")
     if not colon or not place or not name:
-        raise ValueError(f"{what} {path}: expected path/file.py:name or package.module:name, got no such form; name the function too")
+        raise ValueError(f"{what} {path}: expected path/file.py:name or package.module:name, got another form; name the function too")
     function = getattr(_module(f"{what} {path}", place), name, None)
     if not callable(function):
         raise ValueError(f"{what} {path}: expected a function {name} there, got {function!r}; correct the name")
@@ -48,7 +48,7 @@ def _module(subject: str, place: str) -> ModuleType:
 
 
 def _from_file(file: Path) -> ModuleType:
-    """The file as a module under a name of its own, so that it hides no other and pickle and dataclasses find it."""
+    """The file as a module with a unique name: it hides no other module, and pickle and dataclasses find it."""
     file = file.resolve()
     name = f"user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, file)

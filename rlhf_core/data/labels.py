@@ -1,11 +1,11 @@
-"""Pairs for people to label, and their labels as a source of preferences: export and import, as plain values.
+"""Pairs for people to label, and their labels as a source of preferences: export and import.
 
 An export is a folder with
     pairs.jsonl          one pair a line: id, prompt, a, b, choice (to be filled in: a, b or tie) and annotator
     label_studio.json    the same pairs as tasks of Label Studio
     label_studio.xml     its labelling interface
-    key.json             which side is which, and the reward model's scores: not for those who label
-Sides are in a seeded random order, so that nothing tells which response a model preferred.
+    key.json             which side is which, and the reward model's scores: hidden from annotators
+Sides are in a seeded random order, so that nothing reveals which response a model preferred.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlhf_core.statistics.intervals import accuracy_with_ties
 
 PAIRS, TASKS, INTERFACE, KEY = "pairs.jsonl", "label_studio.json", "label_studio.xml", "key.json"
 CHOICES = ("a", "b", "tie")
-NOBODY = "unnamed"  # annotator of a line that names none
+NOBODY = "unnamed"  # the annotator of a line that names none
 _INTERFACE = """\
 <View>
   <Header value="Which answer is better?"/>
@@ -48,7 +48,7 @@ _INTERFACE = """\
 
 @dataclass(frozen=True)
 class LabelPair:
-    """A pair to be labelled. chosen, rejected: as the scores have it; scores None: not known."""
+    """A pair to be labelled. chosen, rejected: by the scores; a score of None is unknown."""
 
     id: str
     messages: list[Message]
@@ -60,7 +60,7 @@ class LabelPair:
 
 @dataclass(frozen=True)
 class Label:
-    """One annotator's word on one pair; choice None: not given (yet)."""
+    """One annotator's choice for one pair; None: not labelled."""
 
     pair: str
     annotator: str
@@ -69,7 +69,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Labels:
-    """What the labels come to.
+    """The result of an import.
 
     rows: decided pairs, for a source of format preference.
     provenance: counts, annotators, agreement among them and with the reward model.
@@ -83,16 +83,16 @@ def export_pairs(pairs: Sequence[LabelPair], folder: Path, *, count: int | None,
     """Write an export of at most `count` of the pairs (None: all). Returns how many.
 
     Args:
-        origin: where the pairs come from, for the provenance.
+        origin: the source of the pairs, for the provenance.
     Raises:
         ValueError: there are no pairs, two have one id, or the folder holds an export already.
     """
     if not pairs:
         raise ValueError(f"{origin}: expected pairs to label, got none; choose another round or file")
     if len({pair.id for pair in pairs}) < len(pairs):
-        raise ValueError(f"{origin}: expected pairs with ids of their own, got some twice; remove repeated pairs")
+        raise ValueError(f"{origin}: expected different ids, got one twice; remove repeated pairs")
     if (folder / KEY).exists():
-        raise ValueError(f"{folder}: expected no export there yet, got one; choose another folder, for its labels need its key")
+        raise ValueError(f"{folder}: expected a folder without an export, got one; choose another folder: its labels need its key")
     random = np.random.default_rng(seed)
     picked = [pairs[i] for i in random.permutation(len(pairs))[:count]]
     swapped = random.integers(2, size=len(picked)).astype(bool).tolist()
@@ -114,18 +114,18 @@ def _shown(pair: LabelPair, swap: bool) -> dict[str, str]:
 
 
 def _as_text(messages: Sequence[Message]) -> str:
-    """One message as it is, several with their roles."""
+    """A single message's text, or several messages with their roles."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
 
 
 def read_labels(path: Path, key: dict[str, Any]) -> list[Label]:
-    """The labels in a file of our JSON lines or an export of Label Studio (JSON), checked against the export's key.
+    """The labels in pairs.jsonl or in Label Studio's JSON export, checked against the key.
 
     Raises:
-        ValueError: another format; a pair that wasn't exported or whose texts are others; a choice that is none; or two labels of one
-            annotator for one pair.
+        ValueError: another format, a pair that wasn't exported, changed texts, an unknown choice, or two labels of one annotator for one
+            pair.
     """
     exported = {side["id"]: _shown(_pair(side), side["a"] == "rejected") for side in key["pairs"]}
     text = _read_text(path)
@@ -153,10 +153,10 @@ def read_labels(path: Path, key: dict[str, Any]) -> list[Label]:
 
 
 def read_key(path: Path) -> dict[str, Any]:
-    """The key of an export, as `export_pairs` has written it.
+    """The key that `export_pairs` wrote.
 
     Raises:
-        ValueError: it is another file, or a broken one. OSError: it can't be read.
+        ValueError: the file is not a key, or damaged. OSError: it can't be read.
     """
     text = _read_text(path)
     try:
@@ -184,11 +184,11 @@ def _pair(side: dict[str, Any]) -> LabelPair:
     return LabelPair(**{name: value for name, value in side.items() if name != "a"})
 
 
-Found = tuple[str, dict[str, Any], str, str | None]  # where it stands, the pair as shown, annotator, choice
+FoundLabel = tuple[str, dict[str, Any], str, str | None]  # place, pair as shown, annotator, choice
 
 
-def _lines(path: Path, text: str) -> Iterable[Found]:
-    for number, line in enumerate(text.split("\n"), start=1):  # and not at a U+2028 inside a text, as splitlines would
+def _lines(path: Path, text: str) -> Iterable[FoundLabel]:
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also split at a U+2028 inside a text
         if not line.strip():
             continue
         where = f"{path}:{number}"
@@ -201,8 +201,8 @@ def _lines(path: Path, text: str) -> Iterable[Found]:
         yield where, item, _name(item.get("annotator")), item.get("choice")
 
 
-def _studio(path: Path, text: str) -> Iterable[Found]:
-    """Every annotation of every task; one that was skipped, and a task without any, is a label without a choice."""
+def _studio(path: Path, text: str) -> Iterable[FoundLabel]:
+    """Every annotation of every task; a skipped one, and a task without annotations, is a label without a choice."""
     try:
         tasks = json.loads(text)
         for number, task in enumerate(tasks):
@@ -225,10 +225,10 @@ def _annotator(annotation: dict[str, Any]) -> str:
 
 
 def _name(value: Any) -> str:
-    """Of an annotator: a text or a number.
+    """An annotator's name, from a text or a number.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the value is something else.
     """
     if value is not None and not isinstance(value, str | int | float):
         raise TypeError(f"an annotator of type {type(value).__name__}")
@@ -236,7 +236,7 @@ def _name(value: Any) -> str:
 
 
 def decide(labels: Sequence[Label], key: dict[str, Any], *, confidence: float) -> Labels:
-    """The majority's choice of each pair; ties, by choice or by equal votes, are dropped and counted.
+    """The majority's choice for each pair; ties, by choice or by equal votes, are dropped and counted.
 
     Raises:
         ValueError: no pair is decided.
@@ -270,16 +270,15 @@ def decide(labels: Sequence[Label], key: dict[str, Any], *, confidence: float) -
 
 
 def _majority(choices: Iterable[str]) -> str:
-    """The choice with the most votes; tie where none has."""
+    """The choice with the most votes; tie if several have the most."""
     first, *others = Counter(choices).most_common()
     return "tie" if others and others[0][1] == first[1] else first[0]
 
 
 def agreement(votes: Iterable[dict[str, str]], confidence: float) -> dict[str, Any]:
-    """Of all pairs of annotators on all pairs of responses, the share that chose the same.
+    """Share of equal choices among all pairs of annotators, over all pairs of responses.
 
-    Five annotators of one pair of responses make ten pairs of annotators, which agree more or less together: the interval is over pairs
-    of responses.
+    Five annotators of one pair of responses give ten correlated comparisons, so the confidence interval is clustered by pair of responses.
     """
     same, items = [], []
     for item, given in enumerate(votes):
@@ -290,9 +289,9 @@ def agreement(votes: Iterable[dict[str, str]], confidence: float) -> dict[str, A
 
 
 def _agreement_with_scores(rows: list[dict[str, Any]], sides: dict[str, Any], confidence: float) -> dict[str, Any]:
-    """The share of decided pairs whose chosen response has the higher score, ties half; over pairs whose scores are known.
+    """Share of decided pairs with known scores whose chosen response has the higher score; ties count half.
 
-    The interval is over prompts: pairs of one prompt share responses.
+    The confidence interval is clustered by prompt: pairs of one prompt share responses.
     """
     points, prompts = [], []
     for row in rows:
@@ -306,7 +305,7 @@ def _agreement_with_scores(rows: list[dict[str, Any]], sides: dict[str, Any], co
 
 
 def _share(points: Sequence[float], clusters: Sequence[Any], confidence: float) -> dict[str, Any]:
-    """Mean of points between 0 and 1 with its interval over clusters; n: points. Without any: (0, 1)."""
+    """Mean of points between 0 and 1 with its clustered confidence interval; n: number of points. Without points the interval is (0, 1)."""
     if not points:
         return {"value": None, "low": 0.0, "high": 1.0, "n": 0}
     found = np.asarray(points, dtype=float)

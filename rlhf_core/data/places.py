@@ -1,4 +1,4 @@
-"""Where what params name lies: files and folders, seen from a run's worktree too, and commits in the caches of the Hugging Face hub."""
+"""Locations of what params name: files and folders, also from a run's worktree, and commits in the caches of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from pathlib import Path
 
 from rlhf_core.config import shown
 
-# Endings of data files that a source of kind file reads; `data.files` has a reader for each.
+# Endings of the files that a source of kind file reads; `data.files` has a reader for each.
 DATA_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet")
-HUB_SECONDS = 30.0  # for an answer of the hub
+HUB_SECONDS = 30.0  # timeout of a request to the hub
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")  # of a model's repository
+_FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")  # files of a model's repository
 
 
 def locate(path: str, folder: Path = Path()) -> Path:
-    """A path relative to a workspace. In a git worktree, one that isn't there is taken relative to the main checkout.
+    """A path relative to a workspace. In a git worktree, a path that doesn't exist there is taken relative to the main checkout.
 
-    Runs with overrides work in worktrees under runs/; data that git doesn't track, and paths that leave the checkout
-    such as ../shared/data, are found from there too.
+    Runs work in worktrees under runs/. So they find data that git doesn't track, and paths outside the checkout such as ../shared/data.
 
     Args:
         folder: the workspace.
     Raises:
-        ValueError: it can't be the path of anything.
+        ValueError: the text can't be a path.
     """
     here, main = folder / path, main_checkout(folder)
     if not Path(path).is_absolute() and main is not None and not exists(here) and exists(main / path):
@@ -34,7 +33,7 @@ def locate(path: str, folder: Path = Path()) -> Path:
 
 
 def main_checkout(folder: Path) -> Path | None:
-    """Of the git worktree that a folder is; None: it isn't one."""
+    """The main checkout of a git worktree; None if the folder is no worktree."""
     link = folder / ".git"
     if not link.is_file():
         return None
@@ -42,10 +41,10 @@ def main_checkout(folder: Path) -> Path | None:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something, be it a link to nothing.
+    """Whether the path exists; a broken link does.
 
     Raises:
-        ValueError: it can't be the path of anything.
+        ValueError: the text can't be a path.
     """
     try:
         return os.path.lexists(path) and (path.is_symlink() or path.exists())
@@ -58,17 +57,17 @@ def is_data_file(name: str) -> bool:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether it can be the name of a model or data set on the hub: `name` or `owner/name`."""
+    """Whether the text can be a name on the hub: `name` or `owner/name`."""
     return _HUB_NAME.fullmatch(path) is not None and ".." not in path
 
 
 def hub_is_asked() -> bool:
-    """HF_HUB_OFFLINE=0: the hub itself may be asked. Unset, it isn't (rlhf_core/process.py)."""
+    """Whether the hub may be contacted: HF_HUB_OFFLINE=0. By default it isn't (rlhf_core/process.py)."""
     return os.environ.get("HF_HUB_OFFLINE", "1").upper() not in ("1", "ON", "YES", "TRUE")
 
 
 def model_snapshot(name: str, revision: str | None) -> Path | None:
-    """The folder in the hub's cache with a model at a revision, by default main as it was last fetched; None: not there, or no weights."""
+    """The folder in the hub's cache with a model at a revision, by default main as last fetched; None if missing or without weights."""
     repository = _repository("models", name)
     commit = cached_commit(repository, revision)
     snapshot = repository / "snapshots" / (commit or "none")
@@ -76,16 +75,16 @@ def model_snapshot(name: str, revision: str | None) -> Path | None:
 
 
 def fetch_model(name: str, revision: str | None) -> str:
-    """The same folder, downloaded where the cache doesn't have it and the hub may be asked."""
+    """The same folder, downloaded if the cache lacks it and the hub may be contacted."""
     from huggingface_hub import snapshot_download
 
     return snapshot_download(name, revision=revision, allow_patterns=list(_FETCHED))
 
 
 def cached_data_set(name: str, revision: str | None, subset: str | None) -> str | None:
-    """The commit of a data set that the library `datasets` reads without the hub; None: it would find none.
+    """The commit of a data set that the library `datasets` reads without the hub; None if it would find none.
 
-    Without the hub the library takes what was prepared last, whatever revision is asked for; so the cache of the library decides here too.
+    Without the hub the library reads what was prepared last, whatever the revision; so its cache decides here too.
     """
     owner, _, last = name.rpartition("/")
     snake = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", last)).lower()
@@ -99,7 +98,7 @@ def cached_data_set(name: str, revision: str | None, subset: str | None) -> str 
 
 
 def cached_commit(repository: Path, revision: str | None) -> str | None:
-    """What a branch or tag meant when it was last fetched; a whole commit is itself."""
+    """The commit of a branch or tag when it was last fetched; a full commit hash is returned as it is."""
     if revision is not None and _COMMIT.fullmatch(revision):
         return revision
     reference = repository / "refs" / (revision or "main")
@@ -107,10 +106,10 @@ def cached_commit(repository: Path, revision: str | None) -> str | None:
 
 
 def data_set_commit(name: str, revision: str | None, subset: str | None) -> str | None:
-    """The commit that a source's data are read at: of the cache, and where the hub may be asked and the cache has none, the hub's own.
+    """The commit at which a source's data are read: from the cache, or from the hub if the cache has none and the hub may be contacted.
 
     Raises:
-        OSError: the hub doesn't answer, or has no such data set.
+        OSError: the hub doesn't answer or has no such data set.
     """
     if not hub_is_asked():
         return cached_data_set(name, revision, subset)
@@ -118,10 +117,10 @@ def data_set_commit(name: str, revision: str | None, subset: str | None) -> str 
 
 
 def model_commit(name: str, revision: str | None) -> str | None:
-    """The same of a model.
+    """As `data_set_commit`, for a model.
 
     Raises:
-        OSError: as above.
+        OSError: the hub doesn't answer or has no such model.
     """
     snapshot = model_snapshot(name, revision)
     if snapshot is not None:
@@ -134,7 +133,7 @@ def _asked(what: str, name: str, revision: str | None) -> str:
 
     try:
         return getattr(HfApi(), what)(name, revision=revision, timeout=HUB_SECONDS).sha
-    except Exception as error:  # of the hub, of HTTP and of the network, which have no common base
+    except Exception as error:  # errors of the hub, of HTTP and of the network have no common base class
         said = str(error).strip().splitlines() or [""]
         raise OSError(f"{shown(name)}: expected the hub's answer, got {type(error).__name__}: {shown(said[0], 300)}") from error
 
@@ -144,7 +143,7 @@ def _repository(kind: str, name: str) -> Path:
 
 
 def _hub_cache() -> Path:
-    """As huggingface_hub finds it, without the time of its import."""
+    """As huggingface_hub finds it; importing that takes time."""
     old = os.environ.get("HUGGINGFACE_HUB_CACHE")
     return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or old or _home() / "hub"))
 

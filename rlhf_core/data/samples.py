@@ -1,7 +1,7 @@
-"""Data that a pretrained model writes itself, for whoever has a base model and no preferences: prompts, responses, and a rule that labels.
+"""Data that a pretrained model writes itself: prompts, responses, and a rule that labels them. For a base model without preference data.
 
-A prompt is an opening and what the model adds to it; responses are the model's continuations. Both end with a whole sentence.
-Of two responses to a prompt the one that meets more of the rule's aspects is chosen; the first response of each is a demonstration.
+A prompt is an opening with the model's continuation; responses continue the prompt. Both end with a whole sentence. Of two responses to
+a prompt, the one that meets more of the rule's aspects is chosen. The first response to each prompt is a demonstration.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from rlhf_core.data.judge import Judgement, find_judge
 from rlhf_core.data.schema import Message
 
 MAX_PAIRS_PER_PROMPT = 6
-DRAWS = 3  # times as many prompts as wanted are drawn at most, since some come twice or have no end
+DRAWS = 3  # attempts at most for all prompts: some texts repeat or have no sentence end
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)]*(?=\s|$)|[。！？][”」』）]*")
 
 
 @dataclass(frozen=True)
 class Written:
-    """A text of a model's. ended: it ended the text itself; False: it was cut off by length."""
+    """A text that a model wrote. ended: the model ended it; False: it was truncated."""
 
     text: str
     ended: bool
 
 
 class Writer(Protocol):
-    """A model that writes. The source's name, `draw` and a text's position decide what is drawn."""
+    """A model that writes texts. The source's name, `draw` and a text's position seed the sampling."""
 
     def extend(self, openings: list[str], config: SamplesConfig, *, source: str, draw: int) -> list[Written]:
-        """Every opening as plain text, with `config.opening_tokens` more."""
+        """Every opening, as plain text, continued by `config.opening_tokens` tokens."""
 
     def respond(self, prompts: list[str], config: SamplesConfig, *, source: str, draw: int) -> list[list[Written]]:
         """`config.responses_per_prompt` responses to every prompt, which is a user's message in the model's template."""
 
 
 def sample_rows(source: SourceConfig, *, seed: int, writer: Writer, dropped: Counter[str]) -> Iterator[tuple[str, dict]]:
-    """Use and row, one after the other, for the uses that the source is declared for; a function of its arguments only.
+    """(use, row) for each row of the uses that the source declares; the same for the same arguments.
 
     Args:
         dropped: counts what is left out, by reason.
     Raises:
-        ValueError: the rule can't be used, or the model's texts have no end.
+        ValueError: the rule can't be used, or no text of the model has a sentence end.
     """
     config, judge = source.samples, find_judge(source.judge)
-    for opening in config.openings:  # a rule that fails does so before anything is drawn
+    for opening in config.openings:  # a rule that fails is refused before anything is sampled
         judge(_messages(opening), opening)
     prompts = _prompts(source, writer, dropped)
     if not prompts:
@@ -69,13 +69,13 @@ def sample_rows(source: SourceConfig, *, seed: int, writer: Writer, dropped: Cou
 
 
 def whole_sentences(text: str) -> str:
-    """The text up to the end of its last whole sentence outside of quotes; empty where there is none."""
+    """The text up to the end of its last whole sentence outside of quotes; empty if there is none."""
     ends = (m.end() for m in _SENTENCE_END.finditer(text))
     return text[: max((end for end in ends if text[:end].count('"') % 2 == 0), default=0)]
 
 
 def _prompts(source: SourceConfig, writer: Writer, dropped: Counter[str]) -> list[str]:
-    """Different prompts, as many as wanted where the model has so many."""
+    """Different prompts, `config.prompts` of them if the model writes so many."""
     config = source.samples
     if config.opening_tokens == 0:
         return list(dict.fromkeys(config.openings))[: config.prompts]
@@ -94,7 +94,7 @@ def _prompts(source: SourceConfig, writer: Writer, dropped: Counter[str]) -> lis
 
 
 def _whole(group: list[Written], dropped: Counter[str]) -> Iterator[str]:
-    """The different responses of a prompt, cut after a whole sentence where the model was cut off."""
+    """The different responses to a prompt; a truncated one is cut after its last whole sentence."""
     seen = set()
     for written in group:
         text = written.text.rstrip() if written.ended else whole_sentences(written.text)

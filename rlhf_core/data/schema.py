@@ -7,22 +7,22 @@
     preference.parquet   id, source, split, messages, chosen, rejected, origin
     prompt.parquet       id, source, split, messages, label, origin
 
-messages: the conversation up to and including the last message of the user or of a tool, a list of {"role", "content"}; roles system,
-    user, assistant, tool, in turn after an optional system message; tools answer an assistant that calls them. `content` is text. What a
-    message has beside it is `extra`, a JSON object: tool_calls, tool_call_id, name, and content in parts as it was. The column has that
-    field only where some message needs it.
+messages: the conversation up to the last message of the user or of a tool, a list of {"role", "content"}. Roles: system (optional,
+    first), then user and assistant in turn; tool messages answer an assistant that calls tools. `content` is text. Other keys of a message
+    are in `extra`, a JSON object: tool_calls, tool_call_id, name, and content in parts as it was. The column has the field `extra` only if
+    some message needs it.
 response, chosen, rejected: text of the assistant's next message. Unpaired feedback is a preference row in which one of
     chosen and rejected is null.
 label: for verifiable tasks, the expected answer as text; null otherwise.
-A source that says so (`slices`) has beside them what its pairs can be told apart by, for the gate:
+A source with the key `slices` also gives the values that the gate groups its pairs by:
 
     slices.parquet       id (of a preference row), column, value
 
-id: unique within a use, stable under a change of order: a hash of source and content.
-origin: where the row's record stands: a file's path as in params.yaml and its line, or a data set's name and its row; null where
-    nothing was read. Validation names it; trainers don't read it.
-split: by a hash of the conversation, the same in every use. train; validation: looked at during training; test: for the gate and the
-    evaluation; promotion: for the promotion of rounds of iterative DPO, and nothing else.
+id: unique within a use and independent of the order of rows: a hash of source and content.
+origin: the place of the row's record: a file's path as in params.yaml and its line, or a data set's name and its row; null if the row
+    wasn't read from anywhere. Validation names it; trainers don't read it.
+split: by a hash of the conversation, the same in every use. train; validation: evaluated during training; test: for the gate and the
+    evaluation; promotion: only for promoting rounds of iterative DPO.
 """
 
 from __future__ import annotations
@@ -60,27 +60,27 @@ SCHEMAS: dict[str, pa.Schema] = {
 
 SLICES_SCHEMA = pa.schema([("id", pa.string()), ("column", pa.string()), ("value", pa.string())])
 
-ROWS_AT_ONCE = 8192  # that a stage holds whose rows need not fit in memory
-ROW_GROUP_BYTES = 2**25  # of a file written piece by piece, uncompressed; below that the bytes are those of `write_rows`
+ROWS_AT_ONCE = 8192  # in memory, of files that need not fit
+ROW_GROUP_BYTES = 2**25  # uncompressed, of a file written piece by piece; a smaller file has the same bytes as by `write_rows`
 
 
 def extras(message: Message) -> dict[str, Any]:
-    """What a message has beside role and text."""
+    """A message's further keys."""
     return json.loads(message.get("extra") or "{}")
 
 
 def whole_message(message: Message) -> dict[str, Any]:
-    """As a chat template takes it: role, content (text, or parts where it was in parts), and whatever else it has."""
+    """The message as a chat template takes it: role, content (text, or parts if it was in parts) and further keys."""
     return {"role": message["role"], "content": message["content"], **extras(message)}
 
 
 def joined_parts(parts: list[dict[str, str]]) -> str:
-    """The text of a message in parts, as servers join them for a template that takes no parts."""
+    """The text of a message in parts, joined as servers do for a template that takes no parts."""
     return "\n".join(part["text"] for part in parts)
 
 
 def with_text_behind(message: Message, text: str) -> Message:
-    """The message with text at its end; of one in parts a part of its own."""
+    """The message with text appended; content in parts gets another part."""
     longer: Message = {**message, "content": message["content"] + text}
     more = extras(message)
     if "content" in more:
@@ -89,17 +89,17 @@ def with_text_behind(message: Message, text: str) -> Message:
 
 
 class RowWriter:
-    """A Parquet file that is written piece by piece, in row groups; without rows there is no file.
+    """Writes a Parquet file piece by piece, in row groups; without rows there is no file.
 
-    The schema is enforced, so a wrong type raises a pyarrow.ArrowException. Its messages get the field `extra` with the first row that
-    needs it; what is written by then is written again.
+    The schema is enforced: a wrong type raises a pyarrow.ArrowException. Messages get the field `extra` with the first row that needs it;
+    the rows before it are then rewritten.
     """
 
     def __init__(self, path: Path, schema: pa.Schema):
         self._path, self._schema = path, schema
         self._rows: list[dict] = []
         self._batches: list[pa.RecordBatch] = []
-        self._waiting = 0  # bytes of them
+        self._waiting = 0  # bytes of the batches
         self._file: pq.ParquetWriter | None = None
 
     def __enter__(self) -> RowWriter:
@@ -144,7 +144,7 @@ class RowWriter:
     def _convert(self) -> None:
         if not _is_wide(self._schema) and _need_extra(self._rows):
             self._widen()
-        for batch in pa.Table.from_pylist(self._rows, schema=self._schema).to_batches():  # several where a column has over 2 GB
+        for batch in pa.Table.from_pylist(self._rows, schema=self._schema).to_batches():  # several if a column has over 2 GB
             self.write(batch)
         self._rows = []
 
@@ -184,7 +184,7 @@ def read_rows(folder: Path, use: str, split: Split | None = None) -> list[dict]:
 
 
 def open_rows(path: Path) -> pq.ParquetFile:
-    """A file for `read_batches`. (Pre-buffered, all of it would stay in memory.)"""
+    """A file for `read_batches`. Pre-buffering would keep all of it in memory."""
     return pq.ParquetFile(path, pre_buffer=False)
 
 
@@ -205,7 +205,7 @@ def open_tables(folder: Path) -> dict[str, pq.ParquetFile]:
 
 
 def read_batches(file: pq.ParquetFile, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The rows in order, at most ROWS_AT_ONCE in memory. (A pyarrow Dataset, told to read nothing ahead, held ten times as much.)
+    """The rows in order, at most ROWS_AT_ONCE in memory. (A pyarrow Dataset holds ten times as many, even without read-ahead.)
 
     Raises:
         ValueError: the file is damaged.
@@ -217,7 +217,7 @@ def read_batches(file: pq.ParquetFile, columns: list[str] | None = None) -> Iter
 
 
 def read_slices(folder: Path) -> dict[str, dict[str, str]]:
-    """id -> column -> value; empty where no source has any."""
+    """id -> column -> value; empty if no source has slices."""
     path = folder / "slices.parquet"
     found: dict[str, dict[str, str]] = {}
     for row in pq.read_table(path).to_pylist() if path.is_file() else []:

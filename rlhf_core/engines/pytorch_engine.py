@@ -1,6 +1,4 @@
-"""Sampling with PyTorch alone, in place of vLLM: for models so small that vLLM's bookkeeping for each sequence and token costs more than
-the model, and for machines that vLLM doesn't run on.
-"""
+"""A rollout engine without vLLM: for models so small that vLLM's bookkeeping costs more than the model, and for machines without vLLM."""
 
 from __future__ import annotations
 
@@ -17,25 +15,25 @@ from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.progress import drawn
 from rlhf_core.sampling.requests import Sample, SamplingSettings
 
-PROMPT_TOKENS = 32_768  # of a batch, which go through the model at once
+PROMPT_TOKENS = 32_768  # of a batch's prompts, which are one forward pass
 COMPACTED = 0.8  # once this fraction of a batch's sequences or fewer still grow, the finished ones are dropped from the batch
 
 
 class PytorchEngine:
-    """A model in this process that draws as a vLLM engine does, other samples from the same distributions.
+    """A model in this process with a vLLM engine's interface and distributions, but other random streams.
 
-    Prompts are drawn in batches, each until its last response has ended: with responses of very different lengths, or models that fill
-    a device, vLLM is faster.
+    A batch of prompts is sampled until its last response ends, so vLLM is faster with responses of very different lengths, or with models
+    that fill a device.
 
     Args:
         model_path: Hugging Face folder to start from.
         max_length: tokens of prompt and response together.
-        kv_cache_gib: for the keys and values of a batch, at most; on the CPU.
-        gpu_memory_fraction: of the GPU's free memory, the same.
-        shares_gpu: another process uses the GPU too: what drawing took is given back to it.
-        max_concurrent_sequences: responses that are drawn at the same time, at most; all of a prompt's are, whatever this says.
-        threads: cores; ignored on a GPU.
-        reads_text: whether responses may end with a stop string, for which every token is decoded.
+        kv_cache_gib: upper limit of a batch's keys and values on a CPU.
+        gpu_memory_fraction: the same limit on a GPU, as a fraction of its free memory.
+        shares_gpu: another process uses the GPU too, so cached memory is freed after sampling.
+        max_concurrent_sequences: upper limit of the responses in a batch, except that a prompt's responses are always together.
+        threads: CPU cores; ignored on a GPU.
+        reads_text: responses may end with a stop string, for which every token is decoded.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class PytorchEngine:
     def generate(
         self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, stop_ids: tuple[int, ...], group_size: int
     ) -> list[list[Sample]]:
-        """`group_size` responses for each prompt, in order. `seeds[i]` decides what is drawn for prompt i.
+        """`group_size` responses for each prompt, in order. `seeds[i]` is the random seed of prompt i.
 
         Args:
             stop_ids: tokens of which each ends a response.
@@ -100,7 +98,7 @@ class PytorchEngine:
 
     @torch.inference_mode()
     def probe(self, ids: Sequence[int]) -> list[float]:
-        """The log-probability of each token but the first given those before it, at temperature 1. [len(ids) - 1]"""
+        """Log-probability [len(ids) - 1] of each token but the first, given those before it, at temperature 1."""
         given = torch.tensor([list(ids)], device=self._model.device)
         logprobs = self._model(input_ids=given, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         return logprobs.gather(-1, given[0, 1:, None]).squeeze(-1).tolist()
@@ -113,11 +111,11 @@ class PytorchEngine:
         return version
 
     def close(self) -> None:
-        """Give back the weights; the engine is of no use afterwards."""
+        """Free the weights; the engine can't be used afterwards."""
         del self._model, self._decoder
 
     def _batch_size(self, prompt: int, response: int, group_size: int) -> int:
-        """Prompts in a batch, of so many tokens each."""
+        """Number of prompts in a batch, given the tokens of a prompt and of a response."""
         each = kv_cache_bytes(self._model.config, element_bytes=self._model.dtype.itemsize) * min(prompt + response, self._max_length)
         sequences = min(self._max_sequences, int(self._cache_bytes() // each))
         return max(1, min(sequences // group_size, PROMPT_TOKENS // max(prompt, 1)))
@@ -128,7 +126,7 @@ class PytorchEngine:
         return self._gpu_memory_fraction * torch.cuda.mem_get_info(self._model.device)[0]
 
     def _stops(self, strings: Sequence[str]) -> Callable[[list[int], int], bool] | None:
-        """See `generate`. As with vLLM a string may begin before those tokens, but not end there."""
+        """The argument `stops` of `generate`. As with vLLM a stop string may begin, but not end, before min_new_tokens."""
 
         def text(ids: list[int]) -> str:
             return self._tokenizer.decode(ids, skip_special_tokens=True)

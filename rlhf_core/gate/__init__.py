@@ -1,1 +1,1 @@
-"""What the gate measures: functions of arrays. Only `probes` and `scoring` ask a model."""
+"""The gate of the reward model: functions of arrays. Only `probes` and `scoring` run a model."""

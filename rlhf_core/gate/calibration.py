@@ -1,4 +1,4 @@
-"""Does a margin mean what it says? P(chosen is better) = sigmoid(margin / temperature), against how often it is."""
+"""Calibration of margins: P(chosen is better) = sigmoid(margin / temperature), compared with how often chosen is scored higher."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from scipy.special import expit, ndtr, ndtri
 
 from rlhf_core.statistics.clusters import mean_interval, share_interval
 
-BINS = 10  # of confidence, from a half to 1
-HALVINGS = 40  # of the range in which a root is looked for
+BINS = 10  # of confidence, from 0.5 to 1
+HALVINGS = 40  # bisection steps
 HIGHEST = 100.0  # temperature; its inverse is the lowest
 
 
@@ -36,7 +36,7 @@ def fit_temperature(margins: np.ndarray) -> float | None:
 
 
 def reliability(margins: np.ndarray, points: np.ndarray, clusters: np.ndarray, confidence: float) -> list[dict[str, Any]]:
-    """Bins of equal width of the confidence max(P, 1 - P) with how often the preferred response is the chosen one.
+    """Accuracy in bins of equal width of the confidence max(P, 1 - P).
 
     Args:
         margins: [N], divided by the temperature. points: [N], 1 for the right order, 0.5 for a tie.
@@ -58,7 +58,7 @@ def reliability(margins: np.ndarray, points: np.ndarray, clusters: np.ndarray, c
 
 @dataclass(frozen=True)
 class CalibrationError:
-    """value: without the bias of a sample; low, high: its interval, which contains the value; sample: the sample's own, biased upwards."""
+    """value: bias-corrected. low, high: its interval, which contains the value. sample: the uncorrected error, biased upwards."""
 
     value: float
     low: float
@@ -69,18 +69,18 @@ class CalibrationError:
 def calibration_error(margins: np.ndarray, points: np.ndarray, clusters: np.ndarray, confidence: float) -> CalibrationError:
     """Expected calibration error, sum over bins of n_b / n * |accuracy_b - confidence_b|, the bins of `reliability`.
 
-    The sample's own, sum of |d_b|, d_b the mean over all pairs of (point - claim) inside bin b, is above 0 even where the claims are
-    right, for distances don't cancel. With normal errors of the d_b, of covariance C over clusters, its expectation where the true gaps
-    are the share r of those found is M(r) = sum E|N(r d_b, C_bb)|, a sum of means of folded normal distributions. The value is
-    r * sum |d_b| at the r where M(r) is what was found, 0 where M(0) is more than that. The interval's ends have what was found
-    z standard deviations of that sum, S(r), above and below M(r): M(r) + z S(r), M(r) - z S(r).
+    Let d_b be the mean over all pairs of (point - claim) inside bin b. The sample's error, sum |d_b|, is positive even for a calibrated
+    model, because absolute values don't cancel. Suppose that the errors of the d_b are normal with covariance C over clusters, and that the
+    true gaps are r d_b. Then the expected sample error is M(r) = sum E|N(r d_b, C_bb)|, a sum of means of folded normals, with standard
+    deviation S(r). The value is r * sum |d_b| for the r with M(r) = sum |d_b|, or 0 if M(0) is larger. The ends of the interval solve
+    M(r) + z S(r) = sum |d_b| and M(r) - z S(r) = sum |d_b|.
 
-    Source: Naeini et al. 2015, https://doi.org/10.1609/aaai.v29i1.9602, in the form of Guo et al. 2017. To take off the bias of a binned
+    Source: Naeini et al. 2015, https://doi.org/10.1609/aaai.v29i1.9602, in the form of Guo et al. 2017. On the bias of a binned
     error: Kumar, Liang and Ma 2019, https://arxiv.org/abs/1909.10155, section 5, for the squared one; see also Roelofs et al. 2022,
-    https://arxiv.org/abs/2012.08668. The interval is a test turned round, as Wilson's is; its coverage is in docs/statistics.md.
+    https://arxiv.org/abs/2012.08668. The interval inverts a test, as Wilson's does; docs/statistics.md has its coverage.
 
     Args:
-        margins: [N], divided by the temperature. points: [N]. clusters: [N], codes from 0. One cluster alone gives an interval of 0 to 1.
+        margins: [N], divided by the temperature. points: [N]. clusters: [N], codes from 0. One cluster gives the interval 0 to 1.
     """
     gaps = _gaps(margins, points, clusters)
     found = np.abs(gaps.sum(axis=0)) / len(margins)
@@ -96,7 +96,7 @@ def calibration_error(margins: np.ndarray, points: np.ndarray, clusters: np.ndar
 
 
 def _claims(margins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[N] the confidence of each pair, and the number of its bin."""
+    """Confidence [N] and bin [N] of each pair."""
     claimed = expit(np.abs(margins))
     return claimed, np.minimum(((claimed - 0.5) * 2 * BINS).astype(int), BINS - 1)
 
@@ -109,7 +109,7 @@ def _gaps(margins: np.ndarray, points: np.ndarray, clusters: np.ndarray) -> np.n
 
 
 def _share_of_gaps(gaps: np.ndarray, covariance: np.ndarray, total: float, k: float) -> float:
-    """r with M(r) + k S(r) = total, by halving; 0 where that sum is more than the total already at 0.
+    """r with M(r) + k S(r) = total, by bisection; 0 if the sum exceeds the total at r = 0.
 
     Args:
         gaps: [BINS], not negative. covariance: [BINS, BINS] of their errors.
@@ -131,7 +131,7 @@ def _share_of_gaps(gaps: np.ndarray, covariance: np.ndarray, total: float, k: fl
 
 
 def _of_distances(means: np.ndarray, covariance: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of sum |x_b|, x normal; between bins by how surely each x_b has its sign.
+    """Mean and standard deviation of sum |x_b| for normal x. The covariance of two bins is weighted by the certainty of their signs.
 
     E|N(u, s^2)| = s sqrt(2 / pi) exp(-u^2 / 2 s^2) + u (1 - 2 Phi(-u / s)) (Leone, Nelson and Nottingham 1961, Technometrics 3, 543-550)
     """

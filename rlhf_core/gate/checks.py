@@ -1,4 +1,4 @@
-"""The checks of gate.json, and what is said of those that fail."""
+"""The checks of gate.json and their messages."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from rlhf_core.config import GateConfig
 from rlhf_core.statistics.clusters import accuracy_needed
 
-SLICE = "slice: "  # what the names of slices' checks begin with
+SLICE = "slice: "  # prefix of the names of slices' checks
 MAX_SLICES = 5  # named in a message
 
 
 @dataclass(frozen=True)
 class Check:
-    """One measured value. passed: None where it is shown, not judged.
+    """One measured value. passed: None where the value is reported without a threshold.
 
-    way_out: what to do when it fails, with the parameter that sets the threshold.
+    way_out: what to do if the check fails, with the parameter that sets the threshold.
     """
 
     name: str
@@ -35,25 +35,25 @@ class Check:
 
 
 def at_least(name: str, measured: dict[str, Any], threshold: float | None, way_out: str = "", *, value: str = "accuracy") -> Check:
-    """Passed when the lower end of the interval reaches the threshold."""
+    """Passed if the lower end of the interval reaches the threshold."""
     end = measured["low"]
     passed = None if threshold is None else bool(measured["n"]) and end is not None and end >= threshold
     return Check(name, measured[value], end, measured["high"], threshold, measured["n"], passed, way_out)
 
 
 def at_most(name: str, measured: dict[str, Any], threshold: float | None, way_out: str = "", *, value: str = "value") -> Check:
-    """Passed when the upper end of the interval (the value itself where it has none) is not above the threshold."""
+    """Passed if the upper end of the interval, or the value if there is no interval, is at most the threshold."""
     end = measured["high"] if measured["high"] is not None else measured[value]
     passed = None if threshold is None or end is None else end <= threshold
     return Check(name, measured[value], measured["low"], measured["high"], threshold, measured["n"], passed, way_out)
 
 
 def all_checks(gate: dict[str, Any], config: GateConfig, *, exact_scores: bool) -> list[Check]:
-    """In the order of docs/gate.md. With fewer than gate.min_pairs pairs nothing else is decided.
+    """All checks, in the order of docs/gate.md. With fewer than gate.min_pairs pairs only that check is judged.
 
     Args:
-        gate: what was measured, as in gate.json.
-        exact_scores: the stored scores were computed in float32 as the gate's own are, so that they must be equal.
+        gate: measurements, as in gate.json.
+        exact_scores: train_reward stored float32 scores, which the gate's own must equal.
     """
     parts = (
         _accuracy(gate, config),
@@ -104,7 +104,7 @@ def _probes(gate: dict[str, Any], config: GateConfig, exact_scores: bool) -> Ite
 
 
 def _shift(name: str, probe: dict[str, Any], limit: float | None) -> Check:
-    """Passed when the whole interval is within the limit on either side."""
+    """Passed if the whole interval is within -limit and limit."""
     ends = [probe["low"], probe["high"]]
     passed = None if limit is None or None in ends else max(map(abs, ends)) <= limit
     return Check(
@@ -128,10 +128,10 @@ def _others(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
 
 
 def _not_worse(name: str, gate: dict[str, Any], role: str, config: GateConfig, way_out: str) -> Check:
-    """Non-inferiority: passed when the lower end of the difference is not below minus the margin.
+    """Non-inferiority: passed if the lower end of the difference is at least minus the margin.
 
-    Pairs too few to see a difference as large as the margin (`too_few_to_compare`) decide nothing in the candidate's favour. A model is no
-    worse than itself, on however few pairs.
+    The check fails with too few pairs to detect a difference as large as the margin (`too_few_to_compare`). A model compared with itself
+    passes on any number of pairs.
     """
     compared = gate[role]
     check = at_least(name, compared, -config.max_regression, way_out, value="difference")
@@ -141,15 +141,15 @@ def _not_worse(name: str, gate: dict[str, Any], role: str, config: GateConfig, w
 
 
 def too_few_to_compare(check: Check, margin: float) -> bool:
-    """The half-width of a difference's interval exceeds the margin, and the interval leaves open which one is better.
+    """Whether the half-width of a difference's interval exceeds the margin, unless the whole interval is at least 0.
 
-    An interval that does not go below 0 shows that the candidate is no worse, whatever its width.
+    An interval without negative values shows that the candidate is no worse, whatever its width.
     """
     return (check.high - check.low) / 2 > margin and check.low < 0
 
 
 def sentences(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> Iterator[str]:
-    """Why the gate opens or stays shut."""
+    """Sentences of the message: why the gate passed or rejected the model."""
     if bad := [check for check in checks if check.passed is False and check.name.startswith(SLICE)]:
         yield _bad_slices(bad, config)
     for check in checks:
@@ -220,7 +220,7 @@ def _too_few_beside(other: str, check: Check, margin: float) -> str:
 
 
 def _look(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> str | None:
-    """What the earlier looks at this split cost; None: nothing was decided."""
+    """How earlier looks at this split widen the intervals; None where nothing was decided."""
     judged = next(check for check in checks if check.name == "accuracy")
     if judged.passed is None or not gate["n"]:
         return None
@@ -243,7 +243,7 @@ def _look(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> str 
 
 
 def percent(confidence: float) -> str:
-    """Of 0.95 95%, of 0.999375 99.94%."""
+    """0.95 as 95%, 0.999375 as 99.94%."""
     return f"{100 * confidence:.4g}%" if confidence < 0.99995 else f"{100 * confidence:.7g}%"
 
 
@@ -258,7 +258,7 @@ def _any_reason(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
 
 
 def explain(gate: dict[str, Any]) -> Iterator[str]:
-    """What the terminal shows besides a rejection's message."""
+    """Lines for the log, besides a rejection's message."""
     if (look := gate["look"]) is not None:
         yield f"look {look['number']} at this split's {gate['n']} test pairs: intervals of {percent(gate['confidence'])}"
     for s in gate["slices"]:

@@ -1,4 +1,4 @@
-"""The held-out pairs with their texts, and all that their scores tell without asking a model."""
+"""Figures of gate.json from stored scores of held-out pairs; no model is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_core.gate.calibration import calibrate, fit_temperature
 from rlhf_core.gate.pairs import Pairs, slice_accuracies, summarize, worst_slice
 from rlhf_core.statistics.clusters import bootstrap, cluster_codes, percentile_interval
 
-# Keys of gate.json whose value is null where nothing was measured.
+# Keys of gate.json that are null where nothing was measured.
 MEASURED = (
     *("accuracy", "low", "high", "ties", "n", "prompts", "design_effect", "n_effective"),
     *("worst_slice", "calibration", "length", "probes", "incumbent", "anchor", "judge", "ensemble", "look"),
@@ -32,10 +32,10 @@ class Heldout:
 
 
 def measure_scores(test: Heldout, validation_margins: np.ndarray, config: GateConfig) -> dict[str, Any]:
-    """All that the stored scores tell.
+    """gate.json with everything that the stored scores determine.
 
     Args:
-        validation_margins: of the pairs that the temperature is fitted on.
+        validation_margins: of the validation pairs, to which the temperature is fitted.
     """
     pairs, confidence = test.pairs, config.confidence
     gate = {**nothing_measured(config), **summarize(pairs, confidence)}
@@ -63,7 +63,7 @@ def measure_scores(test: Heldout, validation_margins: np.ndarray, config: GateCo
 
 
 def distinct_responses(test: Heldout) -> tuple[list[tuple[list, str]], np.ndarray]:
-    """Each response once, as conversation and text, and its position among all of chosen, then all of rejected."""
+    """Each distinct response as (conversation, text), and its position in the concatenation of all chosen and all rejected ones."""
     texts = [row[side] for side in ("chosen", "rejected") for row in test.rows]
     prompts = np.tile(test.pairs.prompts, 2)
     first = {key: i for i, key in reversed(list(enumerate(zip(prompts, texts, strict=True))))}
@@ -80,7 +80,7 @@ def measure_length(test: Heldout, confidence: float) -> dict[str, Any]:
 
 
 def measure_ensemble(test: Heldout) -> dict[str, float | None]:
-    """How far members disagree, and whether more so where they are wrong."""
+    """Mean disagreement of an ensemble's members, of all pairs, of those in the right order and of the others."""
     of_pair = (test.chosen_std + test.rejected_std) / 2
     right = test.pairs.points == 1
 
@@ -91,7 +91,7 @@ def measure_ensemble(test: Heldout) -> dict[str, float | None]:
 
 
 def measure_judge(test: Heldout, judges: dict[str, str], confidence: float) -> dict[str, Any] | None:
-    """The reward against the judge, on responses to prompts of sources that have one; None where none has."""
+    """Rank correlation of scores with the judge, on responses whose source has a judge; None where no source has one."""
     responses, which = distinct_responses(test)
     sources = np.tile(test.pairs.sources, 2)[which]
     known = np.array([source in judges for source in sources])
@@ -106,13 +106,13 @@ def measure_judge(test: Heldout, judges: dict[str, str], confidence: float) -> d
 
 
 def nothing_measured(config: GateConfig) -> dict[str, Any]:
-    """gate.json before anything is measured; all its keys but needed, passed and message."""
+    """gate.json before any measurement, without needed, passed and message."""
     empty = {"checks": [], "by_source": {}, "slices": [], "external": []}
     return {**dict.fromkeys(MEASURED), **empty, "threshold": config.min_accuracy, "confidence": config.confidence}
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Pearson's correlation of the ranks, equal values sharing the mean of theirs; NaN where one of them doesn't vary."""
+    """Pearson's correlation of the ranks, ties having their mean rank; NaN if a or b is constant."""
     ranks = mean_ranks(a), mean_ranks(b)
     spreads = [float(r.std()) for r in ranks]
     if not len(a) or 0.0 in spreads:
@@ -121,12 +121,12 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def spearman_interval(a: np.ndarray, b: np.ndarray, clusters: np.ndarray, confidence: float) -> tuple[float, float]:
-    """A bootstrap's percentiles over clusters."""
+    """Percentile interval of a bootstrap over clusters."""
     return percentile_interval(bootstrap(lambda which: spearman(a[which], b[which]), clusters), confidence)
 
 
 def mean_ranks(values: np.ndarray) -> np.ndarray:
-    """[n] ranks from 1, equal values sharing the mean of theirs."""
+    """[n] ranks from 1, ties having their mean rank."""
     _, position, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return (last - (counts - 1) / 2)[position]
@@ -135,7 +135,7 @@ def mean_ranks(values: np.ndarray) -> np.ndarray:
 def kendall(a: np.ndarray, b: np.ndarray) -> float:
     """tau-b: (concordant - discordant pairs) / sqrt((pairs that differ in a) * (pairs that differ in b)); NaN where either is 0.
 
-    Takes time in proportion to the number of different values of b, of which a judge has few.
+    The time grows with the number of distinct values of b, of which a judge has few.
     Source: Kendall 1945, https://doi.org/10.1093/biomet/33.3.239
     """
     surplus, seen = 0, np.zeros(0)
@@ -155,10 +155,10 @@ def _differing_pairs(values: np.ndarray) -> int:
 
 
 def against_judge(scores: np.ndarray, judged: np.ndarray, clusters: np.ndarray, confidence: float) -> dict[str, Any]:
-    """How far the reward ranks distinct responses [K] as the judge does.
+    """Rank correlation of scores and judgements of distinct responses [K].
 
     Args:
-        judged: [K], the share of the judge's criteria that a response meets.
+        judged: [K] share of the judge's criteria that a response meets.
     """
     low, high = spearman_interval(scores, judged, clusters, confidence)
     return {
@@ -172,7 +172,7 @@ def against_judge(scores: np.ndarray, judged: np.ndarray, clusters: np.ndarray, 
 
 
 def length_bias(pairs: Pairs, scores: np.ndarray, tokens: np.ndarray, clusters: np.ndarray, confidence: float) -> dict[str, Any]:
-    """Whether longer responses please the reward model more than they please those who chose.
+    """Length bias: accuracy where the shorter response is chosen, and the correlation of score and length.
 
     Args:
         scores, tokens, clusters: [K], of the distinct responses of the pairs.

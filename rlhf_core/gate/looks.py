@@ -1,7 +1,7 @@
-"""Which models were judged on a held-out split, in which order, and how sure the gate must be at each of these looks.
+"""The ledger of looks: which models were judged on a held-out split, in which order, and the significance level of each look.
 
-When one model after the other is judged on the same pairs until one passes, one of them passes by chance. The ledger counts the models of
-a split, and the level gets stricter with their number.
+If models are judged on the same pairs until one passes, one passes by chance. The ledger counts the models of a split, and the level
+decreases with their number.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from rlhf_core.config import ConfigError, GateConfig, Section, shown
 
 LEDGER = "rlhf-gate-looks.jsonl"
 LOCK_DEADLINE = 60.0  # seconds
-_GIT_ASIDE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # a hook's, which would name another repository
+_GIT_ASIDE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # set in a git hook; they could name another repository
 
 
 def look_level(confidence: float, number: int) -> float:
     """The one-sided level of a split's look `number`, from 1.
 
     alpha = (1 - confidence) / 2,  level_1 = alpha,  level_k = alpha / (k (k - 1)) for k > 1
-    The levels of all later looks together are alpha once more, since 1 / (k (k - 1)) = 1 / (k - 1) - 1 / k. So the chance that any of
-    any number of models below the threshold passes is at most 2 alpha, however their results depend on each other.
+    The levels of all later looks sum to alpha, since 1 / (k (k - 1)) = 1 / (k - 1) - 1 / k. So the chance that any of any number of
+    models below the threshold passes is at most 2 alpha, whatever the dependence of their results.
     Source: alpha-spending, Tian and Ramdas 2021, https://arxiv.org/abs/1910.04900
     """
     alpha = (1 - confidence) / 2
@@ -46,15 +46,15 @@ def at_look(config: GateConfig, number: int) -> GateConfig:
 
 
 def split_hash(rows: Sequence[dict[str, Any]]) -> str:
-    """sha256 of the texts of held-out pairs, in whatever order they come: messages, chosen, rejected."""
+    """sha256 of the texts of held-out pairs (messages, chosen, rejected), independent of their order."""
     texts = sorted(json.dumps([row[key] for key in ("messages", "chosen", "rejected")], sort_keys=True) for row in rows)
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 class _Line(Section):
-    """A line of the ledger. look: this model begins to be judged on this split; result: what came of it.
+    """A line of the ledger. kind: look, a model begins to be judged on a split; or result, its outcome.
 
-    split: as split_hash. model: md5 of its folder, as in dvc.lock. run: branch, or folder where there is no git. at: ISO 8601.
+    split: of `split_hash`. model: md5 of its folder, as in dvc.lock. run: branch, or folder without git. at: ISO 8601.
     confidence: of the intervals that decided.
     """
 
@@ -79,10 +79,10 @@ class Look:
 
 
 def ledger_path(root: Path) -> Path:
-    """In git's common folder, which all worktrees share; without git in the folder itself.
+    """The ledger in git's common folder, which all worktrees share; without git, in `root`.
 
     Raises:
-        ConfigError: git refuses to say.
+        ConfigError: git fails.
     """
     done = _git(root, "rev-parse", "--path-format=absolute", "--git-common-dir")
     if done is None:
@@ -97,10 +97,10 @@ def ledger_path(root: Path) -> Path:
 
 
 def take_look(split: str, model: str, root: Path = Path()) -> Look:
-    """The look of a model at a split: a new one is written down, one that was taken before keeps its number.
+    """The look of a model at a split. A new look is appended; a repeated one keeps its number.
 
-    To be called before anything is measured: who is interrupted then has looked. Of earlier looks it tells what was known when this one
-    began: the same again whenever the stage is repeated, whatever ran beside it.
+    Call this before any measurement, so that an interrupted run counts as a look. Earlier looks are returned as known when this look began,
+    so that a repeated stage gets the same answer whatever runs in parallel.
 
     Raises:
         ConfigError: the ledger can't be read or written.
@@ -117,7 +117,7 @@ def take_look(split: str, model: str, root: Path = Path()) -> Look:
 
 
 def write_result(split: str, model: str, *, passed: bool, accuracy: float | None, confidence: float, root: Path = Path()) -> None:
-    """What came of a look; the same result again is not written again.
+    """Append the result of a look, unless it is the last one of that look.
 
     Raises:
         ConfigError: the ledger can't be read or written.
@@ -131,13 +131,13 @@ def write_result(split: str, model: str, *, passed: bool, accuracy: float | None
 
 
 def run_name(root: Path) -> str:
-    """The branch that is checked out; without one the folder's name."""
+    """The checked-out branch, or the folder's name without one."""
     done = _git(root, "symbolic-ref", "--short", "--quiet", "HEAD")
     return root.resolve().name if done is None or done.returncode else done.stdout.strip()
 
 
 def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None:
-    """None: there is no git on this machine."""
+    """None: git is not installed."""
     environment = {key: value for key, value in os.environ.items() if key not in _GIT_ASIDE} | {"LC_ALL": "C"}
     try:
         return subprocess.run(["git", *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False)
@@ -146,7 +146,7 @@ def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None
 
 
 def _first_results(lines: list[_Line]) -> dict[str, _Line]:
-    """By model. The first, and not a later one with other thresholds, so that what gate.json says of earlier looks does not change."""
+    """First result of each model. Later ones with other thresholds are left out, so that gate.json's earlier looks don't change."""
     return {line.model: line for line in reversed(lines) if line.kind == "result"}
 
 
@@ -161,7 +161,7 @@ def _now() -> str:
 
 @contextlib.contextmanager
 def _opened(root: Path) -> Iterator[IO[bytes]]:
-    """The ledger, held by this process alone."""
+    """The ledger, exclusively locked."""
     path = ledger_path(root)
     try:
         file = path.open("a+b")
@@ -197,7 +197,7 @@ def _read(file: IO[bytes]) -> list[_Line]:
 
 
 def _append(file: IO[bytes], line: _Line) -> None:
-    """One line, on the disk when this returns; or none."""
+    """Append one line durably, or nothing."""
     end = file.seek(0, os.SEEK_END)
     try:
         file.write(line.model_dump_json(exclude_none=True).encode() + b"\n")

@@ -35,7 +35,7 @@ class Pairs:
         return len(self.chosen)
 
     def select(self, which: np.ndarray) -> Pairs:
-        """Those at the given positions, or where it is True."""
+        """The pairs at given positions, or where a mask is True."""
         arrays = {f.name: getattr(self, f.name)[which] for f in fields(self) if f.name != "labels"}
         return replace(self, **arrays, labels={name: values[which] for name, values in self.labels.items()})
 
@@ -45,7 +45,7 @@ class Pairs:
 
     @property
     def points(self) -> np.ndarray:
-        """[N] 1 where chosen is above rejected, 0.5 for a tie."""
+        """[N] 1 where chosen has the higher score, 0.5 for a tie, else 0."""
         return pair_points(self.chosen, self.rejected)
 
     @property
@@ -58,7 +58,7 @@ def pair_points(chosen: np.ndarray, rejected: np.ndarray) -> np.ndarray:
 
 
 def summarize(pairs: Pairs, confidence: float) -> dict[str, Any]:
-    """Accuracy, ties as half, with its interval over prompts; without pairs the accuracy is None and the interval 0 to 1."""
+    """Accuracy, a tie counting half, with its interval over prompts. Without pairs: accuracy None, interval 0 to 1."""
     if not len(pairs):
         return {"accuracy": None, "low": 0.0, "high": 1.0, "ties": 0, "n": 0, "prompts": 0, "design_effect": None, "n_effective": 0.0}
     points = pairs.points
@@ -76,10 +76,10 @@ def summarize(pairs: Pairs, confidence: float) -> dict[str, Any]:
 
 
 def slice_values(pairs: Pairs, column: str) -> np.ndarray | None:
-    """[N] the value of each pair in a column, None where it has none; None: no pair has this column.
+    """[N] value of each pair in a column, None where the pair has none. Returns None if no pair has the column.
 
     source; prompt_length, response_length (of the pair's longer one): thirds of the pairs, named by their tokens; length_order: which
-    response is longer; anything else is a column of the data.
+    response is longer; other names are columns of the data.
     """
     if column == "source":
         return pairs.sources
@@ -93,7 +93,7 @@ def slice_values(pairs: Pairs, column: str) -> np.ndarray | None:
 
 
 def thirds(tokens: np.ndarray) -> np.ndarray:
-    """[N] names such as "5 to 9 tokens": three parts of about as many pairs, equal lengths together; fewer where lengths hardly differ."""
+    """[N] names such as "5 to 9 tokens": three parts with about as many pairs each. Equal lengths share a part, so there may be fewer."""
     borders = np.unique(np.quantile(tokens, [k / PARTS for k in range(1, PARTS)], method="lower")) if len(tokens) else np.array([])
     part = np.searchsorted(borders, tokens, side="left")
     names = np.empty(len(tokens), dtype=object)
@@ -110,7 +110,7 @@ def _length_order(pairs: Pairs) -> np.ndarray:
 
 
 def slice_accuracies(pairs: Pairs, columns: list[str], *, confidence: float, min_pairs: int) -> list[dict[str, Any]]:
-    """Of every value of every column that the pairs have, in the columns' order; lengths ascending, other values by name."""
+    """Accuracy of every value of every column, in the columns' order; lengths ascending, other values by name."""
     found = []
     for column in columns:
         values = slice_values(pairs, column)
@@ -130,27 +130,27 @@ def _first_number(name: str) -> int:
 
 
 def worst_slice(slices: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The lowest accuracy among the slices that are judged; of equal ones the first."""
+    """The judged slice with the lowest accuracy; of equal ones the first."""
     return min((s for s in slices if s["judged"]), key=lambda s: s["accuracy"], default=None)
 
 
 def mcnemar_exact(first_only: int, second_only: int) -> float:
-    """Two-sided p-value: the pairs that only one of two has right, against a fair coin; 1 where there are none.
+    """Two-sided p-value of the pairs that exactly one of two models orders rightly; 1 where there are none.
 
     p = min(1, 2 * P(X <= min(first_only, second_only))), X binomial with first_only + second_only trials and 1/2
     Source: McNemar 1947, https://doi.org/10.1007/BF02295996, in its exact form
 
-    Pairs of one prompt count as independent here, so that p is too small where prompts have several: the gate decides by
-    `compare`'s interval.
+    Pairs of one prompt count as independent here, so p is too small where prompts have several pairs. The gate decides by the interval of
+    `compare`.
     """
     n = first_only + second_only
     return min(1.0, 2 * float(bdtr(min(first_only, second_only), n, 0.5))) if n else 1.0
 
 
 def compare(candidate: np.ndarray, incumbent: np.ndarray, clusters: np.ndarray, confidence: float) -> dict[str, Any]:
-    """Of points [N] on the same pairs: accuracies, their difference with its interval over prompts, and McNemar's test.
+    """Accuracies of two models, their difference with its interval over prompts, and McNemar's test, from points [N] on the same pairs.
 
-    Where one has a tie and the other not, the one with more points is the one that has the pair right.
+    Where one model has a tie and the other doesn't, the model with more points counts as right.
     """
     differences = candidate - incumbent
     low, high = difference_interval(differences, clusters, confidence)

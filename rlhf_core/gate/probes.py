@@ -1,4 +1,4 @@
-"""Questions to a reward model whose answers are known: the same text must get the same score, however it is asked."""
+"""Invariance probes of a reward model: the same text must have the same score in any batch, padding and position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.probe import can_share_prefixes
 from rlhf_core.statistics.clusters import cluster_codes, mean_interval
 
-# What is done to a response that says the same afterwards.
+# Changes of a response's format that keep its content.
 FORMATS: dict[str, Callable[[str], str]] = {
     "trailing newline": lambda text: text + "\n",
     "leading space": lambda text: " " + text,
@@ -27,13 +27,13 @@ Probes = dict[str, dict[str, float | int | None]]
 
 
 def invariance(model: LoadedModel, texts: Sequence[Text], stored: np.ndarray) -> Probes:
-    """Largest difference between a text's score, alone in its batch, and its score when asked in another way.
+    """Largest difference between a text's score alone in its batch and its score by another way of batching.
 
-    padding_side: padded on the left, with the mask and positions that this takes; value None where the model's attention takes no mask.
+    padding_side: left-padded, with the mask and positions that this needs; value None where the model's attention takes no mask.
     batch_size: all texts in as few batches as possible.
-    truncation: padded to the longest that the model is used for (the first texts only); infinite if a limit of exactly its length cuts the
-    text, or one token less gives it a score of its beginning instead of none.
-    identical_responses: twice in one batch, beside other texts.
+    truncation: padded to the model's max_length (first texts only); infinite if a limit of the text's length truncates it, or a limit of
+    one token less gives a score instead of none.
+    identical_responses: twice in one batch with other texts.
     stored_scores: as train_reward wrote it.
 
     Args:
@@ -59,7 +59,7 @@ def _largest(differences: np.ndarray | None) -> dict[str, float | int | None]:
 
 
 def _padded_to_the_limit(model: LoadedModel, texts: Sequence[Text], sequences: Sequence[list[int]]) -> np.ndarray:
-    """[len(texts)]; a few in each batch, for the limit may be long."""
+    """Scores [len(texts)], a few per batch, since the limit may be long."""
     filler = [model.tokenizer.pad_token_id] * model.max_length
     scores: list[float] = []
     for start in range(0, len(texts), AT_THE_LIMIT):
@@ -93,9 +93,9 @@ def left_padded(sequences: Sequence[list[int]], *, pad_id: int, width: int) -> T
 
 
 def format_shifts(model: LoadedModel, texts: Sequence[Text], prompts: np.ndarray, *, scale: float, confidence: float) -> Probes:
-    """Mean change of a score when the response is only formatted differently, in units of `scale`; above 0: the format is rewarded.
+    """Mean change of a score when the response is only formatted differently, in units of `scale`; above 0 if the format is rewarded.
 
-    Texts that the format doesn't change, or makes too long, are left out.
+    Texts that the format doesn't change or makes too long are left out.
 
     Args:
         prompts: [len(texts)], names equal for texts of one prompt. scale: standard deviation of the scores.
@@ -105,7 +105,7 @@ def format_shifts(model: LoadedModel, texts: Sequence[Text], prompts: np.ndarray
     for name, change in FORMATS.items():
         changed = [(messages, change(response)) for messages, response in texts]
         differs = np.array([a[1] != b[1] for a, b in zip(texts, changed, strict=True)])
-        shifts = np.where(differs, model.score_texts(changed, told=False) - before, np.nan) / scale
+        shifts = np.where(differs, model.score_texts(changed, reported=False) - before, np.nan) / scale
         known = np.isfinite(shifts)
         value, low, high = None, None, None
         if known.any():

@@ -1,4 +1,4 @@
-"""A reward model's scores of pairs, as whoever uses the model would get them: loaded from its folder, outside training."""
+"""A reward model loaded from its folder: its scores of pairs, of pairs from elsewhere, and against a promoted model's."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ REPORTED = ("accuracy", "low", "high", "ties", "n")
 Text = tuple[Sequence[Message], str]  # a conversation and a response to it
 
 
-def _untold(reason: str, *, count: int) -> None:
-    """For refusals that are asked for."""
+def _unreported(reason: str, *, count: int) -> None:
+    """A report for refusals that a probe provokes."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Every member of a reward model, ready to be asked."""
+    """Every member of a reward model with its tokenizer. Scores are the members' mean."""
 
     members: list[ScalarModule]
     tokenizer: PreTrainedTokenizerBase
@@ -56,13 +56,13 @@ class LoadedModel:
         return cls(members, tokenizer, max_length, device)
 
     def encode(self, messages: Sequence[Message], response: str, *, max_length: int | None = None) -> list[int] | None:
-        """Token ids; None: longer than the limit, or the template doesn't take the conversation."""
-        own = max_length is None  # another limit is a probe's, whose refusals are what it looks for
+        """Token ids; None if longer than the limit or refused by the template."""
+        own = max_length is None  # another limit is a probe's, which provokes refusals
         limit = self.max_length if own else max_length
-        return fitting_ids(self.tokenizer, [(messages, response)], max_length=limit, report=self.report if own else _untold)[0]
+        return fitting_ids(self.tokenizer, [(messages, response)], max_length=limit, report=self.report if own else _unreported)[0]
 
     def score(self, sequences: Sequence[list[int] | None], *, microbatch_tokens: int = MICROBATCH_TOKENS) -> np.ndarray:
-        """[len(sequences)] the members' mean; NaN where a sequence is None."""
+        """Scores [len(sequences)]; NaN where a sequence is None."""
         return score_by_members(
             self.members,
             list(sequences),
@@ -71,27 +71,26 @@ class LoadedModel:
             device=self.device,
         ).double().mean(1).numpy()  # fmt: skip
 
-    def score_texts(self, texts: Sequence[Text], *, told: bool = True) -> np.ndarray:
-        """[len(texts)], each distinct one scored once.
+    def score_texts(self, texts: Sequence[Text], *, reported: bool = True) -> np.ndarray:
+        """Scores [len(texts)]; each distinct text is scored once.
 
         Args:
-            told: False: nothing is said of those that are too long.
+            reported: False: texts without ids are not reported.
         """
         position: dict[tuple[int, ...] | None, int] = {}
         places = []
         for messages, response in texts:
-            ids = self.encode(messages, response, max_length=None if told else self.max_length)
+            ids = self.encode(messages, response, max_length=None if reported else self.max_length)
             places.append(position.setdefault(None if ids is None else tuple(ids), len(position)))
         scores = self.score([None if ids is None else list(ids) for ids in position])
         return scores[places] if places else np.zeros(0)
 
 
 def score_external(config: ExternalPairsConfig, model: LoadedModel, *, confidence: float) -> dict[str, Any]:
-    """An entry of `external` in gate.json. Records that are no pair, and pairs with a response that is too long for the model, are
-    counted and left out.
+    """An entry of `external` in gate.json. Records that are no pair, and pairs too long for the model, are counted and left out.
 
     Raises:
-        ValueError, FileNotFoundError: the file is missing, or isn't what its columns say.
+        ValueError, FileNotFoundError: the file is missing, or doesn't have the configured columns.
     """
     source = SourceConfig(
         name=config.name,
@@ -142,10 +141,10 @@ def _accuracy(points: np.ndarray, prompts: np.ndarray, confidence: float) -> dic
 def compare_to_promoted(
     test: Heldout, role: str, promoted: IncumbentConfig, *, confidence: float, scratch: Path, how: dict[str, Any]
 ) -> dict[str, Any]:
-    """The candidate and a promoted model on the pairs that the latter can score.
+    """The candidate against a promoted model, on the pairs that the promoted model can score.
 
     Raises:
-        ValueError: the promoted one isn't in DVC's cache as its md5 and sha256 say, or can't score a single pair.
+        ValueError: DVC's cache lacks the promoted model with this md5 and sha256, or the model can score no pair.
     """
     folder = scratch / role
     checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256)

@@ -1,1 +1,1 @@
-"""A look at data before anything runs: what format it has, what would be trained on, what would be dropped, and the YAML to paste."""
+"""Inspection of data before anything runs: its format, what would be trained on, what would be dropped, and YAML for params.yaml."""

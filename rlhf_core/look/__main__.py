@@ -1,7 +1,7 @@
 """Look at data before anything runs: python -m rlhf_core.look PATH_OR_HUB_NAME [--model MODEL] [--format FORMAT] [--yaml-only] [--json].
 
 Guesses the format, shows records as they will be trained on, counts what is left out and what validate_data would object to, and prints
-the YAML for `data.sources`. Ends with 0; with 2 where nothing fits, where several readings do, or where the data can't be read.
+the YAML for `data.sources`. Exit code 0; 2 if no format fits, if several do, or if the data can't be read.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ UNDECIDED, INTERRUPTED = 2, 130
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode still shows what is there
+        stream.reconfigure(errors="backslashreplace")  # for terminals without Unicode
     try:
         return run(given)
-    except BrokenPipeError:  # whoever reads has enough
+    except BrokenPipeError:  # the reader of the pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -101,10 +101,10 @@ def _out(decided: bool) -> Any:
 
 
 def columns(pairs: list[str]) -> dict[str, Any]:
-    """`prompt=question` and, of several, `completions=a,b`.
+    """Our column -> the user's, from `prompt=question`; several from `completions=a,b`.
 
     Raises:
-        ConfigError: one has no `=`.
+        ConfigError: an argument has no `=`.
     """
     found: dict[str, Any] = {}
     for pair in pairs:

@@ -1,4 +1,4 @@
-"""What columns a sample of records has, nested ones by dotted paths, and what stands in them."""
+"""The columns of a sample of records, nested ones by dotted paths, and the kinds of their values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOSTLY = 0.6  # share of a column's values
 NEARLY_ALL = 0.9  # share of a column's values
 FEW_MARKS = 11  # different numbers, as of a scale from 0 to 10
 LONGEST_MARK, LARGEST_MARK = 40, 1e6  # characters, a number
-# Further pairs of words that mark a response, which no format reads. In lower case.
+# Pairs of words that may mark a response and that no format reads. In lower case.
 MARKS_IN_WORDS = (
     *(("1", "-1"), ("+1", "-1"), ("1.0", "0.0"), ("y", "n"), ("t", "f"), ("\N{THUMBS UP SIGN}", "\N{THUMBS DOWN SIGN}")),
     *(("thumbs up", "thumbs down"), ("thumbs_up", "thumbs_down"), ("like", "dislike"), ("liked", "disliked"), ("right", "wrong")),
@@ -32,7 +32,7 @@ class Column:
     """One column of a sample.
 
     kinds: how many values are text, number, boolean, messages, objects (a list of them), object or list.
-    values: those that are neither null nor empty, in order.
+    values: the non-null, non-empty values, in order.
     """
 
     path: str
@@ -40,7 +40,7 @@ class Column:
     values: Sequence[Any]
 
     def holds(self, kinds: Collection[str]) -> bool:
-        """Whether it has values and most are of these kinds: a few odd ones are records to drop."""
+        """Whether most values are of these kinds, and there are any. Records with other values will be dropped."""
         return sum(self.kinds[kind] for kind in kinds) > MOSTLY * len(self.values)
 
     def of(self, *kinds: str) -> list[Any]:
@@ -49,41 +49,41 @@ class Column:
 
     @property
     def is_flag(self) -> bool:
-        """Whether nearly every value is true or false, also as 1 or 0 or as text."""
+        """Whether nearly every value is true or false, as a boolean, as 1 or 0, or as text."""
         return self.share(lambda v: v in (0, 1) if isinstance(v, bool | int | float) else str(v).strip().lower() in _FLAGS) > 0.9
 
     @property
     def is_mark(self) -> bool:
-        """Whether it says yes and no, in words that the format unpaired reads."""
+        """Whether the values are yes and no in words that the format unpaired reads."""
         return self._says(_TRUE, _FALSE)
 
     @property
     def may_mark(self) -> bool:
-        """Whether its values look like marks of something: two that say yes and no, or a few numbers that come again and again."""
+        """Whether the values may be marks: two words for yes and no, or a few repeated numbers."""
         if self.is_mark or any(self._says({yes}, {no}) for yes, no in MARKS_IN_WORDS):
             return True
-        numbers = [text for text in map(_written, self.values) if _is_number(text)]
+        numbers = [text for text in map(_mark_text, self.values) if _is_number(text)]
         return len(numbers) > NEARLY_ALL * len(self.values) and 2 <= len(set(numbers)) <= min(FEW_MARKS, len(numbers) - 1)
 
     def _says(self, yes: Collection[str], no: Collection[str]) -> bool:
-        """Whether nearly every value is one of these, and both are there."""
-        said = Counter("yes" if text in yes else "no" if text in no else "" for text in map(_written, self.values))
+        """Whether nearly every value is one of these words, and both yes and no occur."""
+        said = Counter("yes" if text in yes else "no" if text in no else "" for text in map(_mark_text, self.values))
         return said["yes"] > 0 < said["no"] and said["yes"] + said["no"] > NEARLY_ALL * len(self.values)
 
     @property
     def ends_with_user(self) -> bool:
-        """Of conversations: whether most wait for an answer."""
+        """Whether most conversations end with the user."""
         talks = self.of("messages")
         last = [str(talk[-1].get("role") or talk[-1].get("from")).lower() in _USERS for talk in talks]
         return sum(last) * 2 > len(last)
 
     def share(self, holds: Callable[[Any], bool]) -> float:
-        """Share of the values of which `holds` is true."""
+        """Share of the values for which `holds` is true."""
         return sum(map(bool, map(holds, self.values))) / max(1, len(self.values))
 
 
-def _written(value: Any) -> str:
-    """1 for 1.0, as read_boolean has it; nothing for what can't be a mark: a long text, a large number, an object, a list."""
+def _mark_text(value: Any) -> str:
+    """The value as text in lower case, 1.0 as `1`; empty if it can't be a mark: a long text, a large number, an object, a list."""
     if isinstance(value, str):
         return value.strip().lower() if len(value) < LONGEST_MARK else ""
     if isinstance(value, bool):
@@ -115,7 +115,7 @@ def kind_of(value: Any) -> str:
 
 
 def columns_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
-    """Columns by path, in the order of their first appearance; an object is a column, and so are its keys."""
+    """Columns by path, in the order of first appearance. An object is a column, and so is each of its keys."""
     kinds: dict[str, Counter[str]] = {}
     values: dict[str, list[Any]] = {}
     for record in records:
@@ -129,7 +129,7 @@ def columns_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
 
 
 def same_keys(columns: Mapping[str, Column]) -> list[list[str]]:
-    """Groups of two and more objects at the top that have the same keys."""
+    """Groups of two or more top-level columns whose objects have the same keys."""
     by_keys: dict[frozenset[str], list[str]] = {}
     for path, column in columns.items():
         if "." not in path and column.holds({"object"}):

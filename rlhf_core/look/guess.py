@@ -1,7 +1,7 @@
-"""Which of the formats a sample of records has: every reading that converts, with why, and what nobody can tell from the data.
+"""Readings of a sample of records: the formats and column mappings that fit, with reasons and with what the data can't tell.
 
-A reading is proposed by the names and kinds of columns and kept only if `convert`, which prepare_data uses, takes the records. Where two
-readings stand side by side the guess says so and picks none.
+Names and kinds of columns propose a reading; it is kept only if `convert`, which prepare_data uses, accepts the records (look.look). If
+several readings fit equally well, the user has to choose.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OUTPUT = ("output", "response", "answer", "completion", "solution", "target")
 LABEL = ("label", "answer", "ground_truth", "final_answer", "expected", "target", "solution")
 PLAIN = ("text", "content", "document", "story")
 GSM8K = r"####\s*(\S+)"
-FEW_WORDS = 4  # an answer that short may be for training, or only for checking
+FEW_WORDS = 4  # a shorter answer may be for training, or only for checking
 MARKS = ("helpfulness", "correctness", "score", "scores", "rating", "reward", "quality", "overall_score", "fine-grained_score")
 SIDES = (
     ("first", "second"),
@@ -55,7 +55,7 @@ SIDES = (
 )
 COMPARED = ("preference", "overall_preference", "preference_strength")  # numbers below and above 0, as HelpSteer2 and 3 have them
 
-_TEXTS = {*PROMPT, *COMPLETION, *INSTRUCTION, *CONTEXT, *OUTPUT, *LABEL, *PLAIN} - {*GOOD}  # what they hold is learned or checked
+_TEXTS = {*PROMPT, *COMPLETION, *INSTRUCTION, *CONTEXT, *OUTPUT, *LABEL, *PLAIN} - {*GOOD}  # columns whose content is learned or checked
 _CAN_DO_WITHOUT = ("system", "history", "input", "label")
 _LIKELY = {
     **{
@@ -70,8 +70,7 @@ _LIKELY = {
     **{side: names for sides in (PAIRS, SIDES) for side, names in zip(sides[0], zip(*sides, strict=True), strict=True)},
 }
 
-# What other people's data sets are known by: columns that they have, and the format
-# (with its further keys) that such data then turns out to have; "": none.
+# Well-known data sets: name, columns, and the format with its further keys; "" if no format reads them.
 KNOWN = (
     ("UltraFeedback (binarized)", {"prompt", "prompt_id", "chosen", "rejected", "messages", "score_chosen"}, "preference"),
     ("ORPO-DPO-mix", {"source", "prompt", "chosen", "rejected"}, "preference"),
@@ -95,9 +94,9 @@ KNOWN = (
 class Reading:
     """A format with its columns, as `data.sources` takes them.
 
-    why: what in the data speaks for it. unsure: what the data can't tell, or what this reading leaves aside.
-    options: further keys of the source. uses: None until it is tried.
-    doubtful: the values alone speak for it, so that it doesn't outrank the others.
+    why: evidence in the data. unsure: what the data can't tell, and columns that this reading doesn't read.
+    options: further keys of the source. uses: empty until it is tried.
+    doubtful: only the values suggest it, not the names; it doesn't outrank other readings.
     """
 
     format: str
@@ -109,36 +108,36 @@ class Reading:
     doubtful: bool = False
 
     def theirs(self) -> set[str]:
-        """Paths of the columns it reads."""
+        """Paths of the user's columns that it reads."""
         return {path for value in self.columns.values() for path in (value if isinstance(value, list) else [value])}
 
 
 def known_as(columns: Columns, readings: Iterable[Reading]) -> str | None:
-    """The name of a well-known data set that has such columns and, if it has one, the format of one of these readings."""
+    """The well-known data set with such columns, if its format is the one of a reading or no format reads it."""
     formats = {form for r in readings for form in (r.format, " ".join([r.format, *r.options]))}
     return next((name for name, wanted, form in KNOWN if wanted <= set(columns) and form in ("", *formats)), None)
 
 
 def propose(columns: Columns, named: Mapping[str, str]) -> list[Reading]:
-    """Every reading whose columns are there, the more specific first; none is tried.
+    """Every reading whose columns exist, the more specific ones first; none is tried yet.
 
     Args:
-        named: our name -> the user's column that is to be read as if it had this name.
+        named: our name -> the user's column that is to be read under this name.
     """
     seen = {**columns, **{ours: columns[theirs] for ours, theirs in named.items()}}
     found = [_with_earlier(reading, seen) for make in _PROPOSALS for reading in make(seen)]
-    # A column that has one of our names is read under that name only: as `input`, say, and never as an instruction.
+    # A column that the user has named is read under that name only: as `input`, say, and never as an instruction.
     own = [r for r in found if all(ours == path for ours, path in r.columns.items() if isinstance(path, str) and path in named)]
     return [replace(reading, columns=_mapping(replace(reading, columns={**reading.columns, **_used(reading, named)}))) for reading in own]
 
 
 def _used(reading: Reading, named: Mapping[str, str]) -> dict[str, str]:
-    """Of the columns that the user named, those that the reading reads."""
+    """The columns that the user named and the reading reads."""
     return {ours: theirs for ours, theirs in named.items() if reading.columns.get(ours) == ours}
 
 
 def _with_earlier(reading: Reading, columns: Columns) -> Reading:
-    """With the columns for what comes before the prompt, which are read only where they are named."""
+    """With the columns for turns before the prompt, which are read only if the mapping names them."""
     ours = FORMATS[reading.format][1]
     earlier = [("system", path) for path in ("system", "system_prompt") if path in columns and columns[path].holds(TEXT)][:1]
     if "history" in columns and columns["history"].holds({"list"}):
@@ -149,20 +148,20 @@ def _with_earlier(reading: Reading, columns: Columns) -> Reading:
 
 
 def columns_line(format_: str, columns: Columns) -> str:
-    """The options that name a format's columns; ... where none has a likely name."""
+    """Command-line options that map a format's columns; `...` where no column has a likely name."""
     needed = [ours for ours in FORMATS[format_][1] if ours not in _CAN_DO_WITHOUT or (format_, ours) == ("unpaired", "label")]
     likely = {ours: next((name for name in _LIKELY.get(ours, (ours,)) if name in columns), "...") for ours in needed}
     return f"--format {format_} --columns " + " ".join(f"{ours}={shlex.quote(theirs)}" for ours, theirs in likely.items())
 
 
 def _mapping(reading: Reading) -> Mapped:
-    """Without what has our name anyway, but for columns that are read only where they are named."""
+    """Without columns that have our name anyway, except those that are read only if the mapping names them."""
     named = {"system", "history"}
     return {ours: theirs for ours, theirs in reading.columns.items() if ours != theirs or ours in named}
 
 
 def pick(columns: Columns, names: Iterable[str], kinds: frozenset[str]) -> list[str]:
-    """Paths of such a name and kind; our own name, or else one at the top, settles it."""
+    """Paths with one of the names and kinds. Our own name wins, then top-level columns."""
     names = list(names)
 
     def fits(path: str) -> bool:
@@ -202,7 +201,7 @@ def _side(columns: Columns, pair: tuple[str, str], end: str) -> tuple[str, str] 
 
 
 def _nested_sides(columns: Columns) -> list[tuple[str, str]]:
-    """The same below one object."""
+    """Pairs of sides that are keys of one object."""
     heads = {path.rpartition(".")[0] for path in columns if "." in path}
     return [side for head in sorted(heads) for pair in PAIRS if (side := _side(columns, (f"{head}.{pair[0]}", f"{head}.{pair[1]}"), ""))]
 
@@ -225,7 +224,7 @@ def _graded_readings(columns: Columns, completions: str | list[str], text: str, 
 
 
 def _inner(objects: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """The keys of a completion's text and of its mark."""
+    """The keys of a completion's text and mark."""
     keys = list(dict.fromkeys(key for item in objects for key in item))
     values = {key: [item[key] for item in objects if item.get(key) is not None] for key in keys}
     text_keys = [key for key in (*COMPLETION, "text", "content") if values.get(key)]
@@ -268,7 +267,7 @@ def _conversations(columns: Columns) -> Iterator[Reading]:
 
 def _instructions(columns: Columns) -> Iterator[Reading]:
     outputs = pick(columns, OUTPUT, TEXT)
-    if {"solution", "answer"} <= {*outputs}:  # as MATH has them: the answer is the result of the solution
+    if {"solution", "answer"} <= {*outputs}:  # in MATH the answer is the result of the solution
         outputs = ["solution"]
     for instruction, output in product(pick(columns, INSTRUCTION, TEXT), outputs):
         if instruction == output:
@@ -311,12 +310,12 @@ _PROPOSALS: tuple[Callable[[Columns], Iterator[Reading]], ...] = (
     _prompts,
     _plain,
 )
-# The first of these that a format belongs to speaks for the whole record: what is below reads a part of the same columns.
+# Lower ranks read the whole record; higher ones would read a part of the same columns.
 _RANK = {"hh": 0, "preference": 0, "graded": 0, "compared": 0, "unpaired": 1, "messages": 2, "instruction": 2, "prompt": 3, "text": 2}
 
 
 def settle(readings: Sequence[Reading], columns: Columns) -> list[Reading]:
-    """Those that nothing speaks against; one is a guess, several are a question for the user."""
+    """The readings that remain: one is the guess, several are a choice for the user."""
     sure = [reading for reading in readings if not reading.doubtful]
     if not sure:
         return list(readings)
@@ -330,7 +329,7 @@ def settle(readings: Sequence[Reading], columns: Columns) -> list[Reading]:
 
 
 def _with_answers(left: list[Reading], readings: Sequence[Reading], columns: Columns) -> list[Reading]:
-    """An instruction with answers of a word or two may be one to learn, or a prompt whose answer is checked."""
+    """Adds the reading as prompts with labels if answers have a few words: they may be for training, or only for checking."""
     first = left[0]
     if first.format != "instruction" or "label_pattern" in first.options or "label" in first.columns:
         return left
@@ -341,7 +340,7 @@ def _with_answers(left: list[Reading], readings: Sequence[Reading], columns: Col
 
 
 def _is_derived(reading: Reading, others: Sequence[Reading], columns: Columns) -> bool:
-    """Whether plain text is another column's text written out, as Alpaca's is."""
+    """Whether plain text repeats the texts of other columns, as Alpaca's does."""
     if reading.format != "text" or len(others) == 1:
         return False
     text = columns[str(reading.columns.get("text", "text"))]
@@ -351,21 +350,21 @@ def _is_derived(reading: Reading, others: Sequence[Reading], columns: Columns) -
     )
 
 
-def left_aside(reading: Reading, columns: Columns) -> list[str]:
-    """Paths at the top that the reading doesn't read, with something in them."""
+def unread_columns(reading: Reading, columns: Columns) -> list[str]:
+    """Filled top-level columns that the reading doesn't read."""
     ours = {*FORMATS[reading.format][1]} - {"system", "history"} - {*reading.columns}
     read = {path.split(".")[0] for path in (*reading.theirs(), *ours)}
     return [path for path, column in columns.items() if "." not in path and path not in read and column.values]
 
 
 def unread_marks(reading: Reading, columns: Columns) -> list[str]:
-    """Columns beside the responses that a reading learns which may say that some of them are bad."""
+    """Unread columns that may mark some of the learned responses as bad."""
     learns = "sft" in reading.uses and "preference" not in reading.uses
-    return [path for path in left_aside(reading, columns) if columns[path].may_mark] if learns else []
+    return [path for path in unread_columns(reading, columns) if columns[path].may_mark] if learns else []
 
 
-def without_answer(columns: Columns, readings: Iterable[Reading]) -> str | None:
-    """What to say of data that has responses and marks that none of the readings reads."""
+def unreadable_marks(columns: Columns, readings: Iterable[Reading]) -> str | None:
+    """A message about responses with marks, if no reading reads the marks; else None."""
     marks = [name for name in MARKS if name in columns and columns[name].holds({"number"}) and not columns[name].is_flag]
     marks += [path for path in dict.fromkeys(path for r in readings for path in unread_marks(r, columns)) if path not in marks]
     sides = [side for side in SIDES if _side(columns, side, "")]

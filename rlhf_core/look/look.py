@@ -1,4 +1,4 @@
-"""From a path to what is to be said of it: the readings that fit, and of each the records as they are trained on, counts and YAML."""
+"""From a path to the readings that fit, and for each reading the records as they are trained on, with counts."""
 
 from __future__ import annotations
 
@@ -23,48 +23,49 @@ from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.sources import read_source, records_of
 from rlhf_core.data.values import RawRecord
 from rlhf_core.look.columns import Column, columns_of
-from rlhf_core.look.guess import Reading, known_as, left_aside, propose, settle, unread_marks, without_answer
+from rlhf_core.look.guess import Reading, known_as, propose, settle, unread_columns, unread_marks, unreadable_marks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_core.look.rows import Sequence, UseCounts
 
-GUESSED_FROM = 2000  # records, at most
-GUESSED_CHARACTERS = 2**27  # of them, at most
-# Columns at the top that belong to what is said, wherever they are.
+GUESSED_FROM = 2000  # records of the sample, at most
+GUESSED_CHARACTERS = 2**27  # of the sample, at most
+# Top-level columns that are usually part of the conversation.
 MEANINGFUL = {
     *("system", "system_prompt", "history", "tools", "functions", "input", "context", "instruction", "reasoning_content", "thinking"),
     *("response", "output", "completion", "answer"),
 }
-MANY = 0.1  # share of the records, which a reading has to leave out for it to be doubtful
-MOSTLY = 0.5  # share of the records that a reading has to take where another takes nearly all
+MANY = 0.1  # share of the records left out above which a reading gets a warning
+MOSTLY = 0.5  # of the best reading's converted records, which another reading must reach to be offered
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the data is, and how it is read: the keys of a source that don't depend on its format."""
+    """Where the data is and how it is read: the keys of a source that don't depend on its format."""
 
     kind: str
     path: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def source(self, format_: str, uses: Iterable[str], columns: Mapping[str, Any], options: Mapping[str, Any]) -> SourceConfig:
-        """
+        """The source of this place with a format.
+
         Raises:
-            ConfigError: these don't go together.
+            ConfigError: the keys contradict each other.
         """
         given = {**self.options, **options, "columns": dict(columns), "uses": list(uses)}
         try:
             return SourceConfig(name=name_of(self.path), kind=self.kind, path=self.path, format=format_, weight=1.0, **given)
         except ValidationError as error:
-            told = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" if e["loc"] else e["msg"] for e in error.errors())
-            raise ConfigError("; ".join(shown(line, 600).removeprefix("Value error, ") for line in told)) from error
+            lines = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" if e["loc"] else e["msg"] for e in error.errors())
+            raise ConfigError("; ".join(shown(line, 600).removeprefix("Value error, ") for line in lines)) from error
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A reading and what came of it. taken: records of the sample. refused: why it doesn't fit; None: it does."""
+    """A reading tried on the sample. taken: records converted; refused: why it doesn't fit, None if it does."""
 
     reading: Reading
     source: SourceConfig
@@ -74,11 +75,11 @@ class Tried:
 
 @dataclass(frozen=True)
 class Guess:
-    """What the sample looks like.
+    """What the sample may be.
 
-    known: a data set with such columns. records: in the sample; whole: there are no further ones.
-    fitting: the readings to choose from; one is the guess. others: readings that don't fit, or that a fitting one contains.
-    unreadable: marks that none of them reads. chosen: the format, if the user chose it.
+    known: the name of a well-known data set with such columns. records: the sample; whole: whether the data has no others.
+    fitting: the readings to choose from; a single one is the guess. others: readings that don't fit, or that a fitting one includes.
+    unreadable: a message about marks that no reading reads. chosen: the format, if the user chose it.
     """
 
     known: str | None
@@ -95,8 +96,8 @@ class Guess:
 class Looked:
     """A reading's records as they are trained on, and the counts.
 
-    samples: where each record stands, and the sequences or refusals of its rows.
-    dropped: what was left out, and how many records were read.
+    samples: (place of a record, its rows' sequences or the template's refusals).
+    dropped: what was left out, and the number of records read.
     """
 
     tried: Tried
@@ -107,16 +108,17 @@ class Looked:
 
 
 def name_of(path: str) -> str:
-    """A name for the source, of the letters that names may have."""
+    """A valid name for the source, from its path."""
     stem = re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(path).name, flags=re.IGNORECASE)
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.") or "data"
 
 
 def place_of(path: str, options: Mapping[str, Any]) -> Place:
-    """A file or folder, or else the name of a data set on the hub. Options that are None are left out.
+    """A file, a folder or the name of a data set on the hub. Options that are None are left out.
 
     Raises:
-        ValueError: it can only be a file's path, and there is none, or an option is for the other kind.
+        FileNotFoundError: the path can only be a file's, and there is no such file.
+        ValueError: an option is for the other kind.
     """
     there = locate(path)
     saved = any((there / name).exists() for name in ("dataset_dict.json", "state.json"))
@@ -140,7 +142,7 @@ def place_of(path: str, options: Mapping[str, Any]) -> Place:
 
 
 def sample_of(place: Place, limit: int) -> tuple[list[RawRecord], bool]:
-    """The first records, and whether these are known to be all: nothing behind the limit is read."""
+    """The first records, and whether there are no others; nothing beyond the limit is read."""
     anything = place.source("text", ["pretrain"], {}, {})
     records: list[RawRecord] = []
     characters = 0
@@ -156,7 +158,7 @@ def guess(place: Place, records: list[RawRecord], *, whole: bool, format_: str |
     """The readings that fit the sample.
 
     Args:
-        format_, columns: what the user has chosen, which is tried alone.
+        format_, columns: the user's choice; no other readings are tried.
     """
     found = columns_of([record.values for record in records])
     named = {ours: theirs for ours, theirs in columns.items() if isinstance(theirs, str) and theirs in found}
@@ -169,13 +171,13 @@ def guess(place: Place, records: list[RawRecord], *, whole: bool, format_: str |
     fitting = [_with_warnings(t, found) for t in sorted(fits, key=lambda t: t.reading.doubtful) if t.reading in kept]
     others = [t for t in tried if t.reading not in kept]
     judged = any("preference" in t.source.uses for t in fitting)
-    unreadable = None if judged else without_answer(found, [t.reading for t in fitting])
+    unreadable = None if judged else unreadable_marks(found, [t.reading for t in fitting])
     known = known_as(found, [t.reading for t in fitting])
     return Guess(known, found, records, whole, fitting, others, None if format_ is not None else unreadable, format_)
 
 
 def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, Any]) -> list[Reading]:
-    """With what the user chose: the format, and their columns for the ones they named."""
+    """The readings with the format and the columns that the user chose."""
     known = {name for of in ([format_] if format_ else FORMATS) for name in FORMATS[of][1]}
     if unknown := sorted(set(columns) - known):
         raise ConfigError(f"--columns: expected names among {sorted(known)}, got {shown(unknown[0])}; map ours to theirs")
@@ -193,7 +195,7 @@ def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, 
 
 
 def attempt(place: Place, reading: Reading, records: list[RawRecord]) -> Tried:
-    """Convert the sample as prepare_data would; the uses are those that get rows."""
+    """Convert the sample as prepare_data would; the reading's uses are those that get rows."""
     source = place.source(reading.format, FORMATS[reading.format][0], reading.columns, reading.options)
     taken, dropped, uses, refused = 0, DropCounts(), Counter[str](), ""
     for where, values, note in records:
@@ -218,15 +220,15 @@ def attempt(place: Place, reading: Reading, records: list[RawRecord]) -> Tried:
 
 
 def _with_warnings(tried: Tried, columns: Mapping[str, Column]) -> Tried:
-    """With what the reading leaves aside."""
-    aside = left_aside(tried.reading, columns)
+    """With warnings about columns that the reading doesn't read."""
+    aside = unread_columns(tried.reading, columns)
     meant = [path for path in aside if path in MEANINGFUL]
-    told = [f"column {shown(path, 60)} is not read, though it may belong to the conversation" for path in meant]
+    warnings = [f"column {shown(path, 60)} is not read, though it may belong to the conversation" for path in meant]
     if rest := [shown(path, 60) for path in aside if path not in meant]:
-        told.append(f"not read: {', '.join(rest)}")
+        warnings.append(f"not read: {', '.join(rest)}")
     if marks := [shown(path, 60) for path in unread_marks(tried.reading, columns)]:
-        told.append(f"{', '.join(marks)} may mark the responses: every response would be learned, good or bad")
-    return replace(tried, reading=replace(tried.reading, unsure=(*tried.reading.unsure, *told)))
+        warnings.append(f"{', '.join(marks)} may mark the responses: every response would be learned, good or bad")
+    return replace(tried, reading=replace(tried.reading, unsure=(*tried.reading.unsure, *warnings)))
 
 
 def look(
@@ -237,11 +239,11 @@ def look(
     *,
     show: int,
 ) -> Looked:
-    """Read the records with `read_source`, keep the first ones as sequences and count the rest.
+    """Read all records with `read_source`, count them and keep the first ones as sequences.
 
     Args:
-        tokenizer: of the model; None: one is trained on the sample's texts, as prepare_data trains it on those of all sources.
-        show: records to keep.
+        tokenizer: of the model; None: a new one is trained on the sample's texts, as prepare_data trains it on those of all sources.
+        show: number of records to keep.
     Raises:
         What `read_source` does.
     """
@@ -269,7 +271,7 @@ def look(
 
 
 def _own_tokenizer(rows: list[tuple[str, dict]], params: Params) -> PreTrainedTokenizerBase:
-    """Of the training split's texts, use after use, as prepare_data has them."""
+    """A tokenizer trained on the training split's texts, use after use, as in prepare_data."""
     from rlhf_core.models.tokenizer import new_tokenizer
 
     data = params.data

@@ -1,4 +1,4 @@
-"""Page."""
+"""The report on data for a terminal, a pipe or a file, and as JSON; and the YAML for data.sources. Texts are printed escaped."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rlhf_core.look.rows import Sequence, pieces
 
 OPEN, CLOSE = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"
 COLOUR, PLAIN = "\x1b[1;32m", "\x1b[0m"
-MAX_CHARACTERS = 3000  # of one sequence, from each end
+MAX_CHARACTERS = 3000  # of one sequence, at each end
 MAX_SEQUENCES = 8  # of one record
-MAX_PIECES = 40  # of the list of tokens, around the first trained one
+MAX_PIECES = 40  # listed tokens around the first trained one
 LEFT_OUT = "left out of training"
 LIMITS = {
     "empty": "max_empty_fraction",
@@ -30,14 +30,14 @@ LIMITS = {
 }
 
 _PLAIN = re.compile(r"(?:\.{0,2}/)*[A-Za-z_][A-Za-z0-9_./-]*")
-_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}  # which YAML takes for something else than text
+_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}  # plain scalars that YAML doesn't read as text
 KEYS = ("name", "kind", "path", "subset", "dataset_split", "format", "columns", "label_pattern", "uses", "weight")
 
 
 def guessed(guess: Guess, path: str) -> Iterator[str]:
-    """What the sample is and what it was taken for."""
+    """Describes the sample and its readings."""
     count = f"all {len(guess.records)}" if guess.whole else f"the first {len(guess.records)}"
-    yield f"{shown(path)}: {count} records looked at"
+    yield f"{shown(path)}: {count} records read"
     yield f"columns: {shown(', '.join(p for p in guess.columns if '.' not in p), 400)}"
     if guess.known:
         yield f"these are the columns of {guess.known}"
@@ -91,7 +91,7 @@ def looked(found: Looked, params: Params, *, colour: bool, every_token: bool) ->
 
 
 def _record(sequences: list[Sequence | str], found: Looked, params: Params, *, colour: bool, every_token: bool) -> Iterator[str]:
-    """A record's sequences; what stands before the first trained token is shown once."""
+    """A record's sequences; a prompt that several share is shown once."""
     shown_before: list[tuple[list[int], str]] = []
     for sequence in sequences[:MAX_SEQUENCES]:
         if isinstance(sequence, str):
@@ -117,7 +117,7 @@ def _record(sequences: list[Sequence | str], found: Looked, params: Params, *, c
 
 def _title(sequence: Sequence, found: Looked, params: Params) -> str:
     trained, length = sum(sequence.trained), len(sequence.ids)
-    said = f"  {sequence.name}: {length} tokens, {f'{trained} trained' if trained else 'the policy goes on'}"
+    said = f"  {sequence.name}: {length} tokens, {f'{trained} trained' if trained else 'continued by the policy'}"
     said += f"; {shown(sequence.remark, 300)}" if sequence.remark else ""
     if length <= params.model.max_length:
         return said
@@ -135,7 +135,7 @@ def _tokens(sequence: Sequence, parts: list[tuple[str, bool, int, int]]) -> Iter
 
 
 def _safe(text: str) -> str:
-    """Without orders to a terminal, changes of direction and marks like ours; line breaks stay."""
+    """Without terminal control characters, changes of text direction and this page's marks; line breaks stay."""
     lines = text.replace(OPEN, "\\u27e6").replace(CLOSE, "\\u27e7").split("\n")
     return "\n".join(shown(line, 10 * len(line)) for line in lines)
 
@@ -145,7 +145,7 @@ def _one_line(text: str) -> str:
 
 
 def _marked(parts: list[tuple[str, bool]], colour: bool) -> str:
-    """The text with its trained spans marked, the middle left out of what is very long."""
+    """The text with its trained spans marked; the middle of a very long text is left out."""
     begin, end = (COLOUR, PLAIN) if colour else (OPEN, CLOSE)
     written, inside, length, cut = [], False, sum(len(text) for text, _ in parts), False
     at = 0
@@ -165,7 +165,7 @@ def _marked(parts: list[tuple[str, bool]], colour: bool) -> str:
 
 
 def _excerpt(parts: list[tuple[str, bool, int, int]]) -> str:
-    """The tokens around the first trained one, with its position."""
+    """The tokens around the first trained one."""
     first = next((i for i, part in enumerate(parts) if part[1]), len(parts))
     low = max(0, min(first, len(parts)) - MAX_PIECES // 2)
     some = parts[low : low + MAX_PIECES]
@@ -179,7 +179,7 @@ def _counts(found: Looked, params: Params) -> Iterator[str]:
     yield f"{dropped.read} records read, {dropped.records} left out{_too_many(found, params)}" + (":" if dropped.records else "")
     yield from _reasons(dropped, [reason for reason, _ in dropped.most_common() if reason in dropped.of_records])
     if others := [reason for reason, _ in dropped.most_common() if reason not in dropped.of_records]:
-        yield "besides, of the records that are read:"
+        yield "of the records that are kept:"
         yield from _reasons(dropped, others)
     for use, counts in found.counts.items():
         values = counts.values()
@@ -193,7 +193,7 @@ def _counts(found: Looked, params: Params) -> Iterator[str]:
         new = params.rl.rollout.max_new_tokens
         if use == "prompt" and (
             crowded := counts.longer_than(params.model.max_length - new + 1)
-        ):  # a prompt is counted with one token more
+        ):  # a prompt's count includes one token of an answer
             yield f"  {crowded} leave no room for rl.rollout.max_new_tokens, {new}: RL leaves them out"
         yield from (f"  {objection(kind, count, values['rows'], params)}" for kind, count in values["objections"].items())
 
@@ -212,14 +212,14 @@ def _length_bias(values: Mapping[str, Any], limit: float) -> str:
 
 
 def _too_many(found: Looked, params: Params) -> str:
-    """Whether prepare_data stops, since too much of a use is left out."""
+    """A note if prepare_data would stop because too much of a use is left out."""
     tally = Tally(found.dropped, Counter({use: counts.rows for use, counts in found.counts.items()}))
     share, limit = max(map(tally.share, found.counts), default=0.0), params.validation.max_dropped_fraction
     return f" ({share:.1%}; validation.max_dropped_fraction is {limit:g}: prepare_data stops)" if share > limit else ""
 
 
 def objection(kind: str, count: int, rows: int, params: Params) -> str:
-    """What is wrong with rows of a kind, and whether validate_data stops at so many."""
+    """A line about rows of a kind: share, limit, and whether validate_data would stop."""
     limit = LIMITS.get(kind)
     share = count / rows
     said = f"{count} {kind.replace('_', ' ')} ({share:.1%})"
@@ -234,7 +234,7 @@ def objection(kind: str, count: int, rows: int, params: Params) -> str:
 
 
 def as_json(guess: Guess, found: list[Looked], params: Params) -> dict[str, Any]:
-    """The same as values; texts of the data as they are, token ids and masks whole."""
+    """The same as JSON values; texts unescaped, token ids and masks in full."""
     return {
         "records": len(guess.records),
         "whole": guess.whole,
@@ -276,7 +276,7 @@ def _json_of(found: Looked) -> dict[str, Any]:
 
 
 def yaml_lines(source: SourceConfig) -> str:
-    """YAML that `parse_params` reads as this source; keys that have their default are left out."""
+    """The source as YAML for params.yaml, without keys at their default."""
     fields = type(source).model_fields
     given = source.model_dump()
     rest = [key for key in given if key not in KEYS]
@@ -286,7 +286,7 @@ def yaml_lines(source: SourceConfig) -> str:
 
 
 def _yaml_value(value: Any) -> str:
-    """In YAML's flow style, where JSON's strings are strings."""
+    """A value in YAML's flow style, in which JSON strings are valid."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_yaml_value(k)}: {_yaml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Rows."""
+"""A source's rows as token sequences, and what validate_data would object to, by the trainers' and the stage's functions."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 4096
 
-BACK = 4  # tokens before one that its text may depend on: a space, or the bytes of one character
+BACK = 4  # preceding tokens that a token's text may depend on: a space, or the bytes of one character
 TORN = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass
 class UseCounts:
-    """Of the rows of one use.
+    """Counts of one use's rows.
 
-    found: kind of objection -> rows. lengths: tokens of the longest sequence of a row -> rows.
-    chosen_is_longer: pairs in which it is, in tokens; a tie is half of one.
-    pairs, preferences: of each row that has both, 8 bytes of a hash of its pair and of the text that it prefers.
+    found: kind of objection -> rows. lengths: tokens of a row's longest sequence -> rows.
+    chosen_is_longer: number of pairs whose chosen response has more tokens; a tie counts half.
+    pairs, preferences: for each row with both, 64-bit hashes of its pair and of its preferred text.
     """
 
     use: str
@@ -75,14 +75,14 @@ class UseCounts:
                 self.preferences.append(text_hash(preference))
 
     def objections(self) -> dict[str, int]:
-        """Kind -> rows, of those that there are."""
+        """Kind of objection -> rows, without zeros."""
         found = Counter({kind: n for kind, n in self.found.items() if kind != "pairs"})
         if self.pairs:
             found["contradictory"], found["duplicate"] = self._repeated()
         return {kind: n for kind, n in found.items() if n}
 
     def _repeated(self) -> tuple[int, int]:
-        """Rows whose pair another row prefers the other way round, and rows that another one repeats."""
+        """Number of rows that another row contradicts, and of rows that another row repeats."""
         import numpy as np
 
         rows = np.stack([np.frombuffer(self.pairs, dtype=np.uint64), np.frombuffer(self.preferences, dtype=np.uint64)])
@@ -91,7 +91,7 @@ class UseCounts:
         return int(times[ways[pair] > 1].sum()), int(times[times > 1].sum())
 
     def quantile(self, share: float) -> int:
-        """Tokens that so large a share of the rows doesn't exceed; 0: there is no row."""
+        """The length in tokens that the share `share` of the rows doesn't exceed; 0 without rows."""
         left = share * self.lengths.total()
         for tokens, rows in sorted(self.lengths.items()):
             left -= rows
@@ -100,7 +100,7 @@ class UseCounts:
         return 0
 
     def longer_than(self, tokens: int) -> int:
-        """Rows."""
+        """A source's rows as token sequences, and what validate_data would object to, by the trainers' and the stage's functions."""
         return sum(rows for length, rows in self.lengths.items() if length > tokens)
 
     def values(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class UseCounts:
 
 
 class Counting:
-    """Rows by use as they come, counted a few thousand at a time."""
+    """Counts rows by use, some thousand at a time."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, params: Params):
         self._tokenizer, self._params = tokenizer, params
@@ -136,9 +136,9 @@ class Counting:
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence that goes through a model.
+    """One input sequence of a model.
 
-    name: of the use and, of a pair, its side. ids, trained: [T]; trained: the loss or the compared log-probability is of this token.
+    name: the use and, for a pair, the side. ids [T]. trained [T]: whether the loss or the compared log-probability includes the token.
     remark: for people.
     """
 
@@ -149,10 +149,10 @@ class Sequence:
 
 
 def sequences(use: str, row: dict, tokenizer: PreTrainedTokenizerBase, params: Params) -> list[Sequence]:
-    """What a row of a use becomes, whether it is too long or not.
+    """The sequences that trainers make of a row, also of one that is too long.
 
     Raises:
-        Unrenderable: the chat template doesn't take the conversation.
+        Unrenderable: the chat template refuses the conversation.
     """
     if use == "pretrain":
         return [_of_demonstration("pretrain", d) for d in encode_texts([row], tokenizer, max_length=sys.maxsize)[0]]
@@ -187,7 +187,7 @@ def _of_demonstration(name: str, demonstration: Demonstration) -> Sequence:
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[tuple[str, int, int]]:
-    """The text of the ids in parts: text, first token, end. A part is one token, or the tokens that one character is made of."""
+    """(text, first token, end) of each part. A part is one token, or the tokens that make up one character."""
 
     def decode(first: int, end: int) -> str:
         return tokenizer.decode(ids[first:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,6 +1,6 @@
 """A small copy of a model: its architecture with as few layers as have every kind of layer, and random weights.
 
-Heads, hidden size, ties, windows, experts and rotary embeddings are the model's own: they decide which kernels and which code run.
+Heads, hidden size, ties, windows, experts and rotary embeddings are the model's own, since they decide which kernels and code run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhf_core.models.folder import check_model_folder, locate_model, refusals
 VOCABULARY = 1024  # ids, at most; the full one of a large model would be most of the copy
 WIDTH = 128  # of a feed-forward layer or an expert, at most
 LAYERS = 2  # at least, where the model has so many
-# What tells one kind of layer from another where their modules are the same.
+# Attributes that distinguish kinds of layers with the same modules.
 KIND_ATTRIBUTES = ("attention_type", "layer_type", "block_type", "is_sliding", "sliding_window", "use_rope")
 
 
@@ -70,7 +70,7 @@ def smaller(config: PretrainedConfig, *, kind: type = AutoModelForCausalLM, trus
 
 
 def layer_signatures(model: PreTrainedModel) -> list[tuple]:
-    """Of each layer what sets it apart from layers of another kind: its modules and how it attends."""
+    """A signature of each layer, equal for layers of one kind: its modules and how it attends."""
     count = model.config.get_text_config().num_hidden_layers
     stack = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
     return [_kind(layer) for layer in stack]
@@ -78,8 +78,8 @@ def layer_signatures(model: PreTrainedModel) -> list[tuple]:
 
 def _kind(layer: nn.Module) -> tuple:
     modules = tuple((name, type(part).__name__) for name, part in layer.named_modules())
-    said = {(name, str(getattr(part, name))) for part in layer.modules() for name in KIND_ATTRIBUTES if hasattr(part, name)}
-    return modules, tuple(sorted(said))
+    attributes = {(name, str(getattr(part, name))) for part in layer.modules() for name in KIND_ATTRIBUTES if hasattr(part, name)}
+    return modules, tuple(sorted(attributes))
 
 
 def _cut(part: dict[str, Any], text: PretrainedConfig, layers: int, before: int) -> None:
@@ -105,22 +105,24 @@ def _id_within(value: int | list[int]) -> int | list[int]:
 def random_model(config: PretrainedConfig, *, seed: int, labels: int | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
     """A causal language model of a configuration, or with `labels` a sequence classifier of so many; float32, on the CPU.
 
-    Fresh weights give nearly the same probability to every token and have no biases, which hides mistakes: these are larger.
+    The weights are larger than fresh ones, which give nearly the same probability to every token, have no biases, and so hide mistakes.
     """
     kind = AutoModelForCausalLM if labels is None else classifier(type(config))
     if labels not in (None, config.num_labels):
         config.num_labels = labels
     torch.manual_seed(seed)
     with refusals(config.name_or_path or config.model_type):
-        made = kind.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+        model = kind.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in model.named_parameters():
             _enliven(name, parameter, tied=config.get_text_config().tie_word_embeddings)
-    return made
+    return model
 
 
 def _enliven(name: str, parameter: torch.Tensor, *, tied: bool) -> None:
-    """Matrices with outputs about as large as their inputs, logits with a deviation of some 3, biases and norms off their neutral value."""
+    """Scale a parameter: outputs as large as inputs, logits with a standard deviation of about 3, biases and norms off their neutral
+    value.
+    """
     if parameter.ndim < 2:
         parameter.add_(0.1 * torch.randn_like(parameter))
     elif "embed" in name or "wte" in name:

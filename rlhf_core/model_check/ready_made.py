@@ -1,4 +1,4 @@
-"""Is a reward model from elsewhere read as its own forward reads it? Tried on a small copy of it."""
+"""Check that a third-party reward model's scores equal those of its own forward pass, on a small copy of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def try_ready_made(scorer: ScorerConfig, model: ModelConfig) -> Finding:
     column = f"scorer {scorer.name}"
     try:
         return judged(column, _difference(scorer, ready_made_folder(scorer), model))
-    except Exception as error:  # whatever a library makes of a model that it can't compute
+    except Exception as error:  # libraries raise anything on a model that they can't compute
         return refused(column, error)
 
 

@@ -1,10 +1,10 @@
-"""One small model through every way of training and drawing, each held against the plain forward pass of its own library.
+"""Train and sample from a small model in every way, and compare each with transformers' plain forward pass.
 
     trial = Trial(folder, tokenizer, settings)
-    trial.run("sft")        # Finding: the largest difference of a log-probability, or why it can't be had
+    trial.run("sft")        # Finding: the largest difference of a log-probability, or why there is none
 
-What is compared is the model after two updates, as it was saved: transformers loads that folder and looks at each sequence alone, without
-padding, packing, shared prefixes or pieces.
+The comparison is of the model after two updates. transformers loads its saved folder and computes each sequence alone, without padding,
+packing or shared prefixes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from rlhf_core.trainers.sft import sft_phase
 UPDATES = 2
 LIMIT = 1e-4  # nats, of a log-probability, or of a score, in float32
 SHORTEST = 9  # tokens of the shortest sequence
-DRAWN = 6  # tokens that an engine draws, twice, after each sequence
-COLUMNS = ("sft", "reward", "dpo", "lora", "shared_prefix", "pytorch", "vllm")  # vLLM last: it ends the process group when it goes
+SAMPLED = 6  # tokens that an engine samples, twice, after each sequence
+COLUMNS = ("sft", "reward", "dpo", "lora", "shared_prefix", "pytorch", "vllm")  # vLLM last: its shutdown ends the process group
 ON = "on"
 OFF = "off: on a GPU, or with a model that computes a shared prefix's continuations differently"
 
@@ -55,11 +55,11 @@ log = logging.getLogger("rlhf")
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of one column.
+    """Result of one column.
 
     difference: the largest, in nats; for rewards, in units of the score. None: there is no number.
-    refusal: why it can't be had, or is not right; None: it is right.
-    note: what a reader should know beside that.
+    refusal: why the column can't be computed, or is wrong; None: it is right.
+    note: a remark for the reader.
     """
 
     column: str
@@ -70,10 +70,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """How the model would be trained and asked.
+    """How the model would be trained and sampled from.
 
-    max_length: tokens of the longest sequence that is tried.
-    dpo: whose loss is taken; any does.
+    max_length: tokens of the longest sequence in the trial.
+    dpo: its loss is used; any works.
     """
 
     max_length: int
@@ -87,8 +87,11 @@ class TrialSettings:
 
 
 class Trial:
-    """Args: language_model, scalar_model: small models in float32 on the CPU (miniature.py), the second one a function that makes it.
-    scratch: a folder for what is saved on the way.
+    """
+    Args:
+        language_model: a small model in float32 on the CPU (miniature.py).
+        scalar_model: makes one with a scalar head.
+        scratch: a folder for saved models.
     """
 
     def __init__(
@@ -104,13 +107,13 @@ class Trial:
         fix_frequencies(language_model.config, settings.max_length)
         given = scratch / "given"
         save_model(language_model, language_model.state_dict(), tokenizer, given)
-        # As SFT loads what it is given, and saves what all others load.
+        # SFT loads the given model, and saves the one that all later stages load.
         loaded = load_language_model(given, trust_remote_code=settings.trust_remote_code, max_length=settings.max_length)
         save_model(loaded, loaded.state_dict(), tokenizer, self._start)
         self.sequences = random_sequences(language_model.config.get_text_config().vocab_size, settings.max_length, seed=settings.seed)
 
     def run(self, column: str) -> Finding:
-        """One of COLUMNS. What a library raises about a model that it can't compute is a refusal, whatever it is."""
+        """The finding of one of COLUMNS. Any exception of a library about the model is a refusal."""
         shutil.rmtree(self._scratch / column, ignore_errors=True)
         try:
             return getattr(self, f"_{column}")()
@@ -123,7 +126,7 @@ class Trial:
         return self._trained("sft", self._sft_step, lora=None)
 
     def _lora(self) -> Finding:
-        """The worst of all adapters."""
+        """The largest difference over all adapters."""
         found = [self._trained("lora", self._sft_step, lora=lora) for lora in self._settings.loras]
         return max(found, key=lambda finding: finding.difference)
 
@@ -139,13 +142,13 @@ class Trial:
         engine.eval()
         with torch.no_grad():
             ours = engine(self._batch()).logprobs.float().cpu()
-        return self._compared(column, ours, self._plain(self._saved(column, model, engine)))
+        return judged(column, largest(ours, self._plain(self._saved(column, model, engine))))
 
     def _reward(self) -> Finding:
         start = self._scratch / "scalar"
-        made = self._scalar_model()
-        fix_frequencies(made.config, self._settings.max_length)
-        save_model(made, made.state_dict(), self._tokenizer, start)
+        scalar_model = self._scalar_model()
+        fix_frequencies(scalar_model.config, self._settings.max_length)
+        save_model(scalar_model, scalar_model.state_dict(), self._tokenizer, start)
         model = load_scalar_model(start, trust_remote_code=self._settings.trust_remote_code)
         module = ScalarModule(model)
         engine = self._engine(module)
@@ -162,10 +165,10 @@ class Trial:
         with torch.no_grad():
             ours = engine(collate_tokens(self.sequences, last, pad_id=0).to(device())).float().cpu()
         plain = _scores(self._saved("reward", model, engine), self.sequences, trust_remote_code=self._settings.trust_remote_code)
-        return self._compared("reward", ours, plain)
+        return judged("reward", largest(ours, plain))
 
     def _shared_prefix(self) -> Finding:
-        """On, with the difference that it makes, or off: then prompts are computed anew for each response, which is only slower."""
+        """Whether prefixes are shared, and the difference that it makes. Without sharing training is only slower."""
         if not self._shares_prefix:
             return Finding("shared_prefix", note=OFF)
         beginning = self.sequences[0][: self._settings.max_length // 2]
@@ -175,16 +178,16 @@ class Trial:
         with torch.no_grad():
             shared = module(together).logprobs.float().cpu()
             alone = [module(collate_tokens([[*beginning, *r]], [len(beginning)], pad_id=0).to(device())) for r in responses]
-        return self._compared("shared_prefix", shared, torch.cat([output.logprobs.float().cpu() for output in alone]), note=ON)
+        return judged("shared_prefix", largest(shared, torch.cat([output.logprobs.float().cpu() for output in alone])), note=ON)
 
     def _vllm(self) -> Finding:
-        return self._drawn("vllm")
+        return self._sampled("vllm")
 
     def _pytorch(self) -> Finding:
-        return self._drawn("pytorch")
+        return self._sampled("pytorch")
 
-    def _drawn(self, backend: RolloutBackend) -> Finding:
-        """A rollout engine's own log-probabilities: of the model that it starts from, and after each update."""
+    def _sampled(self, backend: RolloutBackend) -> Finding:
+        """A rollout engine's log-probabilities, of its first model and after each update."""
         settings = self._settings
         rollouts = open_engine(
             backend,
@@ -199,11 +202,11 @@ class Trial:
         )
         try:
             model = self._load()
-            engine, differences = self._engine(PolicyModule(model)), [self._apart(rollouts, self._start)]
+            engine, differences = self._engine(PolicyModule(model)), [self._engine_difference(rollouts, self._start)]
             for version in range(1, UPDATES + 1):
                 self._sft_step(engine)
                 rollouts.load_weights(checkpoint_names(model, engine.state_dict()), version)
-                differences.append(self._apart(rollouts, self._saved(backend, model, engine)))
+                differences.append(self._engine_difference(rollouts, self._saved(backend, model, engine)))
         finally:
             rollouts.close()
         return judged(backend, max(differences))
@@ -228,10 +231,10 @@ class Trial:
 
     @cached_property
     def _shares_prefix(self) -> bool:
-        """Asked of the model before training: an engine leaves hooks on it."""
+        """Probed before training, since an engine leaves hooks on the model."""
         return shares_prefixes(self._load(), device=device(), max_length=self._settings.max_length)
 
-    # Hands
+    # Helpers
 
     def _load(self) -> PreTrainedModel:
         return load_language_model(self._start, trust_remote_code=self._settings.trust_remote_code)
@@ -264,22 +267,19 @@ class Trial:
     def _plain(self, folder: Path) -> torch.Tensor:
         return torch.cat(plain_logprobs(folder, self.sequences, trust_remote_code=self._settings.trust_remote_code))
 
-    def _apart(self, rollouts: Any, folder: Path) -> float:
-        """Of tokens that it is given, and of tokens that it draws. An engine leaves room for one more token than it is given."""
+    def _engine_difference(self, rollouts: Any, folder: Path) -> float:
+        """The largest difference on given and on sampled tokens. An engine reserves room for one more token than it is given."""
         given = [ids[: self._settings.max_length - 1] for ids in self.sequences]
-        said = torch.tensor([x for ids in given for x in rollouts.probe(ids)])
-        prompts = [ids[: max(1, len(ids) - DRAWN)] for ids in given]
-        sampling = SamplingSettings(DRAWN, temperature=1.0)
-        drawn = rollouts.generate(prompts, list(range(len(prompts))), sampling, stop_ids=(), group_size=2)
-        pairs = [(prompt, sample) for prompt, samples in zip(prompts, drawn, strict=True) for sample in samples]
+        scored = torch.tensor([x for ids in given for x in rollouts.probe(ids)])
+        prompts = [ids[: max(1, len(ids) - SAMPLED)] for ids in given]
+        sampling = SamplingSettings(SAMPLED, temperature=1.0)
+        sampled = rollouts.generate(prompts, list(range(len(prompts))), sampling, stop_ids=(), group_size=2)
+        pairs = [(prompt, sample) for prompt, samples in zip(prompts, sampled, strict=True) for sample in samples]
         whole = [[*prompt, *sample.response_ids] for prompt, sample in pairs]
         plain = plain_logprobs(folder, [*given, *whole], trust_remote_code=self._settings.trust_remote_code)
-        of_drawn = torch.cat([found[len(prompt) - 1 :] for (prompt, _), found in zip(pairs, plain[len(given) :], strict=True)])
+        of_sampled = torch.cat([found[len(prompt) - 1 :] for (prompt, _), found in zip(pairs, plain[len(given) :], strict=True)])
         own = torch.tensor([x for _, sample in pairs for x in sample.logprobs])
-        return max(largest(said, torch.cat(plain[: len(given)])), largest(own, of_drawn))
-
-    def _compared(self, column: str, ours: torch.Tensor, plain: torch.Tensor, *, note: str | None = None) -> Finding:
-        return judged(column, largest(ours, plain), note=note)
+        return max(largest(scored, torch.cat(plain[: len(given)])), largest(own, of_sampled))
 
 
 def judged(column: str, difference: float, *, note: str | None = None) -> Finding:
@@ -288,10 +288,10 @@ def judged(column: str, difference: float, *, note: str | None = None) -> Findin
 
 
 def refused(column: str, error: Exception) -> Finding:
-    """What was raised, in a line."""
+    """A finding with an exception's first line."""
     log.debug("%s", column, exc_info=error)
-    said = (str(error).strip() or "no reason given").splitlines()[0]
-    return Finding(column, refusal=shown(said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}", 600))
+    reason = (str(error).strip() or "no reason given").splitlines()[0]
+    return Finding(column, refusal=shown(reason if isinstance(error, ValueError) else f"{type(error).__name__}: {reason}", 600))
 
 
 def largest(ours: torch.Tensor, plain: torch.Tensor) -> float:
@@ -302,7 +302,7 @@ def largest(ours: torch.Tensor, plain: torch.Tensor) -> float:
 
 @torch.no_grad()
 def plain_logprobs(folder: Path, sequences: list[list[int]], *, trust_remote_code: bool = False) -> list[torch.Tensor]:
-    """Of each token but the first of each sequence, as transformers alone computes them: whole logits, one sequence at a time."""
+    """Log-probability of each token but the first, by transformers alone: whole logits, one sequence at a time."""
     how = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
     model = AutoModelForCausalLM.from_pretrained(folder, **how).to(device()).eval()
     found = []
@@ -322,7 +322,7 @@ def _scores(folder: Path, sequences: list[list[int]], *, trust_remote_code: bool
 
 
 def random_sequences(vocabulary: int, longest: int, *, seed: int) -> list[list[int]]:
-    """Four of random ids, from the longest that is allowed to a short one; special ids of small numbers are left out."""
+    """Four sequences of random ids, from the longest allowed to a short one; the lowest ids, often special tokens, are left out."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [longest, max(2, 2 * longest // 3), max(2, longest // 2), min(SHORTEST, longest)]
     return [torch.randint(min(8, vocabulary - 1), vocabulary, (n,), generator=generator).tolist() for n in lengths]

@@ -67,10 +67,10 @@ def load_language_model(
     """A causal language model from a Hugging Face name or folder (safetensors only).
 
     Args:
-        training_dtype: of its weights, whatever the files have; buffers are as transformers makes them.
-        max_length: tokens of the longest sequence that the chain will see, where the chain starts from this model: see rotary.py.
+        training_dtype: of the weights, whatever the files have. Buffers keep transformers' dtype.
+        max_length: tokens of the chain's longest sequence, if the chain starts from this model: see `fix_frequencies`.
     Raises:
-        ValueError: it isn't one, or not whole.
+        ValueError: the folder holds no such model, or an incomplete one.
     """
     how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype}
     if max_length is not None:
@@ -80,7 +80,10 @@ def load_language_model(
 
 
 def _load(kind: type, path: str | Path, *, trust_remote_code: bool, training_dtype: str, new: tuple[str, ...] = (), **how: Any):
-    """Args: new: names of weights that the folder may lack, and that are to be set by the caller."""
+    """
+    Args:
+        new: names of weights that the folder may lack and that the caller initializes.
+    """
     check_model_folder(path)
     with refusals(path):
         model, told = kind.from_pretrained(
@@ -105,11 +108,11 @@ def new_scalar_model(
 ) -> PreTrainedModel:
     """A language model's trunk with a fresh scalar head; the head starts at zero, so every score starts at 0.
 
-    Transformers reads a classifier's score before padding at the end. Where the same token pads and ends a conversation, the model is saved
-    without an id for padding: its score is read at the end, which is what tells a finished response from one that was cut off.
+    Transformers reads a classifier's score before padding at the end. If the same token pads and ends a conversation, the model is saved
+    without an id for padding. Then the score is read at the end token, which distinguishes a complete response from a truncated one.
 
     Raises:
-        ValueError: the architecture's score needs more layers than one linear one, which a language model hasn't.
+        ValueError: the architecture's score head has more layers than a linear one; a language model has no weights for them.
     """
     _check_linear_score(language_model_path, trust_remote_code=trust_remote_code)
     model = _load_scalar(language_model_path, trust_remote_code=trust_remote_code, training_dtype=training_dtype, num_labels=1, new=_HEADS)
@@ -138,7 +141,7 @@ def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, trai
     are named.
 
     Raises:
-        ValueError: it isn't one, or not whole.
+        ValueError: the folder holds no such model, or an incomplete one.
     """
     check_model_folder(path)
     with refusals(path):
@@ -169,7 +172,7 @@ def flash_attention_wanted(training_dtype: str) -> bool:
 
 
 def _with_flash_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Without it where the architecture can't (GPT-OSS has sinks, which it lacks): with what was chosen at load then."""
+    """The model with FlashAttention, or unchanged if the architecture doesn't support it, like GPT-OSS with its attention sinks."""
     kinds = model._compatible_flash_implementations
     try:
         if not model._supports_flash_attn or (kinds and FLASH not in kinds):
@@ -184,7 +187,8 @@ def _with_flash_attention(model: PreTrainedModel) -> PreTrainedModel:
 def trunk(model: PreTrainedModel) -> torch.nn.Module:
     """The model without its head: token ids in, hidden states out."""
     inner = model.base_model
-    return getattr(model, "model", model) if inner is model else inner  # Llama 4's prefix names what its text model isn't part of
+    # Llama 4's base_model_prefix names a module that its text model lacks.
+    return getattr(model, "model", model) if inner is model else inner
 
 
 def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
@@ -202,15 +206,15 @@ def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
 
 
 def find_scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:
-    """The last layer of a sequence classifier, where it is a linear one of its own; None: it is something else."""
+    """The last layer of a sequence classifier, if it is a linear layer of its own; None: it is something else."""
     parts = dict(model.named_children())
     heads = (parts.get(name.partition(".")[0]) for name in _HEADS)
     return next((head for head in heads if isinstance(head, torch.nn.Linear)), None)
 
 
 def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """A Hugging Face folder: config, safetensors, tokenizer with its chat template; of a language model also what ends a response."""
-    if model.config.model_type == "deepseek_v3":  # by these vLLM tells its router from DeepSeek-V2's; transformers' own config lacks them
+    """Write a Hugging Face folder: config, safetensors, tokenizer with its chat template; for a language model also its stop tokens."""
+    if model.config.model_type == "deepseek_v3":  # vLLM tells its router from DeepSeek-V2's by these keys
         model.config.update({"topk_method": "noaux_tc", "scoring_func": "sigmoid"})
     model.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
     tokenizer.save_pretrained(folder)
@@ -219,17 +223,18 @@ def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], toke
 
 
 def checkpoint_names(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights as in the model's Hugging Face folder, which other libraries load: experts, in memory one tensor, are apart there, and a
-    tied head, which is the embedding, isn't there.
+    """Weights as in the model's Hugging Face folder, for other libraries: a tensor for each expert, which memory holds as one tensor for
+    all, and no tied head.
     """
     return revert_weight_conversion(model, {n: t for n, t in state_dict.items() if n not in model.all_tied_weights_keys})
 
 
 def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """The model with other weights, named as in its Hugging Face folder: itself, or a new one where it has them in memory in another form.
+    """The model with other weights, named as in its Hugging Face folder. It is a new model if the folder's weights have another form than
+    those in memory.
 
     Raises:
-        ValueError: weights are missing, or are another model's.
+        ValueError: weights are missing, or belong to another model.
     """
     own = {name: parameter.data for name, parameter in model.named_parameters()}
     given = {n: t for n, t in state_dict.items() if n in own or n != "lm_head.weight" or not model.config.tie_word_embeddings}
@@ -248,7 +253,7 @@ def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) ->
 
 
 def kv_cache_bytes(config: PretrainedConfig, *, element_bytes: int) -> int:
-    """Of a token's keys and values in all layers."""
+    """Bytes of a token's keys and values in all layers."""
     shape = config.get_text_config()
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
@@ -256,23 +261,23 @@ def kv_cache_bytes(config: PretrainedConfig, *, element_bytes: int) -> int:
 
 
 def frozen(module: Module, *, device: torch.device, dtype: torch.dtype) -> Module:
-    """A module that computes as a trained one of this precision does, and doesn't learn.
+    """The module in evaluation mode and without gradients, cast as an engine casts a trained module of this dtype.
 
-    Parameters alone are cast, as DeepSpeed casts them: a Llama's rotary frequencies are a buffer, and rounded to bfloat16 they were seen to
-    change log-probabilities by 0.06 after 32 tokens and 0.6 after 1,000.
+    Only parameters are cast, as in DeepSpeed. Buffers stay: rotary frequencies rounded to bfloat16 change log-probabilities, the more the
+    longer the sequence.
     """
     module.eval().requires_grad_(False)
     for parameter in module.parameters():
-        if parameter.is_floating_point():  # not so: quantized ones
+        if parameter.is_floating_point():  # quantized parameters are not
             parameter.data = parameter.data.to(dtype)
-    return module.to(device)  # only now: a GPU may have no room for it in float32
+    return module.to(device)  # after the cast: the GPU may have no room for float32
 
 
 def read_state_dict(folder: Path) -> dict[str, torch.Tensor]:
     """All weights of a Hugging Face folder's safetensors files, on the CPU.
 
     Raises:
-        ValueError: one is missing or torn.
+        ValueError: a file is missing or truncated.
     """
     check_model_folder(folder)
     with refusals(folder):
@@ -280,11 +285,11 @@ def read_state_dict(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def disable_dropout(module: torch.nn.Module) -> None:
-    """Put a module into evaluation mode, but for the dropout of adapters, which is their own setting (lora.dropout). Gradients flow.
+    """Put a module into evaluation mode for training without dropout; adapters keep their own rate (lora.dropout). Gradients flow.
 
-    Rates aren't looked for and set to 0: an attention function takes its rate as a number, from an attribute (Llama, GPT-NeoX), a module
-    that is never called (GPT-2) or the configuration (Falcon), and a router's noise or a dropped layer has yet other names. All of them
-    ask whether they are in training. The configuration stays as it is, and so does what is saved of it.
+    The model then computes in training what it computes as a reference or in a rollout engine. Rates aren't set to 0, since they come from
+    attributes (Llama, GPT-NeoX), uncalled modules (GPT-2) or the configuration (Falcon), and router noise and layer drop have other names.
+    All of them depend on training mode. The saved configuration doesn't change.
     """
     module.eval()
     for name, part in module.named_modules():
@@ -295,19 +300,23 @@ def disable_dropout(module: torch.nn.Module) -> None:
 class _Classifier(GenericForSequenceClassification):
     @classmethod
     def from_config(cls, config: PretrainedConfig, *, trust_remote_code: bool = False, **how: Any) -> PreTrainedModel:
-        """With random weights, as `AutoModelForSequenceClassification.from_config` makes it; none of its code is remote."""
+        """With random weights, like `AutoModelForSequenceClassification.from_config`; no remote code is involved."""
         return cls._from_config(config, **how)
 
 
 @cache
 def classifier(config: type[PretrainedConfig]) -> type:
-    """What to load a sequence classifier with, for a class of configurations: transformers' own choice, or one of ours."""
+    """The class that loads a sequence classifier of a configuration's class.
+
+    transformers has none for some architectures. For these it is made here as transformers makes its own, the trunk with a linear `score`
+    layer. This library loads the saved folder again; transformers alone doesn't know the class that its `config.json` names.
+    """
     language_models = AutoModelForCausalLM._model_mapping
     if config in AutoModelForSequenceClassification._model_mapping or config not in language_models:
         return AutoModelForSequenceClassification
     language_model = language_models[config]
     family = next(kind for kind in reversed(language_model.__mro__) if issubclass(kind, PreTrainedModel) and kind is not PreTrainedModel)
     name = language_model.__name__.removesuffix("ForCausalLM") + "ForSequenceClassification"
-    # Of the family's module: in code of others transformers leaves a part uninitialized whose own weights are all loaded, such as none,
-    # and with it the buffers of its layers (Falcon-H1's multipliers).
+    # __module__ is the family's: transformers skips the initialization of buffers (Falcon-H1's multipliers) in modules that it takes for
+    # remote code.
     return type(name, (_Classifier, family), {"__module__": family.__module__, "config_class": config})

@@ -1,4 +1,4 @@
-"""The model that a project starts from as a writer of data (rlhf_core.data.samples), with PyTorch's rollouts."""
+"""Data written by the base model itself (rlhf_core.data.samples), with PyTorch's rollouts."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from rlhf_core.engines.pytorch_engine import PytorchEngine
 from rlhf_core.models.tokenizer import encode_prompt, stop_ids
 from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
 
-SEQUENCES = 512  # at the same time; more are no faster on a CPU
+SEQUENCES = 512  # concurrent; more are no faster on a CPU
 GPU_MEMORY = 0.5
 
 
 class ModelWriter:
-    """A writer of texts.
+    """Samples texts and responses from the base model.
 
-    One thread, so that the same parameters give the same bytes whatever cluster.threads says.
+    The engine has one thread, so that the same parameters give the same bytes for any cluster.threads.
 
     Args:
         path: of the model's folder, or its Hugging Face name.
-        tokenizer: the model's, with the template that asks for responses.
+        tokenizer: of the model, with the template that renders prompts.
     """
 
     def __init__(self, path: str, tokenizer: PreTrainedTokenizerBase, config: ModelConfig, *, seed: int):
         self._tokenizer, self._seed = tokenizer, seed
-        # A base model may part texts by another token than its end token, such as the one that begins them.
+        # A base model may separate texts by another token than its end token, such as its begin token.
         self._stops = stop_ids(tokenizer, path)
         self._ends = frozenset([*tokenizer.all_special_ids, *self._stops])
         self._engine = PytorchEngine(

@@ -1,4 +1,4 @@
-"""What a rollout engine is asked for and what it gives: token ids in, token ids and log-probabilities out."""
+"""Requests to a rollout engine and its samples: token ids in, token ids and log-probabilities out."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How responses are drawn. Log-probabilities are those of the distribution that was drawn from.
+    """How responses are sampled. Log-probabilities are those of the distribution that is sampled from.
 
-    max_new_tokens: the end token counts.
+    max_new_tokens: the end token included.
     temperature: 0 is greedy, and its log-probabilities are those at temperature 1.
-    top_p, top_k: only these tokens are drawn, after the temperature and top-k before top-p; 1.0 and None: any.
-    min_new_tokens: neither the end token nor a stop string ends a response before; until then the log-probabilities are those of a
-        distribution without the end token.
+    top_p, top_k: restrict the tokens, after the temperature and top-k before top-p; 1.0 and None: no restriction.
+    min_new_tokens: neither the end token nor a stop string ends a response before. Until then the distribution has no end token.
     stop: strings that end a response and stay in it.
     """
 
@@ -28,13 +27,13 @@ class SamplingSettings:
 
     @property
     def greedy(self) -> SamplingSettings:
-        """The same ends, but always the most likely token."""
+        """The same limits and stops, with the most likely token at each step."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=None)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response: ids with the end token if it came, the log-probability of each, and whether the model ended it itself."""
+    """One response: ids including the end token if sampled, the log-probability of each, and finished (False: truncated)."""
 
     response_ids: list[int]
     logprobs: list[float]
@@ -42,7 +41,7 @@ class Sample:
 
 
 def request_seeds(seed: int, step: int, count: int, *, turn: int = 0) -> list[int]:
-    """A sampling seed for each of `count` requests of a step, whatever engine serves it and whatever it drew before.
+    """A sampling seed for each of `count` requests of a step, independent of the engine that serves it.
 
     Args:
         turn: of generation within the step.

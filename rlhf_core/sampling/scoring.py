@@ -245,17 +245,17 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """Biased; 0 before anything was seen."""
+        """Biased; 0 without scores."""
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
 
 class RewardNormalizer:
-    """Scores to one reward: the weighted sum of the scorers' scores, each of mean 0 and std 1 if so configured.
+    """One reward per response: the weighted sum of the scorers' scores, each normalised to mean 0 and std 1 if so configured.
 
-    `initial` is the normalisation of Ziegler et al. 2019, section 2.2 (https://arxiv.org/abs/1909.08593): by the initial policy's
-    samples. `running` is by all samples so far.
+    Normalisation `initial` uses the initial policy's samples (Ziegler et al. 2019, section 2.2, https://arxiv.org/abs/1909.08593);
+    `running` uses all samples so far.
 
-    moments: of each scorer that is normalised, by name; state to be saved and set again.
+    moments: by the name of each normalised scorer; the state that checkpoints save.
     """
 
     def __init__(self, config: ScoreConfig):
@@ -264,7 +264,7 @@ class RewardNormalizer:
         self.moments = {s.name: Moments() for s in self._rewarded if s.normalization != "none"}
 
     def trial(self) -> RewardNormalizer:
-        """Another one with the same moments, which may move on by themselves."""
+        """A copy whose moments can change independently."""
         other = RewardNormalizer(self._config)
         other.moments = dict(self.moments)
         return other
@@ -274,7 +274,7 @@ class RewardNormalizer:
         return any(s.normalization == "initial" for s in self._rewarded)
 
     def calibrate(self, components: dict[str, torch.Tensor] | None) -> None:
-        """Take the statistics of the initial policy's scores, by scorer's name; None where the configuration needs none.
+        """Set the moments of `initial` normalisation from the initial policy's scores, by scorer's name. None: nothing to set.
 
         Raises:
             ValueError: a scorer has no finite score.
@@ -289,22 +289,22 @@ class RewardNormalizer:
             if self.moments[scorer.name].count == 0:
                 raise ValueError(
                     f"reward normalisation of {scorer.name}: expected scores of the initial policy's {len(scores)} samples, got none that "
-                    "is finite; see what that scorer says, and whether model.max_length is long enough for a reward model"
+                    "is finite; see that scorer's warnings, and whether model.max_length is long enough for a reward model"
                 )
 
     def location_and_spread(self, scorer: ScorerConfig) -> tuple[float, float]:
-        """What a scorer's scores are shifted by, and then divided by."""
+        """Mean that is subtracted from a scorer's scores, and std that they are then divided by."""
         if scorer.normalization == "none":
             return 0.0, 1.0
         moments = self.moments[scorer.name]
         return moments.mean, max(moments.std, 1e-6)
 
     def __call__(self, components: dict[str, torch.Tensor], *, learn: bool = True) -> torch.Tensor:
-        """Rewards [B], clipped as a whole; NaN where one of the scores that count isn't finite.
+        """Rewards [B], the sum clipped; NaN where a scorer with a weight has no finite score.
 
         Args:
             components: scorer's name -> [B] raw scores.
-            learn: False leaves running statistics as they are.
+            learn: False: don't update running statistics.
         """
         total = 0.0
         for scorer in self._rewarded:
@@ -320,7 +320,7 @@ class RewardNormalizer:
 
 
 def weighted_score(components: dict[str, torch.Tensor], scorers: list[ScorerConfig]) -> torch.Tensor:
-    """The raw scores' weighted sum [B], neither normalised nor clipped; NaN where one of the scores that count isn't finite."""
+    """Weighted sum [B] of raw scores, neither normalised nor clipped; NaN where a scorer with a weight has no finite score."""
     return sum(s.weight * _known(components[s.name]) for s in scorers if s.weight)
 
 

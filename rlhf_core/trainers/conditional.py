@@ -1,7 +1,7 @@
-"""Conditional SFT: responses of every quality are learned with their quality in the prompt, and the policy is asked for the wanted one.
+"""Conditional SFT: train on responses of every quality with their quality in the prompt, and prompt the policy with the wanted quality.
 
-As in SteerLM, Dong et al. 2023, https://arxiv.org/abs/2310.05344, with one attribute; the same idea as conditioning on the return in
-Chen et al. 2021, https://arxiv.org/abs/2106.01345.
+Source: SteerLM, Dong et al. 2023, https://arxiv.org/abs/2310.05344, here with one attribute. Decision Transformer conditions on the return
+likewise, Chen et al. 2021, https://arxiv.org/abs/2106.01345.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rlhf_core.scorers.reward_input import fitting_ids
 from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS, load_members, score_by_members
 from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
 
-SCORED_AT_ONCE = 4096  # responses; between them a stop can be asked for
+SCORED_AT_ONCE = 4096  # responses; a stop is checked between such parts
 
-# Goes before a template that it leaves as it is: it rewrites `messages`. Its own last line break isn't printed (trim_blocks).
+# Goes before an unchanged template and rewrites its `messages`. The line break at its end isn't printed (trim_blocks).
 _ASKING = """\
 {%- set asked = namespace(last=-1, messages=[]) -%}
 {%- for message in messages -%}{%- if message['role'] == 'user' -%}{%- set asked.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
@@ -52,7 +52,7 @@ _ASKING = """\
 
 @dataclass(frozen=True)
 class RatedResponse:
-    """A response to a conversation, and how often it was preferred to another and another to it."""
+    """A response to a conversation, with the number of pairs in which it is chosen (wins) and rejected (losses)."""
 
     messages: list[Message]
     text: str
@@ -89,7 +89,7 @@ def quantile_borders(scores: list[float], levels: int) -> list[float]:
     """
     known = [s for s in scores if math.isfinite(s)]
     if not known:
-        raise ValueError(f"quality levels: expected scores of {len(scores)} responses, got none; see whether model.max_length is enough")
+        raise ValueError(f"quality levels: expected scores of {len(scores)} responses, got none; raise model.max_length")
     return [float(b) for b in np.quantile(known, [k / levels for k in range(1, levels)])]
 
 
@@ -108,10 +108,10 @@ def reward_scores(
     template_date: str = DEFAULT_DATE,
     stop_requested: Callable[[], bool],
 ) -> list[float]:
-    """A reward model's raw scores, of an ensemble the mean; NaN: too long for it, or its template doesn't take the conversation.
+    """A reward model's raw scores, the mean of an ensemble's; NaN: the conversation is too long, or its template refuses it.
 
     Raises:
-        Interrupted: a stop was asked for.
+        Interrupted: a stop was requested.
     """
     tokenizer = load_tokenizer(str(reward_model), trust_remote_code=trust_remote_code, template_date=template_date, scores=True)
     how = {"trust_remote_code": trust_remote_code, "training_dtype": dtype, "dtype": getattr(torch, dtype)}
@@ -130,25 +130,25 @@ def reward_scores(
 
 
 def quality_text(level: int) -> str:
-    """What the last user message ends with."""
+    """The end of the last user message, which states a quality."""
     return f"\n[quality: {level}]"
 
 
 def with_quality(messages: list[Message], level: int) -> list[Message]:
-    """The conversation with a quality asked for at the end of its last user message."""
+    """The conversation with a quality stated at the end of its last user message."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "user")
     asked = with_text_behind(messages[last], quality_text(level))
     return [*messages[:last], asked, *messages[last + 1 :]]
 
 
 def asking_template(template: str, *, levels: int, wanted: int) -> str:
-    """A chat template that asks for the wanted quality by itself; a message that asks for one already keeps its own."""
+    """A chat template that adds the wanted quality to the last user message, unless the message states one."""
     endings = ", ".join(_jinja_string(quality_text(level)) for level in range(levels))
     return _ASKING.replace("ENDINGS", f"({endings})").replace("WANTED", _jinja_string(quality_text(wanted))) + template
 
 
 def asking_tokenizer(tokenizer: PreTrainedTokenizerBase, *, levels: int, wanted: int) -> PreTrainedTokenizerBase:
-    """A copy whose template asks for the wanted quality, for whoever uses the policy: none of them need know of it."""
+    """A copy of the tokenizer whose template adds the wanted quality, so that users of the policy don't have to."""
     asking = copy.deepcopy(tokenizer)
     asking.chat_template = asking_template(tokenizer.chat_template, levels=levels, wanted=wanted)
     return asking

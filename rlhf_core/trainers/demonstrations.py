@@ -1,4 +1,4 @@
-"""Demonstrations as token ids: the part to be learned, and what is shown before it."""
+"""Demonstrations as token ids: the tokens that are trained on, and their context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TrainOn = Literal["last_turn", "all_turns"]
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Token ids, of which those from `start` on are trained on, but for the spans `skipped` (first token, end), in order and apart."""
+    """Token ids. Those from `start` on are trained on, except the spans `skipped` (first token, end), which are in order and disjoint."""
 
     ids: list[int]
     start: int
@@ -40,10 +40,10 @@ def encode_demonstrations(
     """Demonstrations from rows with messages and response, and how many were dropped because they were too long.
 
     Args:
-        train_on: last_turn: the response; all_turns: every message of the assistant, with its end. A conversation is one demonstration as
-            far as the template writes earlier turns as it writes the last one, so that what a turn is trained on is its prompt as it would
-            be sampled from. Where it doesn't, as a template that drops earlier thoughts, a further one begins.
-        train_on_thoughts: False: a turn is trained on from its answer on, which comes after its thoughts.
+        train_on: last_turn: the response; all_turns: every message of the assistant, with its end. A turn's context is always its prompt as
+            it would be sampled from. Turns share one demonstration as long as the template renders earlier turns like the last one. If it
+            doesn't, as a template that drops earlier thoughts, the next turn begins a new demonstration.
+        train_on_thoughts: False: train on a turn's answer only, which comes after its thoughts.
     """
     encoded = [
         demonstration
@@ -56,14 +56,14 @@ def encode_demonstrations(
 
 
 def encode_texts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[list[Demonstration], int]:
-    """Plain text for pretraining: every token but the first is trained on, and the end."""
+    """Plain texts for pretraining: every token but the first is trained on, including the end token."""
     batch = tokenizer([row["text"] for row in rows], add_special_tokens=False)["input_ids"] if rows else []
     return _drop_long([Demonstration(one_object_each([*ids, tokenizer.eos_token_id]), 1) for ids in batch], max_length)
 
 
 def collate_demonstrations(examples: list[Demonstration], *, pad_id: int) -> TokenBatch:
-    """Padded, with the trained tokens selected."""
-    from rlhf_core.models.batch import collate_tokens  # torch, which a look at the data does without
+    """A padded batch with the trained tokens selected."""
+    from rlhf_core.models.batch import collate_tokens  # imports torch, which tools that inspect data don't need
 
     batch = collate_tokens([e.ids for e in examples], [e.start for e in examples], pad_id=pad_id)
     for row, example in enumerate(examples):
@@ -75,7 +75,10 @@ def collate_demonstrations(examples: list[Demonstration], *, pad_id: int) -> Tok
 def _of_conversation(
     tokenizer: PreTrainedTokenizerBase, conversation: list[Message], train_on: TrainOn, *, thoughts: bool
 ) -> list[Demonstration]:
-    """Args: thoughts: whether they are trained on."""
+    """
+    Args:
+        thoughts: train on them too.
+    """
     turns = [i for i, message in enumerate(conversation) if message["role"] == "assistant"]
     found: list[Demonstration] = []
     for turn in turns if train_on == "all_turns" else turns[-1:]:

@@ -1,7 +1,7 @@
 """Reward model training: Bradley-Terry on pairs, every distinct response of a conversation scored once.
 
-All pairs of a conversation stay together in one optimizer step, as in Ouyang et al. 2022, section 3.5
-(https://arxiv.org/abs/2203.02155): k responses compared in many pairs cost k forward passes and are not overfitted.
+All pairs of a conversation are in one optimizer step, so that k responses in many pairs take k forward passes and don't overfit.
+Source: Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, section 3.5.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Comparison:
 
     @cached_property
     def rows(self) -> list[Branches]:
-        """What goes through the model: the sequences in order, in one row or in one each."""
+        """The model's input: the sequences in order, in shared rows or in a row for each."""
         return share_prefix(self.sequences, max_tokens=self.max_shared_tokens)
 
     @property
@@ -52,9 +52,8 @@ def encode_comparisons(
 ) -> tuple[list[Comparison], int]:
     """Group rows with messages, chosen and rejected by conversation.
 
-    Returns the comparisons, in order of first appearance, and the number of pairs dropped because one of their
-    responses is too long: cutting it would make it look finished. Unpaired rows (one side null) are not for this trainer
-    and are left out.
+    Returns the comparisons, in order of first appearance, and the number of pairs dropped because a response is too long: truncated, it
+    would look complete. Unpaired rows (one side null) are left out.
     """
     comparisons: dict[str, Comparison] = {}
     positions: dict[tuple[str, str], int | None] = {}
@@ -140,10 +139,10 @@ def score_heldout(
 
 
 def _parts(comparisons: list[Comparison], microbatch_tokens: int) -> list[list[int]]:
-    """Positions of comparisons whose rows, padded together, fit the budget; one that is larger is alone."""
+    """Micro-batches of comparisons, as positions, whose padded rows fit the budget; a larger comparison has its own micro-batch."""
     return microbatches([c.longest for c in comparisons], max_tokens=microbatch_tokens, rows=[len(c.rows) for c in comparisons])
 
 
 def _points(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> float:
-    """Pairs in the right order; a tie is half a point."""
+    """Number of pairs in the right order; a tie counts half."""
     return float((chosen_scores > rejected_scores).sum() + 0.5 * (chosen_scores == rejected_scores).sum())

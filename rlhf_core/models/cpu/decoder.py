@@ -19,7 +19,7 @@ POSITIONS = 32  # of keys and values that are multiplied at once, so that the pr
 
 
 class _Layer(NamedTuple):
-    """Weights as they are multiplied from the right, [in, out], those of the norms within them."""
+    """Weights for multiplication from the right, [in, out], with the norms' weights multiplied in."""
 
     qkv: torch.Tensor
     output: torch.Tensor
@@ -28,11 +28,10 @@ class _Layer(NamedTuple):
 
 
 class LlamaDecoder:
-    """A plain Llama in float32 on a CPU (`can_pack`), without what its own forward costs each token: few and large operations, and keys and
-    values that lie as they are read.
+    """A decoder (models/decoding.py) of a plain Llama in float32 on a CPU (`can_pack`), with the model's weights at construction.
 
-    A prompt's are there once for all its responses [2, prompts, key heads, tokens, D], for as long as all of these are drawn; a response's
-    own by position [2, positions, B, key heads, D]. The weights are those that the model has when this is made.
+    The cache holds a prompt's keys and values once for all of its responses, [2, prompts, key heads, tokens, D], until the first response
+    is dropped; and each response's own, by position, [2, positions, B, key heads, D].
     """
 
     @torch.inference_mode()
@@ -69,7 +68,7 @@ class LlamaDecoder:
         self._own = [torch.empty(2, max_new_tokens, count * copies, self._kv_heads, self._size) for _ in self._layers]
         self._filled = 0
         if copies == 1:
-            self._share_no_more(torch.arange(count))
+            self._copy_prompts(torch.arange(count))
         return logits.repeat_interleave(copies, 0)
 
     @torch.inference_mode()
@@ -82,7 +81,7 @@ class LlamaDecoder:
     @torch.inference_mode()
     def keep(self, rows: torch.Tensor) -> None:
         if self._prompts:
-            self._share_no_more(rows)
+            self._copy_prompts(rows)
         else:
             for number, cache in enumerate(self._own):  # one after the other, so that not all are there twice
                 self._own[number] = cache[:, :, rows]
@@ -92,8 +91,8 @@ class LlamaDecoder:
     def end(self) -> None:
         self._prompts, self._own = [], []
 
-    def _share_no_more(self, rows: torch.Tensor) -> None:
-        """These sequences alone, each with a copy of its prompt before its own tokens."""
+    def _copy_prompts(self, rows: torch.Tensor) -> None:
+        """Keep these sequences only, each with a copy of its prompt before its own tokens."""
         prompts = rows // self._copies
         for number, own in enumerate(self._own):
             self._own[number] = torch.cat([self._prompts[number][:, prompts].permute(0, 3, 1, 2, 4), own[:, :, rows]], dim=1)
@@ -106,8 +105,8 @@ class LlamaDecoder:
         """Logits [B, V] after the last of the next tokens [B, T].
 
         Args:
-            attend: what the heads say [B * T, heads * D], of their queries, keys and values [B, T, heads, D] and the layer's number;
-                keys and values go into the cache.
+            attend: attention's output [B * T, heads * D], given queries, keys and values [B, T, heads, D] and the layer's number. It also
+                stores keys and values in the cache.
         """
         rotation = self._rotations[positions.flatten()]
         hidden = F.embedding(ids.flatten(), self._embedding)
@@ -122,15 +121,15 @@ class LlamaDecoder:
         return normalize(hidden.view(*ids.shape, -1)[:, -1], self._eps) @ self._head
 
     def _attend_prompts(self, mask: torch.Tensor, qkv: torch.Tensor, number: int) -> torch.Tensor:
-        """Whole prompts, the first tokens that there are. `mask` [B, 1, T, T] is 0 or -inf."""
+        """Attention of whole prompts. `mask` [B, 1, T, T] is 0 or -inf."""
         query, key, value = qkv.transpose(1, 2).split(self._parts, dim=1)
         self._prompts[number][0], self._prompts[number][1] = key, value
         grouped = self._heads > self._kv_heads
-        said = F.scaled_dot_product_attention(query, key, value, mask, scale=1.0, enable_gqa=grouped)
-        return said.transpose(1, 2).flatten(0, 1).flatten(1)
+        attended = F.scaled_dot_product_attention(query, key, value, mask, scale=1.0, enable_gqa=grouped)
+        return attended.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def _attend_token(self, qkv: torch.Tensor, number: int) -> torch.Tensor:
-        """One token of each sequence. What each has for itself is summed without batched products, which take longer for so few numbers."""
+        """Attention of one token of each sequence. Products with a sequence's own keys are no batched products, which are slower here."""
         own, last = self._own[number], self._filled - 1
         query, own[0, last], own[1, last] = qkv.squeeze(1).split(self._parts, dim=1)
         queries = query.unflatten(1, (self._kv_heads, -1))  # [B, key heads, G, D]: the heads that share a key
@@ -141,14 +140,14 @@ class LlamaDecoder:
             return _weighted_sum(weights, values).flatten(1)
         prompt_keys, prompt_values = self._prompts[number]
         copies = (-1, self._copies)
-        asked = queries.unflatten(0, copies).transpose(1, 2).flatten(2, 3)  # [prompts, key heads, copies x G, D]
-        prompt_logits = asked @ prompt_keys.transpose(2, 3) + self._prompt_mask[:, None, None]
+        by_prompt = queries.unflatten(0, copies).transpose(1, 2).flatten(2, 3)  # [prompts, key heads, copies x G, D]
+        prompt_logits = by_prompt @ prompt_keys.transpose(2, 3) + self._prompt_mask[:, None, None]
         prompt_logits = prompt_logits.unflatten(2, (self._copies, -1)).permute(4, 0, 2, 1, 3).flatten(1, 2)
         weights = torch.cat([prompt_logits, logits]).softmax(0)
         width = len(prompt_logits)
         prompt_weights = weights[:width].unflatten(1, copies).permute(1, 3, 2, 4, 0).flatten(2, 3)
-        said = (prompt_weights @ prompt_values).unflatten(2, (self._copies, -1)).transpose(1, 2).flatten(0, 1)
-        return said.add_(_weighted_sum(weights[width:], values)).flatten(1)
+        attended = (prompt_weights @ prompt_values).unflatten(2, (self._copies, -1)).transpose(1, 2).flatten(0, 1)
+        return attended.add_(_weighted_sum(weights[width:], values)).flatten(1)
 
 
 def _weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -41,14 +41,14 @@ def rotated_qkv(
     learns: bool,
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What is placed; and, where it learns, the normalized rows and 1 / rms.
+    """Rotated queries and keys, and values, in their places; if `learns`, also the normalized rows and 1 / rms.
 
     Args:
-        sources: of each place the row that it copies; None: each row has one place.
+        sources: the row that each place copies; None: each row has one place.
     """
     count, size = hidden.shape
     normalized, inverse = hidden.new_empty([count if learns else 0, size]), hidden.new_empty([count, 1])
-    # With copies first the rows in their own order, then their places.
+    # With copies, the rows are computed in their own order and copied to their places at the end.
     placed = hidden.new_zeros([num_places, len(weight)]) if sources is None else hidden.new_empty([count, len(weight)])
     for first in range(0, count, rows):
         last = min(first + rows, count)
@@ -76,7 +76,7 @@ def rotated_qkv_backward(
     """Gradients of hidden states and weight.
 
     Args:
-        grad: of each place; of each row where `places` is None, and then it is overwritten.
+        grad: of each place; if `places` is None, of each row, and overwritten.
     """
     hidden_grad, weight_grad = torch.empty_like(normalized), torch.zeros_like(weight)
     for first in range(0, len(normalized), rows):
@@ -91,7 +91,7 @@ def rotated_qkv_backward(
 def swiglu(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, eps: float, learns: bool, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result; and, where it learns, the normalized rows, 1 / rms and the projections."""
+    """The result; if `learns`, also the normalized rows, 1 / rms and the projections."""
     count, size = x.shape
     kept = count if learns else 0
     normalized, inverse, projected = x.new_empty([kept, size]), x.new_empty([count, 1]), x.new_empty([kept, len(gate_up)])
@@ -137,7 +137,7 @@ def swiglu_backward(
 
 
 class AttentionHeads(NamedTuple):
-    """How many heads ask and how many are asked, each of how many numbers, and what their products are multiplied by."""
+    """Number of query heads and of key heads, their dimension, and the factor of their products."""
 
     queries: int
     keys: int
@@ -145,14 +145,14 @@ class AttentionHeads(NamedTuple):
     scale: float
 
     def split(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
-        """Queries, keys and values of all heads, as many of each: keys and values repeat where heads share them."""
+        """Queries, keys and values, with keys and values repeated for the query heads that share them."""
         query, key, value = x.split([self.queries, self.keys, self.keys], dim=dim)
         shared = self.queries // self.keys
         return [query, *(x if shared == 1 else x.repeat_interleave(shared, dim) for x in (key, value))]
 
 
 def attend(placed: torch.Tensor, block: Block | GroupBlock, heads: AttentionHeads) -> torch.Tensor:
-    """What the heads say at a block's places.
+    """The output of attention at a block's places.
 
     Args:
         placed: [places, (queries + 2 keys) x size].
@@ -163,12 +163,12 @@ def attend(placed: torch.Tensor, block: Block | GroupBlock, heads: AttentionHead
         return _attend_in_groups(placed, block, heads)
     query, key, value = heads.split(placed.view(block.rows, block.width, -1, heads.size).transpose(1, 2), dim=1)
     causal = block.mask is None
-    said = F.scaled_dot_product_attention(query, key, value, attn_mask=block.mask, is_causal=causal, scale=heads.scale)
-    return said.transpose(1, 2).reshape(len(placed), -1)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=block.mask, is_causal=causal, scale=heads.scale)
+    return attended.transpose(1, 2).reshape(len(placed), -1)
 
 
 def _attend_in_groups(placed: torch.Tensor, block: GroupBlock, heads: AttentionHeads) -> torch.Tensor:
-    """Prefixes causally; of a group's responses all tokens ask their prefix at once, and those of each response one another."""
+    """Causal attention of the prefixes, and of each response to itself and its group's prefix."""
     groups, responses, width = block.groups, block.responses, block.response_width
     prefixes, rest = placed.split([block.prefix_places, len(placed) - block.prefix_places])
     by_head = rest.view(groups, responses, width, -1, heads.size).permute(3, 0, 1, 2, 4)
@@ -181,13 +181,13 @@ def _attend_in_groups(placed: torch.Tensor, block: GroupBlock, heads: AttentionH
     to_own = torch.baddbmm(_causal(width), query.reshape(own), key.reshape(own).transpose(1, 2), alpha=heads.scale)
     weights = torch.cat([to_prefix, to_own], dim=-1).softmax(-1)
     of_prefix, of_own = weights.split([block.prefix_width, width], dim=-1)
-    said = torch.bmm(of_prefix.reshape(len(query), -1, block.prefix_width), prefix_value)
-    said = torch.baddbmm(said.view(own), of_own, value.reshape(own))
-    said = said.view(groups, heads.queries, responses, width, heads.size).permute(0, 2, 3, 1, 4).reshape(len(rest), -1)
+    attended = torch.bmm(of_prefix.reshape(len(query), -1, block.prefix_width), prefix_value)
+    attended = torch.baddbmm(attended.view(own), of_own, value.reshape(own))
+    attended = attended.view(groups, heads.queries, responses, width, heads.size).permute(0, 2, 3, 1, 4).reshape(len(rest), -1)
     prefixes = attend(prefixes, Block(groups, block.prefix_width, mask=None), heads)
-    return torch.cat([prefixes, said])
+    return torch.cat([prefixes, attended])
 
 
 def _causal(width: int) -> torch.Tensor:
-    """[width, width] float, 0 where a position sees another and -inf elsewhere."""
+    """Mask [width, width], 0 or -inf, to be added to logits."""
     return torch.full((width, width), -torch.inf).triu_(1)

@@ -1,5 +1,7 @@
-"""Where a batch's real tokens lie while they attend: in blocks of rows, of whole sequences with a copy of their prefix each, or of groups
-whose responses attend to one prefix. Tokens with the same tokens before them are one, which has several places.
+"""Layout of a batch for packed forward passes: its real tokens end to end, and their places in the padded blocks in which they attend.
+
+A block holds rows, or whole sequences with a copy of their prefix each, or groups whose responses attend to one prefix. Tokens with the
+same tokens before them are computed once and have several places.
 """
 
 from __future__ import annotations
@@ -11,17 +13,14 @@ from transformers import LlamaModel
 
 from rlhf_core.models.batch import visible_branches
 
-# Pairs of query and key, for each place, that copies of a prefix must spare. Measured on a small model in one thread: 8 to 10 cost 8 to
-# 39% of the time, 25 to 45 nothing, 70 save 8%, 100 save 13%.
+# Pairs of query and key that copies of a prefix must save for each place; measured on a small model in one thread.
 COPYING_PAYS = 48
-# Where more than this part of the tokens is left, they stay as they were. Measured in one thread, forward and backward, of a small and a
-# medium model: 0.96 left took 0.96 to 0.98 of the time, 0.75 took 0.78 to 0.87, half 0.56 to 0.74.
+# Tokens are merged if at most this fraction of them is left; merging itself takes time.
 MERGING_PAYS = 0.97
-# Groups of this many responses on average, short and with a prefix that is this part of them at least, attend as groups: in 0.7 to 1.0 of
-# the time that the better one of rows and copies takes, for three to eight responses of 8 to 128 tokens. With 128 tokens after 15 of a
-# prompt it was 1.3; and attention's weights, which groups keep for the backward pass, grow with the square.
+# Rows attend as groups if they have this many responses on average, sequences of at most LONGEST tokens, and a prefix of at least this
+# fraction of a sequence. Groups keep attention's weights for the backward pass, which grow with the square of the length.
 RESPONSES, LONGEST, PREFIX_PART = 3, 256, 0.15
-NARROWER = 0.75  # a block of attention takes rows down to this part of its longest one's length
+NARROWER = 0.75  # a block takes rows down to this fraction of its longest row's length
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,9 @@ class Block:
 
 @dataclass(frozen=True)
 class GroupBlock:
-    """Prefixes with as many responses each, padded to the longest prefix and the longest response. All prefixes come first.
+    """Prefixes with equally many responses each, padded to the longest prefix and the longest response. All prefixes come first.
 
-    prefix_mask: [groups, 1, 1, prefix_width] float, 0 or -inf: a prefix's padding, which responses would see.
+    prefix_mask: [groups, 1, 1, prefix_width] float, 0 or -inf, which hides a prefix's padding from its responses.
     """
 
     groups: int
@@ -64,7 +63,7 @@ class GroupBlock:
 
 @dataclass(frozen=True)
 class Placing:
-    """Blocks, and which token lies where in them: tokens[i] at places[i], [C] int64 each. Every token lies somewhere."""
+    """Blocks, and the tokens in them: tokens[i] is at places[i], [C] int64 each. Every token has a place."""
 
     blocks: list[Block] | list[GroupBlock]
     places: torch.Tensor
@@ -75,8 +74,9 @@ class Placing:
 class Copies:
     """Tokens with several places.
 
-    sources: [P] int64, the token at each place; any where there is padding.
-    places: [C] int64, the places of all tokens, token after token.    starts: [N] int64, where in it each token's begin.
+    sources: [P] int64, the token at each place; an arbitrary one where there is padding.
+    places: [C] int64, the places of all tokens, token after token.
+    starts: [N] int64, the index in `places` of each token's first one.
     """
 
     sources: torch.Tensor
@@ -86,12 +86,12 @@ class Copies:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the N real tokens of a batch are in attention's blocks, which have P places in all.
+    """The N real tokens of a batch, and their places in attention's blocks, which have P places in all.
 
-    ids: [N] int64, of the real tokens, row after row, the longest row first; of those that are one, the first.
-    places: [N] int64, of each real token among the places; one of them where it has several.
-    copies: where what several sequences begin with has a place in each of them; None: each token has one place.
-    wanted: [M] int64, of each wanted position among the real tokens; they may repeat.
+    ids: [N] int64, row after row, the longest row first; merged tokens once.
+    places: [N] int64, a place of each real token.
+    copies: all places of each token; None: each token has one place.
+    wanted: [M] int64, the index among the real tokens of each wanted position; they may repeat.
     rotation: [N, query and key heads, D / 2] complex, of the rotary embedding.
     """
 
@@ -109,8 +109,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Each branch with its row's prefix before it, the longest first; [S] int64 each. A prefix that has lost its branches is one too, and a
-    row without segments is a branch.
+    """A sequence for each branch, of its row's prefix and the branch, the longest first; [S] int64 each. A prefix without branches is a
+    sequence too, and so is a row without segments.
     """
 
     rows: torch.Tensor
@@ -124,7 +124,7 @@ class Sequences:
         return self.prefix_lengths + self.branch_lengths
 
     def tokens(self) -> torch.Tensor:
-        """[S, longest] int64, the numbers of each sequence's tokens, -1 after its end."""
+        """Token numbers of each sequence, -1 after its end, [S, longest] int64."""
         columns = torch.arange(int(self.lengths.max()))
         prefix_lengths = self.prefix_lengths[:, None]
         of_prefix, of_branch = self.prefix_starts[:, None] + columns, self.branch_starts[:, None] + columns - prefix_lengths
@@ -140,9 +140,9 @@ def layout_of(
     visible: torch.Tensor | None,
     segments: torch.Tensor | None,
 ) -> Layout:
-    """See `packed_states` for the arguments."""
+    """The layout of a batch; arguments as of `packed_states`."""
     lengths = input_ids.new_zeros(len(input_ids)).scatter_reduce(0, rows, positions + 1, "amax")
-    lengths[0].clamp_(min=1)  # with nothing wanted at all there is still a gradient, of zeros, for each weight: other ranks wait for it
+    lengths[0].clamp_(min=1)  # without any wanted position each weight still gets a gradient, of zeros, for which other ranks wait
     order = lengths.argsort(descending=True, stable=True)
     ordered = lengths[order]
     real = torch.arange(input_ids.shape[1]) < ordered[:, None]
@@ -171,7 +171,7 @@ def layout_of(
 
 
 def _rows(ordered: torch.Tensor, order: torch.Tensor, visible: torch.Tensor | None) -> Placing:
-    """Rows as they are."""
+    """Blocks of the rows as they are."""
     blocks, places, first = [], [], 0
     for count, width in _cuts(ordered.tolist()):
         real = torch.arange(width) < ordered[first : first + count, None]
@@ -182,7 +182,7 @@ def _rows(ordered: torch.Tensor, order: torch.Tensor, visible: torch.Tensor | No
 
 
 def _branches(sequences: Sequences, ordered: torch.Tensor, order: torch.Tensor, segments: torch.Tensor) -> Placing:
-    """Rows with prefixes and branches, in what takes the least time."""
+    """Rows with prefixes and branches, in the kind of block that is fastest."""
     if _grouping_pays(sequences, num_rows=int((ordered > 0).sum())):
         return _groups(sequences, num_tokens=int(ordered.sum()))
     if _copying_pays(sequences.lengths, ordered):
@@ -197,11 +197,9 @@ def _rows_alone(ordered: torch.Tensor) -> Sequences:
 
 
 def _sequences(segments: torch.Tensor, real: torch.Tensor) -> Sequences:
-    """Of the real tokens [B, T], numbered row after row."""
+    """The sequences of the real tokens [B, T], which are numbered row after row."""
     row_of, _ = real.nonzero(as_tuple=True)
-    width = (
-        segments.shape[1] + 1
-    )  # more than any segment's number; columns of two numbers are compared one by one, which takes ten times as long
+    width = segments.shape[1] + 1  # more than any segment's number: row and number as one integer, which unique compares faster
     runs, counts = torch.unique_consecutive(row_of * width + segments[real], return_counts=True)
     starts, rows, numbers = counts.cumsum(0) - counts, runs // width, runs % width
     is_prefix = numbers == 0
@@ -217,7 +215,7 @@ def _sequences(segments: torch.Tensor, real: torch.Tensor) -> Sequences:
 
 
 def _grouping_pays(sequences: Sequences, *, num_rows: int) -> bool:
-    """Whether to attend in groups, which have a prefix and responses everywhere."""
+    """Whether to attend in groups. Every row must have a prefix and responses."""
     complete = bool((sequences.prefix_lengths > 0).all()) and bool((sequences.branch_lengths > 0).all())
     many_short = len(sequences.rows) >= RESPONSES * num_rows and int(sequences.lengths[0]) <= LONGEST
     return complete and many_short and int(sequences.prefix_lengths.sum()) >= PREFIX_PART * int(sequences.lengths.sum())
@@ -246,19 +244,19 @@ def _groups(sequences: Sequences, *, num_tokens: int) -> Placing:
 
 
 def _place(places: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, begin: int, width: int) -> None:
-    """Runs of tokens, each from one start on, lie in rows of a width from `begin` on."""
+    """Put runs of tokens, which begin at `starts`, into rows of a width, the first of which begins at place `begin`."""
     real = torch.arange(width) < lengths[:, None]
     places[(starts[:, None] + torch.arange(width))[real]] = begin + real.flatten().nonzero().squeeze(-1)
 
 
 def _copying_pays(sequences: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Whether attention within sequences is worth their copies, rather than attention within rows; both by their lengths."""
+    """Whether copies of prefixes save enough pairs of query and key, given the lengths of sequences and rows."""
     return int((rows**2).sum() - (sequences**2).sum()) > COPYING_PAYS * int(sequences.sum())
 
 
 def _whole_sequences(sequences: Sequences) -> Placing:
-    """Blocks in which each branch follows a copy of its prefix, so that attention is causal: short branches would see little of a row of
-    many, and a mask costs what it hides.
+    """Blocks in which each branch follows a copy of its prefix, so that attention is causal. In a row of many short branches most pairs
+    would be masked, and masked pairs are computed too.
     """
     tokens, blocks, sources, first = sequences.tokens(), [], [], 0
     for count, width in _cuts(sequences.lengths.tolist()):
@@ -278,7 +276,7 @@ def _copies(placing: Placing, *, num_tokens: int) -> Copies:
 
 
 def _cuts(lengths: list[int]) -> list[tuple[int, int]]:
-    """Number of rows and width of each block, for rows in order of falling length. Rows without a token are left out."""
+    """Number of rows and width of each block, for rows in descending order of length. Rows without tokens are left out."""
     cuts: list[tuple[int, int]] = []
     for length in lengths:
         if length and cuts and length >= NARROWER * cuts[-1][1]:
@@ -299,11 +297,14 @@ def _rotation(trunk: LlamaModel, position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def merged(sequences: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
-    """For each token the first one that has the same tokens before it, maybe itself; None where that spares too few tokens.
+    """For each token the first one with the same id and the same tokens before it, maybe itself; None if that merges too few.
+
+    A causal model computes a token from that token and those before it. So a prefix that sequences of a batch share, such as a system
+    prompt or a template's tokens, is computed once.
 
     Args:
-        sequences: [S, W] int64, each sequence's tokens by their numbers, -1 after its end. Every token is in one of them, and what precedes
-            a token is the same in all that it is in.
+        sequences: [S, W] int64, token numbers of each sequence, -1 after its end. Every token is in one of them, and has the same
+            tokens before it in all sequences that contain it.
         ids: [N] int64, of each token.
     Returns:
         [N] int64.
@@ -311,7 +312,7 @@ def merged(sequences: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
     real = sequences >= 0
     ids_of = ids[sequences].where(real, -1)
     rows = ids_of.tolist()
-    order = sorted(range(len(rows)), key=rows.__getitem__)  # those that begin alike are side by side
+    order = sorted(range(len(rows)), key=rows.__getitem__)  # sequences with a common prefix are neighbours
     sequences, ids_of, real = sequences[order], ids_of[order], real[order]
     as_above = torch.zeros_like(real)
     as_above[1:] = (ids_of[1:] == ids_of[:-1]).cumprod(1).bool() & real[1:]

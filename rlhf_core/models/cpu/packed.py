@@ -1,9 +1,7 @@
-"""A Llama trunk on the tokens that count: without padding, and its last layer only where its output is asked for.
+"""A packed forward pass of a Llama trunk: real tokens without padding, and the end of the last layer at the wanted positions only.
 
-Hugging Face's trunk computes whole rows, padding included, and every position of the last layer. Here all but attention runs on
-the real tokens laid end to end, and what follows the last attention runs on the wanted positions alone. The weights are the
-model's own, and the results are its results up to rounding. Used on a CPU in float32, where it was measured; any other model, device or
-precision takes the model's own forward.
+Hugging Face's trunk computes whole rows, with padding, and every position of the last layer. Here everything but attention runs on the real
+tokens laid end to end. The weights are the model's own, and the results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ def can_pack(trunk: nn.Module) -> bool:
         return False
     config, weight = trunk.config, trunk.embed_tokens.weight
     plain = config.hidden_act == "silu" and config.rope_parameters["rope_type"] == "default" and not config.attention_dropout
-    # ZeRO 3 gathers weights when their own module is called, which packed_states doesn't do; it numbers those that it has in its care.
+    # ZeRO 3, which marks its weights with ds_id, gathers them only when their own module is called.
     whole = weight.device.type == "cpu" and weight.dtype == torch.float32 and not hasattr(weight, "ds_id")
     return plain and whole and all(type(m) is nn.Linear and m.bias is None for layer in trunk.layers for m in _linears(layer))
 
@@ -51,7 +49,7 @@ def packed_states(
     """The trunk's last hidden states at the wanted positions.
 
     Args:
-        input_ids: [B, T]; tokens after a row's last wanted position are not looked at: none that count can see them.
+        input_ids: [B, T]; tokens after a row's last wanted position are ignored, since no wanted position sees them.
         rows, positions: [M] int64, the wanted positions.
         position_ids: [B, T]; None: 0 to T - 1.
         visible: [B, 1, T, T] bool; None: all before, and itself.
@@ -73,7 +71,7 @@ def packed_states(
 
 
 def _attention(layer: LlamaDecoderLayer, hidden: torch.Tensor, layout: Layout, config: Any) -> torch.Tensor:
-    """What the heads say [P, heads * D], before the output projection."""
+    """The output of attention [P, heads * D], before the output projection."""
     attention, norm = layer.self_attn, layer.input_layernorm
     size = attention.head_dim
     weight = torch.cat([interleaved(attention.q_proj.weight, size), interleaved(attention.k_proj.weight, size), attention.v_proj.weight])
@@ -90,12 +88,12 @@ def _mlp(layer: LlamaDecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def interleaved(weight: torch.Tensor, size: int) -> torch.Tensor:
-    """Rows of each head in pairs (i, i + D/2), as complex numbers lie in memory. Done to query and key alike, it changes no product."""
+    """Rows of each head reordered to pairs (i, i + D/2), the memory layout of complex numbers. Products of query and key don't change."""
     return weight.view(-1, 2, size // 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
 class _Pick(Function):
-    """Rows of a matrix, each at most once: unlike index_select's, the backward pass copies and doesn't add."""
+    """index_select of distinct rows, so that the backward pass copies instead of adding."""
 
     @staticmethod
     def forward(ctx, x, places):
@@ -112,7 +110,7 @@ class _Pick(Function):
 class _RotatedQkv(Function):
     """Normalize, project, rotate queries and keys, and put the rows in their places: [N, H] -> [P, heads * D].
 
-    A piece of rows at a time; `learns`: whether what the backward pass needs is kept.
+    learns: keep what the backward pass needs.
     """
 
     @staticmethod

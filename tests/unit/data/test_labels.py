@@ -67,7 +67,7 @@ def test_the_seed_decides_which_pairs_and_sides(tmp_path):
 
 
 def test_an_export_is_not_written_over_another(export):
-    with pytest.raises(ValueError, match="expected no export there yet"):
+    with pytest.raises(ValueError, match="expected a folder without an export"):
         export_pairs([pair(1)], export, count=None, seed=0, origin="a test")
 
 

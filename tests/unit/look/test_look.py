@@ -221,7 +221,7 @@ def test_only_the_first_records_are_read_unless_all_are_wanted(tmp_path, capsys)
         file.write("{broken\n")
     assert main([str(path), "--params", str(DEFAULTS), "--records", "50"]) == 0
     out = capsys.readouterr().out
-    assert "the first 50 records looked at" in out and "50 records read, 0 left out" in out
+    assert "the first 50 records read" in out and "50 records read, 0 left out" in out
     assert main([str(path), "--params", str(DEFAULTS), "--records", "50", "--all"]) == 2  # now the last line is read
     assert f"{path} line 51" in capsys.readouterr().err
 
@@ -322,7 +322,7 @@ def test_rows_that_repeat_are_told_apart_from_the_records_left_out(tmp_path):
     )
     lines = list(page.looked(found, tiny_params(), colour=False, every_token=False))
     start = next(i for i, line in enumerate(lines) if line.startswith("3 records read, 1 left out"))
-    end = lines.index("besides, of the records that are read:")
+    end = lines.index("of the records that are kept:")
     left_out = [line for line in lines[start + 1 : end] if not line.startswith("    ")]
     assert left_out == ["  1 prompt is null"] and lines[end + 1] == "  1 prompt rows that repeat a conversation"
 

@@ -124,7 +124,7 @@ def test_arrays_and_tensors_are_numbers_too(tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("mine.py", "expected path/file.py:name or package.module:name, got no such form"),
+        ("mine.py", "expected path/file.py:name or package.module:name, got another form"),
         ("absent.py:score", "expected an importable module, got FileNotFoundError"),
         ("no.such.module:score", "expected an importable module, got ModuleNotFoundError"),
         ("os.path:nothing", "expected a function nothing there, got None"),
