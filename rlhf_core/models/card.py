@@ -1,7 +1,7 @@
-"""The README.md of a model's folder: what the model is, how it was trained and on which data, and how to use it.
+"""The model card, README.md of a model's folder: what the model is, how it was trained and on which data, and how to use it.
 
-DVC hashes the folder, so the card holds what the same work gives again, byte for byte: params, counts and hashes of the stage's inputs. It
-has no date, commit, machine or path outside the project; `python -m rlhf_core.use export` adds what is known only later.
+DVC hashes the folder, so the card is reproducible byte for byte: params, counts and hashes of the stage's inputs, but no date, commit,
+machine or path outside the project. `python -m rlhf_core.use export` adds what is known only later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = {
     "reward": ("Reward model", "A sequence classifier whose one score says how good a response is.", "text-classification"),
     "policy": ("Policy", "A language model aligned with preferences or rewards.", "text-generation"),
 }
-# Of when to look, to save and to give up: they change no weights, and a change of them makes no other model.
+# Intervals, deadlines and limits, which change no weights.
 NO_RESULT = ("checkpoint_every", "eval_every", "deadlines", "max_replacements")
 _USE_LANGUAGE_MODEL = """\
 ```python
@@ -51,7 +51,7 @@ print(model(**tokenizer.apply_chat_template(conversation, return_tensors="pt", r
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a stage knows of the model that it has made.
+    """Facts of a stage about the model that it made.
 
     kind: one of KINDS. method: how it was trained, such as dpo or rl. base: `model.path`; None: weights from nothing.
     params: what of params.yaml the stage depends on. sources: data/prepared/sources.json.
@@ -75,7 +75,7 @@ def write_card(folder: Path, facts: CardFacts) -> None:
 
 
 def render_card(facts: CardFacts) -> str:
-    """The whole card, with Hugging Face's metadata at its head."""
+    """The card's text, which begins with Hugging Face's metadata."""
     title, what, _ = KINDS[facts.kind]
     use = _USE_REWARD_MODEL if facts.kind == "reward" else _USE_LANGUAGE_MODEL
     base = "trained from nothing" if facts.base is None else f"started from {_named(facts.base)}"
@@ -96,7 +96,7 @@ def render_card(facts: CardFacts) -> str:
 
 
 def metadata(facts: CardFacts) -> dict[str, Any]:
-    """What Hugging Face reads: https://huggingface.co/docs/hub/model-cards. Names on the hub alone, since others mean nothing there."""
+    """Metadata for Hugging Face, https://huggingface.co/docs/hub/model-cards. It names models and data sets on the hub only."""
     found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": KINDS[facts.kind][2]}
     found["tags"] = {
         "sft": ["rlhf", "sft"],
@@ -126,7 +126,7 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
 
 
 def _is_on_the_hub(path: str) -> bool:
-    """Whether it is the name of a model or data set on Hugging Face and no folder's."""
+    """Whether a path is the name of a model or data set on Hugging Face, not a folder."""
     return is_hub_name(path) and not locate(path).exists()
 
 
@@ -152,7 +152,7 @@ def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def counting(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Params without those that change no weights, without the sections of algorithms that weren't used, and without paths of a machine."""
+    """Params that change weights, without the sections of unused algorithms and without paths of a machine."""
     algorithm = params.get("rl", {}).get("algorithm") if isinstance(params.get("rl"), Mapping) else None
     unused = {name for name in get_args(Algorithm) if name != algorithm}
 
@@ -180,7 +180,7 @@ def as_yaml(content: Mapping[str, Any]) -> str:
 
 
 def _named(path: str) -> str:
-    """A model or file by a name that says nothing of the machine."""
+    """A name of a model or file that has no path of a machine."""
     return shown(Path(path).name if path.startswith(("/", "~", ".")) else path)
 
 

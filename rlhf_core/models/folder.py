@@ -1,8 +1,8 @@
-"""Is a model's folder what it should be? Looked at before any library loads it, and without loading anything.
+"""Checks of a model's folder, before any library loads it and without loading anything.
 
-transformers takes weights from wherever the folder's index says, unpickles some of them, and fills what is missing with random
-numbers; what it makes of a torn file is a traceback. So the files are looked at first: weights are safetensors, inside the folder and
-whole, and settings are JSON.
+transformers takes weights from wherever the folder's index says, unpickles some of them, fills missing ones with random numbers, and gives
+a traceback for a truncated file. So the files are checked first: weights are safetensors, inside the folder and complete; settings are
+JSON.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _WIDTHS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "B
 
 
 def locate_model(path: str, revision: str | None = None) -> str:
-    """`model.path`: a folder, found as `locate` does, or of a Hugging Face name the folder in the hub's cache, fetched if it may be.
+    """The folder of `model.path`: a local one, found as `locate` does, or for a Hugging Face name the one in the hub's cache, fetched if
+    the hub may be used.
 
     Args:
-        revision: of the name; None: what the cache has, or else the newest.
+        revision: of the Hugging Face name; None: the cached one, or else the newest.
     Returns:
-        The name as it is where the cache has nothing of it and the hub may not be asked: the library says so.
+        The folder; or the unchanged name if it isn't cached and the hub may not be used, which the library then refuses.
     Raises:
-        ValueError: it can only be a folder's, and there is none; or the cache lacks the revision.
-        OSError: the hub doesn't give it.
+        ValueError: the path can only be a folder, and there is none; or the cache lacks the revision.
+        OSError: the hub doesn't provide it.
     """
     folder = locate(path)
     if folder.is_dir():
@@ -56,10 +57,10 @@ def locate_model(path: str, revision: str | None = None) -> str:
 
 
 def check_model_folder(path: str | Path) -> None:
-    """A folder with a model in it; the name of one on a hub is left to the library.
+    """Check a folder with a model. The library checks the name of a model on a hub.
 
     Raises:
-        ValueError: naming the file that is missing, torn, outside the folder or no safetensors file.
+        ValueError: naming the file that is missing, truncated, outside the folder or not a safetensors file.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -79,7 +80,7 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
     """A JSON file of a model's folder.
 
     Raises:
-        ValueError: it is missing or holds something else than an object.
+        ValueError: the file is missing or doesn't hold a JSON object.
     """
     path = folder / name
     try:
@@ -97,7 +98,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up a model: one, or those that its index names.
 
     Raises:
-        ValueError: there are none, or the index names something else.
+        ValueError: there are none, or the index names other files.
     """
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
@@ -117,10 +118,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def count_parameters(path: str | Path) -> int:
-    """Numbers in all weights of a model's folder, by the headers of its files.
+    """Number of parameters of a model's folder, from the headers of its files.
 
     Raises:
-        ValueError: one is missing or torn.
+        ValueError: a file is missing or truncated.
     """
     check_model_folder(path)
     tensors = (tensor for file in weight_files(Path(path)) for name, tensor in _header(file)[0].items() if name != "__metadata__")
@@ -128,7 +129,7 @@ def count_parameters(path: str | Path) -> int:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Of a safetensors file, and its length in bytes."""
+    """The header of a safetensors file, and the header's length in bytes."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > min(MAX_HEADER, path.stat().st_size):
@@ -137,10 +138,10 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _check_safetensors(path: Path) -> None:
-    """Its header fits its size.
+    """Check that a file's header fits its size.
 
     Raises:
-        ValueError: it is torn, or no safetensors file.
+        ValueError: the file is truncated, or not a safetensors file.
     """
     try:
         size = path.stat().st_size
@@ -154,7 +155,7 @@ def _check_safetensors(path: Path) -> None:
 
 
 def _end(tensor: dict[str, Any]) -> int:
-    """Where a tensor ends, in bytes after the header."""
+    """The end of a tensor, in bytes after the header."""
     begin, end = tensor["data_offsets"]
     count = 1
     for dimension in tensor["shape"]:
@@ -167,7 +168,7 @@ def _end(tensor: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def refusals(path: str | Path) -> Iterator[None]:
-    """What a library raises while it loads a model, as a ValueError that names the folder: whoever made the folder chose what is in it."""
+    """Turn any exception of a library that loads a model into a ValueError that names the folder: its content is the user's."""
     try:
         yield
     except Exception as error:

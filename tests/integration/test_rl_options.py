@@ -321,7 +321,7 @@ def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, cluster, 
     assert (
         "policy version 0: expected rollout engine 0 to give the probe the trainer's log-probabilities, got a largest difference" in printed
     )
-    assert "above rl.rollout.max_logprob_difference=1e-12; both have read the same model, so the arithmetic differs" in printed
+    assert "above rl.rollout.max_logprob_difference=1e-12; both have loaded the same model, so the arithmetic differs" in printed
     assert "\ntrain_policy: RL job: policy version 0: expected rollout engine 0 to give" in printed and "Traceback" not in printed
     assert not (workspace / "models/policy").exists()
     assert_nothing_left(workspace)

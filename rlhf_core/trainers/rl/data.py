@@ -10,7 +10,8 @@ import torch
 
 from rlhf_core.data.batching import batch_indices, stream_indices
 from rlhf_core.data.schema import Split, read_rows
-from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.sampling.prompts import fitting_prompts
 from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.types import Baseline, OldLogprobs, Prompt, Rollout, RolloutBatch, ScoredRollout
@@ -24,14 +25,8 @@ def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
     """
     tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
     rows = read_rows(Path(job.prepared), "prompt", split)
-    prompts = [Prompt(r["id"], r["source"], r["messages"], encode_prompt(tokenizer, r["messages"]), r["label"]) for r in rows]
     longest = job.model.max_length - job.rl.rollout.max_new_tokens
-    kept = [p for p in prompts if len(p.prompt_ids) <= longest]
-    if not kept:
-        raise ValueError(
-            f"prompts of the {split} split: expected some of at most {longest} tokens, got none of {len(rows)}; raise model.max_length"
-        )
-    return kept
+    return fitting_prompts(rows, tokenizer, longest=longest, what=f"prompts of the {split} split")
 
 
 def evaluation_prompts(job: RlJob) -> list[Prompt]:
