@@ -25,13 +25,14 @@ from rlhf_core.config.alignment import Method
 from rlhf_core.gate.run import unjudged
 from rlhf_core.report.canvas import MAX_POINTS, thin
 from rlhf_core.report.differences import Difference, Results, read_as
+from rlhf_core.report.files import read_inputs
 from rlhf_core.report.inputs import ReportInputError
 from rlhf_core.report.page import METHOD_TITLES, json_for_html, render
 from rlhf_core.report.tables import METHOD_PARAMS, answer, evaluation_rows, expectations, samples, side_by_side
 from rlhf_core.report.texts import MAX_TEXT, markdown_block, markdown_text, measured, number, signed, visible
 from rlhf_core.report.verdict import data_verdict, gate_verdict, judge_selects, outcome
 from tasks.gate_reward import NOT_NEEDED
-from tasks.report import read_inputs, write_stopped
+from tasks.report import write_stopped
 from tasks.train_reward import NOT_TRAINED
 
 
