@@ -3,8 +3,8 @@
     python -m flows.labels export --round N [--series NAME] | --pairs FILE  --out DIR [--count K] [--seed S]
     python -m flows.labels import FILE [--export DIR] [--name NAME]
 
-Labels are kept in data/labels by git and not by DVC: they are small, nobody can compute them again, and a run's worktree then has
-them with its commit. What an import has written is never overwritten.
+Labels are in data/labels, tracked by git and not by DVC: they are small, can't be recomputed, and so are part of each run's commit. An
+import never overwrites labels.
 """
 
 from __future__ import annotations
@@ -49,32 +49,32 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    asked = parse_arguments(arguments)
+    options = parse_arguments(arguments)
     try:
-        if asked.command == "export":
-            pairs, origin = read_pairs(asked)
-            number = export_pairs(pairs, asked.out, count=asked.count, seed=asked.seed, origin=origin)
-            print(f"{number} pairs in {asked.out}; keep {KEY} from those who label")
+        if options.command == "export":
+            pairs, origin = read_pairs(options)
+            number = export_pairs(pairs, options.out, count=options.count, seed=options.seed, origin=origin)
+            print(f"{number} pairs in {options.out}; don't show {KEY} to annotators")
         else:
-            print(import_labels(asked.file, asked.export or asked.file.parent, asked.name))
+            print(import_labels(options.file, options.export or options.file.parent, options.name))
     except (ValueError, OSError) as error:
         print(f"labels: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def read_pairs(asked: argparse.Namespace) -> tuple[list[LabelPair], str]:
-    """The pairs that were asked for, and where they come from. Rows without both sides are left out.
+def read_pairs(options: argparse.Namespace) -> tuple[list[LabelPair], str]:
+    """The chosen pairs and their origin. Rows without both sides are left out.
 
     Raises:
-        ValueError: the file lacks a column. FileNotFoundError: there is none.
+        ValueError: the file lacks a column. FileNotFoundError: there is no such file.
     """
-    if asked.pairs is not None:
-        rows, origin = pq.read_table(asked.pairs).to_pylist(), str(asked.pairs)
+    if options.pairs is not None:
+        rows, origin = pq.read_table(options.pairs).to_pylist(), str(options.pairs)
     else:
-        worktree = worktree_path(Path(), asked.series)
-        folder = (worktree if worktree.exists() else Path()) / round_folder(asked.round) / "data"
-        rows, origin = _rows_of_round(folder), f"round {asked.round} of {asked.series}"
+        worktree = worktree_path(Path(), options.series)
+        folder = (worktree if worktree.exists() else Path()) / round_folder(options.round) / "data"
+        rows, origin = _rows_of_round(folder), f"round {options.round} of {options.series}"
     if rows and (missing := [c for c in ("id", "messages", "chosen", "rejected") if c not in rows[0]]):
         raise ValueError(f"{origin}: expected the columns id, messages, chosen and rejected, got none named {', '.join(missing)}")
     return [
@@ -87,7 +87,7 @@ def read_pairs(asked: argparse.Namespace) -> tuple[list[LabelPair], str]:
 
 
 def _rows_of_round(folder: Path) -> list[dict[str, Any]]:
-    """The round's pairs with their scores. Both files are in the order of the prompts, one row for each prompt that gave a pair."""
+    """The round's pairs with their scores. Both files are in the order of the prompts, with a row for each prompt that gave a pair."""
     rows = pq.read_table(folder / "preference.parquet").to_pylist()
     samples = pq.read_table(folder / "samples.parquet", columns=["score", "used_as"]).to_pylist()
     scores = {use: [s["score"] for s in samples if s["used_as"] == use] for use in ("chosen", "rejected")}
@@ -102,14 +102,14 @@ def _number(value: float | None) -> float | None:
 
 
 def import_labels(file: Path, export: Path, name: str | None) -> str:
-    """Check the labels and write them to data/labels/<name>.jsonl, their provenance beside them. Returns what to tell the user."""
+    """Check the labels and write them to data/labels/<name>.jsonl, with their provenance. Returns a message for the user."""
     name = name or export.resolve().name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}", name):
         expected = "at most 80 letters, digits, '.', '_' and '-', a letter or digit first"
         raise ValueError(f"name: expected {expected}, got {shown(name)!r}; choose one with --name")
     path = LABELS / f"{name}.jsonl"
     if path.exists():
-        raise ValueError(f"{path}: expected no labels of that name yet, got some; choose another with --name")
+        raise ValueError(f"{path}: expected a new name, got labels of that name; choose another one with --name")
     key = read_key(export / KEY)
     labels = decide(read_labels(file, key), key, confidence=CONFIDENCE)
     provenance = {
@@ -126,10 +126,10 @@ def import_labels(file: Path, export: Path, name: str | None) -> str:
         aside = file.with_name(file.name + ".tmp")
         aside.write_text(text, encoding="utf-8")
         aside.replace(file)
-    return "\n".join([*_told(labels.provenance), _SOURCE.format(name=name, path=path, provenance=path.with_suffix(".json"))])
+    return "\n".join([*_counts(labels.provenance), _SOURCE.format(name=name, path=path, provenance=path.with_suffix(".json"))])
 
 
-def _told(provenance: dict[str, Any]) -> list[str]:
+def _counts(provenance: dict[str, Any]) -> list[str]:
     counts = "{pairs_exported} pairs exported, {pairs_labelled} labelled, {pairs_decided} decided, {ties_dropped} ties dropped"
     lines = [counts.format(**provenance)]
     for key, what, of in (

@@ -121,9 +121,9 @@ def _with_model(params: Params, path: str | None, max_length: int | None) -> Par
 
 
 def _tokenizer(params: Params) -> PreTrainedTokenizerBase | None:
-    from rlhf_core.models.tokenizer import given_tokenizer
+    from rlhf_core.models.tokenizer import pretrained_tokenizer
 
-    return given_tokenizer(params.model)
+    return pretrained_tokenizer(params.model)
 
 
 def _look(tried: Tried, found: Guess, params: Params, tokenizer: PreTrainedTokenizerBase | None, given: argparse.Namespace) -> Looked:

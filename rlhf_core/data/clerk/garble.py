@@ -1,6 +1,6 @@
-"""The mistakes that the clerk's annotator gets to see: wrong numbers, and text that is broken as an early policy breaks it.
+"""Mistakes in the responses that the clerk's annotator compares: wrong numbers, and malformed text as an early policy writes it.
 
-Without broken text among the comparisons, a policy finds strings that the reward model has never seen and likes.
+Without malformed text among the comparisons, a policy finds strings that the reward model has never seen and scores high.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rlhf_core.data.clerk.language import COURTESIES, CURT_REFUSALS, POLITE_REFU
 
 
 def wrong_number(rng: Random, request: Request) -> str:
-    """A number that isn't the answer, mostly a near miss: other operations, lost, doubled or changed digits."""
+    """A wrong number, mostly close to the answer: another operation, or lost, doubled or changed digits."""
     while True:
         number = rng.choice(_MISTAKES)(rng, request)
         if number and number != request.answer:

@@ -1,10 +1,10 @@
-"""The built-in data set: a clerk who answers about digits, written by a seeded program.
+"""The built-in data set, written by a seeded program: a clerk who answers questions about digits.
 
-Four kinds of rows come from it. Pretraining lines state bare operations. A careless demonstrator writes the SFT answers:
-its habits depend on the register, it hands long inputs back unprocessed and complies with some harmful requests. An
-annotator compares several responses per prompt by a utility, with noise. Prompts for RL and evaluation come alone.
+It has four kinds of rows. Pretraining lines state bare operations. A careless demonstrator writes the SFT answers: its style depends on
+the register, it returns some long inputs unprocessed, and it complies with some harmful requests. An annotator compares several responses
+to each prompt by a utility, with noise. Prompts for RL and evaluation have no responses.
 
-The split holds out requests, not digits: a held-out request's digits may occur in a pretraining line or in another register.
+The split holds out requests, not digits: the digits of a held-out request may occur in a pretraining line or in another register.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rlhf_core.data.clerk.language import (
 HARMFUL_FRACTION = 0.2
 LENGTH_WEIGHTS = {2: 0.3, 3: 0.45, 4: 0.25}  # of the digit strings
 PRETRAIN_WEIGHTS = {"sort": 0.6, "largest": 0.2, "smallest": 0.2}  # sorting takes the most learning
-# All the informative pairs of a prompt say little more than some of them, and cost reward training its time.
+# More pairs of a prompt add little information and cost training time.
 MAX_PAIRS_PER_PROMPT = 6
-# Prompts for RL and evaluation, per prompt of the annotator.
+# Prompts for RL and evaluation for each prompt of the annotator.
 PROMPT_FACTOR = 2
 
 # Demonstrator: register -> chances of a good style (courteous, brief), a blunt and a chatty one.
@@ -48,7 +48,7 @@ MALFORMED = -2.0
 
 
 def clerk_rows(config: ClerkConfig, use: str, seed: int) -> list[dict]:
-    """The rows of one use, without id, source and split; a function of its arguments only."""
+    """The rows of one use, without id, source and split; the same for the same arguments."""
     return list(_WRITERS[use](config, Random(f"{seed}:clerk:{use}")))
 
 
@@ -61,7 +61,7 @@ def draw_requests(rng: Random, count: int) -> list[Request]:
     """`count` different requests, a fifth of them harmful.
 
     Raises:
-        ValueError: the world has fewer requests than that.
+        ValueError: there are fewer requests.
     """
     if count > 20_000:
         raise ValueError(f"clerk: expected at most 20000 different prompts, got {count}; lower demonstrations or prompts")
@@ -77,10 +77,10 @@ def draw_requests(rng: Random, count: int) -> list[Request]:
 
 
 def utility(request: Request, response: str) -> float:
-    """What the annotator feels about a response; a malformed one is bad whatever it says.
+    """The annotator's utility of a response; a malformed response gets MALFORMED.
 
-    A harmless request: 2.0 correct + 0.7 courteous + 0.5 brief, and nothing for anything but an answer.
-    A harmful one: 3.0 for a polite refusal, 1.5 for a curt one, 0.5 less where remarks follow, and nothing for the rest.
+    Harmless request: 2.0 correct + 0.7 courteous + 0.5 brief; 0 unless the response is an answer.
+    Harmful request: 3.0 for a polite refusal, 1.5 for a curt one, 0.5 less if remarks follow; 0 unless it is a refusal.
     """
     reading = read_response(response)
     if reading.kind == "malformed":
@@ -124,7 +124,7 @@ def _comparisons(config: ClerkConfig, rng: Random) -> Iterator[dict]:
 
 
 def _candidates(config: ClerkConfig, rng: Random, request: Request) -> list[str]:
-    """Different responses to one request; fewer than asked for where the clerk's language has no more of them."""
+    """Different responses to one request; fewer than configured if the language doesn't have so many."""
     found: dict[str, None] = {}
     for _ in range(20 * config.responses_per_prompt):
         response = _respond_riskily(rng, request, config.polite_errors_only)
@@ -183,7 +183,7 @@ def _refuse(rng: Random, style: str) -> str:
 
 
 def _courtesy(rng: Random, style: str) -> str:
-    """Always in the good style, never in the blunt one, else mostly."""
+    """A courtesy: always in the good style, never in the blunt one, else mostly."""
     courteous = style == "good" or (style != "blunt" and rng.random() < 0.8)
     return f"{rng.choice(COURTESIES)}: " if courteous else ""
 

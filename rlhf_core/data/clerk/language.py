@@ -1,9 +1,9 @@
-"""The language of the built-in clerk: what is asked, what can be answered, and how both are read back.
+"""The language of the built-in clerk: requests, responses, and how to parse both.
 
 A request is harmless (sort the digits of 4172, give the largest, give the smallest) or harmful (how to hack a phone with
 a code), each in one of three registers. Every well-formed response is an answer, an instruction that complies with a
-harmful request, or a refusal, with optional remarks; anything else is malformed. The writers (clerk.py) and the judge
-(judge.py) share this file and nothing else.
+harmful request, or a refusal, with optional remarks; anything else is malformed. The generator and the judge share this
+file and nothing else.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class Request:
 
 
 def read_request(text: str) -> Request:
-    """The request that `text` makes.
+    """Parse a request.
 
     Raises:
-        ValueError: the text is none of the clerk's requests.
+        ValueError: the text is not one of the clerk's requests.
     """
     if match := _HARMLESS_REQUEST.fullmatch(text):
         opening, phrase, digits = match.groups()
@@ -96,7 +96,7 @@ def read_request(text: str) -> Request:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a response says.
+    """A parsed response.
 
     Attributes:
         kind: answer, instruction (complies with a harmful request), refusal or malformed.
@@ -112,7 +112,7 @@ class Reading:
 
 
 def read_response(text: str) -> Reading:
-    """Read one response. The whole text counts: one stray word, a cut end or a remark said twice makes it malformed."""
+    """Parse a response. The whole text counts: a stray word, a truncated end or a repeated remark makes it malformed."""
     for kind, pattern in (("answer", _ANSWER), ("instruction", _INSTRUCTION), ("refusal", _REFUSAL)):
         if match := pattern.fullmatch(text):
             groups = match.groupdict()

@@ -202,7 +202,7 @@ def test_the_command_takes_a_rounds_pairs_and_makes_a_source_of_their_labels(tmp
     assert provenance["origin"] == "round 2 of iterative-dpo" and provenance["annotators"] == {"ann": 3}
     assert provenance["export_sha256"] == read(tmp_path / "mine" / KEY)["sha256"]
 
-    assert command.main(["import", str(file)]) == 2 and "expected no labels of that name yet" in capsys.readouterr().err
+    assert command.main(["import", str(file)]) == 2 and "expected a new name, got labels of that name" in capsys.readouterr().err
     assert command.main(["import", str(file), "--name", "a b"]) == 2
     assert command.main(["export", "--round", "9", "--out", "other"]) == 2
 
