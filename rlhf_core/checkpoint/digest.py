@@ -1,4 +1,4 @@
-"""State digests: hashes of all that a training state consists of, which tell whether two runs are in the same state, or where they differ.
+"""State digests: hashes of all parts of a training state. Two digests show whether two runs are in the same state, or where they differ.
 
     python -m rlhf_core.checkpoint.digest compare A B     # 0 and a sentence when equal; else 1 and what differs first
     python -m rlhf_core.checkpoint.digest show A
@@ -27,7 +27,7 @@ DIGEST_FILE = "digest.json"
 VERSION = 1
 OPTIMIZER_NAMES = "optimizer_names"  # in an engine's file: of the optimizer's parameters, in its order
 UNREADABLE = 2  # exit code
-# What a state consists of, in the order in which a difference is looked for: what comes first brings the rest about, as a rule.
+# Parts of a state, in the order in which differences are reported: an early difference usually causes the later ones.
 PARTS = {
     "position": "data position",
     "world": "world",

@@ -14,7 +14,7 @@ FORMAT = 2
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Vouch for all that is in a folder. Files reach the disk before the folders that name them, and these before the manifest.
+    """Write the manifest of a folder. Files are synced to disk before the folders that name them, and folders before the manifest.
 
     Args:
         content: what else the manifest says, step among it.

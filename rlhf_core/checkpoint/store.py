@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or not there: written aside, fsynced, renamed, with a manifest of sizes and hashes.
+"""Checkpoints that are complete or absent: written aside, fsynced, renamed, with a manifest of sizes and hashes.
 
-Saving has two halves. `write` takes the snapshot: when it returns, training may go on. `publish` does the rest in a thread: state digest,
-hashes, fsync, renaming, retention. What goes wrong there comes out of the next `write`, or of `wait`. docs/resume.md has the format.
+Saving has two halves. `write` takes the snapshot; training continues when it returns. `publish` does the rest in a thread: state digest,
+hashes, fsync, renaming, retention. The next `write` or `wait` raises the errors of that thread. docs/resume.md has the format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NoSpace(OSError):
 
 @dataclass(frozen=True)
 class Origin:
-    """Of which work checkpoints are: hashes of its configuration, its data and its code."""
+    """The work that a checkpoint belongs to: hashes of its configuration, data and code."""
 
     config: str = ""
     data: str = ""

@@ -4,8 +4,8 @@
         with Stage("train_sft") as stage:
             ...stage.params.sft..., stage.scratch, stage.stop_requested...
 
-A stage is killed in three ways, and each leaves the work resumable: SIGTERM (it checkpoints and exits 143), the death of
-its parent (the kernel then sends it SIGTERM) and SIGKILL (the last checkpoint counts).
+The work stays resumable however a stage is ended: by SIGTERM (it writes a checkpoint and exits with 143), by the death of
+its parent (the kernel then sends it SIGTERM) or by SIGKILL (the last checkpoint counts).
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 
 # Exit codes. The flow retries all but the first, which would end the same again.
 REFUSED = 1  # wrong params, data or a model that isn't acceptable
-CRASHED = 70  # an error that nobody foresaw; EX_SOFTWARE of sysexits.h
+CRASHED = 70  # an unexpected error; EX_SOFTWARE of sysexits.h
 STOPPED_BY_SIGNAL = 143  # 128 + SIGTERM, what a shell reports too
-TAIL = 20  # steps at the end of a training over which final figures are averaged, at most
+TAIL = 20  # most steps at the end of a training over which final figures are averaged
 LOCK_DEADLINE = 60.0  # seconds; a stage that was told to stop needs some to write its checkpoint
 
 log = logging.getLogger("rlhf")
 
 
 def no_arguments(about: str | None) -> None:
-    """The command line of a stage that takes none: --help is answered, anything else refused, and nothing runs."""
+    """Command line of a stage without arguments: answers --help and refuses anything else before the stage runs."""
     stage_arguments(about).parse_args()
 
 
 def round_argument(about: str | None) -> int:
-    """The command line of a stage of rounds/dvc.yaml: the number of a round."""
+    """Command line of a stage of rounds/dvc.yaml: returns the number of the round."""
     parser = stage_arguments(about)
     parser.add_argument("round", type=int, help="number of the round of iterative DPO, from 1")
     number = parser.parse_args().round
@@ -63,7 +63,7 @@ def round_argument(about: str | None) -> int:
 
 
 def stage_arguments(about: str | None) -> argparse.ArgumentParser:
-    """With the words of the stage's module as help."""
+    """A parser with the docstring of the stage's module as help."""
     module = sys.modules["__main__"].__spec__
     how = {"description": about, "epilog": "params.yaml says what the stage does.", "allow_abbrev": False}
     name = None if module is None else f"python -m {module.name}"
@@ -71,20 +71,20 @@ def stage_arguments(about: str | None) -> argparse.ArgumentParser:
 
 
 class StageFailed(RuntimeError):
-    """The stage did its work and the result is not acceptable, such as data that fails validation. Shown without a traceback."""
+    """The result of the stage is not acceptable, such as data that fails validation. Shown without a traceback."""
 
 
 class Stage:
-    """The frame around one stage's work; see the module.
+    """Runs the work of one stage; see the module.
 
     Args:
-        resumable: the work looks at `stop_requested` and checkpoints; False: SIGTERM ends it where it is.
-        round_number: of iterative DPO, for a stage of rounds/dvc.yaml; None: the stage is one of dvc.yaml.
+        resumable: the work polls `stop_requested` and writes checkpoints. False: SIGTERM ends it at once.
+        round_number: of iterative DPO, for a stage of rounds/dvc.yaml. None: a stage of dvc.yaml.
     Attributes:
         params: the whole, checked params.yaml.
-        work: what the stage's work is made of: its command, its params and the content of its dependencies.
+        work: the stage's command, params and hashes of its dependencies.
         resumed_from: the other work whose checkpoints it took over (checkpoints.resume_from), oldest first.
-        scratch: a folder that only this work finds again, outside what DVC deletes; removed when the stage succeeds.
+        scratch: folder of this work alone, outside the stage's outputs, which DVC deletes; removed when the stage succeeds.
     """
 
     def __init__(self, name: str, *, resumable: bool = True, round_number: int | None = None):
@@ -138,7 +138,7 @@ class Stage:
             sys.exit(CRASHED)
 
     def _hide_secrets(self) -> None:
-        """Also where DVC alone started the stage, in a shell with all that is in it."""
+        """Remove variables that the stage may not see; DVC may have been started by hand, in a shell with all of a user's secrets."""
         wanted = self.params.flow.environment
         if missing := [name for name in wanted if name not in os.environ]:
             log.warning("flow.environment: expected %s in the environment, got nothing of that name", ", ".join(missing))
@@ -165,7 +165,7 @@ class Stage:
 
     @property
     def lock_descriptor(self) -> int:
-        """Of the stage's lock: as long as a process that inherits it lives, no other run of the stage begins."""
+        """File descriptor of the stage's lock: no other run of the stage starts while a process that inherits it lives."""
         return self._lock.fileno()
 
     def use_threads(self) -> None:
@@ -210,20 +210,20 @@ class Stage:
         )
 
     def store_settings(self, *, zero_stage: int, world_size: int = 1) -> StoreSettings:
-        """Of the stage's checkpoints: how many stay, what they say they are of, and which ones are gone on from."""
+        """How many checkpoints are kept, their origin, and the origins from which the stage may resume."""
         wanted = self.params.checkpoints
         accepted = tuple(Origin(**entry["origin"]) for entry in self.resumed_from)
         return StoreSettings(wanted.keep_last, wanted.keep_best, self.work.origin, accepted, world_size, zero_stage)
 
     def recent_mean(self, column: str) -> float:
-        """Of a column of the training curves, over their end."""
+        """Mean of a column of the training curves over their last steps."""
         import pandas as pd
 
         rows = pd.read_csv(self.scratch / "curves.csv")
         return float(rows[column].tail(steps_at_the_end(len(rows))).mean())
 
     def card(self, kind: str, method: str, metrics: Mapping[str, Any], *, gate: Mapping[str, Any] | None = None):
-        """What the stage knows of the model that it has trained, for the model's card.
+        """Facts for the card of the model that the stage has trained.
 
         Args:
             kind: sft, reward or policy. metrics: of which the held-out figures are kept.
@@ -289,7 +289,7 @@ class Stage:
 
 
 def steps_at_the_end(steps: int) -> int:
-    """Of a training, over which final figures are averaged: its last third, at most TAIL of them."""
+    """Number of last steps over which final figures are averaged: a third of the training, at most TAIL."""
     return min(TAIL, math.ceil(steps / 3))
 
 

@@ -1,7 +1,7 @@
-"""What a stage's work is made of, and its scratch folders: `scratch/<stage>/<fingerprint>`, one for each work that was not finished.
+"""Fingerprint of a stage's work, and its scratch folder `scratch/<stage>/<fingerprint>`, which holds the checkpoints of unfinished work.
 
-Other params, data or code are other work with another folder. What an older folder holds is named when the new work starts; that it goes on
-from there is for a user to say (checkpoints.resume_from), and the stage's metrics then have it.
+Other params, data or code are other work with another folder. When new work starts, a warning names the checkpoint of an older folder.
+A user may resume from it with checkpoints.resume_from; the stage's metrics then say so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhf_core.config import CheckpointsConfig, ConfigError, read_stages, read_y
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.rounds.pins import read_round_stages
 
-WORK = "work.json"  # in a scratch folder: what its work is made of
+WORK = "work.json"  # in a scratch folder: command, params and hashes of its work
 RESUMED_FROM = "resumed_from.json"  # in a scratch folder: the older work whose checkpoints were taken over, oldest first
 TAKING_OVER = "taking-over-"
 CODE = ("tasks", "rlhf_core", "flows", "rewards")
@@ -57,7 +57,7 @@ class Work:
         return Origin(config=_hash([self.command, self.params]), data=_hash(data), code=_hash(code))
 
     def differences(self, older: Work) -> list[str]:
-        """What has changed since `older`, a line each: keys of params with both values, files of data, files of code."""
+        """What differs from `older`, one line each: keys of params with both values, files of data, files of code."""
         found = [] if self.command == older.command else [f"command: {older.command} -> {self.command}"]
         new, old = dict(_leaves(self.params)), dict(_leaves(older.params))
         for key in [*new, *(set(old) - set(new))]:
@@ -96,7 +96,7 @@ def input_hashes(stage: str, round_number: int | None = None) -> dict[str, str]:
 
 
 def metrics_path(stage: str, round_number: int | None) -> Path | None:
-    """The first metrics file of a stage."""
+    """The first metrics file of a stage; None: it has none."""
     stages = read_stages(Path("dvc.yaml"), read_yaml(Path("params.yaml"))) if round_number is None else read_round_stages(round_number)
     entry = next(iter(stages[stage].get("metrics", [])), None)
     return None if entry is None else Path(entry if isinstance(entry, str) else next(iter(entry)))
@@ -193,7 +193,7 @@ def _tell(older: Path, work: Work, stage: str) -> None:
 
 
 def _clear(scratch: Path, older: list[Path], keep: int, *, spared: Path | None) -> None:
-    """Of other work's folders keep the newest that have a checkpoint, and as many of those that have none."""
+    """Keep the newest `keep` folders of other work with a checkpoint and as many without one; remove the rest."""
     without = [folder for folder in _older(scratch) if folder not in older]
     for folder in {*older[keep:], *without[keep:]} - {spared}:
         log.info("%s: removed, the scratch of work that was given up", folder)
