@@ -13,13 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flows.chain.chosen import check_chosen, stages_until, until_line
 from flows.chain.command_line import run_flow
 from flows.chain.locks import only_flow
 from flows.chain.overrides import check, parse_assignment
 from flows.chain.pins import prepare_run
-from flows.chain.stages import StageResult, stage_order, up_to_date
-from flows.chain.summary import report_line, stage_table
+from flows.chain.stages import StageResult, check_chosen, stage_order, stages_until, up_to_date
+from flows.chain.summary import report_line, stage_table, until_line
 from flows.chain.updates import check_run
 from flows.chain.worktree import derive_name
 from flows.runs import record

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO
 
 from flows.chain.children import stop_session
-from flows.runs.lost import DATABASES, end_lost_command_lines, end_lost_runs
+from flows.runs.liveness import DATABASES, crash_orphaned_command_lines, crash_orphaned_runs
 from rlhf_core.config import ConfigError
 from rlhf_core.engines.ports import free_ports
 from rlhf_core.process import configure_process, end_with_parent, module_command
@@ -132,7 +132,7 @@ def use_server(root: Path) -> Iterator[None]:
 def _end_lost(home: Path, url: str, given_url: str | None) -> None:
     """Runs of command lines that were killed end as Crashed. That they can't be ended now must not keep this run from its start."""
     try:
-        for name in end_lost_command_lines(home, url, os.environ.get("PREFECT_API_AUTH_STRING"), given_url):
+        for name in crash_orphaned_command_lines(home, url, os.environ.get("PREFECT_API_AUTH_STRING"), given_url):
             log.warning("Run %s: its process is gone; it is Crashed now, and the same command goes on with it", name)
     except (OSError, ValueError, KeyError) as error:
         log.warning("Runs of killed command lines: expected to set them to Crashed, got: %s; the next start tries again", error)
@@ -233,7 +233,7 @@ def serve(root: Path, port: int) -> int:
             protection = {"PREFECT_SERVER_API_AUTH_STRING": secret, "PREFECT_SERVER_LOGGING_LEVEL": "WARNING", **_server_logging(home)}
             children.append(start(command, log, **protection))
             wait_for(url, children[0])
-        for name in [] if any(name in os.environ for name in DATABASES) else end_lost_runs(url, secret):
+        for name in [] if any(name in os.environ for name in DATABASES) else crash_orphaned_runs(url, secret):
             print(f"Run {name}: its process is gone; it is Crashed now, and `prefect flow-run retry` goes on with it", flush=True)
         _end_lost(home, url, None)
         subprocess.run(

@@ -12,7 +12,7 @@ import logging
 import shutil
 
 from rlhf_core.data.prepare import LENGTH_COLUMNS, check_judges, length_histograms, prepare
-from rlhf_core.models.tokenizer import given_tokenizer
+from rlhf_core.models.tokenizer import pretrained_tokenizer
 from rlhf_core.paths import METRICS, PLOTS, PREPARED, TOKENIZER
 from rlhf_core.stage.files import publish, write_json
 from rlhf_core.stage.run import Stage, no_arguments
@@ -26,7 +26,7 @@ def main() -> None:
         for leftover in (folder, scratch):
             shutil.rmtree(leftover, ignore_errors=True)
         check_judges(params.data)
-        tokenizer, writer = given_tokenizer(params.model), None
+        tokenizer, writer = pretrained_tokenizer(params.model), None
         if any(source.kind == "samples" for source in params.data.sources):
             from rlhf_core.models.folder import locate_model
             from rlhf_core.sampling.own_samples import ModelWriter

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from flows.runs.lost import sign_of_life
+from flows.runs.liveness import liveness_tag
 from flows.server import use_home, use_server
 
 
@@ -30,7 +30,7 @@ def run_flow(root: Path, load: Callable[[], Any], *arguments: Any) -> Any:
     from prefect.exceptions import TerminationSignal
 
     try:
-        with sign_of_life(use_home(root), given) as tag, tags(tag):
+        with liveness_tag(use_home(root), given) as tag, tags(tag):
             return flow(*arguments, return_state=True)
     except TerminationSignal as end:
         raise SystemExit(128 + end.signal) from None

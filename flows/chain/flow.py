@@ -22,13 +22,12 @@ from prefect.client.schemas.objects import State, StateType, TaskRun
 
 from flows.chain.baselines import pin_baselines
 from flows.chain.cache import run_checked
-from flows.chain.chosen import check_chosen, stages_until, until_line
 from flows.chain.console import tell, tell_end
 from flows.chain.locks import only_flow
 from flows.chain.overrides import Overrides
 from flows.chain.pins import prepare_run
-from flows.chain.stages import StageFailed, StageResult, read_stages, stage_environment, stage_order, unchanged
-from flows.chain.summary import read_metrics, report_line, report_of, stage_table
+from flows.chain.stages import StageFailed, StageResult, check_chosen, read_stages, stage_environment, stage_order, stages_until, unchanged
+from flows.chain.summary import read_metrics, report_line, report_of, stage_table, until_line
 from flows.chain.updates import check_run
 from flows.chain.worktree import commit_results, derive_name, run_within, slug
 from flows.runs.record import GATE_REJECTED, REFUSED, note, recording

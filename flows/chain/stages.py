@@ -5,6 +5,7 @@ dvc.yaml is the only list of stages. DVC decides what is up to date; this module
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import itertools
 import json
@@ -24,7 +25,7 @@ import psutil
 
 from flows.chain.children import Lines, stop_session
 from rlhf_core import config
-from rlhf_core.config import ConfigError
+from rlhf_core.config import ConfigError, shown
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.process import PROCESS_ENVIRONMENT, end_with_parent, module_command
 from rlhf_core.progress import is_end, is_progress
@@ -143,6 +144,26 @@ def stage_environment(workspace: Path, stage: str | None = None) -> dict[str, st
     kept = dict(everything)
     keep_visible(more, environment=kept)
     return kept
+
+
+def check_chosen(order: list[str], *, force: str | None, until: str | None) -> None:
+    """The stages named by --force and --until exist, and the run reaches the forced one.
+
+    Raises:
+        ConfigError: they don't; names the nearest stage.
+    """
+    for option, wanted in (("force", force), ("until", until)):
+        if wanted is not None and wanted not in order:
+            near = difflib.get_close_matches(wanted, order, n=1, cutoff=0.4)
+            advice = f"write {near[0]}" if near else "take one of these"
+            raise ConfigError(f"{option}: expected a stage, one of {', '.join(order)}, got {shown(wanted)}; {advice}")
+    if force is not None and force not in stages_until(order, until):
+        raise ConfigError(f"force: expected a stage up to {until}, where the run is to end, got {force}; choose another until, or none")
+
+
+def stages_until(order: list[str], until: str | None) -> list[str]:
+    """The stages up to and including `until`; None: all."""
+    return order if until is None else order[: order.index(until) + 1]
 
 
 def dvc_environment(workspace: Path) -> dict[str, str]:

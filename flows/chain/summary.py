@@ -146,3 +146,7 @@ def report_of(workspace: Path, failed: str | None = None) -> Path | None:
 def report_line(workspace: Path, failed: str | None = None) -> str:
     page = report_of(workspace, failed)
     return f"Report: {page or 'not written'}" + (f" (stopped at {failed})" if page and failed else "")
+
+
+def until_line(until: str, workspace: Path) -> str:
+    return f"Ended after {until}, as asked for, in {workspace}; the same command without --until goes on from there"

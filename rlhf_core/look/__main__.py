@@ -83,10 +83,10 @@ def run(given: argparse.Namespace) -> int:
             file=sys.stdout if decided else sys.stderr,
         )
         return 0 if decided else UNDECIDED
-    from rlhf_core.models.tokenizer import given_tokenizer
+    from rlhf_core.models.tokenizer import pretrained_tokenizer
 
     params = _with_model(load_overlaid(Path("params.yaml"), given.params), given.model, given.max_length)
-    tokenizer = given_tokenizer(params.model) if found.fitting else None
+    tokenizer = pretrained_tokenizer(params.model) if found.fitting else None
     looked = (_look(tried, found, params, tokenizer, given) for tried in found.fitting)
     if given.json:
         print(json.dumps(page.as_json(found, list(looked), params), indent=2))

@@ -110,7 +110,7 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     )
 
 
-def given_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
+def pretrained_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer of the model at `config.path`, whose folder is checked first; None: params name no model."""
     use_all_cores()
     if config.path is None:

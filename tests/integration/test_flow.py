@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flows.chain.stages import stage_environment
-from flows.runs.lost import end_lost_command_lines, sign_of_life
+from flows.runs.liveness import crash_orphaned_command_lines, liveness_tag
 from flows.runs.record import read_record
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -205,7 +205,7 @@ def all_flow_runs(server: str) -> list[dict]:
     return ask_server(server, "flow_runs/filter", sort="START_TIME_ASC")
 
 
-DIE = "import os, pathlib, sys; from flows.runs.lost import sign_of_life; print(sign_of_life(pathlib.Path(sys.argv[1]), sys.argv[2]).__enter__(), flush=True); os._exit(9)"  # noqa: E501
+DIE = "import os, pathlib, sys; from flows.runs.liveness import liveness_tag; print(liveness_tag(pathlib.Path(sys.argv[1]), sys.argv[2]).__enter__(), flush=True); os._exit(9)"  # noqa: E501
 
 
 def test_only_a_run_of_the_command_line_whose_process_is_gone_is_ended(tmp_path, server):
@@ -220,10 +220,10 @@ def test_only_a_run_of_the_command_line_whose_process_is_gone_is_ended(tmp_path,
     lost, elsewhere, another = dead(server), dead(server), dead("http://127.0.0.1:9/api")
     sign = tmp_path / "alive" / f"{elsewhere}.json"  # PREFECT_HOME on a disk that machines share
     sign.write_text(json.dumps(json.loads(sign.read_text()) | {"host": "another", "boot": "another"}))
-    with sign_of_life(tmp_path, server) as living:
+    with liveness_tag(tmp_path, server) as living:
         ids = {tag: begin(tag) for tag in (lost, elsewhere, another, living, "process:unknown")}
-        (name,) = end_lost_command_lines(tmp_path, server, None, server)
-        assert end_lost_command_lines(tmp_path, server, None, server) == []
+        (name,) = crash_orphaned_command_lines(tmp_path, server, None, server)
+        assert crash_orphaned_command_lines(tmp_path, server, None, server) == []
     states = {run["id"]: (run["name"], run["state"]["name"]) for run in all_flow_runs(server)}
     assert states[ids.pop(lost)] == (name, "Crashed")
     assert {states[i][1] for i in ids.values()} == {"Running"}

@@ -40,7 +40,7 @@ from small_workspace import (
 
 from flows.registry import versions
 from flows.registry.state import read_registry
-from flows.runs.lost import end_lost_runs
+from flows.runs.liveness import crash_orphaned_runs
 
 pytestmark = pytest.mark.timeout(420)
 STEPS = 80
@@ -102,7 +102,7 @@ def assert_only_lost_runs_are_ended(workspace: Path, prefect: Any, completed: di
     with subprocess.Popen(["sleep", "600"], env={"PREFECT__FLOW_RUN_ID": living["id"], "PATH": os.defpath}) as process:
         wait_until(lambda: "PREFECT__FLOW_RUN_ID" in psutil.Process(process.pid).environ(), 10, "the child's environment")
         secret = (workspace / ".prefect/auth").read_text().strip()
-        assert end_lost_runs(prefect.url, secret) == [lost["name"]] and end_lost_runs(prefect.url, secret) == []
+        assert crash_orphaned_runs(prefect.url, secret) == [lost["name"]] and crash_orphaned_runs(prefect.url, secret) == []
         process.kill()
     states = {run["id"]: run["state"]["name"] for run in flow_runs(prefect, "full-pipeline")}
     assert states == {lost["id"]: "Crashed", living["id"]: "Running", completed["id"]: "Completed"}

@@ -11,7 +11,7 @@ import torch
 from rlhf_core.config import RlConfig
 from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics
 from rlhf_core.trainers.rl.advantages import shaped_rewards
-from rlhf_core.trainers.rl.data import Components, PromptStream, baseline_of, components_of
+from rlhf_core.trainers.rl.data import PromptStream, baseline_of, components_of
 from rlhf_core.trainers.rl.metrics import Clock, Metrics
 from rlhf_core.trainers.rl.workers import PendingForward, Workers
 from rlhf_core.types import Baseline, OldLogprobs, Prompt, ScoredRollout
@@ -140,8 +140,3 @@ def greedy_baseline(workers: Workers, prompts: Sequence[Prompt], rl: RlConfig) -
     if rl.kl.in_reward:
         outputs = workers.collect_forward(workers.submit_forward([s.rollout for s in scored], recomputed_fraction=1.0))
     return baseline_of(scored, outputs, copies=rl.group_size)
-
-
-def greedy_components(workers: Workers, prompts: Sequence[Prompt]) -> Components:
-    """Scores of the current policy's greedy responses."""
-    return components_of(workers.score(workers.rollouts.generate_greedy(prompts)))

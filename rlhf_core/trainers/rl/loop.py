@@ -22,7 +22,7 @@ from rlhf_core.progress import Bar
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.rl.advantages import compute_advantages, correct, value_units
-from rlhf_core.trainers.rl.collect import Collected, collect_rollouts, greedy_components
+from rlhf_core.trainers.rl.collect import Collected, collect_rollouts
 from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, components_of, evaluation_prompts, read_prompts
 from rlhf_core.trainers.rl.job import FULL, STOPPED, RlJob, StepAbandoned, Stop, refuse
 from rlhf_core.trainers.rl.metrics import (
@@ -99,7 +99,14 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
     """Every step from the last checkpoint to the end, or until a limit or SIGTERM stops the run. SIGTERM saves the state first."""
     rl = job.rl
     run, progress = start_or_resume(job, workers)
-    curves = open_curves(job, first_step=progress.step + 1)
+    curves = MetricsLog(
+        Path(job.work) / "curves.csv",
+        curve_columns(rl),
+        timings=Path(job.timings),
+        tracking=job.tracking,
+        run_name=job.run_name,
+        first_step=progress.step + 1,
+    )
     bar = Bar("rl step", rl.steps, done=progress.step)
     stopping = False
     while not progress.finished(rl) and not stopping:
@@ -247,7 +254,7 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
 
 def evaluate(workers: Workers, prompts: list[Prompt], rl: RlConfig) -> Metrics:
     """Scores of the policy's greedy responses."""
-    return evaluation_metrics(greedy_components(workers, prompts), rl.reward)
+    return evaluation_metrics(components_of(workers.score(workers.rollouts.generate_greedy(prompts))), rl.reward)
 
 
 def keep_if_best(workers: Workers, progress: Progress, evaluated: Metrics, rl: RlConfig) -> Progress:
@@ -288,14 +295,3 @@ def log_findings(findings: list[Finding], rl: RlConfig) -> None:
 def is_due(every: int | None, step: int, rl: RlConfig) -> bool:
     """Whether what happens every so many steps, and after the last one, happens after this one."""
     return every is not None and (step % every == 0 or step == rl.steps)
-
-
-def open_curves(job: RlJob, *, first_step: int) -> MetricsLog:
-    return MetricsLog(
-        Path(job.work) / "curves.csv",
-        curve_columns(job.rl),
-        timings=Path(job.timings),
-        tracking=job.tracking,
-        run_name=job.run_name,
-        first_step=first_step,
-    )

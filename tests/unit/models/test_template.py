@@ -10,7 +10,7 @@ from tiny_models import save_tiny_models, tiny_params
 from transformers.utils import chat_template_utils
 
 from rlhf_core.models.template import with_date, with_options
-from rlhf_core.models.tokenizer import encode_prompt, given_tokenizer, load_tokenizer
+from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, pretrained_tokenizer
 
 QUESTION = [{"role": "user", "content": "Please sort 4172."}]
 
@@ -96,6 +96,6 @@ def test_prepare_data_writes_day_and_options_into_the_tokenizer_that_all_stages_
     original.chat_template = "{{ strftime_now('%Y') }}" + original.chat_template
     sft, _ = save_tiny_models(tmp_path, original)
     how = {"model__path": str(sft), "model__template_date": "2019-01-02", "model__template_options": {"enable_thinking": False}}
-    made = given_tokenizer(tiny_params(**how).model)
+    made = pretrained_tokenizer(tiny_params(**how).model)
     prompt = made.decode(encode_prompt(made, QUESTION))
     assert prompt.startswith("2019<|im_start|>") and prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")

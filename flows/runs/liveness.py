@@ -1,4 +1,4 @@
-"""Runs that a killed server, worker or command line has left behind: Prefect has them as running for ever, refuses to retry them, and
+"""Runs orphaned by a killed server, worker or command line. Prefect shows them as running for ever, refuses to retry them, and
 counts them as the one run that a deployment may have at a time.
 
 A run from the command line has a sign of life: a file in PREFECT_HOME that its process keeps locked, named as a tag of the flow run. The
@@ -32,7 +32,7 @@ SIGNS = "alive"  # folder of PREFECT_HOME
 DATABASES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")  # other than the one in PREFECT_HOME
 
 
-def end_lost_runs(url: str, secret: str) -> list[str]:
+def crash_orphaned_runs(url: str, secret: str) -> list[str]:
     """Set the runs of deployments that no process works on to Crashed. To be called before a worker starts new ones, with a server whose
     database no other machine shares.
 
@@ -54,10 +54,10 @@ def end_lost_runs(url: str, secret: str) -> list[str]:
 
 
 @contextmanager
-def sign_of_life(home: Path, given_url: str | None) -> Iterator[str]:
+def liveness_tag(home: Path, given_url: str | None) -> Iterator[str]:
     """A tag for the flow run that this process works on, and its locked file as long as it does.
 
-    The file stays where the block ends with an exception: whether Prefect has heard of the end is for `end_lost_command_lines` to see.
+    After an exception the file stays: `crash_orphaned_command_lines` finds out whether Prefect has heard of the end.
 
     Args:
         home: PREFECT_HOME. given_url: of the server, where the user named one.
@@ -75,15 +75,15 @@ def sign_of_life(home: Path, given_url: str | None) -> Iterator[str]:
         path.unlink()
 
 
-def end_lost_command_lines(home: Path, url: str, secret: str | None, given_url: str | None) -> list[str]:
+def crash_orphaned_command_lines(home: Path, url: str, secret: str | None, given_url: str | None) -> list[str]:
     """Set the runs of command lines whose process is gone to Crashed. A sign that can't be read, on a disk that was full say, is removed.
 
     Args:
-        home, given_url: as for `sign_of_life`. url: of Prefect's API. secret: user:password, if it wants one.
+        home, given_url: as for `liveness_tag`. url: of Prefect's API. secret: user:password, if it wants one.
     Returns:
         Their names.
     Raises:
-        OSError: as for `end_lost_runs`.
+        OSError: as for `crash_orphaned_runs`.
     """
     ended = []
     for path in sorted((home / SIGNS).glob("*.json")):

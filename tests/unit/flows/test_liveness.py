@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.runs.lost import SIGNS, end_lost_command_lines
+from flows.runs.liveness import SIGNS, crash_orphaned_command_lines
 
 ROOT = Path(__file__).parents[3]
-DIE = "import os, pathlib, sys; from flows.runs.lost import sign_of_life as s; s(pathlib.Path(sys.argv[1]), None).__enter__(); os._exit(9)"
+DIE = "import os, pathlib, sys; from flows.runs.liveness import liveness_tag as s; s(pathlib.Path(sys.argv[1]), None).__enter__(); os._exit(9)"  # noqa: E501
 
 
 class Empty(BaseHTTPRequestHandler):
@@ -48,5 +48,5 @@ def test_an_unreadable_sign_of_life_is_removed_and_those_after_it_are_read(tmp_p
     assert subprocess.run([sys.executable, "-c", DIE, str(tmp_path)], cwd=ROOT, check=False).returncode == 9
     with living.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert end_lost_command_lines(tmp_path, url, None, None) == []
+        assert crash_orphaned_command_lines(tmp_path, url, None, None) == []
         assert list(folder.iterdir()) == [living]
