@@ -78,10 +78,15 @@ def run(given: argparse.Namespace) -> int:
     found = guess(place, records, whole=whole, format_=given.format, columns=columns(given.columns))
     decided = len(found.fitting) == 1 and found.unreadable is None
     if given.yaml_only:
-        print(page.yaml_lines(found.fitting[0].source) if decided else "\n".join(page.guessed(found, given.path)), file=_out(decided))
+        print(
+            page.yaml_lines(found.fitting[0].source) if decided else "\n".join(page.guessed(found, given.path)),
+            file=sys.stdout if decided else sys.stderr,
+        )
         return 0 if decided else UNDECIDED
+    from rlhf_core.models.tokenizer import pretrained_tokenizer
+
     params = _with_model(load_overlaid(Path("params.yaml"), given.params), given.model, given.max_length)
-    tokenizer = _tokenizer(params) if found.fitting else None
+    tokenizer = pretrained_tokenizer(params.model) if found.fitting else None
     looked = (_look(tried, found, params, tokenizer, given) for tried in found.fitting)
     if given.json:
         print(json.dumps(page.as_json(found, list(looked), params), indent=2))
@@ -94,10 +99,6 @@ def run(given: argparse.Namespace) -> int:
         print("\n".join(page.looked(of_reading, params, colour=colour, every_token=given.tokens)))
         print(f"\n{page.yaml_lines(of_reading.tried.source)}")
     return 0 if decided else UNDECIDED
-
-
-def _out(decided: bool) -> Any:
-    return sys.stdout if decided else sys.stderr
 
 
 def columns(pairs: list[str]) -> dict[str, Any]:
@@ -118,12 +119,6 @@ def columns(pairs: list[str]) -> dict[str, Any]:
 def _with_model(params: Params, path: str | None, max_length: int | None) -> Params:
     given = {key: value for key, value in (("path", path), ("max_length", max_length)) if value is not None}
     return params.model_copy(update={"model": params.model.model_copy(update=given)})
-
-
-def _tokenizer(params: Params) -> PreTrainedTokenizerBase | None:
-    from rlhf_core.models.tokenizer import pretrained_tokenizer
-
-    return pretrained_tokenizer(params.model)
 
 
 def _look(tried: Tried, found: Guess, params: Params, tokenizer: PreTrainedTokenizerBase | None, given: argparse.Namespace) -> Looked:

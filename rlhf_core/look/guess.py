@@ -128,12 +128,8 @@ def propose(columns: Columns, named: Mapping[str, str]) -> list[Reading]:
     found = [_with_earlier(reading, seen) for make in _PROPOSALS for reading in make(seen)]
     # A column that the user has named is read under that name only: as `input`, say, and never as an instruction.
     own = [r for r in found if all(ours == path for ours, path in r.columns.items() if isinstance(path, str) and path in named)]
-    return [replace(reading, columns=_mapping(replace(reading, columns={**reading.columns, **_used(reading, named)}))) for reading in own]
-
-
-def _used(reading: Reading, named: Mapping[str, str]) -> dict[str, str]:
-    """The columns that the user named and the reading reads."""
-    return {ours: theirs for ours, theirs in named.items() if reading.columns.get(ours) == ours}
+    used = [{ours: theirs for ours, theirs in named.items() if reading.columns.get(ours) == ours} for reading in own]
+    return [replace(r, columns=_mapping(replace(r, columns={**r.columns, **of}))) for r, of in zip(own, used, strict=True)]
 
 
 def _with_earlier(reading: Reading, columns: Columns) -> Reading:

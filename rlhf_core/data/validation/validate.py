@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,6 +216,7 @@ def _named_rows(finding: Finding) -> list[tuple[str, str]]:
 
 def summary(findings: list[Finding], tables: dict[str, pq.ParquetFile], *, max_reported_ids: int) -> dict[str, Any]:
     """The content of metrics/validation.json: the same for the same rows in any order."""
+    keys = ("name", "use", "meaning", "checked", "unexpected", "observed", "bound", "limit", "unit", "passed")
     observed: dict[str, dict[str, float]] = {}
     for finding in findings:
         observed.setdefault(finding.use, {})[finding.name] = finding.observed
@@ -225,18 +226,14 @@ def summary(findings: list[Finding], tables: dict[str, pq.ParquetFile], *, max_r
         "failed": sum(not f.passed for f in findings),
         "rows": {use: table.metadata.num_rows for use, table in tables.items()},
         "observed": observed,
-        "expectations": [_entry(f, max_reported_ids) for f in findings],
+        "expectations": [{**{k: getattr(f, k) for k in keys}, "ids": list(f.ids[:max_reported_ids])} for f in findings],
     }
 
 
-def _entry(finding: Finding, max_reported_ids: int) -> dict[str, Any]:
-    keys = ("name", "use", "meaning", "checked", "unexpected", "observed", "bound", "limit", "unit", "passed")
-    return {key: getattr(finding, key) for key in keys} | {"ids": list(finding.ids[:max_reported_ids])}
-
-
 def _finding(use: str, check: Check, result: ExpectationValidationResult, *, rows: int) -> Finding:
-    if any(error["raised_exception"] for error in _exceptions(result.exception_info)):
-        raise RuntimeError(f"{use}: {check.name}: expected a result, got {result.exception_info}; this is a bug of the check, report it")
+    info = result.exception_info  # flat for a single exception, else by the metric that raised
+    if any(error["raised_exception"] for error in ([info] if "raised_exception" in info else info.values())):
+        raise RuntimeError(f"{use}: {check.name}: expected a result, got {info}; this is a bug of the check, report it")
     if check.of_observed is None:
         checked = int(result.result["element_count"]) - int(result.result.get("missing_count") or 0)
         unexpected = int(result.result["unexpected_count"])
@@ -257,11 +254,6 @@ def _escaped(frame: pd.DataFrame) -> pd.DataFrame:
     texts = [c for c in frame if frame[c].dtype == "str" and frame[c].str.contains(r"[&<>\"']").any()]  # copy no other columns
     narrow = {c: frame[c].cat.rename_categories(html.escape) for c in frame.select_dtypes("category")}
     return frame.assign(**narrow, **{c: frame[c].map(html.escape, na_action="ignore") for c in texts})
-
-
-def _exceptions(info: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Great Expectations reports a single exception flat, and several by the metric that raised them."""
-    yield from [info] if "raised_exception" in info else info.values()
 
 
 def _types(use: str, schema: pa.Schema) -> dict[str, str]:
