@@ -26,7 +26,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 
@@ -34,12 +34,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 from small_chain import SMALL, SMALL_CLERK, change_params, make_chain, run
 
 from rlhf_core.checkpoint.digest import differences, read_digest
+from rlhf_core.config import Algorithm
 
 TABLE = Path(__file__).parents[1] / "docs/tables/resume.csv"
 LIMIT = 400.0  # seconds for one run of a stage
 LINKED = ("rlhf_core", "tasks", "rewards", "flows", "rounds", "dvc.yaml", "baselines.json")
 OUTS = {"train_sft": ("models/sft",), "train_reward": ("models/reward",), "train_policy": ("models/policy",)}
-ALGORITHMS = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax")
+ALGORITHMS = get_args(Algorithm)
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
 RL = {  # everything that has a state is on: an adaptive coefficient, running statistics, the best policy, monitors
     "steps": 6,

@@ -12,6 +12,13 @@ from rlhf_core.config.base import Fraction, Section
 
 RESERVED_NAMES = ("score", "mean", "std")  # score_<name> and eval_<name> are columns of the curves
 LABEL_SCORERS = ("exact_match", "number", "math")  # kinds that compare the response with the prompt's label
+# Kind of scorer -> the fields that only some kinds have, and whether that kind requires them. Other kinds have none of these fields.
+KIND_FIELDS: dict[str, dict[str, bool]] = {
+    "reward_model": {"path": False, "label": False},
+    "function": {"path": True},
+    "regex": {"pattern": True},
+    "length": {"target_length": True},
+}
 
 
 class ScorerConfig(Section):
@@ -35,13 +42,12 @@ class ScorerConfig(Section):
         return self.kind == "reward_model" and self.path is None
 
     def conflicts(self) -> Iterator[str]:
-        needed = {"function": "path", "regex": "pattern", "length": "target_length"}.get(self.kind)
-        allowed = {"reward_model": {"path", "label"}}.get(self.kind, {needed})
-        for field in ("path", "label", "pattern", "target_length"):
-            given = getattr(self, field) is not None
-            if given and field not in allowed:
-                yield f"{field}: expected none for a scorer of kind {self.kind}, got {getattr(self, field)!r}; remove it"
-            if not given and field == needed:
+        own = KIND_FIELDS.get(self.kind, {})
+        for field in dict.fromkeys(name for fields in KIND_FIELDS.values() for name in fields):
+            given = getattr(self, field)
+            if given is not None and field not in own:
+                yield f"{field}: expected none for a scorer of kind {self.kind}, got {given!r}; remove it"
+            if given is None and own.get(field):
                 yield f"{field}: expected a value for a scorer of kind {self.kind}, got none; set it"
         if self.members > 1 and self.kind != "reward_model":
             yield f"members: expected 1 for a scorer of kind {self.kind}, got {self.members}; only reward models are ensembles"

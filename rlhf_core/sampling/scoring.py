@@ -1,7 +1,7 @@
 """Scores of responses by every scorer, and the one reward that they make.
 
 RL, evaluation, rejection sampling and rounds of iterative DPO all score here. They differ in where scorers run: `LocalScorers` runs them in
-this process, `rlhf_core.trainers.rl.scoring` in Ray actors.
+this process, `rlhf_core.trainers.rl.actor_scorers` in Ray actors.
 
     scorers = LocalScorers(section.scorers, reward_model=Path("models/reward"), source_judges=..., model=params.model)
     groups = ResponseScorer(scorers, tokenizer, stops=stop_ids(tokenizer, folder)).score_groups(prompts, samples)

@@ -11,8 +11,9 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
-from rlhf_core.config import ConfigError, Params, load_params
+from rlhf_core.config import Algorithm, ConfigError, Params, load_params
 from tools.planning.describe import assumed, text, values, workload_text, workload_values
 from tools.planning.hardware import GIB, GPUS, Cluster, Efficiency
 from tools.planning.phases import predict
@@ -178,7 +179,7 @@ def _work_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--critic-model", help="the same; default: the policy's shape")
     group.add_argument("--reward-model", action="append", default=[], help="the same; repeat for several")
     group.add_argument("--no-reward-model", action="store_true", help="scores come from functions")
-    group.add_argument("--algorithm", choices=("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"))
+    group.add_argument("--algorithm", choices=get_args(Algorithm))
     group.add_argument("--reference", action=argparse.BooleanOptionalAction, help="default: as in rl.kl")
     for name in ("samples", "group-size", "minibatch", "epochs", "microbatch-tokens"):
         group.add_argument(f"--{name}", type=_count)

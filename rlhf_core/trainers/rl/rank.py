@@ -151,7 +151,7 @@ class TrainerRank:
 
     # Before the update
 
-    def score_sequences(self, name: str, sequences: list[list[int] | None]) -> torch.Tensor:
+    def score_by_reward_model(self, name: str, sequences: list[list[int] | None]) -> torch.Tensor:
         """Raw scores [N, members] of this rank's sequences by a scorer of kind reward_model; NaN where there is none."""
         tokens = self._job.rl.trainer.microbatch_tokens
         # The ids are those of the scorer's own tokenizer. Any of its ids can pad, and 0 always is one.

@@ -18,6 +18,7 @@ from rlhf_core.engines.ray_actors import Pending
 from rlhf_core.models.build import vocabulary_size
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.sampling.scoring import PendingScores, ResponseScorer, RewardNormalizer, ScorerMetrics
+from rlhf_core.trainers.rl.actor_scorers import ActorScorers
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.data import sequences_of
 from rlhf_core.trainers.rl.job import RlJob
@@ -25,7 +26,6 @@ from rlhf_core.trainers.rl.metrics import update_metrics
 from rlhf_core.trainers.rl.minibatch import Minibatch, Totals, add_totals
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.rollouts import RolloutEngines
-from rlhf_core.trainers.rl.scoring import ActorScorers
 from rlhf_core.trainers.rl.state import Progress, RunStore
 from rlhf_core.types import Rollout, RolloutBatch, ScoredRollout, UpdateResult
 

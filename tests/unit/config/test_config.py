@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +15,7 @@ from flows.chain.overrides import check, overrides_schema, parse_assignment
 from rlhf_core.config import (
     Algorithm,
     ConfigError,
+    ScorerConfig,
     apply_overrides,
     load_params,
     needs_pairs,
@@ -24,6 +25,7 @@ from rlhf_core.config import (
     rows_needed,
     set_key,
 )
+from rlhf_core.config.scorers import KIND_FIELDS
 
 DEFAULT = Path(__file__).parents[3] / "params.yaml"
 
@@ -149,6 +151,23 @@ def test_every_kind_of_scorer_is_accepted_with_what_it_needs():
         scorer("length", target_length=5, weight=-0.1),
     ]
     assert len(parse_params(changed("rl.reward.scorers", scorers)).rl.reward.scorers) == 8
+
+
+@pytest.mark.parametrize("kind", get_args(ScorerConfig.model_fields["kind"].annotation))
+def test_every_kind_of_scorer_requires_its_own_fields_and_refuses_the_others(kind):
+    values = {"path": "file.py:name", "label": 1, "pattern": "a+", "target_length": 5}
+    assert set(values) == {field for known in KIND_FIELDS.values() for field in known}
+    own = KIND_FIELDS.get(kind, {})
+    required = {field: values[field] for field, needed in own.items() if needed}
+    for field, value in values.items():
+        without, given = {k: v for k, v in required.items() if k != field}, {**required, field: value}
+        for fields, refused in ((without, own.get(field, False)), (given, field not in own)):
+            tree = changed("rl.reward.scorers", [scorer(kind, **fields)])
+            if refused:
+                with pytest.raises(ConfigError, match=rf"rl\.reward\.scorers\.0\.{field}: expected .* of kind {kind}"):
+                    parse_params(tree)
+            else:
+                parse_params(tree)
 
 
 JUDGE = scorer("judge")

@@ -10,7 +10,8 @@ from typing import get_args
 
 import pytest
 
-from rlhf_core.config import ScorerConfig
+from rlhf_core.config import LABEL_SCORERS, ScorerConfig
+from rlhf_core.config.scorers import KIND_FIELDS
 from rlhf_core.scorers.text import SCORERS, ScoreItem, TextScorers, score_item
 from rlhf_core.types import Prompt
 
@@ -60,6 +61,24 @@ def test_without_a_label_there_is_no_score_and_the_log_says_so_once(kind, caplog
 def test_every_kind_of_the_configuration_has_a_scorer():
     kinds = get_args(ScorerConfig.model_fields["kind"].annotation)
     assert sorted(kinds) == sorted([*SCORERS, "reward_model", "function", "judge"])
+
+
+@pytest.mark.parametrize("kind", SCORERS)
+def test_label_scorers_are_the_kinds_that_need_a_label(kind):
+    values = {"pattern": "a+", "target_length": 5}
+    config = ScorerConfig(name="it", kind=kind, **{field: values[field] for field in KIND_FIELDS.get(kind, {})})
+    refusals = []
+    for label in ("3", None):
+        try:
+            SCORERS[kind](item("a", label=label), config)
+        except ValueError as error:
+            refusals.append(str(error))
+    assert any("no label" in text for text in refusals) == (kind in LABEL_SCORERS)
+
+
+def test_docs_list_every_kind_of_scorer():
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/scorers.md").read_text().partition("| kind |")[2].partition("\n\n")[0], re.MULTILINE)
+    assert sorted(rows) == sorted(get_args(ScorerConfig.model_fields["kind"].annotation))
 
 
 def test_a_pattern_is_found_anywhere():

@@ -58,7 +58,7 @@ def one_step(rank: TrainerRank, job: RlJob, rollouts: list[Rollout], watch: Watc
     tokenizer = load_tokenizer(job.sft_model, trust_remote_code=False)
     sequences, starts = sequences_of(rollouts)
     with watch.phase("score"):
-        scores = rank.score_sequences(SCORER, sequences)[:, 0].tolist()
+        scores = rank.score_by_reward_model(SCORER, sequences)[:, 0].tolist()
     with watch.phase("forward"):
         outputs = rank.forward(sequences, starts)
     scored = [ScoredRollout(rollout, {SCORER: score}) for rollout, score in zip(rollouts, scores, strict=True)]

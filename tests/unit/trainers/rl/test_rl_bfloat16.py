@@ -36,7 +36,7 @@ def said(rank: TrainerRank, changes: dict) -> dict[str, torch.Tensor]:
     """What a rank says before an update, of the update itself, and of the weights after it."""
     asked = sequences(6, seed=3)
     found = rank.forward(asked, [2] * len(asked))
-    found["score"] = rank.score_sequences("reward_model", [*asked, None])[:-1].flatten()
+    found["score"] = rank.score_by_reward_model("reward_model", [*asked, None])[:-1].flatten()
     batch = train_batch(8)
     minibatch = whole(batch, demonstrations(4, seed=1)) if "rl.ptx.coef" in changes else whole(batch)
     metrics = rank.update([minibatch], kl_coef=0.1, train_policy=True).totals

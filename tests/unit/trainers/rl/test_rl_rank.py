@@ -167,7 +167,7 @@ def test_models_that_run_at_the_same_time_compute_the_same_bits(tmp_path: Path, 
         torch.set_num_threads(threads)
         rank = connected(model_folders, **{"rl.trainer.microbatch_tokens": 60})
         assert rank._backend.workers == threads
-        asked = {"scores": rank.score_sequences("reward_model", ids), **rank.forward(ids, [3] * 12)}
+        asked = {"scores": rank.score_by_reward_model("reward_model", ids), **rank.forward(ids, [3] * 12)}
         told = update(rank, [whole(train_batch(8, seed=k)) for k in (1, 2)])
         batch = train_batch(12, seed=3)
         kept = {f"{name}, kept": values for name, values in rank.forward(*sampled(batch), keep_graphs=True).items()}
@@ -310,10 +310,10 @@ def test_no_kl_needs_no_reference_and_no_ppo_needs_no_critic(model_folders: tupl
 def test_the_reference_and_the_reward_model_stay_as_they_were(model_folders: tuple[Path, Path]):
     rank = connected(model_folders)
     ids = sequences(4, seed=2)
-    scores, before = rank.score_sequences("reward_model", ids), rank.forward(ids, [1] * 4)
+    scores, before = rank.score_by_reward_model("reward_model", ids), rank.forward(ids, [1] * 4)
     update(rank, [whole(train_batch())] * 2)
     after = rank.forward(ids, [1] * 4)
-    assert torch.equal(rank.score_sequences("reward_model", ids), scores)
+    assert torch.equal(rank.score_by_reward_model("reward_model", ids), scores)
     assert torch.equal(after["ref_logprobs"], before["ref_logprobs"])
     assert float((after["old_logprobs"] - before["old_logprobs"]).abs().max()) > 1e-4
     assert float((after["values"] - before["values"]).abs().max()) > 1e-4
@@ -661,8 +661,8 @@ def test_each_scorer_has_its_own_model(tmp_path: Path, model_folders: tuple[Path
     scorers = [{"name": "first", **scorer}, {"name": "second", "path": str(other), **scorer}]
     rank = connected(model_folders, **{"rl.reward.scorers": scorers})
     ids = sequences(3, seed=5)
-    first, second = rank.score_sequences("first", [*ids, None])[:, 0], rank.score_sequences("second", [*ids, None])[:, 0]
-    assert torch.equal(first[:3], connected(model_folders).score_sequences("reward_model", ids)[:, 0])
+    first, second = rank.score_by_reward_model("first", [*ids, None])[:, 0], rank.score_by_reward_model("second", [*ids, None])[:, 0]
+    assert torch.equal(first[:3], connected(model_folders).score_by_reward_model("reward_model", ids)[:, 0])
     assert (first[:3] - second[:3]).abs().min() > 1e-3
     assert first[3].isnan() and second[3].isnan()
 
@@ -675,9 +675,9 @@ def test_an_ensemble_answers_with_each_members_scores(tmp_path: Path, model_fold
     scorers = [{"name": "both", "path": str(tmp_path / "both"), "members": 2, **scorer}, {"name": "second", "path": str(other), **scorer}]
     rank = connected(model_folders, **{"rl.reward.scorers": scorers, "rl.ppo.critic_init": "sft"})
     ids = sequences(3, seed=5)
-    both = rank.score_sequences("both", ids)
-    assert torch.equal(both[:, 0], connected(model_folders).score_sequences("reward_model", ids)[:, 0])
-    assert torch.equal(both[:, 1], rank.score_sequences("second", ids)[:, 0])
+    both = rank.score_by_reward_model("both", ids)
+    assert torch.equal(both[:, 0], connected(model_folders).score_by_reward_model("reward_model", ids)[:, 0])
+    assert torch.equal(both[:, 1], rank.score_by_reward_model("second", ids)[:, 0])
 
 
 @pytest.mark.parametrize(
@@ -753,4 +753,4 @@ def test_a_rank_scores_with_a_ready_made_encoder_beside_a_new_critic(sft_folder:
     folder, ids = save_classifier(tmp_path, "roberta"), sequences(5, seed=6)
     rank = connected((sft_folder, folder), **{"rl.algorithm": "ppo", "rl.ppo.critic_init": "sft"})
     expected = own_scores_alone(load_scalar_model(folder), ids)
-    torch.testing.assert_close(rank.score_sequences("reward_model", [*ids, None])[:5], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rank.score_by_reward_model("reward_model", [*ids, None])[:5], expected, rtol=0, atol=1e-5)

@@ -55,7 +55,7 @@ class ActorScorers(Scorers):
         """Sequences are dealt out in turn, so that each rank gets its share of long and short ones."""
         ranks = len(self._trainers)
         shards = [list(range(len(sequences)))[rank::ranks] for rank in range(ranks)]
-        pending = self._trainers.submit("score_sequences", [(name, [sequences[i] for i in shard]) for shard in shards])
+        pending = self._trainers.submit("score_by_reward_model", [(name, [sequences[i] for i in shard]) for shard in shards])
         order = torch.argsort(torch.tensor([i for shard in shards for i in shard]))
         return lambda: torch.cat(self._trainers.wait(pending, deadline=self._deadline, what=f"score by {name}"))[order]
 
