@@ -1,11 +1,11 @@
-"""Several RL algorithms, or several ways to the policy, on several seeds: one table, and learning curves of RL.
+"""Compare RL algorithms or alignment methods over several seeds: one table, and learning curves of RL.
 
     python -m flows.compare [--algorithms ppo grpo ...] [--seeds 0 1 2] [--jobs 2] [--set key=value]
     python -m flows.compare --methods dpo dpo:ipo kto rejection_sampling ...
 
-Each pair of an algorithm or method and a seed is a run in a worktree of its own, runs/compare-<name>-<seed>, with recipes/compare.yaml laid
-over params.yaml. What runs have in common (data, SFT and reward model of a seed) is computed once and restored from DVC's run cache. A
-second call goes on where the first one ended.
+Each pair of algorithm or method and seed is a run with its own worktree, runs/compare-<name>-<seed>, and recipes/compare.yaml applied to
+params.yaml. Stages that runs share (data, SFT and reward model of a seed) are computed once and restored from DVC's run cache. A second
+call resumes where the first one ended.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from rlhf_core.process import end_with_parent, module_command
 from rlhf_core.report.comparison import Run, draw, methods_table, table
 
 RECIPE = Path("recipes/compare.yaml")
-SHARED = "gate_reward"  # up to here the runs of a seed are the same
+SHARED = "gate_reward"  # the last stage that the runs of a seed share
 FIGURE, TABLE, METHODS_TABLE = REPORTS / "compare.svg", REPORTS / "compare.md", REPORTS / "compare_methods.md"
-THREADS = "cluster.threads"  # as many as --jobs leaves to each
+THREADS = "cluster.threads"  # the cores, divided by --jobs
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -55,42 +55,44 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    asked = parse_arguments(arguments)
+    options = parse_arguments(arguments)
     with ExitStack() as held:
-        return compare(Path.cwd(), asked, held)
+        return compare(Path.cwd(), options, held)
 
 
-def compare(root: Path, asked: argparse.Namespace, held: ExitStack) -> int:
-    """All runs, and what they have shown; returns the exit code. held: the locks of the runs, to the end."""
+def compare(root: Path, options: argparse.Namespace, held: ExitStack) -> int:
+    """Run all variants and write the comparison; returns the exit code. held: keeps the runs' locks until the caller exits it."""
     try:
-        variants = {name: method_overrides(name) for name in asked.methods} or {name: {"rl.algorithm": name} for name in asked.algorithms}
-        common = read_recipe(RECIPE) | {THREADS: max(1, (os.cpu_count() or 1) // asked.jobs)}
-        common |= dict(map(parse_assignment, asked.assignments))
-        for seed in asked.seeds:
+        variants = {name: method_overrides(name) for name in options.methods} or {
+            name: {"rl.algorithm": name} for name in options.algorithms
+        }
+        common = read_recipe(RECIPE) | {THREADS: max(1, (os.cpu_count() or 1) // options.jobs)}
+        common |= dict(map(parse_assignment, options.assignments))
+        for seed in options.seeds:
             for name in variants:
                 held.enter_context(only_flow(root, run_name(name, seed)))
         workspaces = {
-            (name, seed): _workspace(root, run_name(name, seed), {**common, **overrides, "seed": seed}, update=asked.update)
-            for seed in asked.seeds
+            (name, seed): _workspace(root, run_name(name, seed), {**common, **overrides, "seed": seed}, update=options.update)
+            for seed in options.seeds
             for name, overrides in variants.items()
         }
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    first = [workspaces[next(iter(variants)), seed] for seed in asked.seeds]
-    last = "evaluate" if asked.methods else "train_policy"
-    with ThreadPoolExecutor(asked.jobs) as pool:
+    first = [workspaces[next(iter(variants)), seed] for seed in options.seeds]
+    last = "evaluate" if options.methods else "train_policy"
+    with ThreadPoolExecutor(options.jobs) as pool:
         failed = [name for name in pool.map(lambda w: _repro(w, SHARED), first) if name]
         if not failed:
             failed = [name for name in pool.map(lambda w: _repro(w, last), workspaces.values()) if name]
     if failed:
-        print(f"compare: expected every run to end well, got failures in {', '.join(failed)}; see compare.log there", file=sys.stderr)
+        print(f"compare: expected every run to succeed, got failures in {', '.join(failed)}; see compare.log there", file=sys.stderr)
         return 1
     for workspace in workspaces.values():
         commit_results(workspace, f"Results of run {workspace.name}", result_paths(workspace), input_paths(workspace))
     FIGURE.parent.mkdir(exist_ok=True)
     confidence = load_params(next(iter(workspaces.values())) / "params.yaml").evaluation.confidence
-    if asked.methods:
+    if options.methods:
         evaluations = [
             (name, seed, json.loads((workspace / EVALUATION_METRICS).read_text())) for (name, seed), workspace in workspaces.items()
         ]
@@ -106,10 +108,10 @@ def compare(root: Path, asked: argparse.Namespace, held: ExitStack) -> int:
 
 
 def method_overrides(name: str) -> dict[str, Any]:
-    """`dpo:ipo` as the overrides that choose the method and its loss.
+    """Overrides for a method and its loss, such as `dpo:ipo`.
 
     Raises:
-        ConfigError: there is no such method, or it has no loss to choose.
+        ConfigError: the method is unknown, or its loss can't be chosen.
     """
     method, colon, loss = name.partition(":")
     if method not in get_args(Method) or (colon and method not in ("dpo", "kto")):
@@ -129,7 +131,7 @@ def _workspace(root: Path, name: str, overrides: dict[str, Any], *, update: bool
 
 
 def _repro(workspace: Path, stage: str) -> str | None:
-    """Bring a run up to a stage; its output goes to compare.log in its worktree. Returns the run's name if that failed."""
+    """Run the stages up to `stage`, with output in the worktree's compare.log. Returns the run's name if a stage failed."""
     print(f"{workspace.name}: {stage} ...", flush=True)
     note(workspace, outcome="running", stage=stage, message="", until=None)
     with (workspace / "compare.log").open("a") as log:

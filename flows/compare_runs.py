@@ -1,8 +1,8 @@
-"""Two runs side by side, or configurations over seeds: python -m flows.compare_runs A B [C ...] [--output PAGE]
+"""Compare two runs, or configurations over seeds: python -m flows.compare_runs A B [C ...] [--output PAGE]
 
-Each is the name of a run (a folder of runs/), a folder, a branch, a tag or a commit. Of two it prints what differs and writes one HTML
-page. Three or more are grouped by configuration, those that differ in their seed only together, and compared over seeds, as text.
-Exit codes: 0 done, 2 a run that isn't there or has no results, or runs that can't be grouped.
+Each argument is a run's name (a folder of runs/), a folder, a branch, a tag or a commit. Two runs give a list of differences and an HTML
+page. Three or more are grouped by configuration (runs that differ only in their seed) and compared over seeds, as text.
+Exit codes: 0 done, 2 a run is missing or has no results, or the runs can't be grouped.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m flows.compare_runs", description="Compare two runs (params, data, figures, answers), or configurations over seeds."
     )
     parser.add_argument("first", metavar="A", help="a run's name, a folder, or a branch, tag or commit")
-    parser.add_argument("second", metavar="B", help="the same; changes are those from A to B")
+    parser.add_argument("second", metavar="B", help="the second run; changes are shown from A to B")
     parser.add_argument("more", nargs="*", metavar="C", help="further runs: all are then grouped by configuration and compared over seeds")
     parser.add_argument("--output", type=Path, metavar="PAGE", help="the page; reports/compare-A-B.html otherwise")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        sides = [read_side(Path.cwd(), name) for name in (asked.first, asked.second, *asked.more)]
-        if asked.more:
+        sides = [read_side(Path.cwd(), name) for name in (options.first, options.second, *options.more)]
+        if options.more:
             print(tables(trained([side.results for side in sides]), sides[0].results.params["evaluation"]["confidence"]), end="")
             return 0
     except (ConfigError, ValueError) as error:
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     first, second = sides
     print(summary(first, second))
-    output = asked.output or REPORTS / f"compare-{slug(asked.first)}-{slug(asked.second)}.html"
+    output = options.output or REPORTS / f"compare-{slug(options.first)}-{slug(options.second)}.html"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(render_comparison(first, second), encoding="utf-8", newline="\n")
     print(f"Page: {output}")

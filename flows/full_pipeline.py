@@ -1,7 +1,7 @@
 """The whole chain from the command line: python -m flows.full_pipeline [--set key=value] [--params recipe] [--run name] [--force stage]
 [--until stage].
 
-Wrong params are refused and a chain that is up to date is shown before Prefect is imported, which alone takes two seconds.
+Invalid params are refused, and an up-to-date chain is reported, before the slow import of Prefect.
 Exit codes: 0 done, 1 a stage failed, 2 params or workspace refused, 3 a gate rejected the model, 130 and 143 stopped by a signal.
 """
 
@@ -44,15 +44,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         default=[],
         type=Path,
         metavar="FILE",
-        help="lay a recipe over params.yaml, e.g. recipes/gsm8k.yaml",
+        help="apply a recipe to params.yaml, e.g. recipes/gsm8k.yaml",
     )
     parser.add_argument(
         "--run", metavar="NAME", help="work in the worktree runs/NAME; with overrides and without a name, one is derived from them"
     )
     parser.add_argument("--update", action="store_true", help="change the params of a run that exists, which is refused otherwise")
-    parser.add_argument(
-        "--force", metavar="STAGE", help="run this stage again though nothing has changed, and then what its results change"
-    )
+    parser.add_argument("--force", metavar="STAGE", help="run this stage even if it is up to date, then the stages that its results change")
     parser.add_argument("--until", metavar="STAGE", help="end after this stage")
     return parser.parse_args(arguments)
 
@@ -76,7 +74,7 @@ def choose(root: Path, arguments: argparse.Namespace) -> tuple[dict[str, Any], s
     return overrides, name
 
 
-def run(root: Path, overrides: dict[str, Any], name: str | None, asked: argparse.Namespace) -> int:
+def run(root: Path, overrides: dict[str, Any], name: str | None, options: argparse.Namespace) -> int:
     """The flow, under a Prefect server. Imports Prefect."""
 
     def load() -> Any:
@@ -84,7 +82,7 @@ def run(root: Path, overrides: dict[str, Any], name: str | None, asked: argparse
 
         return rlhf
 
-    state = run_flow(root, load, overrides, name, asked.update, asked.force, asked.until)
+    state = run_flow(root, load, overrides, name, options.update, options.force, options.until)
     if state.is_completed():
         return 0
     print(f"\n{state.name}: {state.message}", file=sys.stderr)
@@ -93,21 +91,21 @@ def run(root: Path, overrides: dict[str, Any], name: str | None, asked: argparse
 
 def main(arguments: list[str] | None = None) -> int:
     show_own_log()
-    root, asked = Path.cwd(), parse_arguments(arguments)
+    root, options = Path.cwd(), parse_arguments(arguments)
     try:
-        overrides, name = choose(root, asked)
+        overrides, name = choose(root, options)
         with only_flow(root, name):
-            workspace = prepare_run(root, name, overrides, update=asked.update)
+            workspace = prepare_run(root, name, overrides, update=options.update)
             order = stage_order(workspace)
-            check_chosen(order, force=asked.force, until=asked.until)  # the worktree of a run may have other ones
-            wanted = stages_until(order, asked.until)
-            if asked.force is None and up_to_date(workspace, *(wanted if asked.until else ())):
-                all_done = wanted == order or up_to_date(workspace, *order)  # else what follows is of an earlier time
+            check_chosen(order, force=options.force, until=options.until)  # a run's worktree may have other stages
+            wanted = stages_until(order, options.until)
+            if options.force is None and up_to_date(workspace, *(wanted if options.until else ())):
+                all_done = wanted == order or up_to_date(workspace, *order)  # otherwise later results are outdated
                 record.note(workspace, outcome="done", message="", until=None if all_done else wanted[-1])
                 last = report_line(workspace) if wanted == order else until_line(wanted[-1], workspace)
                 print(f"{stage_table(workspace, order, [StageResult(s, 'cached', 0.0) for s in wanted])}\n\n{last}")
                 return 0
-            return run(root, overrides, name, asked)
+            return run(root, overrides, name, options)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return REFUSED
@@ -116,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show_own_log() -> None:
-    """Ours only: Prefect brings handlers of its own, and the root logger would show each HTTP request."""
+    """Show the log of this pipeline only: Prefect has its own handlers, and the root logger would show every HTTP request."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     own = logging.getLogger("rlhf")

@@ -1,6 +1,6 @@
 """Rounds of iterative DPO from the command line: python -m flows.iterative_dpo [--rounds 3] [--series NAME] [--set key=value].
 
-Wrong params are refused before Prefect is imported. Exit codes: 0 done, with or without better policies; 1 a stage failed; 2 params or
+Invalid params are refused before Prefect is imported. Exit codes: 0 done, with or without better policies; 1 a stage failed; 2 params or
 workspace refused; 3 the gate rejected the reward model; 4 a round's data was refused; 130 and 143 stopped by a signal.
 """
 
@@ -57,15 +57,15 @@ def run(root: Path, overrides: dict[str, Any], rounds: int, series: str, *, upda
 
 def main(arguments: list[str] | None = None) -> int:
     show_own_log()
-    root, asked = Path.cwd(), parse_arguments(arguments)
+    root, options = Path.cwd(), parse_arguments(arguments)
     try:
         overrides: dict[str, Any] = {}
-        for recipe in asked.recipes:
+        for recipe in options.recipes:
             overrides |= read_recipe(recipe)
-        overrides |= dict(map(parse_assignment, asked.assignments))
-        params = check_run(root, asked.series, overrides, rounds=True)
-        check_user_files(root, asked.series, params, rounds=True)  # the flow checks too, but only after Prefect is imported
-        return run(root, overrides, asked.rounds, asked.series, update=asked.update)
+        overrides |= dict(map(parse_assignment, options.assignments))
+        params = check_run(root, options.series, overrides, rounds=True)
+        check_user_files(root, options.series, params, rounds=True)  # the flow checks too, but only after Prefect is imported
+        return run(root, overrides, options.rounds, options.series, update=options.update)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return REFUSED

@@ -1,9 +1,9 @@
-"""Labels by people: pairs out for labelling, and labels back in as a source of preferences.
+"""Human labels: export pairs for labelling, and import the labels as preference data.
 
     python -m flows.labels export --round N [--series NAME] | --pairs FILE  --out DIR [--count K] [--seed S]
     python -m flows.labels import FILE [--export DIR] [--name NAME]
 
-Labels are in data/labels, tracked by git and not by DVC: they are small, can't be recomputed, and so are part of each run's commit. An
+Labels are in data/labels, tracked by git instead of DVC: they are small, can't be recomputed, and so are part of each run's commit. An
 import never overwrites labels.
 """
 
@@ -31,7 +31,7 @@ CONFIDENCE = 0.95
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m flows.labels", description="Labels by people: export pairs, import labels.")
+    parser = argparse.ArgumentParser(prog="python -m flows.labels", description="Human labels: export pairs, import labels.")
     commands = parser.add_subparsers(dest="command", required=True)
     out = commands.add_parser("export", help="pairs for labelling")
     what = out.add_mutually_exclusive_group(required=True)
@@ -39,7 +39,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     what.add_argument("--pairs", type=Path, metavar="FILE", help="a Parquet file with id, messages, chosen and rejected (and their scores)")
     out.add_argument("--series", default="iterative-dpo", metavar="NAME", help="whose round (default: %(default)s)")
     out.add_argument("--out", type=Path, required=True, metavar="DIR")
-    out.add_argument("--count", type=int, metavar="K", help="at most so many pairs, drawn by the seed")
+    out.add_argument("--count", type=int, metavar="K", help="upper limit of pairs, sampled with the seed")
     out.add_argument("--seed", type=int, default=0)
     back = commands.add_parser("import", help="labels back in")
     back.add_argument("file", type=Path, help="pairs.jsonl with choices, or Label Studio's JSON export")
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_pairs(options: argparse.Namespace) -> tuple[list[LabelPair], str]:
-    """The chosen pairs and their origin. Rows without both sides are left out.
+    """The selected pairs and their origin. Rows without both responses are skipped.
 
     Raises:
         ValueError: the file lacks a column. FileNotFoundError: there is no such file.
@@ -87,7 +87,7 @@ def read_pairs(options: argparse.Namespace) -> tuple[list[LabelPair], str]:
 
 
 def _rows_of_round(folder: Path) -> list[dict[str, Any]]:
-    """The round's pairs with their scores. Both files are in the order of the prompts, with a row for each prompt that gave a pair."""
+    """The round's pairs with their scores. Both files have a row for each prompt with a pair, in the prompts' order."""
     rows = pq.read_table(folder / "preference.parquet").to_pylist()
     samples = pq.read_table(folder / "samples.parquet", columns=["score", "used_as"]).to_pylist()
     scores = {use: [s["score"] for s in samples if s["used_as"] == use] for use in ("chosen", "rejected")}

@@ -65,9 +65,9 @@ def _decision(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     show_own_log()
-    asked = parse_arguments(arguments)
+    options = parse_arguments(arguments)
     try:
-        print(plain(COMMANDS[asked.command](Path.cwd(), asked)))
+        print(plain(COMMANDS[options.command](Path.cwd(), options)))
         return 0
     except ConfigError as error:
         print(plain(str(error)), file=sys.stderr)
@@ -76,29 +76,30 @@ def main(arguments: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def register(root: Path, asked: argparse.Namespace) -> str:
-    version = versions.register(root, asked.artifact, asked.run, asked.round)
+def register(root: Path, options: argparse.Namespace) -> str:
+    version = versions.register(root, options.artifact, options.run, options.round)
     return (
-        f"Registered {asked.artifact} {version.version}: commit {version.commit[:SHORT]} of {version.lineage['run']}, {version.identity}\n"
-        f"{gate_of(asked.artifact).capitalize()}: {_gate_text(version)}\n{share(asked.artifact)}"
+        f"Registered {options.artifact} {version.version}: "
+        f"commit {version.commit[:SHORT]} of {version.lineage['run']}, {version.identity}\n"
+        f"{gate_of(options.artifact).capitalize()}: {_gate_text(version)}\n{share(options.artifact)}"
     )
 
 
-def show(root: Path, asked: argparse.Namespace) -> str:
-    found = _read(root, asked.artifact)
-    if asked.version is None:
+def show(root: Path, options: argparse.Namespace) -> str:
+    found = _read(root, options.artifact)
+    if options.version is None:
         problems = gates(root, list(found.versions.values()))
-        said = {name: problem and problem.says for name, problem in problems.items()}
-        _warn(filter(None, said.values()))
-        if asked.json:
-            return json.dumps([describe(found, version, said[version.version]) for version in found.versions.values()], indent=1)
+        texts = {name: problem and problem.says for name, problem in problems.items()}
+        _warn(filter(None, texts.values()))
+        if options.json:
+            return json.dumps([describe(found, version, texts[version.version]) for version in found.versions.values()], indent=1)
         return versions_table(found, problems)
-    if asked.version == "promoted":
+    if options.version == "promoted":
         found.check_decisions()
-    version = found.get(None if asked.version == "promoted" else asked.version)
+    version = found.get(None if options.version == "promoted" else options.version)
     problem = problem_of(root, version)
     _warn(filter(None, [problem]))
-    return json.dumps(describe(found, version, problem), indent=1) if asked.json else summary(found, version, problem)
+    return json.dumps(describe(found, version, problem), indent=1) if options.json else summary(found, version, problem)
 
 
 def _read(root: Path, artifact: str) -> Registry:
@@ -127,37 +128,39 @@ def problem_of(root: Path, version: Version) -> str | None:
     return None
 
 
-def promote(root: Path, asked: argparse.Namespace) -> str:
+def promote(root: Path, options: argparse.Namespace) -> str:
     event = decisions.promote(
-        root, asked.artifact, asked.version, by=asked.by or identity(root), reason=asked.reason, override=asked.override
+        root, options.artifact, options.version, by=options.by or identity(root), reason=options.reason, override=options.override
     )
-    return decided(asked.artifact, event)
+    return decided(options.artifact, event)
 
 
-def rollback(root: Path, asked: argparse.Namespace) -> str:
-    return decided(asked.artifact, decisions.rollback(root, asked.artifact, asked.to, by=asked.by or identity(root), reason=asked.reason))
+def rollback(root: Path, options: argparse.Namespace) -> str:
+    return decided(
+        options.artifact, decisions.rollback(root, options.artifact, options.to, by=options.by or identity(root), reason=options.reason)
+    )
 
 
-def history(root: Path, asked: argparse.Namespace) -> str:
-    found = _read(root, asked.artifact)
+def history(root: Path, options: argparse.Namespace) -> str:
+    found = _read(root, options.artifact)
     rows = [
         (e.number, e.at, e.action, f"{e.previous or 'none'} -> {e.version or 'none'}", e.who, e.reason, e.override or "")
         for e in found.events
     ]
     return (
-        tabulate(rows, headers=["", "when", "what", "version", "who", "why", "override"]) if rows else f"{asked.artifact}: never promoted"
+        tabulate(rows, headers=["", "when", "what", "version", "who", "why", "override"]) if rows else f"{options.artifact}: never promoted"
     )
 
 
-def fetch(root: Path, asked: argparse.Namespace) -> str:
-    found = _read(root, asked.artifact)
-    if asked.version is None:
+def fetch(root: Path, options: argparse.Namespace) -> str:
+    found = _read(root, options.artifact)
+    if options.version is None:
         found.check_decisions()
-    wanted = found.get(asked.version)
-    folder = asked.to or PROMOTED / f"{asked.artifact}-{wanted.version}"
+    wanted = found.get(options.version)
+    folder = options.to or PROMOTED / f"{options.artifact}-{wanted.version}"
     version, source = versions.fetch(root, found, wanted.version, folder)
     files = version.lineage["files"]
-    return f"{asked.artifact} {version.version}: {files} files from DVC's {source} in {folder}, {version.identity}, all checked"
+    return f"{options.artifact} {version.version}: {files} files from DVC's {source} in {folder}, {version.identity}, all checked"
 
 
 COMMANDS = {"register": register, "show": show, "promote": promote, "rollback": rollback, "history": history, "fetch": fetch}
@@ -188,7 +191,7 @@ def share(artifact: str) -> str:
 
 
 def versions_table(found: Registry, problems: dict[str, GateProblem | None]) -> str:
-    """Args: problems: of each version's verdict, as `flows.registry.evidence.gates` finds them."""
+    """Args: problems: of each version's verdict, from `flows.registry.evidence.gates`."""
     rows = [
         (
             *(v.version, found.known_state(v.version), v.lineage["run"], v.commit[:SHORT], v.md5[:SHORT], (v.sha256 or "md5 only")[:SHORT]),

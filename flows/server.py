@@ -1,7 +1,7 @@
-"""Prefect's server on this machine: a passing one for a run from the command line, and `make server` with a worker.
+"""Prefect's server on this machine: a temporary one for a run from the command line, and `make server` with a worker.
 
-Both keep their data in .prefect/ of the project (PREFECT_HOME), listen on the loopback address only, want a password and end with us.
-The password is in .prefect/auth, which only this user may read, and reaches processes by their environment, never by a command line.
+Both store their data in the project's .prefect/ (PREFECT_HOME), listen on the loopback address only, require a password and end with this
+process. The password is in .prefect/auth, which only this user may read. Processes get it by their environment, never by a command line.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ WORK_POOL = "local"
 START_DEADLINE = 120.0  # seconds
 log = logging.getLogger("rlhf.flows")
 _QUIET = {
-    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",  # the stages' lines are printed as they come
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",  # stages' lines are printed unbuffered
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     "PREFECT_CLI_PROMPT": "false",
 }
 
 
 def use_home(root: Path) -> Path:
-    """Where Prefect keeps its things: PREFECT_HOME, or .prefect of the project."""
+    """Prefect's folder: PREFECT_HOME, or .prefect of the project."""
     configure_process()
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
@@ -51,15 +51,15 @@ def use_home(root: Path) -> Path:
     if _importable_everywhere() and not (home / "logging.yml").exists():  # a user's own
         os.environ.setdefault("PREFECT_LOGGING_SETTINGS_PATH", str(Path(__file__).with_name("logging.yml")))
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:  # one that was there before, made by Prefect itself or by hand
+    try:  # may already exist, made by Prefect or by hand
         home.chmod(0o700)
     except OSError as error:
-        raise ConfigError(f"{home}: expected a folder of this user's, got {error.strerror}; set PREFECT_HOME to one") from error
+        raise ConfigError(f"{home}: expected a folder owned by this user, got {error.strerror}; set PREFECT_HOME to one") from error
     return home
 
 
 def _importable_everywhere() -> bool:
-    """Whether a process finds our code in whatever folder it starts, as Prefect's logging needs it: a worker's begin in a temporary one."""
+    """Whether processes started in any folder can import this code. Prefect's logging needs it; a worker uses temporary folders."""
     code = Path(__file__).parents[1]
     if any(Path(entry).resolve() == code for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry):
         return True
@@ -69,26 +69,26 @@ def _importable_everywhere() -> bool:
 
 
 def _server_logging(home: Path) -> dict[str, str]:
-    """Prefect's own, at the place where Prefect looks for a user's: the server runs nothing of ours."""
+    """Write Prefect's default logging settings where Prefect looks for a user's, so that the server doesn't import this code."""
     return {"PREFECT_LOGGING_SETTINGS_PATH": str(home / "logging.yml")}
 
 
 def auth_string(home: Path) -> str:
-    """What server and clients of this project share, as user:password: PREFECT_SERVER_API_AUTH_STRING, or made once and kept in `home`."""
+    """user:password of the project's server: PREFECT_SERVER_API_AUTH_STRING, or generated once and stored in `home`."""
     if own := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return own
     path = home / "auth"
     if not path.exists():
         aside = home / f"auth.{os.getpid()}"
         write_private(aside, f"rlhf:{secrets.token_urlsafe(32)}\n")
-        with contextlib.suppress(FileExistsError):  # of two at once the first one's counts
+        with contextlib.suppress(FileExistsError):  # if two processes create it, the first one wins
             os.link(aside, path)
         aside.unlink()
     return path.read_text(encoding="utf-8").strip()
 
 
 def write_private(path: Path, text: str) -> None:
-    """A file that only this user may read, from its first moment on."""
+    """Create a file that only this user can ever read."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
@@ -96,13 +96,13 @@ def write_private(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def use_server(root: Path) -> Iterator[None]:
-    """Set PREFECT_API_URL to a server: the one that it names already, the one of `make server`, or one that ends with this process.
+    """Set PREFECT_API_URL to a server: the one that it already names, the one of `make server`, or one that ends with this process.
 
-    A server of our own starts while the block runs, which is the place to import Prefect (seconds), and answers when the block has ended.
-    Not to be entered after Prefect was imported: what is registered for the exit first ends last, after Prefect has sent its last logs.
+    A new server starts while the block runs, which should import Prefect (seconds); it answers when the block has ended.
+    Must be entered before Prefect is imported: exit handlers run in reverse order, so the server ends after Prefect has sent its last logs.
 
     Raises:
-        ConfigError: the server ended, or did not answer in time.
+        ConfigError: the server exited, or didn't answer in time.
     """
     home = use_home(root)
     if given := os.environ.get("PREFECT_API_URL"):
@@ -117,7 +117,7 @@ def use_server(root: Path) -> Iterator[None]:
         return
     (port,) = free_ports(1)
     url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
-    # As Prefect starts its own ephemeral server: only the services that record a run, no scheduler that starts others.
+    # The services of Prefect's own ephemeral server: those that record a run, without a scheduler that starts others.
     environment = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
     environment |= {"PREFECT_SERVER_API_AUTH_STRING": os.environ["PREFECT_API_AUTH_STRING"], **_server_logging(home)}
     factory = ["--factory", "prefect.server.api.server:create_app", "--host", HOST, "--port", str(port), "--log-level", "error"]
@@ -130,19 +130,19 @@ def use_server(root: Path) -> Iterator[None]:
 
 
 def _end_lost(home: Path, url: str, given_url: str | None) -> None:
-    """Runs of command lines that were killed end as Crashed. That they can't be ended now must not keep this run from its start."""
+    """Set the runs of killed command lines to Crashed. A failure to do so doesn't prevent this run."""
     try:
         for name in crash_orphaned_command_lines(home, url, os.environ.get("PREFECT_API_AUTH_STRING"), given_url):
-            log.warning("Run %s: its process is gone; it is Crashed now, and the same command goes on with it", name)
+            log.warning("Run %s: its process is gone; it is now Crashed, and the same command resumes it", name)
     except (OSError, ValueError, KeyError) as error:
-        log.warning("Runs of killed command lines: expected to set them to Crashed, got: %s; the next start tries again", error)
+        log.warning("Runs of killed command lines: expected to set them to Crashed, got: %s; the next start retries", error)
 
 
 @contextlib.contextmanager
 def first_start(home: Path) -> Iterator[None]:
-    """One server at a time lays out the database: two that begin with none at once get into each other's way, and one ends with an error.
+    """Let one server at a time create the database: if two create it at once, one fails.
 
-    Later starts don't wait for each other.
+    Starts with an existing database don't wait for each other.
     """
     laid_out = home / f"database-of-{importlib.metadata.version('prefect')}"
     if laid_out.exists():
@@ -155,7 +155,7 @@ def first_start(home: Path) -> Iterator[None]:
 
 
 def running_server(home: Path) -> str | None:
-    """The address of the server that `make server` keeps running in this project."""
+    """Address of this project's `make server`, if it runs."""
     with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
         url = json.loads((home / "server.json").read_text())["url"]
         return url if answers(url) else None
@@ -173,7 +173,7 @@ def wait_for(url: str, server: subprocess.Popen) -> None:
     while not answers(url):
         if server.poll() is not None:
             raise ConfigError(
-                f"Prefect's server: expected to start, got exit code {server.returncode}; look at the lines above, or delete .prefect/"
+                f"Prefect's server: expected to start, got exit code {server.returncode}; see the lines above, or delete .prefect/"
             )
         if time.monotonic() > until:
             raise ConfigError(
@@ -183,7 +183,7 @@ def wait_for(url: str, server: subprocess.Popen) -> None:
 
 
 def start(command: list[str], log: IO[str] | None = None, **environment: str) -> subprocess.Popen:
-    """Start a child in a session of its own, which gets SIGTERM when this process dies; it writes to `log`, or where this process does."""
+    """Start a child with its own session, which gets SIGTERM when this process dies. Its output goes to `log` or this process's output."""
     parent = os.getpid()
 
     def prepare() -> None:
@@ -204,7 +204,7 @@ def start(command: list[str], log: IO[str] | None = None, **environment: str) ->
 
 
 def stop(child: subprocess.Popen, grace: float = 10.0) -> None:
-    """SIGTERM, and after the grace (seconds) the end of all that the child has started."""
+    """Send SIGTERM and, after the grace (seconds), kill the child's whole session."""
     child.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(timeout=grace)
@@ -212,13 +212,13 @@ def stop(child: subprocess.Popen, grace: float = 10.0) -> None:
 
 
 def serve(root: Path, port: int) -> int:
-    """Server, work pool, deployments and worker, until Ctrl-C or until one of them ends."""
+    """Run server, work pool, deployments and worker until Ctrl-C or until one of them exits."""
     home = use_home(root)
     if url := running_server(home):
-        raise ConfigError(f"make server: expected none in this project, got one at {url}; use it or stop it")
+        raise ConfigError(f"make server: expected no running server in this project, got one at {url}; use it or stop it")
     profile = home / "profiles.toml"
     if profile.exists() and _MARK not in profile.read_text(encoding="utf-8"):
-        raise ConfigError(f"{profile}: expected none while `make server` runs, which writes its own, got one of yours; move it away")
+        raise ConfigError(f"{profile}: expected no such file, since `make server` writes its own, got one of yours; move it away")
     url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
     os.environ.setdefault("PREFECT_SERVER_UI_API_URL", url)
     secret = os.environ["PREFECT_API_AUTH_STRING"] = auth_string(home)
@@ -227,14 +227,14 @@ def serve(root: Path, port: int) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        # Not to the terminal: on SQLite some passes of its services find the database locked and say so at length.
+        # Not to the terminal: with SQLite the services log long errors about a locked database.
         with first_start(home), (home / "server.log").open("w") as log:
             command = [*prefect, "server", "start", "--host", HOST, "--port", str(port)]
             protection = {"PREFECT_SERVER_API_AUTH_STRING": secret, "PREFECT_SERVER_LOGGING_LEVEL": "WARNING", **_server_logging(home)}
             children.append(start(command, log, **protection))
             wait_for(url, children[0])
         for name in [] if any(name in os.environ for name in DATABASES) else crash_orphaned_runs(url, secret):
-            print(f"Run {name}: its process is gone; it is Crashed now, and `prefect flow-run retry` goes on with it", flush=True)
+            print(f"Run {name}: its process is gone; it is now Crashed, and `prefect flow-run retry` resumes it", flush=True)
         _end_lost(home, url, None)
         subprocess.run(
             [*prefect, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"], check=True, stdout=subprocess.DEVNULL
@@ -242,7 +242,7 @@ def serve(root: Path, port: int) -> int:
         subprocess.run([*prefect, "deploy", "--all"], check=True, stdout=subprocess.DEVNULL, cwd=root)
         write_private(profile, _PROFILE.format(url=json.dumps(url), secret=json.dumps(secret)))
         (home / "server.json.new").write_text(json.dumps({"url": url}))
-        (home / "server.json.new").replace(home / "server.json")  # who finds it can read it
+        (home / "server.json.new").replace(home / "server.json")  # written atomically, so that readers find it complete
         children.append(start([*prefect, "worker", "start", "--pool", WORK_POOL, "--name", f"local-{os.getpid()}"]))
         print(_WELCOME.format(ui=url.removesuffix("/api")), flush=True)
         while all(child.poll() is None for child in children):
@@ -253,15 +253,15 @@ def serve(root: Path, port: int) -> int:
     except KeyboardInterrupt:
         return 0
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one Ctrl-C is enough; the end itself has deadlines
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # further signals are ignored; the shutdown has deadlines
         for path in (home / "server.json", profile):
             path.unlink(missing_ok=True)
-        for child in reversed(children):  # the worker first: it still reports to the server
+        for child in reversed(children):  # the worker first, since it reports to the server
             stop(child, grace=60.0)
 
 
 # Prefect's command line finds it from the project's folder (pyproject.toml says where to look) or by PREFECT_HOME.
-_MARK = "# Written by `make server`, and gone when it ends."
+_MARK = "# Written by `make server`, and removed when it ends."
 _PROFILE = f"""\
 {_MARK}
 active = "rlhf"

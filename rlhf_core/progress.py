@@ -136,7 +136,7 @@ class Bar:
     def __init__(self, what: str, total: int | None, *, done: int = 0, clock: Callable[[], float] = time.monotonic):
         self._what, self._total, self._done, self._clock = what, total, done, clock
         self._stage = _stage
-        self._begun = self._told = clock()
+        self._begun = self._shown_at = clock()
         self._first: tuple[float, int] | None = None  # when the first item was done: start-up time before it doesn't count in the estimate
         self._figures: dict[str, float] = {}
         self._lock = threading.RLock()
@@ -166,13 +166,13 @@ class Bar:
         self._figures |= figures
         now = self._clock()
         self._first = self._first or (now, done)
-        if not self._stage or now - self._told < (DRAW_SECONDS if STATUS.drawn else LINE_SECONDS):
+        if not self._stage or now - self._shown_at < (DRAW_SECONDS if STATUS.drawn else LINE_SECONDS):
             return
         if STATUS.drawn:
-            self._told = now
+            self._shown_at = now
             STATUS.show(self._meter(now))
         elif (ahead := self._ahead(now)) is not None:
-            self._told = now
+            self._shown_at = now
             log.info("%s", self._line(ahead))
 
     def _ahead(self, now: float) -> str | None:

@@ -1,7 +1,6 @@
-"""What a run's report is held against: the run before it and the promoted one, written into baselines.json when the run starts.
+"""Baselines of a run's report: the previous run and the promoted one, written to baselines.json when the run starts.
 
-The figures themselves are written down, not only names: the report then depends on a file that git keeps with the run, says the same
-wherever it is made again, and asks nobody what is "previous" today.
+The file has the baselines' metrics, not only their names. It is committed with the run, so a report that is made again is the same.
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ from rlhf_core.report.differences import Results
 
 BASELINES = Path("baselines.json")
 FIGURES = ("train_sft", "gate_reward", "evaluate")  # stages whose metrics a comparison shows
-MAX_RUN_FILE = 64 << 20  # bytes of a file of a run that git has, curves among them
+MAX_RUN_FILE = 64 << 20  # bytes of a committed file of a run, such as curves
 OF_THE_GATE = ("accuracy", "low", "high")
 
 Baseline = dict[str, Any]
 
 
 def pin_baselines(root: Path, workspace: Path) -> None:
-    """Before a run that has something to do. What is in `workspace` from a whole run becomes the previous one.
+    """Write the baselines of a run before its first stage. A finished run in `workspace` becomes the previous run.
 
-    A run that is taken up again after a failure keeps what it began with; the first one in a worktree is held against the run that was
-    finished last.
+    A run resumed after a failure keeps its baselines. The first run in a worktree is compared with the run that finished last.
 
     Raises:
-        ConfigError: a run's results or the registry can't be read, or a tag isn't what its commit says.
+        ConfigError: a run's results or the registry can't be read, or a tag contradicts its commit.
     """
     path = workspace / BASELINES
-    if not path.is_file():  # a run from before there were baselines has no such file, and needs none
+    if not path.is_file():  # runs of older versions have no baselines
         return
     pinned = json.loads(path.read_text(encoding="utf-8"))
     own = whole_run("the run before, in this folder", partial(content, workspace))
@@ -53,7 +51,7 @@ def pin_baselines(root: Path, workspace: Path) -> None:
 
 
 def _promoted(root: Path) -> Baseline | None:
-    """The run of the promoted policy or, where there is none, of the promoted reward model."""
+    """The run of the promoted policy, or else of the promoted reward model."""
     for artifact in ("policy", "reward-model"):
         current = read_promoted(root, artifact)
         if current is not None:
@@ -62,10 +60,10 @@ def _promoted(root: Path) -> Baseline | None:
 
 
 def _of_version(root: Path, version: Version) -> Baseline | None:
-    """The run of a version; its commit may be anybody's.
+    """The run of a version, whose commit is untrusted.
 
     Raises:
-        ConfigError: a file of it isn't one that a run leaves.
+        ConfigError: a file isn't a valid result of a run.
     """
     name = f"{version.artifact} {version.version}"
     try:
@@ -73,11 +71,13 @@ def _of_version(root: Path, version: Version) -> Baseline | None:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{name}: expected the files of a whole run in commit {version.commit[:10]}, got {shown(repr(error))}") from error
+        raise ConfigError(
+            f"{name}: expected the files of a finished run in commit {version.commit[:10]}, got {shown(repr(error))}"
+        ) from error
 
 
 def _show_within_limits(root: Path, commit: str, path: str) -> bytes | None:
-    """A file of a commit, no larger and deeper than one of a run can be."""
+    """Read a file of a commit, within the limits of size and depth of a run's files."""
     (found,) = read_objects(root, [f"{commit}:{path}"], MAX_RUN_FILE)
     if found is None or found.kind != "blob":
         return None
@@ -87,7 +87,7 @@ def _show_within_limits(root: Path, commit: str, path: str) -> bytes | None:
     if path.endswith(".json"):
         tree = parse_json(found.content.decode("utf-8"), subject)
         if not isinstance(tree, dict):
-            raise ConfigError(f"{subject}: expected figures by their names, got {type(tree).__name__}; don't use that commit")
+            raise ConfigError(f"{subject}: expected a mapping of names to figures, got {type(tree).__name__}; don't use that commit")
     return found.content
 
 
@@ -101,9 +101,9 @@ def _other_runs(root: Path, name: str) -> Iterator[Baseline]:
 
 
 def whole_run(name: str, read: Read) -> Baseline | None:
-    """What a finished run has left; None where the files are not those that its report was made from, or there is no report.
+    """Results of a finished run; None: there is no report, or files changed after it was made.
 
-    Its params are those of dvc.lock: params.yaml may have been changed since.
+    The params come from dvc.lock, since params.yaml may have changed later.
     """
     lock = read("dvc.lock")
     stages = {} if lock is None else read_yaml_text(lock.decode(), f"dvc.lock of {name}")["stages"]

@@ -1,4 +1,4 @@
-"""What DVC takes from its cache is looked at here: DVC itself trusts its read-only files, whatever a disk has made of them since."""
+"""Verify the files that DVC restores from its cache. DVC trusts read-only files without hashing them, even if the disk damaged them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_core.provenance.file_hashes import dvc_md5
 
 
 def run_checked(stage: str, workspace: Path, *, timeout: float, grace: float, on_line: LineHandler, force: bool = False) -> StageResult:
-    """As run_stage; what comes out of DVC's cache damaged is removed there, and the stage runs."""
+    """Like run_stage, but damaged files restored from DVC's cache are removed from it and the stage runs again."""
     result = run_stage(stage, workspace, timeout=timeout, grace=grace, on_line=on_line, force=force)
     damaged = remove_damaged(workspace, stage) if result.outcome == "restored" else []
     if not damaged:
@@ -25,12 +25,12 @@ def run_checked(stage: str, workspace: Path, *, timeout: float, grace: float, on
 
 
 def remove_damaged(workspace: Path, stage: str) -> list[str]:
-    """Remove the outs of a stage that aren't what dvc.lock says, and what the cache has of them, so that DVC runs the stage again.
+    """Remove the outs of a stage that don't match dvc.lock, also from the cache, so that DVC runs the stage again.
 
     Args:
-        stage: as DVC addresses it; of another pipeline with its file, such as rounds/dvc.yaml:sample_round@1.
+        stage: DVC's address; with the file for another pipeline, such as rounds/dvc.yaml:sample_round@1.
     Returns:
-        Their paths; none where all is well.
+        The removed paths; empty if all match.
     """
     pipeline, _, name = stage.rpartition(":")
     lock = (workspace / (pipeline or "dvc.yaml")).with_suffix(".lock")
@@ -48,11 +48,11 @@ def remove_damaged(workspace: Path, stage: str) -> list[str]:
 
 
 def _members(objects: Path, out: dict[str, Any]) -> list[str]:
-    """The md5 of each file of a folder, as its list in the cache has them."""
+    """md5 of each file of a folder, from the folder's listing in the cache."""
     listing = objects / out["md5"][:2] / out["md5"][2:]
     if not out["md5"].endswith(".dir") or not listing.exists():
         return []
     try:
         return [entry["md5"] for entry in json.loads(listing.read_text(encoding="utf-8"))]
-    except ValueError:  # the list itself is damaged
+    except ValueError:  # the listing itself is damaged
         return []

@@ -1,4 +1,4 @@
-"""Children of a flow: what they print, and their end, which comes at the latest with ours."""
+"""Child processes of a flow: their output, and their end, at the latest with this process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from contextlib import suppress
 
 import psutil
 
-END_SECONDS = 25.0  # for a process to be gone whose children are
+END_SECONDS = 25.0  # for a process to exit after its children
 REST_SECONDS = 5.0
 
 
 class Lines:
-    """A child's output, read by a thread for as long as somebody can write it."""
+    """A child's output, read by a thread until all writers have closed it."""
 
     def __init__(self, child: subprocess.Popen[str]):
         self._child = child
@@ -31,7 +31,7 @@ class Lines:
         self._lines.put(None)
 
     def until(self, deadline: float) -> Iterator[str]:
-        """Lines until the child has exited and nothing is left to read.
+        """Yield lines until the child has exited and its output is read.
 
         Raises:
             TimeoutError: the deadline passed.
@@ -51,7 +51,7 @@ class Lines:
         self._child.wait(timeout=END_SECONDS)
 
     def rest(self) -> Iterator[str]:
-        """Lines of a child that has ended, up to REST_SECONDS after the last one, should anybody else still hold its output."""
+        """Yield an exited child's remaining lines, up to REST_SECONDS after the last one: another process may hold the output open."""
         with suppress(queue.Empty):
             while not self._ended and (line := self._lines.get(timeout=REST_SECONDS)) is not None:
                 yield line
@@ -71,9 +71,9 @@ def session_members(session: int) -> list[psutil.Process]:
 def stop_session(child: subprocess.Popen, grace: float) -> None:
     """End a child and its session: SIGTERM to the processes it started, or to itself where there are none, and SIGKILL after the grace.
 
-    The stage is told rather than DVC, so that DVC sees it end and releases its own locks.
+    The stage is signalled instead of DVC, so that DVC sees the stage end and releases its locks.
     """
-    told: set[int] = set()
+    signalled: set[int] = set()
     until = time.monotonic() + grace
     while members := session_members(child.pid):
         if time.monotonic() > until:
@@ -83,8 +83,8 @@ def stop_session(child: subprocess.Popen, grace: float) -> None:
             break
         inner = [p for p in members if p.pid != child.pid]
         for process in _outermost(inner, child.pid) or members:
-            if process.pid not in told:
-                told.add(process.pid)
+            if process.pid not in signalled:
+                signalled.add(process.pid)
                 with suppress(psutil.NoSuchProcess):
                     process.terminate()
         child.poll()
@@ -93,7 +93,7 @@ def stop_session(child: subprocess.Popen, grace: float) -> None:
 
 
 def _outermost(processes: list[psutil.Process], root: int) -> list[psutil.Process]:
-    """Those whose parent isn't itself among them: the stage, not the workers that it looks after."""
+    """The processes whose parent isn't among them: the stage, not its workers."""
     pids = {p.pid for p in processes} - {root}
     outer = []
     for process in processes:

@@ -1,4 +1,4 @@
-"""A flow from the command line: under a server, with a sign of life, and told to Prefect when a signal ends it."""
+"""Run a flow from the command line: with a server, a liveness file, and a final state in Prefect even after a signal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flows.server import use_home, use_server
 
 
 def run_flow(root: Path, load: Callable[[], Any], *arguments: Any) -> Any:
-    """A flow's last state.
+    """Run a flow and return its final state.
 
     SIGTERM and SIGHUP end the run as Crashed, as SIGINT does, and then the process with 128 + the signal's number.
 
@@ -37,10 +37,10 @@ def run_flow(root: Path, load: Callable[[], Any], *arguments: Any) -> Any:
 
 
 def end_by_signals() -> None:
-    """SIGTERM and SIGHUP unwind this process, where they weren't ignored.
+    """Make SIGTERM and SIGHUP raise an exception, unless they are ignored.
 
-    While a flow runs Prefect has a handler of its own. It restores ours and sends the signal once more before the run's state is set:
-    by default the process would end there, with a run that is Running for ever.
+    While a flow runs Prefect installs its own handler, which restores this one and sends the signal again before it sets the run's state.
+    With the default handler the process would end there and the run would stay Running.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -48,6 +48,6 @@ def end_by_signals() -> None:
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    if getattr(sys.exc_info()[1], "signal", None) == number:  # of Prefect's TerminationSignal, which goes on its way
+    if getattr(sys.exc_info()[1], "signal", None) == number:  # Prefect's TerminationSignal is already being raised
         return
     raise SystemExit(128 + number)

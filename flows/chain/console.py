@@ -1,5 +1,5 @@
-"""What runs show on a terminal: under `make server`, where several share one, each line behind its flow run's name; and a verdict (a
-rejected gate, refused params, a stage that says why it failed) without a traceback, which only a crash has.
+"""Terminal output of runs. Under `make server` runs share a terminal, so each line starts with the flow run's name. Only a crash shows a
+traceback; a rejected gate, refused params and a failed stage's reason are shown as messages.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from prefect.logging.formatters import PrefectFormatter
 from flows.chain.stages import StageFailed
 from rlhf_core.progress import STATUS
 
-_FLOW_RUN_ID = "PREFECT__FLOW_RUN_ID"  # in the environment of a process that a worker has started for a flow run
+_FLOW_RUN_ID = "PREFECT__FLOW_RUN_ID"  # set in the environment of a process that a worker starts for a flow run
 _names: dict[str, str] = {}  # id of this process's flow run -> its name, once known
 
 
 def tell(text: str) -> None:
-    """Print, for whoever looks at the terminal. To be called within a flow run."""
+    """Print to the terminal. To be called within a flow run."""
     if _FLOW_RUN_ID in os.environ:
-        from prefect import runtime  # Prefect itself imports this module, before it has that one
+        from prefect import runtime  # imported here: Prefect imports this module before its own run context
 
         _names.setdefault(os.environ[_FLOW_RUN_ID], runtime.flow_run.name)
     STATUS.tell(_named(text, _own_name()))
 
 
 def tell_end(name: str | None, message: str | None) -> None:
-    """The state that a flow has ended in, where a worker runs it; a command line says so itself."""
+    """Print the final state of a flow run by a worker. A command line prints it elsewhere."""
     if _FLOW_RUN_ID in os.environ:
         tell(f"{name}: {message}")
 
 
 def _own_name() -> str | None:
-    """Of the flow run that a worker has started this process for; None: a command line's process, or the worker's."""
+    """Name of the flow run that a worker started this process for; None: a command line's process or the worker itself."""
     run = os.environ.get(_FLOW_RUN_ID)
     return _names.get(run, run[:8]) if run else None
 
@@ -43,7 +43,7 @@ def _named(text: str, name: str | None) -> str:
 
 
 class RunFormatter(PrefectFormatter):
-    """Prefect's, with the run's name before each line under `make server`, and no traceback of a stage that says why it failed."""
+    """Prefect's formatter, with the run's name before each line under `make server` and without tracebacks of failed stages."""
 
     def format(self, record: logging.LogRecord) -> str:
         if isinstance(_error(record), StageFailed):
@@ -51,13 +51,15 @@ class RunFormatter(PrefectFormatter):
         name = getattr(record, "flow_run_name", None)
         if name and (run := os.environ.get(_FLOW_RUN_ID)):
             _names[run] = name
-        served = _FLOW_RUN_ID in os.environ or record.name.startswith("prefect.flow_runs.")  # of the worker about a run: .runner, .worker
+        served = _FLOW_RUN_ID in os.environ or record.name.startswith(
+            "prefect.flow_runs."
+        )  # the worker's messages about a run: .runner, .worker
         return _named(super().format(record), (name or _own_name()) if served else None)
 
 
 class NotTold(logging.Filter):
-    """Leaves out what is on the terminal already: the exception that Prefect makes of a state in which a flow has ended by itself, and
-    lines of ours, where they have a handler of their own.
+    """Drops records that the terminal already shows: the exception that Prefect makes of a final state returned by the flow, and lines of
+    this pipeline that another handler prints.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

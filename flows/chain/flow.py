@@ -1,6 +1,6 @@
-"""The flow `rlhf`: each stage of dvc.yaml as a Prefect task that runs it through DVC, unless DVC has said that it has nothing to do.
+"""The flow `rlhf`: each stage of dvc.yaml as a Prefect task that runs it through DVC, unless DVC reports that it is up to date.
 
-Prefect gives order, retries, states and artifacts; what is up to date is DVC's business alone, so no task is cached here.
+Prefect provides order, retries, states and artifacts. Only DVC decides what is up to date, so Prefect caches no task.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from rlhf_core.report.texts import markdown_text
 
 
 class LogThrottle:
-    """Passes lines on to Prefect's log as at most one record in two seconds: 20,000 records would take 20 s to send."""
+    """Sends lines to Prefect's log, at most one record in two seconds, since each record is a slow request."""
 
     INTERVAL = 2.0  # seconds
-    LINES = 40  # of a record; the newest ones are kept
+    LINES = 40  # per record; the newest ones are kept
 
     def __init__(self, log: logging.Logger | logging.LoggerAdapter):
         self._log = log
@@ -60,23 +60,23 @@ class LogThrottle:
 
     def flush(self) -> None:
         if self._lines:
-            head = [f"({self._dropped} earlier lines were printed to the terminal only)"] if self._dropped else []
+            head = [f"({self._dropped} earlier lines are on the terminal only)"] if self._dropped else []
             self._log.info("%s", "\n".join([*head, *self._lines]))
         self._lines, self._dropped, self._sent = [], 0, time.monotonic()
 
 
 def _worth_a_retry(_task: Any, _run: TaskRun, state: State) -> bool:
-    """A crash is; a stage that says no (data that fails validation, a rejected gate, wrong params) would say it again."""
+    """Whether to retry: crashes, but not refusals (invalid data, a rejected gate, wrong params), which would recur."""
     return isinstance(state.data, StageFailed) and not state.data.refused
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=_worth_a_retry)
 def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *, skip: bool, force: bool = False) -> StageResult:
-    """One stage, its output in the terminal and, throttled, in Prefect's log.
+    """Run one stage, with output on the terminal and, throttled, in Prefect's log.
 
     Args:
-        skip: DVC has said that it has nothing to do.
-        force: it runs all the same.
+        skip: DVC reported that the stage is up to date.
+        force: run it anyway.
     """
     throttle = LogThrottle(get_run_logger())
 
@@ -110,7 +110,7 @@ def rlhf(
         run: the name of the run's worktree, runs/<run>. Without overrides and name, a run from the command line works in
             the current folder, and a deployment's run in a worktree named after the flow run.
         update: change the params of a run that exists, which is refused otherwise.
-        force: a stage that runs again though nothing has changed; those after it run where its results are other ones.
+        force: a stage to run even if it is up to date; later stages run if its results change.
         until: the stage after which the run ends.
     """
     log, root = get_run_logger(), Path.cwd()
@@ -133,7 +133,7 @@ def _chain(
     force: str | None,
     until: str | None,
 ) -> State | None:
-    """Every stage in its order, up to `until`; a state where one failed.
+    """Run the stages in order, up to `until`. Returns a state if one failed.
 
     Raises:
         ConfigError: params or workspace are refused.
@@ -153,7 +153,7 @@ def _stages(
 ) -> State | None:
     params = load_params(workspace / "params.yaml")
     order = stage_order(workspace)
-    check_chosen(order, force=force, until=until)  # the worktree of a run may have other ones
+    check_chosen(order, force=force, until=until)  # a run's worktree may have other stages
     pin_baselines(root, workspace)
     log.info("Workspace: %s", workspace)
     results: list[StageResult] = []
@@ -176,14 +176,14 @@ def _stages(
 
 
 def outcome_of(state: State | None, until: str | None = None) -> dict[str, str | None]:
-    """For the run's record. until: the stage that was to be its last, where others follow it."""
+    """Write the run's record. until: the requested last stage, if others follow it."""
     if state is None:
         return {"outcome": "done", "message": "", "until": until}
     return {"outcome": state.name if state.name != "Failed" else "failed", "message": state.message or ""}
 
 
 def once_in_run(workspace: Path, force: str | None) -> str | None:
-    """The stage to force; None: none, or this flow run has done it, and is retried because of a later stage."""
+    """The stage to force; None: none, or this flow run already ran it before a retry."""
     return None if force is None or _forced_note(workspace, force).exists() else force
 
 
@@ -198,22 +198,22 @@ def _forced_note(workspace: Path, stage: str) -> Path:
 
 
 def _name(root: Path, overrides: dict[str, Any], run: str | None) -> str | None:
-    """Of the worktree to work in; None: the current folder. See the flow."""
+    """Name of the worktree to work in; None: the current folder. See the flow."""
     check_run(root, run, overrides)
     if run is None and runtime.deployment.id is not None:
-        # The name alone is not unique: Prefect draws it from a few thousand.
+        # Prefect's name alone isn't unique: there are a few thousand.
         return f"{slug(runtime.flow_run.name)}-{runtime.flow_run.id[:4]}"
     return derive_name(root, overrides, []) if run is None and overrides else run
 
 
 def run_with_retries(stage: str, workspace: Path, config: FlowConfig, *, skip: bool = False, force: bool = False) -> StageResult:
-    note(workspace, stage=stage.rpartition(":")[2])  # of a round, without its pipeline
+    note(workspace, stage=stage.rpartition(":")[2])  # a round's stage, without its pipeline's file
     task = run_through_dvc.with_options(name=stage, task_run_name=stage, retries=config.retries, retry_delay_seconds=config.retry_delay)
     return task(stage, str(workspace), config.stage_timeout, config.stop_grace, skip=skip, force=force)
 
 
 def is_gate(stage: str) -> bool:
-    """Stages named gate_* write `needed`, `passed` and `message` into their metrics, and exit with an error when needed and not passed."""
+    """Show a gate's verdict. A stage gate_* writes `needed`, `passed` and `message` to its metrics, and fails if needed and not passed."""
     return stage.startswith("gate_")
 
 
@@ -227,7 +227,7 @@ def publish_gate(workspace: Path, stage: str) -> None:
 
 
 def end_state(workspace: Path, failure: StageFailed) -> State:
-    """The state in which a run with a failed stage ends. A rejected gate has one of its own, so that it can be seen and acted on."""
+    """Final state of a run with a failed stage. A rejected gate has its own state, which automations can react to."""
     verdict = read_metrics(workspace, failure.stage) if is_gate(failure.stage) and failure.refused else None
     if verdict is not None and verdict["passed"] is False:
         return State(type=StateType.FAILED, name=GATE_REJECTED, message=reordering_shown(verdict["message"]))
@@ -235,7 +235,7 @@ def end_state(workspace: Path, failure: StageFailed) -> State:
 
 
 def write_stopped_report(workspace: Path, failure: StageFailed, log: logging.Logger | logging.LoggerAdapter) -> None:
-    """The page of a chain that ended early, by the command of stage report. That it can't be made must not hide why the chain failed."""
+    """Make the page of a chain that ended early, with the report stage's command. An error here must not hide why the chain failed."""
     _, python, *module = shlex.split(read_stages(workspace)["report"]["cmd"])
     command = [sys.executable if python == "python" else python, *module, "--stopped-at", failure.stage, "--because", str(failure)]
     seconds = load_params(workspace / "params.yaml").flow.stage_timeout
@@ -249,18 +249,18 @@ def write_stopped_report(workspace: Path, failure: StageFailed, log: logging.Log
 
 
 def publish_figures(workspace: Path, reached: set[str | None]) -> None:
-    """One picture of the curves, the score against KL and the reliability, of the stages that this run has reached."""
-    with suppress(ConfigError):  # a run that failed at its start has left nothing
+    """One picture with the curves, score against KL and calibration of the stages that this run reached."""
+    with suppress(ConfigError):  # a run that failed at its start has no figures
         side = read_side(workspace, ".")
         metrics, curves = ({s: v for s, v in tree.items() if s in reached} for tree in (side.results.metrics, side.curves))
         picture = sketch(metrics, curves)
         if picture is not None:
             url = f"data:image/svg+xml;base64,{base64.b64encode(picture.encode()).decode()}"
-            create_image_artifact(url, key="figures", description="The figures of this run; the report has them with hover")
+            create_image_artifact(url, key="figures", description="The figures of this run; the report has interactive ones")
 
 
 def _finish(workspace: Path, order: list[str], results: list[StageResult], failed: str | None = None, until: str | None = None) -> None:
-    """Table, report and, in a run's worktree, the commit of what the run has shown."""
+    """Print the table, make the report and, in a run's worktree, commit the results."""
     last = report_line(workspace, failed) if until is None or failed is not None else until_line(until, workspace)
     tell(f"\n{stage_table(workspace, order, results, failed)}\n\n{last}")
     create_markdown_artifact(
@@ -268,9 +268,9 @@ def _finish(workspace: Path, order: list[str], results: list[StageResult], faile
     )
     publish_figures(workspace, {*(result.stage for result in results), failed})
     page = report_of(workspace, failed)
-    if page is not None and (failed is not None or until is None):  # else it is an earlier run's
+    if page is not None and (failed is not None or until is None):  # otherwise the report is an earlier run's
         create_link_artifact(page.resolve().as_uri(), link_text=page.name, key="report", description=str(page))
     if (workspace / ".git").is_file():
-        # Of a stopped run too: dvc.lock has the stages that ended well, and a reward model that its gate rejected may be registered.
+        # Also for a stopped run: dvc.lock has the finished stages, and a reward model rejected by the gate may be registered.
         message = f"Results of run {workspace.name}" + (f", stopped at {failed}" if failed else f", up to {until}" if until else "")
         commit_results(workspace, message, result_paths(workspace), input_paths(workspace))

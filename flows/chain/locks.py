@@ -1,4 +1,4 @@
-"""One flow at a time in a workspace: the second start is refused and told whom it met."""
+"""One flow at a time in a workspace: a second start is refused with the id of the running process."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from flows.chain.worktree import worktree_path
 from rlhf_core.config import ConfigError
 
 LOOK_SECONDS = 0.2
-_held: set[Path] = set()  # by this process: the command line holds one around the flow, which asks again
+_held: set[Path] = set()  # held by this process: the command line locks around the flow, which locks again
 
 
 @contextlib.contextmanager
 def only_flow(root: Path, run: str | None) -> Iterator[None]:
-    """Held as long as a flow works on a run; the kernel frees it however the flow ends.
+    """Lock of a run, held while a flow works on it. The kernel frees it however the flow ends.
 
     Args:
         root: the checkout. run: the name of its worktree, or None: the flow works in the checkout itself.
     Raises:
-        ConfigError: another process has it, or the name can't be one.
+        ConfigError: another process holds the lock, or the name is invalid.
     """
     path = lock_path(root, run).resolve()
     if path in _held:
@@ -47,7 +47,7 @@ def lock_path(root: Path, run: str | None) -> Path:
 
 
 def at_work(root: Path, run: str) -> str | None:
-    """The process whose flow works on a run; None: no flow does."""
+    """Id of the process whose flow works on a run; None: no flow does."""
     path = lock_path(root, run)
     if path.resolve() in _held:
         return str(os.getpid())
@@ -63,10 +63,10 @@ def at_work(root: Path, run: str) -> str | None:
 
 
 def _locked(path: Path, subject: str) -> TextIO:
-    """The file, locked, and still the one of that name: a run that is deleted takes its own away.
+    """The locked file. Opened again if it was removed meanwhile, as `delete` does with a run's lock.
 
     Raises:
-        ConfigError: another process has had it for LOOK_SECONDS; `at_work` has it for less.
+        ConfigError: another process held the lock for LOOK_SECONDS; `at_work` holds it for less.
     """
     until = time.monotonic() + LOOK_SECONDS
     while True:

@@ -30,13 +30,13 @@ def check(params_file: Path, overrides: dict[str, Any], *, rounds: bool = False)
     Args:
         rounds: for a series of rounds of iterative DPO.
     Raises:
-        ConfigError: naming every key that is unknown, or whose value is refused or conflicts with another.
+        ConfigError: names every key that is unknown, or whose value is invalid or conflicts with another.
     """
     return overridden(read_text(params_file), overrides, subject=params_file.name, rounds=rounds)[1]
 
 
 def overrides_schema() -> dict[str, Any]:
-    """JSON schema of a mapping of dotted keys to values, with which Prefect checks the parameters of a run before it starts."""
+    """JSON schema of a mapping of dotted keys to values. Prefect checks a run's parameters with it before the run starts."""
     schema = Params.model_json_schema()
     keys: dict[str, Any] = {}
 
@@ -63,7 +63,7 @@ def overrides_schema() -> dict[str, Any]:
 
 
 def _leaf_schema(node: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a key; of a section and a list only the type, because the flow checks their content when it starts."""
+    """Schema of a key. Sections and lists have only a type, since the flow checks their content when it starts."""
     if node.get("type") in ("object", "array"):
         return {"type": node["type"]}
     if any("$ref" in choice for choice in node.get("anyOf", ())):

@@ -1,7 +1,7 @@
-"""What the registry says when a run begins, written into its params: no stage asks for what is promoted now.
+"""Pin the registry's state in a run's params when the run starts, so that no stage reads the registry.
 
-`gate.incumbent` is the promoted reward model, `gate.anchor` the most accurate one that ever was, `gate.rolled_back` those that were taken
-back. A run keeps the incumbent and the anchor that it began with; what was taken back in the meantime it hears of whenever it is started.
+`gate.incumbent` is the promoted reward model, `gate.anchor` the most accurate one ever promoted, `gate.rolled_back` those rolled back.
+A run keeps its first incumbent and anchor; `gate.rolled_back` is updated at each start.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ log = logging.getLogger("rlhf.flows")
 
 
 def prepare_run(root: Path, name: str | None, overrides: dict[str, Any], *, update: bool = False, free: Iterable[str] = ()) -> Path:
-    """The folder that a run works in, its params with what the registry says: the current one, or the worktree of a named run.
+    """Prepare the folder of a run (the current one, or a named run's worktree) and pin the registry's state in its params.
 
     Args:
         update, free: as for check_update.
     Raises:
-        ConfigError: as check_update and prepare_worktree; a file that params name is missing; or a reward model with a path of its own
-            was taken back.
+        ConfigError: as check_update and prepare_worktree; a file named in params is missing; or a scorer's reward model was
+            rolled back.
     """
     fresh = name is None or not has_begun(root, name)
     if name is not None:
@@ -48,16 +48,16 @@ def prepare_run(root: Path, name: str | None, overrides: dict[str, Any], *, upda
     params = load_params(workspace / "params.yaml")
     if params.gate.override is None:
         used = {"rl": params.rl.reward.scorers, "rejection_sampling": params.rejection_sampling.scorers}
-        elsewhere = [s for s in used.get(params.alignment.method, []) if s.path is not None]  # of the chain's own the gate knows
+        elsewhere = [s for s in used.get(params.alignment.method, []) if s.path is not None]  # the gate checks the chain's own model
         check_not_rolled_back(root, workspace, elsewhere)
     return workspace
 
 
 def registry_params(root: Path) -> dict[str, Any]:
-    """The keys as the registry has them now, as overrides of params.yaml.
+    """Current state of the registry, as overrides of params.yaml.
 
     Raises:
-        ConfigError: a tag isn't as it was made, or isn't what its commit says.
+        ConfigError: a tag was changed, or contradicts its commit.
     """
     found = read_for_decision(root, "reward-model")
     beside = {INCUMBENT: found.current, ANCHOR: found.anchor}
@@ -72,11 +72,11 @@ def _pin(version: Version) -> dict[str, Any]:
 
 
 def pin_registry(root: Path, workspace: Path, *, chosen: dict[str, Any], fresh: bool) -> bool:
-    """Write into a workspace's params.yaml what the registry says, where that is something else.
+    """Write the registry's state to a workspace's params.yaml if it changed.
 
     Args:
-        chosen: overrides that somebody gave; those keys are left alone.
-        fresh: the run begins now, and takes the incumbent and the anchor of now.
+        chosen: the user's overrides, whose keys are left alone.
+        fresh: the run is new and takes the current incumbent and anchor.
     Returns:
         Whether anything was written.
     """
@@ -88,12 +88,12 @@ def pin_registry(root: Path, workspace: Path, *, chosen: dict[str, Any], fresh: 
     }
     if wanted:
         apply_overrides(workspace / "params.yaml", wanted)
-        log.info("params.yaml: %s now say what the registry does", " and ".join(wanted))
+        log.info("params.yaml: %s updated from the registry", " and ".join(wanted))
     return bool(wanted)
 
 
 def check_not_rolled_back(root: Path, workspace: Path, scorers: list[ScorerConfig]) -> None:
-    """The reward models that score were not taken back.
+    """Check that no scorer's reward model was rolled back.
 
     Raises:
         ConfigError: one was.
@@ -112,12 +112,12 @@ def check_not_rolled_back(root: Path, workspace: Path, scorers: list[ScorerConfi
 
 
 def start_from_registry(root: Path, workspace: Path, version: str | None) -> Path:
-    """The folder, in a workspace, of a version of the policy; laid out where it isn't yet.
+    """The folder of a policy version in a workspace, fetched if missing.
 
     Args:
         version: None: the promoted one.
     Raises:
-        ConfigError: there is none, or its files are nowhere to be had.
+        ConfigError: there is no such version, or its files are neither in the cache nor in the remote.
     """
     found = read_for_decision(root, "policy")
     chosen = found.get(version)
@@ -127,6 +127,6 @@ def start_from_registry(root: Path, workspace: Path, version: str | None) -> Pat
 
 
 def promoted_version(path: str) -> str | None:
-    """The version in a path that `start_from_registry` made; None: it is another path."""
+    """The version in a path made by `start_from_registry`; None: another path."""
     name = Path(path).name
     return name.removeprefix("policy-") if Path(path).parent == PROMOTED and name.startswith("policy-") else None

@@ -1,6 +1,7 @@
-"""Running stages through DVC: their order, whether anything is to do, and one stage as a subprocess that never outlives us.
+"""Running stages through DVC: their order, whether they are up to date, and one stage as a subprocess that never outlives this
+process.
 
-dvc.yaml is the only list of stages. DVC decides what is up to date; this module starts it, reads what it says and ends it.
+dvc.yaml is the only list of stages. DVC decides what is up to date; this module starts DVC, parses its output and ends it.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from rlhf_core.provenance.inputs import read_inputs, read_recorded
 Outcome = Literal["ran", "cached", "restored"]
 LineHandler = Callable[[str], None]
 
-STATUS_DEADLINE = 1800.0  # seconds; DVC computes the md5 of what has changed, which may be large
-LAST_WORDS = 12  # lines of a stage that failed; it may say no for several reasons, a line each
-BUSY_SECONDS = 3.0  # between two tries while somebody else's DVC works in the folder
+STATUS_DEADLINE = 1800.0  # seconds; DVC hashes changed files, which may be large
+LAST_WORDS = 12  # lines of a failed stage, which may give several reasons, one per line
+BUSY_SECONDS = 3.0  # between two tries while another DVC works in the folder
 HASH_INPUTS = "hash_inputs"
-_ALWAYS = "always changed"  # DVC, of a stage that it runs each time
-REFUSED = 1  # a stage's exit code when it says no (params, data, gate); a crash in it has another one
-_SAID = {
+_ALWAYS = "always changed"  # DVC's message about a stage that runs every time
+REFUSED = 1  # a stage's exit code for a refusal (params, data, gate); a crash has another one
+_OUTCOMES = {
     "restored": re.compile(r"^Stage '(.+)' is cached - skipping run"),
     "cached": re.compile(r"^Stage '(.+)' didn't change, skipping"),
     "ran": re.compile(r"^Running stage '(.+)':"),
@@ -54,7 +55,7 @@ _NOISE = re.compile(
 
 
 class StageFailed(RuntimeError):
-    """A stage ended badly. `refused` means that the stage itself said no, so that the same again would end the same."""
+    """A stage failed. refused: the stage itself refused (params, data, gate), so a retry would fail too."""
 
     def __init__(self, stage: str, message: str, *, refused: bool):
         super().__init__(message)
@@ -71,7 +72,7 @@ def _restore_failure(stage: str, message: str, refused: bool) -> StageFailed:
 
 @dataclass(frozen=True)
 class StageResult:
-    """outcome: ran; cached (nothing had changed); restored (computed before with these inputs, taken from DVC's run cache)."""
+    """outcome: ran; cached (up to date); restored (from DVC's run cache, computed before with the same inputs)."""
 
     stage: str
     outcome: Outcome
@@ -79,10 +80,10 @@ class StageResult:
 
 
 def read_stages(workspace: Path) -> dict[str, dict[str, Any]]:
-    """The stages of dvc.yaml by name, with what params.yaml says filled in.
+    """The stages of dvc.yaml by name, with the values of params.yaml filled in.
 
     Raises:
-        ConfigError: there is no dvc.yaml, or it asks for a key that params.yaml doesn't have.
+        ConfigError: dvc.yaml is missing, or uses a key that params.yaml doesn't have.
     """
     path = workspace / "dvc.yaml"
     if not path.is_file():
@@ -91,7 +92,7 @@ def read_stages(workspace: Path) -> dict[str, dict[str, Any]]:
 
 
 def stage_order(workspace: Path) -> list[str]:
-    """Names of the stages so that each follows what it depends on; among equals, the order of the file."""
+    """Names of the stages in topological order, otherwise in the order of the file."""
     stages = read_stages(workspace)
     makes = {name: list(_paths(stage, "outs", "metrics", "plots")) for name, stage in stages.items()}
     needs = {
@@ -115,7 +116,7 @@ def _paths(stage: dict[str, Any], *keys: str) -> Iterator[str]:
 
 
 def _needed(stage: dict[str, Any]) -> Iterator[str]:
-    """What it depends on: paths, and files of params beside params.yaml, which stages may make."""
+    """A stage's dependencies: paths, and params files other than params.yaml, which stages may make."""
     yield from _paths(stage, "deps")
     yield from (file for entry in stage.get("params") or [] if isinstance(entry, dict) for file in entry)
 
@@ -132,14 +133,14 @@ def metrics_file(workspace: Path, stage: str) -> Path | None:
 
 
 def stage_environment(workspace: Path, stage: str | None = None) -> dict[str, str]:
-    """Of a stage, or of any: what rlhf_core/environment.py lists, what the workspace's flow.environment names, and the keys it uses.
+    """Environment of a stage: the list in rlhf_core/environment.py, the names in the workspace's flow.environment, and keys that it uses.
 
     Args:
-        stage: of dvc.yaml, or as DVC addresses one of another pipeline.
+        stage: of dvc.yaml, or DVC's address of another pipeline's stage; None: any stage.
     """
     everything = dvc_environment(workspace)
     more: set[str] = set()
-    with suppress(ConfigError):  # the stage itself says what is wrong with its params
+    with suppress(ConfigError):  # the stage itself reports invalid params
         more = of_stage(config.load_params(workspace / "params.yaml"), stage, everything)
     kept = dict(everything)
     keep_visible(more, environment=kept)
@@ -147,7 +148,7 @@ def stage_environment(workspace: Path, stage: str | None = None) -> dict[str, st
 
 
 def check_chosen(order: list[str], *, force: str | None, until: str | None) -> None:
-    """The stages named by --force and --until exist, and the run reaches the forced one.
+    """Check that the stages of --force and --until exist and that the run reaches the forced one.
 
     Raises:
         ConfigError: they don't; names the nearest stage.
@@ -158,7 +159,7 @@ def check_chosen(order: list[str], *, force: str | None, until: str | None) -> N
             advice = f"write {near[0]}" if near else "take one of these"
             raise ConfigError(f"{option}: expected a stage, one of {', '.join(order)}, got {shown(wanted)}; {advice}")
     if force is not None and force not in stages_until(order, until):
-        raise ConfigError(f"force: expected a stage up to {until}, where the run is to end, got {force}; choose another until, or none")
+        raise ConfigError(f"force: expected a stage up to {until}, the last one of this run, got {force}; choose another until, or none")
 
 
 def stages_until(order: list[str], until: str | None) -> list[str]:
@@ -167,8 +168,8 @@ def stages_until(order: list[str], until: str | None) -> list[str]:
 
 
 def dvc_environment(workspace: Path) -> dict[str, str]:
-    """Of DVC where it runs no stage, with the credentials of its remotes: quiet, with this interpreter first on PATH and the workspace's
-    own code first on PYTHONPATH; without Prefect's settings, its password among them: neither DVC nor a stage talks to it.
+    """Environment of DVC commands that run no stage. It keeps the credentials of DVC's remotes and drops Prefect's settings, including its
+    password. This interpreter is first on PATH, and the workspace's code is first on PYTHONPATH.
     """
     hidden = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "VIRTUAL_ENV")
     inherited = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("PREFECT_")}
@@ -178,23 +179,22 @@ def dvc_environment(workspace: Path) -> dict[str, str]:
 
 
 def up_to_date(workspace: Path, *stages: str) -> bool:
-    """Whether `dvc repro` would do nothing, of these stages or of all, but look at the inputs, which are looked at here."""
+    """Whether these stages (none given: all) are up to date and the external inputs unchanged."""
     return _changed(workspace, *stages) == set()
 
 
 def unchanged(workspace: Path, stages: list[str]) -> list[str]:
-    """The first ones of these stages, which follow each other, up to the one that has something to do: DVC would skip them one by one, and
-    take most of a second for each.
+    """The leading stages that are up to date, found with one DVC call instead of one per stage.
 
     Args:
-        stages: of dvc.yaml, in their order.
+        stages: of dvc.yaml, in topological order.
     """
     changed = _changed(workspace, *stages) if (workspace / "dvc.lock").exists() else None
     return [] if changed is None else list(itertools.takewhile(lambda stage: stage not in changed, stages))
 
 
 def _changed(workspace: Path, *stages: str) -> set[str] | None:
-    """Which of these stages, or of all, have something to do; None where DVC can't say, or not in time."""
+    """Which of these stages (none given: all) are outdated; None: DVC failed or took too long."""
     command = module_command("dvc", "status", "--json", *stages)
     how = {"cwd": workspace, "env": dvc_environment(workspace), "timeout": STATUS_DEADLINE}
     with suppress(subprocess.TimeoutExpired, json.JSONDecodeError):
@@ -204,15 +204,15 @@ def _changed(workspace: Path, *stages: str) -> set[str] | None:
 
 
 def with_something_to_do(workspace: Path, status: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """`dvc status` without the stage that always counts as changed, where the inputs are those that it has recorded."""
+    """`dvc status` without stage hash_inputs, which DVC always reports as changed, if the inputs match its record."""
     if status.get(HASH_INPUTS) != [_ALWAYS]:
         return status
     others = {stage: changes for stage, changes in status.items() if stage != HASH_INPUTS}
-    return others if inputs_as_recorded(workspace) else {HASH_INPUTS: ["data, a model or a function have changed"], **others}
+    return others if inputs_as_recorded(workspace) else {HASH_INPUTS: ["data, a model or a function has changed"], **others}
 
 
 def inputs_as_recorded(workspace: Path) -> bool:
-    """Whether data/inputs.json says what lies there now; False where that can't be told, which the stage then says."""
+    """Whether the external inputs match data/inputs.json; False if they can't be read, which the stage then reports."""
     with suppress(ConfigError, OSError, ValueError):
         return read_inputs(config.load_params(workspace / "params.yaml"), workspace) == read_recorded(workspace)
     return False
@@ -221,26 +221,26 @@ def inputs_as_recorded(workspace: Path) -> bool:
 def run_stage(stage: str, workspace: Path, *, timeout: float, grace: float, on_line: LineHandler, force: bool = False) -> StageResult:
     """`dvc repro --single-item` of one stage, its output passed on line by line.
 
-    The subprocess has a session of its own. When we are interrupted or the deadline passes, the stage is told by SIGTERM,
-    has a grace for its checkpoint and is then killed; when we are killed, the kernel tells DVC and through it the stage.
+    The subprocess has its own session. If this process is interrupted or the deadline passes, the stage gets SIGTERM, a grace for its
+    checkpoint, and then SIGKILL. If this process is killed, the kernel sends SIGTERM to DVC, whose death ends the stage.
 
     Args:
-        stage: of dvc.yaml, or as DVC addresses one of another pipeline, such as rounds/dvc.yaml:sample_round@1.
+        stage: of dvc.yaml, or DVC's address of another pipeline's stage, such as rounds/dvc.yaml:sample_round@1.
         timeout: seconds.
         grace: seconds.
-        force: though nothing has changed, and without a look into the run cache.
+        force: run even if the stage is up to date, without the run cache.
     Raises:
-        StageFailed: it exited with an error, or its time was up.
+        StageFailed: it exited with an error or exceeded the timeout.
     """
     started, waiting = time.monotonic(), False
     while True:
-        said = _Said()
+        output = _ReproOutput()
         arguments = [*["--force"] * force, stage]
-        child = _repro(arguments, workspace, started + timeout, timeout, grace, said, on_line)
+        child = _repro(arguments, workspace, started + timeout, timeout, grace, output, on_line)
         if child.returncode == 0:
-            return StageResult(stage, said.outcome, time.monotonic() - started)
-        if not said.busy or time.monotonic() > started + timeout:
-            raise said.failure(stage, child.returncode)
+            return StageResult(stage, output.outcome, time.monotonic() - started)
+        if not output.busy or time.monotonic() > started + timeout:
+            raise output.failure(stage, child.returncode)
         if not waiting:
             on_line(f"{stage}: another DVC is at work in this folder; waiting for it")
         waiting = True
@@ -248,14 +248,14 @@ def run_stage(stage: str, workspace: Path, *, timeout: float, grace: float, on_l
 
 
 def _repro(
-    arguments: list[str], workspace: Path, deadline: float, timeout: float, grace: float, said: _Said, on_line: LineHandler
+    arguments: list[str], workspace: Path, deadline: float, timeout: float, grace: float, output: _ReproOutput, on_line: LineHandler
 ) -> subprocess.Popen[str]:
-    """DVC, run to its end.
+    """Run DVC until it exits.
 
     Args:
         arguments: of `dvc repro --single-item`, the stage last.
     Raises:
-        StageFailed: its time was up.
+        StageFailed: it exceeded the timeout.
     """
     stage = arguments[-1]
     clear_locks(workspace)
@@ -274,7 +274,7 @@ def _repro(
     lines = Lines(child)
 
     def tell(line: str) -> None:
-        said.listen(line)
+        output.listen(line)
         if not _NOISE.match(line):
             on_line(line)
 
@@ -283,21 +283,20 @@ def _repro(
             tell(line)
     except TimeoutError:
         late = f"{stage}: expected to end within flow.stage_timeout={timeout:g} s, got no end; raise it or look at the log"
-        on_line(late)  # a stage that dies has said why, and a retry that goes well hides the error
+        on_line(late)  # logged too, since a successful retry hides the exception
         raise StageFailed(stage, late, refused=False) from None
     finally:
         stop_session(child, grace)
-        for line in lines.rest():  # what a stage says that was told to stop
+        for line in lines.rest():  # lines printed after SIGTERM
             tell(line)
     return child
 
 
 def clear_locks(workspace: Path) -> None:
-    """Take out of .dvc/tmp/rwlock what a killed DVC has left there.
+    """Remove a killed DVC's entries from .dvc/tmp/rwlock.
 
-    DVC writes the file in place: killed in the middle it leaves a torn one, and refuses to start beside it ever after. The entries of a
-    killed DVC count for as long as any process has its number, as after a restart of a container one soon does.
-    Both under the guard that DVC itself takes for each change of the file.
+    DVC writes the file in place. A kill during the write leaves a truncated file, with which DVC refuses to start. A killed DVC's entry
+    stays valid while any process has its id, which may be reused after a container restarts. DVC's own lock of the file is held meanwhile.
     """
     path = workspace / ".dvc" / "tmp" / "rwlock"
     if not path.exists():
@@ -319,29 +318,29 @@ def clear_locks(workspace: Path) -> None:
 def _is_dvc(pid: int) -> bool:
     try:
         return any("dvc" in part for part in psutil.Process(int(pid)).cmdline())
-    except psutil.AccessDenied:  # another user's: it may be
+    except psutil.AccessDenied:  # another user's process may be DVC
         return True
     except psutil.NoSuchProcess:
         return False
 
 
-class _Said:
-    """What DVC's output told about the stage."""
+class _ReproOutput:
+    """The result of a stage, parsed from DVC's output."""
 
     def __init__(self) -> None:
         self.outcome: Outcome = "ran"
-        self.busy = False  # another DVC has the workspace
+        self.busy = False  # another DVC holds the workspace's lock
         self._exit_code: int | None = None
         self._last_words: list[str] = []
 
     def listen(self, line: str) -> None:
-        for outcome, pattern in _SAID.items():
+        for outcome, pattern in _OUTCOMES.items():
             if pattern.match(line):
                 self.outcome = outcome  # type: ignore[assignment]
         self.busy = self.busy or _BUSY.search(line) is not None
         if found := _EXITED.search(line):
             self._exit_code = int(found[1])
-        elif line.strip() and not (is_progress(line) or is_end(line)):  # how far it had come is no reason
+        elif line.strip() and not (is_progress(line) or is_end(line)):  # progress lines aren't reasons
             self._last_words = [*self._last_words, line.rstrip()][-LAST_WORDS:]
 
     def failure(self, stage: str, dvc_code: int) -> StageFailed:

@@ -1,4 +1,4 @@
-"""What a run shows at its end: one row per stage with its key figure, and where the report is."""
+"""Summary printed at the end of a run: one row per stage with its key figure, and the report's path."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _validation(m: dict[str, Any]) -> str:
 
 
 def _model_check(m: dict[str, Any]) -> str:
-    said = (f"{name} {verdict.partition(':')[0]}" for name, verdict in m["checks"].items())
-    return f"{m['model']}: {', '.join(said)}"
+    verdicts = (f"{name} {verdict.partition(':')[0]}" for name, verdict in m["checks"].items())
+    return f"{m['model']}: {', '.join(verdicts)}"
 
 
 def _reward(m: dict[str, Any]) -> str:
@@ -51,7 +51,7 @@ def _gate(m: dict[str, Any]) -> str:
 
 
 def _policy(m: dict[str, Any]) -> str:
-    """By method: RL and rejection sampling have a score, DPO an accuracy, the others a loss."""
+    """Key figure by method: RL has a score, DPO an accuracy, the others a loss."""
     if m["method"] == "rl":
         stopped = m["monitor"]["stopped"]
         ended = f", ended at step {stopped['step']} by the limit {stopped['limit']}" if stopped else ""
@@ -66,15 +66,15 @@ def _evaluation(m: dict[str, Any]) -> str:
     if m["greedy"]["policy"][key] is None:
         return f"neither score nor judge; KL {m['kl']['sampled']:.2f}"
 
-    def told(mode: str) -> str:
+    def change(mode: str) -> str:
         wins = m["win_rate"][mode]["value"]
         of_score = "" if wins is None else f", wins {wins:.2f}"
         return f"{m[mode]['sft'][key]:.2f} -> {m[mode]['policy'][key]:.2f} ({mode}{of_score})"
 
-    return f"{name} {told('sampled')}, {told('greedy')}"
+    return f"{name} {change('sampled')}, {change('greedy')}"
 
 
-# Stage -> its key figure, from its metrics file. A stage without a line here shows none.
+# Stage -> key figure from its metrics file. Stages not listed show none.
 KEY_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
     "prepare_data": _rows,
     "validate_data": _validation,
@@ -88,7 +88,7 @@ KEY_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def read_metrics(workspace: Path, stage: str) -> dict[str, Any] | None:
-    """The stage's metrics; None where it has none yet."""
+    """The stage's metrics; None: not written yet."""
     path = metrics_file(workspace, stage)
     if path is None:
         return None
@@ -107,7 +107,7 @@ def key_figure(workspace: Path, stage: str) -> str:
     metrics, show = read_metrics(workspace, stage), KEY_FIGURES.get(stage)
     if metrics is None or show is None:
         return ""
-    with suppress(KeyError, TypeError, ValueError):  # a figure that a stage doesn't write (yet) is left out
+    with suppress(KeyError, TypeError, ValueError):  # a missing metric is left out
         return show(metrics)
     return ""
 
@@ -117,7 +117,7 @@ def stage_table(workspace: Path, order: list[str], results: list[StageResult], f
 
     Args:
         order: all stages of the chain; those without a result weren't reached.
-        failed: the stage that ended the run.
+        failed: the stage that failed.
     """
     done = {r.stage: r for r in results}
     rows = []
@@ -138,7 +138,7 @@ def stage_table(workspace: Path, order: list[str], results: list[StageResult], f
 
 
 def report_of(workspace: Path, failed: str | None = None) -> Path | None:
-    """The page about this run: of a failed one what there is of it, never the report that an earlier run has left."""
+    """Line with the page of this run; for a failed run the partial page, never an earlier run's report."""
     page = workspace / (REPORT if failed is None else STOPPED_REPORT)
     return page if page.is_file() else None
 
@@ -149,4 +149,4 @@ def report_line(workspace: Path, failed: str | None = None) -> str:
 
 
 def until_line(until: str, workspace: Path) -> str:
-    return f"Ended after {until}, as asked for, in {workspace}; the same command without --until goes on from there"
+    return f"Ended after {until} (--until) in {workspace}; the same command without --until continues from there"

@@ -1,4 +1,4 @@
-"""What a run that exists would be changed in. A run's name stands for its params and results, so only `--update` changes one."""
+"""Changes of an existing run's params. A run's name stands for its params and results, so only `--update` changes them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from flows.chain.worktree import git, worktree_path
 from flows.runs.record import RECORD
 from rlhf_core.config import ConfigError, Params, overridden, read_text, shown
 
-MAX_KEYS = 20  # named in a message
+MAX_KEYS = 20  # shown in a message
 OF_THE_REGISTRY = ("gate.incumbent", "gate.anchor", "gate.rolled_back")  # written when a run is started, by flows/chain/pins.py
 
 log = logging.getLogger("rlhf.flows")
 
 
 def check_update(root: Path, name: str, overrides: dict[str, Any], *, update: bool, free: Iterable[str] = ()) -> None:
-    """Overrides leave a run that has begun as it is, or are meant to change it.
+    """Check that overrides don't change an existing run, unless `update` allows it.
 
     Args:
-        update: the user wants the change. free: keys that no result depends on, and which change unasked.
+        update: allow changes. free: keys that affect no result and may always change.
     Raises:
-        ConfigError: they would change it unasked; each key with both values.
+        ConfigError: the overrides change the run; names each key with both values.
     """
     text = run_params(root, name) if overrides and has_begun(root, name) else None
     if text is None:
@@ -35,18 +35,18 @@ def check_update(root: Path, name: str, overrides: dict[str, Any], *, update: bo
     before, after = (overridden(text, given, subject=subject)[1] for given in ({}, overrides))
     changes = [change for change in differences(before, after) if change[0] not in free]
     if not changes:
-        _say_what_it_keeps(root, name, before, overrides)
+        _log_kept_params(root, name, before, overrides)
     elif update:
-        log.warning("run %s: changed: %s", name, _told(changes))
+        log.warning("run %s: changed: %s", name, _change_list(changes))
     else:
         raise ConfigError(
-            f"run {name}: expected the params that it has, got others: {_told(changes)}; add --update (a deployment's parameter `update`) "
+            f"run {name}: expected its own params, got: {_change_list(changes)}; add --update (a deployment's parameter `update`) "
             "to change this run, or give the new one another name"
         )
 
 
 def run_params(root: Path, name: str) -> str | None:
-    """The text of a run's params.yaml, from its worktree or, where that was removed, from its branch; None: there is no such run."""
+    """Text of a run's params.yaml from its worktree or, if that was removed, from its branch; None: no such run."""
     path = worktree_path(root, name)
     if path.exists():
         return read_text(path / "params.yaml")
@@ -60,20 +60,20 @@ def branch_exists(root: Path, name: str) -> bool:
 
 
 def has_begun(root: Path, name: str) -> bool:
-    """Whether anything stands under the run's name; not so for one that was killed before its params were written."""
+    """Whether a run of this name exists; False if it was killed before its params were written."""
     path, branch = worktree_path(root, name), f"refs/heads/run/{name}"
     if path.exists() and ((path / RECORD).exists() or git(path, "status", "--porcelain")):
         return True
     if not branch_exists(root, name):
-        return path.exists()  # a folder of the user's, or a worktree in which another branch was checked out
+        return path.exists()  # a user's folder, or a worktree with another branch checked out
     if git(root, "rev-list", "--max-count=1", f"HEAD..{branch}"):
         return True
-    words = [f"--grep=Run {name}:", f"--grep=Results of run {name}"]  # of one that was merged
+    words = [f"--grep=Run {name}:", f"--grep=Results of run {name}"]  # of a merged branch
     return git(root, "log", "--max-count=1", "--fixed-strings", *words, "--format=%H", branch) != ""
 
 
 def check_run(root: Path, name: str | None, overrides: dict[str, Any], *, rounds: bool = False) -> Params:
-    """The params that a run would have: its own or, where it isn't made yet, those of the current folder, with the overrides.
+    """Params that a run would have: its own or, for a new run, those of the current folder, with the overrides.
 
     Args:
         rounds: for a series of rounds of iterative DPO.
@@ -87,7 +87,7 @@ def check_run(root: Path, name: str | None, overrides: dict[str, Any], *, rounds
 
 
 def differences(before: Params, after: Params) -> list[tuple[str, Any, Any]]:
-    """(dotted key, value before, value after); None where there is no such key."""
+    """(dotted key, value before, value after); None: no such key."""
     one, other = (dict(_flat(params.model_dump(mode="json"))) for params in (before, after))
     return [(key, one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)]
 
@@ -101,9 +101,9 @@ def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _told(changes: list[tuple[str, Any, Any]]) -> str:
-    said = [f"{key} {_value(old)} -> {_value(new)}" for key, old, new in changes[:MAX_KEYS]]
-    return ", ".join(said) + (f" and {len(changes) - MAX_KEYS} more" if len(changes) > MAX_KEYS else "")
+def _change_list(changes: list[tuple[str, Any, Any]]) -> str:
+    parts = [f"{key} {_value(old)} -> {_value(new)}" for key, old, new in changes[:MAX_KEYS]]
+    return ", ".join(parts) + (f" and {len(changes) - MAX_KEYS} more" if len(changes) > MAX_KEYS else "")
 
 
 def _value(value: Any) -> str:
@@ -111,10 +111,10 @@ def _value(value: Any) -> str:
 
 
 def own_params(root: Path, name: str, params: Params) -> list[tuple[str, Any, Any]]:
-    """(key, value of the commit that the run was made from, value of the run), without what the registry says.
+    """(key, value in the run's base commit, value in the run), without the keys pinned from the registry.
 
     Raises:
-        ConfigError: that commit's params can't be read by this code.
+        ConfigError: this code can't read that commit's params.
     """
     base = _made_from(root, name)
     made_from = overridden(git(root, "show", f"{base}:params.yaml"), {}, subject=f"params.yaml of {base[:9]}")[1]
@@ -122,7 +122,7 @@ def own_params(root: Path, name: str, params: Params) -> list[tuple[str, Any, An
 
 
 def _made_from(root: Path, name: str) -> str:
-    """The commit; of a branch that was merged since, the one before its first params."""
+    """Base commit of a run; for a merged branch the parent of its first commit."""
     branch = f"refs/heads/run/{name}"
     if not git(root, "rev-list", "--max-count=1", f"HEAD..{branch}"):
         own = git(root, "log", "--fixed-strings", f"--grep=Run {name}: ", "--format=%H", branch).splitlines()
@@ -131,10 +131,10 @@ def _made_from(root: Path, name: str) -> str:
     return git(root, "merge-base", "HEAD", branch)
 
 
-def _say_what_it_keeps(root: Path, name: str, params: Params, overrides: dict[str, Any]) -> None:
-    """What a recipe had when the run was made, and has no more, say."""
+def _log_kept_params(root: Path, name: str, params: Params, overrides: dict[str, Any]) -> None:
+    """Log params that the run keeps although they aren't given now, for example because a recipe changed."""
     with suppress(ConfigError):
         given = tuple(overrides)
         kept = [change for change in own_params(root, name, params) if not f"{change[0]}.".startswith(tuple(f"{key}." for key in given))]
         if kept:
-            log.info("run %s: goes on, and keeps what was not given: %s", name, _told(kept))
+            log.info("run %s: resumes and keeps params that were not given: %s", name, _change_list(kept))

@@ -1,6 +1,6 @@
-"""What params name and a run reads (data, models, functions that score, rules that judge, a chat template), looked for before all else.
+"""Check before a run that the files named in params exist: data, models, reward functions, judges, a chat template.
 
-Nothing of it is loaded or run here. Stage check_model loads the functions (docs/scorers.md).
+Nothing is loaded or executed here. Stage check_model loads the functions (docs/scorers.md).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rlhf_core.provenance.inputs import input_problems
 
 
 def check_user_files(root: Path, name: str | None, params: Params, *, rounds: bool = False) -> None:
-    """The files are where a run will look for them: in the current folder, or in the worktree of a named run, made or not yet made.
+    """Check that the files exist where a run reads them: the current folder, or a named run's existing or future worktree.
 
     Args:
         name: of the run; None: it works in `root`.
-        rounds: of iterative DPO, which has scorers of its own.
+        rounds: include the scorers of iterative DPO's rounds.
     Raises:
-        ConfigError: naming all that are missing or can't be read as what they are.
+        ConfigError: names all files that are missing or unreadable.
     """
     folder = root if name is None else worktree_path(root, name)
     problems = [*_missing_functions(root, name, folder, params, rounds)]
@@ -35,7 +35,7 @@ def check_user_files(root: Path, name: str | None, params: Params, *, rounds: bo
 
 
 def _missing_functions(root: Path, name: str | None, folder: Path, params: Params, rounds: bool) -> Iterator[str]:
-    """And a missing chat template."""
+    """Problems of inputs, including a missing chat template."""
     for key, wanted in _functions(params, rounds):
         place = wanted.rpartition(":")[0]
         candidates = [place] if place.endswith(".py") else _module_files(root, place)
@@ -60,7 +60,7 @@ def _functions(params: Params, rounds: bool) -> Iterator[tuple[str, str]]:
 
 
 def _module_files(root: Path, module: str) -> list[str]:
-    """Where a module of the project's folder lies; none for one that is installed, or is nowhere: stage check_model says so."""
+    """File of a module in the project's folder; None: an installed or unknown module, which stage check_model reports."""
     elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != root.resolve()]
     if not module or importlib.machinery.PathFinder.find_spec(module.partition(".")[0], elsewhere) is not None:
         return []
@@ -69,9 +69,9 @@ def _module_files(root: Path, module: str) -> list[str]:
 
 
 def _will_be_there(root: Path, folder: Path, path: str) -> bool:
-    """Whether a file is in the folder that a run works in; of a worktree that isn't made yet, whether what it is made from has it.
+    """Whether a file is in a run's folder; for a future worktree, whether its base commit has the file.
 
-    True where that can't be told: what lies behind a link is looked for when the worktree is there.
+    True if that is unknown: a link's target is checked once the worktree exists.
     """
     try:
         inside = not Path(path).is_absolute() and ".." not in Path(path).parts
@@ -81,12 +81,12 @@ def _will_be_there(root: Path, folder: Path, path: str) -> bool:
             return True
     except (OSError, ValueError) as error:
         raise ConfigError(f"{shown(path)}: expected a path, got: {shown(str(error))}; correct it") from error
-    branch = f"refs/heads/run/{folder.name}"  # of a worktree that was removed: it would be made from its branch
+    branch = f"refs/heads/run/{folder.name}"  # a removed worktree is made again from its branch
     return _has(root, branch if _has(root, branch) else "HEAD", path)
 
 
 def _has(root: Path, commit: str, path: str | None = None) -> bool:
-    """Whether there is that commit, and the file in it."""
+    """Whether the commit exists and has the file."""
     command = ["git", "cat-file", "-e", commit if path is None else f"{commit}:./{path}"]
     return subprocess.run(command, cwd=root, env=git_environment(), capture_output=True, check=False).returncode == 0
 

@@ -1,6 +1,6 @@
 """One run, one git worktree: `runs/<name>` on branch `run/<name>`, with its overrides committed and DVC's cache shared.
 
-Runs in worktrees don't meet, restore from one run cache, and are rebuilt by `git checkout run/<name> && dvc repro`.
+Worktrees keep runs apart. Runs share one run cache, and `git checkout run/<name> && dvc repro` rebuilds one.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from rlhf_core.provenance.cached_model import cache_folder
 log = logging.getLogger("rlhf.flows")
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")
-HOOK_SECONDS = 300.0  # for all hooks of a commit, or of a worktree, together
-HOOK_GRACE = 5.0  # seconds, for a hook that was told to end
-COMMAND_SECONDS = 600.0  # for any other command of git or DVC that runs nothing of the user's
+HOOK_SECONDS = 300.0  # for all hooks of one commit or worktree together
+HOOK_GRACE = 5.0  # seconds for a hook to exit after SIGTERM
+COMMAND_SECONDS = 600.0  # for other git and DVC commands, which run no user code
 NO_HOOKS = "GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=core.hooksPath GIT_CONFIG_VALUE_0=/dev/null"
 IDENTITY = ("-c", "user.name=rlhf pipeline", "-c", "user.email=rlhf@localhost")
 
 
 def prepare_worktree(root: Path, name: str, overrides: dict[str, Any]) -> Path:
-    """Make the worktree of a run, or find it again, and put the overrides into its params.yaml.
+    """Make the worktree of a run, or reuse it, and write the overrides to its params.yaml.
 
     Args:
-        root: the checkout that the run starts from; its last commit is what runs.
+        root: the checkout that the run starts from, at its last commit.
     Returns:
         The worktree's folder.
     Raises:
-        ConfigError: the name can't be one, the folder is something else, or an override is refused.
+        ConfigError: the name is invalid, the folder isn't a worktree, or an override is refused.
     """
     path = worktree_path(root, name)
     if not path.exists():
@@ -71,7 +71,7 @@ def worktree_path(root: Path, name: str) -> Path:
 
 
 def derive_name(root: Path, overrides: dict[str, Any], recipes: list[Path]) -> str:
-    """A readable name that the same overrides of the same commit get again."""
+    """A readable name, the same for the same overrides and commit."""
     parts = [r.stem for r in recipes] or [f"{key.rsplit('.', 1)[-1]}-{value}" for key, value in sorted(overrides.items())]
     identity = json.dumps([overrides, git(root, "rev-parse", "HEAD")], sort_keys=True)
     return f"{slug('-'.join(parts))}-{hashlib.sha256(identity.encode()).hexdigest()[:6]}"
@@ -82,13 +82,13 @@ def slug(text: str) -> str:
 
 
 def commit(path: Path, message: str, files: list[str]) -> str | None:
-    """Commit these files, and nothing else that lies there or is staged, where one changed. Works without a git identity.
+    """Commit these files if one changed, and no other file, staged or not. Works without a git identity.
 
-    The user's hooks run, with a deadline, and can refuse; what a hook makes of the files is taken back, since dvc.lock has their hashes,
-    and a commit that has it is none. Commits are not signed: that may ask for a passphrase.
+    The user's hooks run with a deadline and can refuse. A hook's changes of the files are reverted, since dvc.lock has their hashes;
+    a commit that contains such a change is undone. Commits aren't signed, since a key may need a passphrase.
 
     Returns:
-        Why there is no commit; None: there is one, or nothing to commit.
+        Why there is no commit; None: committed, or nothing to commit.
     """
     listed = git(path, "ls-files", "--cached", "--others", "--exclude-standard", "-z", "--", *files)
     present = sorted({file for file in listed.split("\0") if file})
@@ -105,7 +105,7 @@ def commit(path: Path, message: str, files: list[str]) -> str | None:
     for file in changed:
         (path / file).write_bytes(before[file])
     if changed:
-        log.warning("git commit: a hook changed %s, whose hashes dvc.lock has; put back", ", ".join(changed))
+        log.warning("git commit: a hook changed %s, whose hashes are in dvc.lock; reverted", ", ".join(changed))
     if refusal is None and (other := git(path, "diff", "--name-only", "HEAD", "--", *present)):
         git(path, "update-ref", "HEAD", head, git(path, "rev-parse", "HEAD"))
         git(path, "add", "--all", "--", *present)
@@ -115,7 +115,7 @@ def commit(path: Path, message: str, files: list[str]) -> str | None:
 
 
 def _run_with_hooks(path: Path, arguments: list[str], what: str) -> str | None:
-    """Why git has not done it: the hooks' last words, or that one didn't end. Hooks are ended first, so that git takes its locks away."""
+    """Run git. Returns why it failed: the hooks' last output, or a timeout. Hooks are ended first, so that git removes its locks."""
     with tempfile.TemporaryFile() as output:
         how = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
         child = subprocess.Popen(["git", *arguments], cwd=path, env=git_environment(), **how)
@@ -134,9 +134,9 @@ def _run_with_hooks(path: Path, arguments: list[str], what: str) -> str | None:
         if child.returncode == 0:
             return None
         output.seek(0)
-        said = shown(" ".join(output.read().decode(errors="replace").split()[-60:]), 600)
+        words = shown(" ".join(output.read().decode(errors="replace").split()[-60:]), 600)
         got = f"none within {HOOK_SECONDS:.0f} s" if late else f"exit code {child.returncode}"
-        return f"{what}: expected the repository's hooks to accept it, got {got}: {said or 'no output'}"
+        return f"{what}: expected the repository's hooks to accept it, got {got}: {words or 'no output'}"
 
 
 def _tell_hooks(git_process: subprocess.Popen, number: int) -> None:
@@ -147,14 +147,14 @@ def _tell_hooks(git_process: subprocess.Popen, number: int) -> None:
 
 
 def commit_results(path: Path, message: str, files: list[str], inputs: list[str]) -> None:
-    """Commit what a run has shown. A refusal is said, and loses nothing: the files stay, and the next run's end tries again.
+    """Commit a run's results. A refusal is logged; the files stay, and the end of the next run tries again.
 
     Args:
-        inputs: what stages depend on; those that git doesn't have as they are here are named, since the commit can't be rebuilt without.
+        inputs: dependencies of stages. A warning names those that differ from git, without which the commit can't be rebuilt.
     """
     try:
         refusal = commit(path, message, files)
-    except ConfigError as error:  # another git has the index, or there is no room
+    except ConfigError as error:  # another git holds the index, or the disk is full
         refusal = str(error)
     if refusal is not None:
         log.warning("%s: not committed; its files are there. %s", path.name, refusal)
@@ -164,20 +164,23 @@ def commit_results(path: Path, message: str, files: list[str], inputs: list[str]
         names = shown(", ".join(changed[:5]))
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
         log.warning(
-            "%s: stages have read %s%s, which no commit has as here; commit them if the run is to be rebuilt", path.name, names, more
+            "%s: stages have read %s%s, whose current content is in no commit; commit them to make the run reproducible",
+            path.name,
+            names,
+            more,
         )
 
 
 def _add(root: Path, path: Path, name: str) -> None:
-    """Raises ConfigError where git or a hook refuses; nothing is left of it then."""
+    """Make the worktree. Raises ConfigError if git or a hook refuses, after removing what was made."""
     branch = f"run/{name}"
     git(root, "worktree", "prune")
     known = bool(git(root, "branch", "--list", branch))
     if not known and git(root, "status", "--porcelain", "--untracked-files=no"):
-        log.warning("%s: starts from the last commit; changes that aren't committed take no part", branch)
+        log.warning("%s: starts from the last commit, without uncommitted changes", branch)
     how = [str(path), branch] if known else ["-b", branch, str(path), "HEAD"]
     if (refusal := _run_with_hooks(root, ["worktree", "add", "--quiet", *how], "git worktree add")) is not None:
-        with suppress(ConfigError):  # it may not have come to a worktree or a branch
+        with suppress(ConfigError):  # the worktree or the branch may not exist
             git(root, "worktree", "remove", "--force", str(path))
         with suppress(ConfigError):
             if not known:
@@ -186,7 +189,7 @@ def _add(root: Path, path: Path, name: str) -> None:
 
 
 def share_cache(root: Path, path: Path) -> None:
-    """Local DVC settings as in the main checkout (remotes, credentials), with its cache."""
+    """Copy the main checkout's local DVC settings (remotes, credentials) and use its cache."""
     local = path / ".dvc" / "config.local"
     if local.exists():
         return
@@ -221,25 +224,25 @@ def git(path: Path, *arguments: str) -> str:
 
 
 def _run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
-    """What a command of git or DVC prints.
+    """Output of a git or DVC command.
 
     Raises:
         ConfigError: it failed, or didn't end within COMMAND_SECONDS.
     """
     done = run_within(COMMAND_SECONDS, command, folder, environment or dvc_environment(folder))
     if done.returncode:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise ConfigError(f"{' '.join(command[:4])}: expected to succeed in this checkout, got: {said}")
+        words = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise ConfigError(f"{' '.join(command[:4])}: expected to succeed in this checkout, got: {words}")
     return done.stdout.strip()
 
 
 def run_within(seconds: float, command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """A command to its end, its output as text.
+    """Run a command and return its output as text.
 
-    Files take the output: a pipe would be waited for as long as any process that the command has left behind holds it.
+    The output goes to files: reading a pipe would wait for background processes of the command that hold it open.
 
     Raises:
-        ConfigError: its time was up; it and what it had started are ended.
+        ConfigError: the command exceeded the deadline; its session was ended.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         how = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors, "start_new_session": True}
@@ -252,8 +255,8 @@ def run_within(seconds: float, command: list[str], folder: Path, environment: di
                 raise
             subject = " ".join(command[:4])
             raise ConfigError(f"{subject}: expected an end within {seconds:g} s, got none; look whether the disk answers") from error
-        said = []
+        texts = []
         for file in (output, errors):
             file.seek(0)
-            said.append(file.read().decode("utf-8", errors="backslashreplace"))
-    return subprocess.CompletedProcess(command, child.returncode, *said)
+            texts.append(file.read().decode("utf-8", errors="backslashreplace"))
+    return subprocess.CompletedProcess(command, child.returncode, *texts)

@@ -13,7 +13,7 @@ from typing import Any
 
 from flows.chain.worktree import IDENTITY, git, has_identity
 from flows.registry.evidence import check_version
-from flows.registry.objects import run_git, said
+from flows.registry.objects import failure_text, run_git
 from flows.registry.signatures import allowed_signers, signing, verify
 from flows.registry.state import STAGE, Registry, read_for_decision, read_registry, version_number, why_not
 from flows.registry.tags import Event, Version
@@ -74,7 +74,7 @@ def promote(
     by: str,
     reason: str,
     override: str | None = None,
-    asked: dict[str, str | None] | None = None,
+    approved: dict[str, str | None] | None = None,
 ) -> Event:
     """Make a version the one that is used from now on.
 
@@ -89,7 +89,7 @@ def promote(
     with registry_lock(root):
         registry = read_for_decision(root, artifact)
         chosen = registry.get(version or registry.newest_version() or "latest")
-        check_asked(chosen, asked)
+        check_approved(chosen, approved)
         check_version(root, chosen)
         refusal = why_not(registry, chosen)
         if refusal and override is None:
@@ -103,12 +103,12 @@ class AnotherModel(ConfigError):
     """A version is another model than the one that somebody agreed to."""
 
 
-def check_asked(chosen: Version, asked: dict[str, str | None] | None) -> None:
+def check_approved(chosen: Version, approved: dict[str, str | None] | None) -> None:
     """Raises: AnotherModel: naming both."""
-    if asked is not None and asked != chosen.model:
-        key = next(key for key in chosen.model if asked.get(key) != chosen.model[key])
+    if approved is not None and approved != chosen.model:
+        key = next(key for key in chosen.model if approved.get(key) != chosen.model[key])
         raise AnotherModel(
-            f"{chosen.artifact} {chosen.version}: expected the model that was asked about, {key} {asked.get(key)}, got {key} "
+            f"{chosen.artifact} {chosen.version}: expected the model that was asked about, {key} {approved.get(key)}, got {key} "
             f"{chosen.model[key]}: its tag was replaced after the question; ask again"
         )
 
@@ -216,7 +216,7 @@ def write_tag(root: Path, name: str, commit: str, head: str, content: dict[str, 
     done = run_git(root, *identity, *settings, "tag", how, "--cleanup=verbatim", "--file=-", name, commit, content=message)
     if done.returncode:
         key = "; name your key with `git config user.signingKey FILE`" if signers else ""
-        raise ConfigError(f"tag {name}: expected git to write it, got: {said(done)}{key}")
+        raise ConfigError(f"tag {name}: expected git to write it, got: {failure_text(done)}{key}")
     oid, second = git(root, "for-each-ref", "--format=%(objectname) %(taggerdate:unix)", f"refs/tags/{name}").split()
     if signers is not None and (signature := verify(root, [oid], signers)[oid]).signer is None:
         git(root, "update-ref", "-d", f"refs/tags/{name}", oid)

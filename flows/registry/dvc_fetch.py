@@ -42,17 +42,17 @@ def fetch_from_remote(root: Path, commit: str, path: str, md5: str) -> None:
     """
     check_remotes(root, commit)
     cache = cache_folder(root)
-    said = _pull(root, [md5])
+    failure = _pull(root, [md5])
     try:
         if not missing_listing(md5, cache):
-            said = _pull(root, [file for file in listing(md5, cache).values() if not (cache / file[:2] / file[2:]).is_file()]) or said
+            failure = _pull(root, [file for file in listing(md5, cache).values() if not (cache / file[:2] / file[2:]).is_file()]) or failure
         lost = missing(md5, cache)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     if lost:
         raise ConfigError(
-            f"{path}: expected it in DVC's cache or in the remote, got neither: {said or shown(lost[0])}; `dvc push` it where it was made, "
-            "or set a remote with `dvc remote add`"
+            f"{path}: expected it in DVC's cache or in the remote, got neither: {failure or shown(lost[0])}; `dvc push` it where it was "
+            "made, or set a remote with `dvc remote add`"
         )
 
 

@@ -131,19 +131,19 @@ def check_version(root: Path, version: Version) -> None:
 
 
 def _check(root: Path, version: Version, subject: str) -> None:
-    said, commit = version.lineage, version.commit
+    claimed, commit = version.lineage, version.commit
     files = read_files(root, commit, (LOCK, ROUNDS_LOCK, PARAMS, PIPELINE_FILE, GATE))
     lock, gate = locks_of(files, commit), _json(files[GATE], commit, GATE)
     params = _yaml(files[PARAMS], commit, PARAMS)
     decided = _check_path(root, version, _yaml(files[PIPELINE_FILE], commit, PIPELINE_FILE))
     try:
-        made = lineage(said["path"], commit=commit, run=said["run"], params=params, lock=lock, gate=gate, decided=decided)
+        made = lineage(claimed["path"], commit=commit, run=claimed["run"], params=params, lock=lock, gate=gate, decided=decided)
         made = json.loads(json.dumps(made))  # as it went into the tag
     except (ValueError, TypeError) as error:
         raise ConfigError(f"expected what its commit {commit[:10]} says, got {shown(str(error))}; don't use it") from error
     for key, file in SAID_BY.items():
-        if key in said and said[key] != made[key]:
-            where, wanted, got = _difference(key, made[key], said[key])
+        if key in claimed and claimed[key] != made[key]:
+            where, wanted, got = _difference(key, made[key], claimed[key])
             raise ConfigError(
                 f"{subject}: expected what {file} of its commit {commit[:10]} says, {where}: {wanted}, got {got}; don't use it"
             )
@@ -219,15 +219,15 @@ def _gate_problem(version: Version, found: Object | None) -> GateProblem | None:
         gate = None if text is None else parse_json(text, subject)
     except ConfigError as error:
         return GateProblem(str(error), "commit's can't be read")
-    said = version.lineage["gate"]
-    if gate == said:
+    claimed = version.lineage["gate"]
+    if gate == claimed:
         return None
-    where, wanted, got = _difference("gate", gate, said)
+    where, wanted, got = _difference("gate", gate, claimed)
     problem = f"tag {version.artifact}@{version.version}: expected what {subject} says, {where}: {wanted}, got {got}; don't use it"
     if gate is None:
         return GateProblem(problem, "commit has none")
     passed = gate.get("passed") if isinstance(gate, dict) else None
-    if not isinstance(passed, bool) or passed is (said or {}).get("passed"):
+    if not isinstance(passed, bool) or passed is (claimed or {}).get("passed"):
         return GateProblem(problem, "commit differs")
     return GateProblem(problem, f"commit says {'passed' if passed else 'rejected'}")
 

@@ -53,20 +53,20 @@ def promote(
     try:
         config = load_params(root / "params.yaml").promotion
         found = read_for_decision(root, artifact)
-        chosen = asked_about(_note(root), found, version, resumed=runtime.flow_run.run_count > 1)
+        chosen = version_to_approve(_note(root), found, version, resumed=runtime.flow_run.run_count > 1)
         check_version(root, chosen)
         refusal = why_not(found, chosen)
         if refusal and override is None:
             raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it all the same, give the reason in `override`")
-        told = plain(summary(found, chosen)) + (f"\nOverride: {override}" if refusal else "")
-        decision = _ask(chosen, told, config) if config.require_approval else _given(root, by, reason)
+        details = plain(summary(found, chosen)) + (f"\nOverride: {override}" if refusal else "")
+        decision = _ask(chosen, details, config) if config.require_approval else _given(root, by, reason)
         if not decision.approve:
             log.info("%s %s: not approved", artifact, chosen.version)
             message = f"{artifact} {chosen.version}: stated by {decision.by}: {decision.reason}"
             tell_end(NOT_APPROVED, message)
             return State(type=StateType.FAILED, name=NOT_APPROVED, message=message)
         how = {"by": decision.by, "reason": decision.reason, "override": override}
-        event = decisions.promote(root, artifact, chosen.version, asked=chosen.model, **how)
+        event = decisions.promote(root, artifact, chosen.version, approved=chosen.model, **how)
         _show(artifact, event)
     except ConfigError as error:
         log.error("%s", error)
@@ -79,7 +79,7 @@ def _note(root: Path) -> Path:
     return root / "scratch" / "promote" / str(runtime.flow_run.id)
 
 
-def asked_about(note: Path, found: Registry, version: str | None, *, resumed: bool) -> Version:
+def version_to_approve(note: Path, found: Registry, version: str | None, *, resumed: bool) -> Version:
     """The version that a run is about: after it was suspended the same one, whatever was registered or moved in the meantime.
 
     Args:
@@ -98,9 +98,9 @@ def asked_about(note: Path, found: Registry, version: str | None, *, resumed: bo
         aside.write_text(json.dumps({"version": chosen.version, "model": chosen.model}), encoding="utf-8")
         aside.replace(note)
         return chosen
-    asked = parse_json(note.read_text(encoding="utf-8"), f"note {note.name}")
-    chosen = found.get(asked["version"])
-    decisions.check_asked(chosen, asked["model"])
+    noted = parse_json(note.read_text(encoding="utf-8"), f"note {note.name}")
+    chosen = found.get(noted["version"])
+    decisions.check_approved(chosen, noted["model"])
     return chosen
 
 
@@ -113,16 +113,16 @@ def question(chosen: Version) -> str:
     )
 
 
-def _ask(chosen: Version, told: str, config: RegistryConfig) -> Approval:
+def _ask(chosen: Version, details: str, config: RegistryConfig) -> Approval:
     """Suspends the run; when a person resumes it, it starts again and gets the answer here.
 
     The server keeps the answer under the model's name: one to a question about another model is none to this.
     """
-    asked = question(chosen)
+    text_of_question = question(chosen)
     key = hashlib.sha256(json.dumps([chosen.artifact, chosen.version, chosen.model]).encode()).hexdigest()[:32]
-    text = f"# {markdown_text(asked)}\n\n{markdown_block(told)}"
-    create_markdown_artifact(text, key=f"promote-{chosen.artifact}", description=asked)
-    form = Approval.with_initial_data(description=asked)
+    text = f"# {markdown_text(text_of_question)}\n\n{markdown_block(details)}"
+    create_markdown_artifact(text, key=f"promote-{chosen.artifact}", description=text_of_question)
+    form = Approval.with_initial_data(description=text_of_question)
     return suspend_flow_run(wait_for_input=form, timeout=config.approval_timeout, key=key)
 
 

@@ -57,7 +57,7 @@ def _head(line: bytes) -> tuple[str, int] | None:
 def _ask(root: Path, how: str, names: Sequence[str]) -> bytes:
     done = run_git(root, "cat-file", how, content="".join(f"{name}\n" for name in names).encode(errors="surrogateescape"))
     if done.returncode:
-        raise ConfigError(f"git cat-file: expected to succeed in this checkout, got: {said(done)}; `git fsck` says more")
+        raise ConfigError(f"git cat-file: expected to succeed in this checkout, got: {failure_text(done)}; `git fsck` says more")
     return done.stdout
 
 
@@ -77,6 +77,6 @@ def run_git(root: Path, *arguments: str, content: bytes = b"") -> subprocess.Com
         ) from None
 
 
-def said(done: subprocess.CompletedProcess[bytes]) -> str:
+def failure_text(done: subprocess.CompletedProcess[bytes]) -> str:
     """What a call of git wrote of its failure, on one line."""
     return " ".join(done.stderr.decode(errors="backslashreplace").split()) or f"exit code {done.returncode}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from flows.chain.worktree import git
-from flows.registry.objects import run_git, said
+from flows.registry.objects import failure_text, run_git
 from rlhf_core.config import ConfigError, RegistryConfig, read_yaml, shown
 
 _GOOD = re.compile(r'Good "git" signature for (?P<signer>\S+) with \S+ key SHA256:\S+')
@@ -86,7 +86,7 @@ def _verify(root: Path, tag: str, signers: Signers) -> Signature:
     found = _GOOD.match(done.stderr.decode(errors="backslashreplace"))
     if done.returncode == 0 and found is not None:
         return Signature(found["signer"])
-    return Signature(None, shown(said(done)) if done.stderr.strip() else "none")
+    return Signature(None, shown(failure_text(done)) if done.stderr.strip() else "none")
 
 
 def _ssh(signers: Signers) -> tuple[str, ...]:

@@ -90,12 +90,12 @@ class Registry:
 
     def problems(self) -> list[str]:
         """What is wrong with the tags that were left out; of those that one bad tag takes with it only the names."""
-        told = []
+        lines = []
         for tag in self.bad:
             if tag.cause is None:
                 taken = [other.name for other in self.bad if other.cause == tag.name]
-                told.append(f"{tag.problem}; left out with it: {shown(', '.join(taken), 1000)}" if taken else tag.problem)
-        return told
+                lines.append(f"{tag.problem}; left out with it: {shown(', '.join(taken), 1000)}" if taken else tag.problem)
+        return lines
 
     def get(self, version: str | None) -> Version:
         """A version by its name; None: the promoted one.

@@ -277,9 +277,9 @@ def as_version(artifact: str, tag: Tag) -> Version:
     """Raises: ConfigError: the tag says something else, or is at another commit than it says."""
     _check(tag, _Lineage)
     if tag.content["commit"] != tag.commit:
-        said = shown(tag.content["commit"])
+        stated = shown(tag.content["commit"])
         raise ConfigError(
-            f"tag {tag.name}: expected it at commit {said}, as its message says, got {tag.commit}; someone moved it: "
+            f"tag {tag.name}: expected it at commit {stated}, as its message says, got {tag.commit}; someone moved it: "
             "`git fetch --tags --force` brings the shared one back"
         )
     return Version(artifact, tag.name.partition("@")[2], tag.commit, tag.by, tag.at, tag.content, tag.signer)

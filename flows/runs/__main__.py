@@ -47,19 +47,19 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    asked, root = parse_arguments(arguments), Path.cwd()
+    options, root = parse_arguments(arguments), Path.cwd()
     try:
-        if asked.command == "compare":
+        if options.command == "compare":
             from flows.compare_runs import main as compare  # pandas comes with it
 
-            return compare(asked.names)
-        if asked.command == "list":
-            text = list_runs(root, as_json=asked.json)
-        elif asked.command == "show":
-            text = show(root, asked.name, as_json=asked.json)
+            return compare(options.names)
+        if options.command == "list":
+            text = list_runs(root, as_json=options.json)
+        elif options.command == "show":
+            text = show(root, options.name, as_json=options.json)
         else:
             show_own_log()
-            text = delete(root, list(dict.fromkeys(asked.names)), force=asked.force)
+            text = delete(root, list(dict.fromkeys(options.names)), force=options.force)
         print(reordering_shown(text), flush=True)
         return 0
     except ConfigError as error:
@@ -88,7 +88,7 @@ def _row(state: RunState) -> tuple[str, ...]:
     size = f"{state.size / 1e6:.1f}" if state.folder else "branch only"
     gate = "" if state.gate_accuracy is None else f"{state.gate_accuracy:.3f}"
     made, used = (_short_time(at) for at in (state.made, state.used))
-    return state.name, made, used, state.commit[:9], state.method, state.told, gate, _figures(state), size
+    return state.name, made, used, state.commit[:9], state.method, state.outcome_text, gate, _figures(state), size
 
 
 def _short_time(at: str | None) -> str:
@@ -109,7 +109,7 @@ def show(root: Path, name: str, *, as_json: bool) -> str:
     if as_json:
         return json.dumps({**asdict(state), **known}, indent=1, ensure_ascii=False)
     facts = {
-        "outcome": state.told + (f": {state.message}" if state.message else ""),
+        "outcome": state.outcome_text + (f": {state.message}" if state.message else ""),
         "at work": state.process and f"process {state.process}",
         "made, last used": f"{_short_time(state.made) or 'unknown'}, {_short_time(state.used)} (UTC)",
         "folder": f"{state.folder}, {state.size / 1e6:.1f} MB" if state.folder else "removed; a run of its name goes on from the branch",

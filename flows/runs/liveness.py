@@ -89,11 +89,11 @@ def crash_orphaned_command_lines(home: Path, url: str, secret: str | None, given
     for path in sorted((home / SIGNS).glob("*.json")):
         with suppress(FileNotFoundError, BlockingIOError), path.open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it lives: BlockingIOError
-            said = _said(file)
-            if said is None:
+            sign = _read_sign(file)
+            if sign is None:
                 path.unlink()
                 continue
-            if said["database"] != _database(home, given_url) or not _is_here(said):
+            if sign["database"] != _database(home, given_url) or not _is_here(sign):
                 continue
             wanted = {"state": {"type": {"any_": AT_WORK}}, "tags": {"all_": [path.stem]}}
             for run in _ask(url, secret, "flow_runs/filter", {"flow_runs": wanted}):
@@ -103,12 +103,12 @@ def crash_orphaned_command_lines(home: Path, url: str, secret: str | None, given
     return ended
 
 
-def _said(file: IO[str]) -> dict[str, str] | None:
+def _read_sign(file: IO[str]) -> dict[str, str] | None:
     """What a sign says of its process; None: it isn't whole."""
     with suppress(ValueError):
-        said = json.load(file)
-        if isinstance(said, dict) and said.keys() >= {"database", "host", "boot"}:
-            return said
+        sign = json.load(file)
+        if isinstance(sign, dict) and sign.keys() >= {"database", "host", "boot"}:
+            return sign
     return None
 
 
@@ -123,12 +123,12 @@ def _machine() -> dict[str, str]:
     return {"host": os.uname().nodename, "boot": boot.read_text(encoding="utf-8").strip() if boot.exists() else ""}
 
 
-def _is_here(said: dict[str, str]) -> bool:
+def _is_here(sign: dict[str, str]) -> bool:
     """Whether a free lock proves the end: the process was on this kernel, or on this machine before it started anew. PREFECT_HOME may lie
     on a disk that other machines share, and not every such disk shares locks.
     """
     here = _machine()
-    return said["host"] == here["host"] or (said["boot"] == here["boot"] != "")
+    return sign["host"] == here["host"] or (sign["boot"] == here["boot"] != "")
 
 
 def _crash(url: str, secret: str | None, run: str, message: str) -> None:

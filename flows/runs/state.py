@@ -58,7 +58,7 @@ class RunState:
     size: int
 
     @property
-    def told(self) -> str:
+    def outcome_text(self) -> str:
         """Outcome and stage in few words."""
         if self.outcome == "done" and self.until is not None:
             return f"done up to {self.until}"

@@ -157,7 +157,7 @@ def _differences(before: Tree, now: Tree, hashes: FileHashes) -> Iterator[str]:
 def _changed_files(old: Tree, new: Tree, hashes: FileHashes) -> Iterator[str]:
     path, was, now = new["path"], hashes.list_of(old["sha256"]), hashes.list_of(new["sha256"])
     if "files" not in new or was is None or now is None:
-        yield f"{path} changed: {_told(old)} -> {_told(new)}"
+        yield f"{path} changed: {_summary(old)} -> {_summary(new)}"
         return
     names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
     for name in names[:SHOWN_FILES]:
@@ -167,7 +167,7 @@ def _changed_files(old: Tree, new: Tree, hashes: FileHashes) -> Iterator[str]:
         yield f"{path}: {len(names) - SHOWN_FILES} more files changed"
 
 
-def _told(entry: Tree) -> str:
+def _summary(entry: Tree) -> str:
     files = f"{entry['files']} files, " if "files" in entry else ""
     return f"{files}{entry['size']} bytes, sha256 {entry['sha256'][:12]}"
 

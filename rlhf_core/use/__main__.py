@@ -96,10 +96,10 @@ def _number(value: str, fits, expected: str) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    asked = parse_arguments(arguments)
+    options = parse_arguments(arguments)
     configure_process()
     try:
-        return {"chat": _chat, "serve": _serve, "export": _export}[asked.command](asked)
+        return {"chat": _chat, "serve": _serve, "export": _export}[options.command](options)
     except ValueError as error:  # ConfigError is one
         from rlhf_core.use.chat import plain
 
@@ -112,61 +112,61 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
 
 
-def _chosen(asked: argparse.Namespace):
+def _chosen(options: argparse.Namespace):
     from rlhf_core.use.choice import choose
 
-    return choose(run=asked.run, model=asked.model, version=asked.version)
+    return choose(run=options.run, model=options.model, version=options.version)
 
 
-def _chat(asked: argparse.Namespace) -> int:
+def _chat(options: argparse.Namespace) -> int:
     from rlhf_core.sampling.requests import SamplingSettings
     from rlhf_core.use.chat import Partner, chat, introduction, typed_lines
     from rlhf_core.use.choice import beside, check_language_model
 
-    models = [_chosen(asked)]
-    if asked.beside is not None:
-        models.append(beside(models[0], asked.beside))
+    models = [_chosen(options)]
+    if options.beside is not None:
+        models.append(beside(models[0], options.beside))
     for model in models:
         check_language_model(model)
-    sampling = SamplingSettings(asked.max_new_tokens, asked.temperature, top_p=asked.top_p, top_k=asked.top_k)
-    how = {"max_length": asked.max_length, "system": asked.system, "seed": asked.seed, "threads": asked.threads}
-    partners = [Partner(model, sampling, trust=asked.trust_remote_code, **how) for model in models]
+    sampling = SamplingSettings(options.max_new_tokens, options.temperature, top_p=options.top_p, top_k=options.top_k)
+    how = {"max_length": options.max_length, "system": options.system, "seed": options.seed, "threads": options.threads}
+    partners = [Partner(model, sampling, trust=options.trust_remote_code, **how) for model in models]
     print(introduction(partners, sampling), file=sys.stderr, flush=True)
     chat(partners, typed_lines(), sys.stdout, sys.stderr)
     return 0
 
 
-def _serve(asked: argparse.Namespace) -> int:
+def _serve(options: argparse.Namespace) -> int:
     from rlhf_core.engines.vllm_server import ServerSettings
     from rlhf_core.use.choice import check_language_model, context_length, saved_dtype
     from rlhf_core.use.serve import check_address, check_servable, serve
 
-    trust = asked.trust_remote_code
-    key = None if asked.api_key_env is None else os.environ.get(asked.api_key_env)
-    if asked.api_key_env is not None and not key:
-        raise ConfigError(f"--api-key-env: expected a key in the environment variable {asked.api_key_env}, got nothing; set it")
-    chosen = _chosen(asked)
+    trust = options.trust_remote_code
+    key = None if options.api_key_env is None else os.environ.get(options.api_key_env)
+    if options.api_key_env is not None and not key:
+        raise ConfigError(f"--api-key-env: expected a key in the environment variable {options.api_key_env}, got nothing; set it")
+    chosen = _chosen(options)
     check_language_model(chosen)
     settings = ServerSettings(
         name=chosen.name,
         folder=chosen.folder,
-        host=asked.host,
-        port=asked.port,
+        host=options.host,
+        port=options.port,
         api_key=key,
-        max_length=context_length(chosen, asked.max_length, trust_remote_code=trust),
+        max_length=context_length(chosen, options.max_length, trust_remote_code=trust),
         dtype=saved_dtype(chosen, trust_remote_code=trust),
         trust_remote_code=trust,
-        start_seconds=asked.start_timeout,
+        start_seconds=options.start_timeout,
     )
     check_address(settings)
     check_servable(chosen, trust_remote_code=trust)
-    return serve(settings, sys.stdout, key_variable=asked.api_key_env)
+    return serve(settings, sys.stdout, key_variable=options.api_key_env)
 
 
-def _export(asked: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> int:
     from rlhf_core.use.export import export
 
-    print(f"{export(_chosen(asked), asked.folder)}: the model with its card")
+    print(f"{export(_chosen(options), options.folder)}: the model with its card")
     return 0
 
 

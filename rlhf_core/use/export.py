@@ -81,8 +81,8 @@ def _after_training(md5: str, read: READ) -> Iterator[str]:
         yield "## Gate\n\n" + (f"{verdict(gate)}\n" if gate else NOT_EVALUATED)
     elif (number := _ROUND.fullmatch(path)) is not None:
         found = _of_this_model(stages, path, md5, f"rounds/{number[1]}/metrics/evaluate.json", read)
-        said = "Accepted" if found and found["accepted"] else "Not accepted"
-        yield f"## Comparison of round {number[1]}\n\n" + (f"{said}: {found['reason']}\n" if found else NOT_EVALUATED)
+        outcome = "Accepted" if found and found["accepted"] else "Not accepted"
+        yield f"## Comparison of round {number[1]}\n\n" + (f"{outcome}: {found['reason']}\n" if found else NOT_EVALUATED)
     elif path == "models/policy":
         found = _of_this_model(stages, path, md5, "metrics/evaluate.json", read)
         yield "## Evaluation\n\n" + (_evaluation(found) if found else NOT_EVALUATED)

@@ -22,9 +22,9 @@ def check_servable(chosen: Chosen, *, trust_remote_code: bool) -> None:
         ConfigError: vLLM can't run it.
     """
     checks = (None if chosen.project is None else read_json(chosen.project / "metrics/check_model.json")) or {}
-    said = str(checks.get("checks", {}).get("vllm", ""))
-    if said.startswith("refused"):
-        raise ConfigError(f"{chosen.name}: expected a model that vLLM can run, got one that check_model {said}; {INSTEAD}")
+    result = str(checks.get("checks", {}).get("vllm", ""))
+    if result.startswith("refused"):
+        raise ConfigError(f"{chosen.name}: expected a model that vLLM can run, got one that check_model {result}; {INSTEAD}")
     if why := lacks(head_width(chosen, trust_remote_code=trust_remote_code)):
         raise ConfigError(f"{chosen.name}: expected a model that vLLM can run here, got {why}; {INSTEAD}")
 

@@ -191,7 +191,7 @@ def test_a_flow_that_is_stopped_or_killed_leaves_nothing_behind_and_is_resumed(t
 
     last = run_flow(workspace, PREFECT_API_URL=server)
     assert last.returncode == 0, last.stderr
-    assert f"Run {runs[3]['name']}: its process is gone; it is Crashed now" in last.stderr
+    assert f"Run {runs[3]['name']}: its process is gone; it is now Crashed" in last.stderr
     after = {run["id"]: run["state"] for run in all_flow_runs(server)}
     assert after[runs[3]["id"]]["name"] == "Crashed" and list(after.values())[-1]["name"] == "Completed"
     tasks = ask_server(server, "task_runs/filter", task_runs={"flow_run_id": {"any_": [runs[3]["id"]]}})

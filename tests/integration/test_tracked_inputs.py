@@ -96,7 +96,7 @@ def test_dvc_alone_runs_what_changed_data_and_models_change(project):
     write(data / "a.jsonl", "mended\n")
     assert not up_to_date(project) and not inputs_as_recorded(project)
     always = {"hash_inputs": ["always changed"]}  # what `dvc status` says, and what registering a model makes of it
-    assert with_something_to_do(project, always) == {"hash_inputs": ["data, a model or a function have changed"]}
+    assert with_something_to_do(project, always) == {"hash_inputs": ["data, a model or a function has changed"]}
     mended = repro(project)
     assert ran(mended)[:3] == ["hash_inputs", "prepare_data", "train_sft"]
     assert "\ndata.sources.mine: ../data/a.jsonl changed: 6 bytes, sha256 " in mended["printed"]
@@ -172,7 +172,7 @@ def test_a_run_ends_after_a_stage_and_a_stage_is_forced(project, server):
     assert part.returncode == 0, part.stderr
     reached = dict.fromkeys(("prepare_data", "train_sft"), "ran") | dict.fromkeys(("gate_reward", "report"), "not reached")
     assert outcomes(part.stdout) == reached
-    assert f"Ended after train_sft, as asked for, in {project}; the same command without --until goes on from there" in part.stdout
+    assert f"Ended after train_sft (--until) in {project}; the same command without --until continues from there" in part.stdout
     nothing = run_flow(project, "--until", "prepare_data", PREFECT_HOME="/proc/nowhere")
     assert nothing.returncode == 0 and outcomes(nothing.stdout)["prepare_data"] == "cached" and "Ended after prepare_data" in nothing.stdout
     forced = run_flow(project, "--force", "prepare_data", PREFECT_API_URL=server)
@@ -187,7 +187,7 @@ def test_a_run_ends_after_a_stage_and_a_stage_is_forced(project, server):
         (("--until", "sft_train"), f"until: expected a stage, one of {', '.join(STAGES)}, got sft_train; write train_sft"),
         (
             ("--until", "prepare_data", "--force", "train_sft"),
-            "force: expected a stage up to prepare_data, where the run is to end, got train_sft",
+            "force: expected a stage up to prepare_data, the last one of this run, got train_sft",
         ),
     ],
 )

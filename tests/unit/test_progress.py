@@ -207,7 +207,7 @@ def test_a_stage_draws_a_bar_in_a_terminal_and_lines_in_a_pipe():
 
 
 def test_how_far_a_stage_had_come_is_no_reason_for_its_end():
-    said = stages._Said()
+    said = stages._ReproOutput()
     for line in (
         "train_sft: sft step 2/9 · 7 s left",
         "Killed",

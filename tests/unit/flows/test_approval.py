@@ -10,7 +10,7 @@ from registry_tags import GATE, git, sound_commit, write_tag
 
 from flows.registry import decisions
 from flows.registry.decisions import AnotherModel, add_version
-from flows.registry.flow import asked_about, question
+from flows.registry.flow import question, version_to_approve
 from flows.registry.state import read_promoted, read_registry
 from rlhf_core.config import ConfigError
 
@@ -40,32 +40,32 @@ def test_the_question_has_hashes_commit_and_verdict(root):
 
 def test_an_answer_is_about_the_model_that_was_asked_about(root, tmp_path):
     note = tmp_path / "notes/run"
-    chosen = asked_about(note, read_registry(root, NAME), None, resumed=False)
-    assert asked_about(note, read_registry(root, NAME), None, resumed=True) == chosen
+    chosen = version_to_approve(note, read_registry(root, NAME), None, resumed=False)
+    assert version_to_approve(note, read_registry(root, NAME), None, resumed=True) == chosen
     replace_version(root)
     moved = read_registry(root, NAME)
     with pytest.raises(
         AnotherModel, match=r"reward-model v1\.0\.0: expected the model that was asked about, md5 0{32}\.dir, got md5 9{32}\.dir"
     ):
-        asked_about(note, moved, None, resumed=True)
+        version_to_approve(note, moved, None, resumed=True)
     # Moved after the flow looked, before it wrote.
     with pytest.raises(AnotherModel, match="its tag was replaced after the question; ask again"):
-        decisions.promote(root, NAME, "v1.0.0", by="Ann", reason="good", asked=chosen.model)
+        decisions.promote(root, NAME, "v1.0.0", by="Ann", reason="good", approved=chosen.model)
     assert read_registry(root, NAME).events == []
 
 
 def test_another_sha256_or_verdict_is_another_model(root, tmp_path):
     note = tmp_path / "note"
-    chosen = asked_about(note, read_registry(root, NAME), "v1.0.0", resumed=False)
+    chosen = version_to_approve(note, read_registry(root, NAME), "v1.0.0", resumed=False)
     for changes in ({"sha256": {"weights": "b" * 64}}, {"sha256": None}, {"gate": {**GATE, "passed": False}}):
         write_tag(root, f"{NAME}@v1.0.0", {**chosen.lineage, **changes}, chosen.commit)
         with pytest.raises(AnotherModel):
-            asked_about(note, read_registry(root, NAME), "v1.0.0", resumed=True)
+            version_to_approve(note, read_registry(root, NAME), "v1.0.0", resumed=True)
 
 
 def test_a_resumed_run_without_its_note_asks_for_another_run(root, tmp_path):
     with pytest.raises(ConfigError, match="promote: expected the note of what was asked, run, got none; start another run"):
-        asked_about(tmp_path / "run", read_registry(root, NAME), None, resumed=True)
+        version_to_approve(tmp_path / "run", read_registry(root, NAME), None, resumed=True)
 
 
 def test_a_version_that_was_replaced_after_its_promotion_is_not_the_promoted_one(root):

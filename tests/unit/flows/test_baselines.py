@@ -111,8 +111,12 @@ def test_a_promoted_policy_whose_tag_is_not_what_its_commit_says_is_no_baseline(
             "[" * 100_000,
             r"metrics/train_sft\.json of commit \w+: expected JSON, got more than 200 nested brackets",
         ),
-        ("metrics/train_sft.json", "\udcff", r"policy v1\.0\.0: expected the files of a whole run in commit \w+, got UnicodeDecodeError"),
-        ("metrics/evaluate.json", "[]", r"metrics/evaluate\.json of commit \w+: expected figures by their names, got list"),
+        (
+            "metrics/train_sft.json",
+            "\udcff",
+            r"policy v1\.0\.0: expected the files of a finished run in commit \w+, got UnicodeDecodeError",
+        ),
+        ("metrics/evaluate.json", "[]", r"metrics/evaluate\.json of commit \w+: expected a mapping of names to figures, got list"),
     ],
 )
 def test_a_promoted_commit_is_read_within_limits(tmp_path, path, content, said):

@@ -95,7 +95,7 @@ def test_code_that_a_stage_has_read_and_no_commit_has_is_named(project, caplog):
     with caplog.at_level(logging.WARNING, logger="rlhf.flows"):
         commit_results(project, "Results", result_paths(project), input_paths(project))
     assert committed(project) == RESULTS
-    assert "stages have read rewards/new.py, work.py, which no commit has" in caplog.text
+    assert "stages have read rewards/new.py, work.py, whose current content is in no commit" in caplog.text
 
 
 def test_a_hook_runs_and_may_refuse_and_nothing_is_lost(project, caplog):

@@ -35,7 +35,7 @@ def test_other_params_are_refused_with_both_values_and_taken_with_update(project
     run = pins.prepare_run(project, "one", {"seed": 7, "sft.steps": 50})
     assert pins.prepare_run(project, "one", {"seed": 7}) == run  # some of its own, again
     assert pins.prepare_run(project, "one", {}) == run
-    said = r"run one: expected the params that it has, got others: seed 7 -> 8, sft.steps 50 -> 60; add --update .*another name"
+    said = r"run one: expected its own params, got: seed 7 -> 8, sft.steps 50 -> 60; add --update .*another name"
     with pytest.raises(ConfigError, match=said):
         pins.prepare_run(project, "one", {"seed": 8, "sft.steps": 60})
     assert seed_of(run) == 7 and git(run, "status", "--porcelain") == ""
@@ -87,7 +87,7 @@ def test_what_a_run_keeps_beside_the_params_given_is_said(project, caplog, merge
         git(project, "merge", "--quiet", "run/one")
     with caplog.at_level(logging.INFO, "rlhf"):
         pins.prepare_run(project, "one", {"seed": 7})
-    assert "run one: goes on, and keeps what was not given: data.sources.0.weight 1.0 -> 2.0, sft.steps" in caplog.text
+    assert "run one: resumes and keeps params that were not given: data.sources.0.weight 1.0 -> 2.0, sft.steps" in caplog.text
 
 
 def test_keys_that_no_result_depends_on_can_be_free(project):
