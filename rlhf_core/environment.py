@@ -1,8 +1,8 @@
-"""Which environment variables a stage and what it starts may see: those of a list, and what params.yaml names.
+"""Environment variables that a stage and its child processes may see: a fixed list, and those named in params.yaml.
 
-A reward function, a judge and a model's remote code run in these processes. Tokens and cloud keys of the shell are none of their business
-unless flow.environment names them; a key that the stage itself needs (WANDB_API_KEY, HF_TOKEN) it gets where params say that it is used.
-This keeps secrets out of what is started; it is no wall: code that runs as a user can read that user's files.
+Reward functions, judges and a model's remote code run in these processes. They don't see the tokens and cloud keys of the shell unless
+flow.environment names them. A stage gets a key that it needs (WANDB_API_KEY, HF_TOKEN) if params use the service.
+This isn't a sandbox: code that runs as a user can read that user's files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlhf_core.config import Params
 
-# What programs run with: paths, locale, temporary files, certificates, proxies, compilers.
+# Of programs in general: paths, locale, temporary files, certificates, proxies, compilers.
 NAMES = frozenset(
     (
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "HOSTNAME", "LANG", "LANGUAGE", "TZ", "TZDIR", "TMPDIR"),
@@ -24,11 +24,11 @@ NAMES = frozenset(
         *("LD_LIBRARY_PATH", "LD_PRELOAD", "LIBRARY_PATH", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "CC", "CXX"),
         *("CFLAGS", "CXXFLAGS", "LDFLAGS", "MAX_JOBS", "CUDACXX", "CUDAHOSTCXX", "CONDA_PREFIX", "MASTER_ADDR", "MASTER_PORT"),
         *("USE_TORCH", "USE_TF", "MPLCONFIGDIR", "HF_HUB_DISABLE_IMPLICIT_TOKEN"),
-        # What engines/ray_cluster.py leaves to a user who has set it.
+        # Settings that engines/ray_cluster.py doesn't override.
         *("DASHBOARD_METRIC_PORT", "REPORTER_UPDATE_INTERVAL_MS", "METRICS_RECORD_INTERVAL_S"),
     )
 )
-# Settings of the libraries that stages use, of accelerators, threads and the scheduler.
+# Settings of libraries, accelerators, threads and the scheduler.
 PREFIXES = (
     *("LC_", "XDG_", "PYTHON", "RLHF_", "COVERAGE_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "OMP_", "GOMP_", "KMP_"),
     *("MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "RAYON_", "NVCC_", "MALLOC_", "DNNL_", "ONEDNN_", "ATEN_", "GLOO_", "CUDA_", "CUDNN_"),
@@ -37,11 +37,11 @@ PREFIXES = (
     *("RAY_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_", "ACCELERATE_", "WANDB_"),
     *("TENSORBOARD_", "DVC_", "GX_", "NUMBA_", "ARROW_", "TIKTOKEN_"),
 )
-# A name on the list that ends so holds a secret all the same: HF_TOKEN, VLLM_API_KEY, SLURM_JWT.
+# Suffixes of secrets among the listed names: HF_TOKEN, VLLM_API_KEY, SLURM_JWT.
 _SECRET = re.compile(r"(TOKEN|KEYS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|JWT)(_?\d+)?$")
 
-NAMED = "RLHF_ENVIRONMENT"  # what flow.environment names, for processes that read no params.yaml
-WITHHELD = "RLHF_WITHHELD"  # names of what was there and isn't seen, for hints; no values
+NAMED = "RLHF_ENVIRONMENT"  # the names in flow.environment, for processes that read no params.yaml
+WITHHELD = "RLHF_WITHHELD"  # names of removed variables, without values, for hints
 TRAINING = ("train_sft", "train_reward", "train_policy", "train_round")  # stages that write curves
 MODEL_READERS = ("hash_inputs", "prepare_data", "check_model", "train_sft")  # stages that read model.path
 
@@ -51,11 +51,11 @@ def is_listed(name: str) -> bool:
 
 
 def of_stage(params: Params, stage: str | None, environment: Mapping[str, str]) -> set[str]:
-    """Names that a stage may see beside those of the list.
+    """Names that a stage may see in addition to the list.
 
     Args:
-        stage: of dvc.yaml, or as DVC addresses one of a round (rounds/dvc.yaml:train_round@1); None: of any.
-        environment: of which HF_HUB_OFFLINE says whether the hub is asked at all.
+        stage: of dvc.yaml, or DVC's address of a round's stage (rounds/dvc.yaml:train_round@1); None: any stage.
+        environment: HF_HUB_OFFLINE in it decides whether the hub is used.
     """
     stage = stage and stage.rpartition(":")[2].partition("@")[0]
     names = set(params.flow.environment)
@@ -69,7 +69,7 @@ def of_stage(params: Params, stage: str | None, environment: Mapping[str, str]) 
 
 
 def _asks_the_hub(params: Params, environment: Mapping[str, str]) -> bool:
-    """Something that params name has a name on the hub, and the hub may be asked."""
+    """Whether params name a model or data set of the hub and the hub may be used."""
     if environment.get("HF_HUB_OFFLINE", "1").upper() in ("1", "ON", "YES", "TRUE"):
         return False
     named = [params.model.path, *(s.path for s in params.data.sources if s.kind == "huggingface")]
@@ -77,10 +77,10 @@ def _asks_the_hub(params: Params, environment: Mapping[str, str]) -> bool:
 
 
 def keep_visible(more: Collection[str], *, named: Iterable[str] | None = None, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Take everything else out of this process's environment, and so out of all that it starts; the names of it are kept for hints.
+    """Remove all other variables from the environment of this process and its future children; their names are kept for hints.
 
     Args:
-        named: what flow.environment names, for processes of this one's; None: those that came with the environment.
+        named: names in flow.environment, passed on to child processes; None: those inherited from the parent.
     """
     hidden = [name for name in environment if name not in more and not is_listed(name)]
     for name in hidden:
@@ -91,7 +91,7 @@ def keep_visible(more: Collection[str], *, named: Iterable[str] | None = None, e
 
 
 def passed_on() -> dict[str, str]:
-    """What a process that is started elsewhere, and inherits nothing, has to be told of the rules here."""
+    """The variables that carry these rules to a process on another node, which inherits nothing."""
     return {name: os.environ.get(name, "") for name in (NAMED, WITHHELD)}
 
 
@@ -104,9 +104,12 @@ def _names(environment: Mapping[str, str], variable: str) -> set[str]:
 
 
 def hint(error: BaseException, environment: Mapping[str, str] = os.environ) -> str:
-    """What to add to the message of an error in a user's code that names a variable which is kept from it; empty where there is none."""
+    """Hint for an error message of a user's code that names a removed variable; empty if it names none."""
     words = set(re.findall(r"\w+", str(error)))
     missing = sorted(words & _names(environment, WITHHELD))
     if not missing:
         return ""
-    return f"; {', '.join(missing)} is set outside, and stages don't see it: name it in flow.environment of params.yaml if this code may"
+    return (
+        f"; {', '.join(missing)} is set in the shell but hidden from stages: if this code may read it, name it in flow.environment of "
+        "params.yaml"
+    )

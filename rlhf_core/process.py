@@ -1,4 +1,4 @@
-"""What each process of the pipeline starts with: environment variables, garbage collection, logging, and an end with its parent.
+"""Set-up of every process of the pipeline: environment variables, garbage collection, logging, and exit with its parent.
 
 `python -P <this file> <module> <arguments>` runs a module's command line in such a process; see `module_command`.
 """
@@ -12,7 +12,7 @@ import runpy
 import signal
 import sys
 
-# No usage statistics, no network unless asked for, fewer log lines, and threads that don't spin.
+# No usage statistics, network access only on request, fewer log lines, and threads that don't spin.
 PROCESS_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -65,7 +65,7 @@ def configure_process() -> None:
 
 
 def collect_rarely() -> None:
-    """For imports: by default Python collects garbage after every 700 new objects, a fifth of the time of importing PyTorch and vLLM."""
+    """For imports: Python's default, a collection after every 700 new objects, slows down the import of PyTorch and vLLM."""
     gc.set_threshold(IMPORT_THRESHOLD)
 
 
@@ -75,7 +75,7 @@ def collect_by_default() -> None:
 
 
 def freeze_gc() -> None:
-    """Exclude the objects that exist now, those of imported modules, from garbage collection, which would take 0.3 s in a trainer's step.
+    """Exclude the existing objects, those of imported modules, from garbage collection, which makes later collections short.
 
     To be called after the large imports and before models are built.
     """
@@ -83,7 +83,7 @@ def freeze_gc() -> None:
 
 
 def end_with_parent(parent: int | None = None, number: int = signal.SIGTERM) -> None:
-    """Have the kernel send this process a signal when its parent thread ends, in whatever way. Linux only; elsewhere nothing is done.
+    """Have the kernel send this process a signal when its parent thread ends for any reason. Does nothing outside Linux.
 
     May be called between fork and exec: it makes system calls only and takes no lock.
 
@@ -99,8 +99,8 @@ def end_with_parent(parent: int | None = None, number: int = signal.SIGTERM) -> 
 def module_command(module: str, *arguments: str) -> list[str]:
     """Command line that runs another project's module as `python -m` does, in a process configured by `configure_process`.
 
-    Without the garbage collections at start and exit a short DVC command takes a seventh less time. The command names this file's path and
-    not its module, since the working directory may hold an older commit.
+    It skips garbage collections at start and exit, which shortens DVC commands. The command names this file's path instead of its module,
+    since the working directory may hold an older commit.
     """
     return [sys.executable, "-P", __file__, module, *arguments]
 
@@ -110,7 +110,7 @@ def show_own_log() -> None:
 
     Characters that would reorder a line on a terminal are written as their code points.
     """
-    from rlhf_core.config import reordering_shown  # imported here: processes of DVC, which start with this file, need neither
+    from rlhf_core.config import reordering_shown  # imported here: DVC's processes, which start with this file, need neither
     from rlhf_core.progress import STATUS
 
     class VisibleFormatter(logging.Formatter):

@@ -1,9 +1,9 @@
-"""How far a stage's work has come: a bar with an estimate in a terminal, a plain line every few seconds elsewhere.
+"""Progress of a stage: a bar with a time estimate on a terminal, a plain line every few seconds elsewhere.
 
     with Bar("sft step", 250) as bar:
         bar.step(loss=1.93)      # train_sft: sft step 120/250 · loss 1.93 · 2 min 10 s left
 
-Nothing of it goes into a file. Lines go through the stage's log; whoever reads them (`is_progress`) can redraw the last one in place.
+Progress isn't written to files. Lines go through the stage's log; a reader that recognizes them (`is_progress`) can redraw the last one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import TextIO, TypeVar
 
 from tqdm import tqdm
 
-LINE_SECONDS = 5.0  # between two lines, where there is no terminal
+LINE_SECONDS = 5.0  # between two lines without a terminal
 DRAW_SECONDS = 0.1  # between two drawings of a bar
-NARROW = 20  # columns of a terminal that doesn't say how wide it is, at least
-MAX_LINE = 500  # characters of a line that tells progress
+NARROW = 20  # minimum of a terminal's columns
+MAX_LINE = 500  # characters; a longer line is not a progress line
 _STAGE = re.compile(r"[\w@]+: ")
 _CLEAR = "\r\x1b[2K"
 
@@ -32,12 +32,12 @@ log = logging.getLogger("rlhf")
 
 
 class StatusLine:
-    """The last line of a terminal, redrawn in place; where the output is no terminal nothing is drawn."""
+    """The last line of a terminal, redrawn in place. Nothing is drawn if the output isn't a terminal."""
 
     def __init__(self, out: TextIO | None = None):
         self._given = out
         self._shown = ""
-        self._begun = ""  # of a line whose end has not come yet
+        self._begun = ""  # start of a line whose end hasn't arrived
 
     @property
     def _out(self) -> TextIO:
@@ -45,11 +45,11 @@ class StatusLine:
 
     @property
     def drawn(self) -> bool:
-        """Whether there is a terminal."""
+        """Whether the output is a terminal."""
         return self._out.isatty()
 
     def show(self, text: str) -> None:
-        """Where a line of progress is too long, figures are left out before the time is."""
+        """Draw a progress line; one that is too wide loses its figures before its time estimate."""
         width = max(NARROW, shutil.get_terminal_size().columns) - 1
         parts = text.split(" · ")
         while len(" · ".join(parts)) > width and len(parts) > 2:
@@ -66,7 +66,7 @@ class StatusLine:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Other output appears above the status."""
+        """Remove the status line while other output is printed above it."""
         shown = self._shown
         self.clear()
         yield
@@ -74,7 +74,7 @@ class StatusLine:
             self.show(shown)
 
     def pass_on(self, text: str) -> None:
-        """A piece of another process's output, which may end within a line."""
+        """Print a chunk of another process's output, which may end within a line."""
         if not self.drawn:
             self._out.write(text)
             self._out.flush()
@@ -84,13 +84,13 @@ class StatusLine:
             self.tell(line)
 
     def end(self) -> None:
-        """The other process has ended: what it began to write is shown too."""
+        """Print the unfinished last line after the other process has ended."""
         if self._begun:
             self.tell(self._begun)
             self._begun = ""
 
     def tell(self, line: str) -> None:
-        """A line of a stage: progress in place where there is a terminal, everything else above it."""
+        """Print a stage's line: on a terminal progress is redrawn in place, and other lines appear above it."""
         if self.drawn and is_progress(line):
             self.show(line)
             return
@@ -105,18 +105,18 @@ _stage = ""
 
 
 def name_stage(name: str) -> None:
-    """Of this process; one without a stage (a test, a benchmark) tells nothing."""
+    """Set the stage of this process. A process without one (a test, a benchmark) reports no progress."""
     global _stage
     _stage = name
 
 
 def is_progress(line: str) -> bool:
-    """Whether a line says how far a stage has come, so that the next one may take its place."""
+    """Whether a line reports progress, so that the next one may replace it."""
     return _tells(line, " left", " so far")
 
 
 def is_end(line: str) -> bool:
-    """Whether a line closes a stretch of work."""
+    """Whether a line is the last one of a bar."""
     return _tells(line, " in all")
 
 
@@ -125,19 +125,19 @@ def _tells(line: str, *ends: str) -> bool:
 
 
 class Bar:
-    """A stretch of work of `total` pieces; None: nobody knows how many. Threads may tell of pieces together.
+    """Progress of `total` items; None: the number is unknown. Several threads may report items.
 
     Args:
-        what: of what, in the singular: sft step.
-        done: pieces that an earlier start has done.
-        clock: seconds.
+        what: name of an item, in the singular, such as sft step.
+        done: items already done by an earlier start.
+        clock: returns seconds.
     """
 
     def __init__(self, what: str, total: int | None, *, done: int = 0, clock: Callable[[], float] = time.monotonic):
         self._what, self._total, self._done, self._clock = what, total, done, clock
         self._stage = _stage
         self._begun = self._told = clock()
-        self._first: tuple[float, int] | None = None  # when the first piece was done: what comes before it is a start, and no pace
+        self._first: tuple[float, int] | None = None  # when the first item was done: start-up time before it doesn't count in the estimate
         self._figures: dict[str, float] = {}
         self._lock = threading.RLock()
 
@@ -151,17 +151,17 @@ class Bar:
             self.close()
 
     def close(self) -> None:
-        """A last line, of work that has come to its end."""
+        """Print the last line, of finished work."""
         if self._stage and self._done == (self._total or self._done):
             log.info("%s", self._line(f"{duration(self._clock() - self._begun)} in all"))
 
     def step(self, count: int = 1, **figures: float) -> None:
-        """So many further pieces are done. figures: shown beside them until they are given anew."""
+        """Count further items as done. figures: shown until replaced by new values."""
         with self._lock:
             self.reach(self._done + count, **figures)
 
     def reach(self, done: int, **figures: float) -> None:
-        """So many pieces are done."""
+        """Set the number of items done."""
         self._done = done
         self._figures |= figures
         now = self._clock()
@@ -176,7 +176,7 @@ class Bar:
             log.info("%s", self._line(ahead))
 
     def _ahead(self, now: float) -> str | None:
-        """How long it takes yet; of unknown work, how long it has taken; None: that can't be told."""
+        """Time left or, if the total is unknown, time so far; None: no estimate yet."""
         if self._total is None:
             return f"{duration(now - self._begun)} so far"
         since, done = self._first or (now, self._done)
@@ -207,7 +207,7 @@ _drawing: list[Bar] = []
 
 @contextmanager
 def drawing(what: str, total: int) -> Iterator[Bar]:
-    """A bar of responses that an engine draws in this process: it tells of each by `drawn`."""
+    """A bar of responses sampled by an engine in this process, which reports them by `drawn`."""
     with Bar(what, total) as bar:
         _drawing.append(bar)
         try:
@@ -217,13 +217,13 @@ def drawing(what: str, total: int) -> Iterator[Bar]:
 
 
 def drawn(count: int) -> None:
-    """An engine has drawn so many responses."""
+    """Report sampled responses."""
     if _drawing:
         _drawing[-1].step(count)
 
 
 def counted(items: Iterable[Item], what: str) -> Iterator[Item]:
-    """The items, while their number is told."""
+    """Iterate over the items and show their progress."""
     with Bar(what, None) as bar:
         for item in items:
             yield item

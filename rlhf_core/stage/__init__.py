@@ -1,1 +1,1 @@
-"""What every stage does around its work: parameters, scratch folder, one run at a time, outputs that are whole or absent."""
+"""The frame of every stage: parameters, scratch folder, lock, atomic outputs."""

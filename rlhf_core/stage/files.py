@@ -1,4 +1,4 @@
-"""What stages read and write: JSON, prepared data, and outputs that appear whole or not at all."""
+"""Files of stages: JSON, prepared data and outputs that are published atomically."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def source_judges() -> dict[str, str]:
 
 
 def has_labels() -> bool:
-    """Whether any training prompt has the expected answer beside it."""
+    """Whether any training prompt has a reference answer."""
     from rlhf_core.data.schema import read_rows
 
     return any(row["label"] is not None for row in read_rows(PREPARED, "prompt", "train"))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Deterministic JSON, written aside and renamed. NaN and infinities become null, which JSON has. Numbers have six decimals,
-    PROBABILITIES six significant digits, since a small one is not 0.
+    """Write deterministic JSON atomically. NaN and infinities become null. Numbers are rounded to six decimals, PROBABILITIES to six
+    significant digits, so that a small probability isn't rounded to 0.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(path.name + ".tmp")
@@ -56,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def publish_model(aside: Path, final: Path, facts: CardFacts) -> None:
-    """Give a finished model's folder its card and move it to its place."""
+    """Write the card of a finished model and publish its folder."""
     from rlhf_core.models.card import write_card
 
     write_card(aside, facts)
@@ -64,7 +64,7 @@ def publish_model(aside: Path, final: Path, facts: CardFacts) -> None:
 
 
 def publish(aside: Path, final: Path) -> None:
-    """Move a finished file or folder to its place, readable as any new file is; a partial one is never seen there."""
+    """Move a finished file or folder to its final path, with the umask's permissions; readers never see a partial one."""
     like_new(aside)
     final.parent.mkdir(parents=True, exist_ok=True)
     if final.is_dir():
@@ -73,8 +73,8 @@ def publish(aside: Path, final: Path) -> None:
 
 
 def like_new(path: Path) -> None:
-    """Modes as the umask gives new files and folders: safetensors makes its files readable for their owner alone."""
-    umask = os.umask(0o077)  # it can't be read without being set
+    """Set the permissions that the umask gives new files and folders; safetensors makes files that only their owner can read."""
+    umask = os.umask(0o077)  # the umask can only be read by setting it
     os.umask(umask)
     for found in [path, *(path.rglob("*") if path.is_dir() else ())]:
         found.chmod((0o777 if found.is_dir() else 0o666) & ~umask)

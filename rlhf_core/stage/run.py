@@ -1,11 +1,11 @@
-"""What every stage does around its work: parameters, scratch folder, one run at a time, a clean end.
+"""The frame of every stage: parameters, scratch folder, lock, signals and exit codes.
 
     def main() -> None:
         with Stage("train_sft") as stage:
             ...stage.params.sft..., stage.scratch, stage.stop_requested...
 
-The work stays resumable however a stage is ended: by SIGTERM (it writes a checkpoint and exits with 143), by the death of
-its parent (the kernel then sends it SIGTERM) or by SIGKILL (the last checkpoint counts).
+A stage can be resumed after SIGTERM (it writes a checkpoint and exits with 143), after the death of its parent (the kernel then
+sends SIGTERM) and after SIGKILL (it resumes from the last checkpoint).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from rlhf_core.models.card import CardFacts
     from rlhf_core.trainers.supervised import TrainLoop
 
-# Exit codes. The flow retries all but the first, which would end the same again.
-REFUSED = 1  # wrong params, data or a model that isn't acceptable
+# Exit codes. The flow retries all but the first: a retry would be refused again.
+REFUSED = 1  # params, data or a model were refused
 CRASHED = 70  # an unexpected error; EX_SOFTWARE of sysexits.h
 STOPPED_BY_SIGNAL = 143  # 128 + SIGTERM, what a shell reports too
-TAIL = 20  # most steps at the end of a training over which final figures are averaged
-LOCK_DEADLINE = 60.0  # seconds; a stage that was told to stop needs some to write its checkpoint
+TAIL = 20  # upper limit of the last steps over which final metrics are averaged
+LOCK_DEADLINE = 60.0  # seconds; a stage that got SIGTERM may still be writing its checkpoint
 
 log = logging.getLogger("rlhf")
 
@@ -96,7 +96,7 @@ class Stage:
         show_own_log()
 
     def __enter__(self) -> Stage:
-        end_with_parent()  # the parent is DVC itself and no shell: `exec` in dvc.yaml
+        end_with_parent()  # `exec` in dvc.yaml makes DVC the parent, not a shell
         signal.signal(signal.SIGTERM, self._on_stop)
         try:
             self.params: Params = load_params()
@@ -109,7 +109,7 @@ class Stage:
         self.scratch.parent.mkdir(parents=True, exist_ok=True)
         self._lock = (self.scratch.parent / "lock").open("a+")
         self._acquire()
-        try:  # only now: the run that held the lock may have removed the folder
+        try:  # after the lock: its last holder may have removed the folder
             self.resumed_from = prepare_scratch(self.scratch, self.work, self.params.checkpoints, self.name)
         except ConfigError as error:
             self._exit(str(error))
@@ -125,12 +125,12 @@ class Stage:
         if error is None:
             log.info("%s: done in %.1f s", self.name, time.monotonic() - self._started)
         elif isinstance(error, Interrupted):
-            log.info("%s: stopped by a signal; run it again to go on%s", self.name, " from its checkpoint" if self._resumable else "")
+            log.info("%s: stopped by a signal; run it again%s", self.name, " to resume from its checkpoint" if self._resumable else "")
             sys.exit(STOPPED_BY_SIGNAL)
         elif isinstance(error, StageFailed | ValueError | FileNotFoundError):
             log.debug("traceback", exc_info=error)
             self._exit(str(error))
-        elif isinstance(error, NoSpace):  # worth another try: somebody may make room
+        elif isinstance(error, NoSpace):  # retried: space may be freed meanwhile
             log.error("%s: %s", self.name, error)
             sys.exit(CRASHED)
         elif isinstance(error, Exception):
@@ -138,10 +138,10 @@ class Stage:
             sys.exit(CRASHED)
 
     def _hide_secrets(self) -> None:
-        """Remove variables that the stage may not see; DVC may have been started by hand, in a shell with all of a user's secrets."""
+        """Remove environment variables that the stage may not see; a user's shell that starts DVC may hold secrets."""
         wanted = self.params.flow.environment
         if missing := [name for name in wanted if name not in os.environ]:
-            log.warning("flow.environment: expected %s in the environment, got nothing of that name", ", ".join(missing))
+            log.warning("flow.environment: expected %s to be set, got no such environment variable", ", ".join(missing))
         keep_visible(of_stage(self.params, self.name, os.environ), named=wanted)
 
     def _on_stop(self, *_: object) -> None:
@@ -175,11 +175,11 @@ class Stage:
         torch.set_num_threads(self.params.cluster.threads)
 
     def loop(self, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int, seed: int | None = None) -> TrainLoop:
-        """What a supervised training loop needs from its stage: settings, checkpoints, curves, the stop signal.
+        """A supervised training loop with the stage's settings, checkpoints, curves and stop signal.
 
         Args:
             first_step: number of the phase's first step in the curves.
-            seed: None: that of params.yaml.
+            seed: None: `seed` of params.yaml.
         """
         from rlhf_core.checkpoint.digest import write_digest
         from rlhf_core.checkpoint.store import CheckpointStore
@@ -223,11 +223,11 @@ class Stage:
         return float(rows[column].tail(steps_at_the_end(len(rows))).mean())
 
     def card(self, kind: str, method: str, metrics: Mapping[str, Any], *, gate: Mapping[str, Any] | None = None):
-        """Facts for the card of the model that the stage has trained.
+        """Contents of the card of the model trained by this stage.
 
         Args:
-            kind: sft, reward or policy. metrics: of which the held-out figures are kept.
-            gate: what gate_reward wrote, where the method asks the reward model; None: neither has a part in the model.
+            kind: sft, reward or policy. metrics: of the stage; the card keeps the held-out ones.
+            gate: metrics of gate_reward; None: the method uses no reward model.
         """
         from rlhf_core.models.card import CardFacts
 
@@ -235,7 +235,7 @@ class Stage:
         if kind == "policy" and gate is None:
             inputs = {path: md5 for path, md5 in inputs.items() if path != REWARD_MODEL.as_posix()}
         figures = {name: value for name, value in metrics.items() if name.startswith("heldout_") and isinstance(value, float)}
-        gone_on = "Training went on from a checkpoint of other work (`checkpoints.resume_from`)."
+        gone_on = "Training resumed from a checkpoint of other work (`checkpoints.resume_from`)."
         return CardFacts(
             kind=kind,
             method=method,
@@ -249,7 +249,7 @@ class Stage:
         )
 
     def _note_where_it_began(self) -> None:
-        """Work that took over other work's checkpoint says so in its metrics: nothing else tells it from work done from the start."""
+        """Add to the stage's metrics the other work whose checkpoint it resumed from; no other file records that."""
         path = metrics_path(self.name, self._round_number)
         if self.resumed_from and path is not None:
             began = [{name: entry[name] for name in ("of", "step", "differences")} for entry in self.resumed_from]
@@ -289,24 +289,24 @@ class Stage:
 
 
 def steps_at_the_end(steps: int) -> int:
-    """Number of last steps over which final figures are averaged: a third of the training, at most TAIL."""
+    """Number of last steps over which final metrics are averaged: a third of the training, at most TAIL."""
     return min(TAIL, math.ceil(steps / 3))
 
 
 def check_gate(gate: dict[str, Any]) -> str | None:
-    """For a stage that uses the chain's own reward model: what gate_reward wrote must say that it is fit for use.
+    """Check that the chain's own reward model passed the gate or has an override.
 
     Returns:
-        The reason for which one that isn't is used all the same (gate.override), for the stage's metrics.
+        The override's reason (gate.override) if the model didn't pass, for the stage's metrics.
     Raises:
-        StageFailed: it didn't pass, or was rolled back, and nobody gave a reason.
+        StageFailed: the model didn't pass, or was rolled back, and gate.override is empty.
     """
     if gate["passed"]:
         return None
     if gate["override"] is None:
         raise StageFailed(
             f"reward model: expected one that passed the gate, got one that didn't; {gate['message']} Train a better one, or, to use this "
-            "one all the same, write the reason into gate.override"
+            "one anyway, write the reason into gate.override"
         )
     log.warning("reward model: used although it did not pass the gate; the reason given: %s", gate["override"])
     return gate["override"]
@@ -315,10 +315,10 @@ def check_gate(gate: dict[str, Any]) -> str | None:
 def publish_policy(
     stage: Stage, model: Any, weights: dict[str, Any], tokenizer: Any, metrics: dict[str, Any], *, gate: dict[str, Any] | None = None
 ) -> None:
-    """Save a policy that was trained in the stage's own process, and publish it with the stage's curves and metrics.
+    """Save a policy trained in the stage's own process and publish it with the stage's curves and metrics.
 
     Args:
-        model: as loaded. weights: after training. gate: see `Stage.card`.
+        model: as loaded. weights: trained. gate: see `Stage.card`.
     """
     from rlhf_core.models.build import save_model
 
@@ -327,7 +327,7 @@ def publish_policy(
 
 
 def publish_training(stage: Stage, aside: Path, final: Path, card: CardFacts, metrics: dict[str, Any]) -> None:
-    """Move a saved model to its place with its card, and write the stage's curves and metrics."""
+    """Publish a saved model with its card, and write the stage's curves and metrics."""
     publish_model(aside, final, card)
     PLOTS.mkdir(exist_ok=True)
     shutil.copy(stage.scratch / "curves.csv", CURVES[stage.name])

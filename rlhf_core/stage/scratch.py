@@ -1,7 +1,7 @@
 """Fingerprint of a stage's work, and its scratch folder `scratch/<stage>/<fingerprint>`, which holds the checkpoints of unfinished work.
 
-Other params, data or code are other work with another folder. When new work starts, a warning names the checkpoint of an older folder.
-A user may resume from it with checkpoints.resume_from; the stage's metrics then say so.
+Work with other params, data or code has another fingerprint and folder. When new work starts, a warning names the checkpoint of an older
+folder. checkpoints.resume_from resumes from it, which the stage's metrics record.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.rounds.pins import read_round_stages
 
 WORK = "work.json"  # in a scratch folder: command, params and hashes of its work
-RESUMED_FROM = "resumed_from.json"  # in a scratch folder: the older work whose checkpoints were taken over, oldest first
+RESUMED_FROM = "resumed_from.json"  # in a scratch folder: the other work that it resumed from, oldest first
 TAKING_OVER = "taking-over-"
 CODE = ("tasks", "rlhf_core", "flows", "rewards")
-SHOWN = 12  # differences that a message names
+SHOWN = 12  # differences shown in a message
 
 log = logging.getLogger("rlhf")
 
 
 @dataclass(frozen=True)
 class Work:
-    """command: of the stage. params: what dvc.yaml has it read. files: path of each file it depends on -> sha256."""
+    """command: of the stage. params: those listed in dvc.yaml. files: path of each dependency -> sha256."""
 
     command: str
     params: dict[str, Any]
@@ -57,7 +57,7 @@ class Work:
         return Origin(config=_hash([self.command, self.params]), data=_hash(data), code=_hash(code))
 
     def differences(self, older: Work) -> list[str]:
-        """What differs from `older`, one line each: keys of params with both values, files of data, files of code."""
+        """Differences from `older`, one line each: params with both values, data files, code files."""
         found = [] if self.command == older.command else [f"command: {older.command} -> {self.command}"]
         new, old = dict(_leaves(self.params)), dict(_leaves(older.params))
         for key in [*new, *(set(old) - set(new))]:
@@ -72,7 +72,7 @@ class Work:
 
 
 def read_work(stage: str, round_number: int | None = None) -> Work:
-    """Of a stage of dvc.yaml, or of a round's of rounds/dvc.yaml.
+    """The work of a stage of dvc.yaml or, for a round, of rounds/dvc.yaml.
 
     Raises:
         ConfigError: a dependency is missing.
@@ -89,7 +89,7 @@ def read_work(stage: str, round_number: int | None = None) -> Work:
 
 
 def input_hashes(stage: str, round_number: int | None = None) -> dict[str, str]:
-    """Data and models that a stage depends on, and the md5 of each, as dvc.lock will have them; a file outside the project by its name."""
+    """md5 of each data file and model that a stage depends on, as in dvc.lock; a file outside the project is listed by its name."""
     stages = read_stages(Path("dvc.yaml"), read_yaml(Path("params.yaml"))) if round_number is None else read_round_stages(round_number)
     inputs = [Path(d) for d in stages[stage]["deps"] if not is_code(d) and not d.startswith("metrics/")]
     return {path.name if path.is_absolute() else path.as_posix(): dvc_md5(path) for path in inputs}
@@ -103,12 +103,12 @@ def metrics_path(stage: str, round_number: int | None) -> Path | None:
 
 
 def prepare_scratch(scratch: Path, work: Work, config: CheckpointsConfig, stage: str) -> list[dict[str, Any]]:
-    """Make a scratch folder that is ready for this work. The stage's lock is held.
+    """Prepare the scratch folder of this work. The caller holds the stage's lock.
 
     Returns:
-        The older work that it goes on from, oldest first; empty: none.
+        The other work that this work resumed from, oldest first; empty: none.
     Raises:
-        ConfigError: checkpoints.resume_from names what can't be gone on from.
+        ConfigError: work can't resume from the folder named by checkpoints.resume_from.
     """
     older = [folder for folder in _older(scratch) if checkpoint_of(folder) is not None]
     of, _, name = (config.resume_from or "").partition("/")
@@ -124,7 +124,7 @@ def prepare_scratch(scratch: Path, work: Work, config: CheckpointsConfig, stage:
 
 
 def read_noted(scratch: Path) -> Work | None:
-    """What the work of a scratch folder was made of; None: nobody has noted it there."""
+    """The work recorded in a scratch folder; None: no record."""
     try:
         return Work(**json.loads((scratch / WORK).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -137,7 +137,7 @@ def resumed_from(scratch: Path) -> list[dict[str, Any]]:
 
 
 def checkpoint_of(scratch: Path) -> tuple[str, int] | None:
-    """Folder and step of the checkpoint that was written last in a scratch folder."""
+    """Folder and step of the newest checkpoint in a scratch folder."""
     manifests = [p for p in scratch.glob(f"*/step-*/{MANIFEST}") if p.parent.name.removeprefix("step-").isdigit()]
     if not manifests:
         return None
@@ -155,11 +155,12 @@ def _resume_from(chosen: Path, scratch: Path, work: Work) -> None:
         raise ConfigError(f"{key}: expected a scratch folder with a checkpoint, got none at {chosen}; set it to null to begin anew")
     if checkpoint_of(scratch) is not None:
         raise ConfigError(
-            f"{key}: expected no checkpoint of this work's own yet, got one at {scratch}; set it to null to go on from that, or remove that"
+            f"{key}: expected no checkpoint of this work itself, got one at {scratch}; set the key to null to resume from "
+            "it, or remove the folder"
         )
     older = read_noted(chosen)
     if older is None:
-        raise ConfigError(f"{key}: expected {WORK} to say what that work was made of, got none; set it to null to begin anew")
+        raise ConfigError(f"{key}: expected {WORK} with the record of that work, got no such file; set it to null to begin anew")
     if older.command != work.command:
         raise ConfigError(f"{key}: expected work of the same command, {work.command}, got {older.command}; set it to null to begin anew")
     differences = work.differences(older)
@@ -176,7 +177,7 @@ def _resume_from(chosen: Path, scratch: Path, work: Work) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     aside.rename(scratch)
     log.warning(
-        "%s: goes on from step %d of other work, %s; what has changed since:\n%s",
+        "%s: resumes from step %d of other work, %s; changes since then:\n%s",
         *(scratch.parent.name, found[1], chosen, _listed(differences)),
     )
 
@@ -186,24 +187,24 @@ def _tell(older: Path, work: Work, stage: str) -> None:
     noted = read_noted(older)
     differences = [] if noted is None else work.differences(noted)
     log.warning(
-        "%s: starts anew. %s has the checkpoint of step %d (%s) of other work; what has changed since:\n%s\n"
-        "  To go on from it all the same: checkpoints.resume_from=%s/%s",
+        "%s: starts anew. %s has the checkpoint of step %d (%s) of other work; changes since then:\n%s\n"
+        "  To resume from it anyway: checkpoints.resume_from=%s/%s",
         *(stage, older, step, store, _listed(differences), stage, older.name),
     )
 
 
 def _clear(scratch: Path, older: list[Path], keep: int, *, spared: Path | None) -> None:
-    """Keep the newest `keep` folders of other work with a checkpoint and as many without one; remove the rest."""
+    """Keep the newest `keep` folders of other work with a checkpoint, and as many without; remove the rest."""
     without = [folder for folder in _older(scratch) if folder not in older]
     for folder in {*older[keep:], *without[keep:]} - {spared}:
-        log.info("%s: removed, the scratch of work that was given up", folder)
+        log.info("%s: removed, the scratch folder of abandoned work", folder)
         shutil.rmtree(folder)
     for left_over in scratch.parent.glob(f"{TAKING_OVER}*"):
         shutil.rmtree(left_over)
 
 
 def _older(scratch: Path) -> list[Path]:
-    """Other work's folders of the same stage, the one that was at work last first."""
+    """Scratch folders of the stage's other work, most recently used first."""
     folders = [p for p in scratch.parent.iterdir() if p.is_dir() and p != scratch and re.fullmatch(r"[0-9a-f]{16}", p.name)]
 
     def last_at_work(folder: Path) -> int:
@@ -223,7 +224,7 @@ def write_aside(path: Path, content: Any) -> None:
 
 
 def _listed(differences: list[str]) -> str:
-    lines = [f"  {line}" for line in differences[:SHOWN]] or ["  nothing that is known"]
+    lines = [f"  {line}" for line in differences[:SHOWN]] or ["  no recorded change"]
     return "\n".join(lines + ([f"  and {len(differences) - SHOWN} more"] if len(differences) > SHOWN else []))
 
 
@@ -240,20 +241,22 @@ def _value(values: dict[str, Any], key: str) -> str:
 
 
 def _tracked(params: list[str | dict[str, list[str]]], tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a stage's `params` name, and its value: a section or key of params.yaml, or keys of another file."""
+    """Each entry of a stage's `params` and its value: a section or key of params.yaml, or keys of another file."""
     for entry in params:
         if isinstance(entry, str):
             yield entry, reduce(getitem, entry.split("."), tree)
             continue
         for file, keys in entry.items():
-            found = read_yaml(Path(file)) if Path(file).exists() else None  # a stage that is run by hand may have no hashes of its inputs
+            found = read_yaml(Path(file)) if Path(file).exists() else None  # a stage run without DVC may lack the hashes of its inputs
             for key in keys:
                 yield f"{file}:{key}", None if found is None else reduce(getitem, key.split("."), found)
 
 
 def _files(path: Path, stage: str) -> Iterator[Path]:
     if not path.exists():
-        raise ConfigError(f"{path}: expected what an earlier stage makes, got nothing; run `dvc repro {stage}`, which runs what is missing")
+        raise ConfigError(
+            f"{path}: expected the output of an earlier stage, got nothing; run `dvc repro {stage}`, which also runs missing stages"
+        )
     if path.is_file():
         yield path
     else:

@@ -1,1 +1,1 @@
-"""Using what a run has made: chatting with a policy, serving it, handing it on. The command line is __main__.py."""
+"""Use a trained model: chat with a policy, serve it, export it. The command line is __main__.py."""

@@ -1,10 +1,10 @@
-"""Chat with a model that a run has made, serve it, or copy it to hand it on.
+"""Chat with a trained model, serve it, or export a copy.
 
     python -m rlhf_core.use chat  [--run NAME | --model FOLDER | --version policy@v1.0.0] [--beside sft] [--system TEXT] [--temperature 0.7]
     python -m rlhf_core.use serve [the same] [--port 8000] [--host 127.0.0.1] [--api-key-env NAME]
     python -m rlhf_core.use export FOLDER [the same]
 
-Without a choice: models/policy of the folder that it is started in. Exit code 2: refused, with the reason.
+The default model is models/policy of the current folder. Exit code 2: refused, with the reason.
 """
 
 from __future__ import annotations
@@ -25,27 +25,31 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m rlhf_core.use", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    added = commands.add_parser("chat", help="talk to it, a line a message; works with pipes", allow_abbrev=False)
+    added = commands.add_parser("chat", help="chat with the model, one message per line; works with pipes", allow_abbrev=False)
     _choice(added)
     _running(added)
-    added.add_argument("--beside", metavar="sft|FOLDER", help="ask the SFT model, or the model in a folder, the same")
+    added.add_argument("--beside", metavar="sft|FOLDER", help="send the same messages to the SFT model (sft) or to the model in a folder")
     added.add_argument("--system", metavar="TEXT", help="a system message before each conversation")
-    added.add_argument("--temperature", type=_not_negative, default=0.7, help="0: always the likeliest token (%(default)s)")
+    added.add_argument("--temperature", type=_not_negative, default=0.7, help="0: greedy decoding (%(default)s)")
     added.add_argument("--top-p", type=_share, default=1.0)
     added.add_argument("--top-k", type=_count)
-    added.add_argument("--max-new-tokens", type=_count, default=256, help="of an answer, its end included (%(default)s)")
+    added.add_argument("--max-new-tokens", type=_count, default=256, help="upper limit of a response, its EOS token included (%(default)s)")
     added.add_argument("--seed", type=int, default=0, help="the same seed and messages give the same answers (%(default)s)")
     added.add_argument(
         "--threads", type=_count, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     )
-    added = commands.add_parser("serve", help="serve it by vLLM's OpenAI server", allow_abbrev=False)
+    added = commands.add_parser("serve", help="serve the model with vLLM's OpenAI server", allow_abbrev=False)
     _choice(added)
     _running(added)
-    added.add_argument("--host", default="127.0.0.1", help="other machines need a key: --api-key-env (%(default)s)")
+    added.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; one that other machines reach needs --api-key-env (%(default)s)"
+    )
     added.add_argument("--port", type=_count, default=8000, help="(%(default)s)")
-    added.add_argument("--api-key-env", metavar="NAME", help="the environment variable that holds the key that requests have to bear")
-    added.add_argument("--start-timeout", type=_count, default=600, metavar="SECONDS", help="until it answers (%(default)s)")
-    added = commands.add_parser("export", help="copy it, with a card that has the evaluation", allow_abbrev=False)
+    added.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key that requests must send")
+    added.add_argument(
+        "--start-timeout", type=_count, default=600, metavar="SECONDS", help="deadline for the server's first answer (%(default)s)"
+    )
+    added = commands.add_parser("export", help="copy the model with a card that has its evaluation", allow_abbrev=False)
     added.add_argument("folder", type=Path, metavar="FOLDER", help="to be made")
     _choice(added)
     return parser.parse_args(arguments)
@@ -55,12 +59,16 @@ def _choice(parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--run", metavar="NAME", help="the policy in runs/NAME")
     group.add_argument("--model", type=Path, metavar="FOLDER", help="a model's folder, such as rounds/3/policy")
-    group.add_argument("--version", metavar="VERSION", help="of the registry, such as policy@v1.0.0; its files are fetched and checked")
+    group.add_argument(
+        "--version", metavar="VERSION", help="version in the registry, such as policy@v1.0.0; its files are fetched and verified"
+    )
 
 
 def _running(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-length", type=_count, metavar="TOKENS", help="of a conversation; what the model has, up to 4096")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that is in the model's folder")
+    parser.add_argument(
+        "--max-length", type=_count, metavar="TOKENS", help="upper limit of a conversation (default: the model's context, at most 4096)"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model's folder")
 
 
 def _count(value: str) -> int:
@@ -99,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read the answers has gone
+    except BrokenPipeError:  # the reader of the answers has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

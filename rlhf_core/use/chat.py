@@ -1,4 +1,4 @@
-"""A conversation with a policy, line by line, and with another model beside it: on a terminal, or through pipes."""
+"""Chat with a policy, one message per line, optionally beside a second model; on a terminal or through pipes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KV_CACHE_GIB = 1
 
 @dataclass(frozen=True)
 class Reply:
-    """text: the answer. note: what a reader has to know about it, where there is something."""
+    """text: the answer. note: a remark for the reader, such as that the answer was truncated; None: no remark."""
 
     text: str
     note: str | None = None
@@ -30,8 +30,8 @@ class Partner:
     """A model and its own side of a conversation.
 
     Args:
-        sampling: how answers are drawn; `max_new_tokens` is the limit of one.
-        system: the first message of each conversation; None: there is none.
+        sampling: of answers; `max_new_tokens` limits each answer.
+        system: system message at the start of each conversation; None: no system message.
     Raises:
         ValueError: the model can't be loaded, or its template refuses a system message.
     """
@@ -56,7 +56,7 @@ class Partner:
         self._encode, self._without_stop = encode_prompt, without_stop
         self._stops = stop_ids(self._tokenizer, chosen.folder)
         self._start = [] if system is None else [{"role": "system", "content": system}]
-        self._encode(self._tokenizer, [*self._start, {"role": "user", "content": "Hello"}])  # a refusal comes before the weights are read
+        self._encode(self._tokenizer, [*self._start, {"role": "user", "content": "Hello"}])  # raises before the weights are loaded
         self._sampling, self._seed, self._turns = sampling, seed, 0
         self._engine = PytorchEngine(
             str(chosen.folder),
@@ -74,35 +74,35 @@ class Partner:
         self._messages = list(self._start)
 
     def answer(self, text: str) -> Reply:
-        """The model's answer to the conversation with this message of the user, both of which are part of it from now on.
+        """Answer a user message. The message and the answer become part of the conversation.
 
         Raises:
-            NoRoom: nothing was added.
-            Unrenderable: the model's template refuses the conversation; nothing was added.
+            NoRoom: the prompt fills the context; the conversation is unchanged.
+            Unrenderable: the model's template refuses the conversation, which is unchanged.
         """
-        asked = [*self._messages, {"role": "user", "content": text}]
-        prompt = self._encode(self._tokenizer, asked)
+        messages = [*self._messages, {"role": "user", "content": text}]
+        prompt = self._encode(self._tokenizer, messages)
         if len(prompt) >= self.context:
             raise NoRoom(
-                f"{self.name}: the conversation would have {len(prompt)} tokens and the context is {self.context}: there is no room for an "
-                f"answer, and the message was left out; {RESET} begins a new conversation"
+                f"{self.name}: expected a conversation shorter than the context of {self.context} tokens, got {len(prompt)}; the message "
+                f"was ignored; {RESET} starts a new conversation"
             )
         (seed,) = request_seeds(self._seed, self._turns, 1)
         self._turns += 1
         ((sample,),) = self._engine.generate([prompt], [seed], self._sampling, stop_ids=self._stops, group_size=1)
-        said = self._without_stop(sample.response_ids, self._stops, finished=sample.finished)
-        reply = self._tokenizer.decode(said, skip_special_tokens=True)
-        self._messages = [*asked, {"role": "assistant", "content": reply}]
-        return Reply(reply, None if sample.finished else self._cut_off(len(prompt) + len(sample.response_ids)))
+        answer_ids = self._without_stop(sample.response_ids, self._stops, finished=sample.finished)
+        reply = self._tokenizer.decode(answer_ids, skip_special_tokens=True)
+        self._messages = [*messages, {"role": "assistant", "content": reply}]
+        return Reply(reply, None if sample.finished else self._truncation_note(len(prompt) + len(sample.response_ids)))
 
-    def _cut_off(self, tokens: int) -> str:
+    def _truncation_note(self, tokens: int) -> str:
         if tokens >= self.context:
-            return f"{self.name}: cut off, the conversation fills the context of {self.context} tokens; {RESET} begins a new one"
-        return f"{self.name}: cut off after {self._sampling.max_new_tokens} tokens (--max-new-tokens)"
+            return f"{self.name}: truncated, the conversation fills the context of {self.context} tokens; {RESET} starts a new one"
+        return f"{self.name}: truncated after {self._sampling.max_new_tokens} tokens (--max-new-tokens)"
 
 
 def chat(partners: list[Partner], lines: Iterable[str], out: TextIO, notes: TextIO) -> None:
-    """Every line is a message; each partner's answer goes to `out`, with the partner's name before it where there are several."""
+    """Send each line to every partner and print the answers to `out`; with several partners each answer follows its partner's name."""
     from rlhf_core.models.tokenizer import Unrenderable
 
     for line in lines:
@@ -129,12 +129,12 @@ def introduction(partners: list[Partner], sampling: SamplingSettings) -> str:
     contexts = ", ".join(f"{partner.name} {partner.context}" for partner in partners)
     return (
         f"Context in tokens, all messages and answers together: {contexts}; an answer has at most {sampling.max_new_tokens}. "
-        f"{RESET} begins a new conversation, {QUIT} or the end of the input ends."
+        f"{RESET} starts a new conversation; {QUIT} or end of input exits."
     )
 
 
 def typed_lines() -> Iterator[str]:
-    """Standard input; at a terminal with a prompt and the line editing of readline, where Python has it."""
+    """Lines of standard input; on a terminal with a prompt and, if available, readline's line editing."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
@@ -150,5 +150,5 @@ def typed_lines() -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    """For a terminal, which takes no orders from what a model writes."""
+    """Escape control characters in a model's output, so that a terminal doesn't execute them."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""Which model is meant: a run's policy, a folder or a version of the registry."""
+"""Find the model to use: a run's policy, a folder or a version of the registry."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rlhf_core.config import ConfigError, shown
 from rlhf_core.models.folder import check_model_folder, read_settings
 from rlhf_core.paths import POLICY_MODEL, PROMOTED, RUNS, SFT_MODEL
 
-FETCH = ("flows.promote", "fetch")  # a command of its own, which holds the version's tag against its commit and every file against its hash
+FETCH = ("flows.promote", "fetch")  # a subprocess that verifies the version's tag against its commit and every file against its hash
 FETCH_SECONDS = 3600.0
-MAX_CONTEXT = 4096  # tokens, where nobody says how many: memory for keys and values grows with it
+MAX_CONTEXT = 4096  # default limit in tokens, since the KV cache grows with the context
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _VERSION = re.compile(r"(policy|reward-model)@(v\d+\.\d+\.\d+)")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -24,7 +24,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Chosen:
-    """name: what the model is called. folder: its files. project: the folder with the metrics of its run; None: there is none."""
+    """name: of the model, for messages. folder: its files. project: the folder with its run's metrics; None: unknown."""
 
     name: str
     folder: Path
@@ -32,7 +32,7 @@ class Chosen:
 
 
 def choose(*, run: str | None = None, model: Path | None = None, version: str | None = None) -> Chosen:
-    """The model that was asked for; without any, the policy of this folder. At most one of the three is given.
+    """The chosen model; by default the policy of the current folder. At most one argument is given.
 
     Raises:
         ConfigError: there is no such model.
@@ -57,7 +57,7 @@ def choose(*, run: str | None = None, model: Path | None = None, version: str | 
 
 
 def beside(chosen: Chosen, other: str) -> Chosen:
-    """The model to be asked the same: `sft`, the one that the chosen model started from, or a folder.
+    """The second model of a chat: `sft`, the SFT model of the chosen model's run, or a folder.
 
     Raises:
         ConfigError: there is no such model.
@@ -71,32 +71,32 @@ def beside(chosen: Chosen, other: str) -> Chosen:
 
 
 def check_language_model(chosen: Chosen) -> None:
-    """Raises: ConfigError: the model gives scores and writes nothing."""
+    """Raises: ConfigError: the model is a reward model, which generates no text."""
     kinds = read_settings(chosen.folder, "config.json").get("architectures") or []
     if kinds and all(str(kind).endswith("ForSequenceClassification") for kind in kinds):
         raise ConfigError(f"{chosen.folder}: expected a language model, got {shown(str(kinds[0]))}, a reward model; choose a policy")
 
 
 def context_length(chosen: Chosen, wanted: int | None, *, trust_remote_code: bool) -> int:
-    """Tokens of a conversation with its answers.
+    """Upper limit of a conversation in tokens, answers included.
 
     Raises:
-        ConfigError: more are wanted than the model has positions for.
+        ConfigError: `wanted` exceeds the model's positions.
     """
     positions = _text_config(chosen, trust_remote_code).get("max_position_embeddings")
     if wanted is not None and positions is not None and wanted > positions:
-        raise ConfigError(f"--max-length: expected at most {positions}, which {chosen.name} has positions for, got {wanted}; lower it")
+        raise ConfigError(f"--max-length: expected at most {positions}, the positions of {chosen.name}, got {wanted}; lower it")
     return wanted or min(positions or MAX_CONTEXT, MAX_CONTEXT)
 
 
 def saved_dtype(chosen: Chosen, *, trust_remote_code: bool) -> str:
-    """The precision of the model's files, in which it is run."""
+    """dtype of the model's files, also used to run it; float32 if unknown."""
     found = str(_text_config(chosen, trust_remote_code).get("dtype")).removeprefix("torch.")
     return found if found in _DTYPES else "float32"
 
 
 def head_width(chosen: Chosen, *, trust_remote_code: bool) -> int | None:
-    """Of an attention head; None: the configuration doesn't say, or has no such heads."""
+    """Size of an attention head; None: the model's configuration has none."""
     config = _text_config(chosen, trust_remote_code)
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
     return config.get("head_dim") or (width // heads if width and heads else None)
@@ -114,10 +114,10 @@ def _text_config(chosen: Chosen, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def _version(version: str) -> Chosen:
-    asked = _VERSION.fullmatch(version)
-    if asked is None:
+    match = _VERSION.fullmatch(version)
+    if match is None:
         raise ConfigError(f"--version: expected a version of the registry such as policy@v1.0.0, got {shown(version)}; correct it")
-    artifact, number = asked.groups()
+    artifact, number = match.groups()
     folder = PROMOTED / f"{artifact}-{number}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", *FETCH, artifact, "--version", number, "--to", str(folder)]
@@ -136,17 +136,17 @@ def _checked(found: Chosen) -> Chosen:
 
 
 def _project_of(folder: Path) -> Path | None:
-    """The run or checkout that a model's folder is part of."""
+    """The run or checkout that contains a model's folder."""
     parents = folder.absolute().parents
     return next((p for p in parents[1:4] if (p / "dvc.yaml").is_file() and (p / "params.yaml").is_file()), None)
 
 
 def _runs_here() -> str:
     found = sorted(path.parts[1] for path in RUNS.glob(f"*/{POLICY_MODEL}")) if RUNS.is_dir() else []
-    rounds = "; of a series of rounds give --model runs/SERIES/rounds/N/policy" if any(RUNS.glob("*/rounds/*/policy")) else ""
+    rounds = "; for a series of rounds use --model runs/SERIES/rounds/N/policy" if any(RUNS.glob("*/rounds/*/policy")) else ""
     return (f"runs with one: {', '.join(found)}" if found else "there is no run with one yet") + rounds
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None: there is no such file."""
+    """None: the file doesn't exist."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -1,6 +1,6 @@
-"""A copy of a model's folder to hand on, with a card that also has what came after the training: evaluation, gate, licences, commit, tags.
+"""Export a copy of a model's folder. Its card also has what followed training: evaluation, gate, licences, commit and tags.
 
-Figures of a run are taken only where dvc.lock says that they are of this very model.
+Metrics of a run are included only if dvc.lock ties them to this exact model.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.use.choice import Chosen
 
 GIT_SECONDS = 60.0
-READ = Callable[[str], str | None]  # path inside the project -> its text; None: there is no such file
+READ = Callable[[str], str | None]  # path inside the project -> its text; None: no such file
 LOCKS = ("dvc.lock", "rounds/dvc.lock")
-NOT_LOOKED_AT = "None of this model: the stage hasn't run, or has looked at another one.\n"
+NOT_EVALUATED = "None for this model: the stage hasn't run, or ran on another model.\n"
 _ROUND = re.compile(r"rounds/(\d+)/policy")
 COLUMNS = (("judge_ok", "judge accepts"), ("score_mean", "mean score"), ("truncated_fraction", "truncated"), ("length_mean", "mean tokens"))
 
 
 def export(chosen: Chosen, folder: Path, *, root: Path = Path()) -> Path:
-    """Copy the model into a new folder, card and all. Returns the folder.
+    """Copy the model and its extended card into a new folder. Returns the folder.
 
     Raises:
-        ConfigError: the folder is there already, or the model has no card of ours.
+        ConfigError: the folder exists, or the model has no card written by this pipeline.
     """
     if folder.exists():
-        raise ConfigError(f"{folder}: expected a folder that isn't there yet, got one; choose another, or remove it")
+        raise ConfigError(f"{folder}: expected a new folder, got an existing one; choose another or remove it")
     path = chosen.folder / CARD
     if not path.is_file():
-        raise ConfigError(f"{path}: expected the model's card, got none; the model is of another tool or an older version: train it again")
+        raise ConfigError(f"{path}: expected the model's card, got none; another tool or an older version made the model: train it again")
     try:
         head, body = split_card(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -58,7 +58,7 @@ def export(chosen: Chosen, folder: Path, *, root: Path = Path()) -> Path:
 
 
 def _source(chosen: Chosen, root: Path) -> tuple[str | None, READ]:
-    """The commit that the model's run has now, where git knows it, and how to read the run's files: of a version those of its commit."""
+    """The commit of the model's run (None: unknown) and a reader of the run's files; a version's files come from its commit."""
     if "@" in chosen.name and chosen.project is None:
         commit = _git(root, "rev-parse", "--verify", f"refs/tags/{chosen.name}^{{commit}}")
         return commit, lambda path: _git(root, "show", f"{commit}:{path}", strip=False) if commit else None
@@ -71,25 +71,25 @@ def _source(chosen: Chosen, root: Path) -> tuple[str | None, READ]:
 
 
 def _after_training(md5: str, read: READ) -> Iterator[str]:
-    """What gate, evaluation or a round's comparison say of this model."""
+    """Card sections with the results of gate, evaluation or a round's comparison for this model."""
     stages = {name: stage for lock in LOCKS for name, stage in ((_yaml(read, lock) or {}).get("stages") or {}).items()}
     path = next((out["path"] for stage in stages.values() for out in stage.get("outs", []) if out["md5"] == md5), None)
     if path is None:
-        yield "## Evaluation\n\nNone: no run's `dvc.lock` was found that has this model.\n"
+        yield "## Evaluation\n\nNone: no run's `dvc.lock` contains this model.\n"
     elif path == "models/reward":
         gate = _of_this_model(stages, path, md5, "metrics/gate.json", read)
-        yield "## Gate\n\n" + (f"{verdict(gate)}\n" if gate else NOT_LOOKED_AT)
+        yield "## Gate\n\n" + (f"{verdict(gate)}\n" if gate else NOT_EVALUATED)
     elif (number := _ROUND.fullmatch(path)) is not None:
         found = _of_this_model(stages, path, md5, f"rounds/{number[1]}/metrics/evaluate.json", read)
         said = "Accepted" if found and found["accepted"] else "Not accepted"
-        yield f"## Comparison of round {number[1]}\n\n" + (f"{said}: {found['reason']}\n" if found else NOT_LOOKED_AT)
+        yield f"## Comparison of round {number[1]}\n\n" + (f"{said}: {found['reason']}\n" if found else NOT_EVALUATED)
     elif path == "models/policy":
         found = _of_this_model(stages, path, md5, "metrics/evaluate.json", read)
-        yield "## Evaluation\n\n" + (_evaluation(found) if found else NOT_LOOKED_AT)
+        yield "## Evaluation\n\n" + (_evaluation(found) if found else NOT_EVALUATED)
 
 
 def _of_this_model(stages: dict[str, Any], path: str, md5: str, metrics: str, read: READ) -> dict[str, Any] | None:
-    """A metrics file whose stage, by dvc.lock, has read this model and written this very file."""
+    """A metrics file, if dvc.lock has a stage that read this model and wrote exactly this file."""
     for stage in stages.values():
         deps = {dep["path"]: dep["md5"] for dep in stage.get("deps", [])}
         outs = {out["path"]: out["md5"] for out in stage.get("outs", [])}
@@ -100,7 +100,7 @@ def _of_this_model(stages: dict[str, Any], path: str, md5: str, metrics: str, re
 
 
 def _evaluation(found: dict[str, Any]) -> str:
-    """SFT model and policy on the test split's prompts."""
+    """Results of the SFT model and the policy on the test split's prompts, as Markdown."""
     rows = [
         (mode, name, *(_figure(found[mode][name].get(key)) for key, _ in COLUMNS))
         for mode in ("greedy", "sampled")
@@ -137,7 +137,7 @@ def _figure(value: Any) -> str:
 
 
 def _git(root: Path, *command: str, strip: bool = True) -> str | None:
-    """What git says; None: it refuses, or isn't there."""
+    """Output of a git command; None: it failed, or git isn't installed."""
     try:
         done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, timeout=GIT_SECONDS, check=False)
     except OSError:

@@ -16,10 +16,10 @@ INSTEAD = "use `chat`, which runs on PyTorch, or load the folder with transforme
 
 
 def check_servable(chosen: Chosen, *, trust_remote_code: bool) -> None:
-    """vLLM can run the model, as far as that is known without starting it: by the run's check_model, and by the width of its heads.
+    """Check, without starting vLLM, that it supports the model: by the run's check_model metrics and by the head size.
 
     Raises:
-        ConfigError: it can't.
+        ConfigError: vLLM can't run it.
     """
     checks = (None if chosen.project is None else read_json(chosen.project / "metrics/check_model.json")) or {}
     said = str(checks.get("checks", {}).get("vllm", ""))
@@ -30,7 +30,7 @@ def check_servable(chosen: Chosen, *, trust_remote_code: bool) -> None:
 
 
 def check_address(settings: ServerSettings) -> None:
-    """Raises: ConfigError: others could use the server without a key, or the port is taken."""
+    """Raises: ConfigError: other machines could use the server without a key, or the port is taken."""
     if settings.api_key is None and not is_loopback(settings.host):
         raise ConfigError(
             f"--host: expected a key for requests from other machines, got none for {settings.host}; name the environment variable "
@@ -43,10 +43,10 @@ def check_address(settings: ServerSettings) -> None:
 
 
 def serve(settings: ServerSettings, out: TextIO, *, key_variable: str | None) -> int:
-    """Returns the exit code: 0 after a stop, 1 where the server ended by itself.
+    """Serve until a stop signal. Returns the exit code: 0 after a stop, 1 if the server exited unexpectedly.
 
     Raises:
-        ValueError: it didn't start.
+        ValueError: the server didn't start.
     """
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -62,12 +62,12 @@ def serve(settings: ServerSettings, out: TextIO, *, key_variable: str | None) ->
     if code is None:
         print("Stopped.", file=out, flush=True)
         return 0
-    print(f"vLLM's server ended by itself, with exit code {code}.", file=out, flush=True)
+    print(f"vLLM's server exited unexpectedly with code {code}.", file=out, flush=True)
     return 1
 
 
 def curl(settings: ServerSettings, key_variable: str | None) -> str:
-    """A request as a line for a shell. The key stays in its variable."""
+    """Shell command of an example request. The key stays in its environment variable."""
     body = {"model": settings.name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}
     key = "" if key_variable is None else f' -H "Authorization: Bearer ${key_variable}"'
     return f"curl {settings.address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"

@@ -54,7 +54,7 @@ def test_the_default_model_agrees_with_vllm_and_the_figures_say_how_far(workspac
     ("source", "message"),
     [
         ("def score(prompts, responses): ...", "expected it to take (prompts, responses, labels, metadata), got (prompts, responses)"),
-        ("import os; os.environ['TABLE_FILE']", "got KeyError ('TABLE_FILE'); TABLE_FILE is set outside, and stages don't see it"),
+        ("import os; os.environ['TABLE_FILE']", "got KeyError ('TABLE_FILE'); TABLE_FILE is set in the shell but hidden from stages"),
     ],
 )
 def test_a_function_that_cannot_score_is_refused_before_anything_is_trained(workspace, monkeypatch, source, message):

@@ -154,7 +154,7 @@ def test_a_refusal_is_told_from_a_crash_and_a_deadline_ends_all_processes(tmp_pa
     with pytest.raises(StageFailed, match=r"expected to end within flow.stage_timeout=10 s") as late:
         run_stage("train_sft", workspace, timeout=10, grace=25, on_line=said.append)
     assert str(late.value) in said
-    assert any(line.startswith("train_sft: stopped by a signal; run it again to go on from its checkpoint") for line in said), said[-3:]
+    assert any(line.startswith("train_sft: stopped by a signal; run it again to resume from its checkpoint") for line in said), said[-3:]
     assert not late.value.refused and time.monotonic() - started < 35
     assert processes_in(workspace) == []
     assert list((workspace / "scratch/train_sft").glob("*/step"))  # its checkpoint

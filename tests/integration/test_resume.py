@@ -108,7 +108,7 @@ def test_killed_sft_goes_on_from_its_checkpoint_and_ends_with_the_same_bits(chai
     repro.kill()
     repro.wait()
     assert_nothing_left(battered)
-    assert "train_sft: stopped by a signal; run it again to go on from its checkpoint" in said(battered)
+    assert "train_sft: stopped by a signal; run it again to resume from its checkpoint" in said(battered)
     # The stage, SIGTERM.
     stage = begin(battered, "tasks.train_sft")
     await_checkpoint(battered, "train_sft", stage)

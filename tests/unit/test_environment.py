@@ -121,11 +121,13 @@ def test_a_scorer_that_misses_a_variable_is_told_where_to_name_it(tmp_path, monk
     (tmp_path / "mine.py").write_text(REWARD)
     config = ScorerConfig(name="f", kind="function", weight=1.0, normalization="none", path=f"{tmp_path}/mine.py:{name}")
     TextScorers(0, [config], {}).score_items("f", [ScoreItem("q", [], "r", None, {"id": "1", "source": "s"})])
-    assert ("THEIR_API_KEY is set outside, and stages don't see it: name it in flow.environment" in caplog.text) == hinted
+    assert (
+        "THEIR_API_KEY is set in the shell but hidden from stages: if this code may read it, name it in flow.environment" in caplog.text
+    ) == hinted
 
 
 def test_a_module_that_misses_a_variable_is_told_so_too(tmp_path, monkeypatch):
     monkeypatch.setenv(rules.WITHHELD, "THEIR_API_KEY")
     (tmp_path / "early.py").write_text("import os\nKEY = os.environ['THEIR_API_KEY']\ndef score(): pass\n")
-    with pytest.raises(ValueError, match=r"KeyError \('THEIR_API_KEY'\); THEIR_API_KEY is set outside.*flow.environment"):
+    with pytest.raises(ValueError, match=r"KeyError \('THEIR_API_KEY'\); THEIR_API_KEY is set in the shell.*flow.environment"):
         load_function(f"{tmp_path}/early.py:score", (), what="scorer function")

@@ -51,11 +51,11 @@ def of_stages() -> list[Cell]:
     """Each stage, killed and told to stop."""
     cells = []
     for stage in STAGES:
-        resumes, kept = stage in RESUMABLE, " from its checkpoint" if stage in RESUMABLE else ""
+        resumes, kept = stage in RESUMABLE, " to resume from its checkpoint" if stage in RESUMABLE else ""
         module = "train_rl" if stage == "train_policy" else stage
         said = f"failed to run: exec python -m tasks.{module}, exited with -9"
         cells.append(Cell(stage, "stage", "SIGKILL", said, faults.send(SIGKILL, checkpointed=resumes)))
-        told = f"{stage}: stopped by a signal; run it again to go on{kept}"
+        told = f"{stage}: stopped by a signal; run it again{kept}"
         if not resumes:  # it may still be importing, when nobody listens to signals yet, and has nothing to lose
             told += f"|exec python -m tasks.{module}, exited with -15"
         cells.append(Cell(stage, "stage", "SIGTERM", told, faults.send(SIGTERM, checkpointed=resumes)))
@@ -65,7 +65,7 @@ def of_stages() -> list[Cell]:
 def around_stages() -> list[Cell]:
     """Whoever stands above a stage; what they do is the same for each stage."""
     sft, late = "train_sft", r"expected to end within flow.stage_timeout=\d+ s"
-    stopped = "train_sft: stopped by a signal; run it again to go on from its checkpoint"
+    stopped = "train_sft: stopped by a signal; run it again to resume from its checkpoint"
     return [
         Cell(sft, "dvc", "SIGKILL", stopped, faults.send(SIGKILL, "dvc")),
         Cell(sft, "dvc", "SIGTERM", stopped, faults.send(SIGTERM, "dvc")),

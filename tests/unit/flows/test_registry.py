@@ -120,7 +120,7 @@ def test_a_relative_folder_is_the_one_that_we_are_in(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("text", ["[cache\n", "cache = /x\n", "[cache]\n    dir = %(x)s\n"])
 def test_settings_that_dvc_can_not_read_are_refused(root: Path, text: str):
     (root / ".dvc/config.local").write_text(text)
-    with pytest.raises(ConfigError, match="project: expected a project of DVC, got: "):
+    with pytest.raises(ConfigError, match="project: expected a DVC project, got: "):
         cache_folder(root)
 
 
@@ -142,11 +142,11 @@ def test_another_content_with_the_same_md5_is_refused_by_its_sha256(root, tmp_pa
         ValueError, match=rf"^weights: expected sha256 {sha256}, got {hashlib.sha256(SECOND).hexdigest()}, although the md5"
     ):
         checkout(md5, tmp_path / "model", root=root, sha256=wanted)
-    with pytest.raises(ValueError, match=rf"^md5 {md5}: expected sha256 {folder_sha256(wanted)}, got \w+, although the md5 is right"):
+    with pytest.raises(ValueError, match=rf"^md5 {md5}: expected sha256 {folder_sha256(wanted)}, got \w+, although the md5 matches"):
         checkout(md5, tmp_path / "model", root=root, sha256=folder_sha256(wanted))
     assert not (tmp_path / "model").exists()
     for known in (wanted, folder_sha256(wanted)):
-        with pytest.raises(ValueError, match="although the md5 is right"):
+        with pytest.raises(ValueError, match="although the md5 matches"):
             checkout(md5, tmp_path / "by_md5", root=root, sha256=known)  # what lies there already is no better
     put(root, FIRST)
     for known in (wanted, folder_sha256(wanted)):
@@ -160,7 +160,7 @@ def test_the_gate_does_not_load_an_incumbent_of_another_content(root, tmp_path, 
     md5, wanted, _ = collide(root)
     monkeypatch.chdir(root)
     incumbent = IncumbentConfig(version="v1.0.0", md5=md5, sha256=folder_sha256(wanted))
-    with pytest.raises(ValueError, match="although the md5 is right"):
+    with pytest.raises(ValueError, match="although the md5 matches"):
         compare_to_promoted(None, "incumbent", incumbent, confidence=0.95, scratch=tmp_path, how={})
 
 

@@ -106,7 +106,7 @@ def test_a_file_that_is_being_written_is_refused(project, monkeypatch):
         return real(file, name)
 
     monkeypatch.setattr(file_hashes.hashlib, "file_digest", grows)
-    with pytest.raises(ValueError, match=r"rows.jsonl: expected a file that stays as it is while it is read, got one that changes"):
+    with pytest.raises(ValueError, match=r"rows.jsonl: expected a file that doesn't change during reading, got one that does"):
         FileHashes(project).of_file(path)
 
 

@@ -79,9 +79,9 @@ def test_work_that_starts_anew_beside_an_older_checkpoint_says_which_and_what_di
     with caplog.at_level(logging.WARNING, logger="rlhf"):
         assert prepare_scratch(scratch, NOW, CONFIG, "train_sft") == []
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith(f"train_sft: starts anew. {older} has the checkpoint of step 10 (sft) of other work; what has changed since:\n")
+    assert said.startswith(f"train_sft: starts anew. {older} has the checkpoint of step 10 (sft) of other work; changes since then:\n")
     assert all(f"  {line}\n" in said for line in DIFFERENCES)
-    assert said.endswith(f"  To go on from it all the same: checkpoints.resume_from=train_sft/{older.name}")
+    assert said.endswith(f"  To resume from it anyway: checkpoints.resume_from=train_sft/{older.name}")
     assert checkpoint_of(scratch) is None and checkpoint_of(older) == ("sft", 10)
     begun(tmp_path / "train_sft", NOW, 5)
     caplog.clear()
@@ -94,7 +94,7 @@ def test_going_on_from_older_work_takes_its_checkpoints_and_curves_and_notes_it(
     chosen = replace_config(resume_from=f"train_sft/{older.name}")
     with caplog.at_level(logging.WARNING, logger="rlhf"):
         (noted,) = prepare_scratch(scratch, NOW, chosen, "train_sft")
-    assert "goes on from step 10 of other work" in caplog.records[-1].getMessage()
+    assert "resumes from step 10 of other work" in caplog.records[-1].getMessage()
     assert (noted["of"], noted["step"]) == ("sft", 10) and sorted(noted["differences"]) == sorted(DIFFERENCES)
     assert checkpoint_of(scratch) == ("sft", 10) and (scratch / "curves.csv").exists() and checkpoint_of(older) == ("sft", 10)
     accepted = StoreSettings(origin=NOW.origin, accepted=(Origin(**noted["origin"]),))
@@ -103,7 +103,7 @@ def test_going_on_from_older_work_takes_its_checkpoints_and_curves_and_notes_it(
     with pytest.raises(ValueError, match="made with other config and data and code"):
         CheckpointStore(scratch / "sft", StoreSettings(origin=NOW.origin)).latest()
     store.save(15, lambda aside: (aside / "weights").write_text("new"))
-    assert prepare_scratch(scratch, NOW, chosen, "train_sft") == [noted]  # a second start goes on from its own
+    assert prepare_scratch(scratch, NOW, chosen, "train_sft") == [noted]  # a second start resumes from its own
     assert prepare_scratch(scratch, NOW, CONFIG, "train_sft") == [noted]  # and remembers where it came from
     assert checkpoint_of(scratch) == ("sft", 15)
     third = replace(NOW, params={"seed": 1})
@@ -133,10 +133,10 @@ def test_going_on_from_what_isnt_there_from_another_command_or_over_an_own_check
         prepare_scratch(top / dpo.folder_name, dpo, chosen, "train_policy")
     unknown = begun(top, replace(BEFORE, params={}), 10)
     (unknown / WORK).write_text("[")
-    with pytest.raises(ConfigError, match=r"expected work\.json to say what that work was made of, got none"):
+    with pytest.raises(ConfigError, match=r"expected work\.json with the record of that work, got no such file"):
         prepare_scratch(scratch, NOW, replace_config(resume_from=f"train_policy/{unknown.name}"), "train_policy")
     begun(top, NOW, 3)
-    with pytest.raises(ConfigError, match="expected no checkpoint of this work's own yet, got one at"):
+    with pytest.raises(ConfigError, match="expected no checkpoint of this work itself, got one at"):
         prepare_scratch(scratch, NOW, chosen, "train_policy")
     assert prepare_scratch(scratch, NOW, nothing, "train_reward") == []  # another stage's setting
 

@@ -130,7 +130,7 @@ def test_the_fingerprint_follows_command_params_and_dependencies_and_nothing_els
 def test_a_missing_dependency_is_named(workspace):
     (workspace / "inputs/rows").unlink()
     (workspace / "inputs").rmdir()
-    with pytest.raises(ConfigError, match="inputs: expected what an earlier stage makes, got nothing; run `dvc repro train_sft`"):
+    with pytest.raises(ConfigError, match="inputs: expected the output of an earlier stage, got nothing; run `dvc repro train_sft`"):
         fingerprint("train_sft")
 
 
@@ -175,7 +175,7 @@ def test_work_whose_params_were_changed_goes_on_from_the_older_checkpoint_when_a
     change(workspace / "params.yaml", "seed: 0", "seed: 1")
     out, _ = begin("finish").communicate(timeout=60)
     (older,) = re.findall(r"resume_from=(train_sft/\w{16})", out)
-    assert "has the checkpoint of step 5 (sft) of other work; what has changed since:\n  seed: 0 -> 1\n" in out and "step None" in out
+    assert "has the checkpoint of step 5 (sft) of other work; changes since then:\n  seed: 0 -> 1\n" in out and "step None" in out
     assert read_json(workspace / "metrics/train_sft.json") == {"loss": 1.0}
     change(workspace / "params.yaml", "resume_from: null", f"resume_from: {older}")
     out, err = begin("finish").communicate(timeout=60)

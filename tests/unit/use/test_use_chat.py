@@ -69,8 +69,10 @@ def test_the_limits_are_said_in_words(sft_folder):
         and "at most 6" in introduction([talk], GREEDY)
     )
     note = talk.answer("a").note
-    assert note == "sft: cut off after 6 tokens (--max-new-tokens)"
-    with pytest.raises(NoRoom, match="the context is 24: there is no room for an answer, and the message was left out; /reset begins"):
+    assert note == "sft: truncated after 6 tokens (--max-new-tokens)"
+    with pytest.raises(
+        NoRoom, match=r"expected a conversation shorter than the context of 24 tokens, got .*the message was ignored; /reset"
+    ):
         talk.answer("b" * 40)
     talk.reset()
     long = SamplingSettings(100, 0.0)
@@ -84,7 +86,7 @@ def test_two_models_answer_one_after_the_other_and_refusals_end_nothing(sft_fold
     said = [line for line in out.getvalue().split("sft: ") if line]
     assert len(said) == 4 + 1  # the second model has room for the long message
     assert said[0] == said[3] and said[1] == said[4] and said[0] != said[1]
-    assert "no room for an answer" in notes.getvalue() and "a new conversation" in notes.getvalue()
+    assert "the message was ignored" in notes.getvalue() and "a new conversation" in notes.getvalue()
 
 
 def test_a_system_message_that_the_template_refuses_is_refused_at_the_start(tmp_path, tokenizer, sft_folder):

@@ -63,7 +63,7 @@ def test_a_reward_model_is_no_partner(reward_folder, capsys):
 def test_context_precision_and_heads_are_the_models(sft_folder):
     found, how = choose(model=sft_folder), {"trust_remote_code": False}
     assert context_length(found, 20, **how) == 20 and context_length(found, None, **how) == 64
-    with pytest.raises(ConfigError, match="--max-length: expected at most 64, which sft has positions for, got 65; lower it"):
+    with pytest.raises(ConfigError, match="--max-length: expected at most 64, the positions of sft, got 65; lower it"):
         context_length(found, 65, **how)
     assert saved_dtype(found, **how) == "float32" and head_width(found, **how) == 8
 

@@ -77,16 +77,16 @@ def test_the_card_has_evaluation_licences_commit_and_tags(project):
 
 def test_an_evaluation_of_another_model_and_a_changed_one_are_left_out(project):
     lock("0" * 32 + ".dir")
-    assert "None of this model" in (export(choose(), project / "a") / "README.md").read_text()
+    assert "None for this model" in (export(choose(), project / "a") / "README.md").read_text()
     lock(dvc_md5(project / "models/policy"))
     (project / "metrics/evaluate.json").write_text(json.dumps(EVALUATION | {"more": 1}))
     text = (export(choose(), project / "b") / "README.md").read_text()
-    assert "None of this model" in text and "0.912" not in text
+    assert "None for this model" in text and "0.912" not in text
 
 
 def test_a_folder_that_is_there_and_a_model_without_a_card_are_refused(project, sft_folder):
     (project / "out").mkdir()
-    with pytest.raises(ConfigError, match="expected a folder that isn't there yet"):
+    with pytest.raises(ConfigError, match="expected a new folder, got an existing one"):
         export(choose(), project / "out")
     with pytest.raises(ConfigError, match=r"README.md: expected the model's card, got none"):
         export(choose(model=sft_folder), project / "new")
