@@ -17,7 +17,7 @@ from rlhf_core.config import Params
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 ROOMS = ("flows", "tasks", "rlhf_core", "tools", "tests", "docs", "recipes", "rounds", "rewards")
-EXAMPLES = {"rewards/mine.py", "my_data.py", "rounds/rounds.md", "rounds/rounds.svg"}  # a user's files; files that a series of rounds writes
+EXAMPLES = {"rewards/mine.py", "my_data.py", "rounds/rounds.md", "rounds/rounds.svg"}  # a user's files; files of a series of rounds
 OLD_KEYS = {"iterative.promotion.confidence"}
 pytestmark = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
