@@ -29,7 +29,8 @@ CHOICES = {
 def test_params_yaml_lists_every_choice(key):
     comments = re.findall(r"#(.*)", (ROOT / "params.yaml").read_text())
     listed = [set(run.split(" | ")) for comment in comments for run in re.findall(r"\w+(?: \| \w+)+", comment)]
-    assert set(get_args(CHOICES[key].annotation)) in listed
+    choices = get_args(CHOICES[key].annotation)
+    assert set(choices) in listed, f"params.yaml: no comment reads '{' | '.join(choices)}'"
 
 
 @pytest.mark.parametrize("key", ["algorithm", "policy_loss"])

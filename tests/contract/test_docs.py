@@ -1,4 +1,4 @@
-"""What the pages name exists: links with their anchors, modules of `python -m`, files of the repository, keys of params.yaml."""
+"""What the pages name exists: links with their anchors, modules and functions, files of the repository, keys of params.yaml."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_core.config import Params
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 ROOMS = ("flows", "tasks", "rlhf_core", "tools", "tests", "docs", "recipes", "rounds", "rewards")
-EXAMPLES = {"rewards/mine.py", "rounds/rounds.md", "rounds/rounds.svg"}  # a user's file; files that a series of rounds writes
+EXAMPLES = {"rewards/mine.py", "my_data.py", "rounds/rounds.md", "rounds/rounds.svg"}  # a user's files; files of a series of rounds
 OLD_KEYS = {"iterative.promotion.confidence"}
 pytestmark = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -63,6 +63,21 @@ def test_files_of_the_repository_exist(page):
     named = {word for word in words if word.split("/")[0] in ROOMS}
     exact = {name for name in named if not re.search(r"[<>*{}$]|NAME|SERIES", name)}
     assert sorted(exact - tracked() - EXAMPLES) == []
+
+
+def test_modules_in_backticks_and_functions_named_after_them_exist(page):
+    """`x.py`, `folder/x.py`, `x.py: function`, `x.py: Class.method, function`."""
+    missing = []
+    for code in inline_code(page):
+        found = re.fullmatch(r"([\w/]+\.py)(?:: ([\w., ]+))?", code)
+        if not found or code in EXAMPLES:
+            continue
+        files = [ROOT / name for name in tracked() if f"/{name}".endswith(f"/{found[1]}")]
+        texts = [file.read_text(encoding="utf-8") for file in files]
+        names = re.findall(r"\w+", found[2] or "")
+        if not any(all(re.search(rf"^(\s*(async )?(def|class) )?{name}\b", text, re.MULTILINE) for name in names) for text in texts):
+            missing.append(code)
+    assert missing == []
 
 
 def test_keys_of_params_exist(page):
