@@ -1,7 +1,7 @@
-"""A rollout engine in a process of its own, for a stage that computes with other models before or after it.
+"""A rollout engine in a separate process, for a stage that also uses other models.
 
-On a GPU vLLM can't share a process with them: what it holds of the GPU comes back for certain only when its process ends, and the classes
-of transformers that it runs are marked for compiling, after which nobody else in the process can make such a model.
+On a GPU vLLM can't share a process with them: only the end of its process reliably frees its GPU memory, and it marks transformers' model
+classes for compilation, after which other code in the process can't make such a model.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
     from rlhf_core.sampling.requests import Sample
 
-ANSWER_SECONDS = 24 * 3600.0  # a stage's own time is limited by flow.stage_timeout, and a dead process is noticed at once
+ANSWER_SECONDS = 24 * 3600.0  # long: flow.stage_timeout limits the stage, and a dead process is noticed at once
 END_SECONDS = 60.0
 
 log = logging.getLogger("rlhf")
 
 
 class EngineLost(RuntimeError):
-    """The engine's process has ended, or doesn't answer."""
+    """The engine's process has exited or doesn't answer."""
 
 
 class EngineApart:
-    """What `open_here` opens, in a process that ends with `close`, or with this one.
+    """An engine opened by `open_here` in a process that ends with `close` or with this process.
 
     Args:
         open_here: called in the new process; a function of a module.
@@ -51,7 +51,7 @@ class EngineApart:
         self._pipe, theirs = started.Pipe()
         self._process = started.Process(target=_serve, args=(theirs, os.getpid(), open_here, settings), name="rollout engine")
         self._process.start()
-        atexit.register(self._process.kill)  # a stage that fails before `close` would wait for it at its end, and it for the stage
+        atexit.register(self._process.kill)  # otherwise a stage that fails before `close` and this process would wait for each other
         theirs.close()
         self.version = 0
         try:
@@ -69,7 +69,7 @@ class EngineApart:
         return self._call("probe", ids)
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
-        """As the engine does. Weights travel one at a time."""
+        """As the engine does. Weights are sent one at a time."""
         self._send(("load_weights", (len(state_dict), version), {}))
         for name, packed in pack(state_dict).items():
             self._send((name, packed))
@@ -77,7 +77,7 @@ class EngineApart:
         return self.version
 
     def close(self) -> None:
-        """End the process; all that it held is free afterwards."""
+        """End the process and free all its memory."""
         with contextlib.suppress(OSError, EngineLost):
             self._send(None)
         self._process.join(END_SECONDS)
@@ -112,14 +112,14 @@ class EngineApart:
         self._process.join(1.0)
         code = self._process.exitcode
         got = f"none within {ANSWER_SECONDS:.0f} s" if code is None else f"the end of its process with exit code {code}"
-        return EngineLost(f"rollout engine: expected an answer, got {got}; what it printed above says why")
+        return EngineLost(f"rollout engine: expected an answer, got {got}; see its output above")
 
 
 def _serve(pipe: Connection, parent: int, open_here: Callable[..., Any], settings: dict[str, Any]) -> None:
-    """The engine's process: one answer for each message, (refusal, answer), until an empty one or the end of the other process."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # the stage is told too, and ends the engine when it has finished with it
+    """Main loop of the engine's process: a (refusal, answer) for each message, until an empty message or the end of the parent."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # the stage gets the signal too and ends the engine when done
         signal.signal(number, signal.SIG_IGN)
-    end_with_parent(parent, signal.SIGKILL)  # the parent may be killed at any time, and the GPU must not stay taken
+    end_with_parent(parent, signal.SIGKILL)  # frees the GPU if the parent is killed
     show_own_log()
     configure_process()
     with contextlib.suppress(EOFError, OSError):

@@ -74,7 +74,7 @@ def join_world(*, rank: int = 0, world_size: int = 1, store: dist.Store | None =
     import deepspeed
 
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
-    # Its shared-memory collectives for the CPU would be compiled here, which takes half a minute and a compiler; gloo serves.
+    # Avoids compiling DeepSpeed's shared-memory collectives for the CPU, which needs a compiler; gloo is used instead.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)
     freeze_gc()
@@ -85,19 +85,17 @@ def device() -> torch.device:
 
 
 def release_memory() -> None:
-    """To be called when a model is used no more, before the next one is loaded: what it left in cycles, and a GPU's memory that PyTorch
-    keeps for itself, are free for all afterwards.
-    """
+    """Free the memory of unused models before the next one is loaded: reference cycles, and GPU memory cached by PyTorch."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def equal_count(parts: list[list[int]]) -> list[list[int]]:
-    """Split micro-batches until every rank has as many: with ZeRO each forward and backward is a collective.
+    """Split micro-batches until all ranks have equally many: with ZeRO each forward and backward is a collective.
 
     Raises:
-        ValueError: a rank has fewer examples than another has micro-batches.
+        ValueError: a rank has fewer examples than another rank has micro-batches.
     """
     if dist.get_world_size() == 1:
         return parts
@@ -114,7 +112,7 @@ def equal_count(parts: list[list[int]]) -> list[list[int]]:
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The sum of every rank's values, the same bits on each."""
+    """The sum of all ranks' values, bitwise equal on each rank."""
     total = values.to(device(), copy=True)
     dist.all_reduce(total)
     return total
@@ -128,12 +126,12 @@ class TrainEngine:
 
         self._settings = settings
         self._world_size = dist.get_world_size()
-        # With ZeRO or bfloat16 DeepSpeed's own optimizers clip and keep the norm; in plain float32 it doesn't report it.
+        # With ZeRO or bfloat16 DeepSpeed's optimizers clip and report the norm; in float32 without ZeRO they don't report it.
         self._clips_itself = settings.zero_stage == 0 and settings.dtype == "float32"
         self._grad_norm = 0.0
         self._torch_optimizer, scheduler = self._optimizer(module)
-        # In bfloat16 without ZeRO DeepSpeed makes Adam's state by a step on zeros: Adam would count the first real one as its second, which
-        # is then 0.73 of it, and weights would decay once more.
+        # In bfloat16 without ZeRO DeepSpeed creates Adam's state by a step on zeros. Adam would count the first real step as its second,
+        # which changes the bias correction, and the weights would decay once more.
         with self._optimizer_at_rest() if settings.zero_stage == 0 else nullcontext():
             self._engine, self._optim, _, _ = deepspeed.initialize(
                 model=module, optimizer=self._torch_optimizer, lr_scheduler=scheduler, config=self._config()
@@ -182,7 +180,7 @@ class TrainEngine:
         return self._engine(*args, **kwargs)
 
     def backward(self, loss_share: torch.Tensor) -> None:
-        """Accumulate gradients of this micro-batch's share of the step's loss; the engine averages over ranks, we sum."""
+        """Accumulate gradients of this micro-batch's share of the step's loss; the engine's average over ranks is turned into a sum."""
         self._engine.backward(loss_share * self._world_size, scale_wrt_gas=False)
 
     def step(self) -> float:
@@ -193,8 +191,8 @@ class TrainEngine:
     def discard(self) -> None:
         """Drop the gradients since the last step (there must be some); parameters, optimizer state and schedule stay as they are.
 
-        Where they lie, and in what buffers, depends on the ZeRO stage. So DeepSpeed ends the step as always, which clears them all, while
-        optimizer and schedule stand still.
+        Their buffers depend on the ZeRO stage. DeepSpeed therefore runs its normal step, which clears all of them, with optimizer and
+        schedule disabled.
         """
         schedule, self._engine.lr_scheduler = self._engine.lr_scheduler, None
         try:
@@ -205,7 +203,7 @@ class TrainEngine:
 
     @contextmanager
     def _optimizer_at_rest(self) -> Iterator[None]:
-        """Within it the optimizer's step does nothing."""
+        """Disable the optimizer's step within the block."""
         step, self._torch_optimizer.step = self._torch_optimizer.step, lambda *_, **__: None
         try:
             yield
@@ -214,7 +212,7 @@ class TrainEngine:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Learning rate of the next step."""
         return float(self._optim.param_groups[0]["lr"])
 
     def train(self) -> None:
@@ -245,10 +243,10 @@ class TrainEngine:
         self._engine.save_checkpoint(str(folder), tag=name, save_latest=False, client_state={OPTIMIZER_NAMES: trained})
 
     def load(self, folder: Path, name: str) -> None:
-        """What `save` wrote. Learning rate, weight decay and clipping are those of the settings, whatever the checkpoint says.
+        """Load a checkpoint of `save`. Learning rate, weight decay and clipping come from the settings, not from the checkpoint.
 
         Raises:
-            ValueError: the checkpoint isn't of this engine.
+            ValueError: the checkpoint belongs to another engine or model.
         """
         subject = f"checkpoint {folder.name}/{name}"
         try:
@@ -264,20 +262,20 @@ class TrainEngine:
         self._apply_settings()
 
     def load_universal(self, folder: Path, name: str) -> None:
-        """What `convert_to_universal` made of what any number of ranks saved."""
+        """Load a checkpoint made by `convert_to_universal` from any number of ranks."""
         config = self._engine._config
         config.load_universal_checkpoint = True
         try:
             self.load(folder, name)
         finally:
             config.load_universal_checkpoint = False
-        # With ZeRO 3 all groups get one and the same counter of steps, which each of them would then advance.
+        # With ZeRO 3 all groups share one step counter, which each group would advance.
         for state in self._torch_optimizer.state.values():
             if isinstance(state["step"], torch.Tensor):
                 state["step"] = state["step"].clone()
 
     def _apply_settings(self) -> None:
-        """A checkpoint brings the values of the time it was made; with ZeRO 3 a universal one gives the first group's to all."""
+        """Restore settings that a checkpoint overwrote; with ZeRO 3 a universal one gives the first group's to all groups."""
         s, scheduler = self._settings, self._engine.lr_scheduler
         scheduler.base_lrs = [s.learning_rate] * len(scheduler.base_lrs)
         for group, decay in zip(self._optim.param_groups, self._decays, strict=True):

@@ -1,4 +1,4 @@
-"""How much of a GPU that it shares a vLLM engine has for keys and values, computed ahead and not measured beside what another one loads."""
+"""Size of a vLLM engine's KV cache on a shared GPU, computed in advance, since another process's allocations disturb a measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 OWN_BYTES = 3 << 29  # CUDA's context, libraries' workspaces, captured graphs: 1.5 GiB
-LOGIT_COPIES = 4  # in float32: logits, those the sampler changes, log-probabilities, and noise to draw by
+LOGIT_COPIES = 4  # in float32: logits, the sampler's copy, log-probabilities, and sampling noise
 BLOCK = 128  # tokens; no backend of vLLM has larger blocks
 
 
@@ -24,14 +24,14 @@ def cache_bytes(
     batched_tokens: int,
     trust_remote_code: bool,
 ) -> int:
-    """Bytes for keys and values: what weights and a pass leave of the engine's share, and no more than all sequences can fill.
+    """Bytes of the KV cache: the engine's share less weights and a forward pass, limited to what all sequences can fill.
 
     Args:
-        share: bytes of the GPU that are the engine's.
+        share: bytes of GPU memory for the engine.
         batched_tokens: of a forward pass.
-        sequences: at a time.
+        sequences: sampled concurrently.
     Raises:
-        ValueError: there is no room for a single sequence.
+        ValueError: a single sequence doesn't fit.
     """
     from transformers import AutoConfig
 
@@ -51,13 +51,13 @@ def cache_bytes(
             f"{_gib(working)} of a pass and a sequence of model.max_length={max_length} tokens, got {_gib(share)}; raise it or "
             "rollout.gpus_per_engine, or use fewer engines or a larger GPU"
         )
-    # Among several kinds of layers vLLM deals blocks out in its own way.
+    # With several kinds of layers vLLM decides how to divide the blocks.
     return left if len(layer_kinds(config.get_text_config())) > 1 else min(left, sequences * of_sequence)
 
 
 def pass_bytes(config: PretrainedConfig, *, element_bytes: int, tokens: int, sequences: int) -> int:
-    """Of a forward pass without gradients: hidden states, queries, keys and values (8 hidden sizes), the widest layer's gate, up and
-    product (3 intermediate sizes, for each expert of a token), logits; and what the process has beside.
+    """Bytes of a forward pass without gradients: hidden states, queries, keys and values (8 hidden sizes), the widest layer's gate, up and
+    product (3 intermediate sizes for each expert of a token), logits; plus a constant for the process.
     """
     shape = config.get_text_config()
     experts = getattr(shape, "num_experts_per_tok", None) or 1

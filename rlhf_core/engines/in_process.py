@@ -1,4 +1,4 @@
-"""A rollout engine of either backend: in this process, for a stage, or as one actor of a group."""
+"""Open a rollout engine of either backend: in this process, in another one, or as an actor of a group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_engine(backend: RolloutBackend, model_path: str, **settings: Any) -> VllmEngine | PytorchEngine | EngineApart:
-    """An engine for a stage that has other models too: with vLLM on a GPU in a process of its own. Arguments as of `open_here`."""
+    """An engine for a stage with other models; vLLM on a GPU gets a separate process. Arguments as for `open_here`."""
     import torch
 
     if backend == "vllm" and torch.cuda.is_available():
@@ -41,7 +41,7 @@ def open_here(
     shares_gpu: bool = False,
     reads_text: bool = False,
 ) -> VllmEngine | PytorchEngine:
-    """An engine in this process. See the engines for the arguments; `seed` is vLLM's alone."""
+    """An engine in this process. See the engines for the arguments; only vLLM uses `seed`."""
     shared = {
         "max_length": max_length,
         "dtype": dtype,
@@ -78,5 +78,5 @@ class RolloutActor:
         return self._engine.probe(ids)
 
     def load_weights(self, weights: dict[str, PackedTensor], version: int, ids: Sequence[int]) -> tuple[int, list[float]]:
-        """As the engine does, with weights as another process ships them; and what it then says of the ids."""
+        """As the engine does, with packed weights from another process; returns the version and log-probabilities of the ids."""
         return self._engine.load_weights(unpack(weights), version), self._engine.probe(ids)

@@ -1,4 +1,4 @@
-"""Ports of this machine for servers that are given a number and listen later."""
+"""Free ports of this machine for servers that start to listen later."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import contextlib
 import secrets
 import socket
 
-# Between those that a Ray head keeps for its workers (10002 to 19999) and those that Linux gives by itself, to every connection too, while
-# the server still starts (net.ipv4.ip_local_port_range).
+# Above the ports of Ray's workers (10002 to 19999) and below those that Linux assigns to connections (net.ipv4.ip_local_port_range),
+# which could take a port before the server listens.
 FIRST, LAST = 20000, 32000
 TRIES = 1000
 
 
 def free_ports(count: int) -> list[int]:
-    """So many different ports at which nobody listens.
+    """Different ports on which no process listens.
 
     Raises:
-        OSError: there are too few.
+        OSError: too few are free.
     """
     found: list[int] = []
     with contextlib.ExitStack() as sockets:

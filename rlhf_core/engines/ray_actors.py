@@ -20,10 +20,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rlhf_core.environment import keep_visible, named, passed_on
 from rlhf_core.process import collect_rarely, freeze_gc
 
-PEER_SECONDS = 5.0  # in which the death that made another rank's call fail becomes known
-LOOK_SECONDS = 15.0  # to look at a process on another node, or to end it; a worker has to start there
+PEER_SECONDS = 5.0  # seconds until the death that made another rank's call fail is known
+LOOK_SECONDS = 15.0  # seconds to inspect or kill a process on another node, including a worker's start
 
-Pending = ray.ObjectRef  # an answer that is still to come, and may be an argument of another call
+Pending = ray.ObjectRef  # a pending answer, which may be an argument of another call
 
 
 def join_cluster() -> int:
@@ -39,7 +39,7 @@ def leave_cluster() -> None:
 class RoleLost(RuntimeError):
     """An actor died, or didn't answer by its deadline. The message names role and rank.
 
-    ranks: those that are lost; empty where none of them is, but a call that may fail has.
+    ranks: the lost ones; empty if a call failed without losing a rank.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()):
@@ -49,7 +49,7 @@ class RoleLost(RuntimeError):
 
 @contextmanager
 def held(number: int) -> Iterator[None]:
-    """A signal that comes meanwhile takes effect at the end: its handler may raise. In a thread that handles none, nothing is held."""
+    """Defer signals to the end of the block, since their handlers may raise. Does nothing outside the main thread."""
     handler = signal.getsignal(number)
     if handler is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -66,7 +66,7 @@ def held(number: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an actor's process is."""
+    """Node and id of an actor's process."""
 
     node: str
     host: str
@@ -74,13 +74,13 @@ class Place:
 
 
 class Hosted:
-    """What an actor is: an object that is imported and made in the actor's process, so that nobody else has to import it.
+    """Hosts an object that is imported and made in the actor's process, so that other processes needn't import it.
 
-    What can't be made because of what a user has set is said, as that ValueError, to whoever waits for it or calls it.
+    A ValueError from its constructor, caused by a user's settings, is raised by every later call.
     """
 
     def __init__(self, factory: str, **kwargs: Any):
-        keep_visible(named())  # a reward function sees no more on a cluster of others than in a stage
+        keep_visible(named())  # a reward function sees the same environment on a remote cluster as in a stage
         collect_rarely()
         module, _, name = factory.partition(":")
         made_by = getattr(importlib.import_module(module), name)
@@ -106,10 +106,10 @@ class ActorGroup:
     Args:
         role: for messages, such as "trainer".
         factory: "module:Class" of what each actor hosts; it gets `rank` and `kwargs`.
-        cpus, gpus: of each actor. Without any it starts wherever, beside the others.
+        cpus, gpus: of each actor. With 0 of both it is placed anywhere.
         threads: OMP_NUM_THREADS of each actor's process.
         start_deadline: seconds until every actor must have been placed and made.
-        together: the ranks work on one thing and are placed as one; otherwise each has a place of its own, and can get another.
+        together: the ranks form one job and are placed as a unit; otherwise each is placed, and can be replaced, alone.
     Raises:
         RoleLost: the cluster has no room, or an actor failed to start.
     """
@@ -145,10 +145,10 @@ class ActorGroup:
         return _place(self.role, size, **self._resources, deadline=self._start_deadline)
 
     def _start(self, rank: int) -> None:
-        """A new actor for a rank; it takes the place of the one before."""
+        """Start a new actor for a rank in place of the old one."""
         bundle = self._bundles[rank]
         actor = (
-            ray.remote(type(self._factory.rpartition(":")[2], (Hosted,), {}))  # what the process is called
+            ray.remote(type(self._factory.rpartition(":")[2], (Hosted,), {}))  # the process's name
             .options(
                 **self._resources,
                 max_restarts=0,
@@ -166,10 +166,10 @@ class ActorGroup:
         return len(self.actors)
 
     def wait_ready(self, what: str = "start") -> None:
-        """Every rank has done what it was asked to do so far, its start first of all.
+        """Wait until every rank has finished its start and all calls so far.
 
         Raises:
-            ValueError: what is hosted refuses the model or the settings.
+            ValueError: the hosted object refuses the model or the settings.
         """
         self._wait_ready(range(len(self)), what)
 
@@ -180,7 +180,7 @@ class ActorGroup:
             raise error.cause if isinstance(error.cause, ValueError) else error from error
 
     def submit(self, method: str, per_rank: list[tuple], **kwargs: Any) -> list[Pending]:
-        """Call a method on each rank with that rank's arguments, without waiting. All are, or none: they may meet in a collective."""
+        """Call a method on each rank with that rank's arguments, without waiting. All or none are submitted: they may meet in a collective."""
         with held(signal.SIGTERM):
             return [self._submit_one(rank, method, *args, **kwargs) for rank, args in zip(range(len(self)), per_rank, strict=True)]
 
@@ -208,13 +208,13 @@ class ActorGroup:
         given_by: ActorGroup | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """As `wait`, for ranks that are independent: those that are lost are asked again once `replace` has seen to new ones.
+        """As `wait`, for independent ranks: calls to lost ranks are repeated after `replace` has started new actors.
 
         Args:
             references: of `submit` with the same method and arguments.
-            deadline: seconds for each time that somebody is waited for.
+            deadline: seconds of each wait.
             replace: calls `self.replace`, or raises.
-            given_by: whose answers are among the arguments; that they are dead or late is not the fault of these.
+            given_by: the actors whose answers are among the arguments; their loss isn't counted as a loss of these ranks.
         """
         while True:
             try:
@@ -228,15 +228,15 @@ class ActorGroup:
                 self.submit_again(lost.ranks, references, method, per_rank, **kwargs)
 
     def submit_again(self, ranks: Sequence[int], references: list[Pending], method: str, per_rank: list[tuple], **kwargs: Any) -> None:
-        """Put new references in the places of some of those that `submit` has returned."""
+        """Replace some of the references returned by `submit`."""
         for rank in ranks:
             references[rank] = self._submit_one(rank, method, *per_rank[rank], **kwargs)
 
     def attempt(self, method: str, *args: Any, deadline: float) -> Any:
-        """Call a method of the only actor, which may well fail: an exception in it counts as the loss of the role too.
+        """Call a method of the only actor; an exception in it counts as a loss of the role too.
 
         Raises:
-            RoleLost: it died or is late; or it raised, then without ranks.
+            RoleLost: the actor died or is late; or it raised, then without ranks.
         """
         try:
             (answer,) = self.call(method, [args], deadline=deadline)
@@ -250,7 +250,7 @@ class ActorGroup:
         Args:
             ranks: of the references; None: all.
         Raises:
-            RoleLost: naming every rank that died, or else those that are late and what their processes do.
+            RoleLost: names every dead rank, or else the late ranks and the states of their processes.
         """
         ranks = list(ranks if ranks is not None else range(len(self)))
         try:
@@ -268,7 +268,7 @@ class ActorGroup:
                 late,
             ) from error
         except (RayActorError, RayTaskError, ObjectLostError) as error:
-            # A rank whose peer died fails in their collective, and may be the first to say so.
+            # A rank whose peer died fails in their collective, and its error may arrive first.
             patience = PEER_SECONDS if isinstance(error, RayTaskError) else 0
             dead = [rank for rank, reference in zip(ranks, references, strict=True) if _is_dead(reference, patience)]
             if not dead:
@@ -280,33 +280,33 @@ class ActorGroup:
             ) from error
 
     def replace(self, ranks: Sequence[int]) -> None:
-        """New actors for those that are lost, ready to be called; what is left of the old ones is ended.
+        """Start new actors for the lost ranks and end the old processes.
 
         Raises:
-            RoleLost: the cluster has no room for one, or it failed to start.
+            RoleLost: the cluster has no room for an actor, or it failed to start.
         """
         for rank in ranks:
             self._end(rank)
             self._late.discard(rank)
             bundle = self._bundles[rank]
-            if bundle is not None:  # its node may be gone too, so it is placed anew
+            if bundle is not None:  # placed anew, since its node may be gone too
                 remove_placement_group(bundle[0])
                 self._bundles[rank] = (self._place(1), 0)
             self._start(rank)
         self._wait_ready(ranks, "start")
 
     def _end(self, rank: int) -> None:
-        """The end of an actor's process. Ray asks a process to end, which one that is late may never hear: it is killed by its number."""
+        """End an actor's process. A late process may never react to Ray's request, so it is killed by its id."""
         ray.kill(self.actors[rank])
         place = self._whereabouts(rank) if rank in self._late else None
         if place is not None:
             _on_node(place, _kill, place.pid)
 
     def _look(self, rank: int) -> str:
-        """Where an actor's process is and what it does, for a message."""
+        """Location and state of an actor's process, for a message."""
         place = self._whereabouts(rank)
         if place is None:
-            return "its process was never heard of"
+            return "process unknown"
         return f"process {place.pid} on {place.host}: {_on_node(place, _state, place.pid) or 'its node does not answer'}"
 
     def _whereabouts(self, rank: int) -> Place | None:
@@ -326,12 +326,12 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _is_dead(reference: Pending, patience: float) -> bool:
-    """Whether the actor that is to give this is dead, as far as is known after so many seconds."""
+    """Whether the actor behind a reference is known to be dead after some seconds."""
     try:
         ray.get(reference, timeout=patience)
-    except (GetTimeoutError, RayTaskError):  # of the latter some are RayActorErrors too: somebody else died, whose answer was an argument
+    except (GetTimeoutError, RayTaskError):  # some of the latter are RayActorErrors too: another actor died, whose answer was an argument
         return False
-    except (RayActorError, ObjectLostError):  # the latter: it had answered, and its node is gone with the answer
+    except (RayActorError, ObjectLostError):  # the latter: the node with its answer is gone
         return True
     return False
 
@@ -342,7 +342,7 @@ def _place_of_process(_: Any) -> Place:
 
 
 def _on_node(place: Place, look: Callable[[int], str], pid: int) -> str | None:
-    """What `look` says of a process there; None: the node doesn't answer in time."""
+    """Result of `look` for a process on a node; None: the node doesn't answer in time."""
     if place.node == ray.get_runtime_context().get_node_id():
         return look(pid)
     there = NodeAffinitySchedulingStrategy(place.node, soft=False)
@@ -359,7 +359,7 @@ def _state(pid: int) -> str:
 
 
 def _kill(pid: int) -> str:
-    """SIGKILL for a worker of Ray; the number may be another process's by now."""
+    """SIGKILL a process if it is a Ray worker, since its id may have been reused."""
     with suppress(psutil.NoSuchProcess, ProcessLookupError):
         if psutil.Process(pid).cmdline()[:1] and psutil.Process(pid).cmdline()[0].startswith("ray::"):
             os.kill(pid, signal.SIGKILL)

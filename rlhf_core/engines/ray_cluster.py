@@ -1,4 +1,4 @@
-"""A Ray cluster for one job: a head of our own where no address is configured, submission, logs, an end without left-overs."""
+"""A Ray cluster for one job: a local head if no address is configured, submission, logs, and a clean shutdown."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ log = logging.getLogger("rlhf")
 
 HEAD_STOP_SECONDS = 20
 ANSWER_SECONDS = 5.0
-HEAD_STARTS = 3  # with other ports each time
-TAKEN = ("address already in use", "already occupied")  # what Ray says of a port
+HEAD_STARTS = 3  # starts, each with other ports
+TAKEN = ("address already in use", "already occupied")  # Ray's error about a port
 SMALLEST_STORE = 300_000_000
-MARK = "RLHF_RAY_HEAD"  # environment variable: the folder of the head that a process came of
-POLL_SECONDS = 0.5  # each look costs the head's dashboard and agent some computing too
+MARK = "RLHF_RAY_HEAD"  # environment variable of a head's processes: the head's folder
+POLL_SECONDS = 0.5  # polling costs the head's dashboard and agent CPU time
 
 
 class ClusterError(RuntimeError):
-    """The cluster didn't start, refused the job or lost it. The message says what to look at."""
+    """The cluster didn't start, refused the job or lost it. The message names what to check."""
 
 
 @contextlib.contextmanager
@@ -43,30 +43,30 @@ def local_head(
 ) -> Iterator[str]:
     """Start a Ray head on free loopback ports, yield its dashboard address, and end it with all its processes.
 
-    A second head on the machine is left alone: nothing here calls `ray stop`. The head dies with this process.
+    Other heads on the machine are left alone: nothing here calls `ray stop`. The head dies with this process.
 
     Args:
-        weights: bytes of the model that its actors hand to each other.
-        stop_grace: seconds that a job which is told to stop has for its checkpoint.
+        weights: bytes of the model that its actors exchange.
+        stop_grace: seconds between SIGTERM and SIGKILL of the job, for its checkpoint.
         keep_open: file descriptors that stay open until the last process of the head is gone, even when this one is killed.
     Raises:
-        ClusterError: it isn't up after `start_timeout` seconds.
+        ClusterError: the head isn't ready after `start_timeout` seconds.
     """
-    folder = Path(tempfile.mkdtemp(prefix="rlhf-ray-"))  # for this user only; of its own folder, inside, Ray makes everybody's
+    folder = Path(tempfile.mkdtemp(prefix="rlhf-ray-"))  # readable by this user only; Ray makes its folder inside readable by all
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_JOB_STOP_WAIT_TIME_S=f"{stop_grace:.0f}")
-    # Ray reads 127.0.0.1 as "this machine" and listens on its outer address, unless it is told that there are no other nodes.
+    # Without this setting Ray treats 127.0.0.1 as "this machine" and listens on its external address.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    os.environ.setdefault("RAY_worker_niceness", "0")  # or its workers, who do all the work, yield to everything else
-    # Workers started ahead would never be used: our actors' environments want workers of their own.
+    os.environ.setdefault("RAY_worker_niceness", "0")  # or its workers run at a low priority
+    # Prestarted workers would never be used, since the actors have their own environments.
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    # Its dashboard measures every process for pages that nobody looks at: 2% of a core all the time.
+    # The dashboard's process metrics aren't used and cost CPU time.
     os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")
     os.environ.setdefault("METRICS_RECORD_INTERVAL_S", "60")
-    # It would tell them, at two ports, to whoever asks: Ray wants no token there. The second has no switch; -1 is no port.
+    # Ray serves metrics without authentication on two ports. The second can't be switched off; -1 is no port.
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
     os.environ.setdefault("DASHBOARD_METRIC_PORT", "-1")
     environment = {**os.environ, MARK: str(folder)}
@@ -83,7 +83,7 @@ def local_head(
             except ClusterError as error:
                 if not any(words in str(error) for words in TAKEN) or head.poll() is None or attempt == HEAD_STARTS:
                     raise
-                log.warning("Ray head: a port that was free has been taken meanwhile; starting it with others")
+                log.warning("Ray head: a free port was taken meanwhile; starting again with other ports")
         yield f"http://127.0.0.1:{dashboard}"
     finally:
         if head is not None:
@@ -92,26 +92,26 @@ def local_head(
 
 
 def python_path(root: Path) -> str:
-    """PYTHONPATH of a job's processes: the project's folder, then what this process has, where packages may be too."""
+    """PYTHONPATH of a job's processes: the project's folder, then this process's entries, which may have packages."""
     return os.pathsep.join(dict.fromkeys([str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
 
 
 def store_bytes(weights: int) -> int:
-    """Of Ray's store of objects: the policy's weights are in it up to three times, new, in use and kept for a lost engine. What doesn't fit
-    goes to the disk, which works but is slow.
+    """Size of Ray's object store. It holds up to three copies of the policy's weights: new, in use, and kept for a replaced engine. Ray
+    spills excess objects to the disk, which is slow.
     """
     return min(max(SMALLEST_STORE, 3 * weights), psutil.virtual_memory().total // 3)
 
 
 def _head_command(folder: Path, cpus: int, store: int) -> tuple[int, list[str]]:
-    """The dashboard's port, and how a head is started that listens on this machine alone, on ports that are free now."""
+    """The dashboard's port, and the command of a head that listens on loopback only, on currently free ports."""
     port, dashboard, agent, client, metrics = free_ports(5)
     return dashboard, [
         sys.executable, "-m", "rlhf_core.engines.ray_start", "start", "--head", "--block", "--disable-usage-stats", "--log-style=record",
         f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
         f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}",
         f"--metrics-export-port={metrics}", f"--temp-dir={folder / 'r'}", f"--num-cpus={cpus}", f"--object-store-memory={store}",
-        "--no-monitor",  # of the autoscaler: this head never grows
+        "--no-monitor",  # of the autoscaler, which isn't used
     ]  # fmt: skip
 
 
@@ -141,12 +141,12 @@ def _stop_head(keeper: subprocess.Popen, folder: Path) -> None:
         log.warning("Ray head: its keeper is still there %d s after SIGTERM; killing it", HEAD_STOP_SECONDS)
         keeper.kill()
         keeper.wait()
-    if keeper.returncode < 0:  # it was killed, and has ended nothing
+    if keeper.returncode < 0:  # a killed keeper has ended no process
         _end_marked(folder)
 
 
 def _end_marked(folder: Path) -> None:
-    """The end of every process that came of a head, wherever it hangs now: all have inherited the head's mark."""
+    """End all processes of a head, even reparented ones: all inherit the head's environment variable."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == str(folder):
@@ -165,14 +165,14 @@ def run_job(
     on_output: Callable[[str], None],
     stop_requested: Callable[[], bool],
 ) -> int:
-    """Submit a job, or find the live one with this fingerprint again, and follow it to its end.
+    """Submit a job, or find the running one with this fingerprint, and follow it to its end.
 
     Args:
         entrypoint: the shell command of the driver.
-        silence_timeout: seconds without an answer of the head, or without a change of `pulse`, after which either is taken for lost.
-        pulse: a file that the driver changes all the time (rlhf_core/trainers/rl/job.py: beat).
-        on_output: gets the driver's output in pieces, as they come.
-        stop_requested: once True, the job is sent SIGTERM; it has the grace of its head to write a checkpoint.
+        silence_timeout: seconds without an answer of the head, or without a change of `pulse`, after which it counts as lost.
+        pulse: a file that the driver changes regularly (rlhf_core/trainers/rl/job.py: beat).
+        on_output: gets the driver's output in chunks.
+        stop_requested: once True, the job gets SIGTERM; the head's grace lets it write a checkpoint.
     Returns:
         the driver's exit code.
     Raises:
@@ -198,8 +198,8 @@ def run_job(
 
 
 def _submit(client, deadline: float, **job: Any) -> str:
-    """Submit a job. A head that has just come up may answer before the agent that starts jobs is there: ask again until it is. Also where a
-    busy head closes the connection; the job's own id then tells whether it was taken all the same.
+    """Submit a job. Retries while the agent of a new head isn't ready yet, or when a busy head closes the connection; the job's id then
+    shows whether the head accepted it anyway.
     """
     dropped = False
     while True:
@@ -211,7 +211,7 @@ def _submit(client, deadline: float, **job: Any) -> str:
             dropped = dropped or isinstance(error, OSError)
             passing = isinstance(error, OSError) or "No available agent" in str(error)
             if not passing or time.monotonic() > deadline:
-                raise ClusterError(f"Ray job: expected the cluster to take it, got {error}; look at the head's log") from error
+                raise ClusterError(f"Ray job: expected the cluster to accept it, got {error}; see the head's log") from error
             time.sleep(0.3)
 
 
@@ -224,20 +224,20 @@ def _live_job(client, fingerprint: str, patience: _Patience) -> str | None:
 
 @dataclass(frozen=True)
 class _Patience:
-    """Asks a head that may be busy: it closes a connection now and then, or, stopped, takes one and never answers.
+    """Sends requests to a head that may be busy, and then closes connections, or stopped, and then never answers.
 
-    seconds: in which an answer must come.
+    seconds: deadline of an answer.
     """
 
     seconds: float
 
     def ask(self, question: Callable[[], Any], subject: str) -> Any:
-        """Raises ClusterError: there was no answer in time."""
+        """Raises ClusterError: no answer within the deadline."""
         deadline = time.monotonic() + self.seconds
         while True:
             try:
                 return _within(max(0.0, deadline - time.monotonic()), question)
-            except (OSError, RuntimeError) as error:  # of requests, which has a ConnectionError of its own, or of Ray
+            except (OSError, RuntimeError) as error:  # ConnectionErrors of requests and of Ray
                 if time.monotonic() > deadline:
                     raise ClusterError(
                         f"{subject}: expected the head to answer within cluster.silence_timeout={self.seconds:.0f} s, got "
@@ -247,17 +247,17 @@ class _Patience:
 
 
 def _within(seconds: float, question: Callable[[], Any]) -> Any:
-    """The answer to a question that has no deadline of its own; one that never comes is waited for by a thread that ends with us.
+    """Result of a call without a deadline of its own, made in a daemon thread.
 
     Raises:
-        TimeoutError: it didn't come.
+        TimeoutError: no result within the deadline.
     """
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
             answers.put((question(), None))
-        except BaseException as error:  # whoever waits gets it
+        except BaseException as error:  # raised again in the waiting thread
             answers.put((None, error))
 
     threading.Thread(target=ask, daemon=True).start()
@@ -271,7 +271,7 @@ def _within(seconds: float, question: Callable[[], Any]) -> Any:
 
 
 class _Pulse:
-    """Whether a driver still lives: it changes a file all the time. Only that it changes counts, so that no two clocks are compared."""
+    """Whether a driver is alive, by a file that it changes regularly. Only changes count, so no clocks are compared."""
 
     def __init__(self, path: Path, seconds: float, start_seconds: float):
         self._path, self._seconds, self._start_seconds = path, seconds, start_seconds
@@ -279,7 +279,7 @@ class _Pulse:
         self._until = 0.0
 
     def is_silent(self) -> bool:
-        """To be asked while the job runs: nothing has changed for so many seconds, or for those of the start after the first question."""
+        """Whether the file didn't change for the allowed seconds (a longer time after the first call). Called while the job runs."""
         now = b""
         with contextlib.suppress(OSError):
             now = self._path.read_bytes()

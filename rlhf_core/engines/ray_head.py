@@ -1,10 +1,10 @@
-"""Keeps a Ray head: starts it, and ends all that came of it when told by SIGTERM or when the stage that wants it is gone.
+"""Keeper of a Ray head: starts it, and ends all its processes on SIGTERM or when its stage is gone.
 
     python -m rlhf_core.engines.ray_head <folder> <pid of the stage> <command of the head>
 
-A process of its own, because the stage may be killed at any time: Ray's processes, the job's driver and the actors among
-them, mustn't outlive it, and the folder goes too. Descriptors that the keeper inherits stay open until all of them are gone,
-which is how the stage's lock holds off a second trainer.
+It is a separate process because the stage may be killed at any time: Ray's processes, including the job's driver and the actors,
+mustn't outlive the stage, and the keeper also removes the folder. File descriptors inherited by the keeper stay open until all processes
+are gone, so the stage's lock prevents a second trainer until then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import psutil
 from rlhf_core.process import end_with_parent
 
 POLL_SECONDS = 0.2
-END_SECONDS = 10.0  # for killed processes to be gone
+END_SECONDS = 10.0  # for killed processes to exit
 
 
 def main() -> int:
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def _follow_parent() -> None:
-    """SIGTERM when the parent dies; and orphaned descendants become children of this process, so that it can end them all."""
+    """Request SIGTERM when the parent dies, and adopt orphaned descendants, so that this process can end them all."""
     end_with_parent()
     if sys.platform == "linux":
         pr_set_child_subreaper = 36
@@ -55,7 +55,7 @@ def _follow_parent() -> None:
 
 
 def _end_descendants() -> None:
-    """Nothing here needs a grace: the job was told to write its checkpoint before, or its stage was killed."""
+    """Kill all processes without a grace: the job has already written its checkpoint, or the stage was killed."""
     until = time.monotonic() + END_SECONDS
     while (children := psutil.Process().children(recursive=True)) and time.monotonic() < until:
         for child in children:

@@ -1,4 +1,4 @@
-"""Checkpoints of one number of ranks for another, by DeepSpeed's universal checkpoint."""
+"""Convert checkpoints to another number of ranks with DeepSpeed's universal checkpoint."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 
 def is_sharded(folder: Path) -> bool:
-    """Whether each rank has its own part of the optimizer's state, as with ZeRO; without, one file serves any number of ranks."""
+    """Whether the optimizer state is sharded over ranks (ZeRO); otherwise one file serves any number of ranks."""
     return any(folder.glob("*optim_states.pt"))
 
 
 def convert_to_universal(folder: Path, out: Path) -> None:
-    """Put a universal checkpoint of an engine's folder into `out`, which is made.
+    """Write a universal checkpoint of an engine's folder to the new folder `out`.
 
     Source: Lian et al. 2024, https://arxiv.org/abs/2406.18820
     """

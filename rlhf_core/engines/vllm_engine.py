@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     import torch
 
 TRIAL_IDS = (0, 1, 0)  # which every vocabulary has
-# Whose loading of experts writes past what `reload_weights` wraps, on every device: the old ones stay, and on the CPU the kernel is gone.
+# Architectures whose expert loading bypasses `reload_weights`: the old experts stay, and on the CPU the kernel is lost.
 NOT_RELOADED = ("GptOssForCausalLM",)
 
-# What vLLM and Triton read on a GPU; a user's own settings win. Triton multiplies float32 as TF32, with 10 bits of mantissa, unless told
-# otherwise, and vLLM's attention in float32 is Triton's. FlashInfer's sampler gives no log-probabilities, which every request here asks
-# for, and wants a CUDA compiler.
+# Environment of vLLM and Triton on a GPU; a user's settings take precedence. By default Triton, which computes vLLM's float32 attention,
+# uses TF32 with 10 bits of mantissa. FlashInfer's sampler returns no log-probabilities, which every request here needs, and requires a
+# CUDA compiler.
 ON_A_GPU = {"TRITON_F32_DEFAULT": "ieee", "VLLM_FLOAT32_MATMUL_PRECISION": "highest", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 BATCHED_TOKENS = 8192  # of a forward pass, or those of the longest sequence
 
-# What the CPU build raises for shapes and architectures that it lacks; a RuntimeError if it says one of these words.
+# Errors of the CPU build for unsupported shapes and architectures; a RuntimeError counts if it contains one of these words.
 LACKS = (ValueError, NotImplementedError, AssertionError, KeyError, AttributeError)
 LACKS_WORDS = ("unsupported", "head_dim", "not supported", "not implemented", "dispatch")
 
@@ -40,12 +40,12 @@ class VllmEngine:
         model_path: Hugging Face folder to start from.
         max_length: tokens of prompt and response together.
         threads: cores for the CPU build; ignored on a GPU.
-        gpu_memory_fraction: of the GPU's memory that all of the engine may take; ignored on the CPU.
-        shares_gpu: another process uses the GPU too. vLLM measures what its first pass takes and would count what the other one loads
-            meanwhile; the cache is then computed from the fraction (gpu_memory.py).
-        reads_text: whether responses may end with a stop string. It takes the model's tokenizer, and every token is decoded.
+        gpu_memory_fraction: upper limit of the engine's GPU memory; ignored on the CPU.
+        shares_gpu: another process uses the GPU too. The cache's size is then computed from the fraction (gpu_memory.py), since vLLM's own
+            measurement would include the other process's allocations.
+        reads_text: responses may end with a stop string, for which every token is decoded.
     Raises:
-        ValueError: vLLM's CPU build can't run the model, or vLLM can't renew its weights.
+        ValueError: vLLM's CPU build can't run the model, or vLLM can't update its weights.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class VllmEngine:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         for name, value in ON_A_GPU.items():
             os.environ.setdefault(name, value)
-        logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)  # on the CPU there is none, and it says so each time
+        logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)  # avoids a warning on CPUs, which have no Triton
         import torch
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        freeze_gc()  # vLLM looks for garbage five times while it starts
+        freeze_gc()  # vLLM collects garbage five times during its start
         self._set_num_threads = torch.set_num_threads  # on the CPU the engine replaces it by one that does nothing
         on_cpu = current_platform.is_cpu()
         if on_cpu:
-            # Compiling took 3 s at the first generate, 13 on a machine that had never done so. PyTorch has read the variable by now.
+            # Avoids compilation at the first generate. Set here since PyTorch has already read the environment variable.
             torch._dynamo.config.disable = os.environ.setdefault("TORCH_COMPILE_DISABLE", "1") == "1"
             _inspect_here(model_path, trust_remote_code)
             _spare_transformers_classes()
@@ -100,7 +100,7 @@ class VllmEngine:
             use_tqdm_on_load=False,
             seed=seed,
             trust_remote_code=trust_remote_code,
-            load_format="safetensors",  # or it would unpickle what lies there instead
+            load_format="safetensors",  # or it would unpickle other files of the folder
             gpu_memory_utilization=gpu_memory_fraction,
         )
         if not on_cpu:
@@ -120,14 +120,14 @@ class VllmEngine:
             return
         with _told_as_a_refusal(model_path, trust_remote_code):
             cache = _cpu_cache(model_path, max_length, max_concurrent_sequences, kv_cache_gib, trust_remote_code)
-            # A seeded request whose prompt is cut in two steps its generator back, which PyTorch's on the CPU can't.
+            # A seeded request with a chunked prompt rewinds its generator, which PyTorch's CPU generator can't.
             self._llm = LLM(**settings, **cache, enable_chunked_prefill=False)
-            self.probe(TRIAL_IDS)  # some shapes are refused by the first forward pass alone
+            self.probe(TRIAL_IDS)  # only the first forward pass refuses some shapes
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, stop_ids: tuple[int, ...], group_size: int
     ) -> list[list[Sample]]:
-        """`group_size` responses for each prompt, in order. `seeds[i]` decides what is drawn for prompt i.
+        """`group_size` responses for each prompt, in order. `seeds[i]` is the random seed of prompt i.
 
         Args:
             stop_ids: tokens of which each ends a response.
@@ -149,7 +149,7 @@ class VllmEngine:
                 logprobs=0,
                 flat_logprobs=True,
                 detokenize=bool(settings.stop),
-                skip_clone=True,  # each is of one request; deep copies took 9% of generating short responses
+                skip_clone=True,  # each belongs to one request, so vLLM's deep copies aren't needed
             )
             for seed in seeds
         ]
@@ -167,7 +167,7 @@ class VllmEngine:
         return [seen[token].logprob for token, seen in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
-        """Replace the weights, named as in the model's Hugging Face folder, in place and forget what was cached under the old ones.
+        """Replace the weights, named as in the model's Hugging Face folder, in place and drop the prefix cache of the old ones.
 
         Returns `version`.
         """
@@ -185,7 +185,7 @@ class VllmEngine:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(state_dict.items())})
 
     def close(self) -> None:
-        """Give back weights, cache, process group and torch's threads, as far as a process can; the engine is of no use afterwards."""
+        """Free weights, cache, process group and torch's threads as far as possible; the engine can't be used afterwards."""
         import torch
 
         with _without_collections():
@@ -201,7 +201,7 @@ def _sample(output) -> Sample:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """vLLM looks for garbage twice while it shuts down, among all that is imported and with the engine still there: a second in all."""
+    """Skip the garbage collections of vLLM's shutdown, which would traverse all imported objects."""
     collect, gc.collect = gc.collect, lambda *_: 0
     try:
         yield
@@ -211,11 +211,10 @@ def _without_collections() -> Iterator[None]:
 
 @contextmanager
 def _told_as_a_refusal(model_path: str, trust_remote_code: bool) -> Iterator[None]:
-    """vLLM's CPU build says what it can't run by what its parts raise. Too little memory isn't the model's fault, nor are its files, nor a
-    failure that another start may not meet: these go through.
+    """Convert errors of vLLM's CPU build about unsupported models. Out-of-memory, file and transient errors are re-raised unchanged.
 
     Raises:
-        ValueError: the build lacks something; the last line of what was raised is the reason.
+        ValueError: the build doesn't support the model; the reason is the last line of the original error.
     """
     try:
         yield
@@ -237,7 +236,7 @@ def _refuse_what_is_not_reloaded(model_path: str, trust_remote_code: bool) -> No
     name = _architecture(model_path, trust_remote_code)
     if name in NOT_RELOADED:
         raise ValueError(
-            f"rollout.backend: expected a model whose weights vLLM can renew, got {name}, whose experts its reload leaves as they were; "
+            f"rollout.backend: expected a model whose weights vLLM can update, got {name}, whose experts its reload leaves unchanged; "
             "set rollout.backend to pytorch"
         )
 
@@ -250,8 +249,8 @@ def _architecture(model_path: str, trust_remote_code: bool) -> str:
 
 
 def _spare_transformers_classes() -> None:
-    """Models that vLLM has no code of its own for run as transformers' classes, which vLLM marks for compiling: other instances of these
-    in this process then fail. Nothing is compiled on the CPU, so the marks are left out.
+    """Prevent vLLM from marking transformers' classes, which it uses for models without own code, for compilation: other instances in this
+    process would fail. Nothing is compiled on the CPU.
     """
     from vllm.model_executor.models.transformers.base import Base
 
@@ -259,8 +258,8 @@ def _spare_transformers_classes() -> None:
 
 
 def _inspect_here(model_path: str, trust_remote_code: bool) -> None:
-    """Have vLLM look at the model's class in this process. On a machine where it hasn't done so before, it would start another one for
-    that, with all its imports (19 s of computing time), lest a GPU be touched; on the CPU there is none.
+    """Let vLLM inspect the model's class in this process. By default it starts another process for that, with all imports, to avoid
+    initializing a GPU; on the CPU that isn't needed.
     """
     from transformers import AutoConfig
     from vllm import ModelRegistry
@@ -272,9 +271,9 @@ def _inspect_here(model_path: str, trust_remote_code: bool) -> None:
 
 
 def _cpu_cache(model_path: str, max_length: int, sequences: int, kv_cache_gib: int, trust_remote_code: bool) -> dict[str, int]:
-    """Settings for a cache no larger than all sequences can fill: it is zeroed at the start, which takes 3.6 s for 1 GiB.
+    """Settings for a cache no larger than all sequences can fill, since vLLM zeroes the whole cache at its start.
 
-    None for a model with several kinds of layers, among which vLLM deals the blocks out in its own way.
+    Empty for a model with several kinds of layers, whose blocks vLLM divides itself.
     """
     from transformers import AutoConfig
 

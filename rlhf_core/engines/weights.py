@@ -1,4 +1,4 @@
-"""A policy's weights on their way from the trainer into a rollout engine."""
+"""Transfer of a policy's weights from the trainer to a rollout engine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-# vLLM's models of which every weight is the checkpoint's, or several of them one below the other, as `packed_modules_mapping` says, and
-# with which this was tried.
+# Tested vLLM models in which every weight equals a checkpoint's weight or a vertical stack of several, as in `packed_modules_mapping`.
 STACKING_MODELS = ("LlamaForCausalLM",)
 
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A tensor as bytes [N]: Ray shares arrays between processes, but pickles every tensor by itself."""
+    """A tensor as bytes [N]: Ray shares NumPy arrays between processes, but pickles tensors."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -26,7 +25,7 @@ class PackedTensor:
 
 
 def pack(state_dict: dict[str, torch.Tensor]) -> dict[str, PackedTensor]:
-    """Weights by name for another process; without a copy where they are on the CPU."""
+    """Weights by name for another process, without a copy if they are on the CPU."""
     import torch
 
     flat = {name: tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy() for name, tensor in state_dict.items()}
@@ -34,7 +33,7 @@ def pack(state_dict: dict[str, torch.Tensor]) -> dict[str, PackedTensor]:
 
 
 def unpack(packed: dict[str, PackedTensor]) -> dict[str, torch.Tensor]:
-    """What was packed. The tensors share the arrays' memory and must not be written to."""
+    """Unpack packed weights. The tensors share the arrays' memory and must not be written to."""
     import torch
 
     with warnings.catch_warnings():
@@ -43,10 +42,9 @@ def unpack(packed: dict[str, PackedTensor]) -> dict[str, torch.Tensor]:
 
 
 def replace_weights(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> bool:
-    """Put weights by Hugging Face's names into a vLLM model on the CPU. False, and nothing has changed, where it takes vLLM's own reload.
+    """Write weights with Hugging Face names to a vLLM model on the CPU. Returns False, without a change, if only vLLM's reload can do it.
 
-    That one takes three times as long for a small model. Here a layer gets its weights and multiplies by a packed copy of them anew, as
-    when it was loaded; nothing is restored and wrapped first.
+    vLLM's reload is slower for a small model. Here each layer gets its weights and packs them again for its matrix products, as at loading.
     """
     if type(model).__name__ not in STACKING_MODELS:
         return False
@@ -62,8 +60,8 @@ def replace_weights(model: torch.nn.Module, state_dict: dict[str, torch.Tensor])
 
 
 def pack_experts_at_next_load(model: torch.nn.Module) -> None:
-    """Have vLLM's next reload pack a mixture's experts for the CPU's products, as at the first load. Else it takes their kernel, once there
-    is one, for the sign that they are packed, and leaves the new ones as they are.
+    """Make vLLM's next reload pack the experts of a mixture for the CPU, as at the first load. Otherwise vLLM takes an existing kernel as a
+    sign that the experts are packed, and leaves new ones unpacked.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -72,8 +70,8 @@ def pack_experts_at_next_load(model: torch.nn.Module) -> None:
 
 
 def pack_tied_weights(model: torch.nn.Module) -> None:
-    """Some CPUs multiply by a packed copy of a layer's weight. vLLM renews it where a layer is loaded; a head that shares its weight with
-    the embedding never is. A layer that needs its weight for nothing else has an empty one beside the packed.
+    """Update a layer's packed weight, which some CPUs use. vLLM packs when a layer is loaded, which doesn't happen for a head that shares
+    its weight with the embedding. A layer that only needs the packed weight has an empty plain one.
     """
     by_storage: dict[int, list[torch.nn.Module]] = {}
     for module in model.modules():
@@ -86,7 +84,7 @@ def pack_tied_weights(model: torch.nn.Module) -> None:
 
 
 def process_weights(module: torch.nn.Module) -> None:
-    """What vLLM does with a module's weights once they are there, such as packing them for its matrix products."""
+    """Run vLLM's processing of a module's loaded weights, such as packing them for matrix products."""
     method = getattr(module, "quant_method", None)
     if method is not None:
         method.process_weights_after_loading(module)
@@ -96,8 +94,8 @@ Source = tuple["torch.nn.Module", str, "list[torch.Tensor]"]
 
 
 def _sources(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> list[Source] | None:
-    """Of each parameter: its module, its name there, and what is stacked to it. None: a parameter or a weight is left over, or has another
-    shape."""
+    """For each parameter its module, its name there, and the weights stacked into it. None: a parameter or weight is unmatched or has
+    another shape."""
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     sources, left = [], set(state_dict) - tied
     for path, module in model.named_modules():
@@ -115,11 +113,11 @@ def _sources(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> lis
 
 
 def _fits(module: torch.nn.Module, name: str, tensors: list[torch.Tensor]) -> bool:
-    """Whether the tensors, one below the other, have the shape of a parameter. A layer's weight may be kept in packed form only."""
+    """Whether the vertically stacked tensors have a parameter's shape. A layer may keep its weight in packed form only."""
     shape = getattr(module, name).shape
     if name == "weight" and hasattr(module, "output_partition_sizes"):
         shape = (module.output_size_per_partition, module.input_size_per_partition)
-        if hasattr(module, "org_vocab_size"):  # rows up to a round number follow, which no token has
+        if hasattr(module, "org_vocab_size"):  # padding rows follow, which belong to no token
             shape = (module.org_vocab_size, shape[1])
     rows = sum(len(t) for t in tensors)
     return all(t.ndim and t.shape[1:] == tuple(shape[1:]) for t in tensors) and rows == shape[0]

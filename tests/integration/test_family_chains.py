@@ -45,4 +45,4 @@ def test_heads_that_the_cpu_build_lacks_are_refused_with_its_reason(seen: dict):
 
 
 def test_experts_that_a_reload_passes_over_are_refused_at_the_start(seen: dict):
-    assert seen["not_reloaded"].startswith("rollout.backend: expected a model whose weights vLLM can renew, got GptOssForCausalLM, whose")
+    assert seen["not_reloaded"].startswith("rollout.backend: expected a model whose weights vLLM can update, got GptOssForCausalLM, whose")

@@ -60,7 +60,7 @@ def test_a_job_that_was_taken_although_the_connection_was_dropped_is_not_started
 
 @pytest.mark.parametrize("failures", [(TAKEN,), (RuntimeError("Failed to parse the entrypoint"),)])
 def test_a_refusal_is_an_error_at_once(failures: tuple[Exception, ...]):
-    with pytest.raises(ClusterError, match="expected the cluster to take it"):
+    with pytest.raises(ClusterError, match="expected the cluster to accept it"):
         _submit(BusyHead(*failures), soon(), submission_id="rlhf-1")
 
 
