@@ -180,7 +180,7 @@ class ActorGroup:
             raise error.cause if isinstance(error.cause, ValueError) else error from error
 
     def submit(self, method: str, per_rank: list[tuple], **kwargs: Any) -> list[Pending]:
-        """Call a method on each rank with that rank's arguments, without waiting. All or none are submitted: they may meet in a collective."""
+        """Call a method on each rank with that rank's arguments, without waiting. All or none are submitted, for collectives."""
         with held(signal.SIGTERM):
             return [self._submit_one(rank, method, *args, **kwargs) for rank, args in zip(range(len(self)), per_rank, strict=True)]
 
