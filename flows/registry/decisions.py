@@ -1,4 +1,4 @@
-"""What writes into the registry: a version, a promotion, a rollback. Under a lock, each a tag that is read again before it counts."""
+"""Writes to the registry: versions, promotions and rollbacks. Each is a tag, made under a lock and verified after it is written."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ LOCK_DEADLINE = 60.0  # seconds
 
 @contextlib.contextmanager
 def registry_lock(root: Path) -> Iterator[None]:
-    """Held while tags are read and written; of all worktrees of a repository.
+    """Lock held while tags are read and written, shared by all worktrees of a repository.
 
     Raises:
-        ConfigError: somebody else holds it for too long.
+        ConfigError: another process holds it for too long.
     """
     common = Path(git(root, "rev-parse", "--path-format=absolute", "--git-common-dir"))
     until = time.monotonic() + LOCK_DEADLINE
@@ -76,15 +76,15 @@ def promote(
     override: str | None = None,
     approved: dict[str, str | None] | None = None,
 ) -> Event:
-    """Make a version the one that is used from now on.
+    """Promote a version.
 
     Args:
         version: None: the newest one.
-        override: why one is promoted that its gate rejected, or that was rolled back.
-        asked: the model that somebody agreed to (`Version.model`); None: nobody was asked before.
+        override: reason for promoting a version that its gate rejected or that was rolled back.
+        approved: the model that a person approved (`Version.model`); None: no approval was requested.
     Raises:
-        ConfigError: it may not be promoted, or is already, or its tag isn't what its commit says.
-        AnotherModel: the version is another model than the one asked about.
+        ConfigError: the version may not be promoted, is already promoted, or its tag contradicts its commit.
+        AnotherModel: the version isn't the approved model.
     """
     with registry_lock(root):
         registry = read_for_decision(root, artifact)
@@ -93,18 +93,18 @@ def promote(
         check_version(root, chosen)
         refusal = why_not(registry, chosen)
         if refusal and override is None:
-            raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it all the same, say why with --override")
+            raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it anyway, give a reason with --override")
         if registry.current == chosen:
-            raise ConfigError(f"{artifact} {chosen.version}: expected one that isn't promoted, got the promoted one; nothing is to do")
+            raise ConfigError(f"{artifact} {chosen.version}: expected one that isn't promoted, got the promoted one; nothing to do")
         return _assign(root, registry, "promote", chosen.version, by=by, reason=reason, override=override if refusal else None)
 
 
 class AnotherModel(ConfigError):
-    """A version is another model than the one that somebody agreed to."""
+    """A version isn't the model that a person approved."""
 
 
 def check_approved(chosen: Version, approved: dict[str, str | None] | None) -> None:
-    """Raises: AnotherModel: naming both."""
+    """Raises: AnotherModel: the models differ; names both."""
     if approved is not None and approved != chosen.model:
         key = next(key for key in chosen.model if approved.get(key) != chosen.model[key])
         raise AnotherModel(
@@ -114,12 +114,12 @@ def check_approved(chosen: Version, approved: dict[str, str | None] | None) -> N
 
 
 def rollback(root: Path, artifact: str, to: str | None, *, by: str, reason: str) -> Event:
-    """Take the promoted version back, for an earlier one.
+    """Roll back the promoted version to an earlier one.
 
     Args:
-        to: None: the one before that wasn't taken back; where there is none, nothing is promoted any more.
+        to: None: the previous version that wasn't rolled back; without one, no version stays promoted.
     Raises:
-        ConfigError: nothing is promoted, or `to` was never promoted or was taken back itself.
+        ConfigError: nothing is promoted, or `to` was never promoted or was itself rolled back.
     """
     with registry_lock(root):
         registry = read_for_decision(root, artifact)
@@ -165,7 +165,7 @@ def _assign(root: Path, registry: Registry, action: str, version: str | None, *,
 def _tag(
     root: Path, registry: Registry, version: Version, content: dict[str, Any], head: str, *, leaves: bool, after: int | None = None
 ) -> int:
-    """A version enters the stage, or leaves it. Returns the second of the tag."""
+    """Write the tag of a version that enters or leaves the stage. Returns the tag's time in seconds."""
     name = f"{registry.artifact}#{STAGE}{'!' if leaves else ''}#{next_number(root, registry.artifact)}"
     return write_tag(root, name, version.commit, head, content, after=registry.newest if after is None else after)
 
@@ -174,10 +174,10 @@ def _tag(
 
 
 def next_number(root: Path, artifact: str) -> int:
-    """Of the next assignment: one more than the highest of all stages, as GTO counts.
+    """Number of the next assignment: one more than the highest of all stages, as in GTO.
 
     Raises:
-        ConfigError: a tag has the last number that there is.
+        ConfigError: a tag has the largest possible number.
     """
     names = git(root, "for-each-ref", "--format=%(refname:strip=2)", f"refs/tags/{artifact}#*").splitlines()
     numbered = {int(found[1]): name for name in names if (found := _NUMBER.search(name))}
@@ -191,7 +191,7 @@ def next_number(root: Path, artifact: str) -> int:
 
 
 def write_tag(root: Path, name: str, commit: str, head: str, content: dict[str, Any], *, after: int) -> int:
-    """An annotated tag; signed, where `promotion.allowed_signers` asks for it.
+    """Make an annotated tag, signed if `promotion.allowed_signers` is set.
 
     Args:
         head: a line for people; content: becomes JSON.

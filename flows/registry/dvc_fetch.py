@@ -1,7 +1,7 @@
-"""A folder by its hash from the DVC remote of the project that the user works in, into its cache.
+"""Fetch a folder by its hash from the project's DVC remote into its cache.
 
-Nothing but the hash comes from a tag: DVC reads the project's own settings, the remote and its password among them. It never sees those of
-the tag's commit, whose remote could be anybody's address.
+Only the hash comes from a tag. DVC reads the project's own settings, including the remote and its password, and never those of the tag's
+commit, which could name any address.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhf_core.provenance.cached_model import cache_folder, listing, missing
 
 CONFIG, LOCAL = ".dvc/config", ".dvc/config.local"
 DEADLINE = 24 * 3600.0  # seconds, for files of any size
-# In a process of its own, which DVC takes over: its command line fetches what a commit's files name, and no hash alone.
+# Runs in a subprocess. DVC's command line can only fetch files named in a commit, not a hash.
 _PROGRAM = """
 import sys
 from dvc.exceptions import DvcException
@@ -38,7 +38,7 @@ def fetch_from_remote(root: Path, commit: str, path: str, md5: str) -> None:
     Args:
         commit: that of the version; path: the folder's, there.
     Raises:
-        ConfigError: there is no remote, or it doesn't have all of it, or the commit's settings name a remote that the project doesn't.
+        ConfigError: the remote is missing or incomplete, or the commit's settings name a remote that the project doesn't have.
     """
     check_remotes(root, commit)
     cache = cache_folder(root)
@@ -61,7 +61,7 @@ def missing_listing(md5: str, cache: Path) -> bool:
 
 
 def _pull(root: Path, hashes: list[str]) -> str:
-    """What DVC says of it, on one line."""
+    """Fetch hashes; returns DVC's error on one line."""
     if not hashes:
         return ""
     how = {"cwd": root, "env": dvc_environment(root), "input": "\n".join(hashes), "timeout": DEADLINE}
@@ -73,10 +73,10 @@ def _pull(root: Path, hashes: list[str]) -> str:
 
 
 def check_remotes(root: Path, commit: str) -> None:
-    """Each remote in the settings of a commit is one of the project's own, by its address.
+    """Check that each remote in a commit's settings has the address of one of the project's remotes.
 
     Raises:
-        ConfigError: one isn't. It would not be used either way: whoever believes a tag ought to know that its commit meant another place.
+        ConfigError: one hasn't. It wouldn't be used, but the user should know that the commit names another place.
     """
     known = {url for name in (CONFIG, LOCAL) for url in _remotes(_own(root / name), name).values() if url}
     theirs = read_files(root, commit, (CONFIG,))[CONFIG] or ""
@@ -93,7 +93,7 @@ def _own(path: Path) -> str:
 
 
 def _remotes(text: str, subject: str) -> dict[str, str]:
-    """Addresses of remotes by their names."""
+    """Addresses of remotes by name."""
     parser = configparser.ConfigParser(interpolation=None, strict=False)
     try:
         parser.read_string(text)

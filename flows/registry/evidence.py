@@ -1,7 +1,6 @@
-"""A version's tag against the files of its own commit: what went into the lineage is read again, and has to be the same.
+"""Verify a version's tag against the files of its commit: the lineage is computed again and must be the same.
 
-Whoever writes a tag may write any verdict into it. The commit has the gate's verdict, the params and the hashes too, and whoever changes
-those makes another commit.
+A tag can contain any verdict. The commit also has the gate's verdict, the params and the hashes, and changing those makes another commit.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ LOCK, ROUNDS_LOCK, PARAMS, PIPELINE_FILE, GATE = (
     "dvc.yaml",
     str(GATE_METRICS),
 )
-# Of a lineage, and the file of the commit that says it too.
+# Keys of a lineage and the file of the commit with the same value.
 SAID_BY = {
     **{"md5": LOCK, "size": LOCK, "files": LOCK, "data": LOCK, "inputs": LOCK, "parents": LOCK, "stages": LOCK},
     **{"params": PARAMS, "gate": GATE, "decided": "the chain or the round"},
@@ -55,7 +54,7 @@ class _Stage(_Form):
 
 
 class _Lock(_Form):
-    """What of dvc.lock is read; there is more."""
+    """The parts of dvc.lock that are read."""
 
     stages: dict[str, _Stage]
 
@@ -118,10 +117,10 @@ def _stages(text: str, subject: str) -> dict[str, Any]:
 
 
 def check_version(root: Path, version: Version) -> None:
-    """Before anything is decided by a version.
+    """Verify a version's tag before a decision.
 
     Raises:
-        ConfigError: naming what the tag says and what its commit says.
+        ConfigError: the tag contradicts its commit; names both values.
     """
     subject = f"tag {version.artifact}@{version.version}"
     try:
@@ -138,7 +137,7 @@ def _check(root: Path, version: Version, subject: str) -> None:
     decided = _check_path(root, version, _yaml(files[PIPELINE_FILE], commit, PIPELINE_FILE))
     try:
         made = lineage(claimed["path"], commit=commit, run=claimed["run"], params=params, lock=lock, gate=gate, decided=decided)
-        made = json.loads(json.dumps(made))  # as it went into the tag
+        made = json.loads(json.dumps(made))  # in the tag's form
     except (ValueError, TypeError) as error:
         raise ConfigError(f"expected what its commit {commit[:10]} says, got {shown(str(error))}; don't use it") from error
     for key, file in SAID_BY.items():
@@ -152,7 +151,7 @@ def _check(root: Path, version: Version, subject: str) -> None:
 
 
 def decision(artifact: str) -> dict[str, Any] | None:
-    """The stage that accepts a model of the chain, and the split on which it does; None: no stage does."""
+    """The stage that accepts a model of the chain and its split; None: no stage does."""
     return {"by": "gate_reward", "split": "test"} if artifact == "reward-model" else None
 
 
@@ -182,7 +181,7 @@ def _check_path(root: Path, version: Version, pipeline: dict[str, Any]) -> dict[
 
 
 def _check_gate_is_of_this_model(version: Version, lock: dict[str, Any], gate: str) -> None:
-    """dvc.lock has this very verdict as the output of a stage that read this very model."""
+    """Check that dvc.lock has exactly this verdict as output of a stage that read exactly this model."""
     found = hashlib.md5(gate.encode(), usedforsecurity=False).hexdigest()
     stage = next((s for s in lock["stages"].values() if any(out["path"] == GATE for out in s.get("outs", []))), None)
     made = {} if stage is None else {entry["path"]: entry["md5"] for entry in (*stage.get("outs", []), *stage.get("deps", []))}
@@ -197,16 +196,16 @@ def _check_gate_is_of_this_model(version: Version, lock: dict[str, Any], gate: s
 
 @dataclass(frozen=True)
 class GateProblem:
-    """A tag's verdict that its commit doesn't have. says: the whole of it; short: of the commit, for a table."""
+    """A tag's verdict that contradicts its commit. says: full message; short: for a table."""
 
     says: str
     short: str
 
 
 def gates(root: Path, versions: list[Version]) -> dict[str, GateProblem | None]:
-    """Of each version's name: what is wrong with the verdict in its tag by gate.json of its commit; None: they are the same. With one look.
+    """Compare each tag's verdict with gate.json of its commit, read together; None: they are the same.
 
-    For tables: `check_version` looks at all that the tag says.
+    For tables: `check_version` verifies the whole tag.
     """
     found = read_objects(root, [f"{version.commit}:{GATE}" for version in versions])
     return {version.version: _gate_problem(version, content) for version, content in zip(versions, found, strict=True)}

@@ -1,4 +1,4 @@
-"""The flow `promote`: a version of the reward model or the policy is promoted once a person has said yes, and why."""
+"""The flow `promote`: promote a version of the reward model or the policy after a person's approval with a reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOT_APPROVED, ANOTHER_MODEL = "NotApproved", "AnotherModel"  # states of a run t
 
 
 class Approval(RunInput):
-    """What the run asks a person for. No field has a default: Prefect would take it unasked."""
+    """Form that a person fills in. No field has a default, which Prefect would use without input."""
 
     approve: bool = Field(description="Whether this version is to be used from now on.")
     by: str = Field(min_length=1, description="Who decides; kept as stated, for nothing proves it.")
@@ -46,8 +46,8 @@ def promote(
 
     Args:
         version: such as v2.0.0; without it the newest when the run starts.
-        by: who is said to decide; reason: why. Only where promotion.require_approval is off: otherwise the run asks a person for them.
-        override: why a model is promoted that its gate rejected or that was rolled back.
+        by: stated decider; reason: why. Used only if promotion.require_approval is off; otherwise a form asks for them.
+        override: reason for promoting a version that its gate rejected or that was rolled back.
     """
     root, log = Path.cwd(), get_run_logger()
     try:
@@ -57,7 +57,7 @@ def promote(
         check_version(root, chosen)
         refusal = why_not(found, chosen)
         if refusal and override is None:
-            raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it all the same, give the reason in `override`")
+            raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it anyway, give the reason in `override`")
         details = plain(summary(found, chosen)) + (f"\nOverride: {override}" if refusal else "")
         decision = _ask(chosen, details, config) if config.require_approval else _given(root, by, reason)
         if not decision.approve:
@@ -80,14 +80,14 @@ def _note(root: Path) -> Path:
 
 
 def version_to_approve(note: Path, found: Registry, version: str | None, *, resumed: bool) -> Version:
-    """The version that a run is about: after it was suspended the same one, whatever was registered or moved in the meantime.
+    """The version that a run promotes. A resumed run uses the version of its first start, even if newer ones were registered.
 
     Args:
-        note: what the run wrote down when it asked. version: None: the newest.
+        note: file that records the version at the first start. version: None: the newest.
         resumed: whether the run was started before.
     Raises:
-        decisions.AnotherModel: the version is another model by now.
-        ConfigError: there is no such version, or the note of a resumed run is gone.
+        decisions.AnotherModel: the version's model has changed.
+        ConfigError: there is no such version, or a resumed run's note is missing.
     """
     if not note.exists():
         if resumed:
@@ -105,7 +105,7 @@ def version_to_approve(note: Path, found: Registry, version: str | None, *, resu
 
 
 def question(chosen: Version) -> str:
-    """Which model, from where and with which verdict: not a name alone, which may be given to another one."""
+    """Question with the model's hash, commit and verdict, since a version's name can be given to another model."""
     gate = "its gate" if chosen.artifact == "reward-model" else f"the {gate_of(chosen.artifact)}"
     return (
         f"May {chosen.artifact} {chosen.version} be used from now on? It is {chosen.identity}, of commit {chosen.commit}; {gate}: "
@@ -114,9 +114,9 @@ def question(chosen: Version) -> str:
 
 
 def _ask(chosen: Version, details: str, config: RegistryConfig) -> Approval:
-    """Suspends the run; when a person resumes it, it starts again and gets the answer here.
+    """Suspend the run. When a person resumes it, the run starts again and gets the answer here.
 
-    The server keeps the answer under the model's name: one to a question about another model is none to this.
+    The server stores the answer under a key of the model, so an answer about another model isn't used.
     """
     text_of_question = question(chosen)
     key = hashlib.sha256(json.dumps([chosen.artifact, chosen.version, chosen.model]).encode()).hexdigest()[:32]

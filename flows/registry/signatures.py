@@ -1,4 +1,4 @@
-"""Signatures of the registry's tags: whose count is in a file of the user's own, and git itself checks and makes them (SSH keys).
+"""Signatures of the registry's tags. A local file lists the allowed signers; git verifies and makes the signatures (SSH keys).
 
 `promotion.allowed_signers` of the params.yaml in the folder that the user works in names the file; never that of a tag's commit.
 """
@@ -80,7 +80,7 @@ def verify(root: Path, tags: Sequence[str], signers: Signers) -> dict[str, Signa
 @lru_cache(maxsize=4096)
 def _verify(root: Path, tag: str, signers: Signers) -> Signature:
     """Remembered: a flow reads the registry several times, and each signature takes git 10 ms."""
-    # PGP is switched off: a key in somebody's keyring is nobody whom the file names.
+    # PGP is switched off: a key in a keyring isn't an allowed signer.
     settings = (*_ssh(signers), "-c", "gpg.minTrustLevel=fully", "-c", "gpg.program=false", "-c", "gpg.x509.program=false")
     done = run_git(root, *settings, "verify-tag", "--raw", tag)
     found = _GOOD.match(done.stderr.decode(errors="backslashreplace"))

@@ -1,6 +1,6 @@
-"""The tags of the registry as values: what `flows.promote` has written, believed in nothing.
+"""Parse and validate the registry's tags, written by `flows.promote`.
 
-Whoever may push tags may write anything into one. A tag that isn't as it was made is named, with what is wrong with it, and left out.
+Anyone who may push tags can write anything into one. An invalid tag is reported with its problem and left out.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def show(root: Path, name: str, *, as_json: bool) -> str:
         "outcome": state.outcome_text + (f": {state.message}" if state.message else ""),
         "at work": state.process and f"process {state.process}",
         "made, last used": f"{_short_time(state.made) or 'unknown'}, {_short_time(state.used)} (UTC)",
-        "folder": f"{state.folder}, {state.size / 1e6:.1f} MB" if state.folder else "removed; a run of its name goes on from the branch",
+        "folder": f"{state.folder}, {state.size / 1e6:.1f} MB" if state.folder else "removed; a run of its name continues from the branch",
         "branch": f"{state.branch or 'none'} at {state.commit}",
         "method": state.method,
         "gate, judge": ", ".join(filter(None, (state.gate_accuracy and f"accuracy {state.gate_accuracy:.3f}", _figures(state)))),

@@ -31,7 +31,7 @@ FREE_CACHE = (
 
 
 def delete(root: Path, names: list[str], *, force: bool) -> str:
-    """What was deleted, as text; nothing is, unless all of them can be.
+    """Delete runs, all or none. Returns a message about what was deleted.
 
     Raises:
         ConfigError: a flow or another process works on one of them, or there is something in it that is nowhere else and `force` is not
@@ -85,7 +85,7 @@ def _ignored_files_of_the_users(folder: Path) -> list[str]:
 def _outs(folder: Path) -> set[str]:
     """What stages make and DVC's cache keeps, by dvc.yaml and by the locks, which have it of params that were changed since."""
     found: set[str] = set()
-    with suppress(ConfigError):  # a file that can't be read names none, and what it would have named is asked about
+    with suppress(ConfigError):  # an unreadable file names no outs, so its outs count as user files
         entries = [entry for stage in read_stages(folder).values() for entry in stage.get("outs") or []]
         found |= {path for entry in entries for path in ([entry] if isinstance(entry, str) else entry)}
     for lock in (folder / "dvc.lock", folder / ROUNDS_PIPELINE.with_suffix(".lock")):
@@ -126,7 +126,7 @@ def _delete(root: Path, state: RunState) -> list[str]:
     what = " and ".join(filter(None, (state.folder, state.branch)))
     lines = [f"Deleted run {state.name}: {what}, {state.size / 1e6:.1f} MB; it stood at {state.commit[:10]}"]
     if kept:
-        lines.append(f"  {', '.join(kept)}: tags keep their commits, and the registry goes on with them")
+        lines.append(f"  {', '.join(kept)}: tags keep their commits, and the registry still has them")
     return lines
 
 

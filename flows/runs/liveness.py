@@ -1,8 +1,8 @@
-"""Runs orphaned by a killed server, worker or command line. Prefect shows them as running for ever, refuses to retry them, and
-counts them as the one run that a deployment may have at a time.
+"""Detect runs orphaned by a killed server, worker or command line. Prefect shows them as Running, refuses to retry them, and counts them
+as the one run that a deployment may have at a time.
 
-A run from the command line has a sign of life: a file in PREFECT_HOME that its process keeps locked, named as a tag of the flow run. The
-kernel frees the lock however the process ends. Only runs of such a file are ever set to Crashed, so none of another machine is.
+A run from the command line has a liveness file in PREFECT_HOME that its process keeps locked, named like a tag of the flow run. The kernel
+frees the lock however the process ends. Only runs with such a file are set to Crashed, so runs of other machines aren't.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import psutil
 AT_WORK = ["RUNNING", "PENDING", "CANCELLING"]
 REQUEST_SECONDS = 90.0  # on SQLite the server has stood still for sixty
 BUSY = 503
-MESSAGE = "Its process is gone, and nobody was there to hear of its end; a retry goes on from the last checkpoint."
-SAME_COMMAND = "Its process is gone, and nobody was there to hear of its end; the same command goes on from the last checkpoint."
+MESSAGE = "Its process is gone and could not report its end; a retry resumes from the last checkpoint."
+SAME_COMMAND = "Its process is gone and could not report its end; the same command resumes from the last checkpoint."
 SIGNS = "alive"  # folder of PREFECT_HOME
 DATABASES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")  # other than the one in PREFECT_HOME
 

@@ -39,7 +39,7 @@ def recording(workspace: Path) -> Iterator[None]:
         note(workspace, outcome=REFUSED if isinstance(error, ConfigError) else "failed", message=str(error))
         raise
     except BaseException:
-        note(workspace, outcome="stopped", message="stopped by a signal; the same command goes on")
+        note(workspace, outcome="stopped", message="stopped by a signal; the same command resumes it")
         raise
 
 

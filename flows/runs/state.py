@@ -166,7 +166,7 @@ def _outcome(record: dict[str, Any], process: str | None, done: list[str], gate:
     if process is not None:
         return "running", stage, ""
     if outcome == "running":
-        return "killed", stage, "its process is gone; the same command goes on"
+        return "killed", stage, "its process is gone; the same command resumes it"
     if outcome is not None:
         return str(outcome), stage, message
     if not done:

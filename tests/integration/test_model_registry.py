@@ -132,10 +132,10 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypat
     ):
         check_not_rolled_back(project, later, [scorer])
 
-    assert "got one that was, stated by Ben: curt answers; to promote it all the same" in refused(
+    assert "got one that was, stated by Ben: curt answers; to promote it anyway" in refused(
         project, "promote", "v2.0.0", "--reason", "again", "--by", "Ann"
     )
-    assert "nothing is to do" in refused(project, "promote", "v1.0.0", "--reason", "again", "--by", "Ann")
+    assert "nothing to do" in refused(project, "promote", "v1.0.0", "--reason", "again", "--by", "Ann")
     kept = promote(project, "promote", "v2.0.0", "--reason", "users asked", "--override", "a demonstration", "--by", "Ann")
     assert "Override: a demonstration" in kept.stdout
     prepare_run(project, "later", {})

@@ -1,7 +1,7 @@
 """The fault matrix: python -m tools.faults [--only WORD ...] [--seed N] [--list]; docs/faults.md says what it does.
 
-Each cell is a small chain of its own in which one stage is disturbed and then run again. Needs root for the small and the read-only
-disks, and gcc for the clock; runs one cell at a time. Exits with 1 when a cell is not as it should be.
+Each cell is a separate small chain in which one stage is disturbed and then run again. Needs root for the small and read-only disks, and
+gcc for the clock. Cells run one at a time. Exit code 1: a cell has a problem.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def try_out_server_cell(cell: ServerCell, folder: Path, seed: int) -> Row:
         outcome = try_out_server(cell, workspace)
     finally:
         end_all(workspace)
-    line = spoken(workspace, cell.said) if cell.said else "nothing: it goes on"
+    line = spoken(workspace, cell.said) if cell.said else "nothing: it continues"
     problems = outcome.problems + ([] if line else [f"expected a line with {cell.said!r}"])
     result = "not the same" if any("models/sft" in p for p in problems) else "the same"
     left = "; ".join(outcome.left) or "nothing"

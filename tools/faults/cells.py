@@ -1,4 +1,4 @@
-"""The cells of the matrix: which stage is at work, which process is hit, by what, and what must be said."""
+"""The cells of the matrix: the stage, the process that is hit, the fault, and the expected message."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Cell:
 
 
 def of_stages() -> list[Cell]:
-    """Each stage, killed and told to stop."""
+    """Each stage, with SIGKILL and SIGTERM."""
     cells = []
     for stage in STAGES:
         resumes, kept = stage in RESUMABLE, " to resume from its checkpoint" if stage in RESUMABLE else ""
@@ -63,7 +63,7 @@ def of_stages() -> list[Cell]:
 
 
 def around_stages() -> list[Cell]:
-    """Whoever stands above a stage; what they do is the same for each stage."""
+    """The processes above a stage, which behave the same for each stage."""
     sft, late = "train_sft", r"expected to end within flow.stage_timeout=\d+ s"
     stopped = "train_sft: stopped by a signal; run it again to resume from its checkpoint"
     return [
