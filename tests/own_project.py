@@ -8,15 +8,15 @@ from pathlib import Path
 from flows.chain.worktree import git
 
 ROOT = Path(__file__).parents[1]
-FILES = ("params.yaml", "dvc.yaml", ".gitignore", "rounds/rounds.yaml", "rounds/dvc.yaml")
+FILES = ("params.yaml", "dvc.yaml", ".gitignore", "data/.gitignore", "rounds/rounds.yaml", "rounds/dvc.yaml")
 
 
 def make_project(folder: Path) -> Path:
     (folder / ".dvc").mkdir(parents=True)
     (folder / ".dvc/config").write_text("")
     (folder / ".dvc/.gitignore").write_text("/config.local\n/tmp\n/cache\n")
-    (folder / "rounds").mkdir()
     for name in FILES:
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     git(folder, "init", "--quiet", "--initial-branch", "main")
     for name, value in (("user.name", "test"), ("user.email", "test@localhost")):
