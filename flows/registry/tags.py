@@ -33,7 +33,7 @@ Verdict = Literal["passed", "rejected", "not needed"]
 @dataclass(frozen=True)
 class Tag:
     """An annotated tag. oid: its own hash; commit: at which it is; by: the tagger, who may call himself anything; signer: who signed it,
-    None where no signature is asked for; second: since 1970, when it was made.
+    None where no signature is required; second: since 1970, when it was made.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Version:
 class Event:
     """A promotion or a rollback. version: what is promoted since then, None: nothing; previous: what was before.
 
-    by: who is said to have decided; signer: who signed the tag, where that is asked for.
+    by: who is said to have decided; signer: who signed the tag, where a signature is required.
     override: the reason for which a model was promoted that the gate had rejected or that had been rolled back.
     model: `Version.model` of the version; None: nothing is promoted, or the decision is an older one, which kept the name only.
     """

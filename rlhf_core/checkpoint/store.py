@@ -242,7 +242,7 @@ class CheckpointStore:
         wanted, missing = (
             (f"{size(needed)} (the size of the one before)", f", {size(needed - free)} too little") if needed > free else ("more", "")
         )
-        stays = "there is none before it" if before is None else f"the one of step {before} stays, and the work goes on from it"
+        stays = "there is none before it" if before is None else f"the one of step {before} stays, and the stage resumes from it"
         return NoSpace(
             f"checkpoint of step {step}: expected {wanted} free on the disk of {self.folder}, got {size(free)}{missing}; make room and "
             f"run again: {stays}"
@@ -261,7 +261,7 @@ class CheckpointStore:
         differing = " and ".join(name for name, value in asdict(origin).items() if value != getattr(self._settings.origin, name))
         raise ValueError(
             f"checkpoint {found.folder}: expected one of this work, got one that was made with other {differing}; remove it to start "
-            "anew, or go on from it by checkpoints.resume_from"
+            "anew, or resume from it with checkpoints.resume_from"
         )
 
     def _check_zero_stage(self, found: Found) -> None:

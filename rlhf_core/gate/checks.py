@@ -277,7 +277,7 @@ def explain(gate: dict[str, Any]) -> Iterator[str]:
     if gate["passed"] or not gate["needed"]:
         yield gate["message"]
     elif gate["override"] is not None:
-        yield f"{gate['message']} Used all the same, for gate.override says: {gate['override']}"
+        yield f"{gate['message']} Used anyway; gate.override says: {gate['override']}"
 
 
 _REASONS: dict[str, Callable[[dict[str, Any], Check, GateConfig], str]] = {

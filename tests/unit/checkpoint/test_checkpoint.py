@@ -209,7 +209,7 @@ def test_a_disk_with_less_than_the_last_ones_size_is_refused_before_anything_is_
         store.save(20, writer("0123456789" * 10))
     assert str(raised.value) == (
         f"checkpoint of step 20: expected 5.1 kB (the size of the one before) free on the disk of {tmp_path}, got 5.0 kB, 112 bytes too "
-        "little; make room and run again: the one of step 10 stays, and the work goes on from it"
+        "little; make room and run again: the one of step 10 stays, and the stage resumes from it"
     )
     assert [p.name for p in tmp_path.iterdir()] == ["step-10"] and damage(tmp_path / "step-10") is None
     free["bytes"] = 5112

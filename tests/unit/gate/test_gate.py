@@ -348,7 +348,7 @@ def test_an_override_is_written_down_where_it_is_needed():
     config = gate_config(override="a demonstration")
     gate = with_registry(judge(pairs(right_and_wrong(231, 69))), config, Path("models/reward"))
     assert not gate["passed"] and gate["override"] == "a demonstration"
-    assert "Used all the same, for gate.override says: a demonstration" in list(explain(gate))[-1]
+    assert "Used anyway; gate.override says: a demonstration" in list(explain(gate))[-1]
     assert with_registry(judge(pairs(right_and_wrong(290, 10))), config, Path("models/reward"))["override"] is None
 
 
