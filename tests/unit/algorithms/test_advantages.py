@@ -244,7 +244,7 @@ def test_a_response_has_its_advantage_on_each_sampled_token_and_zero_elsewhere()
     same(advantages, rows([-2, 0, -2, 0], [2, 2, 2, 2]), atol=0)
 
 
-def test_credit_keeps_the_precision_that_came_in():
+def test_advantages_keep_the_input_precision():
     rewards, response_mask = torch.tensor([1.0, 3.0]), torch.ones(2, 2, dtype=torch.bool)
     group_ids = torch.zeros(2, dtype=torch.long)
     assert grpo(rewards, group_ids, response_mask, normalize_std=True).dtype == torch.float32
