@@ -1,1 +1,1 @@
-"""Checkpoints: whole or absent, hashed, and readable without running anything that is in them."""
+"""Checkpoints: complete or absent, hashed, and readable without running code from them."""

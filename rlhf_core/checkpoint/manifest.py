@@ -5,25 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from rlhf_core.checkpoint.hashing import FileHash, HashedFile, Hashing, rank_of
 
 MANIFEST = "manifest.json"
 FORMAT = 2
 
 
-def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Write the manifest of a folder. Files are synced to disk before the folders that name them, and folders before the manifest.
+def write_manifest(folder: Path, content: dict[str, Any], hashes: Mapping[str, FileHash]) -> None:
+    """Write the manifest of a folder. Its folders are synced to disk before it; its files must have been.
 
     Args:
-        content: what else the manifest says, step among it.
+        content: further keys of the manifest, including step.
+        hashes: of every file in the folder, by its name with slashes.
     """
-    inside = sorted(folder.rglob("*"), reverse=True)
-    files = {str(p.relative_to(folder)): _describe(p, sync=True) for p in inside if p.is_file()}
-    for below in (p for p in inside if p.is_dir()):
+    for below in sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True):
         fsync(below)
-    manifest = {"format": FORMAT, "complete": True, **content, "files": files}
+    manifest = {"format": FORMAT, "complete": True, **content, "files": {name: found.as_json() for name, found in hashes.items()}}
     path = folder / MANIFEST
     path.write_text(json.dumps(manifest | {"sha256": _hash(manifest)}, indent=1, sort_keys=True), encoding="utf-8")
     fsync(path)
@@ -45,40 +46,42 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None."""
+def damage(folder: Path, *, rank: int = 0, ranks: int = 1) -> str | None:
+    """The first problem of a checkpoint folder; None: it is intact. Every file is read.
+
+    Args:
+        rank, ranks: of several ranks that check the folder together, each reads some of the files: those that ranks wrote are spread over
+            all, the rest is rank 0's.
+    """
     try:
         manifest = read_manifest(folder)
     except ValueError as error:
         return str(error)
     if folder.name != f"step-{manifest['step']}":
         return f"expected the manifest of {folder.name}, got that of step-{manifest['step']}"
-    for name, described in manifest["files"].items():
-        if problem := _file_damage(folder / name, name, described):
-            return problem
+    recorded = {name: FileHash.from_json(entry) for name, entry in manifest["files"].items() if (rank_of(name) or 0) % ranks == rank}
+    if problem := next(filter(None, (_missing(folder / name, name, found) for name, found in recorded.items())), None):
+        return problem
+    hashing = Hashing(HashedFile.as_recorded(folder / name, found) for name, found in recorded.items())
+    for (name, found), result in zip(recorded.items(), hashing.results(), strict=True):
+        if isinstance(result, OSError):
+            return f"expected to read {name}, got {result}"
+        if result[0] != found:
+            return f"expected {name} as it was written, got other content"
     unknown = sorted(set(_files(folder)) - {MANIFEST, *manifest["files"]})
     return f"expected only what {MANIFEST} lists, got {unknown[0]} too" if unknown else None
 
 
-def _file_damage(path: Path, name: str, described: dict[str, int | str]) -> str | None:
+def _missing(path: Path, name: str, recorded: FileHash) -> str | None:
     if not path.is_file():
         return f"expected the file {name}, got none"
-    if path.stat().st_size != described["bytes"]:
-        return f"expected {name} as it was written, {described['bytes']} bytes, got {path.stat().st_size}"
-    if _describe(path, sync=False) != described:
-        return f"expected {name} as it was written, got other content"
+    if path.stat().st_size != recorded.bytes:
+        return f"expected {name} as it was written, {recorded.bytes} bytes, got {path.stat().st_size}"
     return None
 
 
-def _describe(path: Path, *, sync: bool) -> dict[str, str | int]:
-    if sync:
-        fsync(path)
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
 def _files(folder: Path) -> Iterator[str]:
-    return (str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir())
+    return (p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir())
 
 
 def _hash(content: dict[str, Any]) -> str:

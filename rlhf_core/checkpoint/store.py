@@ -1,7 +1,8 @@
 """Checkpoints that are complete or absent: written aside, fsynced, renamed, with a manifest of sizes and hashes.
 
-Saving has two halves. `write` takes the snapshot; training continues when it returns. `publish` does the rest in a thread: state digest,
-hashes, fsync, renaming, retention. The next `write` or `wait` raises the errors of that thread. docs/resume.md has the format.
+Saving has two halves. `write` takes the snapshot; training continues when it returns. `publish` does the rest in a thread: hashes, fsync,
+state digest, renaming, retention. The next `write` or `wait` raises the errors of that thread. With several ranks, each hashes and syncs
+its own files (parts.py). docs/resume.md has the format.
 """
 
 from __future__ import annotations
@@ -11,21 +12,34 @@ import errno
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.checkpoint.manifest import damage, fsync, read_manifest, write_manifest
+from rlhf_core.checkpoint.parts import PartsOverdue, describe, gather
+from rlhf_core.checkpoint.saved_state import Item
 
 log = logging.getLogger("rlhf")
 
 BLOCK = 4096  # bytes; a disk with less is full
+PATIENCE = 1.0  # seconds that a thread whose deadline has passed has to report it
 
 
-class NoSpace(OSError):
-    """The disk has no room for a checkpoint; the message says how much is missing and what stays."""
+class SaveFailed(OSError):
+    """A checkpoint can't be written. Those before it stay, and a later attempt may succeed."""
+
+
+class NoSpace(SaveFailed):
+    """The disk has no room for a checkpoint. The message names the missing bytes and the remaining checkpoint."""
+
+
+class SaveOverdue(SaveFailed):
+    """A checkpoint isn't on the disk by its deadline; the message has folder, bytes and what to do."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +53,13 @@ class Origin:
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """What a store keeps and accepts.
+    """Which checkpoints a store keeps and loads.
 
-    keep_last: how many of the newest whole checkpoints stay; at least 2, so that a damaged newest one has one before it.
-    keep_best: how many of those with the best scores stay besides.
-    origin: of the work at hand. accepted: further origins whose checkpoints are loaded.
+    keep_last: number of the newest complete checkpoints; at least 2, so that there is one before a damaged newest one.
+    keep_best: number of further checkpoints, with the best scores. Of equal scores the earlier is better.
+    origin: of this work. accepted: further origins whose checkpoints are loaded.
     world_size, zero_stage: of the engines, for the manifest.
+    save_timeout: seconds for publishing a checkpoint.
     """
 
     keep_last: int = 2
@@ -53,6 +68,7 @@ class StoreSettings:
     accepted: tuple[Origin, ...] = ()
     world_size: int = 1
     zero_stage: int = 0
+    save_timeout: float = 1800.0
 
     def __post_init__(self) -> None:
         if self.keep_last < 2:
@@ -64,20 +80,32 @@ class StoreSettings:
 
 @dataclass(frozen=True)
 class Found:
-    """A whole checkpoint, and what its manifest says."""
+    """A complete checkpoint, with the content of its manifest."""
 
     step: int
     folder: Path
     manifest: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class _Written:
+    """A checkpoint between `write`, whose arguments these are, and its publication."""
+
+    step: int
+    aside: Path
+    score: float | None
+    ranks: tuple[int, ...]
+    best: int | None
+
+
 class CheckpointStore:
     """The step checkpoints of one piece of work, `<folder>/step-<n>`.
 
     Args:
-        folder: made if it isn't there; left-overs of an interrupted save are removed.
-        write_digest: writes a state digest into the folder of a checkpoint, given its step (rlhf_core/checkpoint/digest.py).
-        free: bytes that are free on the disk of a folder.
+        folder: created if missing; remains of an interrupted save are removed.
+        write_digest: writes a state digest into the folder of a checkpoint, given its step and the items of each file
+            (rlhf_core/checkpoint/digest.py).
+        free: returns the free bytes on the disk of a folder.
     """
 
     def __init__(
@@ -85,20 +113,19 @@ class CheckpointStore:
         folder: Path,
         settings: StoreSettings | None = None,
         *,
-        write_digest: Callable[[Path, int], None] | None = None,
+        write_digest: Callable[[Path, int, Mapping[str, list[Item]]], None] | None = None,
         free: Callable[[Path], int] | None = None,
     ):
         self.folder = folder
         self._settings = settings or StoreSettings()
         self._write_digest = write_digest
         self._free = free or free_bytes
-        self._written: tuple[int, Path, float | None] | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        self._publishing: Future[None] | None = None
+        self._written: _Written | None = None
+        self._publishing: tuple[_Written, Future[None], float] | None = None  # and its deadline
         _make(folder)
         for left_over in folder.glob("writing-*"):
             shutil.rmtree(left_over)
-        for replaced in folder.glob("replaced-*"):  # of a process that was killed between the two renames it is all there is
+        for replaced in folder.glob("replaced-*"):  # the only copy, if a process was killed between the two renames
             step = replaced.with_name(replaced.name.replace("replaced-", "step-"))
             if step.exists():
                 shutil.rmtree(replaced)
@@ -112,15 +139,26 @@ class CheckpointStore:
         self.wait()
         return self.folder / f"step-{step}"
 
-    def write(self, step: int, write: Callable[[Path], None], *, score: float | None = None) -> None:
-        """Wait for the checkpoint before to be published, then call `write(folder)` on an empty folder.
+    def write(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        *,
+        score: float | None = None,
+        ranks: Collection[int] = (),
+        best: int | None = None,
+    ) -> None:
+        """Wait until the previous checkpoint is published, then call `write(folder)` on an empty folder.
 
-        A failure leaves every earlier checkpoint as it was, and nothing of this one.
+        A failure changes no earlier checkpoint and leaves nothing of this one.
 
         Args:
             score: of the state, higher is better; None: not measured at this step.
+            ranks: those that hash their own files: in `write` each calls `hand_in` (parts.py) after it has written them.
+            best: step of the checkpoint, this one or an earlier one, that a resumed run needs besides. It stays as long as this one.
         Raises:
-            NoSpace: the disk is too full for another of the last one's size, or became full.
+            NoSpace: the disk has no room for a checkpoint of the last one's size, or became full.
+            SaveOverdue: the previous checkpoint isn't published by its deadline.
         """
         self.wait()
         self._check_space(step)
@@ -130,45 +168,67 @@ class CheckpointStore:
         aside.mkdir()
         with self._nothing_on_failure(step, aside):
             write(aside)
-        self._written = step, aside, score
+        self._written = _Written(step, aside, score, tuple(ranks), best)
 
     def publish(self) -> None:
-        """Make what was written the checkpoint of its step, in a thread; nothing to do where nothing was written."""
+        """Publish the written snapshot as the checkpoint of its step, in a thread. Without a snapshot it does nothing."""
         if self._written is None:
             return
         written, self._written = self._written, None
-        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._publishing = self._thread.submit(self._publish, *written)
+        done: Future[None] = Future()
+        deadline = time.monotonic() + self._settings.save_timeout
+
+        def publish() -> None:
+            try:
+                self._publish(written, deadline)
+            except BaseException as error:  # raised by `wait`
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        # A daemon: the process can end although the disk doesn't answer.
+        threading.Thread(target=publish, name="checkpoint", daemon=True).start()
+        self._publishing = written, done, deadline
 
     def wait(self) -> None:
-        """Until what is being published is there.
+        """Wait until the snapshot is published.
 
         Raises:
-            NoSpace, OSError: it can't be. The checkpoints before it stay.
+            SaveFailed, OSError: it can't be published. Earlier checkpoints stay.
         """
         publishing, self._publishing = self._publishing, None
-        if publishing is not None:
-            publishing.result()
+        if publishing is None:
+            return
+        written, done, deadline = publishing
+        try:
+            done.result(timeout=max(0.0, deadline - time.monotonic()) + PATIENCE)
+        except TimeoutError as error:
+            if done.done():  # raised by the thread
+                raise
+            raise self._overdue(written, "the disk doesn't answer") from error
 
     def close(self) -> None:
-        """Wait, and end the thread. For the end of work that has failed: what `wait` would raise goes to the log here."""
+        """Wait. For the end of work that has failed: what `wait` would raise goes to the log here."""
         try:
             self.wait()
         except OSError as error:
             log.error("%s", error)
-        if self._thread is not None:
-            self._thread.shutdown()
 
-    def latest(self) -> Found | None:
-        """The newest checkpoint whose files are all as its manifest says; a damaged one is named in the log and passed over.
+    def latest(self, check: Callable[[Path], str | None] = damage) -> Found | None:
+        """The newest checkpoint whose files match its manifest. A damaged one is logged and skipped.
 
+        Args:
+            check: returns the problem of a checkpoint's folder, or None. Several ranks can check it together, see `damage`.
         Raises:
-            ValueError: it was made by other work than this, or with another ZeRO stage.
+            ValueError: the checkpoint was made by other work, or with another ZeRO stage.
         """
         self.wait()
         for step in self._steps():
             folder = self.folder / f"step-{step}"
-            problem = damage(folder)
+            problem = check(folder)
+            if problem is None and (best := read_manifest(folder).get("best", step)) != step:
+                problem = check(self.folder / f"step-{best}")
+                problem = problem and f"its best checkpoint, of step {best}: {problem}"
             if problem is None:
                 found = Found(step, folder, read_manifest(folder))
                 self._check_origin(found)
@@ -177,22 +237,45 @@ class CheckpointStore:
             log.warning("checkpoint of step %d: %s; going back to the one before", step, problem)
         return None
 
-    def _publish(self, step: int, aside: Path, score: float | None) -> None:
-        settings = self._settings
+    def of_step(self, step: int, check: Callable[[Path], str | None] = damage) -> Found:
+        """The existing checkpoint of a step.
+
+        Args:
+            check: see `latest`.
+        Raises:
+            SaveFailed: it is damaged. `latest` then skips the checkpoints that need it.
+        """
+        self.wait()
+        folder = self.folder / f"step-{step}"
+        if problem := check(folder):
+            raise SaveFailed(f"checkpoint of step {step}: {problem}; run again: the stage resumes from one before it")
+        return Found(step, folder, read_manifest(folder))
+
+    def _publish(self, written: _Written, deadline: float) -> None:
+        settings, step, aside, score = self._settings, written.step, written.aside, written.score
         if score is None or not math.isfinite(score):
-            score = self._score(step)  # a run that is stopped before its next step saves the same state again, and has no score for it
+            score = self._score(step)  # a run stopped before its next step saves the same state again, without a score
         with self._nothing_on_failure(step, aside):
+            try:
+                saved = gather(aside, written.ranks, deadline=deadline)
+            except PartsOverdue as error:
+                raise self._overdue(written, str(error)) from error
+            hashes = {name: found.hash for name, found in saved.items()}
             if self._write_digest is not None:
-                self._write_digest(aside, step)
+                self._write_digest(aside, step, {name: found.items for name, found in saved.items()})
+                more = {p.relative_to(aside).as_posix() for p in aside.rglob("*") if p.is_file()} - hashes.keys()
+                hashes |= {name: found.hash for name, found in describe(aside, more).items()}
             write_manifest(
                 aside,
                 {
                     "step": step,
                     "score": score,
+                    "best": step if written.best is None else written.best,
                     "world_size": settings.world_size,
                     "zero_stage": settings.zero_stage,
                     "origin": asdict(settings.origin),
                 },
+                hashes,
             )
             final, replaced = self.folder / f"step-{step}", self.folder / f"replaced-{step}"
             if final.exists():
@@ -203,24 +286,32 @@ class CheckpointStore:
         self._retire(step)
 
     def _retire(self, step: int) -> None:
-        """Remove what isn't to be kept. Later steps are damaged ones that `latest` passed over: they mustn't take the place of others."""
-        keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
+        """Remove checkpoints beyond the limits. Later steps are damaged ones that `latest` skipped; they don't count as kept."""
         steps = self._steps()
         candidates = [s for s in steps if s <= step]
-        scores = {s: score for s in candidates if keep_best and (score := self._score(s)) is not None}
-        best = sorted(scores, key=lambda s: scores[s], reverse=True)[:keep_best]
-        for superseded in set(steps) - set(candidates[:keep_last]) - set(best):
+        kept = {*candidates[: self._settings.keep_last], *self._by_score(candidates)[: self._settings.keep_best]}
+        needed = {self._manifest(s).get("best") for s in kept}
+        for superseded in set(candidates) - kept - needed | (set(steps) - set(candidates)):
             shutil.rmtree(self.folder / f"step-{superseded}")
 
+    def _by_score(self, steps: list[int]) -> list[int]:
+        """The steps with a score, best first."""
+        scores = {step: score for step in steps if (score := self._score(step)) is not None}
+        return sorted(scores, key=lambda step: (-scores[step], step))
+
     def _score(self, step: int) -> float | None:
+        return self._manifest(step).get("score")
+
+    def _manifest(self, step: int) -> dict[str, Any]:
+        """The manifest of a step's checkpoint; empty if it can't be read."""
         try:
-            return read_manifest(self.folder / f"step-{step}")["score"]
+            return read_manifest(self.folder / f"step-{step}")
         except ValueError:
-            return None
+            return {}
 
     @contextlib.contextmanager
     def _nothing_on_failure(self, step: int, aside: Path) -> Iterator[None]:
-        """Removes a partial checkpoint when the block fails; that the disk is full is said in words then."""
+        """Remove the partial checkpoint if the block fails. A full disk is reported as NoSpace."""
         try:
             yield
         except BaseException as error:
@@ -237,6 +328,13 @@ class CheckpointStore:
         if free < self._last_size():
             raise self._no_space(step, free)
 
+    def _overdue(self, written: _Written, what: str) -> SaveOverdue:
+        bytes_ = sum(p.stat().st_size for p in written.aside.rglob("*") if p.is_file())
+        return SaveOverdue(
+            f"checkpoint of step {written.step}: expected its {size(bytes_)} in {written.aside} to be on the disk after "
+            f"{self._settings.save_timeout:.0f} s, got an unfinished save ({what}); raise checkpoints.save_timeout, or use a faster disk"
+        )
+
     def _no_space(self, step: int, free: int) -> NoSpace:
         before, needed = next(iter(self._steps()), None), self._last_size()
         wanted, missing = (
@@ -249,6 +347,7 @@ class CheckpointStore:
         )
 
     def _last_size(self) -> int:
+        """Bytes of the newest checkpoint, with the files of all ranks: they share the disk."""
         for step in self._steps():
             with contextlib.suppress(ValueError):
                 return sum(file["bytes"] for file in read_manifest(self.folder / f"step-{step}")["files"].values())
@@ -276,7 +375,7 @@ class CheckpointStore:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Of the checkpoints in a store's folder, whole or not, newest first."""
+    """Steps of the checkpoints in a store's folder, complete or not, newest first."""
     names = (p.name.removeprefix("step-") for p in folder.glob("step-*"))
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
@@ -294,7 +393,7 @@ def size(count: int) -> str:
 
 
 def _says_full(error: BaseException) -> bool:
-    """Whether an error, or what it came from, is a full disk; torch has no error of its own for it."""
+    """Whether an error or its cause is a full disk, for which torch has no error class."""
     chain: BaseException | None = error
     while chain is not None:
         full = isinstance(chain, OSError) and chain.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -305,7 +404,7 @@ def _says_full(error: BaseException) -> bool:
 
 
 def _make(folder: Path) -> None:
-    """A folder that is on the disk with all that lead to it."""
+    """Create a folder with its parents, and sync their entries to disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.checkpoint.hashing import Span
+
 _WIDTHS = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "bfloat16": 2, "float16": 2, "int16": 2}  # else 1
 _STORAGES = {"Double": "float64", "Float": "float32", "BFloat16": "bfloat16", "Half": "float16", "Long": "int64", "Int": "int32"}
 _VALUES = {"float64": "<d", "float32": "<f", "int64": "<q", "int32": "<i", "bool": "<?", "uint8": "<B"}
@@ -25,41 +27,68 @@ _VALUES = {"float64": "<d", "float32": "<f", "int64": "<q", "int32": "<i", "bool
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor as a piece of a file; stride and offset in elements."""
+    """A tensor as a piece of a file; stride and offset in elements.
+
+    storage: bytes of its storage, which begin at byte `start` of the file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     storage: memoryview
+    start: int
 
     @property
     def count(self) -> int:
         return math.prod(self.shape)
 
-    def piece(self, start: int, count: int) -> SavedTensor:
-        """Of a flat tensor."""
+    def part(self, start: int, count: int) -> SavedTensor:
+        """Elements `start` to `start + count` of a flat tensor."""
         count = max(0, min(count, self.count - start))
-        return SavedTensor(self.dtype, (count,), (1,), self.offset + start, self.storage)
+        return SavedTensor(self.dtype, (count,), (1,), self.offset + start, self.storage, self.start)
 
     @property
-    def description(self) -> Any:
-        """Its value, where it is a single number, else its hash: of type, shape and the elements in order.
+    def piece(self) -> Span:
+        """Bytes of the file with the tensor's elements; the whole storage if they aren't in order."""
+        first, end = self._bytes if self._in_order else (0, len(self.storage))
+        return self.start + first, self.start + end
 
-        Where they lie in another order, that of the storage counts, and the stride is hashed too.
+    def description(self, hashes: Mapping[Span, bytes]) -> Any:
+        """The value of a single number; otherwise a hash of type, shape and the elements in order.
+
+        If the elements are stored in another order, the whole storage is hashed, with stride and offset.
+
+        Args:
+            hashes: of the file's pieces.
         """
-        width, step, told = _WIDTHS.get(self.dtype, 1), 1, f"{self.dtype} {self.shape}"
-        content = self.storage[self.offset * width : (self.offset + self.count) * width]
-        if self.count == 1 and self.dtype in _VALUES:
-            return struct.unpack(_VALUES[self.dtype], content)[0]
+        if self.is_number:
+            first, end = self._bytes
+            return struct.unpack(_VALUES[self.dtype], self.storage[first:end])[0]
+        order = "" if self._in_order else f" {self.stride} {self.offset}"
+        first, end = self.piece
+        return hashed(f"{self.dtype} {self.shape}{order}".encode(), hashes[first, end] if first < end else b"")
+
+    @property
+    def is_number(self) -> bool:
+        return self.count == 1 and self.dtype in _VALUES
+
+    @property
+    def _bytes(self) -> Span:
+        width = _WIDTHS.get(self.dtype, 1)
+        return self.offset * width, (self.offset + self.count) * width
+
+    @property
+    def _in_order(self) -> bool:
+        step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != step:
-                return hashed(f"{told} {self.stride} {self.offset}".encode(), self.storage)
+                return False
             step *= size
-        return hashed(told.encode(), content)
+        return True
 
 
-def hashed(*content: bytes | memoryview) -> str:
+def hashed(*content: bytes) -> str:
     digest = hashlib.sha256()
     for piece in content:
         digest.update(piece)
@@ -67,7 +96,7 @@ def hashed(*content: bytes | memoryview) -> str:
 
 
 def read_torch_file(path: Path) -> Any:
-    """The object that torch.save wrote, with a SavedTensor for each tensor.
+    """Read a file of torch.save, with a SavedTensor for each tensor.
 
     The archive holds data.pkl, which refers to storages, and each storage's bytes as one record.
     """
@@ -75,11 +104,18 @@ def read_torch_file(path: Path) -> Any:
         mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         with zipfile.ZipFile(file) as archive:
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            return _Unpickler(io.BytesIO(archive.read(records["data.pkl"])), mapped, records).load()
+            return _Unpickler(io.BytesIO(_content(mapped, records["data.pkl"])[1]), mapped, records).load()
+
+
+def _content(mapped: memoryview, info: zipfile.ZipInfo) -> tuple[int, memoryview]:
+    """Where a record's bytes begin, and the bytes. They aren't compressed, and their CRC-32 may be missing."""
+    name_length, extra_length = struct.unpack("<HH", mapped[info.header_offset + 26 : info.header_offset + 30])
+    start = info.header_offset + 30 + name_length + extra_length
+    return start, mapped[start : start + info.file_size]
 
 
 class _Inert:
-    """In the place of an object of a class that isn't known here."""
+    """Stand-in for an object of an unknown class."""
 
     def __init__(self, *arguments: Any, **settings: Any):
         if arguments or settings:
@@ -99,10 +135,11 @@ class _Kind:
     name: str
 
 
-def _tensor(storage: tuple[str, memoryview], offset: int, shape: tuple, stride: tuple, *further: Any) -> SavedTensor:
-    # An untyped storage has the element type beside it.
-    dtype = next((kind.name for kind in further if isinstance(kind, _Kind)), storage[0])
-    return SavedTensor(dtype, tuple(shape), tuple(stride), offset, storage[1])
+def _tensor(storage: tuple[str, memoryview, int], offset: int, shape: tuple, stride: tuple, *further: Any) -> SavedTensor:
+    kind, content, start = storage
+    # An untyped storage is saved with its element type.
+    dtype = next((given.name for given in further if isinstance(given, _Kind)), kind)
+    return SavedTensor(dtype, tuple(shape), tuple(stride), offset, content, start)
 
 
 def _shape(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -132,10 +169,8 @@ class _Unpickler(pickle.Unpickler):
             return _Kind(_STORAGES.get(name.removesuffix("Storage"), name.removesuffix("Storage").lower()))
         return type(name, (_Inert,), {})
 
-    def persistent_load(self, reference: Any) -> tuple[str, memoryview]:
-        """Element type and bytes of a storage."""
+    def persistent_load(self, reference: Any) -> tuple[str, memoryview, int]:
+        """Element type and bytes of a storage, and where in the file these begin."""
         _, kind, key, *_ = reference
-        info = self._records[f"data/{key}"]
-        name_length, extra_length = struct.unpack("<HH", self._mapped[info.header_offset + 26 : info.header_offset + 30])
-        start = info.header_offset + 30 + name_length + extra_length
-        return kind.name, self._mapped[start : start + info.file_size]
+        start, content = _content(self._mapped, self._records[f"data/{key}"])
+        return kind.name, content, start

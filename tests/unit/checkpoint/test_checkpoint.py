@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.checkpoint.manifest import MANIFEST, damage
-from rlhf_core.checkpoint.store import CheckpointStore, NoSpace, Origin, StoreSettings, size
+from rlhf_core.checkpoint.store import CheckpointStore, NoSpace, Origin, SaveFailed, StoreSettings, size
 
 
 def writer(text: str):
@@ -165,10 +165,10 @@ def test_one_that_was_being_replaced_when_the_process_was_killed_comes_back(tmp_
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10", "step-20"]
 
 
-def test_publishing_goes_on_beside_the_work_and_what_fails_there_comes_out_at_the_next_write_or_in_the_end(tmp_path: Path):
+def test_publishing_runs_in_a_thread_whose_errors_surface_later(tmp_path: Path):
     may_go_on, digested = threading.Event(), []
 
-    def write_digest(folder: Path, step: int) -> None:
+    def write_digest(folder: Path, step: int, _: object) -> None:
         may_go_on.wait(60)
         if step == 20:
             raise OSError("the disk said no")
@@ -192,7 +192,7 @@ def test_publishing_goes_on_beside_the_work_and_what_fails_there_comes_out_at_th
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10"]
 
 
-def test_nothing_is_published_before_it_is_asked_for(tmp_path: Path):
+def test_nothing_is_published_before_publish(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     store.publish()
     store.write(10, writer("ten"))
@@ -273,6 +273,22 @@ def test_the_best_ones_stay_besides(tmp_path: Path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-4", "step-6", "step-7"]
 
 
+def test_of_equally_good_ones_the_earliest_stays(tmp_path: Path):
+    store = CheckpointStore(tmp_path, StoreSettings(keep_last=2, keep_best=1))
+    for step, score in ((1, 0.5), (2, 0.9), (3, 0.7), (4, 0.9), (5, 0.1), (6, None)):
+        store.save(step, writer(str(step)), score=score)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-5", "step-6"]
+
+
+def test_a_checkpoint_of_a_step_is_checked_before_it_is_used(tmp_path: Path):
+    store = filled(tmp_path)
+    found = store.of_step(10)
+    assert (found.step, found.folder, found.manifest["best"]) == (10, tmp_path / "step-10", 10)
+    flip_a_byte(tmp_path / "step-10")
+    with pytest.raises(SaveFailed, match=r"checkpoint of step 10: expected engine/weights.bin as it was written, got other content; run"):
+        store.of_step(10)
+
+
 def test_the_same_step_again_without_a_score_keeps_the_one_it_has(tmp_path: Path):
     store = CheckpointStore(tmp_path, StoreSettings(keep_last=2, keep_best=1))
     for step, score in ((20, 0.9), (20, None), (40, 0.5), (60, 0.1), (80, 0.2)):
@@ -311,5 +327,5 @@ def test_the_same_step_again_replaces_a_damaged_one(tmp_path: Path):
     assert (found.step, (found.folder / "engine" / "weights.bin").read_bytes()) == (20, b"redone" * 50)
 
 
-def test_sizes_are_said_in_units():
+def test_sizes_have_units():
     assert [size(n) for n in (0, 999, 1000, 1536, 10**6, 2_340_000_000)] == ["0 bytes", "999 bytes", "1.0 kB", "1.5 kB", "1.0 MB", "2.3 GB"]

@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from tiny_models import policy_engine, tiny_params
 from two_ranks import BATCHES, STAGES, sft_steps
 
 from rlhf_core.checkpoint.digest import DIGEST_FILE, differences, main, read_digest, write_digest
+from rlhf_core.checkpoint.saving import without_crc32
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.sampling.scoring import Moments, RewardNormalizer
@@ -105,16 +107,16 @@ def driver(folder: Path, change: Callable[[Progress], Progress] = lambda p: p, c
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_the_driver_of_an_rl_run_knows_is_compared_by_value(tmp_path: Path, what: str):
-    change, said = CHANGES[what]
+    change, message = CHANGES[what]
     a, b = read_digest(driver(tmp_path / "a")), read_digest(driver(tmp_path / "b", change))
     assert a["parts"]["position"] == {"step": 3, "policy version": 3, "prompts_drawn": 96}
-    assert differences(a, b) == [said]
+    assert differences(a, b) == [message]
 
 
 def test_running_statistics_of_the_rewards_too(tmp_path: Path):
     a, b = read_digest(driver(tmp_path / "a")), read_digest(driver(tmp_path / "b", count=5))
-    (said,) = differences(a, b)
-    assert said.startswith('running statistics: normalizer reward_model: {"count": 4, ')
+    (message,) = differences(a, b)
+    assert message.startswith('running statistics: normalizer reward_model: {"count": 4, ')
 
 
 def test_what_isnt_a_number_equals_itself_and_nothing_isnt_null():
@@ -135,7 +137,7 @@ def test_the_newest_of_a_folder_counts_and_what_cant_be_read_is_refused(tmp_path
     content = json.loads((tmp_path / "b/step-3/driver.json").read_text()) | {"kl_coef": 1.0}
     (tmp_path / "b/step-3/driver.json").write_text(json.dumps(content))
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert "a damaged checkpoint's state digest says nothing" in capsys.readouterr().err
+    assert "a damaged checkpoint has no state digest" in capsys.readouterr().err
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "nowhere")]) == 2
     assert "expected a state digest" in capsys.readouterr().err
 
@@ -158,6 +160,25 @@ def test_reading_a_file_runs_nothing_of_what_is_in_it(tmp_path: Path):
     write_digest(folder, 1)
     assert not (tmp_path / "touched").exists()
     assert sorted(read_digest(folder / DIGEST_FILE)["parts"]["generators"]) == ["bad", "torch"]
+
+
+def test_a_file_without_crc32_is_the_same_state_and_other_files_still_have_it(tmp_path: Path):
+    state = {"weight": torch.arange(1000.0), "half": torch.ones(7, dtype=torch.bfloat16), "count": 3}
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    torch.save(state, tmp_path / "a" / "reference.pt")
+    with without_crc32():
+        torch.save(state, tmp_path / "b" / "reference.pt")
+    torch.save(state, tmp_path / "after.pt")
+    assert [zipfile.ZipFile(tmp_path / name).testzip() is None for name in ("a/reference.pt", "b/reference.pt", "after.pt")] == [
+        True,
+        False,
+        True,
+    ]
+    assert torch.equal(torch.load(tmp_path / "b" / "reference.pt", weights_only=True)["weight"], state["weight"])
+    for name in "ab":
+        write_digest(tmp_path / name, 1)
+    assert differences(*(read_digest(tmp_path / name / DIGEST_FILE) for name in "ab")) == []
 
 
 def test_comparing_needs_no_torch(tmp_path: Path):

@@ -13,7 +13,7 @@ from rlhf_core.data.schema import read_slices
 FRACTIONS = {"validation_fraction": 0.06, "test_fraction": 0.12, "promotion_fraction": 0.08}
 
 
-def test_the_shares_are_as_asked():
+def test_the_shares_are_as_configured():
     splits = [split_of(f"prompt {i}", **FRACTIONS) for i in range(20_000)]
     assert abs(splits.count("test") / 20_000 - 0.12) < 0.01  # 4 standard deviations are 0.0092
     assert abs(splits.count("validation") / 20_000 - 0.06) < 0.007
@@ -81,6 +81,6 @@ def test_ids_are_those_of_earlier_versions():
     assert ids == ["c29850f64f68ffb3", "7726ed28ffdbdcb6", "0357e3c55e2e5b5c", "c8b9de9c3579d010"]
 
 
-def test_a_conversation_is_asked_once():
+def test_a_conversation_is_a_prompt_once():
     rows = [{"id": str(i), "messages": [{"role": "user", "content": text}]} for i, text in enumerate(("a", "b", "A ", "c", "b"))]
     assert [row["id"] for row in distinct_prompts(rows)] == ["0", "1", "3"]

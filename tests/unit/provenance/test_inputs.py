@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -13,7 +14,8 @@ import pytest
 from rlhf_core.config import Params, parse_params, read_yaml
 from rlhf_core.data import places
 from rlhf_core.provenance import file_hashes
-from rlhf_core.provenance.file_hashes import FileHashes
+from rlhf_core.provenance.dvc_cache import sha256_of_files
+from rlhf_core.provenance.file_hashes import FileHashes, dvc_md5
 from rlhf_core.provenance.inputs import changes_since, read_inputs, summary
 
 ROOT = Path(__file__).parents[3]
@@ -84,6 +86,46 @@ def test_a_file_is_hashed_once_and_again_where_it_looks_otherwise(project, monke
     assert hash_of(project, path) != first and digests.count == 4
 
 
+def md5s_of(project: Path, *paths: Path) -> list[str]:
+    hashes = FileHashes(project)
+    found = hashes.md5s(paths)
+    hashes.keep()
+    return found
+
+
+def test_a_large_input_of_stages_is_read_once_and_a_small_one_each_time(project, monkeypatch):
+    monkeypatch.setattr(file_hashes, "RACY_NS", 0)
+    digests, content = Digests(monkeypatch), "x" * file_hashes.SMALL
+    large, small = old(project / "model.safetensors", content), old(project / "rows.jsonl", "one")
+    expected = [hashlib.md5(content.encode()).hexdigest(), hashlib.md5(b"one").hexdigest()]
+    assert md5s_of(project, large, small) == expected and digests.count == 2
+    assert md5s_of(project, large, small) == expected and digests.count == 3
+    old(large, "y" * file_hashes.SMALL)
+    assert md5s_of(project, large)[0] == hashlib.md5(b"y" * file_hashes.SMALL).hexdigest() and digests.count == 4
+
+
+def test_hashes_by_two_algorithms_are_cached_together_while_the_file_stays(project, monkeypatch):
+    monkeypatch.setattr(file_hashes, "RACY_NS", 0)
+    digests, path = Digests(monkeypatch), old(project / "model.safetensors", "x" * file_hashes.SMALL)
+    both = hash_of(project, path), *md5s_of(project, path)
+    assert digests.count == 2
+    assert (hash_of(project, path), *md5s_of(project, path)) == both and digests.count == 2
+    old(path, "y" * file_hashes.SMALL)
+    assert md5s_of(project, path) != [both[1]] and hash_of(project, path) != both[0] and digests.count == 4
+
+
+def test_a_forged_cache_changes_no_hash_that_decides_about_a_model(project, monkeypatch):
+    """The registry, the gate's check for rolled back models and the pins of rounds use these functions."""
+    monkeypatch.setattr(file_hashes, "RACY_NS", 0)
+    folder = project / "models/reward"
+    path = old(folder / "model.safetensors", "x" * file_hashes.SMALL)
+    (true,), md5, sha256 = md5s_of(project, path), dvc_md5(folder), sha256_of_files(folder)
+    memory = project / ".dvc/tmp/input_hashes.json"
+    memory.write_text(memory.read_text().replace(true, "0" * 32))
+    assert md5s_of(project, path) == ["0" * 32]
+    assert dvc_md5(folder) == md5 and sha256_of_files(folder) == sha256
+
+
 def test_what_was_written_just_now_is_never_trusted(project, monkeypatch):
     digests, path = Digests(monkeypatch), project.parent / "rows.jsonl"
     path.write_text("one")
@@ -152,7 +194,7 @@ def test_inputs_name_paths_as_params_do_and_come_out_the_same_in_a_worktree(proj
     assert read_inputs(given, project / "runs/a") == found
 
 
-def test_a_change_is_told_with_file_sizes_and_hashes(project):
+def test_a_change_is_reported_with_sizes_and_hashes(project):
     folder = project.parent / "data"
     for name in ("a", "b"):
         old(folder / f"{name}.jsonl", name)
@@ -207,7 +249,7 @@ def test_a_data_set_of_the_hub_is_what_the_library_would_read(project, tmp_path)
     assert places.cached_data_set("some/MyData", None, "other") is None
 
 
-def test_a_hub_that_may_be_asked_and_does_not_answer_is_told(project, monkeypatch):
+def test_a_silent_hub_is_reported(project, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     code = "from rlhf_core.data.places import model_commit; model_commit('some/name', None)"
     env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "PYTHONPATH": str(ROOT)}

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import get_args
+
 import pytest
 
 from flows.registry.state import Event, Registry, Version, why_not
-from rlhf_core.config import ConfigError
-from rlhf_core.provenance.lineage import history, lineage, package_versions
+from rlhf_core.config import ConfigError, load_params
+from rlhf_core.provenance.lineage import (
+    CRITIC_FROM_REWARD_MODEL,
+    history,
+    learned_from_reward_model,
+    lineage,
+    package_versions,
+    trained_from,
+)
 
 
 def stage(deps: dict[str, str], outs: dict[str, str]) -> dict:
@@ -53,6 +63,42 @@ def test_lineage_of_a_reward_model_and_of_a_policy():
     assert reward["inputs"] == {}  # a lock from before they were recorded
     policy = lineage("models/policy", **given)
     assert policy["parents"] == {"models/sft": "s.dir", "models/reward": "r.dir"} and "train_policy" in policy["stages"]
+
+
+@pytest.mark.parametrize(
+    ("used", "params"),
+    [
+        (False, {"alignment": {"method": "dpo"}}),
+        (True, {"alignment": {"method": "conditional_sft"}, "conditional_sft": {"label_by": "scores"}}),
+        (False, {"alignment": {"method": "conditional_sft"}, "conditional_sft": {"label_by": "preference"}}),
+        (True, {"alignment": {"method": "rejection_sampling"}, "rejection_sampling": {"scorers": [{"kind": "reward_model"}]}}),
+        (
+            False,
+            {"alignment": {"method": "rejection_sampling"}, "rejection_sampling": {"scorers": [{"kind": "reward_model", "path": "x"}]}},
+        ),
+        (True, {"alignment": {"method": "rl"}, "rl": {"algorithm": "ppo", "ppo": {"critic_init": "reward_model_trunk"}}}),
+        (False, {"alignment": {"method": "rl"}, "rl": {"algorithm": "grpo", "ppo": {"critic_init": "reward_model"}}}),
+        (False, {"alignment": {"method": "rl"}, "rl": None}),
+    ],
+)
+def test_the_params_tell_whether_a_policy_learned_from_the_reward_model(used, params):
+    parents = {"models/sft": "s.dir", "models/reward": "r.dir"}
+    policy = {"path": "models/policy", "params": params, "parents": parents}
+    assert learned_from_reward_model(policy) == used
+    assert ("models/reward" in trained_from(policy)) == used
+
+
+def test_a_round_learned_from_its_own_scorers_and_from_the_policy_it_started_from():
+    chain = {"alignment": {"method": "rl"}, "rl": {"reward": {"scorers": [{"kind": "reward_model"}]}}}
+    for start, scorer, used in (("sft", "reward_model", True), ("sft", "judge", False), ("policy", "judge", True)):
+        params = chain | {"iterative": {"start": start, "scorers": [{"kind": scorer}]}}
+        assert learned_from_reward_model({"path": "rounds/1/policy", "params": params}) == used
+
+
+def test_critics_that_start_from_the_reward_model_are_those_of_the_config():
+    fields = load_params(Path(__file__).parents[3] / "params.yaml").rl.ppo
+    for start in get_args(type(fields).model_fields["critic_init"].annotation):
+        assert (start in CRITIC_FROM_REWARD_MODEL) == fields.model_copy(update={"critic_init": start}).starts_from_reward_model
 
 
 def test_versions_of_packages_are_those_installed():

@@ -1,0 +1,134 @@
+"""The part of each rank in a checkpoint: a rank hashes the files that it has written and syncs them to disk, while training continues.
+
+Ranks may be on other machines than the process that publishes the checkpoint. They hand in their results as files in the checkpoint's
+folder, which `gather` removes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.checkpoint.hashing import rank_of
+from rlhf_core.checkpoint.manifest import fsync
+from rlhf_core.checkpoint.saved_state import SavedFile, SavedFiles
+
+POLL_SECONDS = 0.02
+_PART = re.compile(r"part-\d+\.json(\.tmp)?")
+
+log = logging.getLogger("rlhf")
+
+
+class PartsOverdue(OSError):
+    """Ranks haven't handed in their parts by the deadline; the message names them."""
+
+
+def hand_in(folder: Path, rank: int, names: Iterable[str]) -> threading.Thread:
+    """Hash and sync this rank's files in a thread. The process mustn't end before the thread.
+
+    Args:
+        folder: of the checkpoint that is being written.
+        names: of files, or of folders in which the files with the rank in their names are meant (without one: rank 0's). What isn't there
+            is left out.
+    """
+    found = [path for name in names for path in _files(folder / name, rank)]
+    own = [path.relative_to(folder).as_posix() for path in found]
+    _write(folder, rank, {"names": own})
+    thread = threading.Thread(target=_hand_in, args=(folder, rank, own), name=f"checkpoint part {rank}")
+    thread.start()
+    return thread
+
+
+def _hand_in(folder: Path, rank: int, names: list[str]) -> None:
+    try:
+        saved = describe(folder, names)
+        content: dict[str, Any] = {"saved": {name: found.as_json() for name, found in saved.items()}}
+    except OSError as error:
+        content = {"error": str(error), "errno": error.errno}
+    try:
+        _write(folder, rank, {"names": names} | content)
+    except OSError as error:
+        log.error("checkpoint part of rank %d: %s", rank, error)  # the save was given up, or has its deadline
+
+
+def describe(folder: Path, names: Collection[str]) -> dict[str, SavedFile]:
+    """Hashes and items of files of a checkpoint, each of which is on the disk afterwards.
+
+    Raises:
+        OSError: a file can't be read or synced.
+    """
+    saved = SavedFiles(folder, sorted(names))
+    for name in names:  # while threads hash
+        fsync(folder / name)
+    return saved.result()
+
+
+def gather(folder: Path, ranks: Collection[int], *, deadline: float) -> dict[str, SavedFile]:
+    """Hashes and items of all files of a checkpoint; those that no rank has announced are hashed here.
+
+    Args:
+        ranks: that call `hand_in`, and have written their files.
+        deadline: of `time.monotonic`.
+    Raises:
+        PartsOverdue: a rank is late.
+        OSError: a file can't be read or synced.
+    """
+    announced = _wait(folder, ranks, "names", deadline=deadline)
+    claimed = {name for part in announced.values() for name in part["names"]}
+    rest = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and not _PART.fullmatch(path.name)}
+    saved = describe(folder, rest - claimed)
+    for part in _wait(folder, ranks, "saved", deadline=deadline).values():
+        saved |= {name: SavedFile.from_json(entry) for name, entry in part["saved"].items()}
+    for rank in ranks:
+        _place(folder, rank).unlink()
+    return saved
+
+
+def _wait(folder: Path, ranks: Collection[int], key: str, *, deadline: float) -> dict[int, dict[str, Any]]:
+    """Each rank's part, once it has this key."""
+    found: dict[int, dict[str, Any]] = {}
+    while missing := [rank for rank in ranks if rank not in found]:
+        for rank in missing:
+            part = _read(folder, rank)
+            if "error" in part:
+                raise OSError(part["errno"] or errno.EIO, f"rank {rank}: {part['error']}")
+            if key in part:
+                found[rank] = part
+        if len(found) < len(ranks):
+            if time.monotonic() > deadline:
+                raise PartsOverdue(f"rank {', '.join(str(rank) for rank in ranks if rank not in found)}: no hashes of its files")
+            time.sleep(POLL_SECONDS)
+    return found
+
+
+def _files(path: Path, rank: int) -> list[Path]:
+    if path.is_dir():
+        return sorted(p for p in path.rglob("*") if p.is_file() and (rank_of(p.name) or 0) == rank)
+    return [path] if path.exists() else []
+
+
+def _place(folder: Path, rank: int) -> Path:
+    return folder / f"part-{rank}.json"
+
+
+def _read(folder: Path, rank: int) -> dict[str, Any]:
+    try:
+        return json.loads(_place(folder, rank).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+
+
+def _write(folder: Path, rank: int, content: dict[str, Any]) -> None:
+    """Atomically, since `gather` may be reading."""
+    path = _place(folder, rank)
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(json.dumps(content), encoding="utf-8")
+    os.replace(aside, path)
