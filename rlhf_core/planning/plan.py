@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tools.planning.hardware import Cluster
-from tools.planning.memory import (
+from rlhf_core.planning.hardware import Cluster
+from rlhf_core.planning.memory import (
     States,
-    activations,
+    Training,
     element_bytes,
     forward_activations,
-    frozen_weights,
+    frozen_model,
+    head_forward,
+    head_training,
     kv_bytes_per_token,
     kv_capacity,
-    logits,
     training_states,
+    trunk_activations,
 )
-from tools.planning.shape import ModelShape
+from rlhf_core.planning.shape import ModelShape
 
 ENGINE, POLICY, CRITIC, REFERENCE, REWARD = "engine", "policy", "critic", "reference", "reward"
 
@@ -97,7 +99,6 @@ def lacking(placement: Placement) -> list[str]:
     trained = [group for group in placement.groups if {POLICY, CRITIC} & set(group.roles)]
     needs = {
         "an engine on several GPUs": placement.tensor_parallel > 1,
-        "activation checkpointing": placement.checkpointing,
         "engines that sleep while the trainer works": engines is trainer and placement.sleep,
         "critic and reward model apart from the policy": len(trained) > 1,
     }
@@ -131,7 +132,7 @@ def group_memory(work: Workload, group: Group, placement: Placement, cluster: Cl
             working = max(working, _frozen_parts(parts, work, role, group, placement))
     static = sum(parts.values())
     if working:
-        parts["one pass: activations, logits"] = working
+        parts["one pass or optimizer step"] = working
     resident = static if placement.sleep else static + working
     room = cluster.gpu.memory - cluster.reserve - resident
     engine = _engine_minimum(work, placement) if ENGINE in group.roles else 0.0
@@ -153,30 +154,39 @@ def trained_parameters(work: Workload, role: str) -> int:
     return shape.parameters if role == POLICY else shape.scalar_parameters
 
 
+def _training(work: Workload, group: Group, placement: Placement) -> Training:
+    return Training(
+        dtype=work.dtype,
+        ranks=group.gpus,
+        zero_stage=placement.zero_stage,
+        offload_optimizer=placement.offload,
+        gradient_checkpointing=placement.checkpointing,
+    )
+
+
 def _states(work: Workload, role: str, group: Group, placement: Placement) -> States:
-    parameters = trained_parameters(work, role)
-    return training_states(parameters, ranks=group.gpus, zero_stage=placement.zero_stage, offload=placement.offload, dtype=work.dtype)
+    return training_states(trained_parameters(work, role), _training(work, group, placement))
 
 
 def _training_parts(parts: dict[str, float], work: Workload, role: str, group: Group, placement: Placement) -> float:
-    """Add a trained role's states to `parts`; return the bytes of one pass."""
-    states = _states(work, role, group, placement)
-    for kind in ("weights", "gradients", "optimizer"):
-        parts[f"{role}: {kind}"] = getattr(states, kind)
-    shape = _shape(work, role)
-    one_pass = activations(shape, work.pass_tokens, checkpointing=placement.checkpointing, dtype=work.dtype)
-    return one_pass + (logits(shape, work.pass_tokens, training=True, dtype=work.dtype) if role == POLICY else 0.0)
+    """Add a trained role's states to `parts`; return the further bytes of a pass or of the optimizer's step, whichever has more."""
+    states, how, shape = _states(work, role, group, placement), _training(work, group, placement), _shape(work, role)
+    for kind, size in zip(("weights", "float32 weights", "optimizer", "gradients", "buffers"), states, strict=False):
+        if size:
+            parts[f"{role}: {kind}"] = size
+    one_pass = trunk_activations(shape, work.pass_tokens, how) + (head_training(shape, work.pass_tokens, how) if role == POLICY else 0.0)
+    return max(states.one_pass(one_pass), states.step)
 
 
 def _frozen_parts(parts: dict[str, float], work: Workload, role: str, group: Group, placement: Placement) -> float:
     """Add a frozen role's weights to `parts`; return the bytes of one pass."""
     shapes = (work.policy,) if role == REFERENCE else work.reward_models
     sizes = [shape.parameters if role == REFERENCE else shape.scalar_parameters for shape in shapes]
-    parts[f"{role}: weights"] = sum(
-        frozen_weights(size, ranks=group.gpus, zero_stage=placement.zero_stage, dtype=work.dtype) for size in sizes
-    )
-    one_pass = max(forward_activations(shape, work.pass_tokens, work.dtype) for shape in shapes)
-    return one_pass + (logits(work.policy, work.pass_tokens, training=False, dtype=work.dtype) if role == REFERENCE else 0.0)
+    models = [frozen_model(size, _training(work, group, placement)) for size in sizes]
+    parts[f"{role}: weights"] = sum(model.weights for model in models)
+    passes = [forward_activations(shape, work.pass_tokens, work.dtype) for shape in shapes]
+    one_pass = max(model.passing + of_pass for model, of_pass in zip(models, passes, strict=True))
+    return one_pass + (head_forward(work.policy, work.pass_tokens, work.dtype) if role == REFERENCE else 0.0)
 
 
 def _engine_minimum(work: Workload, placement: Placement) -> float:

@@ -58,7 +58,7 @@ class Efficiency:
     decode_overhead: float = 0.0
 
 
-# Vendors' figures for dense bfloat16; memory is what the driver leaves of 24, 48, 80 and 141 GB. The figures of A100 and A800 are
+# Vendors' figures for dense bfloat16; memory is what the driver leaves of 24, 48, 80, 141 and 180 GB. The figures of A100 and A800 are
 # from data sheets, the others unverified (docs/planning.md).
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
@@ -69,5 +69,6 @@ GPUS: dict[str, Gpu] = {
         Gpu("a800-80", 79 * GIB, 312e12, 2039e9, 200e9),
         Gpu("h100", 79 * GIB, 989e12, 3350e9, 450e9),
         Gpu("h200", 139 * GIB, 989e12, 4800e9, 450e9),
+        Gpu("b200", 178 * GIB, 2250e12, 8000e9, 900e9),
     )
 }

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from tools.planning.hardware import GIB, GPUS, Cluster, Efficiency, Gpu
-from tools.planning.phases import predict
-from tools.planning.plan import CRITIC, ENGINE, POLICY, REFERENCE, REWARD, Group, Placement, Workload
-from tools.planning.search import colocated
-from tools.planning.shape import SIZES, ModelShape
+from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency, Gpu
+from rlhf_core.planning.phases import predict
+from rlhf_core.planning.plan import CRITIC, ENGINE, POLICY, REFERENCE, REWARD, Group, Placement, Workload
+from rlhf_core.planning.search import colocated
+from rlhf_core.planning.shape import SIZES, ModelShape
 
 CALIBRATES = "calibrates"
 

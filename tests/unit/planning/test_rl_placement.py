@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import ConfigError, RlConfig, load_params, parse_params, read_yaml, set_key
-from rlhf_core.trainers.rl.placement import Placement, place
+from rlhf_core.planning.placement import Placement, place
 
 
 def rl(**changes) -> RlConfig:
@@ -26,7 +26,7 @@ def test_the_default_job_runs_on_one_gpu():
     assert place(config, 1).shares_engine_gpus
 
 
-def test_without_gpus_nothing_is_asked_for():
+def test_without_gpus_none_is_requested():
     assert place(rl(gpus_per_rank=1.0), 0) == Placement(0, 0.0, 0.0)
     assert not place(rl(), 0).shares_engine_gpus
 
@@ -72,7 +72,12 @@ def test_a_job_that_asks_for_more_than_there_is_is_refused_at_once(changes, gpus
 
 @pytest.mark.parametrize(
     ("key", "value", "ranks"),
-    [("rl.trainer.gpus_per_rank", 2.0, 1), ("rl.rollout.gpus_per_engine", 0.0, 1), ("rl.trainer.gpus_per_rank", 0.5, 2)],
+    [
+        ("rl.trainer.gpus_per_rank", 2.0, 1),
+        ("rl.rollout.gpus_per_engine", 1.5, 1),
+        ("rl.rollout.gpus_per_engine", 0.0, 1),
+        ("rl.trainer.gpus_per_rank", 0.5, 2),
+    ],
 )
 def test_a_share_is_auto_or_a_part_of_one_gpu_and_ranks_have_more_than_half(key, value, ranks):
     tree = read_yaml(Path("params.yaml"))
@@ -80,3 +85,17 @@ def test_a_share_is_auto_or_a_part_of_one_gpu_and_ranks_have_more_than_half(key,
     set_key(tree, key, value)
     with pytest.raises(ConfigError, match=key.rpartition(".")[2]):
         parse_params(tree)
+
+
+@pytest.mark.parametrize(("key", "count"), [("rl.trainer.gpus_per_rank", "ranks"), ("rl.rollout.gpus_per_engine", "engines")])
+def test_nothing_is_reserved_that_an_actor_does_not_use(key, count):
+    tree = read_yaml(Path("params.yaml"))
+    set_key(tree, key, 2.0)
+    with pytest.raises(ConfigError, match=rf"{key}: expected auto or at most 1, got 2; raise {count} instead"):
+        parse_params(tree)
+
+
+def test_engines_beside_a_rank_are_counted_where_ray_puts_them():
+    assert place(rl(), 1).engines_beside_ranks(rl()) == 2
+    assert place(rl(), 3).engines_beside_ranks(rl()) == 0
+    assert place(rl(ranks=2, engines=2), 2).engines_beside_ranks(rl(ranks=2, engines=2)) == 1

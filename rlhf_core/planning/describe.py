@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhf_core.config import Params
-from tools.planning.hardware import GIB, Cluster
-from tools.planning.plan import ENGINE, Placement, Prediction, Workload, lacking
+from rlhf_core.planning.hardware import GIB, Cluster
+from rlhf_core.planning.machine import Machine
+from rlhf_core.planning.plan import ENGINE, Placement, Prediction, Workload, lacking
+from rlhf_core.planning.preflight import Plan
 
 
 def headline(placement: Placement) -> str:
@@ -36,6 +38,36 @@ def text(found: Prediction, cluster: Cluster) -> str:
     if missing := lacking(found.placement):
         lines += ["", f"  Not supported by this pipeline: {', '.join(missing)}."]
     return "\n".join(lines)
+
+
+def stages_text(plans: list[Plan], machine: Machine, problems: dict[str, str]) -> str:
+    """What each stage takes: its processes, their parts, and what is missing.
+
+    Args:
+        problems: stage -> why it isn't predicted.
+    """
+    where = f"{len(machine.gpus)} GPUs of {machine.gpus[0].free / GIB:.4g} GiB" if machine.gpus else "CPU"
+    lines = [f"Memory of each stage ({where}, {machine.host / GIB:.4g} GiB of host memory):"]
+    for plan in plans:
+        lines += ["", f"{plan.stage}: {'fits' if not plan.shortages else plan.shortages[0].name + ' lacks memory'}"]
+        for process in (process for moment in plan.moments for process in moment):
+            host = f", {process.host / GIB:.3g} GiB on the host" if machine.gpus and process.host else ""
+            lines.append(f"  {process.count} x {process.name}: {process.needed / GIB:.3g} GiB{host}")
+            lines += [f"    {part:<44} {size / GIB:9.3g} GiB" for part, size in process.parts.items()]
+            if process.peak:
+                what = f"{process.peak} (most of {len(process.phases)} phases)"
+                lines.append(f"    {what:<44} {process.phases[process.peak] / GIB:9.3g} GiB")
+    lines += [f"\n{stage}: not predicted: {why}" for stage, why in problems.items()]
+    return "\n".join(lines)
+
+
+def stages_values(plans: list[Plan], problems: dict[str, str]) -> dict[str, Any]:
+    """The same, in bytes."""
+    found: dict[str, Any] = {stage: {"problem": why} for stage, why in problems.items()}
+    for plan in plans:
+        processes = [asdict(process) | {"needed": process.needed} for moment in plan.moments for process in moment]
+        found[plan.stage] = {"fits": not plan.shortages, "processes": processes, "shortages": [asdict(s) for s in plan.shortages]}
+    return found
 
 
 def values(found: Prediction) -> dict[str, Any]:

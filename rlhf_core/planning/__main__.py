@@ -1,4 +1,6 @@
-"""Estimate memory and time of online RL on a cluster: python -m tools.planning [--gpu h100 --gpus 16 --model llama3-8b ...].
+"""Estimate memory and time of online RL on a cluster: python -m rlhf_core.planning [--gpu h100 --gpus 16 --model llama3-8b ...].
+
+With --stages: the memory of each stage of params.yaml, as the preflight counts it, on this machine or on --gpus of a kind.
 
 Options that aren't given come from params.yaml: the model's shape, lengths, batches and roles. The command proposes a placement;
 with --layout it also evaluates that one. The exit code is 1 if none fits.
@@ -11,17 +13,21 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from rlhf_core.config import Algorithm, ConfigError, Params, load_params
-from tools.planning.describe import assumed, text, values, workload_text, workload_values
-from tools.planning.hardware import GIB, GPUS, Cluster, Efficiency
-from tools.planning.phases import predict
-from tools.planning.plan import Placement, Prediction, Workload
-from tools.planning.published import table
-from tools.planning.search import apart, colocated, propose, three_parts
-from tools.planning.shape import SIZES, ModelShape, from_architecture, from_folder
+from rlhf_core.config import Algorithm, ConfigError, Params, overridden, read_recipe, read_text
+from rlhf_core.planning.describe import assumed, stages_text, stages_values, text, values, workload_text, workload_values
+from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency
+from rlhf_core.planning.machine import Gpu, Machine, here
+from rlhf_core.planning.models import base_model, of_shape
+from rlhf_core.planning.phases import predict
+from rlhf_core.planning.plan import Placement, Prediction, Workload
+from rlhf_core.planning.preflight import plan_stages
+from rlhf_core.planning.published import table
+from rlhf_core.planning.search import apart, colocated, propose, three_parts
+from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture, from_folder
 
+DEFAULT_GPUS = 8
 LAYOUTS = ("colocated", "apart", "three-parts")
 
 
@@ -31,7 +37,9 @@ def main() -> int:
         print(table())
         return 0
     try:
-        params = load_params(arguments.params)
+        params = params_of(arguments)
+        if arguments.stages:
+            return print_stages(params, arguments)
         work = workload(params, arguments)
         found = plan(work, params, arguments)
     except (ConfigError, ValueError) as error:
@@ -51,13 +59,39 @@ def main() -> int:
     return 0 if any(prediction.fits for prediction in found.values()) else 1
 
 
+def params_of(arguments: argparse.Namespace) -> Params:
+    """params.yaml with the recipes laid over it. Nothing is written."""
+    overrides: dict[str, Any] = {}
+    for recipe in arguments.recipe:
+        overrides |= read_recipe(recipe)
+    return overridden(read_text(arguments.params), overrides, subject=str(arguments.params))[1]
+
+
+def print_stages(params: Params, arguments: argparse.Namespace) -> int:
+    """Returns the exit code: 1 if a stage lacks memory."""
+    machine = here()
+    if arguments.gpus is not None:
+        cluster = cluster_of(arguments)
+        host = arguments.host_memory * GIB if arguments.host_memory else float("inf")
+        gpus = (Gpu(cluster.gpu.memory, cluster.gpu.memory),) * cluster.gpus
+        machine = Machine(host, gpus, host, cluster.gpus_per_node)
+    start = of_shape(shape_of(arguments.model)) if arguments.model else base_model(params.model)
+    rewards = [of_shape(shape_of(given)) for given in arguments.reward_model]
+    plans, problems = plan_stages(params, machine, start, rewards)
+    if arguments.json:
+        print(json.dumps(stages_values(plans, problems), indent=2))
+    else:
+        print(stages_text(plans, machine, problems))
+    return 1 if any(plan.shortages for plan in plans) else 0
+
+
 def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
     """Notes on predictions that differ from params.yaml, or from the number format of the GPU's figures."""
     found = []
     if (arguments.dtype or params.model.dtype) == "float32" and arguments.gpu_flops is None:
         found.append(f"{arguments.gpu}: its FLOP/s are for bfloat16, but the model's dtype is float32; pass --dtype or --gpu-flops")
     if params.rl.lora is not None:
-        found.append("rl.lora: adapters are ignored; the prediction is for full training")
+        found.append("rl.lora: adapters are ignored; the prediction is for full training (--stages counts them)")
     return found
 
 
@@ -83,11 +117,11 @@ def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[
 
 
 def requested(work: Workload, params: Params, arguments: argparse.Namespace, at_a_time: int) -> Placement:
-    engines = arguments.engine_gpus or max(1, arguments.gpus // 2)
+    engines = arguments.engine_gpus or max(1, cluster_gpus(arguments) // 2)
     groups = {
-        "colocated": lambda: colocated(work, arguments.gpus),
-        "apart": lambda: apart(work, arguments.gpus, engines),
-        "three-parts": lambda: three_parts(work, arguments.gpus, engines),
+        "colocated": lambda: colocated(work, cluster_gpus(arguments)),
+        "apart": lambda: apart(work, cluster_gpus(arguments), engines),
+        "three-parts": lambda: three_parts(work, cluster_gpus(arguments), engines),
     }[arguments.layout]()
     return Placement(
         groups,
@@ -134,6 +168,10 @@ def workload(params: Params, arguments: argparse.Namespace) -> Workload:
     )
 
 
+def cluster_gpus(arguments: argparse.Namespace) -> int:
+    return arguments.gpus or DEFAULT_GPUS
+
+
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
     gpu = GPUS[arguments.gpu]
     units = {"memory": GIB, "flops": 1e12, "bandwidth": 1e9, "link": 1e9}
@@ -141,7 +179,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
     gpu = replace(gpu, **{key: given[key] * unit for key, unit in units.items() if given[key] is not None})
     return Cluster(
         gpu,
-        arguments.gpus,
+        cluster_gpus(arguments),
         arguments.gpus_per_node,
         network=arguments.network * 1e9,
         host_link=arguments.host_link * 1e9,
@@ -153,6 +191,8 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=Path, default=Path("params.yaml"))
+    parser.add_argument("--recipe", type=Path, action="append", default=[], help="laid over params.yaml; repeat for several")
+    parser.add_argument("--stages", action="store_true", help="memory of each stage, as the preflight counts it")
     parser.add_argument("--check", action="store_true", help="compare predictions with published and measured figures")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     _work_arguments(parser.add_argument_group("workload"))
@@ -191,13 +231,14 @@ def _work_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _cluster_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--gpu", choices=GPUS, default="a100-80")
-    group.add_argument("--gpus", type=_count, default=8)
+    group.add_argument("--gpus", type=_count, help="default: 8; with --stages this machine's")
     group.add_argument("--gpus-per-node", type=_count, default=8)
     for name, unit in (("memory", "GiB"), ("flops", "TFLOP/s of the dtype"), ("bandwidth", "GB/s"), ("link", "GB/s in one direction")):
         group.add_argument(f"--gpu-{name}", type=_positive, help=f"{unit}; default: of --gpu")
     group.add_argument("--network", type=_positive, default=25.0, help="GB/s between nodes for each GPU")
     group.add_argument("--host-link", type=_positive, default=25.0, help="GB/s between a GPU and its host")
     group.add_argument("--host-bandwidth", type=_positive, default=200.0, help="GB/s of a host's memory")
+    group.add_argument("--host-memory", type=_positive, help="GiB of each host, with --stages and --gpus; default: not checked")
     group.add_argument("--reserve", type=_positive, default=3.0, help="GiB of each GPU for context and buffers")
     defaults = Efficiency()
     for name in ("flops", "bandwidth", "network"):

@@ -1,8 +1,8 @@
 """The share of a GPU that each actor of an RL job gets.
 
-rl.trainer.gpus_per_rank and rl.rollout.gpus_per_engine set it. `auto` gives each actor a GPU if there are enough. With fewer GPUs, each
-rank has one and engines share the rest; without a rest, each rank shares its GPU with engines. Two ranks never share a GPU: NCCL refuses
-that.
+rl.trainer.gpus_per_rank and rl.rollout.gpus_per_engine set it, at most 1: a rank and an engine use one GPU each. `auto` gives each actor a
+GPU if there are enough. With fewer GPUs, each rank has one and engines share the rest; without a rest, each rank shares its GPU with
+engines. Two ranks never share a GPU: NCCL refuses that.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ class Placement:
     gpus: int
     per_rank: float
     per_engine: float
+
+    def engines_beside_ranks(self, rl: RlConfig) -> int:
+        """The most engines on a GPU that has a rank too."""
+        places = _places([self.per_rank] * rl.trainer.ranks + [self.per_engine] * rl.rollout.engines, self.gpus) or []
+        ranks, engines = places[: rl.trainer.ranks], places[rl.trainer.ranks :]
+        return max((engines.count(gpu) for gpu in ranks), default=0)
 
     @property
     def shares_engine_gpus(self) -> bool:
@@ -55,7 +61,7 @@ def place(rl: RlConfig, gpus: int) -> Placement:
         )
     tried = list(_candidates(rl, gpus))
     for per_rank, per_engine in tried:
-        if _fits([per_rank] * ranks + [per_engine] * engines, gpus):
+        if _places([per_rank] * ranks + [per_engine] * engines, gpus) is not None:
             return Placement(gpus, per_rank, per_engine)
     per_rank, per_engine = tried[-1]
     raise ValueError(
@@ -87,12 +93,13 @@ def _rounded(share: float) -> float:
     return math.floor(share * UNITS + 1e-6) / UNITS
 
 
-def _fits(shares: list[float], gpus: int) -> bool:
-    """Whether all actors find room if each goes, in this order and as in Ray, to the fullest GPU that has room."""
-    free = [UNITS] * gpus
+def _places(shares: list[float], gpus: int) -> list[int] | None:
+    """Each actor's GPU, if each goes, in this order and as in Ray, to the fullest GPU that has room; None: one finds no room."""
+    free, places = [UNITS] * gpus, []
     for share in (round(share * UNITS) for share in shares):
         room = [left for left in free if left >= share]
         if not room:
-            return False
-        free[free.index(min(room))] -= share
-    return True
+            return None
+        places.append(free.index(min(room)))
+        free[places[-1]] -= share
+    return places

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from tools.planning.hardware import Cluster, Efficiency
-from tools.planning.phases import predict
-from tools.planning.plan import CRITIC, ENGINE, POLICY, REFERENCE, REWARD, Group, Placement, Prediction, Workload, lacking
+from rlhf_core.planning.hardware import Cluster, Efficiency
+from rlhf_core.planning.phases import predict
+from rlhf_core.planning.plan import CRITIC, ENGINE, POLICY, REFERENCE, REWARD, Group, Placement, Prediction, Workload, lacking
 
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the GPUs for engines, if they don't share the trainer's
 TENSOR_PARALLEL = (1, 2, 4, 8)

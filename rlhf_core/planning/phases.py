@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from tools.planning.hardware import Cluster, Efficiency
-from tools.planning.memory import element_bytes
-from tools.planning.plan import (
+from rlhf_core.planning.hardware import Cluster, Efficiency
+from rlhf_core.planning.memory import element_bytes
+from rlhf_core.planning.plan import (
     CRITIC,
     ENGINE,
     POLICY,
@@ -20,8 +20,8 @@ from tools.planning.plan import (
     group_memory,
     trained_parameters,
 )
-from tools.planning.shape import ModelShape
-from tools.planning.timing import (
+from rlhf_core.planning.shape import ModelShape
+from rlhf_core.planning.timing import (
     Requests,
     compute_seconds,
     forward_flops,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.planning.__main__ import main
+from rlhf_core.planning.__main__ import main
 
 PARAMS = Path(__file__).parents[3] / "params.yaml"
 
@@ -22,12 +22,12 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 def test_the_workload_stands_before_the_prediction_with_its_keys(monkeypatch, capsys):
     out = printed(monkeypatch, capsys, "--samples", "512", "--response-length", "20")
     workload, _, prediction = out.partition("\n\nproposed: ")
-    told = {line[:20].strip(): line[20:].split() for line in workload.splitlines() if line.startswith("  ")}
-    assert told["samples"] == ["512", "responses", "a", "step", "--samples"]
-    assert told["prompt length"] == ["64", "tokens", "model.max_length", "-", "rl.rollout.max_new_tokens"]  # 96 - 32
-    assert told["response length"][0] == "20" and told["response length"][-1] == "--response-length"
-    assert told["minibatch"][0] == "256" and told["minibatch"][-1] == "rl.minibatch_size"
-    assert told["steps"][0] == "60" and told["steps"][-1] == "rl.steps"
+    reported = {line[:20].strip(): line[20:].split() for line in workload.splitlines() if line.startswith("  ")}
+    assert reported["samples"] == ["512", "responses", "a", "step", "--samples"]
+    assert reported["prompt length"] == ["64", "tokens", "model.max_length", "-", "rl.rollout.max_new_tokens"]  # 96 - 32
+    assert reported["response length"][0] == "20" and reported["response length"][-1] == "--response-length"
+    assert reported["minibatch"][0] == "256" and reported["minibatch"][-1] == "rl.minibatch_size"
+    assert reported["steps"][0] == "60" and reported["steps"][-1] == "rl.steps"
     assert "GPUs" in prediction
 
 

@@ -66,6 +66,11 @@ class ModelShape:
         return self.trunk + self.embedding + self.hidden
 
     @property
+    def linear(self) -> int:
+        """Parameters of linear layers without the head; the experts of a mixture are no linear layers in transformers."""
+        return self.layers * (self._attention + (self._mlp if self.experts == 1 else self._router))
+
+    @property
     def active_trunk(self) -> int:
         """Matrix elements that one token is multiplied with, without the head."""
         return self.layers * (self._attention + self.active_experts * self._mlp + self._router)
@@ -126,5 +131,6 @@ SIZES: dict[str, ModelShape] = {
     "codellama-34b": ModelShape(48, 8192, 22016, 64, 8, 128, 32000),
     "llama2-70b": ModelShape(80, 8192, 28672, 64, 8, 128, 32000),
     "llama3-8b": ModelShape(32, 4096, 14336, 32, 8, 128, 128256),
+    "llama3-70b": ModelShape(80, 8192, 28672, 64, 8, 128, 128256),
     "qwen3-32b": ModelShape(64, 5120, 25600, 64, 8, 128, 151936),
 }

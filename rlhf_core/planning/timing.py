@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.planning.hardware import Cluster, Efficiency
-from tools.planning.memory import BYTES_PER_PARAMETER, element_bytes, kv_bytes_per_token
-from tools.planning.shape import ModelShape
+from rlhf_core.planning.hardware import Cluster, Efficiency
+from rlhf_core.planning.memory import element_bytes, kv_bytes_per_token
+from rlhf_core.planning.shape import ModelShape
 
 HOST_ADAM_BYTES = 28  # of host memory per parameter and step: gradient 4, weight and two moments read and written 24
 
@@ -60,8 +60,7 @@ def offload_seconds(parameters: int, ranks: int, cluster: Cluster, efficiency: E
 
     Source: Ren et al. 2021 (ZeRO-Offload), https://arxiv.org/abs/2101.06840, section 4; 2 + 2 bytes per parameter are sent in bfloat16
     """
-    weights, gradients, _ = BYTES_PER_PARAMETER[dtype]
-    travel = parameters / ranks * (weights + gradients) / (cluster.host_link * efficiency.network)
+    travel = parameters / ranks * 2 * element_bytes(dtype) / (cluster.host_link * efficiency.network)
     sharing = min(ranks, cluster.gpus_per_node)
     return travel + parameters / ranks * HOST_ADAM_BYTES * sharing / cluster.host_bandwidth
 

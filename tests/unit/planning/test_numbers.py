@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from rlhf_core.config import ArchitectureConfig
-from tools.planning.hardware import Cluster, Efficiency, Gpu
-from tools.planning.memory import activations, frozen_weights, kv_bytes_per_token, kv_capacity, logits, training_states
-from tools.planning.shape import SIZES, ModelShape, from_architecture, from_folder
-from tools.planning.timing import (
+from rlhf_core.config.model import Optimizer
+from rlhf_core.planning.hardware import Cluster, Efficiency, Gpu
+from rlhf_core.planning.memory import (
+    OPTIMIZER_BYTES,
+    Training,
+    frozen_model,
+    head_forward,
+    head_training,
+    kv_bytes_per_token,
+    kv_capacity,
+    piece_rows,
+    training_states,
+    trunk_activations,
+)
+from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture, from_folder
+from rlhf_core.planning.timing import (
     Requests,
     forward_flops,
     gather_traffic,
@@ -73,28 +87,96 @@ def test_a_folder_without_a_decoder_is_refused(tmp_path, content):
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.40625), (2, 16.640625), (3, 1.875)])
 def test_states_are_those_of_the_zero_paper(stage, gigabytes):
     """Its figure 1: 7.5 billion parameters on 64 GPUs. 16 * 7.5; 4 * 7.5 + 90/64; 2 * 7.5 + 105/64; 120/64."""
-    states = training_states(7_500_000_000, ranks=64, zero_stage=stage)
-    assert sum(states[:3]) == gigabytes * 1e9
+    states = training_states(7_500_000_000, Training(ranks=64, zero_stage=stage))
+    assert states.weights + states.master + states.optimizer + states.gradients == gigabytes * 1e9
 
 
-def test_offload_moves_the_optimizer_and_float32_needs_no_copy():
-    states = training_states(100, ranks=4, zero_stage=2, offload=True)
-    assert tuple(states) == (200, 50, 0, 300)  # 12 * 100 / 4 on the host
-    assert tuple(training_states(100, ranks=1, zero_stage=0, dtype="float32")) == (400, 400, 800, 0)
-    assert frozen_weights(100, ranks=4, zero_stage=2) == 200
-    assert frozen_weights(100, ranks=4, zero_stage=3) == 50
+CPU = Training(on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("how", "resident", "step", "passing", "reducing"),
+    [
+        # 100 parameters: weights 2, masters 4, Adam 8, gradients 2; in the step gradients in float32
+        (CPU, 1600, 400, 0, 0),
+        # on 4 ranks: weights and gradients 400, masters and Adam 1200 / 4; the bucket of all gradients, 200, is more than 50 + 100
+        (replace(CPU, ranks=4, zero_stage=1), 700, 200, 0, 0),
+        # gradients 200 / 4; in the step 25 parameters' gradients flat and in float32; all gradients fill the bucket
+        (replace(CPU, ranks=4, zero_stage=2), 550, 150, 0, 200),
+        # 1600 / 4 and the bucket; gathered weights 200; the bucket and a quarter of it
+        (replace(CPU, ranks=4, zero_stage=3), 600, 150, 200, 250),
+        # float32: weights, Adam and gradients 4 + 8 + 4; the flat gradients
+        (replace(CPU, dtype="float32"), 1600, 400, 0, 0),
+        # weights and gradients 800, masters 100, Adam 200
+        (replace(CPU, dtype="float32", ranks=4, zero_stage=1), 1100, 400, 0, 0),
+        (replace(CPU, dtype="float32", ranks=4, zero_stage=3), 100 + 100 + 200 + 100 + 400, 100, 400, 500),
+    ],
+)
+def test_states_beside_the_papers_are_those_that_deepspeed_allocates(how, resident, step, passing, reducing):
+    states = training_states(100, how)
+    assert (states.resident, states.step, states.passing, states.reducing) == (resident, step, passing, reducing)
+
+
+def test_on_a_gpu_buckets_are_allocated_in_full():
+    assert training_states(100, Training(ranks=2, zero_stage=2)).passing == 2 * 2 * 500_000_000
+    assert training_states(100, Training(zero_stage=3)).buffers == 2 * 500_000_000
+
+
+def test_offload_moves_masters_and_the_optimizer_and_gradients_to_the_host():
+    states = training_states(100, Training(ranks=4, zero_stage=2, offload_optimizer=True))
+    assert (states.weights, states.master, states.optimizer, states.gradients) == (200, 0, 0, 0)
+    assert states.host == 25 * (4 + 8 + 4 + 2)
+    everything = training_states(100, Training(ranks=4, zero_stage=3, offload_optimizer=True, offload_parameters=True))
+    assert everything.weights == 0 and everything.host == 25 * 18 + 50
+
+
+def test_every_optimizer_has_its_bytes():
+    assert set(OPTIMIZER_BYTES) == set(get_args(Optimizer))
+
+
+def test_optimizer_average_and_adapters():
+    assert training_states(100, replace(CPU, optimizer="lion")).optimizer == 400
+    assert training_states(100, replace(CPU, average=True)).optimizer == 1200
+    adapted = training_states(100, replace(CPU, adapters=10))
+    assert (adapted.weights, adapted.master, adapted.optimizer, adapted.gradients) == (220, 40, 80, 20)
+    # 80 of the 100 parameters at 0.5625 bytes, whole on each rank
+    quantized = training_states(100, replace(CPU, adapters=10, quantized=True, ranks=2, zero_stage=3), linear=80)
+    assert quantized.weights == 80 * 0.5625 + 2 * (20 + 10) / 2
+
+
+def test_frozen_models_are_split_by_zero_3_or_kept_on_the_host():
+    assert frozen_model(100, Training(ranks=4, zero_stage=2)) == (200, 0, 0)
+    assert frozen_model(100, Training(ranks=4, zero_stage=3)) == (50, 200, 0)
+    assert frozen_model(100, Training(), offload=True) == (0, 200, 200)
 
 
 def test_activations_with_and_without_checkpointing():
-    # per token and layer 4 * 4 + 2 * 4 + 2 * 2 + 4 * 8 = 60 elements of 2 bytes; 3 tokens, 2 layers
-    assert activations(TINY, 3, checkpointing=False) == 2 * 3 * 120
+    # bfloat16: per token and layer 8 * 4 + 2 * 4 + 2 * 2 + 4 * 8 = 76 elements of 2 bytes; 3 tokens, 2 layers; backward 3 * 8 * 2 * 3
+    assert trunk_activations(TINY, 3, CPU) == 2 * 3 * 152 + 144
     # each layer's input 3 * 4 * 2 bytes, and one layer whole
-    assert activations(TINY, 3, checkpointing=True) == 2 * 24 + 360
+    assert trunk_activations(TINY, 3, replace(CPU, gradient_checkpointing=True)) == 2 * 24 + 456 + 144
+    # float32: 6 * 4 in place of 8 * 4, 4 bytes each
+    assert trunk_activations(TINY, 3, replace(CPU, dtype="float32")) == 2 * 3 * 272 + 288
+    # packed: 2 * 4 + 3 * 4 + 2 * 2 + 2 * 8 = 40 elements a token, and weights 2 * 4 * (4 + 4 + 16) twice
+    assert trunk_activations(TINY, 3, replace(CPU, dtype="float32", packed=True)) == 2 * 4 * (3 * 40 + 192)
+
+
+def test_the_head_projects_some_rows_at_a_time():
+    wide = replace(TINY, vocab=152_064)
+    assert piece_rows(TINY) == 1024 and piece_rows(wide) == 512
+    # 600 rows of 2^18 words: probabilities of 0.6 GiB are kept, 512 rows of logits exist, 10 bytes each; the weight's gradient
+    widest = replace(TINY, vocab=1 << 18)
+    kept, logits = 600 * 4 << 18, 512 * 10 << 18
+    assert head_training(widest, 600, CPU) == 2 * 600 * 4 + kept + logits + (6 * 4 << 18)
+    assert head_training(widest, 2000, CPU) == 2 * 2000 * 4 + 2 * logits + (6 * 4 << 18)  # 1.95 GiB are not kept
+    recomputed = replace(CPU, gradient_checkpointing=True)
+    assert head_training(widest, 500, recomputed) == 2 * 500 * 4 + (500 * 12 << 18) + (6 * 4 << 18)  # one piece
+    assert head_training(widest, 600, replace(recomputed, dtype="float32")) == 4 * 600 * 4 + (512 * 16 << 18) + (8 * 4 << 18)
+    assert head_training(widest, 600, replace(CPU, adapters=5)) == 2 * 600 * 4 + kept + logits
 
 
 def test_logits_and_cache():
-    assert logits(TINY, 3, training=True) == 3 * 10 * (2 + 4 + 4)
-    assert logits(TINY, 3, training=False) == 3 * 10 * (2 + 4)
+    assert head_forward(TINY, 3) == 3 * 10 * (2 + 8)
     assert kv_bytes_per_token(SIZES["llama2-7b"]) == 2 * 32 * 4096 * 2 == 524_288
     # 2 GPUs of 1000 bytes, weights 776 in all, cache 2 * 2 * 2 * 2 = 16 a token: (2000 - 776) / 16
     assert kv_capacity(TINY, 1000, tensor_parallel=2) == 76.5

@@ -1,0 +1,279 @@
+"""Bytes of a model in training, of a frozen model, and of a rollout engine, counted as the code allocates them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rlhf_core.planning.hardware import GIB
+from rlhf_core.planning.shape import ModelShape
+
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
+# A trained parameter: the moments, in float32, or of adamw_8bit in 8 bits with a scale for 256 (rlhf_core/engines/optimizers.py).
+OPTIMIZER_BYTES = {"adamw": 8.0, "lion": 4.0, "adamw_8bit": 2 + 2 * 4 / 256}
+NF4_BYTES = 0.5 + 4 / 64  # a rounded number and its share of a block's float32 scale (rlhf_core/models/lora.py)
+
+# DeepSpeed 0.19.8, runtime/zero/config.py: elements of a bucket of gradients, of gathered parameters that stay, and of ZeRO 3's optimizer
+# step at a time.
+REDUCE_BUCKET = 500_000_000
+LIVE_PARAMETERS = 1_000_000_000
+SUB_GROUP = 1_000_000_000
+
+# rlhf_core/models/head.py: bytes of probabilities that are kept for the backward pass, and rows that are projected at a time.
+KEPT_PROBABILITIES = 1 << 30
+PIECE_BYTES, FEWEST_ROWS, MOST_ROWS = 1 << 28, 512, 1024
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one weight or activation."""
+    return ELEMENT_BYTES[dtype]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How an engine trains, as a section of params.yaml says.
+
+    ranks: that share a model by ZeRO.
+    on_gpu: buffers are allocated in full; on a CPU only what is written to takes memory.
+    packed: the CPU backend for plain float32 Llamas computes the trunk (rlhf_core/models/cpu).
+    adapters: trained parameters of LoRA; None: all parameters are trained. quantized: linear layers are rounded to 4 bits.
+    """
+
+    dtype: str = "bfloat16"
+    ranks: int = 1
+    zero_stage: int = 0
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    gradient_checkpointing: bool = False
+    optimizer: str = "adamw"
+    average: bool = False
+    on_gpu: bool = True
+    packed: bool = False
+    adapters: int | None = None
+    quantized: bool = False
+
+    @property
+    def element(self) -> int:
+        return element_bytes(self.dtype)
+
+    def split(self, count: float, *, from_stage: int) -> float:
+        """Each rank's part of what ZeRO splits from a stage on."""
+        return count / self.ranks if self.zero_stage >= from_stage else count
+
+    def bucket(self, elements: float) -> float:
+        """Bytes of a bucket that gradients are reduced in."""
+        return self.element * (REDUCE_BUCKET if self.on_gpu else min(elements, REDUCE_BUCKET))
+
+
+class States(NamedTuple):
+    """Bytes on a rank's device.
+
+    weights, master (float32 copies that the optimizer steps), optimizer, gradients and buffers exist all the time.
+    step: further bytes while the optimizer steps. passing: further bytes of a forward or backward pass, without activations.
+    reducing: further bytes at the end of a backward pass, when its activations are gone. host: bytes in the rank's host memory.
+    """
+
+    weights: float
+    master: float
+    optimizer: float
+    gradients: float
+    buffers: float
+    step: float
+    passing: float
+    reducing: float
+    host: float
+
+    @property
+    def resident(self) -> float:
+        return self.weights + self.master + self.optimizer + self.gradients + self.buffers
+
+    def one_pass(self, activations: float) -> float:
+        """Bytes of a forward and backward pass beside the resident ones."""
+        return self.passing + max(activations, self.reducing)
+
+
+def training_states(parameters: float, how: Training, *, linear: float = 0.0) -> States:
+    """What DeepSpeed 0.19.8 allocates for an engine, with P parameters of e bytes, T of them trained, on n ranks:
+
+    weights     e P; ZeRO 3: e P / n; with nf4 the linear layers take 0.5625 bytes a parameter, whole on each rank
+    master      bfloat16: 4 T, from ZeRO 1 on 4 T / n. float32: from ZeRO 1 on a copy of the partition, 4 T / n
+    optimizer   8 T (adamw), 4 T (lion) or 2 T (adamw_8bit), 4 T more with an average of the weights; from ZeRO 1 on divided by n
+    gradients   e T; from ZeRO 2 on e T / n
+    buffers     ZeRO 3: a bucket for gradients
+    step        ZeRO 0: the gradients once more, flat for the reduction (float32) or in float32 (bfloat16). ZeRO 1 to 3: the partition's
+                gradients flat, and in bfloat16 also in float32; with ZeRO 1 at least the bucket that they are reduced in
+    passing     ZeRO 2 on GPUs: two buckets. ZeRO 3: gathered parameters, at most 10^9 of them
+    reducing    ZeRO 2 on a CPU: a bucket. ZeRO 3: the bucket once more, and its part of it
+
+    Sources: runtime/engine.py, runtime/fp16/unfused_optimizer.py (bfloat16 with ZeRO 0), runtime/zero/stage_1_and_2.py and stage3.py;
+    the stages: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 3.1
+    Args:
+        linear: parameters of the linear layers that `quantized` rounds.
+    """
+    e, n, stage = how.element, how.ranks, how.zero_stage
+    trained = parameters if how.adapters is None else how.adapters
+    frozen = 0.0 if how.adapters is None else parameters
+    quantized = linear * NF4_BYTES if how.quantized else 0.0
+    weights = how.split(e * (frozen - (linear if how.quantized else 0.0) + trained), from_stage=3)
+    part = how.split(trained, from_stage=1)
+    master = 4 * part if how.dtype == "bfloat16" or stage else 0.0
+    optimizer = (OPTIMIZER_BYTES[how.optimizer] + 4 * how.average) * part
+    gradients = how.split(e * trained, from_stage=2)
+    widened = 4 * min(part, SUB_GROUP) if how.dtype == "bfloat16" else 0.0
+    filled = e * min(trained, REDUCE_BUCKET)
+    buffers = passing = reducing = host = 0.0
+    if stage == 0:
+        step = max(widened, filled)
+    else:
+        step = e * min(part, SUB_GROUP) + widened
+        if stage == 1:
+            step = max(step, how.bucket(trained))
+    if stage == 2 and how.on_gpu:  # overlapping communication fills one bucket while another is sent
+        passing = how.bucket(trained) * (2 if n > 1 else 1)
+    elif stage == 2:
+        reducing = filled
+    if stage == 3:
+        buffers, reducing = how.bucket(trained), filled * (1 + 1 / n)
+        passing = e * min(parameters, LIVE_PARAMETERS) if n > 1 or how.offload_parameters else 0.0
+    if how.offload_optimizer:
+        host += master + optimizer + (4 + e) * part  # and the partition's gradients
+        master = optimizer = 0.0
+        gradients = gradients if stage == 1 else 0.0
+        step = how.bucket(trained) if stage == 1 else 0.0
+    if how.offload_parameters:
+        host += weights
+        weights = 0.0
+    return States(weights + quantized, master, optimizer, gradients, buffers, step, passing, reducing, host)
+
+
+class Frozen(NamedTuple):
+    """Bytes of a model without training. weights: on the device all the time. passing: further ones while it computes. host: offloaded."""
+
+    weights: float
+    passing: float
+    host: float
+
+
+def frozen_model(parameters: float, how: Training, *, offload: bool = False) -> Frozen:
+    """Weights of e bytes a parameter; ZeRO 3 splits them and gathers at most 10^9 parameters while the model computes.
+
+    Args:
+        offload: the weights are on the host while the model computes nothing, with ZeRO 3 always.
+    """
+    size = how.element * parameters
+    if how.zero_stage == 3:
+        part, gathered = size / how.ranks, how.element * min(parameters, LIVE_PARAMETERS)
+        return Frozen(0.0, gathered, part) if offload else Frozen(part, gathered if how.ranks > 1 else 0.0, 0.0)
+    return Frozen(0.0, size, size) if offload else Frozen(size, 0.0, 0.0)
+
+
+def layer_activations(shape: ModelShape, tokens: float, dtype: str = "bfloat16") -> float:
+    """Bytes that one layer stores for its backward pass in transformers' Llama.
+
+    Per token, in elements: of each norm its output and the normalized input, and the input itself (in bfloat16 as float32: 8 hidden in
+    all; in float32 6 hidden); queries and attention's output (2 attention widths), keys and values (2 kv widths); of each active expert
+    gate, its activation, up and their product (4 intermediate). Attention scores aren't stored (flash attention recomputes them), and
+    there is no dropout.
+    Source: the count of Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, section 4.1, adapted from GPT
+    """
+    norms = 8 if dtype == "bfloat16" else 6
+    elements = norms * shape.hidden + 2 * shape.attention_width + 2 * shape.kv_width + 4 * shape.active_experts * shape.intermediate
+    return tokens * elements * element_bytes(dtype)
+
+
+def packed_layer_activations(shape: ModelShape, tokens: float) -> float:
+    """The same for the CPU backend (rlhf_core/models/cpu/packed.py), float32.
+
+    Per token: both normalized inputs, queries, keys and values, attention's output twice, gate and up. For each layer the weights of
+    queries, keys and values and of gate and up are joined and multiplied by their norm's weight; both copies are kept.
+    """
+    a, kv, h, m = shape.attention_width, shape.kv_width, shape.hidden, shape.intermediate
+    return 4 * (tokens * (2 * h + 3 * a + 2 * kv + 2 * m) + 2 * h * (a + 2 * kv + 2 * m))
+
+
+def trunk_activations(shape: ModelShape, tokens: float, how: Training) -> float:
+    """Bytes that all layers store for a backward pass, and the largest temporary ones of a layer's backward pass.
+
+    With gradient checkpointing each layer stores its input, and one layer at a time is recomputed.
+    Source: Korthikanti et al. 2022, section 5 (full recomputation)
+    """
+    backward = how.element * tokens * 3 * shape.active_experts * shape.intermediate  # gradients of up, of gate and of its activation
+    one = layer_activations(shape, tokens, how.dtype)
+    if how.gradient_checkpointing:
+        return shape.layers * tokens * shape.hidden * how.element + one + backward
+    if how.packed:
+        return shape.layers * packed_layer_activations(shape, tokens)
+    return shape.layers * one + backward
+
+
+def piece_rows(shape: ModelShape) -> int:
+    """Rows whose logits exist at a time."""
+    return max(FEWEST_ROWS, min(MOST_ROWS, PIECE_BYTES // (4 * shape.vocab)))
+
+
+def head_training(shape: ModelShape, tokens: float, how: Training) -> float:
+    """Bytes of the language-model head in a forward and backward pass over N selected tokens, with V words:
+
+    hidden states e N H; probabilities 4 N V, if they take 1 GiB at most and layers aren't recomputed; the gradient of the head's weight in
+    float32 and the product that is added to it, (4 + e) V H. Of R rows at a time, in float32, their logits' gradient and that of the rows
+    before, and in bfloat16 its copy: 8 R V or 10 R V; where probabilities are recomputed also these, of both pieces: 16 R V or 20 R V.
+    """
+    rows, e = min(tokens, piece_rows(shape)), how.element
+    half = e if e < 4 else 0
+    probabilities = 4 * tokens * shape.vocab
+    keeps = probabilities <= KEPT_PROBABILITIES and not how.gradient_checkpointing
+    recomputed = 16 + 2 * half if tokens > rows else 12
+    piece = 8 + half if keeps else recomputed
+    weight = (4 + e) * shape.embedding if how.adapters is None else 0.0
+    return e * tokens * shape.hidden + keeps * probabilities + rows * shape.vocab * piece + weight
+
+
+def head_forward(shape: ModelShape, tokens: float, dtype: str = "bfloat16") -> float:
+    """Bytes of the head without a backward pass: logits of R rows, and two float32 copies of them."""
+    return min(tokens, piece_rows(shape)) * shape.vocab * (element_bytes(dtype) + 8)
+
+
+def forward_activations(shape: ModelShape, tokens: float, dtype: str = "bfloat16") -> float:
+    """Bytes of a forward pass without a backward pass: the largest of one layer (input, residual, gate, its activation, up, product)."""
+    return tokens * element_bytes(dtype) * (3 * shape.hidden + 4 * shape.active_experts * shape.intermediate)
+
+
+def mask_bytes(tokens: float, length: float, dtype: str) -> float:
+    """Bytes of the masks [rows, length, length] of rows in which several responses share a prompt, and of its additive copy."""
+    return tokens * length * (1 + element_bytes(dtype))
+
+
+def adapter_parameters(shape: ModelShape, rank: int) -> int:
+    """Parameters of A and B of the seven linear layers of each block (of every expert)."""
+    h, q, kv, m = shape.hidden, shape.attention_width, shape.kv_width, shape.intermediate
+    return shape.layers * rank * (2 * (h + q) + 2 * (h + kv) + 3 * shape.experts * (h + m))
+
+
+# Rollout engines
+
+ENGINE_PROCESS = 1.5 * GIB  # CUDA's context, libraries' workspaces, captured graphs (rlhf_core/engines/gpu_memory.py)
+ENGINE_LOGITS = 4  # float32 copies: logits, the sampler's, log-probabilities and noise
+
+
+def kv_bytes_per_token(shape: ModelShape, dtype: str = "bfloat16") -> float:
+    """Bytes of keys and values of one token, in all layers.
+
+    Source: Kwon et al. 2023 (vLLM), https://arxiv.org/abs/2309.06180, section 3
+    """
+    return 2 * shape.layers * shape.kv_width * element_bytes(dtype)
+
+
+def kv_capacity(shape: ModelShape, memory: float, *, tensor_parallel: int, dtype: str = "bfloat16") -> float:
+    """Number of tokens whose keys and values fit into an engine.
+
+    Args:
+        memory: bytes of each of its GPUs, weights included.
+    """
+    weights = shape.parameters * element_bytes(dtype) / tensor_parallel
+    return max(0.0, memory - weights) * tensor_parallel / kv_bytes_per_token(shape, dtype)
+
+
+def engine_pass(shape: ModelShape, tokens: float, sequences: int, dtype: str) -> float:
+    """Bytes of an engine's forward pass, as rlhf_core/engines/gpu_memory.py counts them."""
+    inner = 8 * shape.hidden + 3 * shape.active_experts * shape.intermediate
+    return tokens * inner * element_bytes(dtype) + sequences * shape.vocab * 4 * ENGINE_LOGITS

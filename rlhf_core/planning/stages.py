@@ -1,0 +1,440 @@
+"""What each process of a stage takes: resident bytes by role, and the further bytes of each phase, of which one exists at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from rlhf_core.config import REFERENCE_FREE, LoraConfig, ModelConfig, Params, RlConfig, TrainingConfig
+from rlhf_core.planning.hardware import GIB
+from rlhf_core.planning.memory import (
+    ENGINE_PROCESS,
+    Training,
+    adapter_parameters,
+    element_bytes,
+    engine_pass,
+    forward_activations,
+    frozen_model,
+    head_forward,
+    head_training,
+    kv_bytes_per_token,
+    mask_bytes,
+    training_states,
+    trunk_activations,
+)
+from rlhf_core.planning.models import Model
+
+# Bytes of private memory of a process without models: PyTorch, transformers and DeepSpeed, measured on a CPU; vLLM, and all of Ray's
+# processes, estimated. Pages of libraries are shared by processes and can be evicted.
+TRAINER_HOST, ENGINE_HOST, RAY_HOST = 0.35 * GIB, 0.6 * GIB, 1.0 * GIB
+ALLOCATOR = 0.25 * GIB  # that glibc keeps of freed memory (MALLOC_TRIM_THRESHOLD_ in rlhf_core/process.py)
+TRAINER_GPU = 1.5 * GIB  # CUDA's context, NCCL's buffers and workspaces
+BATCHED_TOKENS = 8192  # of vLLM's forward pass (rlhf_core/engines/vllm_engine.py)
+SCORED_TOKENS = 8192  # of a reward model's outside training (rlhf_core/scorers/reward_model.py)
+BLOCK = 128  # tokens of the KV cache
+RANKS_KEY = "cluster.inference_ranks"
+
+Parts = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that holds models, or several equal ones.
+
+    count: of such processes at the same time.
+    parts: resident bytes on its device, by role and kind. phases: further bytes of each phase; one phase exists at a time.
+    host: bytes of each process in its host's memory if its device is a GPU, without libraries; on a CPU included in `parts` and `phases`.
+    once: further ones on a host, whatever the number of processes: whole weights on their way to a file or to the engines.
+    base: bytes of the process without models, on a CPU.
+    share: of a GPU's memory that a rollout engine may take; None: the process takes what it needs.
+    section: of params.yaml, whose keys change what it takes.
+    ranks_key: of the number of ranks, each of which needs a GPU of its own. None: `ranks` of the section, or it is no rank.
+    """
+
+    name: str
+    section: str
+    parts: Parts
+    phases: Parts = field(default_factory=dict)
+    host: float = 0.0
+    once: float = 0.0
+    count: int = 1
+    base: float = TRAINER_HOST
+    share: float | None = None
+    ranks_key: str | None = None
+
+    @property
+    def peak(self) -> str:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda name: self.phases[name], default="")
+
+    @property
+    def needed(self) -> float:
+        """Bytes on the device at the peak."""
+        return sum(self.parts.values()) + self.phases.get(self.peak, 0.0)
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a chain; None: unknown. start: of the stage. reward: a member of the reward model. scorers: further reward models."""
+
+    start: Model | None
+    reward: Model | None = None
+    scorers: tuple[Model | None, ...] = ()
+
+
+class Unpredictable(Exception):
+    """The message says why there is no prediction."""
+
+
+# Training
+
+
+def training(section: TrainingConfig, model: Model, dtype: str, *, ranks: int, on_gpu: bool, scalar: bool = False) -> Training:
+    """How a section of params.yaml trains a model."""
+    packed = model.plain_llama and dtype == "float32" and not on_gpu and section.zero_stage < 3 and not section.gradient_checkpointing
+    return Training(
+        dtype=dtype,
+        ranks=ranks,
+        zero_stage=section.zero_stage,
+        offload_optimizer=section.offload_optimizer,
+        offload_parameters=section.offload_parameters,
+        gradient_checkpointing=section.gradient_checkpointing,
+        optimizer=section.optimizer,
+        average=section.ema_decay is not None,
+        on_gpu=on_gpu,
+        packed=packed and section.lora is None,
+        **_adapters(section.lora, model, scalar=scalar),
+    )
+
+
+def _adapters(lora: LoraConfig | None, model: Model, *, scalar: bool) -> dict:
+    """Trained parameters with adapters. For a list of layers the count is that of all linear layers, an upper bound."""
+    if lora is None:
+        return {}
+    shape = _shape(model)
+    return {"adapters": adapter_parameters(shape, lora.rank) + (shape.hidden if scalar else 0), "quantized": lora.quantize is not None}
+
+
+def _shape(model: Model):
+    if model.shape is None:
+        raise Unpredictable("its architecture isn't a decoder with gated MLPs")
+    return model.shape
+
+
+def pass_tokens(microbatch_tokens: int, max_length: int, sequences: int) -> int:
+    """Tokens of the largest micro-batch: of the budget, or of the longest sequence; no more than a rank's sequences have."""
+    return max(max_length, min(microbatch_tokens, sequences * max_length))
+
+
+def trained_role(role: str, model: Model, how: Training, tokens: int, *, scalar: bool = False) -> tuple[Parts, Parts, float]:
+    """Resident parts, phases, and bytes in the host memory of a GPU of a trained model.
+
+    Weights whose file has the training's dtype are mapped from the file; others are converted in the host memory of each rank.
+
+    Args:
+        tokens: of a micro-batch, all of them selected.
+        scalar: it has a head with scores in place of the vocabulary's.
+    """
+    shape = _shape(model)
+    parameters = model.scalar_parameters if scalar else model.parameters
+    states = training_states(parameters, how, linear=shape.linear)
+    parts = {
+        f"{role}: weights": states.weights,
+        f"{role}: float32 weights": states.master,
+        f"{role}: optimizer": states.optimizer,
+        f"{role}: gradients": states.gradients,
+        f"{role}: gradients' buffer": states.buffers,
+    }
+    activations = trunk_activations(shape, tokens, how) + (0.0 if scalar else head_training(shape, tokens, how))
+    phases = {
+        f"{role}: a pass of {tokens:,} tokens": states.one_pass(activations),
+        f"{role}: the optimizer's step": states.step,
+    }
+    converted = 0.0 if model.stored == how.dtype else how.element * parameters
+    if not how.on_gpu:
+        phases[f"{role}: saving the weights"] = max(0.0, how.element * parameters - states.gradients)
+        if states.host:
+            parts[f"{role}: offloaded"] = states.host
+    return {name: size for name, size in parts.items() if size}, phases, states.host + converted if how.on_gpu else 0.0
+
+
+def frozen_pass(model: Model, tokens: int, dtype: str, *, scalar: bool = False) -> float:
+    """Activations of a forward pass, and of the head."""
+    shape = _shape(model)
+    return forward_activations(shape, tokens, dtype) + (0.0 if scalar else head_forward(shape, tokens, dtype))
+
+
+def supervised(
+    name: str,
+    key: str,
+    section: TrainingConfig,
+    model: Model,
+    params: Params,
+    *,
+    on_gpu: bool,
+    sequences: int,
+    scalar: bool = False,
+    reference: str = "none",
+    shares_prompts: bool = False,
+) -> Process:
+    """A rank of supervised training.
+
+    Args:
+        sequences: of an optimizer step.
+        reference: none | precomputed | live.
+        shares_prompts: several responses follow one prompt, which on a CPU is computed once.
+    """
+    dtype, ranks = params.model.dtype, section.ranks
+    how = training(section, model, dtype, ranks=ranks, on_gpu=on_gpu, scalar=scalar)
+    tokens = pass_tokens(section.microbatch_tokens, params.model.max_length, math.ceil(sequences / ranks))
+    parts, phases, host = trained_role("model", model, how, tokens, scalar=scalar)
+    if shares_prompts and not on_gpu and not how.packed:
+        name_of_pass = next(iter(phases))
+        phases[name_of_pass] += mask_bytes(tokens, tokens, dtype)
+    if reference == "live":
+        frozen = frozen_model(model.parameters, how)
+        parts["reference: weights"] = frozen.weights
+        phases["reference: a pass"] = frozen.passing + frozen_pass(model, tokens, dtype)
+    elif reference == "precomputed":
+        # Computed before the engine exists: instead of the trained model's states there are its weights, on the host.
+        frozen = frozen_model(model.parameters, how)
+        before = frozen.weights + frozen.passing + frozen_pass(model, tokens, dtype) + (0 if on_gpu else how.element * model.parameters)
+        phases["reference: its log-probabilities"] = max(0.0, before - sum(parts.values()))
+    once = how.element * model.parameters if on_gpu else 0.0
+    return Process(f"{name}: training rank", key, parts, phases, host=host, once=once, count=ranks)
+
+
+# Engines and scorers
+
+
+def engine(
+    name: str,
+    key: str,
+    model: Model,
+    config: ModelConfig,
+    *,
+    backend: str,
+    on_gpu: bool,
+    sequences: int,
+    fraction: float,
+    kv_cache_gib: int = 1,
+    count: int = 1,
+    ranks_key: str | None = None,
+) -> Process:
+    """A rollout engine. On a GPU it takes `fraction` of the memory, which must hold weights, a pass and one sequence.
+
+    Args:
+        ranks_key: of the number of ranks that have an engine each; a rank of several has a process of its own beside vLLM's.
+    """
+    several = {"count": count, "ranks_key": ranks_key}
+    base = ENGINE_HOST + (TRAINER_HOST if ranks_key is not None and count > 1 else 0)
+    shape, dtype, length = _shape(model), config.dtype, config.max_length
+    e, per_token = element_bytes(dtype), kv_bytes_per_token(shape, dtype)
+    weights = e * model.parameters
+    one = per_token * BLOCK * (math.ceil(length / BLOCK) + 1)
+    all_of_them = min(sequences * one, sequences * per_token * (length + BLOCK))
+    parts = {"engine: weights": weights}
+    if backend == "pytorch":
+        parts["engine: keys and values"] = per_token * sequences * length
+        phases = {"engine: a pass": forward_activations(shape, sequences, dtype) + 2 * 4 * sequences * shape.vocab}
+        return Process(name, key, parts, phases, **several)
+    pass_bytes = engine_pass(shape, max(BATCHED_TOKENS, length), sequences, dtype)
+    if on_gpu:
+        parts |= {"engine: process": ENGINE_PROCESS, "engine: one sequence": one}
+        return Process(name, key, parts, {"engine: a pass": pass_bytes}, base=base, share=fraction, **several)
+    parts["engine: keys and values"] = min(kv_cache_gib * GIB, all_of_them)
+    return Process(name, key, parts, {"engine: a pass": pass_bytes / 4}, base=base, **several)
+
+
+def _inference(params: Params) -> dict:
+    """How many ranks sample or score, and the key that says so."""
+    return {"count": params.cluster.inference_ranks, "ranks_key": RANKS_KEY}
+
+
+def scorer(name: str, key: str, members: list[Model], params: Params, *, dtype: str | None = None) -> Process:
+    """Reward models that score outside training, all loaded, on each rank that scores.
+
+    Args:
+        dtype: None: model.dtype.
+    """
+    dtype = dtype or params.model.dtype
+    parts = {f"reward model {n}: weights": element_bytes(dtype) * m.scalar_parameters for n, m in enumerate(members)}
+    tokens = max(SCORED_TOKENS, params.model.max_length)
+    phases = {"reward model: a pass": max(frozen_pass(m, tokens, dtype, scalar=True) for m in members)}
+    return Process(name, key, parts, phases, **_inference(params))
+
+
+# Online RL
+
+
+def rl_rank(rl: RlConfig, config: ModelConfig, models: Models, *, on_gpu: bool) -> Process:
+    """A rank of RL training: policy, critic, reference and reward models, as rlhf_core/trainers/rl/rank.py holds them."""
+    policy, dtype, max_length = _known(models.start, "the policy"), config.dtype, config.max_length
+    trainer, ranks, ppo = rl.trainer, rl.trainer.ranks, rl.algorithm == "ppo"
+    settings = _RlTraining(rl)
+    how = training(settings, policy, dtype, ranks=ranks, on_gpu=on_gpu)
+    how = replace(how, packed=how.packed and ranks == 1 and trainer.zero_stage == 0)
+    tokens = pass_tokens(trainer.microbatch_tokens, max_length, math.ceil(rl.minibatch_size / ranks))
+    parts, phases, host = trained_role("policy", policy, how, tokens)
+    plain = replace(how, adapters=None, quantized=False)
+    if rl.group_size > 1 and not ppo and not on_gpu and not how.packed:
+        phases[next(iter(phases))] += mask_bytes(tokens, tokens, dtype)
+    if rl.entropy_coef or not rl.rollout.samples_any_token:  # all logits exist at once (rlhf_core/models/head.py)
+        phases[next(iter(phases))] += tokens * _shape(policy).vocab * (how.element + 16)
+    if ppo:
+        critic = _known(models.reward if rl.ppo.starts_from_reward_model else models.start, "the critic")
+        more, critic_phases, more_host = trained_role("critic", critic, plain, tokens, scalar=True)
+        own, theirs = next(iter(phases)), next(iter(critic_phases))
+        if how.packed:  # both are computed at the same time
+            phases["policy and critic: " + own.partition(": ")[2]] = phases[own] + critic_phases[theirs]
+        parts, phases, host = parts | more, phases | critic_phases, host + more_host
+    scored = max(SCORED_TOKENS if not on_gpu else 0, tokens)
+    moves = rl.kl.refresh_reference_every is not None
+    if rl.kl.keeps_reference and (rl.lora is None or moves):
+        one = frozen_pass(policy, tokens, dtype)
+        host += _add_frozen(parts, phases, "reference", policy.parameters, plain, one, offload=trainer.offload_frozen)
+    for number, found in enumerate(models.scorers):
+        model = _known(found, "a reward model")
+        one = frozen_pass(model, scored, dtype, scalar=True)
+        host += _add_frozen(parts, phases, f"reward model {number}", model.scalar_parameters, plain, one, offload=trainer.offload_frozen)
+    once = 2 * how.element * policy.parameters if on_gpu else 0.0  # gathered, and in Ray's object store
+    return Process("train_policy: trainer rank", "rl.trainer", parts, phases, host=host, once=once, count=ranks)
+
+
+def _add_frozen(parts: Parts, phases: Parts, role: str, parameters: int, how: Training, one_pass: float, *, offload: bool) -> float:
+    """Add a model without training. Returns its bytes in the host memory of a GPU."""
+    frozen = frozen_model(parameters, how, offload=offload and how.on_gpu)
+    if frozen.weights:
+        parts[f"{role}: weights"] = frozen.weights
+    phases[f"{role}: a pass"] = frozen.passing + one_pass
+    return frozen.host
+
+
+class _RlTraining:
+    """Keys of `rl` and of `rl.trainer` under the names of a supervised section."""
+
+    def __init__(self, rl: RlConfig):
+        trainer = rl.trainer
+        self.zero_stage, self.gradient_checkpointing = trainer.zero_stage, trainer.gradient_checkpointing
+        self.offload_optimizer, self.offload_parameters = trainer.offload_optimizer, trainer.offload_parameters
+        self.optimizer, self.ema_decay, self.lora = rl.optimizer, rl.ema_decay, rl.lora
+
+
+def rl_engine(rl: RlConfig, config: ModelConfig, models: Models, *, on_gpu: bool, per_engine: float) -> Process:
+    rollout = rl.rollout
+    return engine(
+        "train_policy: rollout engine",
+        "rl.rollout",
+        _known(models.start, "the policy"),
+        config,
+        backend=rollout.backend,
+        on_gpu=on_gpu,
+        sequences=rollout.max_concurrent_sequences,
+        fraction=rollout.gpu_memory_fraction * (per_engine or 1.0),
+        kv_cache_gib=rollout.kv_cache_gib,
+        count=rollout.engines,
+    )
+
+
+def _known(model: Model | None, what: str) -> Model:
+    if model is None:
+        raise Unpredictable(f"the size of {what} isn't known yet")
+    return model
+
+
+# Stages. Each inner list is one moment of the stage: the processes in it exist at the same time.
+
+Moments = list[list[Process]]
+
+
+def plan_sft(params: Params, models: Models, *, on_gpu: bool) -> Moments:
+    model = _known(models.start, "the model")
+    return [[supervised("train_sft", "sft", params.sft, model, params, on_gpu=on_gpu, sequences=params.sft.batch_size)]]
+
+
+def plan_reward(params: Params, models: Models, *, on_gpu: bool) -> Moments:
+    """The members of an ensemble are trained in turn."""
+    if not params.reward.enabled:
+        return []
+    model, how = _known(models.start, "the SFT model"), {"scalar": True, "shares_prompts": True}
+    tokens = params.reward.microbatch_tokens  # a conversation may have many pairs
+    return [[supervised("train_reward", "reward", params.reward, model, params, on_gpu=on_gpu, sequences=tokens, **how)]]
+
+
+def plan_gate(params: Params, models: Models, *, on_gpu: bool) -> Moments:
+    if not params.reward.enabled:
+        return []
+    members = [_known(models.reward, "the reward model")] * params.reward.ensemble
+    return [[scorer("gate_reward: reward models", "reward", members, params, dtype="float32")]]
+
+
+def plan_dpo(params: Params, models: Models, *, on_gpu: bool) -> Moments:
+    reference = "none" if params.dpo.loss in REFERENCE_FREE else params.dpo.reference
+    how = {"sequences": 2 * params.dpo.batch_size, "reference": reference, "shares_prompts": True}
+    return [[supervised("train_policy", "dpo", params.dpo, _known(models.start, "the SFT model"), params, on_gpu=on_gpu, **how)]]
+
+
+def plan_kto(params: Params, models: Models, *, on_gpu: bool) -> Moments:
+    how = {"sequences": params.kto.batch_size, "reference": params.kto.reference, "shares_prompts": True}
+    return [[supervised("train_policy", "kto", params.kto, _known(models.start, "the SFT model"), params, on_gpu=on_gpu, **how)]]
+
+
+def plan_rejection(params: Params, models: Models, *, on_gpu: bool) -> Moments:
+    """Sampling, scoring, training, one after the other."""
+    model, section = _known(models.start, "the SFT model"), params.rejection_sampling
+    sampling = section.sampling
+    how = {"backend": sampling.backend, "sequences": sampling.max_concurrent_sequences, "fraction": sampling.gpu_memory_fraction}
+    how |= _inference(params)
+    moments = [[engine("train_policy: rollout engine", "rejection_sampling.sampling", model, params.model, on_gpu=on_gpu, **how)]]
+    if models.scorers:
+        members = [_known(found, "a reward model") for found in models.scorers]
+        moments.append([scorer("train_policy: reward models", "rejection_sampling", members, params)])
+    training_rank = supervised("train_policy", "rejection_sampling", section, model, params, on_gpu=on_gpu, sequences=section.batch_size)
+    return [*moments, [training_rank]]
+
+
+def plan_conditional(params: Params, models: Models, *, on_gpu: bool) -> Moments:
+    model, section = _known(models.start, "the SFT model"), params.conditional_sft
+    moments: Moments = []
+    if section.label_by == "scores":
+        members = [_known(models.reward, "the reward model")] * params.reward.ensemble
+        moments.append([scorer("train_policy: reward models", "conditional_sft", members, params)])
+    return [*moments, [supervised("train_policy", "conditional_sft", section, model, params, on_gpu=on_gpu, sequences=section.batch_size)]]
+
+
+def plan_evaluate(params: Params, models: Models, *, on_gpu: bool) -> Moments:
+    """An engine for each model in turn, then the reward models, then each model's log-probabilities."""
+    model, dtype = _known(models.start, "the model"), params.model.dtype
+    config = params.evaluation
+    how = {"backend": params.rl.rollout.backend, "sequences": 256, "fraction": config.gpu_memory_fraction}
+    how |= _inference(params)
+    moments = [[engine("evaluate: rollout engine", "evaluation", model, params.model, on_gpu=on_gpu, **how)]]
+    if models.scorers:
+        members = [_known(found, "a reward model") for found in models.scorers]
+        moments.append([scorer("evaluate: reward models", "evaluation", members, params)])
+    tokens = max(SCORED_TOKENS, params.model.max_length)
+    parts, phases = {"model: weights": element_bytes(dtype) * model.parameters}, {"a pass": frozen_pass(model, tokens, dtype)}
+    return [*moments, [Process("evaluate: log-probabilities", "evaluation", parts, phases, **_inference(params))]]
+
+
+def plan_sampling_round(params: Params, models: Models, *, on_gpu: bool) -> Moments:
+    model, sampling = _known(models.start, "the policy"), params.iterative.sampling
+    how = {"backend": sampling.backend, "sequences": sampling.max_concurrent_sequences, "fraction": sampling.gpu_memory_fraction}
+    how |= _inference(params)
+    return [[engine("sample_round: rollout engine", "iterative.sampling", model, params.model, on_gpu=on_gpu, **how)]]
+
+
+PLANS: dict[str, Callable[..., Moments]] = {
+    "train_sft": plan_sft,
+    "train_reward": plan_reward,
+    "gate_reward": plan_gate,
+    "dpo": plan_dpo,
+    "kto": plan_kto,
+    "rejection_sampling": plan_rejection,
+    "conditional_sft": plan_conditional,
+    "evaluate": plan_evaluate,
+    "train_round": plan_dpo,
+    "sample_round": plan_sampling_round,
+    "evaluate_round": plan_evaluate,
+}

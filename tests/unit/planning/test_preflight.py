@@ -1,0 +1,246 @@
+"""What a stage takes on a machine: refused with the role, the bytes and settings that fit, or let through."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rlhf_core.config import Params, load_params
+from rlhf_core.planning import preflight as module
+from rlhf_core.planning.hardware import GIB
+from rlhf_core.planning.machine import Gpu, Machine
+from rlhf_core.planning.models import Model, of_shape, read_model
+from rlhf_core.planning.preflight import PATIENCE, Plan, Shortage, changed, check, preflight, remedy, runs_elsewhere, smallest
+from rlhf_core.planning.shape import SIZES, ModelShape
+from rlhf_core.planning.stages import RAY_HOST, TRAINER_GPU, TRAINER_HOST, Models, Unpredictable
+
+ROOT = Path(__file__).parents[3]
+EIGHT = of_shape(SIZES["llama3-8b"])
+MODELS = Models(EIGHT, EIGHT, (EIGHT,))
+H100 = Gpu(79 * GIB, 79 * GIB)
+ONE, NODE = Machine(500 * GIB, (H100,)), Machine(2000 * GIB, (H100,) * 8)
+
+
+def params(**settings) -> Params:
+    base = {"model.dtype": "bfloat16", "model.max_length": 2048, "rl.rollout.max_new_tokens": 512}
+    return changed(load_params(ROOT / "params.yaml"), base | {key.replace("__", "."): value for key, value in settings.items()})
+
+
+def lacks(stage: str, found: Params, machine: Machine, models: Models = MODELS) -> bool:
+    return bool(check(stage, found, models, machine).shortages)
+
+
+@pytest.mark.parametrize("method", ["rl", "dpo", "kto", "rejection_sampling", "conditional_sft"])
+def test_the_default_chain_fits_a_laptop(method):
+    found = changed(load_params(ROOT / "params.yaml"), {"alignment.method": method})
+    shape = ModelShape(3, 96, 256, 3, 3, 32, 390)
+    models = Models(*[of_shape(shape, stored=None, plain_llama=True)] * 2, ())
+    for stage in ("train_sft", "train_reward", "gate_reward", "train_policy", "evaluate", "train_round", "sample_round", "evaluate_round"):
+        assert check(stage, found, models, Machine(8 * GIB)).shortages == []
+
+
+def test_full_sft_of_8b_on_one_gpu_lacks_memory_and_the_message_names_role_bytes_and_settings():
+    refusal = preflight("train_sft", params(), ONE, MODELS)
+    assert refusal.startswith("train_sft: training rank: expected to need at most the 76.6 GiB that its GPU has left, got ")
+    # Adam 8 bytes, float32 weights 4, weights and gradients 2 of 8.03 billion parameters
+    for part in ("model: optimizer 59.8 GiB", "model: float32 weights 29.9 GiB", "model: weights 15 GiB", "model: gradients 15 GiB"):
+        assert part in refusal
+    settings = remedy("train_sft", params(), MODELS, ONE)
+    assert "; set " + " and ".join(f"{key}=" for key in settings)[:12] in refusal
+    assert not lacks("train_sft", changed(params(), settings), ONE)
+
+
+def test_settings_are_the_fewest_that_fit():
+    found = remedy("train_sft", params(), MODELS, NODE)
+    assert set(found) == {"sft.ranks", "sft.zero_stage"}
+    for dropped in found:
+        rest = {key: value for key, value in found.items() if key != dropped}
+        assert lacks("train_sft", changed(params(), rest), NODE)
+
+
+def test_nothing_fits_says_so():
+    tiny = Machine(2 * GIB, (Gpu(GIB, GIB),))
+    assert remedy("train_sft", params(), MODELS, tiny) == {}
+    assert "no setting that was tried fits" in preflight("train_sft", params(), tiny, MODELS)
+
+
+def test_more_ranks_than_gpus_are_refused():
+    large = Machine(900 * GIB, (Gpu(200 * GIB, 200 * GIB),))
+    with pytest.raises(ValueError, match=r"sft\.ranks: expected at most the 1 GPUs that are there, got 2"):
+        check("train_sft", params(sft__ranks=2, sft__zero_stage=3, sft__gradient_checkpointing=True), MODELS, large)
+
+
+@pytest.mark.parametrize("stage", ["hash_inputs", "prepare_data", "validate_data", "check_model", "report", "validate_round"])
+def test_a_stage_that_is_not_planned_reads_no_model(stage, caplog, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.INFO, logger="rlhf"):
+        assert preflight(stage, params()) is None
+        assert caplog.text == ""
+        assert preflight("train_reward", params()) is None
+        assert "can't predict the memory of train_reward" in caplog.text  # no models/sft
+
+
+@pytest.mark.parametrize("stage", ["gate_reward", "evaluate", "sample_round", "evaluate_round"])
+def test_every_rank_that_samples_or_scores_needs_a_gpu_of_its_own(stage):
+    with pytest.raises(ValueError, match=r"cluster\.inference_ranks: expected at most the 8 GPUs that are there, got 9"):
+        check(stage, params(cluster__inference_ranks=9), MODELS, NODE)
+    for moment in check(stage, params(cluster__inference_ranks=8), MODELS, NODE).moments:
+        assert [process.count for process in moment] == [8]
+
+
+def test_ranks_that_score_on_a_cpu_add_up_with_their_engines_processes_and_ray():
+    needed = {}
+    for ranks in (1, 3):
+        moments = check("evaluate", params(cluster__inference_ranks=ranks), MODELS, Machine(GIB)).moments
+        needed[ranks] = [sum(p.count * (p.needed + p.base) for p in moment) for moment in moments]
+    (engine, scorer, passes), more = needed[1], needed[3]
+    assert more[0] == pytest.approx(3 * (engine + TRAINER_HOST) + RAY_HOST)  # a rank has a process beside its engine's
+    assert more[1:] == pytest.approx([3 * scorer + RAY_HOST, 3 * passes + RAY_HOST])
+
+
+def test_a_ranks_own_process_takes_memory_beside_its_engine():
+    models, crowded = Models(EIGHT, EIGHT), Machine(2000 * GIB, (Gpu(79 * GIB, 12 * GIB),) * 2)
+    how = {"evaluation.gpu_memory_fraction": 0.9, "model.max_length": 2048}
+    here, there = (_of_the_engine(check("evaluate", changed(params(cluster__inference_ranks=n), how), models, crowded)) for n in (1, 2))
+    assert here.available - there.available == pytest.approx(0.97 * TRAINER_GPU)
+
+
+def _of_the_engine(plan: Plan) -> Shortage:
+    return next(shortage for shortage in plan.shortages if shortage.name == "evaluate: rollout engine")
+
+
+@pytest.mark.parametrize("setting", ["warn", "off"])
+def test_a_shortage_may_be_allowed(setting, caplog):
+    with caplog.at_level(logging.WARNING, logger="rlhf"):
+        assert preflight("train_sft", params(flow__preflight=setting), ONE, MODELS) is None
+    assert bool(caplog.records) == (setting == "warn")
+
+
+def test_a_shortage_within_the_predictions_error_is_a_warning(caplog):
+    needed = check("train_sft", params(), MODELS, ONE).shortages[0].needed
+    near = Gpu(needed, needed / 0.97 / 1.05)
+    with caplog.at_level(logging.WARNING, logger="rlhf"):
+        assert preflight("train_sft", params(), Machine(500 * GIB, (near,)), MODELS) is None
+    assert "expected to need at most" in caplog.text
+
+
+def test_an_unknown_architecture_is_never_refused(caplog):
+    unknown = Model(8_000_000_000, None, "bfloat16")
+    with caplog.at_level(logging.INFO, logger="rlhf"):
+        assert preflight("train_sft", params(), ONE, Models(unknown)) is None
+    assert "can't predict the memory of train_sft: its architecture isn't a decoder with gated MLPs" in caplog.text
+    with pytest.raises(Unpredictable, match="the size of the model isn't known yet"):
+        check("train_sft", params(), Models(None), ONE)
+
+
+def test_engines_beside_a_rank_take_their_share_of_its_gpu():
+    grpo = {"rl__algorithm": "grpo", "rl__trainer__zero_stage": 3, "rl__trainer__gradient_checkpointing": True}
+    grpo |= {"rl__rollout__engines": 8, "rl__trainer__ranks": 8}
+    beside = params(**grpo, rl__rollout__gpu_memory_fraction=0.85)
+    assert not lacks("train_policy", beside, NODE)  # 16 GiB of states and 0.4 * 0.85 of 79 GiB
+    thin = changed(beside, {"rl.rollout.gpus_per_engine": 0.05, "rl.trainer.gpus_per_rank": 0.9})
+    shortages = check("train_policy", thin, MODELS, NODE).shortages
+    assert [s.name for s in shortages] == ["train_policy: rollout engine"]  # 0.05 * 0.85 of 79 GiB hold no 15 GiB of weights
+
+
+def test_processes_of_a_host_add_up():
+    small = of_shape(ModelShape(12, 1024, 2816, 16, 8, 64, 32000), stored="float32")
+    both = changed(load_params(ROOT / "params.yaml"), {"sft.ranks": 2})
+    alone = check("train_sft", load_params(ROOT / "params.yaml"), Models(small), Machine(12 * GIB))
+    assert alone.shortages == [] and 7 * GIB < alone.moments[0][0].needed < 9 * GIB
+    (shortage,) = check("train_sft", both, Models(small), Machine(12 * GIB)).shortages
+    assert shortage.needed > 12 * GIB and shortage.where == "this machine"
+
+
+def test_memory_that_an_earlier_run_still_holds_is_waited_for(monkeypatch):
+    looks = iter([Machine(100 * GIB, (Gpu(200 * GIB, GIB),)), Machine(100 * GIB, (Gpu(200 * GIB, 190 * GIB),))])
+    monkeypatch.setattr(module, "here", lambda: next(looks))
+    began = time.monotonic()
+    assert preflight("train_sft", params(), models=MODELS) is None
+    assert time.monotonic() - began < PATIENCE / 2
+
+
+def test_a_cluster_is_as_large_as_its_smallest_gpu_and_host():
+    found = smallest([Machine(9, (Gpu(5, 4), Gpu(6, 3))), Machine(8, (Gpu(7, 7),))])
+    assert found == Machine(8, (Gpu(5, 3),) * 3, 0.0, 2)
+
+
+def test_offloaded_states_and_whole_weights_need_a_hosts_memory():
+    settings = {"sft__zero_stage": 2, "sft__offload_optimizer": True, "sft__gradient_checkpointing": True}
+    plan = check("train_sft", params(**settings), MODELS, Machine(150 * GIB, (H100,)))
+    # 18 bytes of 8.03 billion parameters, the weights once more when they are saved, and 3 GiB
+    (shortage,) = plan.shortages
+    assert shortage.where == "a host of the GPUs" and shortage.needed == pytest.approx(20 * 8.03e9 + 3 * GIB, rel=1e-3)
+    assert not lacks("train_sft", params(**settings), Machine(170 * GIB, (H100,)))
+
+
+def test_each_host_of_a_cluster_holds_its_ranks():
+    settings = {"sft__ranks": 8, "sft__zero_stage": 2, "sft__offload_optimizer": True, "sft__gradient_checkpointing": True}
+    needed = check("train_sft", params(**settings), MODELS, Machine(1.0, (H100,) * 8)).shortages[0].needed
+    halves = check("train_sft", params(**settings), MODELS, Machine(1.0, (H100,) * 8, gpus_per_host=4)).shortages[0].needed
+    once = 2 * EIGHT.parameters
+    assert needed - once == pytest.approx(2 * (halves - once))
+
+
+def test_the_driver_checks_what_runs_on_another_cluster():
+    away = params(cluster__address="http://head:8265")
+    assert runs_elsewhere("train_policy", away) and not runs_elsewhere("train_sft", away) and not runs_elsewhere("evaluate", away)
+    divided = changed(away, {"cluster.inference_ranks": 2})
+    assert all(runs_elsewhere(stage, divided) for stage in ("gate_reward", "evaluate", "sample_round@1", "evaluate_round@1"))
+    for method, elsewhere in (("rejection_sampling", True), ("conditional_sft", True), ("dpo", False)):
+        assert runs_elsewhere("train_policy", changed(divided, {"alignment.method": method})) == elsewhere
+    assert runs_elsewhere("train_sft", changed(away, {"sft.ranks": 2})) and not runs_elsewhere("train_policy", params())
+
+
+# Sizes of folders
+
+
+def write_model(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+DECODER = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 4,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "vocab_size": 10,
+}
+
+
+def test_a_folder_is_counted_from_its_headers(tmp_path):
+    # attention 4 * 16, MLP 96, norms 8, twice; a norm of 4, embedding and head 80
+    model = read_model(write_model(tmp_path / "m", DECODER, {"all": torch.zeros(420, dtype=torch.bfloat16)}))
+    assert model == Model(420, ModelShape(2, 4, 8, 2, 2, 2, 10), "bfloat16", plain_llama=True)
+    scored = read_model(write_model(tmp_path / "r", DECODER, {"all": torch.zeros(384), "more": torch.zeros(0, dtype=torch.float16)}))
+    assert scored.shape is not None and scored.stored is None  # 420 - 40 + 4
+
+
+def test_a_folder_with_other_parameters_than_its_shape_has_is_unknown(tmp_path):
+    found = read_model(write_model(tmp_path / "m", DECODER, {"all": torch.zeros(600)}))
+    assert found == Model(600, None, "float32")
+    assert read_model(write_model(tmp_path / "g", {"model_type": "gpt2", "n_layer": 2}, {"w": torch.zeros(5)})) == Model(5, None, "float32")
+
+
+def test_the_check_imports_nothing_heavy_and_is_fast():
+    program = (
+        "import sys, time; from rlhf_core.config import load_params; params = load_params(); began = time.process_time();"
+        "from rlhf_core.planning.preflight import preflight; print(preflight('train_sft', params));"
+        "print(time.process_time() - began, sorted({'torch', 'transformers', 'ray', 'pandas'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    verdict, figures = done.stdout.splitlines()
+    seconds, _, heavy = figures.partition(" ")
+    assert verdict == "None" and heavy == "[]" and float(seconds) < 0.3

@@ -1,0 +1,61 @@
+"""The settings of recipes/cluster: checked as params.yaml, and judged by the preflight for the GPUs that they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config import Params, overridden, read_recipe, read_text
+from rlhf_core.planning.hardware import GIB, GPUS
+from rlhf_core.planning.machine import Gpu, Machine
+from rlhf_core.planning.models import of_shape
+from rlhf_core.planning.preflight import plan_stages
+from rlhf_core.planning.shape import SIZES
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted((ROOT / "recipes/cluster").glob("*.yaml"))
+EIGHT, SEVENTY = of_shape(SIZES["llama3-8b"]), of_shape(SIZES["llama3-70b"])
+NODE = Machine(512 * GIB, (Gpu(GPUS["h100"].memory, GPUS["h100"].memory),) * 8, gpus_per_host=8)
+B200 = Machine(1000 * GIB, (Gpu(GPUS["b200"].memory, GPUS["b200"].memory),) * 32, gpus_per_host=8)
+H100 = Machine(1000 * GIB, NODE.gpus * 4, gpus_per_host=8)
+
+
+def params_of(recipe: Path) -> Params:
+    return overridden(read_text(ROOT / "params.yaml"), read_recipe(recipe), subject=recipe.name)[1]
+
+
+def test_there_is_one_for_each_size_algorithm_and_way_of_training():
+    names = {f"{algorithm}_{size}{lora}" for algorithm in ("ppo", "grpo") for size in ("8b", "70b") for lora in ("", "_lora")}
+    assert {path.stem for path in RECIPES} == names
+    for path in RECIPES:
+        params = params_of(path)
+        algorithm, size, *lora = path.stem.split("_")
+        assert (params.rl.algorithm, params.rl.lora is not None) == (algorithm, bool(lora))
+        assert params.model.path.lower().endswith(f"{size}-instruct")
+        text = path.read_text()
+        assert "Has not run." in text and f"recipes/cluster/{path.name}" in text
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_every_stage_fits_the_gpus_that_the_recipe_names(recipe):
+    start, machine = (SEVENTY, B200) if "70b" in recipe.stem else (EIGHT, NODE)
+    params = params_of(recipe)
+    plans, problems = plan_stages(params, machine, start, [EIGHT])
+    assert problems == {} and [plan.stage for plan in plans if plan.shortages] == []
+    assert params.rl.trainer.ranks + params.rl.rollout.engines == len(machine.gpus)
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if "70b" in path.stem], ids=lambda p: p.stem)
+def test_70b_is_refused_on_gpus_that_no_rollout_engine_fits(recipe):
+    plans, _ = plan_stages(params_of(recipe), H100, SEVENTY, [EIGHT])
+    lacking = {plan.stage: {s.name for s in plan.shortages} for plan in plans if plan.shortages}
+    assert "train_policy: rollout engine" in lacking["train_policy"] and "train_sft" not in lacking
+
+
+def test_8b_in_full_on_one_gpu_is_refused():
+    one = Machine(512 * GIB, NODE.gpus[:1])
+    _, problems = plan_stages(params_of(ROOT / "recipes/cluster/ppo_8b.yaml"), one, EIGHT, [EIGHT])
+    assert problems["train_sft"] == (
+        "sft.ranks: expected at most the 1 GPUs that are there, got 8; lower it, because two ranks can't share a GPU"
+    )
