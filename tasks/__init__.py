@@ -1,1 +1,1 @@
-"""One module per stage of dvc.yaml. `python -m tasks.<stage>` runs it; nothing here knows of Prefect."""
+"""One module per stage of dvc.yaml, run by `python -m tasks.<stage>`. Imports no Prefect."""

@@ -1,8 +1,8 @@
-"""Stage check_model: a small copy of the configured model is trained and sampled from before anything is trained. Functions that score are
-loaded, and the machine's GPUs, if it has any, are checked against the RL job.
+"""Stage check_model: train and sample from a small copy of the configured model before the real training. Also loads scorer functions, and
+checks that the machine's GPUs, if it has any, suffice for the RL job.
 
-A wrong computation is refused here, in seconds, and not after SFT, reward model and gate were paid for. Numerical differences vary from
-machine to machine and are in reports/check_model.json, outside DVC; verdicts are in metrics/check_model.json. train_sft waits for
+A model with wrong computations is refused within seconds, before SFT, reward model and gate. Numerical differences vary between machines
+and are in reports/check_model.json, outside DVC; verdicts are in metrics/check_model.json. train_sft depends on
 metrics/model_accepted.json, which is the same for every engine, so that another engine doesn't rerun SFT.
 """
 
@@ -24,8 +24,8 @@ def main() -> None:
         import torch
 
         from rlhf_core.model_check.check import message, run_trials, scorers, title, verdict
+        from rlhf_core.planning.placement import place
         from rlhf_core.scorers.text import TextScorers
-        from rlhf_core.trainers.rl.placement import place
 
         params = stage.params
         TextScorers(0, [scorer for scorer in scorers(params) if scorer.kind == "function"], {})  # loads and checks each function

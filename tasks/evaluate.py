@@ -7,6 +7,7 @@ from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import EVALUATION_METRICS, EVALUATION_PROMPTS, EVALUATION_SAMPLES, POLICY_MODEL, PREPARED, REWARD_MODEL, SFT_MODEL
 from rlhf_core.stage.files import source_judges, write_json
 from rlhf_core.stage.run import Stage, no_arguments
+from rlhf_core.stage.training import infer
 
 MODELS = {"sft": SFT_MODEL, "policy": POLICY_MODEL}
 SPLIT = "test"
@@ -16,24 +17,15 @@ def main() -> None:
     with Stage("evaluate", resumable=False) as stage:
         import pandas as pd
 
-        from rlhf_core.evaluation.figures import by_prompt
-        from rlhf_core.evaluation.policy import answer_prompts, measure, sample_table
+        from rlhf_core.evaluation.policy import evaluate
 
         has_pairs = (PREPARED / "preference.parquet").exists()
         gate_texts = {conversation_text(row["messages"]) for row in read_rows(PREPARED, "preference", SPLIT)} if has_pairs else set()
-        answers = answer_prompts(
-            stage.params,
-            read_rows(PREPARED, "prompt", SPLIT),
-            MODELS,
-            reward_model=REWARD_MODEL,
-            source_judges=source_judges(),
-            gate_texts=gate_texts,
-        )
-        metrics = measure(stage.params, answers, MODELS, gate_texts=gate_texts)
-        pd.DataFrame(sample_table(answers, stage.params.evaluation.table_rows)).to_parquet(EVALUATION_SAMPLES, index=False)
-        prompts = pd.DataFrame(by_prompt(answers)).convert_dtypes()
+        found = infer(stage, evaluate, read_rows(PREPARED, "prompt", SPLIT), MODELS, REWARD_MODEL, source_judges(), gate_texts)
+        pd.DataFrame(found["samples"]).to_parquet(EVALUATION_SAMPLES, index=False)
+        prompts = pd.DataFrame(found["prompts"]).convert_dtypes()
         prompts.to_csv(EVALUATION_PROMPTS, index=False, float_format="%.6g", lineterminator="\n")
-        write_json(EVALUATION_METRICS, metrics | {"split": SPLIT})
+        write_json(EVALUATION_METRICS, found["metrics"] | {"split": SPLIT})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Stage gate_reward: the reward model must earn its place before a policy is trained on it.
+"""Stage gate_reward: check the reward model before a policy is trained on it (docs/gate.md).
 
-The verdict is always in metrics/gate.json. A rejection ends the stage with an error after the file is written. Where no reward model is
-trained (`reward.enabled: false`), the file says that none had to pass. docs/gate.md says what is measured and how it is judged.
+The verdict is always in metrics/gate.json. A rejection ends the stage with an error after the file is written. Without a reward model
+(`reward.enabled: false`) the gate is not needed, and the file says that.
 """
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from rlhf_core.gate.checks import explain
 from rlhf_core.gate.looks import write_result
@@ -14,8 +15,9 @@ from rlhf_core.gate.run import judge_model, unjudged, with_registry
 from rlhf_core.paths import GATE_METRICS, PREPARED, REWARD_HELDOUT, REWARD_MODEL
 from rlhf_core.stage.files import source_judges, write_json
 from rlhf_core.stage.run import Stage, StageFailed, no_arguments
+from rlhf_core.stage.training import infer
 
-NOT_NEEDED = "not needed: no reward model was trained, for reward.enabled is false."
+NOT_NEEDED = "not needed: no reward model was trained, since reward.enabled is false."
 
 log = logging.getLogger("rlhf")
 
@@ -23,11 +25,11 @@ log = logging.getLogger("rlhf")
 def main() -> None:
     with Stage("gate_reward", resumable=False) as stage:
         config, needed = stage.params.gate, stage.params.reward.enabled
-        where = {"heldout": REWARD_HELDOUT, "prepared": PREPARED, "reward_model": REWARD_MODEL, "scratch": stage.scratch}
+        where = {"heldout": REWARD_HELDOUT, "prepared": PREPARED, "reward_model": REWARD_MODEL, "infer": partial(infer, stage)}
         try:
             judged = judge_model(stage.params, source_judges=source_judges(), **where) if needed else None
             gate = judged or unjudged(config, NOT_NEEDED, needed=False)
-        except (ValueError, FileNotFoundError) as error:  # nothing can be judged without scores, promoted models and external pairs
+        except (ValueError, FileNotFoundError) as error:  # scores, promoted models or external pairs can't be read
             gate = unjudged(config, str(error), needed=True)
         gate = with_registry(gate, config, REWARD_MODEL)
         if (look := gate["look"]) is not None:

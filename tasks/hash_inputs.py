@@ -1,6 +1,6 @@
-"""Stage hash_inputs: the hashes of what a run reads that isn't the project's own, for DVC to watch (rlhf_core/provenance/inputs.py).
+"""Stage hash_inputs: hashes of a run's external inputs, for DVC to track (rlhf_core/provenance/inputs.py).
 
-DVC runs this stage each time; what depends on its file runs when a hash in it has changed. Writes data/inputs.json.
+DVC runs this stage every time. Stages that depend on its file rerun if a hash in it has changed. Writes data/inputs.json.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stage prepare_data: sources in, canonical rows, their split and the tokenizer out.
 
 Writes data/prepared/<use>.parquet for the uses that have rows, data/prepared/slices.parquet where sources name columns for the
-gate's slices, data/prepared/sources.json (what each source is and gave), models/tokenizer/, metrics/prepare_data.json and
+gate's slices, data/prepared/sources.json (origin and rows of each source), models/tokenizer/, metrics/prepare_data.json and
 plots/token_lengths.csv. The same parameters give the same bytes.
 """
 

@@ -1,9 +1,9 @@
-"""Stage report: everything the chain has measured as one HTML file that opens anywhere, offline.
+"""Stage report: all measurements of the chain in one HTML file that opens offline.
 
     python -m tasks.report                                                  the stage: reports/report.html, of a whole chain
     python -m tasks.report --stopped-at gate_reward [--because MESSAGE]     reports/stopped.html, of one that ended there
 
-The page of a stopped chain is no output of DVC: the flow makes it, or you do. The next whole report takes it away.
+The page of a stopped chain is no output of DVC: the flow makes it, or the user does. The next whole report deletes it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rlhf_core.stage.run import Stage, stage_arguments
 def main() -> None:
     parser = stage_arguments(__doc__)
     parser.add_argument("--stopped-at", choices=list(FILES), metavar="STAGE", help="a page of what there is of a chain that ended here")
-    parser.add_argument("--because", default="", metavar="MESSAGE", help="what the stage said")
-    asked = parser.parse_args()
-    if asked.stopped_at is not None:
-        return write_stopped(asked.stopped_at, asked.because)
+    parser.add_argument("--because", default="", metavar="MESSAGE", help="of the stage, for the page")
+    arguments = parser.parse_args()
+    if arguments.stopped_at is not None:
+        return write_stopped(arguments.stopped_at, arguments.because)
     with Stage("report", resumable=False) as stage:
         write(render(read_inputs(stage.params, stage.fingerprint)), REPORT)
         STOPPED_REPORT.unlink(missing_ok=True)
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def write_stopped(stage: str, because: str) -> None:
-    """The page of a chain that ended early: only what the stages up to that one have made, for later files are an earlier run's."""
+    """Write the page of a chain that ended early, from results up to `stage`, since later files are an earlier run's."""
     order = list(FILES)
     states = {name: "done" if i < order.index(stage) else "not reached" for i, name in enumerate(order)} | {stage: "stopped here"}
     try:

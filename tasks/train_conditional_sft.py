@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from functools import partial
 
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import GATE_METRICS, PREPARED, REWARD_MODEL, SFT_MODEL
 from rlhf_core.stage.files import read_json
 from rlhf_core.stage.run import Stage, check_gate, no_arguments, publish_policy
+from rlhf_core.stage.training import infer, train
 
 log = logging.getLogger("rlhf")
 
@@ -21,30 +23,25 @@ def main() -> None:
         params, config = stage.params, stage.params.conditional_sft
         gate = read_json(GATE_METRICS) if config.label_by == "scores" else None
         override = None if gate is None else check_gate(gate)
-        from rlhf_core.engines.deepspeed_engine import join_world
         from rlhf_core.models.tokenizer import load_tokenizer
         from rlhf_core.trainers.conditional import asking_tokenizer, encode_with_levels, quality_levels, rated_responses
-        from rlhf_core.trainers.sft import COLUMNS, finetune
+        from rlhf_core.trainers.sft import finetune
 
         stage.use_threads()
         tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code)
         responses = {split: rated_responses(read_rows(PREPARED, "preference", split)) for split in ("train", "validation")}
-        stopped = {"stop_requested": lambda: stage.stop_requested}
-        levels, borders = quality_levels(responses, config, REWARD_MODEL, model=params.model, **stopped)
+        levels, borders = quality_levels(responses, config, REWARD_MODEL, infer=partial(infer, stage))
         how = {"max_length": params.model.max_length, "train_on_thoughts": params.sft.train_on_thoughts}
         examples, too_long = encode_with_levels(tokenizer, responses["train"], levels["train"], **how)
         heldout, _ = encode_with_levels(tokenizer, responses["validation"], levels["validation"], **how)
         counts = Counter(levels["train"])
         per_level = {str(level): counts[level] for level in range(config.levels)}
         log.info("train_policy: responses per quality level %s, without one %d", per_level, counts[None])
-        join_world()
-        loop = stage.loop(config, COLUMNS, first_step=0)
-        trained = finetune(SFT_MODEL, examples, heldout, config, pad_id=tokenizer.pad_token_id, model=params.model, loop=loop)
-        made = {"responses": len(examples), "per_level": per_level, "without_level": counts[None], "dropped_too_long": too_long}
-        made |= {"loss": stage.recent_mean("loss"), **trained.metrics, "override": override}
         asking = asking_tokenizer(tokenizer, levels=config.levels, wanted=config.wanted)
-        metrics = {"method": "conditional_sft", "borders": borders, **made}
-        publish_policy(stage, trained.model, trained.engine.state_dict(), asking, metrics, gate=gate)
+        figures = train(stage, config, finetune, SFT_MODEL, examples, heldout, config, asking)
+        made = {"responses": len(examples), "per_level": per_level, "without_level": counts[None], "dropped_too_long": too_long}
+        made |= {"loss": stage.recent_mean("loss"), **figures, "override": override}
+        publish_policy(stage, {"method": "conditional_sft", "borders": borders, **made}, gate=gate)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,32 @@
-"""Stage train_policy with method dpo: the policy learns from the pairs themselves; reward model and gate play no part."""
+"""Stage train_policy with method dpo: train on preference pairs, without reward model and gate."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import PREPARED, SFT_MODEL
 from rlhf_core.stage.run import Stage, no_arguments, publish_policy
+from rlhf_core.stage.training import TrainRun, train
 
 
 def main() -> None:
     with Stage("train_policy") as stage:
-        from rlhf_core.engines.deepspeed_engine import join_world
-        from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_pairs
+        publish_policy(stage, train(stage, stage.params.dpo, train_dpo))
 
-        params = stage.params
-        stage.use_threads()
-        join_world()
-        loop = stage.loop(params.dpo, COLUMNS, first_step=0)
-        run = PreferenceRun(SFT_MODEL, params.dpo.steps, params.model, stage.scratch, loop)
-        rows = {split: read_rows(PREPARED, "preference", split) for split in ("train", "validation")}
-        trained = train_on_pairs(rows["train"], rows["validation"], params.dpo, run)
-        publish_policy(stage, trained.model, trained.engine.state_dict(), trained.tokenizer, {"method": "dpo", **trained.metrics})
+
+def train_dpo(run: TrainRun) -> dict[str, Any]:
+    """On every rank."""
+    from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_pairs
+
+    params = run.params
+    loop = run.loop(params.dpo, COLUMNS, first_step=0)
+    rows = {split: read_rows(PREPARED, "preference", split) for split in ("train", "validation")}
+    trained = train_on_pairs(
+        rows["train"], rows["validation"], params.dpo, PreferenceRun(SFT_MODEL, params.dpo.steps, params.model, run.scratch, loop)
+    )
+    run.save_model(trained.model, trained.engine.state_dict(), trained.tokenizer)
+    return {"method": "dpo", **trained.metrics}
 
 
 if __name__ == "__main__":

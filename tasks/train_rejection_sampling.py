@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from rlhf_core.config import ScorerConfig
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import GATE_METRICS, PREPARED, REWARD_MODEL, SFT_MODEL
 from rlhf_core.stage.files import has_labels, read_json, source_judges
 from rlhf_core.stage.run import Stage, check_gate, no_arguments, publish_policy
+from rlhf_core.stage.training import infer, train
 
 
 def main() -> None:
@@ -14,8 +17,9 @@ def main() -> None:
         params, config = stage.params, stage.params.rejection_sampling
         override, gate = check_inputs(config.scorers)
         from rlhf_core.models.tokenizer import load_tokenizer
-        from rlhf_core.trainers.rejection_sampling import scored_responses, train_on_best
-        from rlhf_core.trainers.sft import COLUMNS
+        from rlhf_core.trainers.rejection_sampling import best_demonstrations, heldout_demonstrations, scored_responses
+        from rlhf_core.trainers.sft import finetune
+        from rlhf_core.trainers.supervised import hold_out
 
         stage.use_threads()
         tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code)
@@ -27,17 +31,19 @@ def main() -> None:
             reward_model=REWARD_MODEL,
             source_judges=source_judges(),
             model=params.model,
-            threads=params.cluster.threads,
             seed=params.seed,
             scratch=stage.scratch,
-            check_stop=stage.check_stop,
+            infer=partial(infer, stage),
         )
-        heldout_rows = read_rows(PREPARED, "sft", "validation") if (PREPARED / "sft.parquet").exists() else []
-        how = {"policy": SFT_MODEL, "sft": params.sft, "model": params.model, "loop": stage.loop(config, COLUMNS, first_step=0)}
-        trained, metrics = train_on_best(groups, heldout_rows, tokenizer, config, **how)
+        examples, metrics = best_demonstrations(groups, tokenizer, config)
+        if config.keep_best:  # by what the policy is trained towards; the data's demonstrations only show how far it moves from them
+            examples, heldout = hold_out(examples)
+        else:
+            rows = read_rows(PREPARED, "sft", "validation") if (PREPARED / "sft.parquet").exists() else []
+            heldout = heldout_demonstrations(rows, tokenizer, params.sft, max_length=params.model.max_length)
+        metrics |= train(stage, config, finetune, SFT_MODEL, examples, heldout, config, tokenizer)
         metrics["dropped"]["too_long"] = too_long
-        metrics |= {"loss": stage.recent_mean("loss"), "override": override}
-        publish_policy(stage, trained.model, trained.engine.state_dict(), tokenizer, metrics, gate=gate)
+        publish_policy(stage, metrics | {"loss": stage.recent_mean("loss"), "override": override}, gate=gate)
 
 
 def check_inputs(scorers: list[ScorerConfig]) -> tuple[str | None, dict | None]:

@@ -1,18 +1,23 @@
-"""Stage train_reward: a scalar head on the SFT model, and its scores of the held-out pairs, which the gate judges by.
+"""Stage train_reward: train a scalar head on the SFT model, and score the held-out pairs for the gate.
 
-With `reward.enabled: false` there is no reward model, and each output of the stage says so.
+With `reward.enabled: false` no reward model is trained, and the outputs contain the reason.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
+from rlhf_core.data.heldout import as_heldout_table
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import CURVES, PLOTS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, SFT_MODEL, STAGE_METRICS
 from rlhf_core.stage.files import publish, write_json
 from rlhf_core.stage.run import Stage, no_arguments, publish_training
+from rlhf_core.stage.training import TrainRun, train
 
+COLUMNS = ("step", "phase", "loss", "accuracy", "heldout_loss", "heldout_accuracy", "learning_rate", "grad_norm")  # of the curves
 NOT_TRAINED = {"trained": False, "reason": "reward.enabled is false"}
+HELDOUT = "heldout.parquet"  # in the stage's scratch folder
 
 
 def main() -> None:
@@ -24,33 +29,34 @@ def main() -> None:
 
 
 def train_members(stage: Stage) -> None:
-    from rlhf_core.engines.deepspeed_engine import join_world
-    from rlhf_core.models.tokenizer import load_tokenizer
-    from rlhf_core.trainers.ensemble import COLUMNS, train_ensemble
-
-    params = stage.params
-    stage.use_threads()
-    join_world()
-    tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code)
-    metrics, heldout = train_ensemble(
-        SFT_MODEL,
-        lambda split: read_rows(PREPARED, "preference", split),
-        tokenizer,
-        params.reward,
-        stage.scratch / "model",
-        model=params.model,
-        seed=params.seed,
-        loop=partial(stage.loop, params.reward, COLUMNS),
-    )
-    REWARD_HELDOUT.parent.mkdir(parents=True, exist_ok=True)
-    heldout.to_parquet(REWARD_HELDOUT, index=False)
+    metrics = train(stage, stage.params.reward, train_on_rank)
+    publish(stage.scratch / HELDOUT, REWARD_HELDOUT)
     publish_training(stage, stage.scratch / "model", REWARD_MODEL, stage.card("reward", "Bradley-Terry on pairs", metrics), metrics)
 
 
-def write_nothing(stage: Stage) -> None:
-    """Outputs without a model: DVC and later stages find every file, and none that could be taken for a model."""
-    from rlhf_core.trainers.ensemble import COLUMNS, as_heldout_table
+def train_on_rank(run: TrainRun) -> dict[str, Any]:
+    """On every rank."""
+    from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.trainers.ensemble import train_ensemble
 
+    params = run.params
+    metrics, heldout = train_ensemble(
+        SFT_MODEL,
+        lambda split: read_rows(PREPARED, "preference", split),
+        load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code),
+        params.reward,
+        model=params.model,
+        seed=params.seed,
+        loop=partial(run.loop, params.reward, COLUMNS),
+        save=run.save_model,
+    )
+    if heldout is not None:
+        heldout.to_parquet(run.scratch / HELDOUT, index=False)
+    return metrics
+
+
+def write_nothing(stage: Stage) -> None:
+    """Write outputs without a model, so that DVC and later stages find every file and none looks like a model."""
     write_json(stage.scratch / "model" / "not_trained.json", NOT_TRAINED)
     publish(stage.scratch / "model", REWARD_MODEL)
     PLOTS.mkdir(exist_ok=True)

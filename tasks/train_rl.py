@@ -7,7 +7,7 @@ import shutil
 from rlhf_core.paths import METRICS, PLOTS, POLICY_MODEL
 from rlhf_core.stage.files import publish_model, read_json, write_json
 from rlhf_core.stage.run import Stage, no_arguments
-from rlhf_core.trainers.rl.submit import check_rewards, final_figures, submit_job, uses_chain_reward_model
+from rlhf_core.trainers.rl.submit import check_rewards, final_figures, run_rl, uses_chain_reward_model
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
         rl, gate = stage.params.rl, read_json(METRICS / "gate.json")
         override = check_rewards(rl, gate)
         output = stage.scratch / "policy"
-        submit_job(stage, output)
+        run_rl(stage, output)
         facts = stage.card("policy", f"rl ({rl.algorithm})", {}, gate=gate if uses_chain_reward_model(rl) else None)
         publish_model(output, POLICY_MODEL, facts)
         PLOTS.mkdir(exist_ok=True)

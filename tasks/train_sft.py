@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import PREPARED, SFT_MODEL, TOKENIZER
 from rlhf_core.stage.run import Stage, no_arguments, publish_training
+from rlhf_core.stage.training import TrainRun, train
 
 
 def main() -> None:
     with Stage("train_sft") as stage:
-        from rlhf_core.engines.deepspeed_engine import join_world
-        from rlhf_core.models.build import new_language_model, save_model
-        from rlhf_core.models.tokenizer import load_tokenizer
-        from rlhf_core.trainers.sft import COLUMNS, pretrain, train_on_demonstrations
-
-        params, config = stage.params, stage.params.sft
-        stage.use_threads()
-        join_world()
-        tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=params.model.trust_remote_code)
-        model = new_language_model(params.model, tokenizer, seed=params.seed)
-        first_step = 0
-        if params.model.path is None and (PREPARED / "pretrain.parquet").exists() and config.pretrain.steps > 0:
-            texts = read_rows(PREPARED, "pretrain", "train")
-            first_step = pretrain(
-                model, tokenizer, texts, config, model_config=params.model, loop=stage.loop(config, COLUMNS, first_step=0)
-            )
-        engine, metrics = train_on_demonstrations(
-            model,
-            tokenizer,
-            read_rows(PREPARED, "sft", "train"),
-            read_rows(PREPARED, "sft", "validation"),
-            config,
-            loop=stage.loop(config, COLUMNS, first_step=first_step),
-            model_config=params.model,
-        )
-        save_model(model, engine.state_dict(), tokenizer, stage.scratch / "model")
+        metrics = train(stage, stage.params.sft, train_sft)
         publish_training(stage, stage.scratch / "model", SFT_MODEL, stage.card("sft", "supervised fine-tuning", metrics), metrics)
+
+
+def train_sft(run: TrainRun) -> dict[str, Any]:
+    """On every rank."""
+    from rlhf_core.engines.deepspeed_engine import release_memory
+    from rlhf_core.models.build import new_language_model
+    from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.trainers.sft import COLUMNS, pretrain, train_on_demonstrations
+
+    params, config = run.params, run.params.sft
+    tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=params.model.trust_remote_code)
+    model = new_language_model(params.model, tokenizer, seed=params.seed)
+    first_step = 0
+    if params.model.path is None and (PREPARED / "pretrain.parquet").exists() and config.pretrain.steps > 0:
+        texts, loop = read_rows(PREPARED, "pretrain", "train"), run.loop(config, COLUMNS, first_step=0)
+        weights, first_step = pretrain(model, tokenizer, texts, config, model_config=params.model, loop=loop)
+        model = texts = None
+        release_memory()
+        model = new_language_model(params.model, tokenizer, seed=params.seed)
+        model.load_state_dict(weights)
+    engine, metrics = train_on_demonstrations(
+        model,
+        tokenizer,
+        read_rows(PREPARED, "sft", "train"),
+        read_rows(PREPARED, "sft", "validation"),
+        config,
+        loop=run.loop(config, COLUMNS, first_step=first_step),
+        model_config=params.model,
+    )
+    run.save_model(model, engine.state_dict(), tokenizer)
+    return metrics
 
 
 if __name__ == "__main__":

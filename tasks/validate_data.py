@@ -1,6 +1,6 @@
-"""Stage validate_data: what prepare_data wrote must satisfy every expectation, or the chain stops before any training.
+"""Stage validate_data: check the prepared data against every expectation, and stop the chain before training if one fails.
 
-Reads data/prepared and models/tokenizer. Writes the verdict to metrics/validation.json, whatever it is, and the Data Docs for people. If an
+Reads data/prepared and models/tokenizer. Always writes the verdict to metrics/validation.json, and the Data Docs for people. If an
 expectation fails, the stage ends with an error that names expectations, counts and rows.
 """
 
@@ -10,7 +10,7 @@ import logging
 
 from rlhf_core.config import needs_pairs, rows_needed
 from rlhf_core.data.schema import open_tables
-from rlhf_core.paths import DATA_DOCS, METRICS, PREPARED, TOKENIZER
+from rlhf_core.paths import DATA_ACCEPTED, DATA_DOCS, PREPARED, STAGE_METRICS, TOKENIZER
 from rlhf_core.stage.files import publish, write_json
 from rlhf_core.stage.run import Stage, StageFailed, no_arguments
 
@@ -21,7 +21,7 @@ def main() -> None:
     with Stage("validate_data", resumable=False) as stage:
         tables = open_tables(PREPARED)
         logging.getLogger("great_expectations").setLevel(logging.WARNING)
-        # Imported here: it takes seconds, and by now wrong parameters and unreadable files are refused.
+        # Imported late because it takes seconds: invalid params and unreadable files are refused first.
         from rlhf_core.data.validation.measures import load_prepared_tokenizer
         from rlhf_core.data.validation.validate import summary, validate
 
@@ -35,7 +35,7 @@ def main() -> None:
             pairs=needs_pairs(params),
             docs=docs,
         )
-        write_json(METRICS / "validation.json", summary(findings, tables, max_reported_ids=params.validation.max_reported_ids))
+        write_json(STAGE_METRICS["validate_data"], summary(findings, tables, max_reported_ids=params.validation.max_reported_ids))
         if docs.is_dir():
             publish(docs, DATA_DOCS)
         for finding in findings:
@@ -45,7 +45,7 @@ def main() -> None:
         if failed:
             failed.append(f"{len(failed)} of {len(findings)} expectations failed; nothing is trained on this data")
             raise StageFailed("\n".join(failed))
-        write_json(METRICS / "data_accepted.json", {"accepted": True})
+        write_json(DATA_ACCEPTED, {"accepted": True})
         log.info("%d expectations met by %d rows", len(findings), sum(table.metadata.num_rows for table in tables.values()))
 
 

@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[1]
 
 def heldout(rows: Pairs, *, texts: list[tuple[str, str]] | None = None) -> Heldout:
     """Held-out pairs with texts of chosen and rejected; by default all responses differ."""
-    said = texts or [(f"c{i}", f"r{i}") for i in range(len(rows))]
+    message = texts or [(f"c{i}", f"r{i}") for i in range(len(rows))]
     prepared = [
-        {"messages": [{"role": "user", "content": p}], "chosen": a, "rejected": b} for p, (a, b) in zip(rows.prompts, said, strict=True)
+        {"messages": [{"role": "user", "content": p}], "chosen": a, "rejected": b} for p, (a, b) in zip(rows.prompts, message, strict=True)
     ]
     return Heldout(rows, prepared, np.zeros(len(rows)), np.zeros(len(rows)))
 

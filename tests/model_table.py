@@ -36,15 +36,15 @@ def main() -> None:
     parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
     parser.add_argument("--write", action="store_true", help="write the table to docs/tables/models.csv")
     parser.add_argument("--one", metavar="FAMILY", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.one is not None:
-        print(json.dumps(one_family(asked.one, asked.columns)))
+    requested = parser.parse_args()
+    if requested.one is not None:
+        print(json.dumps(one_family(requested.one, requested.columns)))
         return
     rows = {}
-    for family in asked.only or names():
-        rows[family] = in_process(family, asked.columns)
+    for family in requested.only or names():
+        rows[family] = in_process(family, requested.columns)
         print(family, *(f"{column}: {cell(found)}" for column, found in rows[family].items()), sep="\n    ", flush=True)
-    if asked.write:
+    if requested.write:
         write(rows)
     sys.exit(any(is_wrong(found) for cells in rows.values() for found in cells.values()))
 

@@ -12,7 +12,8 @@ from rlhf_core.provenance.lineage import lineage
 
 GATE = {"needed": True, "passed": True, "message": "passed: it did", "override": None}
 PROMOTION = {"require_approval": True, "approval_timeout": 60, "allowed_signers": None}
-PARAMS = {"seed": 1, "alignment": {"method": "rl"}, "promotion": PROMOTION}
+RL = {"algorithm": "grpo", "reward": {"scorers": [{"name": "reward_model", "kind": "reward_model"}]}}
+PARAMS = {"seed": 1, "alignment": {"method": "rl"}, "rl": RL, "reward": {"enabled": True}, "promotion": PROMOTION}
 PATHS = {"reward-model": "models/reward", "policy": "models/policy"}
 
 

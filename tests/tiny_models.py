@@ -116,6 +116,8 @@ def settings(**changes: Any) -> EngineSettings:
         "max_grad_norm": 0.5,
         "zero_stage": 0,
         "offload_optimizer": False,
+        "offload_parameters": False,
+        "gradient_checkpointing": False,
         "dtype": "float32",
         "seed": 0,
         "disable_dropout": False,

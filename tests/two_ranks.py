@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
-from tiny_models import demonstrations, negative_logprob_step, policy_engine, rl_job, sequences, share, train_batch
+import torch.distributed as dist
+from rank_processes import SPAWN, run_processes
+from tiny_models import PAD, demonstrations, negative_logprob_step, policy_engine, rl_job, sequences, share, train_batch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
-from rlhf_core.engines.ports import free_ports
+from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, gathered_weights, sum_over_ranks
+from rlhf_core.engines.frozen import FrozenModel
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
+from rlhf_core.models.batch import collate_tokens
+from rlhf_core.models.build import load_language_model
+from rlhf_core.models.forward import PolicyModule
 from rlhf_core.trainers.rl.minibatch import Minibatch
 from rlhf_core.trainers.rl.rank import TrainerRank
 
+Address = tuple[str, int] | None
 STAGES = (0, 2, 3)
-DEADLINE = 240  # seconds; two processes import torch and deepspeed on a machine that may be busy
+DEADLINE = 280  # seconds; two processes import torch and deepspeed on a machine that may be busy
 BATCHES = [sequences(8, seed=k) for k in range(4)]
+SCORER = {"name": "reward_model", "kind": "reward_model", "weight": 1.0, "normalization": "initial", "members": 2}
+LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
 # Every policy loss, aggregation, and part of an optimizer step; "experts" has a model of its own, and "ppo" ends its first step early.
+# "adapters" has two reward models, a reference that the policy replaces, and layers that are computed again.
 CASES = {
     "ppo": {"rl.max_approx_kl": 1.0, "rl.ptx.coef": 0.5, "rl.ppo.critic_init": "reward_model"},
     "gspo": {"rl.algorithm": "rloo", "rl.policy_loss": "gspo", "rl.clip_low": 0.9, "rl.clip_high": 3.0},
+    "adapters": {
+        "rl.lora": LORA,
+        "rl.ppo.critic_init": "reward_model_trunk",
+        "rl.reward.scorers": [SCORER],
+        "reward.ensemble": 2,
+        "rl.kl.refresh_reference_every": 1,
+        "rl.trainer.gradient_checkpointing": True,
+    },
     "experts": {
         "rl.algorithm": "rloo",
         "rl.policy_loss": "cispo",
@@ -41,17 +61,32 @@ def sft_steps(engine: TrainEngine, batches: list[list[list[int]]], *, rank: int,
     ]
 
 
-def rl_case(case: str, folders: tuple[Path, Path, Path], *, stage: int, rank: int, ranks: int, port: int) -> dict:
-    """A rank's results of a forward pass and two updates, and its weights after them."""
+def alone(address: Address) -> Address:
+    """One rank needs no other's address."""
+    return address
+
+
+def rl_case(
+    case: str, folders: tuple[Path, Path, Path], *, stage: int, rank: int, ranks: int, agree: Callable[[Address], Address] = alone
+) -> dict:
+    """A rank's results of a forward pass, of scores by the reward model and of two updates, and its weights after them.
+
+    Args:
+        agree: gives every rank the address of rank 0.
+    """
     sft, reward, experts = folders
     options = {"rl.trainer.zero_stage": stage, "rl.trainer.microbatch_tokens": 30, **CASES[case]}
     trainer = TrainerRank(rank, ranks, rl_job(experts if case == "experts" else sft, reward, **options))
-    trainer.connect("127.0.0.1", port)
+    trainer.connect(agree(trainer.address()))
     size = len(FORWARD) // ranks
     mine = slice(size * rank, size * (rank + 1))
     forward = trainer.forward(FORWARD[mine], STARTS[mine])
+    scores = trainer.score_by_reward_model("reward_model", [*FORWARD[mine], None] if rank == 0 else [])
     totals = [trainer.update(minibatches, kl_coef=0.2, train_policy=True).totals for minibatches in rl_steps(case, rank=rank, ranks=ranks)]
-    return {"forward": forward, "totals": totals, "weights": trainer.weights()}
+    if case == "adapters":
+        trainer.refresh_reference()
+        forward |= {"refreshed": trainer.forward(FORWARD[mine], STARTS[mine])["ref_logprobs"]}
+    return {"forward": forward, "scores": scores, "totals": totals, "weights": trainer.weights()}
 
 
 def rl_steps(case: str, *, rank: int, ranks: int) -> list[list[Minibatch]]:
@@ -66,6 +101,49 @@ def rl_steps(case: str, *, rank: int, ranks: int) -> list[list[Minibatch]]:
             batch.old_logprobs[::2] -= 3.0  # by rank 0 alone; rank 1's own tokens would not end the step
         minibatches.append(share(batch, demonstrations(6, seed=seed), rank=rank, ranks=ranks))
     return [minibatches[:2], minibatches[2:]]
+
+
+def reductions(sft: Path, *, stage: int, rank: int) -> tuple[int, int]:
+    """Reductions of gradients during the backward passes of three micro-batches, and in the optimizer's step."""
+    engine, counts = policy_engine(sft, zero_stage=stage), []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"):
+            collective = getattr(dist, name)
+            patch.setattr(dist, name, lambda *args, _run=collective, **kwargs: counts.append(1) or _run(*args, **kwargs))
+        for ids in BATCHES[:3]:
+            engine.backward(engine(collate_tokens(ids[rank::2], [1] * 4, pad_id=PAD)).logprobs.mean())
+        during = len(counts)
+        engine.step()
+    return during, len(counts) - during
+
+
+def private_bytes() -> int:
+    """Memory of this process that no file backs."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return 1024 * int(line.split()[1])
+
+
+def sharded_loading(folder: Path) -> dict[str, float]:
+    """Private memory that a model takes as it is loaded and sharded, and the weights that are whole while all are read; bytes, over those
+    of the whole model.
+    """
+    files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    before = private_bytes()
+    module = PolicyModule(load_language_model(folder))
+    loaded = private_bytes()
+    model = FrozenModel(module, dtype="float32", zero_stage=3, offload=False)
+    sharded, whole = private_bytes(), []
+    large = [p for p in module.parameters() if p.ds_numel > 1e5]  # DeepSpeed keeps smaller ones whole
+    for _ in gathered_weights(module):
+        whole.append(sum(4 * p.numel() for p in large))
+    assert model.sharded and all(p.numel() == 0 for p in large)
+    return {"loaded": (loaded - before) / files, "sharded": (sharded - before) / files, "gathered": max(whole) / files}
+
+
+def save_large(folder: Path) -> None:
+    """A model of 50 MB, of which the embedding and the head are 8 MB each."""
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=8000, dtype="float32", **shape)).save_pretrained(folder)
 
 
 def saved_by_one_rank(sft: Path, folder: Path) -> None:
@@ -85,24 +163,32 @@ def load_of_other_ranks(engine: TrainEngine, folder: Path, name: str) -> None:
         engine.load(folder, name)
 
 
-def rank_main(rank: int, ports: list[int], folders: tuple[Path, Path, Path], out: Path) -> None:
+def rank_main(rank: int, addresses: multiprocessing.Queue, folders: tuple[Path, Path, Path], out: Path) -> None:
     """Run one of two ranks; writes its results to `out`."""
+
+    def agree(address: Address) -> Address:
+        if rank == 1:
+            return addresses.get(timeout=DEADLINE)
+        addresses.put(address)
+        return address
+
     results: dict = {"rl": {}, "sft": {}, "resumed": {}, "grown": {}}
-    unused = iter(ports)
     for stage in STAGES:
-        results["rl"][stage] = {case: rl_case(case, folders, stage=stage, rank=rank, ranks=2, port=next(unused)) for case in CASES}
+        results["rl"][stage] = {case: rl_case(case, folders, stage=stage, rank=rank, ranks=2, agree=agree) for case in CASES}
         engine = policy_engine(folders[0], zero_stage=stage)
         steps = sft_steps(engine, BATCHES[:2], rank=rank, ranks=2)
         engine.save(out / "engines", f"stage-{stage}")
         steps += sft_steps(engine, BATCHES[2:], rank=rank, ranks=2)
-        results["sft"][stage] = (steps, engine.state_dict())
+        results["sft"][stage] = (steps, engine.state_dict(every_rank=True))
         again = policy_engine(folders[0], zero_stage=stage)
         again.load(out / "engines", f"stage-{stage}")
         again.save(out / "again", f"stage-{stage}")
-        results["resumed"][stage] = (sft_steps(again, BATCHES[2:], rank=rank, ranks=2), again.state_dict())
+        results["resumed"][stage] = (sft_steps(again, BATCHES[2:], rank=rank, ranks=2), again.state_dict(every_rank=True))
         grown = policy_engine(folders[0], zero_stage=stage)
         load_of_other_ranks(grown, out / "one", f"stage-{stage}")
-        results["grown"][stage] = (sft_steps(grown, BATCHES[2:], rank=rank, ranks=2), grown.state_dict())
+        results["grown"][stage] = (sft_steps(grown, BATCHES[2:], rank=rank, ranks=2), grown.state_dict(every_rank=True))
+    results["reductions"] = [reductions(folders[0], stage=stage, rank=rank) for stage in range(3)]
+    results["loading"] = sharded_loading(out / "large")
     results["equal_count"] = equal_count([[0, 1, 2, 3, 4]] if rank == 0 else [[0], [1], [2]])
     try:
         equal_count([[0]] if rank == 0 else [[0], [1]])
@@ -118,19 +204,6 @@ def run_two_ranks(folders: tuple[Path, Path, Path], out: Path) -> list[dict]:
     Raises:
         RuntimeError: a rank failed, or exceeded DEADLINE seconds.
     """
-    spawn = multiprocessing.get_context("spawn")
-    ports = free_ports(len(STAGES) * len(CASES))
-    ranks = [spawn.Process(target=rank_main, args=(rank, ports, folders, out)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    try:
-        for process in ranks:
-            process.join(DEADLINE)
-        codes = [process.exitcode for process in ranks]
-        if codes != [0, 0]:
-            raise RuntimeError(f"two ranks: expected both to end with 0 within {DEADLINE} s, got {codes}; their tracebacks are above")
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+    addresses = SPAWN.Queue()
+    run_processes(rank_main, [(rank, addresses, folders, out) for rank in range(2)], deadline=DEADLINE)
     return [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]

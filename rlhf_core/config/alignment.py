@@ -28,6 +28,7 @@ class DpoConfig(TrainingConfig):
     reference: Literal["precomputed", "live"]
 
     def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
         if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
             yield (
                 f"label_smoothing: expected 0 with loss {self.loss}, got {self.label_smoothing}; only sigmoid (conservative DPO) "
@@ -55,6 +56,7 @@ class KtoConfig(TrainingConfig):
     reference: Literal["precomputed", "live"]
 
     def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
         if not self.desirable_weight and not self.undesirable_weight:
             yield "desirable_weight: expected above 0 here or in undesirable_weight, got 0 in both; nothing would be learned"
         if self.loss == "kto" and self.batch_size < 2:
@@ -83,6 +85,7 @@ class RejectionSamplingConfig(TrainingConfig):
     min_score: float | None
 
     def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
         yield from raw_scorer_conflicts(self.scorers)
 
 
@@ -95,6 +98,7 @@ class ConditionalSftConfig(TrainingConfig):
     wanted: int = Field(ge=0)
 
     def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
         if self.wanted >= self.levels:
             yield f"wanted: expected a level from 0 to {self.levels - 1}, got {self.wanted}; the highest is the best"
         if self.label_by == "preference" and self.levels != 2:

@@ -34,7 +34,7 @@ class IncumbentConfig(Section):
 
 
 class RolledBackConfig(IncumbentConfig):
-    """A reward model that was promoted and then taken back, and why."""
+    """A reward model that was promoted and then rolled back, and why."""
 
     reason: str
 
@@ -51,7 +51,7 @@ class GateConfig(Section):
     max_format_shift: by which added white space or markup may move a score, in standard deviations of the scores.
     incumbent, anchor: the promoted reward model, and the most accurate one that was ever promoted; the flow writes both when it starts.
     max_regression: in accuracy; the lower bound of the difference to incumbent and anchor must not be below minus this.
-    rolled_back: reward models that were taken back, which never pass; the flow writes them when it starts.
+    rolled_back: reward models that were rolled back, which never pass; the flow writes them when it starts.
     override: the reason to use a reward model that does not pass.
     """
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import date
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from rlhf_core.config.base import Fraction, Section, shown
+
+Schedule = Literal["cosine", "linear", "constant", "wsd", "wsd_linear"]
+Optimizer = Literal["adamw", "adamw_8bit", "lion"]
 
 
 class ArchitectureConfig(Section):
@@ -69,24 +72,94 @@ class LoraConfig(Section):
     quantize: Literal["nf4"] | None = None
 
 
-class SharedTrainingConfig(Section):
+def offload_conflicts(zero_stage: int, *, offload_optimizer: bool, offload_parameters: bool) -> Iterator[str]:
+    """DeepSpeed moves to the host what ZeRO partitions: the optimizer's state from stage 1 on, parameters at stage 3."""
+    if offload_optimizer and zero_stage == 0:
+        yield "offload_optimizer: expected false with zero_stage=0, got true; set zero_stage to 1, 2 or 3, or offload_optimizer to false"
+    if offload_parameters and zero_stage < 3:
+        yield (
+            f"offload_parameters: expected false with zero_stage={zero_stage}, got true; set zero_stage to 3, or offload_parameters to "
+            "false"
+        )
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning rate, of the supervised stages and of rl.
+
+    schedule: of rlhf_core/algorithms/schedules.py. min_learning_rate_fraction: its last value, as a share of the peak.
+    decay_fraction: share of the steps over which wsd and wsd_linear decay.
+    eps: not of lion. ema_decay: of the average of the weights, which is what the stage publishes; None: the last weights.
+    """
+
+    schedule: Schedule = "cosine"
+    min_learning_rate_fraction: float = Fraction
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
+    optimizer: Optimizer = "adamw"
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(ge=0)
+    max_grad_norm: float = Field(gt=0)
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+
+    def warmup_conflicts(self, key: str, warmup: float) -> Iterator[str]:
+        """
+        Args:
+            key: of the warm-up. warmup: share of the steps.
+        """
+        if self.schedule.startswith("wsd") and warmup + self.decay_fraction > 1:
+            yield (
+                f"decay_fraction: expected at most {1 - warmup:.3g} with schedule {self.schedule}, which is the share of the steps after "
+                f"{key}, got {self.decay_fraction}; lower it or {key}"
+            )
+
+    def offload_conflicts(self, key: str, *, offload_optimizer: bool) -> Iterator[str]:
+        """
+        Args:
+            key: of `offload_optimizer`.
+        """
+        if self.optimizer == "adamw_8bit" and offload_optimizer:
+            yield f"optimizer: expected adamw or lion with {key}, got adamw_8bit, which is made for a GPU; change one of them"
+
+
+class SharedTrainingConfig(OptimizerConfig):
     """The section `training`, whose values a section takes over with `<<: *training`; a key that the section writes itself wins.
 
     YAML's merge key makes the values part of each section: DVC reruns a stage when a value that its section takes over changes, and not
     when the section has a value of its own.
+
+    sequence_parallel: ranks that share each sequence; ranks / sequence_parallel is the data-parallel size.
     """
 
     warmup_fraction: float = Fraction
-    min_learning_rate_fraction: float = Fraction
-    weight_decay: float = Field(ge=0)
-    max_grad_norm: float = Field(gt=0)
     microbatch_tokens: int = Field(gt=0)
+    ranks: int = Field(default=1, ge=1)
+    sequence_parallel: int = Field(default=1, ge=1)
     zero_stage: Literal[0, 1, 2, 3]
     offload_optimizer: bool
+    offload_parameters: bool = False
+    gradient_checkpointing: bool = False
     checkpoint_every: int = Field(gt=0)
     eval_every: int = Field(gt=0)
+    keep_best: bool = False
     disable_dropout: bool
     lora: LoraConfig | None
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks, or groups of ranks that share sequences, which take different examples."""
+        return self.ranks // self.sequence_parallel
+
+    @property
+    def _sharers(self) -> str:
+        own = f"ranks={self.ranks}"
+        return own if self.sequence_parallel == 1 else f"{own} / sequence_parallel={self.sequence_parallel}"
+
+    def conflicts(self) -> Iterator[str]:
+        if self.ranks % self.sequence_parallel:
+            yield f"sequence_parallel: expected a divisor of ranks={self.ranks}, got {self.sequence_parallel}; change one of them"
+        yield from offload_conflicts(self.zero_stage, offload_optimizer=self.offload_optimizer, offload_parameters=self.offload_parameters)
+        yield from self.warmup_conflicts("warmup_fraction", self.warmup_fraction)
+        yield from self.offload_conflicts("offload_optimizer", offload_optimizer=self.offload_optimizer)
 
 
 class TrainingConfig(SharedTrainingConfig):
@@ -94,6 +167,11 @@ class TrainingConfig(SharedTrainingConfig):
 
     batch_size: int = Field(gt=0)
     learning_rate: float = Field(gt=0)
+
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        if self.batch_size < self.data_parallel_size:
+            yield f"batch_size: expected at least {self._sharers}, got {self.batch_size}; raise it, so that each rank has an example"
 
 
 class PretrainConfig(Section):
@@ -107,6 +185,12 @@ class SftConfig(TrainingConfig):
     steps: int = Field(gt=0)
     train_on: Literal["last_turn", "all_turns"]
     train_on_thoughts: bool
+
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        if self.pretrain.steps and self.pretrain.batch_size < self.data_parallel_size:
+            got = self.pretrain.batch_size
+            yield f"pretrain.batch_size: expected at least {self._sharers}, got {got}; raise it, so that each rank has an example"
 
 
 class RewardConfig(TrainingConfig):

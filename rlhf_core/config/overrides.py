@@ -121,7 +121,8 @@ def set_key(tree: Any, dotted: str, value: Any) -> None:
             if last:
                 _insert(holder, part, value)
             else:
-                inherited = any(part in other and other[part] is holder.get(part) for other in _mappings(tree) if other is not holder)
+                others = (section for section in tree.values() if isinstance(section, dict) and section is not holder)
+                inherited = any(part in other and other[part] is holder.get(part) for other in others)
                 if part not in holder:
                     _insert(holder, part, {})
                 elif inherited and isinstance(holder[part], dict):  # a section's own copy of a mapping of `training`, such as lora
@@ -129,10 +130,6 @@ def set_key(tree: Any, dotted: str, value: Any) -> None:
                 holder = holder[part]
         else:
             raise ConfigError(f"override {shown(dotted)}: {_unknown(tree, holder, dotted, part)}")
-
-
-def _mappings(tree: dict[str, Any]) -> list[dict[str, Any]]:
-    return [section for section in tree.values() if isinstance(section, dict)]
 
 
 def _insert(holder: dict[str, Any], key: str, value: Any) -> None:

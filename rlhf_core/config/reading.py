@@ -51,7 +51,7 @@ _CREDENTIAL_PATTERNS = {kind: re.compile(shape, re.IGNORECASE if "address" in ki
 
 
 def credential_in(text: str) -> str | None:
-    """The kind of credential in a text, told by its shape; None where there is none. A password that is a plain word isn't recognised."""
+    """The kind of credential in a text, recognised by its shape; None: there is none. A password that is a plain word isn't recognised."""
     return next((kind for kind, pattern in _CREDENTIAL_PATTERNS.items() if pattern.search(text)), None)
 
 
@@ -198,7 +198,7 @@ def parse_params(tree: dict[str, Any], subject: str = "params", *, problems: Seq
     """The typed params of a tree.
 
     Args:
-        problems: lines that are known already; the message has them beside those found here.
+        problems: lines that are known already; the message lists them with those found here.
         rounds: for a series of rounds of iterative DPO, which reads further sections.
     Raises:
         ConfigError: a line for each key that is unknown or missing, or whose value is refused or conflicts with another, sorted by key.

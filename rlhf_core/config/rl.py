@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, Section, did_you_mean
-from rlhf_core.config.model import LoraConfig
+from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, did_you_mean
+from rlhf_core.config.model import LoraConfig, OptimizerConfig, Schedule
 from rlhf_core.config.rl_parts import (
     DEFAULT_LIMITS,
     CorrectionConfig,
@@ -31,16 +31,16 @@ from rlhf_core.config.scorers import ScoreConfig
 Algorithm = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"]
 
 
-class RlConfig(Section):
+class RlConfig(OptimizerConfig):
     algorithm: Algorithm
     steps: int = Field(gt=0)
     samples_per_step: int = Field(gt=0)
     minibatch_size: int = Field(gt=0)
     epochs: int = Field(ge=1)
     learning_rate: float = Field(gt=0)
+    schedule: Schedule = "constant"
     warmup_steps: int = Field(ge=0)
-    weight_decay: float = Field(ge=0)
-    max_grad_norm: float = Field(gt=0)
+    min_learning_rate_fraction: float = Field(default=0.0, ge=0, le=1)
     policy_loss: Literal["ppo_clip", "gspo", "cispo"]
     loss_aggregation: Literal["auto", "token_mean", "sequence_mean", "constant_horizon"]
     clip_low: float = Field(gt=0, lt=1)
@@ -115,6 +115,16 @@ class RlConfig(Section):
         """Whether a batch of rollouts is used for one optimizer step only."""
         return self.epochs == 1 and self.minibatch_size == self.samples_per_step
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run, where none is skipped and max_approx_kl ends no step early."""
+        return self.steps * self.epochs * (self.samples_per_step // self.minibatch_size)
+
+    @property
+    def policy_steps(self) -> int:
+        """Those of `optimizer_steps` that train the policy."""
+        return self.optimizer_steps // self.steps * sum(map(self.trains_policy, range(self.steps)))
+
     def trains_policy(self, step: int) -> bool:
         """Whether a step, counted from 0, trains the policy: in the first steps of PPO only the critic learns."""
         return self.algorithm != "ppo" or step >= self.ppo.critic_warmup_steps
@@ -155,6 +165,8 @@ class RlConfig(Section):
                 yield f"{what}: expected a multiple of trainer.ranks={self.trainer.ranks}, got {divided}; change one of them"
 
     def _combination_conflicts(self) -> Iterator[str]:
+        yield from self.warmup_conflicts("warmup_steps", min(1.0, self.warmup_steps / max(1, self.policy_steps)))
+        yield from self.offload_conflicts("trainer.offload_optimizer", offload_optimizer=self.trainer.offload_optimizer)
         if self.policy_loss == "gspo" and self.aggregation != "sequence_mean":
             yield (
                 f"loss_aggregation: expected sequence_mean or auto with policy_loss gspo, got {self.loss_aggregation}; GSPO has one "

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rlhf_core.config.base import Fraction, RolloutBackend, Section
+from rlhf_core.config.model import offload_conflicts
 
-# The share of a GPU for one actor; rlhf_core/trainers/rl/placement.py resolves auto.
-GpuShare = Literal["auto"] | Annotated[float, Field(gt=0, le=1)]
+# The share of a GPU for one actor; rlhf_core/planning/placement.py resolves auto.
+GpuShare = Literal["auto"] | Annotated[float, Field(gt=0)]
 
 
 class PpoConfig(Section):
@@ -143,6 +144,7 @@ class RolloutConfig(Section):
         return self.samples_any_token and self.min_new_tokens == 0
 
     def conflicts(self) -> Iterator[str]:
+        yield from share_conflicts("gpus_per_engine", self.gpus_per_engine, "a rollout engine", "engines")
         if self.recomputed_fraction < 1 and not self.samples_whole_distribution:
             yield (
                 f"recomputed_fraction: expected 1 with top_p, top_k or min_new_tokens, got {self.recomputed_fraction}; "
@@ -209,14 +211,30 @@ def completed_limits(monitor: dict[str, Any]) -> dict[str, Any]:
     return completed
 
 
+def share_conflicts(key: str, share: float | str, actor: str, count: str) -> Iterator[str]:
+    """
+    Args:
+        actor: what gets the share. count: the key of the number of such actors.
+    """
+    if share != "auto" and share > 1:
+        yield f"{key}: expected auto or at most 1, got {share:g}; raise {count} instead, because {actor} uses one GPU only"
+
+
 class TrainerConfig(Section):
+    """offload_frozen: the weights of reference and reward models are on the host while they compute nothing."""
+
     ranks: int = Field(ge=1)
     gpus_per_rank: GpuShare
     zero_stage: Literal[0, 1, 2, 3]
     offload_optimizer: bool
+    offload_parameters: bool = False
+    offload_frozen: bool = False
+    gradient_checkpointing: bool = False
     microbatch_tokens: int = Field(gt=0)
 
     def conflicts(self) -> Iterator[str]:
+        yield from offload_conflicts(self.zero_stage, offload_optimizer=self.offload_optimizer, offload_parameters=self.offload_parameters)
+        yield from share_conflicts("gpus_per_rank", self.gpus_per_rank, "a rank", "ranks")
         if self.ranks > 1 and self.gpus_per_rank != "auto" and self.gpus_per_rank <= 0.5:
             yield (
                 f"gpus_per_rank: expected auto or more than 0.5 with ranks={self.ranks}, got {self.gpus_per_rank}; raise it, because "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -28,24 +28,33 @@ class CheckpointsConfig(Section):
     keep_best: further checkpoints, the best by the held-out loss, in rl by rl.evaluation.metric.
     keep_abandoned: scratch folders of unfinished work whose params, data or code have changed since.
     resume_from: `<stage>/<name of a scratch folder>`, whose checkpoint the stage resumes from.
+    save_timeout: seconds until a checkpoint must be written by all ranks, and as many again until it must be on the disk.
     """
 
     keep_last: int = Field(ge=2)
     keep_best: int = Field(default=0, ge=0)
     keep_abandoned: int = Field(default=2, ge=0)
     resume_from: str | None = Field(pattern=r"^train_\w+(@\d+)?/[0-9a-f]{16}$")
+    save_timeout: float = Field(default=1800.0, gt=0)
 
 
 class ClusterConfig(Section):
-    """The Ray cluster of an RL job.
+    """The Ray cluster of RL and of every stage on several ranks.
 
-    start_timeout: seconds. silence_timeout: seconds without a sign of life after which Ray's head or the RL job's driver counts as lost.
+    start_timeout: seconds. silence_timeout: seconds without a sign of life after which Ray's head or a job's driver counts as lost.
+    rank_timeout: seconds that a rank waits for the others, at the start, in a step, for a checkpoint or for their share of samples.
+    inference_ranks: processes, with a GPU each where there are some, among which gate, evaluation, rejection sampling, rounds and
+        conditional SFT divide what they sample and score.
+    network_interface: of the connections between ranks, for NCCL and gloo; null: they choose one.
     """
 
     address: str | None
     start_timeout: float = Field(default=120.0, gt=0)
     silence_timeout: float = Field(default=60.0, gt=0)
+    rank_timeout: float = Field(default=1800.0, ge=1)
+    network_interface: str | None = Field(default=None, pattern=r"^[\w.:@-]+$")
     threads: int = Field(gt=0)
+    inference_ranks: int = Field(default=1, ge=1)
 
 
 class TrackingConfig(Section):
@@ -58,13 +67,15 @@ class FlowConfig(Section):
 
     retry_delay, stage_timeout: seconds.
     stop_grace: seconds from SIGTERM to SIGKILL of a stage, for its checkpoint; a supervisor must give the flow 5 more.
-    environment: names of variables that stages see beside those of rlhf_core/environment.py.
+    environment: names of variables that stages see in addition to those of rlhf_core/environment.py.
+    preflight: what a stage does that needs more memory than there is (rlhf_core/planning/preflight.py); off: it isn't checked.
     """
 
     retries: int = Field(ge=0)
     retry_delay: float = Field(default=5.0, ge=0)
     stage_timeout: float = Field(default=86_400.0, gt=0)
     stop_grace: float = Field(ge=10)
+    preflight: Literal["refuse", "warn", "off"] = "refuse"
     environment: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(default_factory=list)
 
 

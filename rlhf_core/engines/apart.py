@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from rlhf_core.sampling.requests import Sample
 
+OF_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # the engine is no rank
 ANSWER_SECONDS = 24 * 3600.0  # long: flow.stage_timeout limits the stage, and a dead process is noticed at once
 END_SECONDS = 60.0
 
@@ -49,7 +50,7 @@ class EngineApart:
     def __init__(self, open_here: Callable[..., Any], **settings: Any):
         started = multiprocessing.get_context("spawn")  # a process that has used CUDA can't be forked
         self._pipe, theirs = started.Pipe()
-        self._process = started.Process(target=_serve, args=(theirs, os.getpid(), open_here, settings), name="rollout engine")
+        self._process = started.Process(target=_serve, args=(theirs, os.getpid(), own_gpu(), open_here, settings), name="rollout engine")
         self._process.start()
         atexit.register(self._process.kill)  # otherwise a stage that fails before `close` and this process would wait for each other
         theirs.close()
@@ -115,8 +116,27 @@ class EngineApart:
         return EngineLost(f"rollout engine: expected an answer, got {got}; see its output above")
 
 
-def _serve(pipe: Connection, parent: int, open_here: Callable[..., Any], settings: dict[str, Any]) -> None:
+def own_gpu() -> str | None:
+    """The GPU of this rank of several, as CUDA_VISIBLE_DEVICES names it, since Ray shows a rank all GPUs of its node's ranks. None: the
+    engine may see what this process sees.
+    """
+    import torch
+
+    from rlhf_core.engines.ranks import world_size
+
+    if world_size() == 1 or not torch.cuda.is_available():
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    current = torch.cuda.current_device()
+    return visible.split(",")[current] if visible else str(current)
+
+
+def _serve(pipe: Connection, parent: int, gpu: str | None, open_here: Callable[..., Any], settings: dict[str, Any]) -> None:
     """Main loop of the engine's process: a (refusal, answer) for each message, until an empty message or the end of the parent."""
+    for name in OF_RANKS:
+        os.environ.pop(name, None)
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # CUDA isn't initialised yet
     for number in (signal.SIGTERM, signal.SIGINT):  # the stage gets the signal too and ends the engine when done
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(parent, signal.SIGKILL)  # frees the GPU if the parent is killed

@@ -1,4 +1,4 @@
-"""Training with DeepSpeed: the only file that imports it.
+"""Training with DeepSpeed.
 
 The loss handed to `backward` is this rank's share of the step's loss: sums divided by global counts. Micro-batches and ranks
 then only have to be added up, so the engine's own averaging over ranks is undone here and it never divides by the number
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,10 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlhf_core.checkpoint.digest import OPTIMIZER_NAMES
+from rlhf_core.checkpoint.saved_state import OPTIMIZER_NAMES
+from rlhf_core.checkpoint.saving import without_crc32
+from rlhf_core.engines.optimizers import OPTIMIZERS, WeightAverage, refresh_module
+from rlhf_core.engines.sequence_parallel import split_sequences
 from rlhf_core.models.build import disable_dropout
-from rlhf_core.models.lora import merged_state_dict
+from rlhf_core.models.lora import weight_units
+from rlhf_core.models.recompute import recompute_layers
 from rlhf_core.process import freeze_gc
+
+OPTIMIZER = "optimizer_name"  # in an engine's file: of OPTIMIZERS
+DEFAULT_BUCKET = 500_000_000  # DeepSpeed's, of gradients
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,13 @@ class EngineSettings:
     """How one module is trained.
 
     learning_rate: the peak; `schedule(step)` multiplies it (step counts from 0).
+    optimizer: of OPTIMIZERS. eps: not of lion.
+    ema_decay: of the average of the weights (`WeightAverage`); None: no average is kept.
     max_grad_norm: global 2-norm to which gradients are clipped.
-    zero_stage: 0 to 3; offload_optimizer moves the optimizer state to the host (stage 1 and up).
+    zero_stage: 0 to 3.
+    offload_optimizer: the optimizer's state, master weights included, is on the host, where the step is computed; stage 1 and up.
+    offload_parameters: a rank's share of the parameters is on the host; stage 3.
+    gradient_checkpointing: layers keep their inputs only, and are computed again in the backward pass.
     dtype: float32 | bfloat16 of parameters and activations; master weights are float32.
     disable_dropout: train without the model's own dropout.
     """
@@ -44,35 +55,36 @@ class EngineSettings:
     max_grad_norm: float
     zero_stage: int
     offload_optimizer: bool
+    offload_parameters: bool
+    gradient_checkpointing: bool
     dtype: str
     seed: int
     disable_dropout: bool
-
-
-def warmup_cosine(step: int, *, total: int, warmup: int, floor: float) -> float:
-    """Linear from 1/warmup to 1, then a cosine down to `floor` at step `total`. Factor of the peak learning rate."""
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    optimizer: str = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    ema_decay: float | None = None
 
 
 def join_world(*, rank: int = 0, world_size: int = 1, store: dist.Store | None = None) -> None:
     """Make this process rank `rank` of the data-parallel world; a world of one needs no network.
 
+    Where a launcher has made the process group and set RANK, LOCAL_RANK and WORLD_SIZE, as Ray Train does, that group is the world.
+
     Raises:
         dist.DistStoreError: not all ranks arrived within the timeout of `store`.
     """
-    if dist.is_initialized():
-        return
-    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size))
-    dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo", store=store or dist.HashStore(), rank=rank, world_size=world_size
-    )
+    if not dist.is_initialized():
+        os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size))
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo", store=store or dist.HashStore(), rank=rank, world_size=world_size
+        )
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found none
     import deepspeed
 
+    if deepspeed.comm.is_initialized():
+        return
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
     # Avoids compiling DeepSpeed's shared-memory collectives for the CPU, which needs a compiler; gloo is used instead.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -99,16 +111,21 @@ def equal_count(parts: list[list[int]]) -> list[list[int]]:
     """
     if dist.get_world_size() == 1:
         return parts
-    wanted = torch.tensor([len(parts)], device=device())
-    dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
-    parts = list(parts)
-    while len(parts) < int(wanted):
+    wanted, parts = most_over_ranks(len(parts)), list(parts)
+    while len(parts) < wanted:
         parts.sort(key=len)
         largest = parts.pop()
         if len(largest) < 2:
-            raise ValueError(f"micro-batches: expected at least {int(wanted)} examples on each rank, got fewer; raise microbatch_tokens")
+            raise ValueError(f"micro-batches: expected at least {wanted} examples on each rank, got fewer; raise microbatch_tokens")
         parts += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
     return parts
+
+
+def most_over_ranks(count: int) -> int:
+    """The largest of all ranks' counts."""
+    most = torch.tensor([count], device=device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -116,6 +133,49 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     total = values.to(device(), copy=True)
     dist.all_reduce(total)
     return total
+
+
+def precision(dtype: str) -> dict[str, Any]:
+    """DeepSpeed's configuration of parameters and activations."""
+    return {"bf16": {"enabled": dtype == "bfloat16"}}
+
+
+def on_host() -> dict[str, Any]:
+    """DeepSpeed's configuration of something that is offloaded; a GPU reads pinned memory faster."""
+    return {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+
+
+def shard(module: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Cast and partition a module's parameters over the ranks for ZeRO 3, one parameter at a time, so that the device never holds all.
+
+    Before it the module is on the host, where transformers maps its files into memory: weights that have the right dtype take no memory of
+    the process. `HfDeepSpeedConfig` would make the module in parts instead, but rounds its float32 buffers, such as rotary frequencies, and
+    reports a wrong file on rank 0 only.
+
+    Args:
+        config: of DeepSpeed.
+    """
+    import deepspeed
+
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    deepspeed.zero.Init(module=module, config_dict_or_path=config)
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(device())
+
+
+def gathered_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names, as of the wrapped Hugging Face model, and values of a module's weights, adapters merged.
+
+    A collective with ZeRO 3, which gathers a layer at a time: every rank iterates to the end, and a value is valid until the next one.
+    """
+    import deepspeed
+
+    for unit in weight_units(module):
+        with deepspeed.zero.GatheredParameters(unit.parameters):  # does nothing with whole parameters
+            for name, value in unit.weights().items():
+                yield name.removeprefix("model."), value
 
 
 class TrainEngine:
@@ -129,7 +189,11 @@ class TrainEngine:
         # With ZeRO or bfloat16 DeepSpeed's optimizers clip and report the norm; in float32 without ZeRO they don't report it.
         self._clips_itself = settings.zero_stage == 0 and settings.dtype == "float32"
         self._grad_norm = 0.0
+        if settings.gradient_checkpointing:
+            recompute_layers(module, "gradient_checkpointing")
         self._torch_optimizer, scheduler = self._optimizer(module)
+        if settings.zero_stage == 3:
+            shard(module, self._config(), getattr(torch, settings.dtype))
         # In bfloat16 without ZeRO DeepSpeed creates Adam's state by a step on zeros. Adam would count the first real step as its second,
         # which changes the bias correction, and the weights would decay once more.
         with self._optimizer_at_rest() if settings.zero_stage == 0 else nullcontext():
@@ -138,6 +202,7 @@ class TrainEngine:
             )
         if self._clips_itself:
             self._torch_optimizer.register_step_pre_hook(self._clip)
+        split_sequences(module)
         self.train()
 
     def _optimizer(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
@@ -146,19 +211,24 @@ class TrainEngine:
         plain = [p for p in module.parameters() if p.requires_grad and p.ndim <= 1]
         groups = [{"params": p, "weight_decay": w} for p, w in ((decayed, s.weight_decay), (plain, 0.0)) if p]  # adapters are all matrices
         self._trained, self._decays = [*decayed, *plain], [group["weight_decay"] for group in groups]
-        if s.offload_optimizer:
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-            optimizer = DeepSpeedCPUAdam(groups, lr=s.learning_rate, betas=(0.9, 0.95), adamw_mode=True)
-        else:
-            optimizer = torch.optim.AdamW(groups, lr=s.learning_rate, betas=(0.9, 0.95), fused=True)
-        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, s.schedule)
+        self._num_trained = sum(p.numel() for p in self._trained)
+        optimizer = OPTIMIZERS[s.optimizer](groups, s)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, s.schedule)
+        self._average = None if s.ema_decay is None else WeightAverage(optimizer, s.ema_decay, lambda: scheduler.last_epoch)
+        return optimizer, scheduler
 
     def _config(self) -> dict[str, Any]:
         s = self._settings
-        zero: dict[str, Any] = {"stage": s.zero_stage, "overlap_comm": False}
+        # Stages 2 and 3 reduce gradients during the backward pass; stages 0 and 1 do once, in the step, and have nothing to overlap with.
+        zero: dict[str, Any] = {"stage": s.zero_stage, "overlap_comm": s.zero_stage >= 2 and torch.cuda.is_available()}
+        if not torch.cuda.is_available():
+            # It still holds all gradients of a small model. DeepSpeed never frees a bucket, and with many of the default 10^9 bytes
+            # the kernel refuses the process a child.
+            zero["reduce_bucket_size"] = min(DEFAULT_BUCKET, self._num_trained)
         if s.offload_optimizer:
-            zero["offload_optimizer"] = {"device": "cpu"}
+            zero["offload_optimizer"] = on_host()
+        if s.offload_parameters:
+            zero["offload_param"] = on_host()
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -167,7 +237,7 @@ class TrainEngine:
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "bf16": {"enabled": s.dtype == "bfloat16"},
+            **precision(s.dtype),
             "steps_per_print": None,
             "seed": s.seed,
         }
@@ -227,42 +297,75 @@ class TrainEngine:
     def module(self) -> nn.Module:
         return self._engine.module
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Full weights on the CPU, under the names of the wrapped Hugging Face model, adapters merged. Collective with ZeRO 3."""
-        import deepspeed
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `gathered_weights`."""
+        return gathered_weights(self.module)
 
-        parameters = list(self.module.parameters())
-        with deepspeed.zero.GatheredParameters(parameters, enabled=self._settings.zero_stage == 3):
-            state = {k.removeprefix("model."): v.detach().cpu().clone() for k, v in merged_state_dict(self.module).items()}
-        return state
+    def state_dict(self, *, every_rank: bool = False) -> dict[str, torch.Tensor]:
+        """Full weights on the CPU, under the names of the wrapped Hugging Face model, adapters merged; empty on ranks other than 0.
+
+        Every rank calls it: it is a collective with ZeRO 3.
+
+        Args:
+            every_rank: all ranks get the weights.
+        """
+        keep = every_rank or dist.get_rank() == 0
+        return {name: value.to("cpu", copy=True) for name, value in self.weights() if keep}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within the block the module's weights are their average, for evaluation and `state_dict`. Nothing changes without ema_decay.
+
+        A collective with ZeRO. The block must not train, save or load.
+        """
+        self.exchange_average()
+        try:
+            yield
+        finally:
+            self.exchange_average()
+
+    def exchange_average(self) -> None:
+        """Exchange the module's weights and their average. Training can't continue until a second call has exchanged them back."""
+        if self._average is not None:
+            self._average.exchange()
+            refresh_module(self._optim)
 
     def save(self, folder: Path, name: str) -> None:
         """Parameters, optimizer, schedule and counters of this rank. Every rank calls it."""
         names = {p: name for name, p in self.module.named_parameters()}
         trained = [names[p] for p in self._trained]
-        self._engine.save_checkpoint(str(folder), tag=name, save_latest=False, client_state={OPTIMIZER_NAMES: trained})
+        facts = {OPTIMIZER_NAMES: trained, OPTIMIZER: self._settings.optimizer}
+        with without_crc32():
+            self._engine.save_checkpoint(str(folder), tag=name, save_latest=False, client_state=facts)
 
     def load(self, folder: Path, name: str) -> None:
-        """Load a checkpoint of `save`. Learning rate, weight decay and clipping come from the settings, not from the checkpoint.
+        """Load a checkpoint of `save`. The optimizer's settings and clipping come from this engine's settings, not from the checkpoint.
 
         Raises:
-            ValueError: the checkpoint belongs to another engine or model.
+            ValueError: the checkpoint belongs to another engine, model or optimizer.
         """
-        subject = f"checkpoint {folder.name}/{name}"
+        subject, optimizer = f"checkpoint {folder.name}/{name}", self._settings.optimizer
         try:
-            loaded = any((folder / name).glob("*.pt")) and self._engine.load_checkpoint(str(folder), tag=name)[0] is not None
+            loaded, facts = self._engine.load_checkpoint(str(folder), tag=name) if any((folder / name).glob("*.pt")) else (None, {})
         except (KeyError, AssertionError) as error:
-            raise ValueError(f"{subject}: expected the state of this model, got {error}; remove the folder") from error
+            raise ValueError(f"{subject}: expected the state of this model and of {optimizer}, got {error}; remove the folder") from error
         except RuntimeError as error:
             if "size mismatch" not in str(error) and "in state_dict" not in str(error):
                 raise
             raise ValueError(f"{subject}: expected the state of this model, got another: {error}; remove the folder") from error
-        if not loaded:
+        if loaded is None:
             raise ValueError(f"{subject}: expected the state of a training engine, got nothing that loads; remove the folder")
+        if facts.get(OPTIMIZER, optimizer) != optimizer:
+            raise ValueError(f"{subject}: expected the state of {optimizer}, got that of {facts[OPTIMIZER]}; set it back or begin anew")
         self._apply_settings()
 
     def load_universal(self, folder: Path, name: str) -> None:
-        """Load a checkpoint made by `convert_to_universal` from any number of ranks."""
+        """Load a checkpoint made by `convert_to_universal` from any number of ranks.
+
+        Raises:
+            ValueError: see `load` and `check_redistributable`.
+        """
+        self.check_redistributable()
         config = self._engine._config
         config.load_universal_checkpoint = True
         try:
@@ -271,8 +374,21 @@ class TrainEngine:
             config.load_universal_checkpoint = False
         # With ZeRO 3 all groups share one step counter, which each group would advance.
         for state in self._torch_optimizer.state.values():
-            if isinstance(state["step"], torch.Tensor):
+            if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
+
+    def check_redistributable(self) -> None:
+        """Check that DeepSpeed's universal checkpoint holds all of the optimizer's state: it knows that of adamw and no average.
+
+        Raises:
+            ValueError: it doesn't.
+        """
+        s = self._settings
+        if s.zero_stage and (s.optimizer != "adamw" or s.ema_decay is not None):
+            raise ValueError(
+                f"checkpoint: expected as many ranks as it was saved with, because with ZeRO only adamw without ema_decay can be moved to "
+                f"another number, got another number with {s.optimizer} and ema_decay {s.ema_decay}; set the ranks back or begin anew"
+            )
 
     def _apply_settings(self) -> None:
         """Restore settings that a checkpoint overwrote; with ZeRO 3 a universal one gives the first group's to all groups."""
@@ -281,5 +397,8 @@ class TrainEngine:
         for group, decay in zip(self._optim.param_groups, self._decays, strict=True):
             group["weight_decay"], group["initial_lr"] = decay, s.learning_rate
             group["lr"] = s.learning_rate * s.schedule(scheduler.last_epoch)
+            group["betas"] = s.betas
+            if "eps" in group:
+                group["eps"] = s.eps
         if not self._clips_itself and hasattr(self._optim, "clip_grad"):
             self._optim.clip_grad = s.max_grad_norm

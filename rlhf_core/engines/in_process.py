@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 
 
 def open_engine(backend: RolloutBackend, model_path: str, **settings: Any) -> VllmEngine | PytorchEngine | EngineApart:
-    """An engine for a stage with other models; vLLM on a GPU gets a separate process. Arguments as for `open_here`."""
+    """An engine for a stage with other models. Arguments as for `open_here`.
+
+    vLLM gets a separate process on a GPU, and on one of several ranks, whose process group it would take for its own.
+    """
     import torch
 
-    if backend == "vllm" and torch.cuda.is_available():
+    from rlhf_core.engines.ranks import world_size
+
+    if backend == "vllm" and (torch.cuda.is_available() or world_size() > 1):
         from rlhf_core.engines.apart import EngineApart
 
         return EngineApart(open_here, backend=backend, model_path=model_path, **settings)

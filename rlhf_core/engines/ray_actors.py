@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -18,6 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlhf_core.environment import keep_visible, named, passed_on
+from rlhf_core.planning.machine import Machine, whole
 from rlhf_core.process import collect_rarely, freeze_gc
 
 PEER_SECONDS = 5.0  # seconds until the death that made another rank's call fail is known
@@ -26,10 +27,31 @@ LOOK_SECONDS = 15.0  # seconds to inspect or kill a process on another node, inc
 Pending = ray.ObjectRef  # a pending answer, which may be an argument of another call
 
 
-def join_cluster() -> int:
-    """Connect to the cluster that this job runs on. Returns how many GPUs it has."""
-    ray.init(address="auto", logging_level="ERROR")
+def join_cluster(*, output: bool = True) -> int:
+    """Connect to the cluster that this job runs on. Returns how many GPUs it has.
+
+    Args:
+        output: print what the job's actors print.
+    """
+    ray.init(address="auto", logging_level="ERROR", log_to_driver=output)
     return int(ray.cluster_resources().get("GPU", 0))
+
+
+def cluster_memory(timeout: float) -> list[Machine]:
+    """Memory of each node, and of the GPUs that it has for Ray's actors.
+
+    Raises:
+        RoleLost: a node doesn't answer within `timeout` seconds.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    look = ray.remote(num_cpus=0, max_retries=0)(whole)
+    where = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    try:
+        found = ray.get([look.options(scheduling_strategy=there).remote() for there in where], timeout=timeout)
+    except RayError as error:
+        raise RoleLost(f"cluster: expected {len(nodes)} nodes to tell their memory within {timeout:.0f} s, got {error}") from error
+    counts = [int(node["Resources"].get("GPU", 0)) for node in nodes]
+    return [replace(machine, gpus=machine.gpus[:count]) for machine, count in zip(found, counts, strict=True)]
 
 
 def leave_cluster() -> None:

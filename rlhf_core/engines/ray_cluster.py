@@ -117,8 +117,10 @@ def _head_command(folder: Path, cpus: int, store: int) -> tuple[int, list[str]]:
 
 def _wait_until_up(address: str, head: subprocess.Popen, output: Path, timeout: float) -> None:
     import requests
+    from ray._raylet import AuthenticationTokenLoader
     from ray.job_submission import JobSubmissionClient
 
+    AuthenticationTokenLoader.instance().reset_cache()  # it keeps the token of this process's previous head
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and head.poll() is None:
         try:
@@ -170,7 +172,7 @@ def run_job(
     Args:
         entrypoint: the shell command of the driver.
         silence_timeout: seconds without an answer of the head, or without a change of `pulse`, after which it counts as lost.
-        pulse: a file that the driver changes regularly (rlhf_core/trainers/rl/job.py: beat).
+        pulse: a file that the driver changes regularly (rlhf_core/stage/job.py: beat).
         on_output: gets the driver's output in chunks.
         stop_requested: once True, the job gets SIGTERM; the head's grace lets it write a checkpoint.
     Returns:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlhf_core.engines.deepspeed_engine import TrainEngine
 
 
 def is_sharded(folder: Path) -> bool:
@@ -24,3 +30,31 @@ def convert_to_universal(folder: Path, out: Path) -> None:
     wanted = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True, "inject_missing_state": True}
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         ds_to_universal.main(SimpleNamespace(input_folder=str(folder), output_folder=str(out), **wanted))
+
+
+def of_other_ranks(subject: str, step: int, *, key: str, saved_by: int, ranks: int) -> str:
+    """A warning about a checkpoint that another number of ranks saved.
+
+    Args:
+        key: of params.yaml, of the number of ranks.
+    """
+    return (
+        f"{subject}: the checkpoint of step {step} has {key}={saved_by} and is resumed with {ranks}, by DeepSpeed's universal checkpoint: "
+        "equal to an uninterrupted run within rounding, not bit for bit"
+    )
+
+
+def convert_engines(folder: Path, names: Iterable[str], out: Path) -> None:
+    """Convert the engines of a checkpoint for `load_converted`. To be called in one process."""
+    shutil.rmtree(out, ignore_errors=True)
+    for name in names:
+        if is_sharded(folder / name):
+            convert_to_universal(folder / name, out / name)
+
+
+def load_converted(engine: TrainEngine, folder: Path, name: str, out: Path) -> None:
+    """Load an engine that another number of ranks saved, after `convert_engines`. Every rank calls it."""
+    if (out / name).exists():
+        engine.load_universal(out, name)
+    else:
+        engine.load(folder, name)

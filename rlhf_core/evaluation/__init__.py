@@ -1,1 +1,1 @@
-"""Two models on the same held-out prompts: their answers, and what the answers show."""
+"""Evaluation of two models on the same held-out prompts: answers and figures."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +23,7 @@ from rlhf_core.data.batching import microbatches
 from rlhf_core.data.hashing import conversation_text, distinct_prompts
 from rlhf_core.engines.deepspeed_engine import device, release_memory
 from rlhf_core.engines.in_process import open_engine
+from rlhf_core.engines.ranks import in_shares, threads_of_rank
 from rlhf_core.evaluation.figures import Answer, judged
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import frozen, load_language_model, read_state_dict
@@ -95,11 +98,13 @@ def sample_answers(
     seeds: Sequence[int],
     stop: tuple[str, ...] = (),
 ) -> Samples:
-    """One response per prompt, model and mode. One engine serves all models; the weights are swapped, and the engine is closed at the end.
+    """One response per prompt, model and mode. Ranks share the prompts.
+
+    One engine of each rank serves all models; the weights are swapped, and the engine is closed at the end.
 
     Args:
         seed: of the engine. seeds: of the prompts, in order, the same for every model and mode.
-        stop: strings that end a response, beside the models' end tokens.
+        stop: strings that end a response, in addition to the models' end tokens.
     """
     engine = open_engine(
         backend,
@@ -107,7 +112,7 @@ def sample_answers(
         max_length=model.max_length,
         dtype=model.dtype,
         max_concurrent_sequences=max_concurrent_sequences,
-        threads=threads,
+        threads=threads_of_rank(threads),
         seed=seed,
         trust_remote_code=model.trust_remote_code,
         gpu_memory_fraction=config.gpu_memory_fraction,
@@ -119,14 +124,22 @@ def sample_answers(
             for version, (name, evaluated) in enumerate(models.items()):
                 if version:
                     engine.load_weights(read_state_dict(evaluated.folder), version=version)
-                ids = [p.prompt_ids for p in evaluated.prompts]
+                requests = [(p.prompt_ids, own_seed) for p, own_seed in zip(evaluated.prompts, seeds, strict=True)]
                 for mode in MODES:
                     settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature, stop=stop)
-                    samples[mode][name] = engine.generate(ids, seeds, settings, stop_ids=evaluated.stops, group_size=1)
+                    generate = partial(_generate, engine, settings=settings, stop_ids=evaluated.stops)
+                    samples[mode][name] = in_shares(requests, generate)
                     bar.reach(len(seeds) * sum(map(len, samples.values())))
     finally:
         engine.close()
     return samples
+
+
+def _generate(
+    engine: Any, requests: list[tuple[list[int], int]], *, settings: SamplingSettings, stop_ids: tuple[int, ...]
+) -> list[list[Sample]]:
+    """One sample for each request: a prompt's ids and its seed."""
+    return engine.generate([ids for ids, _ in requests], [seed for _, seed in requests], settings, stop_ids=stop_ids, group_size=1)
 
 
 def score_answers(models: dict[str, EvaluatedModel], samples: Samples, scorers: LocalScorers, source_judges: dict[str, str]) -> Answers:
@@ -154,11 +167,16 @@ def load_policy(folder: str | Path, model: ModelConfig) -> PolicyModule:
     return frozen(PolicyModule(language_model), device=device(), dtype=getattr(torch, model.dtype))
 
 
-@torch.no_grad()
 def response_logprobs(
     module: PolicyModule, answers: list[Answer], *, pad_id: int, temperature: float, microbatch_tokens: int = MICROBATCH_TOKENS
 ) -> torch.Tensor:
-    """Summed log-probability [len(answers)] of each response given its prompt's ids."""
+    """Summed log-probability [len(answers)] of each response given its prompt's ids. Ranks share the answers."""
+    own = partial(_own_logprobs, module, pad_id=pad_id, temperature=temperature, microbatch_tokens=microbatch_tokens)
+    return torch.tensor(in_shares(answers, lambda part: own(part).tolist()))
+
+
+@torch.no_grad()
+def _own_logprobs(module: PolicyModule, answers: list[Answer], *, pad_id: int, temperature: float, microbatch_tokens: int) -> torch.Tensor:
     sequences = [[*a.prompt.prompt_ids, *a.response_ids] for a in answers]
     sums = torch.zeros(len(answers))
 

@@ -16,7 +16,7 @@ from rlhf_core.statistics.intervals import mean_interval, paired_difference, pai
 class Answer(ScoredResponse):
     """One model's answer to one prompt, whose ids are of the model's own template.
 
-    judgement: the judge's word where there is a judge.
+    judgement: of the judge; None without a judge.
     """
 
     judgement: Judgement | None
@@ -29,7 +29,7 @@ def judged(response: ScoredResponse, source_judges: dict[str, str]) -> Answer:
 
 
 def summarize(answers: list[Answer], *, confidence: float) -> dict[str, Any]:
-    """Means over answers; a score that isn't finite is left out (NaN if all are), and the judge's shares are over what it can judge."""
+    """Means over answers. Scores that aren't finite are left out (NaN if all are); the judge's shares are over the answers it judged."""
     score = _mean([a.score for a in answers], confidence)
     summary = {
         "n": len(answers),
@@ -57,8 +57,8 @@ def _mean(scores: list[float], confidence: float) -> dict[str, float | int]:
 def win_rate(policy: list[Answer], baseline: list[Answer], *, confidence: float) -> dict[str, float | int]:
     """Share of prompts on which the policy's answer has the higher score; ties are half, prompts without both scores left out.
 
-    The same answer is a tie whatever its two scores are: those of a reward model differ by rounding from batch to batch, and those of
-    a judge that draws differ by more. NaN where no prompt has both scores. The p-value is `sign_test`'s, of wins against losses.
+    Equal answers are a tie even if their scores differ: a reward model's scores vary between batches by rounding, a random scorer's by
+    more. NaN if no prompt has both scores. The p-value is that of `sign_test` for wins against losses.
     """
     points = [p for p in win_points(policy, baseline) if p is not None]
     low, high = points_interval(points, confidence)
@@ -125,12 +125,12 @@ def _shares(policy: Sequence[bool | None], baseline: Sequence[bool | None], conf
 
 
 def _same(one: Answer, other: Answer) -> bool:
-    """Whether two answers read the same; one that was cut off isn't one that ended there."""
+    """Whether two answers are equal. A truncated answer differs from a finished one with the same text."""
     return (one.text, one.finished) == (other.text, other.finished)
 
 
 def by_prompt(answers: dict[str, dict[str, list[Answer]]]) -> list[dict[str, Any]]:
-    """What two runs need to be compared prompt by prompt: a row for each prompt, in order.
+    """Rows for a comparison of two runs by prompt, one per prompt, in order.
 
     id; and for each mode `<mode>_judge_ok` (1, 0 or None) and `<mode>_score` of the policy's answer, `<mode>_points` of it against the SFT
     model's (`win_points`).

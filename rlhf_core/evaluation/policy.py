@@ -1,10 +1,10 @@
-"""The SFT model against the policy on held-out prompts: what stage evaluate computes."""
+"""Evaluation of the policy against the SFT model on held-out prompts, for stage evaluate."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Params
 from rlhf_core.data.hashing import conversation_text
@@ -19,13 +19,34 @@ from rlhf_core.evaluation.answers import (
     score_answers,
     with_prompts_of,
 )
-from rlhf_core.evaluation.figures import differences, summarize, win_rate
+from rlhf_core.evaluation.figures import by_prompt, differences, summarize, win_rate
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.progress import Bar
 from rlhf_core.sampling.requests import request_seeds
 from rlhf_core.sampling.scoring import LocalScorers
 
+if TYPE_CHECKING:
+    from rlhf_core.stage.training import TrainRun
+
 MAX_CONCURRENT_SEQUENCES = 256
+
+
+def evaluate(
+    run: TrainRun,
+    rows: list[dict],
+    folders: dict[str, Path],
+    reward_model: Path,
+    source_judges: dict[str, str],
+    gate_texts: Collection[str],
+) -> dict[str, Any]:
+    """On each rank: `metrics`, and the rows of two tables, `samples` and `prompts`. Arguments as of `answer_prompts`."""
+    judged_by = {"reward_model": reward_model, "source_judges": source_judges}
+    answers = answer_prompts(run.params, rows, folders, **judged_by, gate_texts=gate_texts)
+    return {
+        "metrics": measure(run.params, answers, folders, gate_texts=gate_texts),
+        "samples": sample_table(answers, run.params.evaluation.table_rows),
+        "prompts": by_prompt(answers),
+    }
 
 
 def answer_prompts(
@@ -76,8 +97,8 @@ def measure(params: Params, answers: Answers, folders: dict[str, Path], *, gate_
         for name, folder in folders.items():
             module = load_policy(folder, params.model)
             for mode in MODES:
-                asked = with_prompts_of(answers[mode]["policy"], answers[mode][name])
-                logprobs[name, mode] = response_logprobs(module, asked, pad_id=pad_id, temperature=params.evaluation.temperature)
+                rendered = with_prompts_of(answers[mode]["policy"], answers[mode][name])
+                logprobs[name, mode] = response_logprobs(module, rendered, pad_id=pad_id, temperature=params.evaluation.temperature)
                 bar.step()
             del module  # before the next one is loaded
     return {

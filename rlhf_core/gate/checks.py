@@ -117,7 +117,7 @@ def _others(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
         way_out = "keep the incumbent, or raise gate.max_regression knowingly"
         yield _not_worse("incumbent_difference", gate, "incumbent", config, way_out)
     if gate["anchor"] is not None and (gate["incumbent"] is None or gate["anchor"]["md5"] != gate["incumbent"]["md5"]):
-        way_out = "keep the incumbent, raise gate.max_regression knowingly, or roll the anchor back if it is no good"
+        way_out = "keep the incumbent, raise gate.max_regression knowingly, or roll back the anchor if it is a bad model"
         yield _not_worse("anchor_difference", gate, "anchor", config, way_out)
     if gate["judge"] is not None:
         j = gate["judge"]
@@ -220,26 +220,29 @@ def _too_few_beside(other: str, check: Check, margin: float) -> str:
 
 
 def _look(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> str | None:
-    """How earlier looks at this split widen the intervals; None where nothing was decided."""
+    """How earlier looks at this split widen the intervals; None if accuracy was not judged."""
     judged = next(check for check in checks if check.name == "accuracy")
     if judged.passed is None or not gate["n"]:
         return None
     number = gate["look"]["number"]
-    said = f"This is look {number} on the split, for which the intervals are those of {percent(config.confidence)}"
+    message = f"This is look {number} on the split, for which the intervals are those of {percent(config.confidence)}"
     if judged.passed:
-        return f"{said}."
+        return f"{message}."
     needed = accuracy_needed(config.min_accuracy, gate["n_effective"], config.confidence)
     at_first = accuracy_needed(config.min_accuracy, gate["n_effective"], 1 - 2 * gate["look"]["level"] * number * (number - 1))
-    said += f": accuracy {needed:.4f} is needed, {at_first:.4f} at look 1."
+    message += f": accuracy {needed:.4f} is needed, {at_first:.4f} at look 1."
     best = max([gate["accuracy"], *(earlier["accuracy"] for earlier in gate["look"]["earlier"] if earlier["accuracy"] is not None)])
     if best < at_first:
-        return f"{said} The best of all looks has {best:.4f}, too little for look 1 too: train a better reward model."
-    if best < needed:
-        said += (
-            f" The best of all looks has {best:.4f}: the split is worn out. Hold out more pairs (add preference data, or raise "
-            "data.test_fraction), and the looks are counted anew."
+        return (
+            f"{message} The most accurate model of all looks has {best:.4f}, which would not have passed as look 1 either: train a better "
+            "reward model."
         )
-    return said
+    if best < needed:
+        message += (
+            f" The most accurate model of all looks has {best:.4f}, which would have passed as look 1: the split is worn out. Hold out "
+            "more pairs (add preference data, or raise data.test_fraction), and the looks are counted anew."
+        )
+    return message
 
 
 def percent(confidence: float) -> str:
@@ -249,7 +252,7 @@ def percent(confidence: float) -> str:
 
 def _any_reason(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
     if check.value is None:
-        return f"rejected: {check.name}: expected figures to hold against {check.threshold:g}, got none (n={check.n}); {check.way_out}."
+        return f"rejected: {check.name}: expected figures to compare with {check.threshold:g}, got none (n={check.n}); {check.way_out}."
     interval = "" if check.low is None else f" ({check.low:.4f} to {check.high:.4f})"
     return (
         f"rejected: {check.name}: expected {check.threshold:g} to be met by the whole interval, got {check.value:.4g}{interval} "

@@ -7,12 +7,10 @@ decreases with their number.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,6 +20,7 @@ from typing import IO, Any, Literal
 from pydantic import Field, ValidationError
 
 from rlhf_core.config import ConfigError, GateConfig, Section, shown
+from rlhf_core.stage.files import lock_file
 
 LEDGER = "rlhf-gate-looks.jsonl"
 LOCK_DEADLINE = 60.0  # seconds
@@ -70,7 +69,7 @@ class _Line(Section):
 
 @dataclass(frozen=True)
 class Look:
-    """number: from 1, in the order in which models came to the split; earlier: the looks before it, as gate.json has them."""
+    """number: from 1, in the order in which models were judged on the split; earlier: the looks before it, as in gate.json."""
 
     number: int
     split: str
@@ -92,7 +91,7 @@ def ledger_path(root: Path) -> Path:
     if "not a git repository" in done.stderr:
         return root / LEDGER
     raise ConfigError(
-        f"{LEDGER}: expected git to say where it keeps this repository, got: {' '.join(done.stderr.split())}; mend that first"
+        f"{LEDGER}: expected git to name the repository's common folder, got: {' '.join(done.stderr.split())}; repair the repository first"
     )
 
 
@@ -169,16 +168,11 @@ def _opened(root: Path) -> Iterator[IO[bytes]]:
         raise ConfigError(
             f"{path}: expected to be able to write the gate's looks there, got: {error.strerror}; change its rights"
         ) from error
-    until = time.monotonic() + LOCK_DEADLINE
     with file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise ConfigError(f"{path}: expected to be free within {LOCK_DEADLINE:.0f} s, got another process at work") from None
-                time.sleep(0.05)
+        try:
+            lock_file(file, LOCK_DEADLINE)
+        except TimeoutError as error:
+            raise ConfigError(f"{path}: {error}; wait for it") from error
         yield file
 
 

@@ -1,18 +1,17 @@
-"""What stage gate_reward computes: the content of gate.json, from held-out scores, the model itself and the registry's models.
-
-docs/gate.md says what is measured and how it is judged.
-"""
+"""Content of gate.json from held-out scores, the model and the registry's models, for stage gate_reward (docs/gate.md)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow.parquet as pq
 
 from rlhf_core.config import GateConfig, Params
+from rlhf_core.data.heldout import HELDOUT_COLUMNS
 from rlhf_core.data.schema import read_rows, read_slices
 from rlhf_core.gate.checks import all_checks, sentences
 from rlhf_core.gate.heldout import Heldout, distinct_responses, measure_ensemble, measure_judge, measure_scores, nothing_measured
@@ -21,20 +20,21 @@ from rlhf_core.gate.pairs import Pairs
 from rlhf_core.progress import Bar
 from rlhf_core.provenance.file_hashes import dvc_md5
 
-COLUMNS = (
-    *("id", "source", "split", "chosen_score", "rejected_score", "chosen_tokens", "rejected_tokens"),
-    *("prompt", "prompt_tokens", "chosen_std", "rejected_std"),
-)
+if TYPE_CHECKING:
+    from rlhf_core.stage.training import TrainRun
+
+COLUMNS = tuple(HELDOUT_COLUMNS)
 MAX_IDS = 10  # named in a message
 
 
 def judge_model(
-    params: Params, *, heldout: Path, prepared: Path, reward_model: Path, source_judges: dict[str, str], scratch: Path
+    params: Params, *, heldout: Path, prepared: Path, reward_model: Path, source_judges: dict[str, str], infer: Callable[..., Any]
 ) -> dict[str, Any]:
     """The content of gate.json for the reward model of this run.
 
     Args:
         heldout: reward_heldout.parquet, of train_reward. prepared: folder of the prepared data.
+        infer: calls a function with a TrainRun and the arguments that follow, on every rank that scores.
     Raises:
         ValueError: scores, a promoted model or external pairs can't be used.
         FileNotFoundError: external pairs are missing.
@@ -46,9 +46,9 @@ def judge_model(
     gate = measure_scores(test, validation.pairs.margins, config)
     if look is not None:
         gate["look"] = {**asdict(look), "level": look_level(params.gate.confidence, look.number)}
-        measured, members = measure_models(test, params, config, reward_model=reward_model, scratch=scratch)
-        gate |= measured
-        gate["ensemble"] = {"members": members, **measure_ensemble(test)}
+        found = infer(measure_models, test, config, reward_model)
+        gate |= found["measured"]
+        gate["ensemble"] = {"members": found["members"], **measure_ensemble(test)}
         gate["judge"] = measure_judge(test, source_judges, config.confidence)
     return with_verdict(gate, config, exact_scores=params.model.dtype == "float32")
 
@@ -93,19 +93,21 @@ def read_heldout(path: Path, prepared: Path, split: str) -> Heldout:
     return Heldout(pairs, [rows[i] for i in scores["id"]], scores["chosen_std"], scores["rejected_std"])
 
 
-def measure_models(test: Heldout, params: Params, config: GateConfig, *, reward_model: Path, scratch: Path) -> tuple[dict[str, Any], int]:
-    """Keys of gate.json that need forward passes: probes, external pairs, promoted models. And the number of the model's members.
+def measure_models(run: TrainRun, test: Heldout, config: GateConfig, reward_model: Path) -> dict[str, Any]:
+    """On each rank: `measured`, keys of gate.json that need forward passes: probes, external pairs, promoted models; and `members` of the
+    model.
 
     Args:
         config: the gate's settings at this look, whose confidence sets the width of intervals.
     """
     import torch
 
+    from rlhf_core.engines.ranks import threads_of_rank
     from rlhf_core.gate.probes import format_shifts, invariance
     from rlhf_core.gate.scoring import LoadedModel, compare_to_promoted, score_external
 
-    torch.set_num_threads(params.cluster.threads)
-    about = params.model
+    torch.set_num_threads(threads_of_rank(run.params.cluster.threads))
+    about = run.params.model
     how = {"max_length": about.max_length, "trust_remote_code": about.trust_remote_code, "template_date": about.template_date}
     model = LoadedModel.load(reward_model, **how)
     responses, which = distinct_responses(test)
@@ -128,14 +130,14 @@ def measure_models(test: Heldout, params: Params, config: GateConfig, *, reward_
             if promoted is None:
                 continue
             if promoted.md5 not in found:
-                found[promoted.md5] = compare_to_promoted(test, role, promoted, confidence=config.confidence, scratch=scratch, how=how)
+                found[promoted.md5] = compare_to_promoted(test, role, promoted, confidence=config.confidence, scratch=run.scratch, how=how)
             measured[role] = {**found[promoted.md5], "version": promoted.version}
             bar.step()
-    return measured, members
+    return {"measured": measured, "members": members}
 
 
 def unjudged(config: GateConfig, message: str, *, needed: bool) -> dict[str, Any]:
-    """gate.json of a gate that judged nothing and therefore stays shut. needed: there should have been a model to judge."""
+    """gate.json of a gate that judged no model and therefore didn't pass. needed: a model was expected."""
     return {"needed": needed, "passed": False, **nothing_measured(config), "message": message}
 
 
@@ -150,7 +152,7 @@ def with_verdict(gate: dict[str, Any], config: GateConfig, *, exact_scores: bool
 def with_registry(gate: dict[str, Any], config: GateConfig, reward_model: Path) -> dict[str, Any]:
     """The gate with the override, and rejected if the registry has rolled this model back.
 
-    A rollback of another model leaves gate.json as it is: a change would make DVC run every later stage again.
+    A rollback of another model doesn't change gate.json, since a change would make DVC rerun every later stage.
     """
     if gate["needed"] and config.rolled_back:
         found = dvc_md5(reward_model)
@@ -160,6 +162,6 @@ def with_registry(gate: dict[str, Any], config: GateConfig, reward_model: Path) 
             check = {"name": "rolled_back", "value": 1, "low": None, "high": None, "threshold": 0, "n": 1, "passed": False}
             gate = {**gate, "checks": [*gate["checks"], check]}
             message = f"rejected: version {entry.version} was rolled back ({entry.reason}), and this is the same model."
-            beside = f"Without that it would have {gate['message']}" if gate["passed"] else gate["message"]
-            gate |= {"passed": False, "message": f"{message} {beside}"}
+            otherwise = f"Without that it would have {gate['message']}" if gate["passed"] else gate["message"]
+            gate |= {"passed": False, "message": f"{message} {otherwise}"}
     return {**gate, "override": None if gate["passed"] or not gate["needed"] else config.override}

@@ -16,12 +16,13 @@ from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.places import locate
 from rlhf_core.data.schema import Message
 from rlhf_core.data.sources import load_source
+from rlhf_core.engines.ranks import in_shares, on_first
 from rlhf_core.gate.heldout import Heldout
 from rlhf_core.gate.pairs import compare, pair_points
 from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.template import DEFAULT_DATE
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.provenance.cached_model import checkout
+from rlhf_core.provenance.dvc_cache import checkout
 from rlhf_core.provenance.file_hashes import FileHashes
 from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.reward_input import fitting_ids
@@ -72,7 +73,7 @@ class LoadedModel:
         ).double().mean(1).numpy()  # fmt: skip
 
     def score_texts(self, texts: Sequence[Text], *, reported: bool = True) -> np.ndarray:
-        """Scores [len(texts)]; each distinct text is scored once.
+        """Scores [len(texts)]; each distinct text is scored once. Ranks share the texts, and each calls this with all of them.
 
         Args:
             reported: False: texts without ids are not reported.
@@ -82,7 +83,8 @@ class LoadedModel:
         for messages, response in texts:
             ids = self.encode(messages, response, max_length=None if reported else self.max_length)
             places.append(position.setdefault(None if ids is None else tuple(ids), len(position)))
-        scores = self.score([None if ids is None else list(ids) for ids in position])
+        distinct = [None if ids is None else list(ids) for ids in position]
+        scores = np.array(in_shares(distinct, lambda own: self.score(own).tolist()))
         return scores[places] if places else np.zeros(0)
 
 
@@ -147,12 +149,13 @@ def compare_to_promoted(
         ValueError: DVC's cache lacks the promoted model with this md5 and sha256, or the model can score no pair.
     """
     folder = scratch / role
-    checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256)
+    subject = f"gate.{role} {promoted.version}"
+    on_first(lambda: checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256), subject=subject)
     other = LoadedModel.load(folder, **how)
     chosen, rejected = (other.score_texts([(row["messages"], row[side]) for row in test.rows]) for side in ("chosen", "rejected"))
     known = np.isfinite(chosen) & np.isfinite(rejected)
     if not known.any():
-        raise ValueError(f"gate.{role} {promoted.version}: expected a model that can score these pairs, got a score for none")
+        raise ValueError(f"{subject}: expected a model that can score these pairs, got a score for none")
     pairs = test.pairs.select(known)
     compared = compare(pairs.points, pair_points(chosen[known], rejected[known]), pairs.clusters, confidence)
     return {"version": promoted.version, "md5": promoted.md5, "not_scored": int((~known).sum()), **compared}

@@ -30,15 +30,18 @@ LONGROPE, DYNAMIC, FIXED = "longrope", "dynamic", "default"
 # Masks
 
 
-def attention_arguments(model: PreTrainedModel, batch: TokenBatch) -> dict[str, torch.Tensor | dict]:
-    """Arguments of the model's forward for the batch's positions and mask; none where attention is plainly causal.
+def attention_arguments(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
+    """Arguments of the model's forward for the batch's positions, and its mask or the lengths of a packed row's sequences; none where
+    attention is plainly causal.
 
     Raises:
         ValueError: the model has layers that don't compute with masks.
     """
-    visible = batch.mask()
-    if visible is None:
+    if not batch.mask_is_needed:
         return {}
+    if takes_lengths(model):
+        return {"position_ids": batch.position_ids, **_lengths(batch.segments)}
+    visible = batch.mask()
     config = model.config.get_text_config()
     kinds = layer_kinds(config)
     if unknown := sorted(kinds - {FULL, SLIDING, CHUNKED}):
@@ -51,6 +54,19 @@ def attention_arguments(model: PreTrainedModel, batch: TokenBatch) -> dict[str, 
             mask = added.masked_fill_(~mask, torch.finfo(model.dtype).min)
         masks[kind] = mask
     return {"position_ids": batch.position_ids, "attention_mask": masks if len(masks) > 1 else masks.popitem()[1]}
+
+
+def takes_lengths(model: PreTrainedModel) -> bool:
+    """Whether attention takes the lengths of sequences that lie end to end, in place of a mask."""
+    return model.config._attn_implementation.startswith("flash_attention")
+
+
+def _lengths(segments: torch.Tensor) -> dict[str, torch.Tensor | int]:
+    """FlashAttention's arguments for sequences end to end, numbered by `segments` [1, N]; transformers hands them to each layer."""
+    lengths = segments[0].unique_consecutive(return_counts=True)[1]
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    longest = int(lengths.max())
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 def layer_kinds(config: PretrainedConfig) -> set[str]:

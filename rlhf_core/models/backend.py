@@ -15,6 +15,7 @@ from rlhf_core.models.attention import attention_arguments, check_length, longes
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.build import trunk
 from rlhf_core.models.decoding import Decoder, HuggingFaceDecoder
+from rlhf_core.models.packing import pack, packs
 
 Part, Result = TypeVar("Part"), TypeVar("Result")
 
@@ -37,8 +38,16 @@ class Backend:
         Args:
             routed: [B, T] bool, tokens whose router logits are returned; only for a model with experts.
         """
+        if len(rows) and self.packs(model, batch):
+            packed = pack(batch, rows, positions, routed=routed)
+            rows, positions = torch.zeros_like(rows), packed.index[rows, positions]
+            batch, routed = packed.batch, None if routed is None else packed.of(routed)
         outputs, router_logits = run_model(trunk(model), batch, routed)
         return outputs.last_hidden_state[rows, positions], router_logits
+
+    def packs(self, model: PreTrainedModel, batch: TokenBatch) -> bool:
+        """Whether padding is left out of the computation."""
+        return packs(model, batch)
 
     def map(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:
         """`function` of each part, in order. The parts must be independent: a backend may run several at the same time."""

@@ -30,7 +30,8 @@ class TokenBatch:
     position_ids: [B, T] int64; None: 0 to T - 1 in each row.
     visible: [B, 1, T, T] bool, which tokens (last) each token sees; None: itself and all before it, or as `segments` say.
     predicted_by: [B, T] int64, the position in its row of the token that predicts each selected one; None: the one before it.
-    segments: [B, T] int64, of rows with a prefix and branches: see `visible_branches`.
+    segments: [B, T] int64, of rows with a prefix and branches: see `visible_branches`. In a packed row, which has no prefix, a branch is a
+        sequence.
     """
 
     input_ids: torch.Tensor
@@ -48,6 +49,11 @@ class TokenBatch:
     def length(self) -> int:
         """Length of the longest sequence, with padding; in a row with branches a sequence is the prefix and one branch."""
         return self.input_ids.shape[1] if self.position_ids is None else int(self.position_ids.max()) + 1
+
+    @property
+    def mask_is_needed(self) -> bool:
+        """Whether attention is other than plainly causal."""
+        return self.visible is not None or self.segments is not None
 
     def mask(self) -> torch.Tensor | None:
         """Which tokens (last) each token sees, [B, 1, T, T] bool; None: plain causal attention."""

@@ -25,6 +25,7 @@ KINDS = {
     "reward": ("Reward model", "A sequence classifier whose one score says how good a response is.", "text-classification"),
     "policy": ("Policy", "A language model aligned with preferences or rewards.", "text-generation"),
 }
+GATE_HEADING = "## Gate of the reward model"
 # Intervals, deadlines and limits, which change no weights.
 NO_RESULT = ("checkpoint_every", "eval_every", "deadlines", "max_replacements")
 _USE_LANGUAGE_MODEL = """\
@@ -91,7 +92,7 @@ def render_card(facts: CardFacts) -> str:
         rows = [(name, f"{value:.4f}") for name, value in facts.figures.items()]
         sections.append("## Figures of the training\n\nOn the validation split.\n\n" + table(("figure", "value"), rows))
     if facts.gate is not None:
-        sections.append(f"## Gate of the reward model\n\n{verdict(facts.gate)}\n")
+        sections.append(f"{GATE_HEADING}\n\n{verdict(facts.gate)}\n")
     return with_metadata(metadata(facts), "\n".join(sections))
 
 

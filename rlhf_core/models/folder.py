@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import shown
-from rlhf_core.data.places import fetch_model, hub_is_asked, is_hub_name, locate, model_commit, model_snapshot
+from rlhf_core.data.places import fetch_model, hub_is_online, is_hub_name, locate, model_commit, model_snapshot
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100 << 20  # bytes; the limit of safetensors itself
@@ -47,7 +47,7 @@ def locate_model(path: str, revision: str | None = None) -> str:
         )
     if (snapshot := model_snapshot(path, revision)) is not None:
         return str(snapshot)
-    if hub_is_asked() and is_hub_name(path):
+    if hub_is_online() and is_hub_name(path):
         return fetch_model(path, model_commit(path, revision))
     if revision is not None:
         raise ValueError(
@@ -123,9 +123,17 @@ def count_parameters(path: str | Path) -> int:
     Raises:
         ValueError: a file is missing or truncated.
     """
+    return sum(math.prod(tensor["shape"]) for tensor in read_headers(path))
+
+
+def read_headers(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The header of each tensor of a model's folder: shape, dtype and data_offsets.
+
+    Raises:
+        ValueError: a file is missing or truncated.
+    """
     check_model_folder(path)
-    tensors = (tensor for file in weight_files(Path(path)) for name, tensor in _header(file)[0].items() if name != "__metadata__")
-    return sum(math.prod(tensor["shape"]) for tensor in tensors)
+    return (tensor for file in weight_files(Path(path)) for name, tensor in _header(file)[0].items() if name != "__metadata__")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:

@@ -5,7 +5,7 @@ The vocabulary projection runs on the selected positions only.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,17 +14,21 @@ from transformers import PreTrainedModel
 from rlhf_core.algorithms.logprobs import sampler_logprobs, token_entropy, token_logprobs, token_logprobs_and_entropy
 from rlhf_core.models.backend import Backend, run_model
 from rlhf_core.models.batch import TokenBatch
-from rlhf_core.models.build import scalar_head
+from rlhf_core.models.build import scalar_head, trunk
 from rlhf_core.models.cpu.backend import CpuBackend
-from rlhf_core.models.head import can_project_in_pieces, head_logprobs, logit_rule
+from rlhf_core.models.head import LogprobHead, logit_rule, use_logprob_head
+from rlhf_core.models.recompute import recomputes_layers
 from rlhf_core.models.score_head import label_index, probe_score_head, sequence_scores
+from rlhf_core.models.split import SequenceSplit, own_columns
 
 GENERAL, CPU = Backend(), CpuBackend()
 
 
 def backend_of(model: PreTrainedModel) -> Backend:
-    """The fastest backend for a model where and as it is now: an engine may move it, cast it or partition its weights."""
-    return CPU if CPU.supports(model) else GENERAL
+    """The fastest backend for a model where and as it is now: an engine may move it, cast it or partition its weights. Gradient
+    checkpointing is a matter of the model's own layers.
+    """
+    return CPU if CPU.supports(model) and not recomputes_layers(model) else GENERAL
 
 
 def common_backend(*modules: PolicyModule | ScalarModule) -> Backend:
@@ -48,11 +52,15 @@ class PolicyOutput(NamedTuple):
 
 
 class PolicyModule(nn.Module):
-    """Log-probabilities of selected tokens under a causal language model.
+    """Log-probabilities of selected tokens under a causal language model, whose head becomes a `LogprobHead` where it can.
+
+    split: set where ranks share each sequence; every rank then returns what all of them compute.
 
     Raises:
         ValueError: the model gives no logits.
     """
+
+    split: SequenceSplit | None = None
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -63,11 +71,13 @@ class PolicyModule(nn.Module):
             return backend_of(model).hidden_states(model, TokenBatch(ids, everywhere), *everywhere.nonzero(as_tuple=True))[0]
 
         self._rule = logit_rule(model, hidden_states)
+        if self._rule is not None:
+            use_logprob_head(model)
 
     @property
     def backend(self) -> Backend:
         """Computes the hidden states; its `map` may run several forward passes of this module at the same time."""
-        return GENERAL if self._rule is None else backend_of(self.model)
+        return GENERAL if self._rule is None or self.split is not None else backend_of(self.model)
 
     def forward(
         self,
@@ -90,18 +100,66 @@ class PolicyModule(nn.Module):
             routed: [B, T] bool, the tokens whose router logits are returned; only for a model with experts.
         """
         rows, predicted_by, ids = batch.predictions()
-        filtered, entropy = top_k is not None or top_p < 1.0, None
+        how = {
+            "temperature": temperature,
+            "with_entropy": with_entropy,
+            "learn_entropy": learn_entropy,
+            "top_k": top_k,
+            "top_p": top_p,
+        }
+        if self.split is not None:
+            return self._of_parts(batch, rows, predicted_by, ids, self.split, routed=routed, **how)
         if self._rule is None:
             outputs, router_logits = run_model(self.model, batch, routed)
-            logits = outputs.logits[rows, predicted_by]
+            states = outputs.logits[rows, predicted_by]
         else:
-            hidden, router_logits = self.backend.hidden_states(self.model, batch, rows, predicted_by, routed=routed)
+            states, router_logits = self.backend.hidden_states(self.model, batch, rows, predicted_by, routed=routed)
+        return self._output(states, ids, router_logits, **how)
+
+    def _of_parts(
+        self,
+        batch: TokenBatch,
+        rows: torch.Tensor,
+        predicted_by: torch.Tensor,
+        ids: torch.Tensor,
+        split: SequenceSplit,
+        *,
+        routed: torch.Tensor | None,
+        **how: Any,
+    ) -> PolicyOutput:
+        """The output for all selected tokens, of which this rank computes those that its own columns predict."""
+        if routed is not None:
+            raise ValueError("sequence_parallel: expected no router logits to be needed, got some; set sequence_parallel to 1")
+        part = own_columns(self.model, batch, rows, predicted_by, split)
+        states = part.run(self.model).logits if self._rule is None else part.run(trunk(self.model)).last_hidden_state
+        output = self._output(states[part.rows, part.positions], ids[part.own], None, **how)
+        return PolicyOutput(*(None if values is None else split.joined(values, part.own) for values in output))
+
+    def _output(
+        self,
+        states: torch.Tensor,
+        ids: torch.Tensor,
+        router_logits: torch.Tensor | None,
+        *,
+        temperature: float,
+        with_entropy: bool,
+        learn_entropy: bool,
+        top_k: int | None,
+        top_p: float,
+    ) -> PolicyOutput:
+        """
+        Args:
+            states: [N, H] hidden states that predict the tokens; without a rule for the head their logits [N, V].
+        """
+        filtered, entropy = top_k is not None or top_p < 1.0, None
+        if self._rule is None:
+            logits = states
+        else:
             head = self.model.get_output_embeddings()
-            if can_project_in_pieces(head) and not filtered and not learn_entropy:
-                how = {"temperature": temperature, "with_entropy": with_entropy, "rule": self._rule}
-                logprobs, entropy = head_logprobs(head, hidden, ids, **how)
+            if isinstance(head, LogprobHead) and not filtered and not learn_entropy:
+                logprobs, entropy = head(states, ids, temperature=temperature, with_entropy=with_entropy, rule=self._rule)
                 return PolicyOutput(logprobs, entropy, None, router_logits)
-            logits = self._rule(head(hidden))
+            logits = self._rule(head(states))
         if with_entropy and not learn_entropy:
             logprobs, entropy = token_logprobs_and_entropy(logits, ids, temperature=temperature)
         else:
@@ -121,7 +179,11 @@ class ScalarModule(nn.Module):
         label: for a model that gives several scores, the name or number of the one that counts.
     Raises:
         ValueError: the model gives no score, or several and none is chosen.
+
+    split: as of `PolicyModule`.
     """
+
+    split: SequenceSplit | None = None
 
     def __init__(self, model: PreTrainedModel, *, label: str | int | None = None):
         super().__init__()
@@ -132,7 +194,7 @@ class ScalarModule(nn.Module):
     @property
     def backend(self) -> Backend:
         """See `PolicyModule.backend`."""
-        return backend_of(self.model) if self.score_head.per_token else GENERAL
+        return backend_of(self.model) if self.score_head.per_token and self.split is None else GENERAL
 
     def forward(self, batch: TokenBatch) -> torch.Tensor:
         """The score [N] at each selected position, which has seen that token and all before it.
@@ -142,7 +204,12 @@ class ScalarModule(nn.Module):
         if not self.score_head.per_token:
             sequences = self._whole_sequences(batch)
             return sequence_scores(self.model, sequences, batchable=self.score_head.batchable)[:, self._label].float()
-        hidden, _ = self.backend.hidden_states(self.model, batch, *batch.selected.nonzero(as_tuple=True))
+        places = batch.selected.nonzero(as_tuple=True)
+        if self.split is not None:
+            part = own_columns(self.model, batch, *places, self.split)
+            states = part.run(trunk(self.model)).last_hidden_state[part.rows, part.positions]
+            return self.split.joined(scalar_head(self.model)(states)[:, self._label].float(), part.own)
+        hidden, _ = self.backend.hidden_states(self.model, batch, *places)
         return scalar_head(self.model)(hidden)[:, self._label].float()
 
     def check_scores_tokens(self, subject: str, remedy: str) -> None:

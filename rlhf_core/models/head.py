@@ -6,7 +6,7 @@ Most models have a scale of 1 and no cap. Gemma 2 caps; Cohere, Granite and Falc
 configuration and compares it with the model's own logits. Where no rule gives them (ModernBERT's decoder has layers before its head), the
 model's whole forward computes them.
 
-`head_logprobs` projects some rows at a time, so that the logits of all rows never exist together.
+`LogprobHead` projects some rows at a time, so that the logits of all rows never exist together.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -117,39 +118,83 @@ def _rules(config: PretrainedConfig) -> Iterator[LogitRule]:
 
 # Log-probabilities, some rows at a time
 
-MOST_ROWS = 4096  # projected at a time; fewer where that keeps them in a CPU's cache
+LEAST_ROWS, MOST_ROWS = 512, 1024  # projected at a time; fewer where that keeps them in a CPU's cache
+PIECE_BYTES = 1 << 28  # of a piece's logits in float32, between these limits
 KEPT_BYTES = 1 << 30  # of probabilities kept for the backward pass; a larger matrix is recomputed there
 
 
-def can_project_in_pieces(head: nn.Module) -> bool:
-    """Whether `head_logprobs` computes what this head would: a plain weight, all of it here."""
-    return type(head) is nn.Linear and head.bias is None and not hasattr(head.weight, "ds_id")  # ZeRO 3 gathers it when the head is called
+class LogprobHead(nn.Linear):
+    """A language model's head that also gives log-probabilities without the logits of all rows.
+
+    Both are calls of the module, so that ZeRO 3 gathers the weight for them.
+
+    keeps_probabilities: at most KEPT_BYTES of probabilities are kept for the backward pass; False: all are recomputed there.
+    """
+
+    def __init__(self, head: nn.Linear):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = head.in_features, head.out_features
+        self.weight = head.weight
+        self.register_parameter("bias", None)
+        self.keeps_probabilities = True
+        self.train(head.training)
+
+    def forward(
+        self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None, **how: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        """The head's output; with token ids what `head_logprobs` gives."""
+        if token_ids is None:
+            return super().forward(hidden)
+        return head_logprobs(self.weight, hidden, token_ids, keep=self.keeps_probabilities, **how)
+
+
+def use_logprob_head(model: PreTrainedModel) -> None:
+    """Put a `LogprobHead` with the same weight in the place of the model's head, if that is a plain weight."""
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and head.bias is None:
+        (place,) = (name for name, part in model.named_modules() if part is head)
+        parent, _, own = place.rpartition(".")
+        setattr(model.get_submodule(parent), own, LogprobHead(head))
 
 
 def head_logprobs(
-    head: nn.Linear, hidden: torch.Tensor, token_ids: torch.Tensor, *, temperature: float, with_entropy: bool, rule: LogitRule = PLAIN
+    weight: torch.Tensor,
+    hidden: torch.Tensor,
+    token_ids: torch.Tensor,
+    *,
+    temperature: float,
+    with_entropy: bool,
+    rule: LogitRule = PLAIN,
+    keep: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`token_logprobs` of the logits that the rule makes of the head's output; and `token_entropy`, without a gradient.
 
     Args:
+        weight: [V, H], of the head.
         hidden: [N, H]; bfloat16 and float16 are projected as they are, and the logits computed with in float32.
         token_ids: [N] int64.
+        keep: probabilities may be kept for the backward pass.
     Returns:
         [N], and [N] or None.
     """
-    learns = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
-    logprobs, entropy = _HeadLogprobs.apply(hidden, head.weight, token_ids, temperature, with_entropy, learns, rule)
+    learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    logprobs, entropy = _HeadLogprobs.apply(hidden, weight, token_ids, temperature, with_entropy, learns and keep, rule)
     return logprobs, entropy if with_entropy else None
+
+
+def rows_at_a_time(vocabulary: int) -> int:
+    """Rows of hidden states that are projected together where a CPU's cache doesn't matter."""
+    return min(MOST_ROWS, max(LEAST_ROWS, PIECE_BYTES // (4 * vocabulary)))
 
 
 class _HeadLogprobs(Function):
     @staticmethod
-    def forward(ctx, hidden, weight, token_ids, temperature, with_entropy, learns, rule):
+    def forward(ctx, hidden, weight, token_ids, temperature, with_entropy, may_keep, rule):
         precision = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropy, normalizer = (hidden.new_zeros(len(hidden), dtype=precision) for _ in range(3))
-        keeps = learns and rule.cap is None and 4 * len(hidden) * len(weight) <= KEPT_BYTES
+        keeps = may_keep and rule.cap is None and 4 * len(hidden) * len(weight) <= KEPT_BYTES
         kept = hidden.new_empty(len(hidden) if keeps else 0, len(weight), dtype=precision)
-        for piece in pieces(len(hidden), weight, at_most=MOST_ROWS):
+        for piece in pieces(len(hidden), weight, at_most=rows_at_a_time(len(weight))):
             scaled, chosen = scaled_logits(rule(hidden[piece] @ weight.t()), temperature), token_ids[piece, None]
             all_logprobs = scaled.log_softmax(-1)
             logprobs[piece] = all_logprobs.gather(-1, chosen).squeeze(-1)
@@ -168,7 +213,7 @@ class _HeadLogprobs(Function):
         hidden, weight, token_ids, kept, normalizer = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
         weight_grad = torch.zeros_like(weight, dtype=grad.dtype) if ctx.needs_input_grad[1] else None  # with adapters it is frozen
-        for piece in pieces(len(hidden), weight, at_most=MOST_ROWS):
+        for piece in pieces(len(hidden), weight, at_most=rows_at_a_time(len(weight))):
             part, logits = grad[piece, None] / ctx.temperature, None
             if ctx.keeps:
                 probabilities = kept[piece]

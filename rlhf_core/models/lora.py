@@ -13,9 +13,10 @@ Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314, section 3; witho
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -75,20 +76,56 @@ def quantize_base(model: PreTrainedModel, config: LoraConfig | None) -> None:
                 setattr(model.get_submodule(parent), own, QuantizedLinear(layer))
 
 
+class WeightUnit(NamedTuple):
+    """A part of a module's weights that depends on no other part.
+
+    parameters: those that must be whole for it.
+    weights: gives the part of the state dict, with corrections added, without a copy of what isn't adapted or quantized.
+    """
+
+    parameters: list[nn.Parameter]
+    weights: Callable[[], dict[str, torch.Tensor]]
+
+
 def merged_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """A module's weights with every correction added, under the names without adapters; the module itself doesn't change.
 
     Sums are computed in float32 and rounded once to the weight's dtype. Quantized layers give their dequantized matrices. Without adapters
     this is `module.state_dict()`.
     """
-    state = dequantized_state(module, module.state_dict())
-    for name, layer in _adapted(module).items():
-        base = state[f"{name}.base_layer.weight"]
-        a, b = (state[f"{name}.{matrix}.default.weight"].float() for matrix in ("lora_A", "lora_B"))
-        product = (b @ a).t() if layer.fan_in_fan_out else b @ a
-        state[f"{name}.base_layer.weight"] = (base.float() + layer.scaling["default"] * product).to(base.dtype)
-    corrections = tuple(f"{name}.lora_" for name in _adapted(module))
-    return {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if not name.startswith(corrections)}
+    return {name: tensor for unit in weight_units(module) for name, tensor in unit.weights().items()}
+
+
+def weight_units(module: nn.Module) -> Iterator[WeightUnit]:
+    """The parts of `merged_state_dict` in order, an adapted layer or a module without its children at a time."""
+    saved, adapted, inside = set(module.state_dict()), _adapted(module), None
+    dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+    for name, part in module.named_modules(remove_duplicate=False):
+        if inside is not None and name.startswith(inside):
+            continue
+        layer = adapted.get(name)
+        inside = None if layer is None else f"{name}."
+        parameters = list(part.parameters(recurse=layer is not None))
+        if parameters or any(True for _ in part.buffers(recurse=False)):
+            yield WeightUnit(parameters, partial(_merged, part, f"{name}." if name else "", saved, dtype, adapted=layer is not None))
+
+
+def _merged(part: nn.Module, prefix: str, saved: set[str], dtype: torch.dtype, *, adapted: bool) -> dict[str, torch.Tensor]:
+    """The weights of one unit.
+
+    Args:
+        saved: names in the whole module's state dict, which leaves some buffers out.
+    """
+    how = {"prefix": prefix.removesuffix("."), "recurse": adapted, "remove_duplicate": False}
+    state = {name: t.detach() for name, t in (*part.named_parameters(**how), *part.named_buffers(**how)) if name in saved}
+    state = dequantized_state(part, state, prefix=prefix, dtype=dtype)
+    if not adapted:
+        return state
+    base = state[f"{prefix}base_layer.weight"]
+    a, b = (state[f"{prefix}{matrix}.default.weight"].float() for matrix in ("lora_A", "lora_B"))
+    product = (b @ a).t() if part.fan_in_fan_out else b @ a
+    state[f"{prefix}base_layer.weight"] = (base.float() + part.scaling["default"] * product).to(base.dtype)
+    return {n.replace(".base_layer.", "."): tensor for n, tensor in state.items() if not n.startswith(f"{prefix}lora_")}
 
 
 @contextmanager
@@ -185,13 +222,14 @@ class _Product(Function):
         return gradient @ ctx.layer.dequantized().to(gradient.dtype), None
 
 
-def dequantized_state(module: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict with the dequantized matrices of its quantized layers, in the dtype of the other weights."""
-    layers = {name: part for name, part in module.named_modules() if isinstance(part, QuantizedLinear)}
-    if not layers:
-        return state
-    dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
-    matrices = {f"{name}.weight": layer.dequantized().to(dtype) for name, layer in layers.items()}
+def dequantized_state(module: nn.Module, state: dict[str, torch.Tensor], *, prefix: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A state dict with the dequantized matrices, in a dtype, of the module's quantized layers.
+
+    Args:
+        prefix: of the module's names in the state dict.
+    """
+    layers = {f"{prefix}{name}".removesuffix("."): part for name, part in module.named_modules() if isinstance(part, QuantizedLinear)}
+    matrices = {f"{name}.weight": layer.dequantized().to(dtype) for name, layer in layers.items() if f"{name}.weight" in state}
     return {name: tensor for name, tensor in (state | matrices).items() if name.removesuffix(".scales") not in layers}
 
 

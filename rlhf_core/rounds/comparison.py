@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhf_core.config import Params
 from rlhf_core.evaluation.answers import EvaluatedModel, load_policy, response_logprobs, sample_answers, score_answers
 from rlhf_core.evaluation.figures import judge_difference, summarize, win_rate
 from rlhf_core.models.tokenizer import load_tokenizer
@@ -14,18 +13,21 @@ from rlhf_core.rounds.promotion import DECIDES
 from rlhf_core.rounds.sample import promotion_prompts, promotion_seeds
 from rlhf_core.sampling.scoring import LocalScorers
 
+if TYPE_CHECKING:
+    from rlhf_core.stage.training import TrainRun
+
 
 def compare(
-    params: Params, entry: Round, number: int, policy: Path, *, rows: list[dict], reward_model: Path, source_judges: dict[str, str]
+    run: TrainRun, entry: Round, number: int, policy: Path, rows: list[dict], reward_model: Path, source_judges: dict[str, str]
 ) -> dict[str, Any]:
-    """Figures of both policies, their win rate and judge difference, and the new policy's KL in nats per response.
+    """On each rank: figures of both policies, their win rate and judge difference, and the new policy's KL in nats per response.
 
     The KL from the policy before and from the series' origin is estimated on the new policy's sampled answers.
 
     Args:
         policy: folder of the round's policy. rows: as for `promotion_prompts`.
     """
-    config = params.evaluation
+    params, config = run.params, run.params.evaluation
     before = Path(entry.policy.path)
     tokenizer = load_tokenizer(str(before), trust_remote_code=params.model.trust_remote_code)
     prompts = promotion_prompts(rows, tokenizer, params, number=number)

@@ -1,10 +1,10 @@
-"""What a round samples: responses to its training prompts with their scores and pairs, and the prompts on which it is compared."""
+"""Sampling of a round: responses to its training prompts with scores and pairs, and the prompts for its comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -19,25 +19,37 @@ from rlhf_core.rounds.pins import Round
 from rlhf_core.sampling.drawing import sample_responses
 from rlhf_core.sampling.prompts import choose_prompts
 from rlhf_core.sampling.requests import request_seeds
-from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse, with_prompts, without_prompts
 from rlhf_core.types import Prompt
+
+if TYPE_CHECKING:
+    from rlhf_core.stage.training import TrainRun
 
 PROMOTION_TURN = 1  # of a round's request seeds; its training responses are turn 0
 
 
 def sample_groups(
-    params: Params, entry: Round, rows: list[dict], *, reward_model: Path, source_judges: dict[str, str], check_stop: Callable[[], None]
+    params: Params, entry: Round, rows: list[dict], *, reward_model: Path, source_judges: dict[str, str], infer: Callable[..., Any]
 ) -> tuple[list[list[ScoredResponse]], int]:
     """Scored responses of the round's policy to each prompt that leaves room for one, and how many prompts don't.
 
     Args:
         rows: of the use prompt, the round's.
-        check_stop: raises where the stage was told to stop.
+        infer: calls a function with a TrainRun and the arguments that follow, on every rank that samples and scores.
     """
-    config, policy = params.iterative, entry.policy.path
+    policy = entry.policy.path
     tokenizer = load_tokenizer(policy, trust_remote_code=params.model.trust_remote_code)
-    longest = params.model.max_length - config.sampling.max_new_tokens
+    longest = params.model.max_length - params.iterative.sampling.max_new_tokens
     prompts = choose_prompts(rows, tokenizer, longest=longest, count=None, seed=params.seed)
+    found = infer(sample_and_score, entry, prompts, reward_model, source_judges)
+    return with_prompts(found["groups"], prompts), len(rows) - len(prompts)
+
+
+def sample_and_score(
+    run: TrainRun, entry: Round, prompts: list[Prompt], reward_model: Path, source_judges: dict[str, str]
+) -> dict[str, Any]:
+    """On each rank: `groups`, the scored responses to all prompts, which the ranks share, without their prompts."""
+    params, config, policy = run.params, run.params.iterative, entry.policy.path
     samples = sample_responses(
         policy,
         prompts,
@@ -46,10 +58,12 @@ def sample_groups(
         threads=params.cluster.threads,
         seed=params.seed,
         draw=entry.prompts.first,  # differs from round to round, as the prompts do
-        check_stop=check_stop,
+        check_stop=run.check_stop,
     )
     scorers = LocalScorers(config.scorers, reward_model=reward_model, source_judges=source_judges, model=params.model)
-    return ResponseScorer(scorers, tokenizer, stops=stop_ids(tokenizer, policy)).score_groups(prompts, samples), len(rows) - len(prompts)
+    tokenizer = load_tokenizer(policy, trust_remote_code=params.model.trust_remote_code)
+    scorer = ResponseScorer(scorers, tokenizer, stops=stop_ids(tokenizer, policy))
+    return {"groups": without_prompts(scorer.score_groups(prompts, samples))}
 
 
 def write_data(folder: Path, groups: list[list[ScoredResponse]], *, min_margin: float) -> dict[str, Any]:

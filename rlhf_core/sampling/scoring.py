@@ -13,13 +13,14 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import ModelConfig, ScoreConfig, ScorerConfig
 from rlhf_core.engines.deepspeed_engine import device
+from rlhf_core.engines.ranks import in_shares
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.sampling.requests import Sample
 from rlhf_core.scorers.members import combine_members
@@ -211,7 +212,11 @@ class ResponseScorer:
         return self._tokenizer.batch_decode(said, skip_special_tokens=True)
 
     def score_groups(self, prompts: list[Prompt], samples: list[list[Sample]]) -> list[list[ScoredResponse]]:
-        """Every prompt's responses with their scores, in order."""
+        """Every prompt's responses with their scores, in order. Ranks share the prompts, and each calls this with all of them."""
+        own = [(prompt, group) for prompt, group in zip(prompts, samples, strict=True)]
+        return in_shares(own, lambda pairs: self._score_own([p for p, _ in pairs], [group for _, group in pairs]))
+
+    def _score_own(self, prompts: list[Prompt], samples: list[list[Sample]]) -> list[list[ScoredResponse]]:
         responses = [SampledResponse(p, s.response_ids, s.finished) for p, group in zip(prompts, samples, strict=True) for s in group]
         texts = self.texts(responses)
         components = self.collect(self.submit(responses), texts=texts)
@@ -224,6 +229,16 @@ class ResponseScorer:
             for i, (response, text, score) in enumerate(zip(responses, texts, scores, strict=True))
         )
         return [[next(scored) for _ in group] for group in samples]
+
+
+def without_prompts(groups: list[list[ScoredResponse]]) -> list[list[dict[str, Any]]]:
+    """Scored responses as JSON objects without their prompt, which the group's position gives."""
+    return [[{name: value for name, value in vars(response).items() if name != "prompt"} for response in group] for group in groups]
+
+
+def with_prompts(groups: list[list[dict[str, Any]]], prompts: list[Prompt]) -> list[list[ScoredResponse]]:
+    """The inverse of `without_prompts`."""
+    return [[ScoredResponse(prompt=prompt, **fields) for fields in group] for prompt, group in zip(prompts, groups, strict=True)]
 
 
 @dataclass(frozen=True)

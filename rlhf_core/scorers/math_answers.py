@@ -80,14 +80,15 @@ def serve() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         question = json.loads(line)
+        label, response = question["label"], question["response"]
         signal.alarm(SECONDS)  # unhandled, so the kernel ends the process
         try:
-            expected = _read(math_verify, f"\\boxed{{{question['label']}}}") or _read(math_verify, question["label"])
+            expected = _read(math_verify, f"\\boxed{{{label}}}") or _read(math_verify, label)
             if expected:
-                given = _read(math_verify, question["response"])
+                given = _read(math_verify, response)
                 answer = {"same": math_verify.verify(expected, given, timeout_seconds=None, raise_on_error=True)}
             else:
-                answer = {"error": f"the label has no mathematical answer to compare with: {question['label']!r}"}
+                answer = {"error": f"the label has no mathematical answer to compare with: {label!r}"}
         except Exception as error:  # a parser may raise anything on a model's text
             answer = {"error": f"the comparison failed with {type(error).__name__}: {error}"[:300]}
         signal.alarm(0)

@@ -1,4 +1,4 @@
-"""The members of an ensemble of reward models: their folders, and one score of theirs."""
+"""The members of an ensemble of reward models: their folders, and the combined score."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def uses_own_reward_model(scorers: list[ScorerConfig]) -> bool:
 def check_scorers(
     scorers: list[ScorerConfig], *, reward_model: Path, source_judges: dict[str, str], has_labels: Callable[[], bool]
 ) -> None:
-    """Check reward models, functions and labels. Functions are loaded; of ready-made reward models the settings are read.
+    """Check reward models, functions and labels. Functions are loaded; for ready-made reward models only the settings are read.
 
     Args:
         has_labels: whether any prompt has a label; called only if a scorer compares with labels.

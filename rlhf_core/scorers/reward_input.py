@@ -91,8 +91,8 @@ class RewardModelInput:
 
     def _sequence(self, messages: Sequence[Message], prompt_ids: list[int], response_ids: list[int], *, finished: bool) -> list[int]:
         if not self._copies:
-            said = without_stop(response_ids, self._named_stops, finished=finished)
-            text = self._policy_tokenizer.decode(said, skip_special_tokens=True)
+            kept = without_stop(response_ids, self._named_stops, finished=finished)
+            text = self._policy_tokenizer.decode(kept, skip_special_tokens=True)
             return scored_ids(self._reward_tokenizer, messages, text, finished=finished)
         if not finished:
             return [*prompt_ids, *response_ids]

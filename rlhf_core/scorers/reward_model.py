@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,21 @@ log = logging.getLogger("rlhf")
 
 @torch.no_grad()
 def score_sequences(
-    module: ScalarModule, sequences: list[list[int] | None], *, pad_id: int, microbatch_tokens: int, device: torch.device
+    module: ScalarModule,
+    sequences: list[list[int] | None],
+    *,
+    pad_id: int,
+    microbatch_tokens: int,
+    device: torch.device,
+    passes: Callable[[int], int] | None = None,
 ) -> torch.Tensor:
     """Raw scores [len(sequences)] on the CPU; NaN where the sequence is None or exceeds the model's positions.
 
     A sequence has the same score in any batch, up to rounding; `module.score_head` says at which position it is read.
+
+    Args:
+        passes: for a model whose forward pass is a collective: the largest number of passes of any rank, given this rank's. This rank makes
+            the missing ones without a sequence of its own. None: it is no collective.
     """
     known = [i for i, ids in enumerate(sequences) if ids is not None and not _is_too_long(module, ids)]
     scores = torch.full((len(sequences),), float("nan"))
@@ -39,8 +49,16 @@ def score_sequences(
         scores[rows] = module(batch.to(device)).cpu()
 
     lengths = [len(sequences[i]) for i in known]
-    parts = even_microbatches(lengths, max_tokens=microbatch_tokens, multiple=module.backend.workers)
+    together = passes is None or module.score_head.batchable  # otherwise the model's forward runs once for each sequence
+    parts = (
+        even_microbatches(lengths, max_tokens=microbatch_tokens, multiple=module.backend.workers)
+        if together
+        else [[i] for i in range(len(known))]
+    )
+    missing = 0 if passes is None else passes(len(parts)) - len(parts)  # before the passes: it is a collective too
     module.backend.map(forward, parts)
+    for _ in range(missing):
+        module(collate_tokens([[0, 1, 2, 3]], [3], pad_id=pad_id).to(device))
     return scores
 
 
@@ -77,13 +95,19 @@ def load_members(
     Raises:
         ValueError: a folder holds no model with scores.
     """
-    return [
-        frozen(_load_module(member, label, trust_remote_code=trust_remote_code, training_dtype=training_dtype), device=device, dtype=dtype)
-        for member in member_folders(folder)[:count]
-    ]
+    how = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype}
+    return [frozen(load_member(member, label, **how), device=device, dtype=dtype) for member in member_folders(folder)[:count]]
 
 
-def _load_module(folder: Path, label: str | int | None, **how: Any) -> ScalarModule:
+def load_member(folder: Path, label: str | int | None, **how: Any) -> ScalarModule:
+    """A reward model on the CPU.
+
+    Args:
+        label: of ScalarModule.
+        how: arguments of `load_scalar_model`.
+    Raises:
+        ValueError: the folder holds no model with scores.
+    """
     model = load_scalar_model(folder, **how)
     try:
         return ScalarModule(model, label=label)

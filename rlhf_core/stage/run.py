@@ -11,7 +11,6 @@ sends SIGTERM) and after SIGKILL (it resumes from the last checkpoint).
 from __future__ import annotations
 
 import argparse
-import fcntl
 import logging
 import math
 import os
@@ -24,18 +23,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.checkpoint.store import NoSpace, Origin, StoreSettings
-from rlhf_core.config import ConfigError, Params, TrainingConfig, load_params, reordering_shown
+from rlhf_core.checkpoint.store import Origin, SaveFailed, StoreSettings
+from rlhf_core.config import ConfigError, Params, load_params, reordering_shown
 from rlhf_core.environment import keep_visible, of_stage
-from rlhf_core.paths import CURVES, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, SOURCES, STAGE_METRICS, STATE_DIGESTS, TIMINGS
+from rlhf_core.paths import CURVES, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, SOURCES, STAGE_METRICS, STATE_DIGESTS
 from rlhf_core.process import Interrupted, configure_process, end_with_parent, show_own_log
 from rlhf_core.progress import name_stage
-from rlhf_core.stage.files import publish_model, read_json, write_json
+from rlhf_core.stage.files import lock_file, publish_model, read_json, write_json
 from rlhf_core.stage.scratch import input_hashes, metrics_path, prepare_scratch, read_work
 
 if TYPE_CHECKING:
     from rlhf_core.models.card import CardFacts
-    from rlhf_core.trainers.supervised import TrainLoop
 
 # Exit codes. The flow retries all but the first: a retry would be refused again.
 REFUSED = 1  # params, data or a model were refused
@@ -65,7 +63,7 @@ def round_argument(about: str | None) -> int:
 def stage_arguments(about: str | None) -> argparse.ArgumentParser:
     """A parser with the docstring of the stage's module as help."""
     module = sys.modules["__main__"].__spec__
-    how = {"description": about, "epilog": "params.yaml says what the stage does.", "allow_abbrev": False}
+    how = {"description": about, "epilog": "params.yaml has the stage's settings.", "allow_abbrev": False}
     name = None if module is None else f"python -m {module.name}"
     return argparse.ArgumentParser(prog=name, formatter_class=argparse.RawDescriptionHelpFormatter, **how)
 
@@ -114,6 +112,7 @@ class Stage:
         except ConfigError as error:
             self._exit(str(error))
         self._started = time.monotonic()
+        self._check_memory()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -130,7 +129,7 @@ class Stage:
         elif isinstance(error, StageFailed | ValueError | FileNotFoundError):
             log.debug("traceback", exc_info=error)
             self._exit(str(error))
-        elif isinstance(error, NoSpace):  # retried: space may be freed meanwhile
+        elif isinstance(error, SaveFailed):  # retried: space may be freed meanwhile
             log.error("%s: %s", self.name, error)
             sys.exit(CRASHED)
         elif isinstance(error, Exception):
@@ -144,6 +143,13 @@ class Stage:
             log.warning("flow.environment: expected %s to be set, got no such environment variable", ", ".join(missing))
         keep_visible(of_stage(self.params, self.name, os.environ), named=wanted)
 
+    def _check_memory(self) -> None:
+        """Refuse the stage if its models can't fit, before anything is loaded. The driver checks a job on another cluster."""
+        from rlhf_core.planning.preflight import preflight, runs_elsewhere
+
+        if not runs_elsewhere(self.name, self.params) and (refusal := preflight(self.name.partition("@")[0], self.params)) is not None:
+            self._exit(refusal)
+
     def _on_stop(self, *_: object) -> None:
         self._stop.set()
         if not self._resumable:
@@ -155,7 +161,7 @@ class Stage:
         return self._stop.is_set()
 
     def check_stop(self) -> None:
-        """Raise Interrupted once SIGTERM has come; for work without a checkpoint to write."""
+        """Raise Interrupted after SIGTERM, for work without a checkpoint to write."""
         if self.stop_requested:
             raise Interrupted
 
@@ -174,46 +180,11 @@ class Stage:
 
         torch.set_num_threads(self.params.cluster.threads)
 
-    def loop(self, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int, seed: int | None = None) -> TrainLoop:
-        """A supervised training loop with the stage's settings, checkpoints, curves and stop signal.
-
-        Args:
-            first_step: number of the phase's first step in the curves.
-            seed: None: `seed` of params.yaml.
-        """
-        from rlhf_core.checkpoint.digest import write_digest
-        from rlhf_core.checkpoint.store import CheckpointStore
-        from rlhf_core.tracking import MetricsLog
-        from rlhf_core.trainers.supervised import TrainLoop
-
-        def metrics_log(step: int) -> MetricsLog:
-            return MetricsLog(
-                self.scratch / "curves.csv",
-                columns,
-                timings=TIMINGS / f"{self.name}.csv",
-                tracking=self.params.tracking,
-                run_name=f"{self.name}-{self.fingerprint[:8]}",
-                first_step=step,
-            )
-
-        def store(phase: str) -> CheckpointStore:
-            return CheckpointStore(self.scratch / phase, self.store_settings(zero_stage=config.zero_stage), write_digest=write_digest)
-
-        return TrainLoop(
-            seed=self.params.seed if seed is None else seed,
-            checkpoint_every=config.checkpoint_every,
-            eval_every=config.eval_every,
-            first_step=first_step,
-            checkpoints=store,
-            metrics_log=metrics_log,
-            stop_requested=lambda: self.stop_requested,
-        )
-
     def store_settings(self, *, zero_stage: int, world_size: int = 1) -> StoreSettings:
         """How many checkpoints are kept, their origin, and the origins from which the stage may resume."""
         wanted = self.params.checkpoints
         accepted = tuple(Origin(**entry["origin"]) for entry in self.resumed_from)
-        return StoreSettings(wanted.keep_last, wanted.keep_best, self.work.origin, accepted, world_size, zero_stage)
+        return StoreSettings(wanted.keep_last, wanted.keep_best, self.work.origin, accepted, world_size, zero_stage, wanted.save_timeout)
 
     def recent_mean(self, column: str) -> float:
         """Mean of a column of the training curves over their last steps."""
@@ -231,11 +202,11 @@ class Stage:
         """
         from rlhf_core.models.card import CardFacts
 
-        inputs = input_hashes(self.name, self._round_number)
+        inputs = input_hashes(self.work, self.name, self._round_number)
         if kind == "policy" and gate is None:
             inputs = {path: md5 for path, md5 in inputs.items() if path != REWARD_MODEL.as_posix()}
         figures = {name: value for name, value in metrics.items() if name.startswith("heldout_") and isinstance(value, float)}
-        gone_on = "Training resumed from a checkpoint of other work (`checkpoints.resume_from`)."
+        resumed = "Training resumed from a checkpoint of other work (`checkpoints.resume_from`)."
         return CardFacts(
             kind=kind,
             method=method,
@@ -245,7 +216,7 @@ class Stage:
             inputs=inputs,
             gate=gate,
             figures=figures,
-            notes=[gone_on] * bool(self.resumed_from),
+            notes=[resumed] * bool(self.resumed_from),
         )
 
     def _note_where_it_began(self) -> None:
@@ -264,20 +235,15 @@ class Stage:
             shutil.copy(path, kept)
 
     def _acquire(self) -> None:
-        deadline = time.monotonic() + LOCK_DEADLINE
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    self._lock.seek(0)
-                    other = self._lock.read().strip() or "unknown"
-                    self._exit(
-                        f"expected to be the only run in this workspace, got another one, process {other}, "
-                        f"still at work after {LOCK_DEADLINE:.0f} s; wait for it or stop it"
-                    )
-                time.sleep(0.2)
+        try:
+            lock_file(self._lock, LOCK_DEADLINE)
+        except TimeoutError:
+            self._lock.seek(0)
+            other = self._lock.read().strip() or "unknown"
+            self._exit(
+                f"expected to be the only run in this workspace, got another one, process {other}, "
+                f"still at work after {LOCK_DEADLINE:.0f} s; wait for it or stop it"
+            )
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
@@ -312,17 +278,12 @@ def check_gate(gate: dict[str, Any]) -> str | None:
     return gate["override"]
 
 
-def publish_policy(
-    stage: Stage, model: Any, weights: dict[str, Any], tokenizer: Any, metrics: dict[str, Any], *, gate: dict[str, Any] | None = None
-) -> None:
-    """Save a policy trained in the stage's own process and publish it with the stage's curves and metrics.
+def publish_policy(stage: Stage, metrics: dict[str, Any], *, gate: dict[str, Any] | None = None) -> None:
+    """Publish the policy that `TrainRun.save_model` wrote, with the stage's curves and metrics.
 
     Args:
-        model: as loaded. weights: trained. gate: see `Stage.card`.
+        gate: see `Stage.card`.
     """
-    from rlhf_core.models.build import save_model
-
-    save_model(model, weights, tokenizer, stage.scratch / "model")
     publish_training(stage, stage.scratch / "model", POLICY_MODEL, stage.card("policy", metrics["method"], metrics, gate=gate), metrics)
 
 

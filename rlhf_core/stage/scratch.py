@@ -22,7 +22,7 @@ from typing import Any
 from rlhf_core.checkpoint.manifest import MANIFEST
 from rlhf_core.checkpoint.store import Origin, checkpoint_steps
 from rlhf_core.config import CheckpointsConfig, ConfigError, read_stages, read_yaml
-from rlhf_core.provenance.file_hashes import dvc_md5
+from rlhf_core.provenance.file_hashes import FileHashes, dvc_folder_md5
 from rlhf_core.rounds.pins import read_round_stages
 
 WORK = "work.json"  # in a scratch folder: command, params and hashes of its work
@@ -36,7 +36,7 @@ log = logging.getLogger("rlhf")
 
 @dataclass(frozen=True)
 class Work:
-    """command: of the stage. params: those listed in dvc.yaml. files: path of each dependency -> sha256."""
+    """command: of the stage. params: those listed in dvc.yaml. files: path of each file of its dependencies -> md5."""
 
     command: str
     params: dict[str, Any]
@@ -52,8 +52,8 @@ class Work:
 
     @property
     def origin(self) -> Origin:
-        code = {path: sha for path, sha in self.files.items() if is_code(path)}
-        data = {path: sha for path, sha in self.files.items() if not is_code(path)}
+        code = {path: md5 for path, md5 in self.files.items() if is_code(path)}
+        data = {path: md5 for path, md5 in self.files.items() if not is_code(path)}
         return Origin(config=_hash([self.command, self.params]), data=_hash(data), code=_hash(code))
 
     def differences(self, older: Work) -> list[str]:
@@ -80,19 +80,28 @@ def read_work(stage: str, round_number: int | None = None) -> Work:
     tree = read_yaml(Path("params.yaml"))
     stages = read_stages(Path("dvc.yaml"), tree) if round_number is None else read_round_stages(round_number)
     definition = stages[stage]
-    files = {}
-    for dependency in definition["deps"]:
-        for path in _files(Path(dependency), stage):
-            with path.open("rb") as file:
-                files[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
-    return Work(definition["cmd"], dict(_tracked(definition["params"], tree)), files)
+    files = [path for dependency in definition["deps"] for path in _files(Path(dependency), stage)]
+    hashes = FileHashes(Path())
+    md5s = hashes.md5s(files)
+    hashes.keep()
+    return Work(definition["cmd"], dict(_tracked(definition["params"], tree)), dict(zip(map(str, files), md5s, strict=True)))
 
 
-def input_hashes(stage: str, round_number: int | None = None) -> dict[str, str]:
-    """md5 of each data file and model that a stage depends on, as in dvc.lock; a file outside the project is listed by its name."""
+def input_hashes(work: Work, stage: str, round_number: int | None = None) -> dict[str, str]:
+    """md5 of each data file and model that a stage depends on, as in dvc.lock; a file outside the project is listed by its name.
+
+    Args:
+        work: of this stage.
+    """
     stages = read_stages(Path("dvc.yaml"), read_yaml(Path("params.yaml"))) if round_number is None else read_round_stages(round_number)
     inputs = [Path(d) for d in stages[stage]["deps"] if not is_code(d) and not d.startswith("metrics/")]
-    return {path.name if path.is_absolute() else path.as_posix(): dvc_md5(path) for path in inputs}
+    return {path.name if path.is_absolute() else path.as_posix(): _md5_of(path, work.files) for path in inputs}
+
+
+def _md5_of(path: Path, files: dict[str, str]) -> str:
+    if str(path) in files:
+        return files[str(path)]
+    return dvc_folder_md5({Path(file).relative_to(path).as_posix(): md5 for file, md5 in files.items() if path in Path(file).parents})
 
 
 def metrics_path(stage: str, round_number: int | None) -> Path | None:

@@ -13,14 +13,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.config import ConditionalSftConfig, ModelConfig
+from rlhf_core.config import ConditionalSftConfig
 from rlhf_core.data.schema import Message, with_text_behind
 from rlhf_core.engines.deepspeed_engine import device
+from rlhf_core.engines.ranks import in_shares, on_any
 from rlhf_core.models.template import DEFAULT_DATE
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.process import Interrupted
@@ -29,6 +31,9 @@ from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.reward_input import fitting_ids
 from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS, load_members, score_by_members
 from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
+
+if TYPE_CHECKING:
+    from rlhf_core.stage.training import TrainRun
 
 SCORED_AT_ONCE = 4096  # responses; a stop is checked between such parts
 
@@ -110,22 +115,27 @@ def reward_scores(
 ) -> list[float]:
     """A reward model's raw scores, the mean of an ensemble's; NaN: the conversation is too long, or its template refuses it.
 
+    Ranks share the responses, and each calls this with all of them.
+
     Raises:
         Interrupted: a stop was requested.
     """
     tokenizer = load_tokenizer(str(reward_model), trust_remote_code=trust_remote_code, template_date=template_date, scores=True)
     how = {"trust_remote_code": trust_remote_code, "training_dtype": dtype, "dtype": getattr(torch, dtype)}
     members = load_members(reward_model, device=device(), **how)
-    scores: list[float] = []
     report = Reasons("reward model")
-    for start in range(0, len(responses), SCORED_AT_ONCE):
-        if stop_requested():
-            raise Interrupted
-        texts = ((r.messages, r.text) for r in responses[start : start + SCORED_AT_ONCE])
-        fitting = fitting_ids(tokenizer, texts, max_length=max_length, report=report)
+
+    def score_own(own: list[RatedResponse]) -> list[float]:
+        fitting = fitting_ids(tokenizer, ((r.messages, r.text) for r in own), max_length=max_length, report=report)
         pad_id = tokenizer.pad_token_id
         by_members = score_by_members(members, fitting, pad_id=pad_id, microbatch_tokens=MICROBATCH_TOKENS, device=device())
-        scores += combine_members(by_members, std_coef=0.0)[0].tolist()
+        return combine_members(by_members, std_coef=0.0)[0].tolist()
+
+    scores: list[float] = []
+    for start in range(0, len(responses), SCORED_AT_ONCE):
+        if on_any(stop_requested()):
+            raise Interrupted
+        scores += in_shares(responses[start : start + SCORED_AT_ONCE], score_own)
     return scores
 
 
@@ -163,17 +173,26 @@ def quality_levels(
     config: ConditionalSftConfig,
     reward_model: Path,
     *,
-    model: ModelConfig,
-    stop_requested: Callable[[], bool],
+    infer: Callable[..., Any],
 ) -> tuple[dict[str, list[int | None]], list[float]]:
-    """Level of each response of each split (None: it has none), and the scores at which a level ends, those of the training split."""
+    """Level of each response of each split (None: it has none), and the scores at which a level ends, those of the training split.
+
+    Args:
+        infer: calls a function with a TrainRun and the arguments that follow, on every rank that scores.
+    """
     if config.label_by == "preference":
         return {split: [preference_level(r) for r in rated] for split, rated in responses.items()}, []
-    how = {"max_length": model.max_length, "trust_remote_code": model.trust_remote_code, "dtype": model.dtype}
-    how |= {"template_date": model.template_date, "stop_requested": stop_requested}
-    scores = {split: reward_scores(reward_model, rated, **how) for split, rated in responses.items()}
+    scores = infer(score_splits, responses, reward_model)
     borders = quantile_borders(scores["train"], config.levels)
     return {split: [score_level(s, borders) for s in found] for split, found in scores.items()}, borders
+
+
+def score_splits(run: TrainRun, responses: dict[str, list[RatedResponse]], reward_model: Path) -> dict[str, list[float]]:
+    """On each rank: the scores of each split's responses, which the ranks share."""
+    model = run.params.model
+    how = {"max_length": model.max_length, "trust_remote_code": model.trust_remote_code, "dtype": model.dtype}
+    how |= {"template_date": model.template_date, "stop_requested": run.stop_requested}
+    return {split: reward_scores(reward_model, rated, **how) for split, rated in responses.items()}
 
 
 def encode_with_levels(

@@ -19,8 +19,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config import ModelConfig, RewardConfig
 from rlhf_core.data.hashing import conversation_text
+from rlhf_core.data.heldout import as_heldout_table
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device, release_memory
-from rlhf_core.models.build import new_scalar_model, save_model, scalar_head
+from rlhf_core.engines.ranks import is_first
+from rlhf_core.models.build import new_scalar_model, scalar_head
 from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import shares_prefixes
@@ -28,19 +30,10 @@ from rlhf_core.models.score_head import filler_id, probe_score_head
 from rlhf_core.models.tokenizer import encode_prompt
 from rlhf_core.scorers.members import combine_members
 from rlhf_core.trainers.reward import Comparison, encode_comparisons, reward_phase, score_heldout
-from rlhf_core.trainers.supervised import TrainLoop, engine_settings, evaluate, train_phase
+from rlhf_core.trainers.supervised import TrainLoop, engine_settings, train_phase
 
-COLUMNS = ("step", "phase", "loss", "accuracy", "heldout_loss", "heldout_accuracy", "learning_rate", "grad_norm")
-HELDOUT_COLUMNS = {
-    **dict.fromkeys(("id", "source", "split"), "str"),
-    **dict.fromkeys(("chosen_score", "rejected_score"), "float64"),
-    **dict.fromkeys(("chosen_tokens", "rejected_tokens"), "int64"),
-    "prompt": "str",
-    "prompt_tokens": "int64",
-    **dict.fromkeys(("chosen_std", "rejected_std"), "float64"),
-}
 MEMBER_SEEDS = 1_000_003  # between the seeds of two members, so that none has the seed of another run's first member
-MEASURED = ("heldout_loss", "heldout_accuracy")  # of each member
+MEASURED = ("heldout_loss", "heldout_accuracy", "best_step")  # of each member
 
 Rows = list[dict[str, Any]]
 Encoder = Callable[[Rows], tuple[list[Comparison], int]]
@@ -54,21 +47,22 @@ def train_ensemble(
     read_pairs: Callable[[str], Rows],
     tokenizer: PreTrainedTokenizerBase,
     config: RewardConfig,
-    output: Path,
     *,
     model: ModelConfig,
     seed: int,
     loop: Callable[..., TrainLoop],
-) -> tuple[dict[str, Any], pd.DataFrame]:
-    """Train `config.ensemble` reward models. The first is saved in `output`, where a reader of a single model finds it, the others in
-    `output/member_<n>`.
+    save: Callable[..., None],
+) -> tuple[dict[str, Any], pd.DataFrame | None]:
+    """Train `config.ensemble` reward models. The first is saved as the stage's model, where a reader of a single model finds it, the
+    others in its subfolders `member_<n>`.
 
     Args:
         start: Hugging Face folder of the SFT model.
         read_pairs: the pairs of a split; read once a member, so that only one split is in memory.
         loop: the stage's training loop, given `first_step` (the number of a member's first step in the curves) and its `seed`.
+        save: saves a model with its weights and tokenizer, given the subfolder as `part` (`TrainRun.save_model`).
     Returns:
-        The stage's metrics, and a row for each held-out pair (`heldout_table`).
+        The stage's metrics, and on rank 0 a row for each held-out pair (`heldout_table`).
     Raises:
         Interrupted: a stop was requested; the state is saved.
     """
@@ -92,7 +86,9 @@ def train_ensemble(
         how = {"pad_id": filler_id(engine.module.model), "microbatch_tokens": config.microbatch_tokens}
         heldout = heldout_comparisons(encoder, read_pairs)
         scores.append({split: score_heldout(engine, comparisons, **how) for split, _, comparisons in heldout})
-        save_model(scalar_model, engine.state_dict(), tokenizer, output / f"member_{member}" if member else output)
+        save(scalar_model, engine.state_dict(), tokenizer, part=f"member_{member}" if member else "")
+    if not is_first():
+        return metrics, None
     table = heldout_table(scores, encoder, read_pairs, tokenizer)
     return metrics | {"heldout_pairs": len(table)}, table
 
@@ -134,9 +130,9 @@ def train_member(
     settings = engine_settings(config, steps=phase.steps, learning_rate=config.learning_rate, dtype=dtype, seed=seed)
     add_adapters(model, config.lora, seed=seed)
     engine = TrainEngine(ScalarModule(model), settings)
-    train_phase(engine, phase, loop(first_step=member * phase.steps, seed=seed))
+    found = train_phase(engine, phase, loop(first_step=member * phase.steps, seed=seed))
     metrics = {"trained": True, "pairs": sum(len(c.pairs) for c in comparisons), "dropped_too_long": dropped, "steps": phase.steps}
-    return engine, metrics | (evaluate(engine, phase.evaluate) if phase.evaluate is not None else {})
+    return engine, metrics | found
 
 
 def heldout_comparisons(encoder: Encoder, read_pairs: Callable[[str], Rows]) -> Iterator[tuple[str, Rows, list[Comparison]]]:
@@ -166,7 +162,3 @@ def heldout_table(
                 tokens = len(c.sequences[a]), len(c.sequences[b]), prompt, len(encode_prompt(tokenizer, row["messages"]))
                 found.append((row_id, row["source"], split, of_chosen, of_rejected, *tokens, *stds))
     return as_heldout_table(found)
-
-
-def as_heldout_table(rows: list[tuple]) -> pd.DataFrame:
-    return pd.DataFrame(rows, columns=list(HELDOUT_COLUMNS)).astype(HELDOUT_COLUMNS)

@@ -11,24 +11,26 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import ModelConfig, RejectionSamplingConfig, SftConfig
-from rlhf_core.engines.deepspeed_engine import join_world
+from rlhf_core.engines.ranks import is_first, wait_for_all
 from rlhf_core.models.tokenizer import stop_ids, turn_end
 from rlhf_core.sampling.drawing import sample_responses
 from rlhf_core.sampling.prompts import choose_prompts
 from rlhf_core.sampling.requests import Sample
-from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse, with_prompts, without_prompts
 from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
-from rlhf_core.trainers.sft import Finetuned, finetune
-from rlhf_core.trainers.supervised import TrainLoop
 from rlhf_core.types import Prompt
 
+if TYPE_CHECKING:
+    from rlhf_core.stage.training import TrainRun
+
 SCORED_AT_ONCE = 1024  # prompts; the stage can be stopped between them
+SCORED = "scored.json"
 
 log = logging.getLogger("rlhf")
 
@@ -42,10 +44,9 @@ def scored_responses(
     reward_model: Path,
     source_judges: dict[str, str],
     model: ModelConfig,
-    threads: int,
     seed: int,
     scratch: Path,
-    check_stop: Callable[[], None],
+    infer: Callable[..., Any],
 ) -> tuple[list[list[ScoredResponse]], int]:
     """The scored responses of `config.sampling.prompts` prompts, and how many of all prompts are too long to leave room for one.
 
@@ -54,48 +55,66 @@ def scored_responses(
     Args:
         rows: of the use prompt.
         policy: folder of the model that responds, and whose tokenizer it is.
-        check_stop: raises where the stage was told to stop.
+        infer: calls a function with a TrainRun and the arguments that follow, on every rank that samples and scores.
     """
-    sampling = config.sampling
+    sampling, done = config.sampling, scratch / SCORED
     fitting = choose_prompts(rows, tokenizer, longest=model.max_length - sampling.max_new_tokens, count=None, seed=seed)
     prompts = fitting[: sampling.prompts]
+    if not done.exists():
+        infer(sample_and_score, prompts, tokenizer, config, policy, reward_model, source_judges)
+    return with_prompts(json.loads(done.read_text(encoding="utf-8")), prompts), len(rows) - len(fitting)
+
+
+def sample_and_score(
+    run: TrainRun,
+    prompts: list[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    config: RejectionSamplingConfig,
+    policy: Path,
+    reward_model: Path,
+    source_judges: dict[str, str],
+) -> dict[str, Any]:
+    """On each rank: sample and score responses to all prompts, which the ranks share, and save them in `run.scratch`."""
+    params, sampling = run.params, config.sampling
+    model = params.model
 
     def sample() -> list[list[Sample]]:
         log.info("train_policy: sampling %d responses to each of %d prompts", sampling.samples_per_prompt, len(prompts))
-        return sample_responses(str(policy), prompts, sampling, model=model, threads=threads, seed=seed, check_stop=check_stop)
+        how = {"model": model, "threads": params.cluster.threads, "seed": params.seed, "check_stop": run.check_stop}
+        return sample_responses(str(policy), prompts, sampling, **how)
 
-    samples = [[Sample(**fields) for fields in group] for group in saved(scratch / "samples.json", sample)]
+    samples = [[Sample(**fields) for fields in group] for group in saved(run.scratch / "samples.json", sample)]
 
     def score() -> list[list[dict[str, Any]]]:
         scorers = LocalScorers(config.scorers, reward_model=reward_model, source_judges=source_judges, model=model)
         scorer = ResponseScorer(scorers, tokenizer, stops=stop_ids(tokenizer, policy))
         groups: list[list[ScoredResponse]] = []
         for start in range(0, len(prompts), SCORED_AT_ONCE):
-            check_stop()
+            run.check_stop()
             part = slice(start, start + SCORED_AT_ONCE)
             groups += scorer.score_groups(prompts[part], samples[part])
         return without_prompts(groups)
 
-    return with_prompts(saved(scratch / "scored.json", score), prompts), len(rows) - len(fitting)
+    saved(run.scratch / SCORED, score)
+    return {}
 
 
 def saved(path: Path, make: Callable[[], list]) -> list:
-    """The JSON of `path`, or of what `make` returns, which is then saved there whole or not at all. Dataclasses become objects."""
+    """The JSON of `path`, or of what `make` returns, which is then saved there whole or not at all. Dataclasses become objects.
+
+    Every rank calls it, and rank 0 writes the file.
+
+    Args:
+        make: a collective.
+    """
     if not path.exists():
-        aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(make(), default=vars), encoding="utf-8")
-        aside.replace(path)
+        made = make()
+        if is_first():
+            aside = path.with_suffix(".tmp")
+            aside.write_text(json.dumps(made, default=vars), encoding="utf-8")
+            aside.replace(path)
+        wait_for_all()
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def without_prompts(groups: list[list[ScoredResponse]]) -> list[list[dict[str, Any]]]:
-    """Scored responses as JSON objects without their prompt, which the group's position gives."""
-    return [[{name: value for name, value in vars(response).items() if name != "prompt"} for response in group] for group in groups]
-
-
-def with_prompts(groups: list[list[dict[str, Any]]], prompts: list[Prompt]) -> list[list[ScoredResponse]]:
-    """The inverse of `without_prompts`."""
-    return [[ScoredResponse(prompt=prompt, **fields) for fields in group] for prompt, group in zip(prompts, groups, strict=True)]
 
 
 def best_responses(groups: list[list[ScoredResponse]], *, min_score: float | None) -> tuple[list[ScoredResponse], dict[str, int]]:
@@ -124,36 +143,20 @@ def as_demonstration(response: ScoredResponse, tokenizer: PreTrainedTokenizerBas
     return Demonstration([*prompt_ids, *response.response_ids[:-1], turn_end(tokenizer).trained[-1]], len(prompt_ids))
 
 
-def train_on_best(
-    groups: list[list[ScoredResponse]],
-    heldout_rows: list[dict],
-    tokenizer: PreTrainedTokenizerBase,
-    config: RejectionSamplingConfig,
-    *,
-    policy: Path,
-    sft: SftConfig,
-    model: ModelConfig,
-    loop: TrainLoop,
-) -> tuple[Finetuned, dict[str, Any]]:
-    """SFT of `policy` on each prompt's best response. Returns the trained model and its metrics.
+def best_demonstrations(
+    groups: list[list[ScoredResponse]], tokenizer: PreTrainedTokenizerBase, config: RejectionSamplingConfig
+) -> tuple[list[Demonstration], dict[str, Any]]:
+    """Each prompt's best response as a demonstration, and the stage's metrics of all responses.
 
-    Args:
-        heldout_rows, sft: for `heldout_demonstrations`.
-        loop: of `Stage.loop`.
     Raises:
         ValueError: no prompt has a response to train on.
-        Interrupted: the stage was told to stop; the state is saved.
     """
     best, dropped = best_responses(groups, min_score=config.min_score)
     log.info("train_policy: the best responses of %d prompts are kept, none of %s", len(best), dropped)
     if not best:
         raise ValueError(f"rejection sampling: expected responses to train on, got none for {len(groups)} prompts: {dropped}")
-    join_world()
-    examples = [as_demonstration(response, tokenizer) for response in best]
-    heldout = heldout_demonstrations(heldout_rows, tokenizer, sft, max_length=model.max_length)
-    trained = finetune(policy, examples, heldout, config, pad_id=tokenizer.pad_token_id, model=model, loop=loop)
     counts = {"method": "rejection_sampling", "prompts": len(groups), "kept": len(best), "dropped": dropped}
-    return trained, {**counts, **score_means(groups, best), **trained.metrics}
+    return [as_demonstration(response, tokenizer) for response in best], {**counts, **score_means(groups, best)}
 
 
 def heldout_demonstrations(rows: list[dict], tokenizer: PreTrainedTokenizerBase, sft: SftConfig, *, max_length: int) -> list[Demonstration]:

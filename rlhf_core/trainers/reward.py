@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.algorithms.preference_losses import bradley_terry
-from rlhf_core.data.batching import microbatches
+from rlhf_core.data.batching import Part
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
+from rlhf_core.engines.ranks import merged, own_parts, summed
 from rlhf_core.models.batch import Branches, collate_branches, share_prefix
 from rlhf_core.models.tokenizer import encode_scored
 from rlhf_core.trainers.supervised import Metrics, Phase
@@ -91,18 +93,20 @@ def reward_phase(
     centering_coef: float,
     name: str = "reward",
 ) -> Phase:
-    """Optimizer steps whose loss is the mean over the step's pairs, whatever the micro-batches."""
+    """Optimizer steps whose loss is the mean over the step's pairs, whatever the micro-batches and ranks."""
 
     def train_batch(engine: TrainEngine, chosen: list[int]) -> Metrics:
         batch = [train[i] for i in chosen]
         num_pairs = sum(len(c.pairs) for c in batch)
         loss, points = 0.0, 0.0
-        for part in _parts(batch, microbatch_tokens):
-            chosen_scores, rejected_scores = score_pairs(engine, [batch[i] for i in part], pad_id=pad_id)
+        for part in _own_parts(batch, microbatch_tokens):
+            chosen_scores, rejected_scores = score_pairs(engine, [batch[i] for i in part.positions], pad_id=pad_id)
             share = bradley_terry(chosen_scores, rejected_scores, margin=margin, centering_coef=centering_coef).sum() / num_pairs
-            engine.backward(share)
-            loss += float(share.detach())
-            points += _points(chosen_scores.detach(), rejected_scores.detach())
+            engine.backward(share if part.counts else 0.0 * share)
+            if part.counts:
+                loss += float(share.detach())
+                points += _points(chosen_scores.detach(), rejected_scores.detach())
+        loss, points = summed(loss, points)
         return {"loss": loss, "accuracy": points / num_pairs, "tokens": float(sum(len(s) for c in batch for s in c.sequences))}
 
     def evaluate(engine: TrainEngine) -> Metrics:
@@ -126,21 +130,21 @@ def score_pairs(engine: TrainEngine, comparisons: list[Comparison], *, pad_id: i
 def score_heldout(
     engine: TrainEngine, comparisons: list[Comparison], *, pad_id: int, microbatch_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores [pairs] of chosen and rejected on the CPU, in the order of the comparisons and their pairs."""
-    by_comparison: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    """Scores [pairs] of chosen and rejected on the CPU, in the order of the comparisons and their pairs; on every rank those of all."""
+    starts = [0, *accumulate(len(c.pairs) for c in comparisons)]
+    scores = torch.zeros(2, starts[-1])
     with torch.no_grad():
-        for part in _parts(comparisons, microbatch_tokens):
-            chosen, rejected = score_pairs(engine, [comparisons[i] for i in part], pad_id=pad_id)
-            sizes = [len(comparisons[i].pairs) for i in part]
-            for i, a, b in zip(part, chosen.cpu().split(sizes), rejected.cpu().split(sizes), strict=True):
-                by_comparison[i] = (a, b)
-    scores = [by_comparison[i] for i in range(len(comparisons))]
-    return torch.cat([a for a, _ in scores]), torch.cat([b for _, b in scores])
+        for part in _own_parts(comparisons, microbatch_tokens):
+            sides = score_pairs(engine, [comparisons[i] for i in part.positions], pad_id=pad_id)
+            if part.counts:
+                scores[:, [pair for i in part.positions for pair in range(starts[i], starts[i + 1])]] = torch.stack(sides).float().cpu()
+    chosen, rejected = merged(scores)
+    return chosen, rejected
 
 
-def _parts(comparisons: list[Comparison], microbatch_tokens: int) -> list[list[int]]:
-    """Micro-batches of comparisons, as positions, whose padded rows fit the budget; a larger comparison has its own micro-batch."""
-    return microbatches([c.longest for c in comparisons], max_tokens=microbatch_tokens, rows=[len(c.rows) for c in comparisons])
+def _own_parts(comparisons: list[Comparison], microbatch_tokens: int) -> list[Part]:
+    """This rank's micro-batches of comparisons, whose padded rows fit the budget; a larger comparison has its own micro-batch."""
+    return own_parts([c.longest for c in comparisons], max_tokens=microbatch_tokens, rows=[len(c.rows) for c in comparisons])
 
 
 def _points(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> float:

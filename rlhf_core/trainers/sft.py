@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import copy
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config import ConditionalSftConfig, ModelConfig, RejectionSamplingConfig, SftConfig
-from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
+from rlhf_core.engines.ranks import own_parts, summed
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.trainers.demonstrations import Demonstration, collate_demonstrations, encode_demonstrations, encode_texts
-from rlhf_core.trainers.supervised import Metrics, Phase, TrainLoop, engine_settings, evaluate, train_phase
+from rlhf_core.trainers.supervised import Metrics, Phase, TrainLoop, engine_settings, train_phase
+
+if TYPE_CHECKING:
+    from rlhf_core.stage.training import TrainRun
 
 COLUMNS = ("step", "phase", "loss", "heldout_loss", "learning_rate", "grad_norm")
 
@@ -32,16 +36,16 @@ def sft_phase(
     pad_id: int,
     microbatch_tokens: int,
 ) -> Phase:
-    """Optimizer steps whose loss is the mean over the step's trained tokens, whatever the micro-batches."""
+    """Optimizer steps whose loss is the mean over the step's trained tokens, whatever the micro-batches and ranks."""
 
     def train_batch(engine: TrainEngine, chosen: list[int]) -> Metrics:
         examples = [train[i] for i in chosen]
         num_loss_tokens, total = sum(e.num_trained for e in examples), 0.0
-        for part in _parts(examples, microbatch_tokens):
+        for part, counts in _own_parts(examples, microbatch_tokens):
             loss = _negative_logprob(engine, part, pad_id) / num_loss_tokens
-            engine.backward(loss)
-            total += float(loss.detach())
-        return {"loss": total, "tokens": float(sum(len(e.ids) for e in examples))}
+            engine.backward(loss if counts else 0.0 * loss)
+            total += float(loss.detach()) if counts else 0.0
+        return {"loss": summed(total)[0], "tokens": float(sum(len(e.ids) for e in examples))}
 
     def evaluate(engine: TrainEngine) -> Metrics:
         return {"heldout_loss": heldout_loss(engine, heldout, pad_id=pad_id, microbatch_tokens=microbatch_tokens)}
@@ -51,12 +55,14 @@ def sft_phase(
 
 def heldout_loss(engine: TrainEngine, examples: list[Demonstration], *, pad_id: int, microbatch_tokens: int) -> float:
     """Mean negative log-probability per trained token, in nats."""
-    total = sum(float(_negative_logprob(engine, part, pad_id)) for part in _parts(examples, microbatch_tokens))
-    return total / sum(e.num_trained for e in examples)
+    total = sum(float(_negative_logprob(engine, part, pad_id)) * counts for part, counts in _own_parts(examples, microbatch_tokens))
+    return summed(total)[0] / sum(e.num_trained for e in examples)
 
 
-def _parts(examples: list[Demonstration], microbatch_tokens: int) -> list[list[Demonstration]]:
-    return [[examples[i] for i in part] for part in microbatches([len(e.ids) for e in examples], max_tokens=microbatch_tokens)]
+def _own_parts(examples: list[Demonstration], microbatch_tokens: int) -> list[tuple[list[Demonstration], bool]]:
+    """This rank's micro-batches, and whether each counts."""
+    parts = own_parts([len(e.ids) for e in examples], max_tokens=microbatch_tokens)
+    return [([examples[i] for i in part.positions], part.counts) for part in parts]
 
 
 def _negative_logprob(engine: TrainEngine, examples: list[Demonstration], pad_id: int):
@@ -64,43 +70,34 @@ def _negative_logprob(engine: TrainEngine, examples: list[Demonstration], pad_id
     return -engine(batch).logprobs.sum()
 
 
-class Finetuned(NamedTuple):
-    """model: as loaded, for `save_model`; the trained weights are `engine.state_dict()`.
-
-    metrics: steps, and heldout_loss where there is held-out data.
-    """
-
-    engine: TrainEngine
-    model: PreTrainedModel
-    metrics: dict[str, Any]
-
-
 def finetune(
+    run: TrainRun,
     start: Path,
     train: list[Demonstration],
     heldout: list[Demonstration],
     config: RejectionSamplingConfig | ConditionalSftConfig,
-    *,
-    pad_id: int,
-    model: ModelConfig,
-    loop: TrainLoop,
-) -> Finetuned:
-    """`config.steps` optimizer steps on demonstrations that a stage has made, as in rejection sampling and conditional SFT.
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """On every rank: `config.steps` optimizer steps on demonstrations that a stage has made, as in rejection sampling and conditional SFT.
 
     Args:
         start: Hugging Face folder.
+        tokenizer: saved with the model.
+    Returns:
+        Metrics: steps, and those of `train_phase`.
     Raises:
         Interrupted: a stop was requested; the state is saved.
     """
+    model, loop = run.params.model, run.loop(config, COLUMNS, first_step=0)
     sizes = {"steps": config.steps, "batch_size": config.batch_size, "microbatch_tokens": config.microbatch_tokens}
-    phase = sft_phase("sft", train, heldout, pad_id=pad_id, **sizes)
+    phase = sft_phase("sft", train, heldout, pad_id=tokenizer.pad_token_id, **sizes)
     language_model = load_language_model(start, trust_remote_code=model.trust_remote_code, training_dtype=model.dtype)
     settings = engine_settings(config, steps=config.steps, learning_rate=config.learning_rate, dtype=model.dtype, seed=loop.seed)
     add_adapters(language_model, config.lora, seed=loop.seed)
     engine = TrainEngine(PolicyModule(language_model), settings)
-    train_phase(engine, phase, loop)
-    metrics = evaluate(engine, phase.evaluate) if phase.evaluate is not None else {}
-    return Finetuned(engine, language_model, {"steps": config.steps, **metrics})
+    metrics = train_phase(engine, phase, loop)
+    run.save_model(language_model, engine.state_dict(), tokenizer)
+    return {"steps": config.steps, **metrics}
 
 
 def pretrain(
@@ -111,18 +108,20 @@ def pretrain(
     *,
     model_config: ModelConfig,
     loop: TrainLoop,
-) -> int:
-    """A short pretraining on plain text, in place, of a model with random weights. Returns the number of steps."""
+) -> tuple[dict[str, torch.Tensor], int]:
+    """A short pretraining on plain text of a model with random weights. The engine leaves its hooks on the model, which is not used again.
+
+    Returns:
+        The trained weights, on every rank, and the number of steps.
+    """
     examples, _ = encode_texts(rows, tokenizer, max_length=model_config.max_length)
     steps, batch_size = config.pretrain.steps, config.pretrain.batch_size
     how = {"pad_id": tokenizer.pad_token_id, "microbatch_tokens": config.microbatch_tokens}
     phase = sft_phase("pretrain", examples, [], steps=steps, batch_size=batch_size, **how)
     settings = engine_settings(config, steps=steps, learning_rate=config.pretrain.learning_rate, dtype=model_config.dtype, seed=loop.seed)
-    # A copy, since an engine leaves its hooks on the module that it trains.
-    engine = TrainEngine(PolicyModule(copy.deepcopy(model)), settings)
-    train_phase(engine, phase, loop)
-    model.load_state_dict(engine.state_dict())
-    return steps
+    engine = TrainEngine(PolicyModule(model), settings)
+    train_phase(engine, phase, replace(loop, keep_best=False))
+    return engine.state_dict(every_rank=True), steps
 
 
 def train_on_demonstrations(
@@ -146,6 +145,5 @@ def train_on_demonstrations(
     add_adapters(model, config.lora, seed=loop.seed)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     engine = TrainEngine(PolicyModule(model), settings)
-    train_phase(engine, phase, loop)
     metrics = {"demonstrations": len(train), "dropped_too_long": dropped, "parameters": parameters, "trained_parameters": trained}
-    return engine, metrics | (evaluate(engine, phase.evaluate) if phase.evaluate is not None else {})
+    return engine, metrics | train_phase(engine, phase, loop)

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import random
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from rlhf_core.checkpoint.store import CheckpointStore
+from rlhf_core.algorithms.schedules import learning_rate_factor
+from rlhf_core.checkpoint.store import CheckpointStore, Found
 from rlhf_core.config import TrainingConfig
 from rlhf_core.data.batching import batch_indices
-from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, warmup_cosine
+from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine
+from rlhf_core.engines.rank_store import RankStore
+from rlhf_core.engines.ranks import is_first, on_any, on_first, rank, wait_for_all, world_size
+from rlhf_core.engines.universal import convert_engines, load_converted, of_other_ranks
 from rlhf_core.process import Interrupted, collect_by_default
 from rlhf_core.progress import Bar
 from rlhf_core.tracking import MetricsLog
 
 log = logging.getLogger("rlhf")
+
+ENGINE = "engine"  # in a checkpoint
+
+HELD_OUT = 10  # of so many examples `hold_out` takes one
 
 Metrics = dict[str, float]
 
@@ -30,8 +41,8 @@ Metrics = dict[str, float]
 class Phase:
     """Optimizer steps on one data set.
 
-    train_batch: positions in the data set -> metrics, after forward and backward passes of all micro-batches of one optimizer step. Then
-        the loop steps the engine.
+    train_batch: positions in the data set -> metrics, after forward and backward passes of this rank's micro-batches of one optimizer step.
+        Then the loop steps the engine. Metrics are those of all ranks, `tokens` too.
     evaluate: metrics on held-out data, with names that begin with heldout_; None: the phase has no held-out data.
     """
 
@@ -44,14 +55,23 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Best:
+    """The evaluation with the lowest held-out loss, after so many steps."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
 class TrainLoop:
     """What a phase's loop needs from the stage that runs it.
 
     checkpoint_every, eval_every: steps.
     first_step: number of the phase's first step in the curves.
-    checkpoints: name of a phase -> its store.
+    checkpoints: name of a phase -> its store; called on rank 0 only.
     metrics_log: opens the curves for writing from a given step on.
-    stop_requested: whether a signal asks for a stop; called once a step, before the step's checkpoint.
+    stop_requested: whether a signal asks for a stop; called once a step, before the step's checkpoint. One rank's stop is everybody's.
+    keep_best: the phase ends with the best weights by the held-out loss.
     """
 
     seed: int
@@ -61,53 +81,92 @@ class TrainLoop:
     checkpoints: Callable[[str], CheckpointStore]
     metrics_log: Callable[[int], MetricsLog]
     stop_requested: Callable[[], bool]
+    keep_best: bool = False
 
 
 def engine_settings(config: TrainingConfig, *, steps: int, learning_rate: float, dtype: str, seed: int) -> EngineSettings:
-    """The engine of one phase: linear warm-up and a cosine over its steps."""
-    warmup = max(1, round(config.warmup_fraction * steps))
+    """The engine of one phase; the learning rate's schedule is over the steps of the phase."""
     return EngineSettings(
         learning_rate=learning_rate,
-        schedule=functools.partial(warmup_cosine, total=steps, warmup=warmup, floor=config.min_learning_rate_fraction),
+        schedule=functools.partial(
+            learning_rate_factor,
+            schedule=config.schedule,
+            total=steps,
+            warmup=max(1, round(config.warmup_fraction * steps)),
+            floor=config.min_learning_rate_fraction,
+            decay_fraction=config.decay_fraction,
+        ),
+        optimizer=config.optimizer,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        ema_decay=config.ema_decay,
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
         zero_stage=config.zero_stage,
         offload_optimizer=config.offload_optimizer,
+        offload_parameters=config.offload_parameters,
+        gradient_checkpointing=config.gradient_checkpointing,
         dtype=dtype,
         seed=seed,
         disable_dropout=config.disable_dropout,
     )
 
 
-def train_phase(engine: TrainEngine, phase: Phase, loop: TrainLoop) -> None:
-    """Run one phase to its end, from its last checkpoint if there is one.
+def train_phase(engine: TrainEngine, phase: Phase, loop: TrainLoop) -> Metrics:
+    """Run one phase to its end, from its last checkpoint if there is one. Afterwards the engine holds the weights to publish.
 
+    These are the weights of the last step, or with keep_best those of the evaluation with the lowest heldout_loss, of equal ones the
+    earliest; with ema_decay their average. The engine can't be trained further.
+
+    Returns:
+        Held-out metrics of these weights, if the phase has held-out data; with keep_best also best_step, their step counted from 1.
     Raises:
         Interrupted: a stop was requested, and the state is saved.
-        NoSpace: a checkpoint can't be written.
+        SaveFailed: a checkpoint can't be written.
+        ValueError: keep_best without held-out data.
     """
+    if loop.keep_best and phase.evaluate is None:
+        raise ValueError(f"keep_best: expected held-out data to judge {phase.name} by, got none; add some, or set keep_best to false")
     collect_by_default()
-    seed_generators(loop.seed)
-    store = loop.checkpoints(phase.name)
-    done = _resume(engine, store, phase)
-    if done == phase.steps:  # the curves may already hold a later phase's rows
-        return
+    seed_generators(loop.seed + rank())
+    store = RankStore(lambda: loop.checkpoints(phase.name))
+    try:
+        done, best = _resume(engine, store, phase, loop)
+        if done < phase.steps:  # otherwise the curves may already hold a later phase's rows
+            best = _train_steps(engine, phase, loop, store, done=done, best=best)
+        if best is not None and best.step != phase.steps:
+            log.info("%s: the best held-out loss, %.6g, is that of step %d of %d", phase.name, best.loss, best.step, phase.steps)
+            load_state(engine, store.of_step(best.step), phase.name)
+    finally:
+        store.close()
+    engine.exchange_average()
+    metrics = {} if phase.evaluate is None else evaluate(engine, phase.evaluate)
+    return metrics if best is None else metrics | {"best_step": best.step}
+
+
+def _train_steps(engine: TrainEngine, phase: Phase, loop: TrainLoop, store: RankStore, *, done: int, best: Best | None) -> Best | None:
+    """The steps after `done`, with evaluations, curves and checkpoints.
+
+    Args:
+        best: of the steps done.
+    Returns:
+        The best evaluation with keep_best, otherwise None.
+    """
     engine.train()
     curves = loop.metrics_log(loop.first_step + done)
     try:
         with Bar(f"{phase.name} step", phase.steps, done=done) as bar:
             for step in range(done, phase.steps):
                 row, timings = _train_step(engine, phase, step, seed=loop.seed)
-                last = step + 1 == phase.steps
+                last, improved = step + 1 == phase.steps, False
                 if phase.evaluate is not None and ((step + 1) % loop.eval_every == 0 or last):
-                    row |= evaluate(engine, phase.evaluate)
-                stop, blocked = loop.stop_requested(), 0.0
-                if last or stop or (step + 1) % loop.checkpoint_every == 0:
-                    score = -row["heldout_loss"] if "heldout_loss" in row else None
-                    began = time.perf_counter()
-                    store.write(step + 1, lambda folder: save_state(engine, folder), score=score)  # written to disk in the background
-                    blocked = time.perf_counter() - began
-                timings |= {"seconds": timings["seconds"] + blocked, "seconds_checkpoint": blocked}
+                    with engine.averaged():
+                        row |= evaluate(engine, phase.evaluate)
+                    improved = loop.keep_best and row["heldout_loss"] < (math.inf if best is None else best.loss)  # never NaN
+                    best = Best(step + 1, row["heldout_loss"]) if improved else best
+                stop = on_any(loop.stop_requested())
+                if last or stop or improved or (step + 1) % loop.checkpoint_every == 0:
+                    timings |= _write_checkpoint(engine, store, step + 1, row, timings, best)
                 # The curve's row comes before the checkpoint: a run that is killed between them repeats the step and rewrites its row.
                 curves.log({"step": loop.first_step + step, "phase": phase.name, **row}, timings)
                 store.publish()
@@ -117,9 +176,18 @@ def train_phase(engine: TrainEngine, phase: Phase, loop: TrainLoop) -> None:
         store.wait()
     finally:
         curves.close()
-        store.close()
     if not last:
         raise Interrupted
+    return best
+
+
+def _write_checkpoint(engine: TrainEngine, store: RankStore, steps: int, row: Metrics, timings: Metrics, best: Best | None) -> Metrics:
+    """Write the state after so many steps; `store.publish()` makes it a checkpoint. Returns the timings with the time that it takes."""
+    began = time.perf_counter()
+    score = -row["heldout_loss"] if "heldout_loss" in row else None
+    store.write(steps, lambda folder: save_state(engine, folder), score=score, best=None if best is None else best.step)
+    blocked = time.perf_counter() - began
+    return {"seconds": timings["seconds"] + blocked, "seconds_checkpoint": blocked}
 
 
 def _train_step(engine: TrainEngine, phase: Phase, step: int, *, seed: int) -> tuple[Metrics, Metrics]:
@@ -138,6 +206,14 @@ def _train_step(engine: TrainEngine, phase: Phase, step: int, *, seed: int) -> t
     return {**metrics, "learning_rate": learning_rate, "grad_norm": grad_norm}, {"seconds": seconds, "tokens_per_second": tokens / seconds}
 
 
+def hold_out(examples: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Examples to train on, and every HELD_OUT-th to judge by, for a stage that makes its examples itself, one for each prompt."""
+    judged = slice(HELD_OUT - 1, None, HELD_OUT)
+    trained = list(examples)
+    del trained[judged]
+    return trained, examples[judged]
+
+
 def evaluate(engine: TrainEngine, measure: Callable[[TrainEngine], Metrics]) -> Metrics:
     """Held-out metrics of the current weights, without gradients and dropout."""
     engine.eval()
@@ -147,30 +223,61 @@ def evaluate(engine: TrainEngine, measure: Callable[[TrainEngine], Metrics]) -> 
     return metrics
 
 
-def _resume(engine: TrainEngine, store: CheckpointStore, phase: Phase) -> int:
-    """Load the last checkpoint. Returns the number of steps done."""
+def _resume(engine: TrainEngine, store: RankStore, phase: Phase, loop: TrainLoop) -> tuple[int, Best | None]:
+    """Load the last checkpoint. Returns the number of steps done, and with keep_best the best evaluation among them."""
     found = store.latest()
     if found is None:
-        return 0
+        return 0, None
     if found.step > phase.steps:
         raise ValueError(
             f"{phase.name}: expected a checkpoint of at most {phase.steps} steps, got one of {found.step}; raise the steps or begin anew"
         )
-    load_state(engine, found.folder)
+    load_state(engine, found, phase.name)
     if found.step < phase.steps:
         log.info("%s: resuming from the checkpoint of step %d", phase.name, found.step)
-    return found.step
+    return found.step, _best_of(found, store) if loop.keep_best else None
 
 
-def save_state(engine: TrainEngine, folder: Path) -> None:
-    """Save the engine and the random number generators, which is all of the loop's state: the data position follows from the step."""
-    engine.save(folder, "engine")
-    save_random_state(folder / "rng.pt")
+def _best_of(found: Found, store: RankStore) -> Best | None:
+    """The best evaluation up to a checkpoint; None: nothing was evaluated."""
+    best = found.manifest["best"]
+    score = (found if best == found.step else store.of_step(best)).manifest["score"]
+    return None if score is None else Best(best, -score)
 
 
-def load_state(engine: TrainEngine, folder: Path) -> None:
-    engine.load(folder, "engine")
-    load_random_state(folder / "rng.pt")
+def save_state(engine: TrainEngine, folder: Path) -> list[str]:
+    """Save the engine and the random number generators, which is all of the loop's state: the data position follows from the step.
+
+    Returns:
+        The names of what this rank wrote into.
+    """
+    generators = f"rng-{rank()}.pt"
+    engine.save(folder, ENGINE)
+    save_random_state(folder / generators)
+    return [ENGINE, generators]
+
+
+def load_state(engine: TrainEngine, found: Found, subject: str) -> None:
+    """Load what `save_state` wrote on any number of ranks."""
+    saved_by = found.manifest["world_size"]
+    if saved_by == world_size():
+        engine.load(found.folder, ENGINE)
+    else:
+        if is_first():
+            log.warning("%s", of_other_ranks(subject, found.step, key="ranks", saved_by=saved_by, ranks=world_size()))
+        engine.check_redistributable()
+        universal = found.folder.parent / "universal"
+        on_first(lambda: convert_engines(found.folder, [ENGINE], universal), subject=subject)
+        load_converted(engine, found.folder, ENGINE, universal)
+        wait_for_all()
+        on_first(lambda: shutil.rmtree(universal, ignore_errors=True), subject=subject)
+    load_random_state(random_state_of(found.folder, rank()))
+
+
+def random_state_of(folder: Path, number: int) -> Path:
+    """The file with a rank's generators; that of rank 0 where the checkpoint was saved by fewer ranks."""
+    own = folder / f"rng-{number}.pt"
+    return own if own.exists() else folder / "rng-0.pt"
 
 
 def seed_generators(seed: int) -> None:

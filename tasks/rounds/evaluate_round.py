@@ -2,7 +2,7 @@
 
     python -m tasks.rounds.evaluate_round <number of the round>
 
-`accepted` in rounds/<n>/metrics/evaluate.json says whether the next round starts from the new policy, and `reason` why.
+In rounds/<n>/metrics/evaluate.json, `accepted` is whether the next round starts from the new policy, and `reason` why.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rlhf_core.rounds.pins import read_round
 from rlhf_core.rounds.promotion import check_budget, verdict
 from rlhf_core.stage.files import read_json, source_judges, write_json
 from rlhf_core.stage.run import Stage, round_argument
+from rlhf_core.stage.training import infer
 
 log = logging.getLogger("rlhf")
 
@@ -32,8 +33,7 @@ def main() -> None:
             promotion = stage.params.iterative.promotion
             check_budget(entry.budget, promotion.error_budget)
             rows = read_rows(PREPARED, "prompt", "promotion")
-            where = {"rows": rows, "reward_model": REWARD_MODEL, "source_judges": source_judges()}
-            metrics = compare(stage.params, entry, number, folder / "policy", **where)
+            metrics = infer(stage, compare, entry, number, folder / "policy", rows, REWARD_MODEL, source_judges())
             metrics |= {"trained": True, **verdict(metrics, promotion, entry.budget)}
         else:
             reason = f"the round's pairs were refused: {'; '.join(validation['messages'])}"

@@ -7,6 +7,8 @@ Writes rounds/<n>/data: preference.parquet, pairs in the canonical schema, and s
 
 from __future__ import annotations
 
+from functools import partial
+
 from rlhf_core.config import ScorerConfig
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import GATE_METRICS, PREPARED, REWARD_MODEL, round_folder
@@ -14,6 +16,7 @@ from rlhf_core.rounds.data import check_promotion_rows, rows_of_round
 from rlhf_core.rounds.pins import read_round
 from rlhf_core.stage.files import publish, read_json, source_judges, write_json
 from rlhf_core.stage.run import Stage, check_gate, round_argument
+from rlhf_core.stage.training import infer
 
 
 def main() -> None:
@@ -28,12 +31,12 @@ def main() -> None:
         from rlhf_core.models.tokenizer import load_tokenizer
         from rlhf_core.rounds.sample import promotion_prompts, sample_groups, write_data
 
-        promotion = read_rows(PREPARED, "prompt", "promotion")  # on which the round will be compared
+        promotion = read_rows(PREPARED, "prompt", "promotion")  # for the round's comparison
         check_promotion_rows(promotion, params.iterative.promotion, judged=judges)
         tokenizer = load_tokenizer(entry.policy.path, trust_remote_code=params.model.trust_remote_code)
         promotion_prompts(promotion, tokenizer, params, number=number)
         stage.use_threads()
-        groups, too_long = sample_groups(params, entry, rows, reward_model=REWARD_MODEL, source_judges=judges, check_stop=stage.check_stop)
+        groups, too_long = sample_groups(params, entry, rows, reward_model=REWARD_MODEL, source_judges=judges, infer=partial(infer, stage))
         aside = stage.scratch / "data"
         figures = write_data(aside, groups, min_margin=params.iterative.min_margin)
         publish(aside, folder / "data")

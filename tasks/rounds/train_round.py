@@ -2,14 +2,14 @@
 
     python -m tasks.rounds.train_round <number of the round>
 
-Where the pairs were refused, nothing is trained, and rounds/<n>/policy holds a note that says why.
+If the pairs were refused, nothing is trained, and rounds/<n>/policy holds a note with the reason.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -17,6 +17,7 @@ from rlhf_core.paths import round_folder
 from rlhf_core.rounds.pins import read_round
 from rlhf_core.stage.files import publish, publish_model, read_json, write_json
 from rlhf_core.stage.run import Stage, round_argument
+from rlhf_core.stage.training import TrainRun, train
 
 log = logging.getLogger("rlhf")
 
@@ -29,20 +30,7 @@ def main() -> None:
         entry.check(number)
         aside = stage.scratch / "model"
         if read_json(folder / "metrics" / "validation.json")["passed"]:
-            from rlhf_core.engines.deepspeed_engine import join_world
-            from rlhf_core.models.build import save_model
-            from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_pairs
-
-            params = stage.params
-            stage.use_threads()
-            join_world()
-            loop, start = stage.loop(params.dpo, COLUMNS, first_step=0), Path(entry.policy.path)
-            run = PreferenceRun(start=start, steps=params.iterative.steps, model=params.model, scratch=stage.scratch, loop=loop)
-            config = params.dpo.model_copy(update={"learning_rate": params.iterative.learning_rate})
-            trained = train_on_pairs(pq.read_table(folder / "data" / "preference.parquet").to_pylist(), [], config, run)
-            shutil.rmtree(aside, ignore_errors=True)
-            save_model(trained.model, trained.engine.state_dict(), trained.tokenizer, aside)
-            metrics = {"trained": True, **trained.metrics}
+            metrics = {"trained": True, **train(stage, stage.params.dpo, train_round, folder, Path(entry.policy.path))}
             publish_model(aside, folder / "policy", stage.card("policy", f"dpo, round {number} of iterative DPO", metrics))
         else:
             metrics = {"trained": False, "reason": "the round's pairs were refused"}
@@ -52,6 +40,22 @@ def main() -> None:
             publish(aside, folder / "policy")
         publish(stage.scratch / "curves.csv", folder / "plots" / "train.csv")
         write_json(folder / "metrics" / "train.json", metrics)
+
+
+def train_round(run: TrainRun, folder: Path, start: Path) -> dict[str, Any]:
+    """On every rank: DPO on the pairs in a round's folder."""
+    from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_pairs
+    from rlhf_core.trainers.supervised import hold_out
+
+    params = run.params
+    config = params.dpo.model_copy(update={"learning_rate": params.iterative.learning_rate})
+    loop = run.loop(params.dpo, COLUMNS, first_step=0)
+    preference = PreferenceRun(start=start, steps=params.iterative.steps, model=params.model, scratch=run.scratch, loop=loop)
+    rows = pq.read_table(folder / "data" / "preference.parquet").to_pylist()
+    pairs, heldout = hold_out(rows) if config.keep_best else (rows, [])
+    trained = train_on_pairs(pairs, heldout, config, preference)
+    run.save_model(trained.model, trained.engine.state_dict(), trained.tokenizer)
+    return trained.metrics
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m tasks.rounds.validate_round <number of the round>
 
-The verdict is in rounds/<n>/metrics/validation.json. Refused data is no failure of the stage: the round trains nothing and keeps the policy
-before it.
+The verdict is in rounds/<n>/metrics/validation.json. Refused data doesn't fail the stage: the round trains nothing and keeps the previous
+policy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhf_core.stage.run import Stage, round_argument
 if TYPE_CHECKING:
     from rlhf_core.data.validation.validate import Finding
 
-# Prompts are checked too: a pair whose prompt is held out would be a leak.
+# Prompts are checked too, since a pair with a held-out prompt would be a leak.
 NEEDED = (("preference", "train"), ("prompt", "promotion"))
 # Pairs are samples of the policy here, and no reward model is trained on them.
 ADVICE = {"length_bias": "DPO would learn length: use scorers that don't prefer it, or raise validation.max_length_bias in another series"}

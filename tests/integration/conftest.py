@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import standing_head
-from small_chain import log_of, make_chain, run, said
+from small_chain import log_of, make_chain, output_of, run
 from small_workspace import environment, lay_out_database, wait_until
 from watch import Watch
 
@@ -62,7 +62,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> FinishedC
             outcome.with_name("watched").write_text(json.dumps(watched))
             outcome.with_name("printed").write_text(printed)
             outcome.write_text(str(code))
-    assert outcome.exists() and outcome.read_text() == "0", said(workspace)
+    assert outcome.exists() and outcome.read_text() == "0", output_of(workspace)
     watched = json.loads(outcome.with_name("watched").read_text())
     return FinishedChain(workspace, outcome.with_name("printed").read_text(), watched)
 

@@ -140,20 +140,20 @@ def begin(workspace: Path, *command: str) -> subprocess.Popen:
 
 def run(workspace: Path, *command: str) -> tuple[int, str]:
     """Run a Python module to its end: exit code and output. It is ended in any case."""
-    start = len(said(workspace))
+    start = len(output_of(workspace))
     child = begin(workspace, *command)
     try:
         code = child.wait(timeout=DEADLINE)
     finally:
         child.kill()
-    return code, said(workspace)[start:]
+    return code, output_of(workspace)[start:]
 
 
 def log_of(workspace: Path) -> Path:
     return workspace.with_name(workspace.name + ".log")
 
 
-def said(workspace: Path) -> str:
+def output_of(workspace: Path) -> str:
     """All output of this workspace's processes."""
     return log_of(workspace).read_text(errors="replace") if log_of(workspace).exists() else ""
 
@@ -193,8 +193,8 @@ def await_checkpoint(workspace: Path, stage: str, child: subprocess.Popen) -> No
     before = newest_checkpoint(workspace, stage)
     until = time.monotonic() + DEADLINE
     while newest_checkpoint(workspace, stage) <= before:
-        assert child.poll() is None, f"{stage}: ended with {child.returncode} before it was interrupted:\n{said(workspace)[-3000:]}"
-        assert time.monotonic() < until, f"{stage}: expected a checkpoint after step {before}, got none:\n{said(workspace)[-3000:]}"
+        assert child.poll() is None, f"{stage}: ended with {child.returncode} before it was interrupted:\n{output_of(workspace)[-3000:]}"
+        assert time.monotonic() < until, f"{stage}: expected a checkpoint after step {before}, got none:\n{output_of(workspace)[-3000:]}"
         time.sleep(0.02)
 
 

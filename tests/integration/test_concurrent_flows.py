@@ -55,18 +55,18 @@ def test_two_runs_at_once_end_in_their_own_results_and_what_meets_them_is_refuse
         trainers += halted_trainers(workspace, workspace / "runs/other")
         by_hand, again = begin_dvc(workspace), begin_flow(workspace)
         same_run = begin_flow(workspace, "--run", "other", "--set", "sft.steps=7")
-        said, _ = by_hand.communicate(timeout=60)
-        assert by_hand.returncode != 0 and "is busy, it is being blocked by" in said and "repro --single-item train_sft" in said
-        assert "Running stage" not in said
+        output, _ = by_hand.communicate(timeout=60)
+        assert by_hand.returncode != 0 and "is busy, it is being blocked by" in output and "repro --single-item train_sft" in output
+        assert "Running stage" not in output
         for refused, subject, met in ((again, "this folder", first), (same_run, "run other", second)):
-            said, _ = refused.communicate(timeout=60)
+            output, _ = refused.communicate(timeout=60)
             message = f"{subject}: expected no other flow at work on it, got one, process {met.pid}; wait for it or stop it"
-            assert refused.returncode == 2 and message in said, said
+            assert refused.returncode == 2 and message in output, output
         for trainer in trainers:
             trainer.resume()
         for flow in (first, second):
-            said, _ = flow.communicate(timeout=120)
-            assert flow.returncode == 0 and outcomes(said)["train_sft"] == "ran", said  # one may restore the other's results
+            output, _ = flow.communicate(timeout=120)
+            assert flow.returncode == 0 and outcomes(output)["train_sft"] == "ran", output  # one may restore the other's results
     finally:
         for process in (first, second, *trainers):
             with suppress(psutil.NoSuchProcess):

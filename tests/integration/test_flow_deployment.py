@@ -1,5 +1,5 @@
-"""Runs of deployments through a real Prefect server and worker, as `make server` starts them: the chain's, and a promotion that a person
-is asked about.
+"""Runs of deployments through a real Prefect server and worker, as `make server` starts them: the chain's, and a promotion that waits for
+a person's approval.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def test_a_deployments_run_refused_started_killed_and_retried(served):
         assert refused.returncode != 0 and next(iter(wrong)) in refused.stdout + refused.stderr
     assert flow_runs(prefect, "full-pipeline") == []
 
-    asked = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": {"sft.steps": STEPS}}))
-    assert asked.returncode == 0, asked.stderr
+    created = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": {"sft.steps": STEPS}}))
+    assert created.returncode == 0, created.stderr
     wait_until(lambda: (workspace / "runs").exists() and any((workspace / "runs").glob("[!.]*")), 90, "a worktree")
     (worktree,) = (workspace / "runs").glob("[!.]*")
     wait_until(training_has_begun(worktree), 60, "training")
@@ -120,7 +120,7 @@ def answer(prefect: Any, run: str, **fields: object) -> str:
             time.sleep(1)
 
 
-def test_a_promotion_waits_for_a_person_and_does_as_told(served):
+def test_a_promotion_waits_for_a_persons_decision(served):
     project, prefect = served
     candidate(project, "first", seed=1)
     assert versions.register(project, NAME, "first").version == "v1.0.0"
@@ -134,27 +134,27 @@ def test_a_promotion_waits_for_a_person_and_does_as_told(served):
         return state(run)
 
     for _ in range(3):  # at once, since the worker asks every ten seconds
-        asked = prefect("deployment", "run", f"promote/{NAME}")
-        assert asked.returncode == 0, asked.stderr
+        created = prefect("deployment", "run", f"promote/{NAME}")
+        assert created.returncode == 0, created.stderr
     moved, refused, approved = (r["id"] for r in flow_runs(prefect, NAME))
     assert {becomes(run, "PAUSED")["name"] for run in (moved, refused, approved)} == {"Suspended"}
     # One that was answered right away was lost once: Prefect started it again, and it had no folder and no end.
     wait_until(lambda: not any("prefect.engine" in command_line(p) for p in processes_in(project)), 180, "the end of their processes")
     candidate(project, "second", seed=2)
-    versions.register(project, NAME, "second")  # newer than what the person is asked about
+    versions.register(project, NAME, "second")  # newer than the version that waits for approval
 
     for password in (None, "rlhf:guessed"):
         with pytest.raises(urllib.error.HTTPError, match="401"):
             ask_server(prefect.url, "flow_runs/filter", password=password)
     v1, v2 = read_registry(project, NAME).versions.values()
-    asked = prefect.ask("artifacts/filter", artifacts={"key": {"any_": [f"promote-{NAME}"]}})[0]["description"]
-    assert v1.md5 in asked and v1.sha256 in asked and v1.commit in asked and "its gate: passed" in asked
+    created = prefect.ask("artifacts/filter", artifacts={"key": {"any_": [f"promote-{NAME}"]}})[0]["description"]
+    assert v1.md5 in created and v1.sha256 in created and v1.commit in created and "its gate: passed" in created
     before = git(project, "rev-parse", f"refs/tags/{NAME}@v1.0.0")
     write_tag(project, f"{NAME}@v1.0.0", v2.lineage, v2.commit)  # the name that was asked about, another model
     assert answer(prefect, moved, approve=True, by="Ben", reason="read forty samples") == "ACCEPT"
     end = becomes(moved)
     assert end["name"] == "AnotherModel", end
-    assert f"expected the model that was asked about, md5 {v1.md5}, got md5 {v2.md5}: its tag was replaced" in end["message"]
+    assert f"expected the model that was approved, md5 {v1.md5}, got md5 {v2.md5}: its tag was replaced" in end["message"]
     git(project, "update-ref", f"refs/tags/{NAME}@v1.0.0", before)
 
     assert answer(prefect, refused) == "REJECT"  # nothing is accepted unasked
@@ -174,17 +174,17 @@ def test_the_console_names_each_runs_lines_and_has_no_traceback_of_a_verdict(ser
     wait_until(lambda: "started!" in log.read_text(), 60, "a worker")
     begins = len(log.read_text())
     wanted = {"GateRejected": {"gate.min_accuracy": 0.95}, "Refused": {"rl.minibatch_size": 100}}
-    asked = {
+    created = {
         name: prefect.ask(path, state={"type": "SCHEDULED"}, parameters={"overrides": overrides}, idempotency_key=name)
         for name, overrides in wanted.items()
     }
 
     def ended() -> bool:
         states = {run["id"]: run["state"]["name"] for run in flow_runs(prefect, "full-pipeline")}
-        return {name: states[run["id"]] for name, run in asked.items()} == {name: name for name in asked}
+        return {name: states[run["id"]] for name, run in created.items()} == {name: name for name in created}
 
     wait_until(ended, 180, "the ends of both runs", every=0.5)
-    rejected, refused = (asked[name]["name"] for name in wanted)
+    rejected, refused = (created[name]["name"] for name in wanted)
 
     def processes_ended() -> bool:
         return all(f"Process for flow run '{name}' exited" in log.read_text() for name in (rejected, refused))

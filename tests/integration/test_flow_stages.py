@@ -140,7 +140,7 @@ def test_what_a_killed_dvc_holds_is_taken_away_even_if_its_number_is_anothers_no
         assert json.loads(path.read_text()) == {"read": {"a": [entry[dvc.pid]]}, "write": {"d": entry[dvc.pid]}}
 
 
-def test_a_refusal_is_told_from_a_crash_and_a_deadline_ends_all_processes(tmp_path, monkeypatch):
+def test_refusals_differ_from_crashes_and_a_deadline_ends_all_processes(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path / "project", steps=2000)
     run_stage("prepare_data", workspace, timeout=60, grace=25, on_line=lambda _: None)
     marker = tmp_path / "crash"
@@ -150,11 +150,11 @@ def test_a_refusal_is_told_from_a_crash_and_a_deadline_ends_all_processes(tmp_pa
         run_stage("train_sft", workspace, timeout=60, grace=25, on_line=lambda _: None)
     assert not crash.value.refused
 
-    started, said = time.monotonic(), []
+    started, lines = time.monotonic(), []
     with pytest.raises(StageFailed, match=r"expected to end within flow.stage_timeout=10 s") as late:
-        run_stage("train_sft", workspace, timeout=10, grace=25, on_line=said.append)
-    assert str(late.value) in said
-    assert any(line.startswith("train_sft: stopped by a signal; run it again to resume from its checkpoint") for line in said), said[-3:]
+        run_stage("train_sft", workspace, timeout=10, grace=25, on_line=lines.append)
+    assert str(late.value) in lines
+    assert any(line.startswith("train_sft: stopped by a signal; run it again to resume from its checkpoint") for line in lines), lines[-3:]
     assert not late.value.refused and time.monotonic() - started < 35
     assert processes_in(workspace) == []
     assert list((workspace / "scratch/train_sft").glob("*/step"))  # its checkpoint

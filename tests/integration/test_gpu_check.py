@@ -64,7 +64,7 @@ def test_every_part_runs_and_the_table_has_them_all(rehearsal):
     for part in PARTS:
         result = rehearsal.results[part.name]
         assert result.rehearsal and result.outcome == RAN, result.reason
-        assert f"### {part.name}: {part.tells}" in rehearsal.table and result.figures[0].what in rehearsal.table
+        assert f"### {part.name}: {part.title}" in rehearsal.table and result.figures[0].what in rehearsal.table
     for name, (beginning, least) in FIGURES.items():
         figures = [f for f in rehearsal.results[name].figures if f.what.startswith(beginning)]
         assert figures and sum(bool(f.values) for f in figures) >= least, name

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from ruamel.yaml import YAML
-from small_chain import DEADLINE, await_checkpoint, begin, change_params, copy_chain, forget, newest_checkpoint, ran, run, said
+from small_chain import DEADLINE, await_checkpoint, begin, change_params, copy_chain, forget, newest_checkpoint, output_of, ran, run
 from small_workspace import flow_runs, git, processes_in, serving, wait_until
 
 from flows.rounds.series import round_stages
@@ -73,7 +73,7 @@ def killed(workspace, prefect) -> Path:
     assert 0 < newest_checkpoint(worktree, "train_round@1") < STEPS and not (worktree / "rounds/1/policy").exists()
 
     code, printed = run(workspace, "flows.iterative_dpo", "--series", "killed")
-    assert code == 0, said(workspace)[-3000:]
+    assert code == 0, output_of(workspace)[-3000:]
     assert ran(printed) == round_stages(1)[2:]
     assert len(read_rounds(worktree)) == 1
     return worktree
@@ -82,7 +82,7 @@ def killed(workspace, prefect) -> Path:
 def test_a_round_whose_pairs_are_refused_trains_nothing_and_ends_the_run(workspace, prefect):
     few = ("--set", "iterative.min_pairs=1000")
     code, printed = run(workspace, "flows.iterative_dpo", "--series", "refused", "--rounds", "2", *few)
-    assert code == 4, said(workspace)[-3000:]
+    assert code == 4, output_of(workspace)[-3000:]
     worktree = workspace / "runs/refused"
     assert "RoundRefused: round 1: the round's pairs were refused: preference: min_pairs" in printed
     assert not verdict(worktree)["accepted"] and (worktree / "rounds/1/policy/not_trained.json").is_file()
@@ -121,8 +121,8 @@ def test_a_round_on_demand_ends_as_the_killed_one_others_are_cancelled_and_one_c
         return sorted(found, key=lambda r: r["created"])
 
     def ask() -> None:
-        asked = prefect("deployment", "run", "iterative-dpo/scheduled")
-        assert asked.returncode == 0, asked.stderr
+        created = prefect("deployment", "run", "iterative-dpo/scheduled")
+        assert created.returncode == 0, created.stderr
 
     def becomes(state: Callable[[], bool], seconds: float, what: str) -> None:
         wait_until(state, seconds, what, every=1.0)  # the server computes for each answer

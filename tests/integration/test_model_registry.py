@@ -27,7 +27,7 @@ from flows.registry.decisions import add_version
 from flows.registry.state import read_registry
 from flows.registry.versions import fetch
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params
-from rlhf_core.provenance.cached_model import sha256_of_files
+from rlhf_core.provenance.dvc_cache import sha256_of_files
 from rlhf_core.provenance.file_hashes import dvc_md5
 
 NAME = "reward-model"
@@ -80,8 +80,8 @@ def test_the_policy_of_an_accepted_round_is_a_version_too(project, capsys):
     assert "expected one whose policy was accepted, got one that wasn't: no better" in register("policy", "--round", "2")
     assert "expected rounds/3/metrics/evaluate.json in the last commit, got none" in register("policy", "--round", "3")
     assert "expected the policy with a round, got another model" in register(NAME, "--round", "1")
-    told = register("policy", "--round", "1")
-    assert "Registered policy v1.0.0" in told and "Gate of its reward model: passed" in told
+    reported = register("policy", "--round", "1")
+    assert "Registered policy v1.0.0" in reported and "Gate of its reward model: passed" in reported
     version = read_registry(project, "policy").get("v1.0.0")
     assert version.md5 == dvc_md5(worktree / "rounds/1/policy") and version.lineage["path"] == "rounds/1/policy"
     assert version.lineage["decided"] == {"by": "evaluate_round@1", "split": "promotion", "level": 0.001}
@@ -101,7 +101,7 @@ def seen_by_others(project: Path) -> tuple[list[str], str]:
     return versions, commit_id
 
 
-def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypatch):
+def test_promotion_rollback_and_history_without_a_git_identity(project, monkeypatch):
     """Read alike by GTO and DVC."""
     for name, value in without_identity(project.parent).items():
         monkeypatch.setenv(name, value)
@@ -110,7 +110,7 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypat
         assert promote(project, "promote", version, "--reason", f"use {version}", "--by", "Ann").returncode == 0
     assert seen_by_others(project) == (["v2.0.0"], read_registry(project, NAME).versions["v2.0.0"].commit)
     back = promote(project, "rollback", "--reason", "curt answers", "--by", "Ben")
-    assert "took v2.0.0 back, stated by Ben; v1.0.0 is used from now on. Why: curt answers" in back.stdout
+    assert "rolled back v2.0.0, stated by Ben; v1.0.0 is used from now on. Why: curt answers" in back.stdout
     found = read_registry(project, NAME)
     assert [found.state(v) for v in found.versions] == ["promoted", "rolled back"]
     assert seen_by_others(project) == (["v1.0.0"], found.versions["v1.0.0"].commit)
@@ -119,7 +119,7 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypat
     gate = load_params(project / "params.yaml").gate
     first = found.versions["v1.0.0"]
     assert (gate.incumbent.version, gate.incumbent.md5, gate.incumbent.sha256) == ("v1.0.0", first.md5, first.sha256)
-    assert gate.anchor == gate.incumbent  # the second one was taken back
+    assert gate.anchor == gate.incumbent  # the second one was rolled back
     (entry,) = gate.rolled_back
     assert (entry.version, entry.md5, entry.reason) == ("v2.0.0", found.versions["v2.0.0"].md5, "curt answers")
     assert not pin_registry(project, project, chosen={}, fresh=True)  # nothing is new
@@ -143,13 +143,13 @@ def test_promoted_rolled_back_and_told_without_a_git_identity(project, monkeypat
     prepare_run(project, None, {})
     gate = load_params(project / "params.yaml").gate
     assert (gate.incumbent.version, gate.anchor.version) == ("v2.0.0", "v1.0.0")  # 0.898 against 0.899
-    told = promote(project, "history").stdout
-    assert [line.split()[2] for line in told.splitlines()[2:]] == [
+    reported = promote(project, "history").stdout
+    assert [line.split()[2] for line in reported.splitlines()[2:]] == [
         "promote",
         "promote",
         "rollback",
         "promote",
-    ] and "a demonstration" in told
+    ] and "a demonstration" in reported
 
 
 def test_show_tells_which_look_at_its_pairs_a_version_was(made):
@@ -179,13 +179,13 @@ def test_what_can_not_be_registered(made, tmp_path):
     git(worktree, "rm", "--quiet", "--cached", "dvc.lock")
     git(worktree, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "Without its lock")
     (worktree / "notes.txt").write_text("no result")
-    said = refused(made, "register", "--run", "another")
-    assert "expected all committed, got changes in dvc.lock; commit them (`git add dvc.lock`, `git commit`) in its folder" in said
+    message = refused(made, "register", "--run", "another")
+    assert "expected all committed, got changes in dvc.lock; commit them (`git add dvc.lock`, `git commit`) in its folder" in message
     git(worktree, "reset", "--quiet", "--hard", "HEAD~1")
     apply_overrides(worktree / "params.yaml", {"sft.steps": 7})
     commit(worktree, "Other params, nothing computed")
-    said = refused(made, "register", "--run", "another")
-    assert "expected a commit whose dvc.lock matches its params, code and data, got other ones (train_sft: sft modified)" in said
+    message = refused(made, "register", "--run", "another")
+    assert "expected a commit whose dvc.lock matches its params, code and data, got other ones (train_sft: sft modified)" in message
     git(worktree, "reset", "--quiet", "--hard", "HEAD~1")
     lost = next(p for p in (made / ".dvc/cache/files/md5").rglob("*") if p.is_file() and p.read_bytes() == bytes([4]) * 1000)
     lost.rename(tmp_path / "lost")
@@ -248,8 +248,8 @@ def test_a_collision_in_the_cache_is_not_fetched_nor_started_from(project):
     cached.chmod(0o644)
     cached.write_bytes(SECOND)
     wanted = f"deeper/weights: expected sha256 {lineage['sha256']['deeper/weights']}, got "
-    said = refused(project, "fetch", "--version", version)
-    assert wanted in said and "although the md5 matches" in said
+    message = refused(project, "fetch", "--version", version)
+    assert wanted in message and "although the md5 matches" in message
     with pytest.raises(ConfigError, match=wanted):
         start_from_registry(project, project, None)
     assert not (project / "models/promoted").exists() or not list((project / "models/promoted").iterdir())
@@ -296,9 +296,11 @@ def test_a_tags_commit_can_not_have_the_password_sent_elsewhere(project, tmp_pat
         commit(forged, "Another address")
         made = git(forged, "rev-parse", "HEAD")
         write_tag(project, f"{NAME}@v1.0.0", {**version.lineage, "commit": made}, made)
-        said = refused(project, "fetch", "--version", "v1.0.0")
+        message = refused(project, "fetch", "--version", "v1.0.0")
         assert other.heard == [] and own.heard == []
-        assert f".dvc/config of commit {made[:10]}: expected the remotes of this project ({own.url}), got 'shared' at {other.url}" in said
+        assert (
+            f".dvc/config of commit {made[:10]}: expected the remotes of this project ({own.url}), got 'shared' at {other.url}" in message
+        )
         dvc(forged, "remote", "modify", "shared", "url", own.url)  # as it is in the project
         commit(forged, "The same address")
         made = git(forged, "rev-parse", "HEAD")

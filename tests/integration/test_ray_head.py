@@ -23,12 +23,12 @@ def seen() -> dict[int, dict]:
     how = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     probes = {times: subprocess.Popen([sys.executable, probe, str(times)], **how) for times in (1, 99)}
     try:
-        said = {times: started.communicate(timeout=250) for times, started in probes.items()}
+        message = {times: started.communicate(timeout=250) for times, started in probes.items()}
     finally:
         for started in probes.values():
             started.kill()
-    assert all(started.returncode == 0 for started in probes.values()), [error[-3000:] for _, error in said.values()]
-    return {times: json.loads(printed.splitlines()[-1]) for times, (printed, _) in said.items()}
+    assert all(started.returncode == 0 for started in probes.values()), [error[-3000:] for _, error in message.values()]
+    return {times: json.loads(printed.splitlines()[-1]) for times, (printed, _) in message.items()}
 
 
 def test_a_port_that_was_taken_meanwhile_is_replaced(seen):
@@ -40,7 +40,7 @@ def test_a_port_that_was_taken_meanwhile_is_replaced(seen):
     assert "ray.util.client" not in running, "expected no server for Ray's client, which nobody connects by"
 
 
-def test_nobody_is_told_the_metrics_without_a_token(seen):
+def test_metrics_are_refused_without_a_token(seen):
     assert seen[1]["metrics"] == []
 
 

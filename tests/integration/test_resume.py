@@ -31,11 +31,11 @@ from small_chain import (
     job_log,
     newest_checkpoint,
     outcomes,
+    output_of,
     ran,
     ray_folders,
     results,
     run,
-    said,
     stage_process,
     stage_processes,
 )
@@ -101,14 +101,14 @@ def same_digests(undisturbed: Path, workspace: Path, *stages: str) -> None:
             assert differences(a, b) == []
 
 
-def test_killed_sft_goes_on_from_its_checkpoint_and_ends_with_the_same_bits(chain, battered):
+def test_killed_sft_resumes_and_ends_with_the_same_bits(chain, battered):
     # DVC, SIGKILL: the stage hears of it and checkpoints.
     repro = begin(battered, "dvc", "repro", "train_sft")
     await_checkpoint(battered, "train_sft", repro)
     repro.kill()
     repro.wait()
     assert_nothing_left(battered)
-    assert "train_sft: stopped by a signal; run it again to resume from its checkpoint" in said(battered)
+    assert "train_sft: stopped by a signal; run it again to resume from its checkpoint" in output_of(battered)
     # The stage, SIGTERM.
     stage = begin(battered, "tasks.train_sft")
     await_checkpoint(battered, "train_sft", stage)
@@ -140,19 +140,19 @@ def test_a_second_start_waits_for_the_first_and_takes_over_when_it_dies(chain, b
     lock = str(battered / "scratch/train_reward/lock")
     until = time.monotonic() + DEADLINE
     while lock not in [f.path for f in psutil.Process(second.pid).open_files()]:
-        assert second.poll() is None and time.monotonic() < until, said(battered)[-2000:]
+        assert second.poll() is None and time.monotonic() < until, output_of(battered)[-2000:]
         time.sleep(0.1)
     time.sleep(2.0)
     assert second.poll() is None and newest_checkpoint(battered, "train_reward") == at
     trainer.kill()
     assert first.wait(timeout=DEADLINE) != 0
-    assert second.wait(timeout=DEADLINE) == 0, said(battered)[-2000:]
-    assert going_on("train_reward", at) in said(battered)
+    assert second.wait(timeout=DEADLINE) == 0, output_of(battered)[-2000:]
+    assert going_on("train_reward", at) in output_of(battered)
     same_results(chain.workspace, battered, "models/reward", "data/reward_heldout", "metrics/train_reward", "plots/train_reward")
     same_digests(chain.workspace, battered, "train_reward")
 
 
-def test_killed_rl_goes_on_and_the_whole_chain_ends_with_the_same_lock(undisturbed, battered):
+def test_killed_rl_resumes_and_the_chain_ends_with_the_same_lock(undisturbed, battered):
     # The stage, SIGKILL; the flow starts it again at once, and it must wait until the first one's Ray is gone.
     repro = begin(battered, "dvc", "repro", "train_policy")
     await_checkpoint(battered, "train_policy", repro)
@@ -170,12 +170,12 @@ def test_killed_rl_goes_on_and_the_whole_chain_ends_with_the_same_lock(undisturb
     assert newest_checkpoint(battered, "train_policy") == curves.read_text().count("\n") - 1, "expected a checkpoint of the last step"
     # A trainer rank, SIGKILL: the job crashes, and the flow tries the stage again by itself.
     flow = begin(battered, "flows.full_pipeline")
-    start = len(said(battered))
+    start = len(output_of(battered))
     await_checkpoint(battered, "train_policy", flow)
     rank = actor_process(battered, "trainer")
     rank.kill()
-    assert flow.wait(timeout=2 * DEADLINE) == 0, said(battered)[-3000:]
-    printed = said(battered)[start:]
+    assert flow.wait(timeout=2 * DEADLINE) == 0, output_of(battered)[-3000:]
+    printed = output_of(battered)[start:]
     assert ran(printed) == ["train_policy", "train_policy", "evaluate", "report"] and set(outcomes(printed)) == set(ORDER)
     assert "trainer rank 0: expected " in printed and "got a dead process" in printed
     assert went_on(printed) == 2

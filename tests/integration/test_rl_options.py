@@ -22,10 +22,10 @@ from small_chain import (
     copy_chain,
     driver_process,
     newest_checkpoint,
+    output_of,
     ran,
     results,
     run,
-    said,
     stage_process,
 )
 from small_workspace import wait_until
@@ -156,17 +156,17 @@ def trained_though_killed(workspace: Path, *, steps: int) -> Trained:
     driver.suspend()  # or the job might be done before anybody follows it
     stage_process(workspace, "train_policy").kill()
     stage.wait()
-    start, stage = len(said(workspace)), begin(workspace, "tasks.train_rl")
-    wait_until(lambda: "already at work on this; following it" in said(workspace)[start:], 60, "a stage that follows the job")
+    start, stage = len(output_of(workspace)), begin(workspace, "tasks.train_rl")
+    wait_until(lambda: "already at work on this; following it" in output_of(workspace)[start:], 60, "a stage that follows the job")
     driver.kill()
-    assert stage.wait(timeout=DEADLINE) == CRASHED, said(workspace)[-3000:]
+    assert stage.wait(timeout=DEADLINE) == CRASHED, output_of(workspace)[-3000:]
     assert_nothing_left(workspace)
     reached = newest_checkpoint(workspace, "train_policy")
-    start, stage = len(said(workspace)), begin(workspace, "tasks.train_rl")
+    start, stage = len(output_of(workspace)), begin(workspace, "tasks.train_rl")
     await_checkpoint(workspace, "train_policy", stage)
     actor_process(workspace, "rollout").kill()
-    assert stage.wait(timeout=DEADLINE) == 0, said(workspace)[-3000:]
-    again = read(workspace, said(workspace)[start:])
+    assert stage.wait(timeout=DEADLINE) == 0, output_of(workspace)[-3000:]
+    again = read(workspace, output_of(workspace)[start:])
     assert "replaced (1 of at most rl.max_replacements=4), and the call is repeated" in again.printed
     assert 0 < reached < steps and f"rl: resuming from the checkpoint of step {reached}" in again.printed
     return again
@@ -246,8 +246,8 @@ def test_what_a_scorer_cant_score_is_counted_and_one_that_fails_does_not_stop_th
     rows = critic.curves
     assert (rows["failed_reward_model"] == 0).all()
     assert rows["failed_even"].between(1, 15).all() and (rows["unscored_fraction"] == rows["failed_even"] / 16).all()
-    # The calibration and step 1 are its first calls; it raises in step 2 and is late in step 3: a new actor is asked again. That one raises
-    # in step 5 and is late in step 6, and no further one may be asked.
+    # The calibration and step 1 are its first calls; it raises in step 2 and is late in step 3: a new actor repeats the call. That one
+    # raises in step 5 and is late in step 6, and no further actor may be started.
     assert list(rows["failed_flaky"]) == [0, 16, 0, 0, 16, 16]
     assert "replaced (1 of at most rl.max_replacements=1), and the call is repeated" in critic.printed
     assert "scorer flaky: expected a score for every response, got none for 16; RuntimeError: nothing to say" in critic.printed

@@ -101,7 +101,7 @@ def test_temperature_zero_takes_the_most_likely_token(seen):
     assert seen["greedy_is_argmax"]
 
 
-def test_a_response_ends_with_the_end_token_or_is_cut_off(seen):
+def test_a_response_ends_with_the_end_token_or_is_truncated(seen):
     for response_ids, finished, num_logprobs in seen["samples"]:
         assert num_logprobs == len(response_ids) <= rollout_probe.NEW
         assert finished == (response_ids[-1] == rollout_probe.EOS)

@@ -125,7 +125,7 @@ def test_dvc_alone_runs_what_changed_data_and_models_change(project):
     assert (project / "data/inputs.json").read_bytes() == recorded
 
 
-def test_a_file_that_is_gone_is_told_by_the_first_stage(project):
+def test_the_first_stage_names_a_missing_file(project):
     shutil.rmtree(project.parent / "model")
     command = [sys.executable, "-m", "dvc", "repro"]
     done = subprocess.run(command, cwd=project, env=with_venv(), capture_output=True, text=True, timeout=60, check=False)
@@ -151,7 +151,7 @@ def test_a_mended_file_counts_in_a_new_run_and_in_one_that_is_there(project, ser
     assert "mine" in git(project, "show", "run/old:data/inputs.json")
 
 
-def test_what_is_missing_is_told_before_a_worktree_is_made(project):
+def test_missing_files_are_named_before_a_worktree_is_made(project):
     (project.parent / "data/a.jsonl").unlink()
     shutil.rmtree(project.parent / "model")
     started = time.monotonic()
@@ -181,7 +181,7 @@ def test_a_run_ends_after_a_stage_and_a_stage_is_forced(project, server):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--force", "prepare"), f"force: expected a stage, one of {', '.join(STAGES)}, got prepare; write prepare_data"),
         (("--until", "sft_train"), f"until: expected a stage, one of {', '.join(STAGES)}, got sft_train; write train_sft"),
@@ -191,9 +191,9 @@ def test_a_run_ends_after_a_stage_and_a_stage_is_forced(project, server):
         ),
     ],
 )
-def test_a_stage_that_is_none_is_refused_with_the_nearest(project, arguments, said):
+def test_a_stage_that_is_none_is_refused_with_the_nearest(project, arguments, message):
     done = run_flow(project, "--run", "new", *arguments, PREFECT_HOME="/proc/nowhere")
-    assert done.returncode == 2 and done.stderr.startswith(said) and not (project / "runs/new").exists()
+    assert done.returncode == 2 and done.stderr.startswith(message) and not (project / "runs/new").exists()
 
 
 def test_a_deployments_run_takes_both_and_refuses_a_stage_that_is_none(project, server):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_chain import log_of, make_chain, said
+from small_chain import log_of, make_chain, output_of
 from small_workspace import ROOT, environment, processes_in, wait_until
 
 PAGE = (ROOT / "docs/tutorial.md").read_text()
@@ -93,13 +93,13 @@ def test_the_policy_is_served_and_ends_with_nothing_left(clone):
         port = probe.getsockname()[1]
     words = shlex.split(command("use serve").replace(".venv/bin/python", sys.executable).replace("8000", str(port)))
     before = {p.pid for p in processes_in(clone)}
-    start = len(said(clone))
+    start = len(output_of(clone))
     with log_of(clone).open("a") as log:
         server = subprocess.Popen(words, cwd=clone, env=environment(PYTHONPATH=str(clone)), stdout=log, stderr=subprocess.STDOUT)
     try:
-        wait_until(lambda: "\ncurl " in said(clone)[start:] or server.poll() is not None, 400, "the server's line for curl")
-        assert server.poll() is None, said(clone)[-4000:]
-        line = next(line for line in said(clone)[start:].splitlines() if line.startswith("curl "))
+        wait_until(lambda: "\ncurl " in output_of(clone)[start:] or server.poll() is not None, 400, "the server's line for curl")
+        assert server.poll() is None, output_of(clone)[-4000:]
+        line = next(line for line in output_of(clone)[start:].splitlines() if line.startswith("curl "))
         body = {**json.loads(shlex.split(line)[-1]), "temperature": 0, "messages": [{"role": "user", "content": PROMPT}]}
         request = urllib.request.Request(shlex.split(line)[1], json.dumps(body).encode(), {"Content-Type": "application/json"})
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
@@ -107,7 +107,7 @@ def test_the_policy_is_served_and_ends_with_nothing_left(clone):
     finally:
         server.send_signal(signal.SIGINT)
         code = server.wait(60)
-    assert code == 0 and "Stopped." in said(clone)[start:]
+    assert code == 0 and "Stopped." in output_of(clone)[start:]
     assert {p.pid for p in processes_in(clone)} <= before
     chatted = shell(clone, ".venv/bin/python -m rlhf_core.use chat --run first --temperature 0", PROMPT).stdout
     assert choice["message"]["content"].strip() == chatted.strip() and choice["finish_reason"] == "stop"

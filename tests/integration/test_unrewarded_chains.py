@@ -24,7 +24,7 @@ def records(count: int) -> list[dict]:
     return made
 
 
-def test_kto_on_unpaired_rows_runs_to_a_report_that_says_what_cant_be_said(tmp_path: Path):
+def test_kto_on_unpaired_rows_reports_what_was_not_measured(tmp_path: Path):
     data = tmp_path / "sums.jsonl"
     data.write_text("\n".join(map(json.dumps, records(400))))
     source = {

@@ -17,8 +17,8 @@ from torch import nn
 
 from rlhf_core.algorithms.preference_losses import PREFERENCE_LOSSES, UNPAIRED_LOSSES, PairLogprobs, PairLosses, kto_baseline
 from rlhf_core.config import DpoConfig, KtoConfig
-from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
+from rlhf_core.engines.ranks import data_parallel_size, gathered, own_parts, summed
 from rlhf_core.models.batch import Branches, collate_branches, continue_prefix
 from rlhf_core.trainers.supervised import Metrics
 
@@ -74,12 +74,26 @@ class PromptGroup:
         return continue_prefix(list(self.items[0].prompt_ids), [list(ids) for ids in self.responses], shared=self.shares_prefix)
 
 
-def group_by_prompt(items: Sequence[Continuation], *, together: int, max_tokens: int, shares_prefix: bool) -> list[PromptGroup]:
-    """Items grouped by prompt. A group that would exceed `max_tokens` tokens is closed, and another one of the same prompt begins.
+class Share(NamedTuple):
+    """A micro-batch of a rank.
+
+    counts: False: its results aren't used; see `rlhf_core.data.batching.Part`.
+    """
+
+    groups: list[PromptGroup]
+    counts: bool
+
+
+def group_by_prompt(
+    items: Sequence[Continuation], *, together: int, max_tokens: int, shares_prefix: bool, close_at: int | None = None
+) -> list[PromptGroup]:
+    """Items grouped by prompt. A group that would exceed `close_at` tokens is closed, and another one of the same prompt begins.
 
     Args:
+        max_tokens: of a row with a shared prompt; also `close_at`, if that is None.
         together: each block of so many items, from the first item on, has one prompt and stays in one group: 2 for the sides of pairs.
     """
+    close_at = max_tokens if close_at is None else close_at
     open_groups: dict[tuple[int, ...], tuple[PromptGroup, int]] = {}
     groups: list[PromptGroup] = []
     for at in range(0, len(items), together):
@@ -87,7 +101,7 @@ def group_by_prompt(items: Sequence[Continuation], *, together: int, max_tokens:
         prompt_ids = block[0].prompt_ids
         added = sum(len(item.response_ids) if shares_prefix else item.num_tokens for item in block)
         group, tokens = open_groups.get(prompt_ids, (None, 0))
-        if group is None or tokens + added > max_tokens:
+        if group is None or tokens + added > close_at:
             shares = shares_prefix and len(prompt_ids) + added <= max_tokens  # a shared row fits the budget
             group, tokens = PromptGroup([], [], shares), len(prompt_ids) if shares_prefix else 0
             groups.append(group)
@@ -105,11 +119,21 @@ class ResponseForward:
     shares_prefix: bool
     microbatch_tokens: int
 
-    def microbatches(self, items: Sequence[Continuation], *, together: int = 1) -> list[list[PromptGroup]]:
-        """The items' groups, similar lengths together, within the token budget; a larger group gets a micro-batch of its own."""
-        groups = group_by_prompt(items, together=together, max_tokens=self.microbatch_tokens, shares_prefix=self.shares_prefix)
+    def microbatches(self, items: Sequence[Continuation], *, together: int = 1) -> list[Share]:
+        """This rank's share of the items' groups, similar lengths together, within the token budget; a larger group gets a micro-batch of
+        its own. With several data-parallel ranks groups are small enough for each rank to get some.
+        """
+        of_a_rank = sum(item.num_tokens for item in items) // data_parallel_size()
+        groups = group_by_prompt(
+            items,
+            together=together,
+            max_tokens=self.microbatch_tokens,
+            shares_prefix=self.shares_prefix,
+            close_at=min(self.microbatch_tokens, of_a_rank) if data_parallel_size() > 1 else None,
+        )
         lengths, rows = [max(map(len, group.rows)) for group in groups], [len(group.rows) for group in groups]
-        return [[groups[i] for i in part] for part in microbatches(lengths, max_tokens=self.microbatch_tokens, rows=rows)]
+        parts = own_parts(lengths, max_tokens=self.microbatch_tokens, rows=rows)
+        return [Share([groups[i] for i in part.positions], part.counts) for part in parts]
 
     def logprobs(self, module: TrainEngine | nn.Module, part: list[PromptGroup]) -> torch.Tensor:
         """Log-probability of each item's response, summed over its tokens: [items], group after group, on the module's device."""
@@ -164,13 +188,13 @@ class PairObjective:
         return {"heldout_loss": loss, "heldout_accuracy": _accuracy(losses), "heldout_margin": margin}
 
     def _pass(self, engine: TrainEngine, pairs: list[Pair], *, learn: bool) -> tuple[PairLogprobs, PairLosses, float]:
-        """Log-probabilities and losses of all pairs, detached and in no particular order, and the step's loss."""
+        """Log-probabilities and losses of all ranks' pairs, detached and in no particular order, and the step's loss."""
         config = self.config
         options: dict[str, Any] = {"label_smoothing": config.label_smoothing} if config.loss in ("sigmoid", "robust") else {}
         options |= {"simpo_margin": config.simpo_margin} if config.loss == "simpo" else {}
         num_chosen_tokens = sum(len(pair.chosen.response_ids) for pair in pairs)
-        all_logprobs, all_losses, loss = [], [], 0.0
-        for part in self.forward.microbatches([side for pair in pairs for side in pair], together=2):
+        results, positions, loss = [], [], 0.0
+        for part, counts in self.forward.microbatches([side for pair in pairs for side in pair], together=2):
             lengths = torch.tensor([len(item.response_ids) for group in part for item in group.items], device=device())
             of_items = (self.forward.logprobs(engine, part).float(), self.reference(part), lengths)
             policy, reference, tokens = (values.view(-1, 2).unbind(1) for values in of_items)  # chosen and rejected in turn
@@ -181,11 +205,13 @@ class PairObjective:
             if config.nll_coef:
                 share = share - config.nll_coef * logprobs.chosen_logprobs.sum() / num_chosen_tokens
             if learn:
-                engine.backward(share)
-            loss += float(share.detach())
-            all_logprobs.append([values.detach() for values in logprobs])
-            all_losses.append([values.detach() for values in losses])
-        return PairLogprobs(*_joined(all_logprobs)), PairLosses(*_joined(all_losses)), loss
+                engine.backward(share if counts else 0.0 * share)
+            loss += float(share.detach()) if counts else 0.0
+            results.append(_kept([*logprobs, *losses], counts))
+            positions += [i // 2 for group in part for i in group.positions[::2]] if counts else []
+        columns = _joined(results, positions, len(pairs))
+        split = len(PairLogprobs._fields)
+        return PairLogprobs(*columns[:split]), PairLosses(*columns[split:]), summed(loss)[0]
 
 
 @dataclass(frozen=True)
@@ -226,27 +252,31 @@ class ResponseObjective:
         }
 
     def _pass(self, engine: TrainEngine, examples: list[Example], kl: torch.Tensor, *, learn: bool) -> list[torch.Tensor]:
-        """Log-probabilities, losses, rewards, desirable and lengths of all examples, detached and in no particular order."""
-        config, results = self.config, []
+        """Log-probabilities, losses, rewards, desirable and lengths of all ranks' examples, detached and in no particular order."""
+        config, results, positions = self.config, [], []
         weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
-        for part in self.forward.microbatches([e.continuation for e in examples]):
+        for part, counts in self.forward.microbatches([e.continuation for e in examples]):
             here = [examples[i] for group in part for i in group.positions]
             desirable = torch.tensor([e.desirable for e in here], device=device())
             logprobs = self.forward.logprobs(engine, part).float()
             losses = UNPAIRED_LOSSES[config.loss](logprobs, self.reference(part), desirable, beta=config.beta, kl=kl, **weights)
             if learn:
-                engine.backward(losses.losses.sum() / len(examples))
+                share = losses.losses.sum() / len(examples)
+                engine.backward(share if counts else 0.0 * share)
             lengths = torch.tensor([len(e.continuation.response_ids) for e in here], device=device())
-            results.append([values.detach() for values in (logprobs, *losses, desirable, lengths)])
-        return _joined(results)
+            results.append(_kept([logprobs, *losses, desirable, lengths], counts))
+            positions += [i for group in part for i in group.positions] if counts else []
+        return _joined(results, positions, len(examples))
 
     @torch.no_grad()
     def _baseline(self, engine: TrainEngine, items: list[Continuation]) -> torch.Tensor:
         if not items:
             return torch.zeros((), device=device())
-        parts = self.forward.microbatches(items)
-        logprobs = torch.cat([self.forward.logprobs(engine, part).float() for part in parts])
-        return kto_baseline(logprobs, torch.cat([self.reference(part) for part in parts]))
+        results, positions = [], []
+        for part, counts in self.forward.microbatches(items):
+            results.append(_kept([self.forward.logprobs(engine, part).float(), self.reference(part)], counts))
+            positions += [i for group in part for i in group.positions] if counts else []
+        return kto_baseline(*_joined(results, positions, len(items))).to(device())
 
 
 def mismatched(examples: list[Example], config: KtoConfig, *, shift: int, max_length: int) -> list[Continuation]:
@@ -273,9 +303,18 @@ def ordered_share(higher: torch.Tensor, lower: torch.Tensor) -> float:
     return float(below.double().mean() / 2 / len(lower)) if len(lower) else math.nan
 
 
-def _joined(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Micro-batches' tensors concatenated, on the CPU."""
-    return [torch.cat(values).cpu() for values in zip(*parts, strict=True)]
+def _kept(columns: Sequence[torch.Tensor], counts: bool) -> list[torch.Tensor]:
+    """A micro-batch's columns [n], detached; without rows if it doesn't count."""
+    return [values.detach() if counts else values.detach()[:0] for values in columns]
+
+
+def _joined(parts: Sequence[Sequence[torch.Tensor]], positions: list[int], total: int) -> list[torch.Tensor]:
+    """The columns of all ranks' micro-batches, concatenated, on the CPU.
+
+    Args:
+        positions: of this rank's rows among the `total` of all ranks.
+    """
+    return gathered([torch.cat(values) for values in zip(*parts, strict=True)], positions, total)
 
 
 def _accuracy(losses: PairLosses) -> float:

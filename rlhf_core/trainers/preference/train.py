@@ -19,7 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config import REFERENCE_FREE, DpoConfig, KtoConfig, ModelConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
-from rlhf_core.models.build import frozen, load_language_model
+from rlhf_core.engines.frozen import FrozenModel
+from rlhf_core.engines.ranks import data_parallel_size, merged, on_first
+from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters, quantize_base
 from rlhf_core.models.probe import shares_prefixes
@@ -34,10 +36,11 @@ from rlhf_core.trainers.preference.objectives import (
     Reference,
     ResponseForward,
     ResponseObjective,
+    Share,
     mismatched,
     no_reference,
 )
-from rlhf_core.trainers.supervised import Phase, TrainLoop, engine_settings, evaluate, train_phase
+from rlhf_core.trainers.supervised import Phase, TrainLoop, engine_settings, train_phase
 
 # Of the curves; kl is KTO's baseline.
 COLUMNS = (
@@ -57,7 +60,7 @@ class PreferenceRun:
     steps: optimizer steps; takes precedence over the section's.
     scratch: a folder for these rows, start, steps and settings only. An interrupted run finds its checkpoint and the reference's
         log-probabilities there.
-    loop: from `Stage.loop(config, COLUMNS, first_step=...)`.
+    loop: from `TrainRun.loop(config, COLUMNS, first_step=...)`.
     """
 
     start: Path
@@ -195,7 +198,7 @@ def _policy_and_reference(
     def load_reference() -> PolicyModule:
         start = run.load_model()
         quantize_base(start, config.lora)
-        return frozen(PolicyModule(start), device=device(), dtype=getattr(torch, run.model.dtype))
+        return FrozenModel(PolicyModule(start), dtype=run.model.dtype, zero_stage=config.zero_stage, offload=False).module
 
     if kind == "none":
         return model, forward, no_reference
@@ -217,7 +220,8 @@ def live_reference(module: nn.Module, forward: ResponseForward) -> Reference:
 def precomputed_reference(
     load_module: Callable[[], PolicyModule], items: Iterable[Continuation], forward: ResponseForward, *, path: Path
 ) -> Reference:
-    """Log-probabilities of all distinct items, computed once and kept in `path`; a file with the same items is read instead.
+    """Log-probabilities of all distinct items, computed once, spread over ranks, and kept in `path`; a file with the same items is read
+    instead.
 
     Args:
         load_module: called only if there is something to compute.
@@ -227,15 +231,24 @@ def precomputed_reference(
     hashed = hashlib.sha256()
     for item in distinct:
         hashed.update(repr(item).encode())
-    kept = torch.load(path, weights_only=True) if path.exists() else {"items": None}
-    if kept["items"] == hashed.hexdigest():
-        log.info("reference: reusing the log-probabilities of %d responses from an earlier start", len(distinct))
-    else:
-        kept = {"items": hashed.hexdigest(), "logprobs": _compute(load_module(), distinct, forward)}
+    of_items = hashed.hexdigest()
+
+    def read() -> dict[str, Any] | None:
+        found = torch.load(path, weights_only=True) if path.exists() else {"items": None}
+        return found if found["items"] == of_items else None
+
+    def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".tmp")
         torch.save(kept, aside)
         aside.replace(path)
+
+    kept = on_first(read, subject="reference")
+    if kept is not None:
+        log.info("reference: reusing the log-probabilities of %d responses from an earlier start", len(distinct))
+    else:
+        kept = {"items": of_items, "logprobs": _compute(load_module(), distinct, forward)}
+        on_first(write, subject="reference")
     table = dict(zip(distinct, kept["logprobs"].tolist(), strict=True))
 
     def logprobs(part: list[PromptGroup]) -> torch.Tensor:
@@ -246,17 +259,19 @@ def precomputed_reference(
 
 @torch.no_grad()
 def _compute(module: PolicyModule, items: list[Continuation], forward: ResponseForward) -> torch.Tensor:
-    """Log-probabilities summed over response tokens, [items], on the CPU."""
+    """Log-probabilities summed over response tokens, [items], on the CPU; on every rank those of all."""
     sums = torch.zeros(len(items))
     with Bar("response of the reference", len(items)) as bar:
 
-        def forward_part(part: list[PromptGroup]) -> None:
-            positions = [i for group in part for i in group.positions]
-            sums[positions] = forward.logprobs(module, part).float().cpu()
-            bar.step(len(positions))
+        def forward_part(part: Share) -> None:
+            logprobs = forward.logprobs(module, part.groups).float().cpu()
+            if part.counts:
+                positions = [i for group in part.groups for i in group.positions]
+                sums[positions] = logprobs
+                bar.step(data_parallel_size() * len(positions))
 
         module.backend.map(forward_part, forward.microbatches(items))
-    return sums
+    return merged(sums)
 
 
 # The training loop
@@ -265,7 +280,7 @@ def _compute(module: PolicyModule, items: list[Continuation], forward: ResponseF
 def _train(
     model: PreTrainedModel, objective: PairObjective | ResponseObjective, train: list[Any], heldout: list[Any], run: PreferenceRun
 ) -> tuple[TrainEngine, dict[str, float]]:
-    """The engine after the last step, and its held-out figures; no figures without held-out data."""
+    """The trained engine, and the metrics of `train_phase`."""
     config, seed = objective.config, run.loop.seed
     phase = Phase(
         "preference",
@@ -278,5 +293,4 @@ def _train(
     settings = engine_settings(config, steps=run.steps, learning_rate=config.learning_rate, dtype=run.model.dtype, seed=seed)
     add_adapters(model, config.lora, seed=seed)
     engine = TrainEngine(PolicyModule(model), settings)
-    train_phase(engine, phase, run.loop)
-    return engine, {} if phase.evaluate is None else evaluate(engine, phase.evaluate)
+    return engine, train_phase(engine, phase, run.loop)

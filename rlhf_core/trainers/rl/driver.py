@@ -11,12 +11,14 @@ import signal
 import sys
 from pathlib import Path
 
+from rlhf_core.config import load_params
 from rlhf_core.engines.ray_actors import ActorGroup, RoleLost, join_cluster, leave_cluster
 from rlhf_core.environment import keep_visible, named
+from rlhf_core.planning.placement import Placement, place
 from rlhf_core.process import configure_process, show_own_log
 from rlhf_core.progress import name_stage
-from rlhf_core.trainers.rl.job import LOST, PLACEMENT, RlJob, Stop, beat, forget_refusal, refuse
-from rlhf_core.trainers.rl.placement import Placement, place
+from rlhf_core.stage.job import LOST, beat, check_cluster, forget_refusal, refuse
+from rlhf_core.trainers.rl.job import PLACEMENT, RlJob, Stop
 
 log = logging.getLogger("rlhf")
 
@@ -27,7 +29,7 @@ def main() -> int:
     stop = Stop()
     signal.signal(signal.SIGTERM, stop.request)
     job = RlJob.read(Path(sys.argv[1]))
-    forget_refusal(job)
+    forget_refusal(Path(job.work))
     name_stage("train_policy")
     keep_visible(named() | ({"WANDB_API_KEY"} if job.tracking.wandb_project is not None else set()))
     try:
@@ -37,7 +39,7 @@ def main() -> int:
 
             return run(job, actors, stop)
     except ValueError as refused:  # more GPUs than the cluster has
-        return refuse(job, refused)
+        return refuse(Path(job.work), refused)
     except RoleLost as lost:
         log.error("%s", lost)
         return LOST
@@ -52,7 +54,10 @@ class Actors:
     """
 
     def __init__(self, job: RlJob):
-        placement = place(job.rl, join_cluster())
+        gpus = join_cluster()
+        placement = place(job.rl, gpus)
+        if job.checks_cluster:
+            check_cluster("train_policy", load_params(), gpus)
         _record(placement, job)
         if placement.gpus:  # ranks first: their larger shares would find no room between smaller ones
             self.trainers = _trainer_ranks(job, placement)

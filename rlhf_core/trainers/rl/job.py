@@ -1,11 +1,8 @@
-"""The description of an RL job, a JSON file that driver and actors read; the driver's exit codes, heartbeat and stop signal."""
+"""The description of an RL job, a JSON file that driver and actors read, and the driver's stop signal."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -14,15 +11,8 @@ from pydantic import model_validator
 
 from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import ModelConfig, RlConfig, Section, TrackingConfig
+from rlhf_core.stage.job import pulse_file
 
-log = logging.getLogger("rlhf")
-
-# Exit codes of the driver, after sysexits.h. Any other code is a crash; a rerun may succeed.
-REFUSED = 65  # EX_DATAERR: the job can't be done as described; a rerun would fail again
-LOST = 75  # EX_TEMPFAIL: an actor that can't be replaced died or missed a deadline; a rerun resumes from the last checkpoint
-FULL = 74  # EX_IOERR: no space for a checkpoint
-STOPPED = 143  # SIGTERM, after the checkpoint is written
-BEAT_SECONDS = 2.0
 PLACEMENT = "placement.json"  # in the job's folder, if the cluster has GPUs
 
 
@@ -37,6 +27,7 @@ class RlJob(Section):
     source_judges: data source -> judge's name, of each source with a judge.
     work: folder of checkpoints and curves.    checkpoints: which checkpoints are kept and resumed from.
     output: the final policy's folder.    timings: CSV file of seconds per phase.
+    checks_cluster: the driver checks that the models fit the cluster's memory; False: the stage has.
     """
 
     seed: int
@@ -56,6 +47,7 @@ class RlJob(Section):
     checkpoints: StoreSettings
     output: str
     timings: str
+    checks_cluster: bool = False
 
     @model_validator(mode="after")
     def _models_are_named(self):
@@ -69,7 +61,7 @@ class RlJob(Section):
     @property
     def pulse(self) -> Path:
         """File of the driver's heartbeat."""
-        return Path(self.work) / "pulse"
+        return pulse_file(Path(self.work))
 
     def write(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=1), encoding="utf-8")
@@ -77,53 +69,6 @@ class RlJob(Section):
     @classmethod
     def read(cls, path: Path) -> RlJob:
         return cls.model_validate_json(path.read_text(encoding="utf-8"))
-
-
-def refuse(job: RlJob, error: Exception) -> int:
-    """Log why the job can't be done, and leave the reason for the stage. Returns the exit code."""
-    log.error("%s", error)
-    with contextlib.suppress(OSError):  # the log has the reason
-        _refusal_file(job).write_text(" ".join(str(error).split()), encoding="utf-8")
-    return REFUSED
-
-
-def forget_refusal(job: RlJob) -> None:
-    """Remove the reason of an earlier driver."""
-    with contextlib.suppress(OSError):
-        _refusal_file(job).unlink(missing_ok=True)
-
-
-def refusal_of(job: RlJob) -> str:
-    """The reason of a driver that exited with REFUSED, on one line."""
-    with contextlib.suppress(OSError):
-        if reason := _refusal_file(job).read_text(encoding="utf-8"):
-            return reason
-    return "expected to be able to train, got a refusal in its output; change what that names"
-
-
-def _refusal_file(job: RlJob) -> Path:
-    return Path(job.work) / "refusal.txt"
-
-
-@contextlib.contextmanager
-def beat(path: Path) -> Iterator[None]:
-    """Write a heartbeat file every BEAT_SECONDS from a thread; it stops with the process, not while the main thread waits."""
-    done = threading.Event()
-
-    def run() -> None:
-        for count in itertools.count():
-            with contextlib.suppress(OSError):  # a full disk is reported where it matters
-                path.write_text(str(count))
-            if done.wait(BEAT_SECONDS):
-                return
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 class StepAbandoned(Exception):

@@ -8,23 +8,23 @@ from __future__ import annotations
 import json
 import logging
 import math
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from rlhf_core.checkpoint.store import NoSpace
+from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.process import collect_by_default, freeze_gc
 from rlhf_core.progress import Bar
 from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.stage.job import FULL, STOPPED, refuse
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.rl.advantages import compute_advantages, correct, value_units
 from rlhf_core.trainers.rl.collect import Collected, collect_rollouts
 from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, components_of, evaluation_prompts, read_prompts
-from rlhf_core.trainers.rl.job import FULL, STOPPED, RlJob, StepAbandoned, Stop, refuse
+from rlhf_core.trainers.rl.job import RlJob, StepAbandoned, Stop
 from rlhf_core.trainers.rl.metrics import (
     Clock,
     Metrics,
@@ -88,8 +88,8 @@ def run(job: RlJob, actors: Actors, stop: Stop) -> int:
             if finished:
                 export(job, workers, progress)
     except (LogprobMismatch, TooManyUnscored, ValueError) as error:
-        return refuse(job, error)
-    except NoSpace as error:
+        return refuse(Path(job.work), error)
+    except SaveFailed as error:
         log.error("%s", error)
         return FULL
     return 0 if finished else STOPPED
@@ -121,7 +121,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         progress, row, findings = finish_step(run, progress, result)
         clock.lap("evaluate")
         stopping = stop.is_set()
-        if stopping or is_due(rl.checkpoint_every, progress.step, rl):
+        if stopping or progress.is_best or is_due(rl.checkpoint_every, progress.step, rl):
             workers.snapshot(progress, run.normalizer, score=row.get(f"eval_{rl.evaluation.metric}"))
         clock.lap("checkpoint")
         # The curve is written before the checkpoint: a run that is killed between the two repeats the step, and overwrites its row.
@@ -216,7 +216,7 @@ def finish_step(run: Run, progress: Progress, result: StepResult) -> tuple[Progr
         workers.refresh_reference()
     evaluated = evaluate(workers, run.validation, rl) if is_due(rl.evaluation.every, progress.step, rl) else {}
     monitor, further, findings = observe(rl, progress.monitor, row | evaluated, batch)
-    progress = keep_if_best(workers, replace(progress, monitor=monitor), evaluated, rl)
+    progress = note_if_best(replace(progress, monitor=monitor), evaluated, rl)
     return progress, row | evaluated | further, findings
 
 
@@ -245,7 +245,10 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
         progress = Progress.start(rl)
         if rl.evaluation.every:
             evaluated = evaluate(workers, run.validation, rl)
-            progress = keep_if_best(workers, progress, evaluated, rl)
+            progress = note_if_best(progress, evaluated, rl)
+            if progress.is_best:
+                workers.snapshot(progress, normalizer, score=progress.best.value)
+                workers.store.publish()
             log.info("rl: before training  %s", "  ".join(f"{name} {value:.3f}" for name, value in evaluated.items()))
     if rl.algorithm == "ppo":
         workers.set_value_units(value_units(rl, normalizer))
@@ -257,12 +260,14 @@ def evaluate(workers: Workers, prompts: list[Prompt], rl: RlConfig) -> Metrics:
     return evaluation_metrics(components_of(workers.score(workers.rollouts.generate_greedy(prompts))), rl.reward)
 
 
-def keep_if_best(workers: Workers, progress: Progress, evaluated: Metrics, rl: RlConfig) -> Progress:
-    """Export the current policy as the best one if it was evaluated, beats the best before, and passes no limit that ends the run."""
+def note_if_best(progress: Progress, evaluated: Metrics, rl: RlConfig) -> Progress:
+    """Note the current policy as the best one if it was evaluated, beats the best before, and passes no limit that ends the run.
+
+    The step's checkpoint then keeps it.
+    """
     value = evaluated.get(f"eval_{rl.evaluation.metric}", math.nan)
     if not (rl.keeps_best and progress.improves(value) and holds(rl, progress.monitor)):
         return progress
-    workers.store.keep_best(workers.export)
     return replace(progress, best=Best(progress.step, value))
 
 
@@ -274,10 +279,9 @@ def export(job: RlJob, workers: Workers, progress: Progress) -> None:
     best, stopped = progress.best, progress.monitor.stopped
     keep_best = job.rl.evaluation.keep_best
     chosen = best if keep_best or (stopped is not None and stopped.action == "rollback") else None
-    if chosen is None:
-        workers.export(Path(job.output))
-    else:
-        shutil.copytree(workers.store.best_policy, job.output, dirs_exist_ok=True)
+    if chosen is not None and chosen.step != progress.step:
+        workers.load_step(chosen.step)
+    workers.export(Path(job.output))
     step = progress.step if chosen is None else chosen.step
     if keep_best:
         found = {"step": step, "value": chosen and chosen.value, "metric": job.rl.evaluation.metric}

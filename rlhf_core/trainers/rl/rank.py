@@ -5,9 +5,8 @@ Batches, denominators and advantages come from the driver.
 
 from __future__ import annotations
 
-import socket
+from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,20 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.algorithms.schedules import learning_rate_factor
+from rlhf_core.checkpoint.manifest import damage
+from rlhf_core.checkpoint.parts import hand_in
+from rlhf_core.checkpoint.saving import without_crc32
 from rlhf_core.data.batching import even_microbatches
-from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device, equal_count, join_world
-from rlhf_core.engines.universal import convert_to_universal, is_sharded
+from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device, equal_count, join_world, most_over_ranks
+from rlhf_core.engines.frozen import FrozenModel
+from rlhf_core.engines.rendezvous import join_store, open_store
+from rlhf_core.engines.universal import convert_engines, load_converted
 from rlhf_core.engines.weights import PackedTensor, pack
 from rlhf_core.models.backend import Backend
 from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens, continue_prefix, group_by_prefix
 from rlhf_core.models.build import (
     checkpoint_names,
-    frozen,
     load_language_model,
     load_scalar_model,
     new_scalar_model,
@@ -36,12 +40,13 @@ from rlhf_core.models.lora import add_adapters, without_adapters
 from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.process import collect_by_default
-from rlhf_core.scorers.reward_model import load_members, score_by_members
+from rlhf_core.scorers.members import member_folders
+from rlhf_core.scorers.reward_model import load_member, score_sequences
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import Minibatch, before
 from rlhf_core.trainers.rl.update import ForwardGraphs, RankUpdate, RlUpdate, policy_arguments
-from rlhf_core.trainers.supervised import load_random_state, save_random_state, seed_generators
+from rlhf_core.trainers.supervised import load_random_state, random_state_of, save_random_state, seed_generators
 
 REFERENCE = "reference.pt"  # in a checkpoint
 
@@ -64,20 +69,24 @@ class TrainerRank:
     def __init__(self, rank: int, world_size: int, job: RlJob):
         self._rank, self._world_size, self._job = rank, world_size, job
         self._tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
+        self._store: dist.TCPStore | None = None
 
-    def address(self) -> tuple[str, int]:
-        """Host and a free port of this rank, for the rendezvous of all."""
-        with socket.socket() as s:
-            s.bind(("", 0))
-            return socket.gethostbyname(socket.gethostname()) if self._world_size > 1 else "127.0.0.1", s.getsockname()[1]
+    def address(self) -> tuple[str, int] | None:
+        """Host and port of the store at which several ranks meet, on rank 0; None on other ranks, and for one alone."""
+        if self._world_size == 1 or self._rank:
+            return None
+        self._store = open_store(self._world_size, timeout=self._job.rl.deadlines.start)
+        return self._store.host, self._store.port
 
-    def connect(self, host: str, port: int) -> None:
-        """Join the other ranks and build the models."""
-        store = None
-        if self._world_size > 1:
-            timeout = timedelta(seconds=self._job.rl.deadlines.start)
-            store = dist.TCPStore(host, port, self._world_size, is_master=self._rank == 0, timeout=timeout)
-        join_world(rank=self._rank, world_size=self._world_size, store=store)
+    def connect(self, address: tuple[str, int] | None) -> None:
+        """Join the other ranks and build the models.
+
+        Args:
+            address: of rank 0; None for one rank.
+        """
+        if address is not None and self._store is None:
+            self._store = join_store(*address, self._world_size, timeout=self._job.rl.deadlines.start)
+        join_world(rank=self._rank, world_size=self._world_size, store=self._store)
         job = self._job
         how = {"trust_remote_code": job.model.trust_remote_code, "training_dtype": job.model.dtype}
         self._device = device()
@@ -87,14 +96,15 @@ class TrainerRank:
         groups = job.rl.group_size > 1 and job.rl.algorithm != "ppo" and self._experts_per_token is None
         self._shares_prompts = groups and shares_prefixes(self._language_model, device=self._device, max_length=job.model.max_length)
         add_adapters(self._language_model, job.rl.lora, seed=job.seed)
-        self._policy = TrainEngine(PolicyModule(self._language_model), self._settings(job.rl.learning_rate))
+        settings = self._settings(job.rl.learning_rate, steps=job.rl.policy_steps, ema_decay=job.rl.ema_decay)
+        self._policy = TrainEngine(PolicyModule(self._language_model), settings)
         self._critic = None
         if job.rl.algorithm == "ppo":
             critic = ScalarModule(initial_critic(job, self._tokenizer, how))
             remedy = "set it to sft, or rl.algorithm to one without a critic, such as rloo"
             critic.check_scores_tokens(f"rl.ppo.critic_init {job.rl.ppo.critic_init}", remedy)
-            self._critic = TrainEngine(critic, self._settings(job.rl.ppo.critic_learning_rate))
-        self._reference = None
+            self._critic = TrainEngine(critic, self._settings(job.rl.ppo.critic_learning_rate, steps=job.rl.optimizer_steps))
+        self._reference: FrozenModel | None = None
         # With adapters, the policy without them is the SFT model: no second copy is needed, unless the reference is refreshed.
         if job.rl.kl.keeps_reference and (job.rl.lora is None or self._reference_moves):
             self._reference = self._frozen(PolicyModule(load_language_model(job.sft_model, **how)))
@@ -102,7 +112,7 @@ class TrainerRank:
                 self.refresh_reference()
         self._scorers = self._reward_models(how)
         learning = [engine.module for engine in self._engines.values()]
-        self._backend = self._common_backend([*learning, *([self._reference] if self._reference is not None else [])])
+        self._backend = self._common_backend([*learning, *([self._reference.module] if self._reference is not None else [])])
         # The sampler's distribution takes the sorted logits of all tokens, which are too large to keep.
         self._can_keep_graphs = self._common_backend(learning).keeps_graphs and job.rl.rollout.samples_any_token
         self._graphs: list[ForwardGraphs] = []  # for the next update
@@ -110,11 +120,14 @@ class TrainerRank:
         seed_generators(job.seed + self._rank)
         collect_by_default()
 
-    def _reward_models(self, how: dict[str, Any]) -> dict[str, list[ScalarModule]]:
+    def _reward_models(self, how: dict[str, Any]) -> dict[str, list[FrozenModel]]:
         """Scorer's name -> the members of its reward model."""
-        configs, place = {s.name: s for s in self._job.rl.reward.scorers}, {"device": self._device, "dtype": self._dtype}
+        configs = {s.name: s for s in self._job.rl.reward.scorers}
         return {
-            name: load_members(Path(path), count=configs[name].members, label=configs[name].label, **place, **how)
+            name: [
+                self._frozen(load_member(folder, configs[name].label, **how))
+                for folder in member_folders(Path(path))[: configs[name].members]
+            ]
             for name, path in self._job.scorer_models.items()
         }
 
@@ -123,27 +136,40 @@ class TrainerRank:
         alone = self._world_size == 1 and self._job.rl.trainer.zero_stage == 0
         return common_backend(*modules) if alone else GENERAL
 
-    def _settings(self, learning_rate: float) -> EngineSettings:
+    def _settings(self, learning_rate: float, *, steps: int, ema_decay: float | None = None) -> EngineSettings:
+        """
+        Args:
+            steps: optimizer steps of the whole run.
+        """
         rl, model = self._job.rl, self._job.model
-        warmup = max(1, rl.warmup_steps)
         return EngineSettings(
             learning_rate=learning_rate,
-            schedule=lambda step: min(1.0, (step + 1) / warmup),
+            schedule=partial(
+                learning_rate_factor,
+                schedule=rl.schedule,
+                total=steps,
+                warmup=max(1, rl.warmup_steps),
+                floor=rl.min_learning_rate_fraction,
+                decay_fraction=rl.decay_fraction,
+            ),
+            optimizer=rl.optimizer,
+            betas=(rl.betas[0], rl.betas[1]),
+            eps=rl.eps,
+            ema_decay=ema_decay,
             weight_decay=rl.weight_decay,
             max_grad_norm=rl.max_grad_norm,
             zero_stage=rl.trainer.zero_stage,
             offload_optimizer=rl.trainer.offload_optimizer,
+            offload_parameters=rl.trainer.offload_parameters,
+            gradient_checkpointing=rl.trainer.gradient_checkpointing,
             dtype=model.dtype,
             seed=self._job.seed,
             disable_dropout=True,  # ratio, KL and the engines' log-probabilities are those of the model without dropout
         )
 
-    def _frozen(self, module: torch.nn.Module) -> torch.nn.Module:
-        return frozen(module, device=self._device, dtype=self._dtype)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return getattr(torch, self._job.model.dtype)
+    def _frozen(self, module: torch.nn.Module) -> FrozenModel:
+        trainer = self._job.rl.trainer
+        return FrozenModel(module, dtype=self._job.model.dtype, zero_stage=trainer.zero_stage, offload=trainer.offload_frozen)
 
     def set_value_units(self, units: ValueUnits) -> None:
         """Set the units of the critic's output. They follow from the reward normalizer, and aren't saved."""
@@ -152,10 +178,17 @@ class TrainerRank:
     # Before the update
 
     def score_by_reward_model(self, name: str, sequences: list[list[int] | None]) -> torch.Tensor:
-        """Raw scores [N, members] of this rank's sequences by a scorer of kind reward_model; NaN where there is none."""
-        tokens = self._job.rl.trainer.microbatch_tokens
-        # The ids are those of the scorer's own tokenizer. Any of its ids can pad, and 0 always is one.
-        return score_by_members(self._scorers[name], sequences, pad_id=0, microbatch_tokens=tokens, device=self._device)
+        """Raw scores [N, members] of this rank's sequences by a scorer of kind reward_model; NaN where there is none. A collective if the
+        model is sharded.
+        """
+        tokens, columns = self._job.rl.trainer.microbatch_tokens, []
+        for member in self._scorers[name]:
+            passes = most_over_ranks if member.sharded else None
+            with member.in_use() as module:
+                # The ids are those of the scorer's own tokenizer. Any of its ids can pad, and 0 always is one.
+                how = {"pad_id": 0, "microbatch_tokens": tokens, "device": self._device, "passes": passes}
+                columns.append(score_sequences(module, sequences, **how))
+        return torch.stack(columns, 1)
 
     @torch.no_grad()
     def forward(
@@ -173,15 +206,16 @@ class TrainerRank:
         keep = keep_graphs and self._can_keep_graphs and recomputed in (0, len(sequences))
         found: dict[str, dict[int, torch.Tensor]] = {}
         graphs: list[ForwardGraphs] = []
-        for numbers in (range(recomputed), range(recomputed, len(sequences))):
-            with_policy = numbers.start == 0 and recomputed > 0
-            if numbers and (with_policy or self._job.rl.kl.keeps_reference or self._critic is not None):
-                parts, keep = self._forward_parts(sequences, starts, numbers, keep=keep)
-                passes = self._backend.map(partial(self._forward_part, with_policy=with_policy, keep=keep), parts)
-                for part, (outputs, kept) in zip(parts, passes, strict=True):
-                    graphs += [kept] if keep else []
-                    for name, flat in outputs.items():
-                        found.setdefault(name, {}).update(zip(part.rows, flat.split(part.sizes), strict=True))
+        with nullcontext() if self._reference is None else self._reference.in_use():
+            for numbers in (range(recomputed), range(recomputed, len(sequences))):
+                with_policy = numbers.start == 0 and recomputed > 0
+                if numbers and (with_policy or self._job.rl.kl.keeps_reference or self._critic is not None):
+                    parts, keep = self._forward_parts(sequences, starts, numbers, keep=keep)
+                    passes = self._backend.map(partial(self._forward_part, with_policy=with_policy, keep=keep), parts)
+                    for part, (outputs, kept) in zip(parts, passes, strict=True):
+                        graphs += [kept] if keep else []
+                        for name, flat in outputs.items():
+                            found.setdefault(name, {}).update(zip(part.rows, flat.split(part.sizes), strict=True))
         if keep_graphs:
             self._graphs = graphs
         return {name: torch.cat([values[i] for i in sorted(values)]) for name, values in found.items()}
@@ -228,7 +262,7 @@ class TrainerRank:
     def _reference_logprobs(self, batch: TokenBatch) -> torch.Tensor:
         temperature = self._job.rl.rollout.temperature
         if self._reference is not None:
-            return self._reference(batch, temperature=temperature).logprobs
+            return self._reference.module(batch, temperature=temperature).logprobs
         with without_adapters(self._policy.module):
             return self._policy(batch, temperature=temperature).logprobs
 
@@ -259,7 +293,7 @@ class TrainerRank:
 
     def refresh_reference(self) -> None:
         """The current policy becomes the reference."""
-        self._reference.model.load_state_dict(self._policy.state_dict())
+        self._reference.load(self._policy.weights())
 
     # Weights and state
 
@@ -280,18 +314,28 @@ class TrainerRank:
         return None if weights is None else pack(weights)
 
     def export(self, folder: str) -> None:
-        """Write the policy as a Hugging Face folder."""
-        state = self._policy.state_dict()
+        """Write the policy as a Hugging Face folder; with rl.ema_decay the average of its weights."""
+        with self._policy.averaged():
+            state = self._policy.state_dict()
         if self._rank == 0:
             save_model(self._language_model, state, self._tokenizer, Path(folder))
 
     def save(self, folder: str) -> None:
-        """Write the state that training resumes from. Every rank calls it."""
+        """Write the state that training resumes from. Every rank calls it, and of several ranks each begins to hash its own files."""
         for name, engine in self._engines.items():
             engine.save(Path(folder), name)
-        if self._reference_moves and self._rank == 0:
-            torch.save(self._reference.model.state_dict(), Path(folder) / REFERENCE)
+        if self._reference_moves:
+            reference = self._reference.state_dict()
+            if self._rank == 0:
+                with without_crc32():
+                    torch.save(reference, Path(folder) / REFERENCE)
         save_random_state(Path(folder) / f"rng-{self._rank}.pt")
+        if self._world_size > 1:
+            hand_in(Path(folder), self._rank, [*self._engines, f"rng-{self._rank}.pt", *([REFERENCE] if self._rank == 0 else [])])
+
+    def damage(self, folder: str) -> str | None:
+        """What is wrong with this rank's share of a checkpoint's files, or None."""
+        return damage(Path(folder), rank=self._rank, ranks=self._world_size)
 
     def load(self, folder: str) -> None:
         """Load what `save` wrote."""
@@ -302,20 +346,17 @@ class TrainerRank:
 
     def convert(self, folder: str, universal: str) -> None:
         """Convert the checkpoint of another number of ranks, on rank 0, to one that any number of ranks can load."""
-        for name in self._engines if self._rank == 0 else ():
-            if is_sharded(Path(folder) / name):
-                convert_to_universal(Path(folder) / name, Path(universal) / name)
+        for engine in self._engines.values():
+            engine.check_redistributable()
+        if self._rank == 0:
+            convert_engines(Path(folder), self._engines, Path(universal))
 
     def load_converted(self, folder: str, universal: str) -> None:
         """Load the checkpoint of another number of ranks, after `convert`. A rank without saved generators takes those of rank 0."""
         for name, engine in self._engines.items():
-            if (Path(universal) / name).exists():
-                engine.load_universal(Path(universal), name)
-            else:
-                engine.load(Path(folder), name)
+            load_converted(engine, Path(folder), name, Path(universal))
         self._load_reference(Path(folder))
-        mine = Path(folder) / f"rng-{self._rank}.pt"
-        load_random_state(mine if mine.exists() else mine.with_name("rng-0.pt"))
+        load_random_state(random_state_of(Path(folder), self._rank))
 
     @property
     def _engines(self) -> dict[str, TrainEngine]:
@@ -323,7 +364,7 @@ class TrainerRank:
 
     def _load_reference(self, folder: Path) -> None:
         if self._reference_moves:
-            self._reference.model.load_state_dict(torch.load(folder / REFERENCE, map_location="cpu", weights_only=True))
+            self._reference.load(torch.load(folder / REFERENCE, map_location="cpu", mmap=True, weights_only=True).items())
 
     @property
     def _reference_moves(self) -> bool:

@@ -1,16 +1,16 @@
-"""State of an RL run: the driver's progress, checkpoints, and the best policy so far."""
+"""State of an RL run: the driver's progress, and checkpoints, of which one has the best policy so far."""
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rlhf_core.algorithms.kl import adaptive_kl_coef
 from rlhf_core.checkpoint.digest import write_digest
+from rlhf_core.checkpoint.manifest import damage
 from rlhf_core.checkpoint.store import CheckpointStore, Found, StoreSettings
 from rlhf_core.config import RlConfig
 from rlhf_core.sampling.scoring import Moments, RewardNormalizer
@@ -59,6 +59,11 @@ class Progress:
         """Whether all steps are done, or a limit ended the run."""
         return self.step == rl.steps or self.monitor.stopped is not None
 
+    @property
+    def is_best(self) -> bool:
+        """Whether the policy of this step is the best so far."""
+        return self.best is not None and self.best.step == self.step
+
     def improves(self, value: float) -> bool:
         """Whether a policy with this value is better than the best before; at the same value the earlier one stays."""
         return math.isfinite(value) and (self.best is None or value > self.best.value)
@@ -87,28 +92,38 @@ class Progress:
 
 
 class RunStore:
-    """Folders of a run: atomic checkpoints, and the best policy so far, of which each checkpoint has a copy."""
+    """Checkpoints of a run. The best policy so far is that of one of them, which stays as long as a checkpoint refers to it.
 
-    def __init__(self, work: Path, settings: StoreSettings | None = None):
+    Args:
+        check: what is wrong with a checkpoint's folder, or None.
+    """
+
+    def __init__(self, work: Path, settings: StoreSettings | None = None, *, check: Callable[[Path], str | None] = damage):
         self._checkpoints = CheckpointStore(work / "checkpoints", settings, write_digest=write_digest)
-        self.best_policy = work / "best"
+        self._check = check
 
     def write(
-        self, progress: Progress, normalizer: RewardNormalizer, save_ranks: Callable[[Path], None], *, score: float | None = None
+        self,
+        progress: Progress,
+        normalizer: RewardNormalizer,
+        save_ranks: Callable[[Path], None],
+        *,
+        score: float | None = None,
+        ranks: Collection[int] = (),
     ) -> None:
         """Write a snapshot. `publish` makes it a checkpoint in the background; `wait` waits for that.
 
         Args:
             score: of the current policy by rl.evaluation.metric, if it was evaluated.
+            ranks: see `CheckpointStore.write`.
         """
 
         def write(folder: Path) -> None:
             save_ranks(folder)
-            if progress.best is not None:
-                shutil.copytree(self.best_policy, folder / "best")
             progress.write(folder / "driver.json", normalizer)
 
-        self._checkpoints.write(progress.step, write, score=score)
+        best = None if progress.best is None else progress.best.step
+        self._checkpoints.write(progress.step, write, score=score, ranks=ranks, best=best)
 
     def publish(self) -> None:
         self._checkpoints.publish()
@@ -120,18 +135,17 @@ class RunStore:
         self._checkpoints.close()
 
     def load(self, normalizer: RewardNormalizer, load_ranks: Callable[[Found], None]) -> Progress | None:
-        """Load the newest complete checkpoint, and its best policy. None: there is no checkpoint."""
-        shutil.rmtree(self.best_policy, ignore_errors=True)
-        found = self._checkpoints.latest()
+        """Load the newest complete checkpoint. None: there is no checkpoint."""
+        found = self._checkpoints.latest(self._check)
         if found is None:
             return None
         load_ranks(found)
-        progress = Progress.read(found.folder / "driver.json", normalizer)
-        if progress.best is not None:
-            shutil.copytree(found.folder / "best", self.best_policy)
-        return progress
+        return Progress.read(found.folder / "driver.json", normalizer)
 
-    def keep_best(self, export: Callable[[Path], None]) -> None:
-        """Export a policy as the best one."""
-        shutil.rmtree(self.best_policy, ignore_errors=True)
-        export(self.best_policy)
+    def of_step(self, step: int) -> Found:
+        """The checkpoint of a step.
+
+        Raises:
+            SaveFailed: it is damaged.
+        """
+        return self._checkpoints.of_step(step, self._check)

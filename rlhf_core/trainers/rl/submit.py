@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import RlConfig, ScorerConfig, reordering_shown
+from rlhf_core.config import RlConfig, ScorerConfig
 from rlhf_core.data.schema import read_rows
-from rlhf_core.environment import passed_on
 from rlhf_core.paths import PREPARED, REWARD_MODEL, SFT_MODEL, TIMINGS
-from rlhf_core.process import Interrupted
-from rlhf_core.progress import STATUS
 from rlhf_core.scorers.needs import check_scorers, model_folders, uses_own_reward_model
 from rlhf_core.stage.files import has_labels, read_json, source_judges
-from rlhf_core.stage.run import STOPPED_BY_SIGNAL, Stage, StageFailed, check_gate, steps_at_the_end
-from rlhf_core.trainers.rl.job import PLACEMENT, REFUSED, RlJob, refusal_of
-
-HEAD_GRACE = 5.0  # seconds of the stage's stop_grace in which the Ray head ends, after the job
-
-
-class JobCrashed(RuntimeError):
-    """The job or one of its actors died. A rerun resumes from the last checkpoint."""
+from rlhf_core.stage.ray_job import submit_job
+from rlhf_core.stage.run import Stage, check_gate, steps_at_the_end
+from rlhf_core.trainers.rl.job import PLACEMENT, RlJob
 
 
 def check_rewards(rl: RlConfig, gate: dict) -> str | None:
@@ -52,66 +40,25 @@ def critic_starts_from_reward_model(rl: RlConfig) -> bool:
     return rl.algorithm == "ppo" and rl.ppo.starts_from_reward_model
 
 
-def submit_job(stage: Stage, output: Path) -> None:
-    """Submit the job, or follow it if it already runs, and print its output.
+def run_rl(stage: Stage, output: Path) -> None:
+    """Train by a Ray job, or follow the one that already runs; the policy is written to `output`.
 
     Raises:
         Interrupted: SIGTERM; the job has written its checkpoint.
         StageFailed: the job refused its input.
         JobCrashed: the job failed otherwise.
     """
-    from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
-    from rlhf_core.models.folder import weight_files
-
-    params = stage.params
     description = stage.scratch / "job.json"
     job = describe_job(stage, output)
     job.write(description)
-    actors = params.rl.trainer.ranks + params.rl.rollout.engines
-    with contextlib.ExitStack() as stack:
-        address = params.cluster.address
-        if address is None:
-            head = local_head(
-                cpus=max(actors, params.cluster.threads),
-                start_timeout=params.cluster.start_timeout,
-                weights=sum(path.stat().st_size for path in weight_files(Path(job.sft_model))),
-                stop_grace=params.flow.stop_grace - HEAD_GRACE,
-                keep_open=(stage.lock_descriptor,),
-            )
-            address = stack.enter_context(head)
-        if stage.stop_requested:
-            raise Interrupted
-        driver = [sys.executable, "-m", "rlhf_core.trainers.rl.driver", str(description.resolve())]
-        code = run_job(
-            address,
-            f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(driver)}",
-            fingerprint=stage.fingerprint,
-            environment={"PYTHONPATH": python_path(Path.cwd()), "PYTHONUNBUFFERED": "1", **passed_on()},
-            start_timeout=params.cluster.start_timeout,
-            silence_timeout=params.cluster.silence_timeout,
-            pulse=job.pulse,
-            on_output=print_output,
-            stop_requested=lambda: stage.stop_requested,
-        )
-    print_output("", ended=True)
-    if stage.stop_requested or code == STOPPED_BY_SIGNAL:
-        raise Interrupted
-    if code == REFUSED:
-        raise StageFailed(f"RL job: {refusal_of(job)}")
-    if code != 0:
-        raise JobCrashed(f"RL job: expected exit code 0, got {code}; its output above ends with the reason; run the stage again to resume")
-
-
-def print_output(text: str, *, ended: bool = False) -> None:
-    """Print a piece of the job's output, which may end within a line. Without a reader (the flow was killed) the output is dropped, since
-    the job still has to write its checkpoint.
-    """
-    try:
-        STATUS.pass_on(reordering_shown(text))
-        if ended:
-            STATUS.end()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    submit_job(
+        stage,
+        subject="RL job",
+        driver="rlhf_core.trainers.rl.driver",
+        description=description,
+        actors=job.rl.trainer.ranks + job.rl.rollout.engines,
+        model=Path(job.sft_model),
+    )
 
 
 def describe_job(stage: Stage, output: Path) -> RlJob:
@@ -135,6 +82,7 @@ def describe_job(stage: Stage, output: Path) -> RlJob:
         checkpoints=stage.store_settings(world_size=rl.trainer.ranks, zero_stage=rl.trainer.zero_stage),
         output=str(output.resolve()),
         timings=str((TIMINGS / "train_policy.csv").resolve()),
+        checks_cluster=params.cluster.address is not None,
     )
 
 

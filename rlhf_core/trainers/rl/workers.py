@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from rlhf_core.checkpoint.store import Found
-from rlhf_core.engines.ray_actors import Pending
+from rlhf_core.checkpoint.store import Found, size
+from rlhf_core.engines.ray_actors import Pending, RoleLost
+from rlhf_core.engines.universal import of_other_ranks
 from rlhf_core.models.build import vocabulary_size
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.sampling.scoring import PendingScores, ResponseScorer, RewardNormalizer, ScorerMetrics
@@ -64,7 +65,7 @@ class Workers:
     def __init__(self, job: RlJob, actors: Actors):
         self._job = job
         self._trainers = actors.trainers
-        self.store = RunStore(Path(job.work), job.checkpoints)
+        self.store = RunStore(Path(job.work), job.checkpoints, check=self._damage)
         tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
         self._tokenizer, self._stops = tokenizer, stop_ids(tokenizer, job.sft_model)
         self.pad_id = tokenizer.pad_token_id
@@ -84,7 +85,7 @@ class Workers:
         self._scorers = ActorScorers(self._job, self._trainers, self.replacements)
         self._scorer = ResponseScorer(self._scorers, self._tokenizer, stops=self._stops)
         (address, *_) = self._trainers.call("address", deadline=start)
-        self._trainers.call("connect", [address] * len(self._trainers), deadline=start)
+        self._trainers.call("connect", [(address,)] * len(self._trainers), deadline=start)
         probed = self._probe()
         self.rollouts.wait_ready()
         self.rollouts.start(self._trainers.wait(probed, deadline=start, what="probe")[0])
@@ -192,7 +193,7 @@ class Workers:
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
-        self._on_every_rank("export", folder)
+        self._with_checkpoint("export", folder)
 
     # State
 
@@ -204,10 +205,22 @@ class Workers:
         """
 
         def save(folder: Path) -> None:
-            self._on_every_rank("save", folder)
+            try:
+                self._with_checkpoint("save", folder)
+            except RoleLost as lost:
+                raise save_lost(lost, folder) from lost
             self.rollouts.save_prefetched(folder, step=progress.step)
 
-        self.store.write(progress, normalizer, save, score=score)
+        ranks = range(len(self._trainers)) if len(self._trainers) > 1 else ()  # see TrainerRank.save
+        self.store.write(progress, normalizer, save, score=score, ranks=ranks)
+
+    def load_step(self, step: int) -> None:
+        """Load the trainers' state after a step that has a checkpoint; the rollout engines keep their weights.
+
+        Raises:
+            SaveFailed: the checkpoint is damaged.
+        """
+        self._load_trainers(self.store.of_step(step))
 
     def resume(self, normalizer: RewardNormalizer) -> Progress | None:
         """Load the newest complete checkpoint, and its weights into the rollout engines. None: there is none.
@@ -226,20 +239,30 @@ class Workers:
 
     def _load_ranks(self, found: Found) -> None:
         self.rollouts.load_prefetched(found.folder, step=found.manifest["step"])
+        self._load_trainers(found)
+
+    def _load_trainers(self, found: Found) -> None:
         ranks, wanted = found.manifest["world_size"], self._job.rl.trainer.ranks
         if ranks == wanted:
-            self._on_every_rank("load", found.folder)
+            self._with_checkpoint("load", found.folder)
             return
-        log.warning(
-            "rl: the checkpoint of step %d has rl.trainer.ranks=%d and is resumed with %d, by DeepSpeed's universal checkpoint: equal to "
-            "an uninterrupted run within rounding, not bit for bit",
-            *(found.step, ranks, wanted),
-        )
+        log.warning("%s", of_other_ranks("rl", found.step, key="rl.trainer.ranks", saved_by=ranks, ranks=wanted))
         universal = Path(self._job.work) / "universal"
-        shutil.rmtree(universal, ignore_errors=True)
-        self._on_every_rank("convert", found.folder, universal)
-        self._on_every_rank("load_converted", found.folder, universal)
+        self._with_checkpoint("convert", found.folder, universal)
+        self._with_checkpoint("load_converted", found.folder, universal)
         shutil.rmtree(universal, ignore_errors=True)
 
-    def _on_every_rank(self, method: str, *folders: Path) -> None:
-        self._trainers.call(method, [tuple(map(str, folders))] * len(self._trainers), deadline=self._job.rl.deadlines.step)
+    def _damage(self, folder: Path) -> str | None:
+        """What is wrong with a checkpoint's folder; each rank reads a share of the files."""
+        return next(filter(None, self._with_checkpoint("damage", folder)), None)
+
+    def _with_checkpoint(self, method: str, *folders: Path) -> list[Any]:
+        """Call a method that reads or writes a checkpoint on every rank."""
+        return self._trainers.call(method, [tuple(map(str, folders))] * len(self._trainers), deadline=self._job.checkpoints.save_timeout)
+
+
+def save_lost(lost: RoleLost, folder: Path) -> RoleLost:
+    """The loss of a rank during a save, with folder, bytes and what to do."""
+    written = size(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+    what = f"got {written} of the checkpoint in {folder}; raise checkpoints.save_timeout if the rank is late, or use a faster disk"
+    return RoleLost(f"{lost}; {what}", lost.ranks)

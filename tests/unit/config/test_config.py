@@ -57,6 +57,9 @@ def test_the_default_is_accepted_and_typed():
         ("rl.steps", 60.0, "params: rl.steps: expected a valid integer, got 60.0"),
         ("rl.steps", 0, "params: rl.steps: expected greater than 0, got 0"),
         ("sft.offload_optimizer", 1, "params: sft.offload_optimizer: expected a valid boolean, got 1"),
+        ("sft.offload_optimizer", True, "params: sft.offload_optimizer: expected false with zero_stage=0, got true; set zero_stage to 1"),
+        ("rl.trainer.offload_optimizer", True, "params: rl.trainer.offload_optimizer: expected false with zero_stage=0, got true"),
+        ("rl.trainer.offload_parameters", True, "params: rl.trainer.offload_parameters: expected false with zero_stage=0, got true"),
         (
             "rl.algorithm",
             "sarsa",
@@ -391,7 +394,7 @@ def test_only_the_method_that_is_used_needs_a_reward_model(method, message):
         assert f"params: {message}" in str(error.value)
 
 
-def test_whoever_reads_the_scorers_of_rounds_asks_whether_they_exist():
+def test_readers_of_the_rounds_scorers_check_that_they_exist():
     tree = changed("rl.reward.scorers", [JUDGE])
     tree["reward"]["enabled"], tree["alignment"]["method"] = False, "dpo"
     parse_params(tree)
@@ -615,7 +618,7 @@ NO_REWARD_MODEL = {"reward.enabled": False}
           "data.promotion_fraction": 0.45}, ["data.validation_fraction, test_fraction and promotion_fraction", "rl.algorithm", "rl.stepz"]),
     ],
 )  # fmt: skip
-def test_all_conflicts_are_told_at_once_sorted_by_their_keys(changes, keys):
+def test_all_conflicts_are_listed_sorted_by_key(changes, keys):
     lines = refused(changes)
     assert [line.removeprefix("override").lstrip(": ").partition(": ")[0] for line in lines] == keys
     assert all("; " in line for line in lines)  # what to do

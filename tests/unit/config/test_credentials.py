@@ -59,8 +59,8 @@ def test_the_command_line_refuses_it_before_anything_is_written(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "params.yaml").write_bytes(DEFAULT.read_bytes())
     assert main(["--set", f"cluster.address={SECRETS['cluster.address']}"]) == 2
-    said = capsys.readouterr().err
-    assert "cluster.address: expected no credential" in said and "hunter2" not in said
+    message = capsys.readouterr().err
+    assert "cluster.address: expected no credential" in message and "hunter2" not in message
     assert [p.name for p in tmp_path.iterdir()] == ["params.yaml"]
 
 

@@ -30,15 +30,26 @@ TRAINED = ("sft", "reward", "dpo", "kto", "rejection_sampling", "conditional_sft
 EFFECTIVE: dict[str, tuple[Any, ...]] = {
     "batch_size": (64, 16, 64, 128, 64, 128),
     "learning_rate": (2e-3, 1e-3, 3e-4, 3e-4, 1e-3, 2e-3),
+    "schedule": ("cosine",) * 6,
     "warmup_fraction": (0.05,) * 6,
     "min_learning_rate_fraction": (0.05,) * 6,
+    "decay_fraction": (0.2,) * 6,
+    "optimizer": ("adamw",) * 6,
+    "betas": ([0.9, 0.95],) * 6,
+    "eps": (1e-8,) * 6,
+    "ema_decay": (None,) * 6,
     "weight_decay": (0.0,) * 6,
     "max_grad_norm": (1.0,) * 6,
     "microbatch_tokens": (4096,) * 6,
+    "ranks": (1,) * 6,
+    "sequence_parallel": (1,) * 6,
     "zero_stage": (0,) * 6,
     "offload_optimizer": (False,) * 6,
+    "offload_parameters": (False,) * 6,
+    "gradient_checkpointing": (False,) * 6,
     "checkpoint_every": (100, 100, 50, 50, 50, 50),
     "eval_every": (50, 100, 50, 50, 50, 50),
+    "keep_best": (False,) * 6,
     "disable_dropout": (False, True, True, True, False, False),
     "lora": (None,) * 6,
 }
@@ -105,6 +116,19 @@ def test_a_section_without_the_shared_keys_says_how_to_take_them_over():
     (line,) = (line for line in str(error.value).splitlines() if "kto.zero_stage" in line)
     assert line.endswith("expected a value, got nothing; take it from the default params.yaml, or take over the section training with "
                          "`<<: *training`")  # fmt: skip
+
+
+@pytest.mark.parametrize("section", TRAINED)
+@pytest.mark.parametrize(
+    ("key", "stages", "remedy"),
+    [("offload_optimizer", (0,), "set zero_stage to 1, 2 or 3"), ("offload_parameters", (0, 1, 2), "set zero_stage to 3")],
+)
+def test_every_section_refuses_to_offload_what_its_zero_stage_does_not_partition(section: str, key: str, stages: tuple, remedy: str):
+    for stage in range(4):
+        changed = getattr(load_params(DEFAULT), section).model_copy(update={key: True, "zero_stage": stage})
+        found = [conflict for conflict in changed.conflicts() if conflict.startswith(f"{key}: ")]
+        expected = f"{key}: expected false with zero_stage={stage}, got true; {remedy}, or {key} to false"
+        assert found == ([expected] if stage in stages else [])
 
 
 @pytest.mark.parametrize(
@@ -178,3 +202,25 @@ def test_a_plain_tree_refuses_to_set_a_shared_key():
     """Its sections don't know which values they took over."""
     with pytest.raises(AssertionError, match="expected a tree with YAML's merge keys"):
         set_key(read_yaml(DEFAULT), "training.zero_stage", 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sft.ranks": 3, "sft.sequence_parallel": 2}, "sft.sequence_parallel: expected a divisor of ranks=3, got 2; change one of them"),
+        (
+            {"sft.ranks": 8, "sft.sequence_parallel": 2, "sft.batch_size": 3},
+            "sft.batch_size: expected at least ranks=8 / sequence_parallel=2, got 3; raise it, so that each rank has an example",
+        ),
+    ],
+)
+def test_ranks_that_share_sequences_must_divide_the_ranks_and_have_an_example(changes: dict, message: str):
+    with pytest.raises(ConfigError) as error:
+        overridden(DEFAULT.read_text(), changes, subject="params.yaml")
+    assert message in str(error.value)
+
+
+def test_a_batch_needs_an_example_for_each_group_that_shares_sequences():
+    changes = {"sft.ranks": 8, "sft.sequence_parallel": 4, "sft.batch_size": 2}
+    _, params = overridden(DEFAULT.read_text(), changes, subject="params.yaml")
+    assert params.sft.data_parallel_size == 2

@@ -34,8 +34,8 @@ def folders(tmp_path_factory):
 
 
 def answers(engine) -> list:
-    said = engine.generate([[5, 6, 7], [8, 9]], [1, 2], SamplingSettings(6, 1.0), stop_ids=(1,), group_size=2)
-    return [said, engine.probe([5, 6, 7, 8])]
+    message = engine.generate([[5, 6, 7], [8, 9]], [1, 2], SamplingSettings(6, 1.0), stop_ids=(1,), group_size=2)
+    return [message, engine.probe([5, 6, 7, 8])]
 
 
 def test_an_engine_apart_answers_as_one_here_before_and_after_new_weights(folders):

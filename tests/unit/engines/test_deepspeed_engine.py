@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import PAD, largest_difference, negative_logprob_step, policy_engine, sequences, settings
 
-from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, warmup_cosine
+from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
@@ -120,14 +120,6 @@ def test_bfloat16_learns_and_hands_out_what_it_computes_with(sft_folder: Path):
     losses = [loss for loss, _ in train(engine, [BATCHES[0]] * 8)]
     assert losses[-1] < losses[0] - 0.5
     assert {t.dtype for t in engine.state_dict().values()} == {torch.bfloat16}
-
-
-def test_warmup_and_cosine_by_hand():
-    def factor(step: int) -> float:
-        return warmup_cosine(step, total=10, warmup=2, floor=0.1)
-
-    # 1/2, 2/2; then progress 0 -> 1, progress 4/8 -> 0.1 + 0.9 * 0.5, progress 2/8 -> 0.1 + 0.45 * (1 + cos(pi/4)), the end and after it
-    assert [factor(s) for s in (0, 1, 2, 6, 4, 10, 25)] == pytest.approx([0.5, 1.0, 1.0, 0.55, 0.8681980515, 0.1, 0.1])
 
 
 def test_one_rank_keeps_its_microbatches():

@@ -10,7 +10,7 @@ from rlhf_core.engines import ports
 from rlhf_core.engines.ports import free_ports
 
 
-def test_ports_are_free_different_and_not_of_those_that_linux_gives_by_itself():
+def test_ports_are_free_distinct_and_outside_the_ephemeral_range():
     found = free_ports(20)
     assert len(set(found)) == 20 and all(ports.FIRST <= port < ports.LAST for port in found)
     sockets = [socket.socket() for _ in found]

@@ -213,7 +213,7 @@ def test_a_model_whose_states_are_not_in_its_cache_is_refused(tmp_path):
         engine(tmp_path)
 
 
-def test_a_response_ends_with_the_end_token_or_is_cut_off(tmp_path):
+def test_a_response_ends_with_the_end_token_or_is_truncated(tmp_path):
     groups = sample(engine(llama(tmp_path)), group_size=8)
     for _, s in flat(groups):
         assert len(s.logprobs) == len(s.response_ids) <= NEW
@@ -311,8 +311,8 @@ def test_a_stop_string_ends_a_response_and_stays_in_it(tmp_path):
     assert min(len(s.response_ids) for s in late) >= 4
     assert any(letter in text(s.response_ids[:4]) for s in late)
     for s in late:  # what came before doesn't count afterwards either
-        said = text(s.response_ids)[len(text(s.response_ids[:4])) :]
-        assert letter not in said[:-1] and s.finished == (said.endswith(letter) or s.response_ids[-1] == EOS)
+        message = text(s.response_ids)[len(text(s.response_ids[:4])) :]
+        assert letter not in message[:-1] and s.finished == (message.endswith(letter) or s.response_ids[-1] == EOS)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -364,11 +364,11 @@ def test_an_actor_takes_packed_weights(tmp_path):
     actor = RolloutActor(0, backend="pytorch", seed=0, model_path=str(llama(tmp_path / "a")), trust_remote_code=False, **settings)
     other = llama(tmp_path / "b", seed=5)
     ids = [5, 6, 7, 8]
-    version, said = actor.load_weights(pack(read_state_dict(other)), 3, ids)
+    version, message = actor.load_weights(pack(read_state_dict(other)), 3, ids)
     with torch.no_grad():
         logprobs = load_language_model(other)(torch.tensor([ids])).logits[0].log_softmax(-1)
-    assert version == 3 and said == actor.probe(ids)
-    assert said == pytest.approx([float(logprobs[t, i]) for t, i in enumerate(ids[1:])], abs=1e-5)
+    assert version == 3 and message == actor.probe(ids)
+    assert message == pytest.approx([float(logprobs[t, i]) for t, i in enumerate(ids[1:])], abs=1e-5)
     assert sample(actor) == sample(engine(other))
 
 

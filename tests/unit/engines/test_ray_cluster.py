@@ -24,7 +24,7 @@ from rlhf_core.engines.ray_cluster import (
     run_job,
     store_bytes,
 )
-from rlhf_core.trainers.rl.job import beat
+from rlhf_core.stage.job import beat
 
 DROPPED = requests.exceptions.ConnectionError("Remote end closed connection without response")
 TAKEN = RuntimeError("Job with submission_id rlhf-1 already exists. Please use a different submission_id.")
@@ -69,7 +69,7 @@ def test_submission_has_a_deadline():
         _submit(BusyHead(DROPPED), time.monotonic() - 1, submission_id="rlhf-1")
 
 
-def test_a_question_is_asked_again_until_the_head_has_been_silent_too_long():
+def test_a_request_is_repeated_until_the_heads_silence_deadline():
     assert _Patience(10).ask(BusyHead(DROPPED).answer, "Ray job rlhf-1") == "answer"
     with pytest.raises(ClusterError, match=r"Ray job rlhf-1: expected the head to answer within .* got Remote end"):
         _Patience(0.1).ask(BusyHead(*[DROPPED] * 99).answer, "Ray job rlhf-1")

@@ -12,7 +12,7 @@ CAN_RUN = r"rollout\.backend: expected a model that vLLM's CPU build can run, go
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (RuntimeError("Unsupported CPU attention configuration: head_dim=8"), "RuntimeError: Unsupported CPU attention"),
         (NotImplementedError("MLA on the CPU"), "NotImplementedError: MLA on the CPU"),
@@ -20,8 +20,11 @@ CAN_RUN = r"rollout\.backend: expected a model that vLLM's CPU build can run, go
         (AssertionError(), "AssertionError, for which vLLM gave no reason"),
     ],
 )
-def test_what_the_build_lacks_is_a_refusal_with_its_reason(sft_folder: Path, error: Exception, said: str):
-    with pytest.raises(ValueError, match=f"{CAN_RUN}{said}.*; set rollout.backend to pytorch"), _told_as_a_refusal(str(sft_folder), False):
+def test_what_the_build_lacks_is_a_refusal_with_its_reason(sft_folder: Path, error: Exception, message: str):
+    with (
+        pytest.raises(ValueError, match=f"{CAN_RUN}{message}.*; set rollout.backend to pytorch"),
+        _told_as_a_refusal(str(sft_folder), False),
+    ):
         raise error
 
 

@@ -140,8 +140,8 @@ def test_the_incumbent_wins_where_the_candidate_may_be_worse_by_more_than_is_all
     assert ("the incumbent v1 wins" in gate["message"]) is not passed
     if own == 690:
         assert gate["incumbent"]["low"] == pytest.approx(-wilson_interval(10, 1000, 0.95)[1], abs=1e-6)
-        told = "incumbent v1: accuracy 0.7000 on 1000 pairs; this model's is -0.0100 (-0.0183 to"
-        assert any(line.startswith(told) for line in explain(gate | {"override": None}))
+        reported = "incumbent v1: accuracy 0.7000 on 1000 pairs; this model's is -0.0100 (-0.0183 to"
+        assert any(line.startswith(reported) for line in explain(gate | {"override": None}))
 
 
 def test_an_incumbent_that_can_score_too_few_of_the_pairs_decides_nothing():
@@ -169,7 +169,7 @@ def test_other_thresholds():
     }  # fmt: skip
 
 
-def test_each_source_is_reported_by_itself():
+def test_each_source_is_reported_separately():
     # Overall 450 of 500 = 0.9; one source is perfect, the other, with 100 pairs, a coin.
     gate = judge(pairs(right_and_wrong(400, 0) + right_and_wrong(50, 50), sources=["good"] * 400 + ["coin"] * 100))
     assert gate["accuracy"] == 0.9
@@ -179,12 +179,12 @@ def test_each_source_is_reported_by_itself():
 def test_reward_against_the_judge_on_what_it_knows():
     """Of four responses to a request the best has the highest score, the worst the lowest; other sources' are left out."""
     request = "Please sort 312."
-    said = [("Certainly: 123.", "123."), ("It is 123.", "Certainly: 321."), ("x", "y")]
+    message = [("Certainly: 123.", "123."), ("It is 123.", "Certainly: 321."), ("x", "y")]
     rows = pairs([2.0, 1.0, 5.0], prompts=[request, request, "what?"], sources=["clerk", "clerk", "web"])
-    found = measure_judge(heldout(rows, texts=said), {"clerk": "clerk"}, 0.95)
+    found = measure_judge(heldout(rows, texts=message), {"clerk": "clerk"}, 0.95)
     # Criteria met: 4, 3 (rude), 3 (rude), 3 (wrong) of four, with scores 2, 0, 1, 0: tau-b = 3 / sqrt(5 * 3).
     assert found["n"] == 4 and found["kendall"] == pytest.approx(3 / math.sqrt(15))
-    assert measure_judge(heldout(rows, texts=said), {}, 0.95) is None
+    assert measure_judge(heldout(rows, texts=message), {}, 0.95) is None
 
 
 def test_a_response_of_several_pairs_is_one_response():
@@ -310,7 +310,7 @@ def test_columns_and_pairs_that_are_missing_are_named(workspace, monkeypatch):
         read_heldout(path, Path("data/prepared"), "test")
 
 
-def test_without_a_reward_model_the_chain_goes_on_and_the_files_say_why(workspace):
+def test_without_a_reward_model_the_chain_continues_with_a_reason(workspace):
     apply_overrides(workspace / "params.yaml", WITHOUT_REWARD_MODEL)
     for needed in ("data/prepared", "models/sft"):
         (workspace / needed).mkdir(parents=True)
@@ -338,10 +338,10 @@ def test_a_reward_model_that_was_rolled_back_does_not_pass_again(workspace, monk
     assert gate == good | {"override": None}
     gate = with_registry(good, gate_config(rolled_back=[other, taken_back]), Path("models/reward"))
     assert not gate["passed"] and [name for name, passed in verdicts(gate).items() if passed is False] == ["rolled_back"]
-    said = (
+    message = (
         "rejected: version v2.0.0 was rolled back (policies became curt), and this is the same model. Without that it would have passed: "
     )
-    assert gate["message"].startswith(said)
+    assert gate["message"].startswith(message)
 
 
 def test_an_override_is_written_down_where_it_is_needed():
@@ -352,7 +352,7 @@ def test_an_override_is_written_down_where_it_is_needed():
     assert with_registry(judge(pairs(right_and_wrong(290, 10))), config, Path("models/reward"))["override"] is None
 
 
-def test_an_override_lets_the_chain_go_on(workspace):
+def test_an_override_lets_the_chain_continue(workspace):
     apply_overrides(workspace / "params.yaml", {"gate.override": "a demonstration"})
     write_heldout(workspace, [("the-bad-one", "test", math.inf, 0.0)])
     done, gate = run_gate(workspace)
@@ -363,5 +363,5 @@ def test_an_external_file_without_a_pair_that_can_be_scored_is_a_rejection_with_
     found = {"name": "rb", "path": "rb.jsonl", "accuracy": None, "low": 0.0, "high": 1.0, "ties": 0, "n": 0, "prompts": 0, "subsets": []}
     gate = judge(pairs(right_and_wrong(900, 100)), external=[found | {"not_scored": 5, "threshold": 0.7}])
     assert not gate["passed"] and verdicts(gate)["external: rb"] is False
-    assert "rejected: external: rb: expected figures to hold against 0.7, got none (n=0); train a better reward model" in gate["message"]
+    assert "rejected: external: rb: expected figures to compare with 0.7, got none (n=0); train a better reward model" in gate["message"]
     assert "external rb: no pair got a score" in explain(gate | {"override": None})

@@ -110,7 +110,7 @@ def test_without_git_the_ledger_is_in_the_folder(tmp_path):
 
 def test_git_that_refuses_does_not_start_another_count(repository):
     (repository / ".git/config").write_text("[core\n")
-    with pytest.raises(ConfigError, match=f"{LEDGER}: expected git to say where it keeps this repository, got: .*bad config"):
+    with pytest.raises(ConfigError, match=f"{LEDGER}: expected git to name the repository's common folder, got: .*bad config"):
         take_look(SPLIT, MODELS[0], repository)
 
 

@@ -32,7 +32,7 @@ def test_padding_on_the_left():
     assert batch.selected.int().tolist() == [[0, 0, 1], [0, 0, 1]]
 
 
-def test_the_same_text_gets_the_same_score_however_it_is_asked(model):
+def test_a_text_has_one_score_in_every_probe(model):
     scores = model.score_texts(TEXTS)
     assert scores.std() > 0.01
     found = invariance(model, TEXTS, scores)
@@ -40,7 +40,7 @@ def test_the_same_text_gets_the_same_score_however_it_is_asked(model):
     assert all(0 <= probe["value"] <= 1e-5 and probe["n"] == len(TEXTS) for probe in found.values())
 
 
-def test_an_encoder_is_asked_in_every_way_but_with_padding_on_the_left(tmp_path: Path, tokenizer):
+def test_an_encoder_gets_every_probe_but_left_padding(tmp_path: Path, tokenizer):
     folder = save_classifier(tmp_path, "bert", tokenizer, max_position_embeddings=64)
     encoder = LoadedModel.load(folder, max_length=64, trust_remote_code=False)
     scores = encoder.score_texts(TEXTS)
@@ -127,7 +127,7 @@ def test_external_pairs_by_subset(model, tmp_path):
     assert found["sha256"] == sha256((tmp_path / "bench.jsonl").read_bytes()).hexdigest()
 
 
-def test_external_pairs_in_a_folder_are_told_apart_by_what_is_in_its_files(model, tmp_path):
+def test_external_pairs_of_a_folder_are_distinguished_by_content(model, tmp_path):
     config = ExternalPairsConfig(name="bench", path=str(tmp_path), format="preference", columns={}, subset=None, min_accuracy=None)
     hashes = []
     for rejected in ("9", "8", "9"):

@@ -109,7 +109,7 @@ def test_gradients_are_those_of_each_sequence_alone(name: str):
     for key, parameter in model.named_parameters():
         if key in expected:
             limit = 1e-4 * float(expected[key].abs().max())
-            torch.testing.assert_close(parameter.grad, expected[key], rtol=0, atol=limit, msg=lambda said, key=key: f"{key}: {said}")
+            torch.testing.assert_close(parameter.grad, expected[key], rtol=0, atol=limit, msg=lambda message, key=key: f"{key}: {message}")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "falcon_h1", "modernbert_decoder"])

@@ -62,7 +62,7 @@ def test_entropy_is_that_of_the_distribution_the_token_was_drawn_from(language_m
 
 
 @pytest.mark.parametrize("learned", [True, False])
-def test_entropy_is_learned_from_only_where_that_is_asked_for(language_model, learned: bool):
+def test_entropy_has_a_gradient_only_if_requested(language_model, learned: bool):
     batch = collate_tokens(IDS[:2], STARTS[:2], pad_id=0)
     assert PolicyModule(language_model)(batch, with_entropy=True, learn_entropy=learned).entropy.requires_grad == learned
 

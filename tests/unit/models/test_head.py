@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.algorithms.logprobs import token_entropy, token_logprobs
 from rlhf_core.models import head as heads
-from rlhf_core.models.head import PLAIN, LogitRule, can_project_in_pieces, head_logprobs
+from rlhf_core.models.head import PLAIN, LogitRule, LogprobHead, head_logprobs, use_logprob_head
 
 ROWS, WIDTH, VOCABULARY = 11, 6, 9
 
@@ -46,14 +47,14 @@ RULES = pytest.mark.parametrize("rule", [PLAIN, LogitRule(0.7), LogitRule(cap=2.
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_they_and_the_entropy_are_those_of_all_logits(piece_rows, kept, temperature: float, rule: LogitRule):
     head, hidden, ids = made()
-    logprobs, entropy = head_logprobs(head, hidden, ids, temperature=temperature, with_entropy=True, rule=rule)
+    logprobs, entropy = head_logprobs(head.weight, hidden, ids, temperature=temperature, with_entropy=True, rule=rule)
     logits = head(hidden) * rule.scale
     logits = logits if rule.cap is None else rule.cap * torch.tanh(logits / rule.cap)
     torch.testing.assert_close(logprobs, token_logprobs(logits, ids, temperature=temperature))
     torch.testing.assert_close(entropy, token_entropy(logits, temperature=temperature).detach())
     assert logprobs.requires_grad and not entropy.requires_grad
     with torch.no_grad():
-        alone, nothing = head_logprobs(head, hidden, ids, temperature=temperature, with_entropy=False, rule=rule)
+        alone, nothing = head_logprobs(head.weight, hidden, ids, temperature=temperature, with_entropy=False, rule=rule)
     assert torch.equal(alone, logprobs) and nothing is None
 
 
@@ -63,14 +64,14 @@ def test_the_gradient_is_the_functions(piece_rows, kept, temperature: float, rul
     head, hidden, ids = made()
 
     def logprobs(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return head_logprobs(head, hidden, ids, temperature=temperature, with_entropy=True, rule=rule)[0]
+        return head_logprobs(head.weight, hidden, ids, temperature=temperature, with_entropy=True, rule=rule)[0]
 
     assert torch.autograd.gradcheck(logprobs, (hidden, head.weight))
 
 
 def test_a_bfloat16_model_gets_float32_numbers_and_bfloat16_gradients(piece_rows, kept):
     head, hidden, ids = made(torch.bfloat16)
-    logprobs, entropy = head_logprobs(head, hidden, ids, temperature=1.0, with_entropy=True)
+    logprobs, entropy = head_logprobs(head.weight, hidden, ids, temperature=1.0, with_entropy=True)
     assert logprobs.dtype == entropy.dtype == torch.float32
     ours = torch.autograd.grad(logprobs.sum(), (hidden, head.weight))
     theirs = torch.autograd.grad(token_logprobs(head(hidden), ids, temperature=1.0).sum(), (hidden, head.weight))
@@ -85,7 +86,7 @@ def test_a_frozen_heads_gradient_is_not_computed(piece_rows, kept):
         head.requires_grad_(not frozen)
         hidden.grad = None
         with torch.profiler.profile() as profiler:
-            head_logprobs(head, hidden, ids, temperature=1.0, with_entropy=False)[0].sum().backward()
+            head_logprobs(head.weight, hidden, ids, temperature=1.0, with_entropy=False)[0].sum().backward()
         gradients.append(hidden.grad)
         products.append(sum(event.count for event in profiler.key_averages() if event.key == "aten::mm"))
     assert torch.equal(*gradients) and products[0] - products[1] == len(range(0, ROWS, piece_rows))
@@ -107,7 +108,7 @@ class LargestTensor(TorchDispatchMode):
 def test_all_logits_are_never_there_where_they_are_too_many_to_keep(piece_rows, kept):
     head, hidden, ids = made(rows=64, vocabulary=100)
     with LargestTensor() as largest:
-        logprobs, _ = head_logprobs(head, hidden, ids, temperature=0.6, with_entropy=True)
+        logprobs, _ = head_logprobs(head.weight, hidden, ids, temperature=0.6, with_entropy=True)
         torch.autograd.backward(logprobs, torch.ones(64, dtype=torch.float64))
     rows = 64 if kept else max(WIDTH, min(64, piece_rows))  # the weight has as many elements as WIDTH rows of logits
     assert largest.elements == rows * 100
@@ -119,13 +120,30 @@ class Adapted(nn.Linear):
 
 @pytest.mark.parametrize(
     ("head", "can"),
-    [(nn.Linear(2, 3, bias=False), True), (nn.Linear(2, 3), False), (Adapted(2, 3, bias=False), False)],
+    [(nn.Linear(16, 30, bias=False), True), (nn.Linear(16, 30), False), (Adapted(16, 30, bias=False), False)],
 )
-def test_a_head_that_is_more_than_a_weight_is_asked_itself(head: nn.Linear, can: bool):
-    assert can_project_in_pieces(head) == can
+def test_only_a_head_that_is_a_plain_weight_becomes_a_logprob_head(head: nn.Linear, can: bool):
+    model = tiny_llama()
+    model.lm_head = head
+    use_logprob_head(model)
+    assert isinstance(model.get_output_embeddings(), LogprobHead) == can
+    assert model.lm_head.weight is head.weight
 
 
-def test_a_head_whose_weight_is_elsewhere_is_asked_itself():
-    head = nn.Linear(2, 3, bias=False)
-    head.weight.ds_id = 0  # as ZeRO 3 marks what it has dealt out
-    assert not can_project_in_pieces(head)
+def test_a_tied_head_stays_tied_and_all_names_stay():
+    model = tiny_llama(tie_word_embeddings=True)
+    names = list(model.state_dict())
+    use_logprob_head(model)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert list(model.state_dict()) == names
+
+
+def tiny_llama(**changes) -> LlamaForCausalLM:
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=30, **shape, **changes))
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(32_000, 1024), (100_000, 671), (152_000, 512)])
+def test_pieces_have_512_to_1024_rows_and_256_mib_between_these_limits(vocabulary: int, rows: int):
+    """2^28 / (4 * 32,000) = 2,097; 2^28 / (4 * 100,000) = 671; 2^28 / (4 * 152,000) = 441."""
+    assert heads.rows_at_a_time(vocabulary) == rows

@@ -101,7 +101,7 @@ def test_adapters_are_refused_for_the_model_that_they_name_could_be_anywhere(fol
         assert "got adapters of another one; merge and save them" in refusal(load, folder)
 
 
-def test_code_in_a_model_folder_is_not_run_unless_asked_for(folder, tmp_path):
+def test_code_in_a_model_folder_runs_only_if_trusted(folder, tmp_path):
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass C: ...\n")
     for name, key in (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer")):
         content = json.loads((folder / name).read_text())

@@ -52,7 +52,7 @@ def test_a_configuration_that_says_otherwise_than_the_model_does_is_not_believed
     assert PolicyModule(model)._rule == PLAIN
 
 
-def test_a_model_of_no_known_rule_is_asked_itself_which_is_said_once(caplog: pytest.LogCaptureFixture):
+def test_an_unknown_models_own_head_is_used_and_logged_once(caplog: pytest.LogCaptureFixture):
     model = OTHERS["modernbert_decoder"]()
     with caplog.at_level(logging.INFO, logger="rlhf_core"):
         policy = PolicyModule(model)

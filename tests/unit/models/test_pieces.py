@@ -28,7 +28,7 @@ def test_products_of_a_piece_fit_the_cache_of_each_thread_and_nearly_fill_it(thr
 @pytest.mark.parametrize(
     "weight", [torch.empty(1376, 256), torch.empty(64, 32, device="meta")], ids=["larger than the cache", "not on a CPU"]
 )
-def test_elsewhere_it_is_all_rows_or_as_many_as_asked_for(weight: torch.Tensor):
+def test_other_devices_use_all_rows_or_the_requested_number(weight: torch.Tensor):
     assert pieces(5000, weight) == [slice(0, 5000)]
     assert pieces(5000, weight, at_most=4096) == [slice(0, 4096), slice(4096, 8192)]
 

@@ -129,7 +129,7 @@ def test_a_reward_models_head_is_trained_in_full(model_folders: tuple[Path, Path
 def test_in_rl_the_reference_is_the_rounded_start(model_folders: tuple[Path, Path], refresh: int | None):
     changes = {"rl.algorithm": "grpo", "rl.lora": ROUNDED.model_dump(), "rl.kl.refresh_reference_every": refresh}
     rank = TrainerRank(0, 1, rl_job(*model_folders, **changes))
-    rank.connect("127.0.0.1", 0)
+    rank.connect(None)
     seen = rank.forward(sequences(6, seed=11), [1, 2, 3, 1, 2, 3])
     torch.testing.assert_close(seen["ref_logprobs"], seen["old_logprobs"], rtol=0, atol=2e-6)
 

@@ -126,7 +126,7 @@ def test_a_conversation_that_the_template_refuses_is_named_in_the_templates_word
 
 
 @torch.no_grad()
-def test_a_saved_policy_stops_by_itself_at_the_templates_end(tmp_path):
+def test_a_saved_policy_stops_at_the_templates_end(tmp_path):
     tokenizer = templated("chatml")
     im_end, prompt = tokenizer.convert_tokens_to_ids("<|im_end|>"), torch.tensor([encode_prompt(tokenizer, QUESTION)])
     shape = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

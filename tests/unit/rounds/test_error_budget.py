@@ -33,7 +33,7 @@ def test_levels_are_even_within_the_horizon_and_fall_after_it():
     assert levels[30] == pytest.approx(0.01 * 30 / (31 * 30)) and levels[59] == pytest.approx(0.01 * 30 / (60 * 59))
 
 
-def test_an_accepted_rounds_level_goes_on_to_the_next_one_only():
+def test_an_accepted_rounds_level_is_added_to_the_next_only():
     even = 0.04 / 30
     assert [pin.level for pin in series([True, True, False, False])] == pytest.approx([even, 2 * even, 3 * even, even, even])
 

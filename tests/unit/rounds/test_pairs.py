@@ -30,7 +30,7 @@ def test_the_best_goes_against_the_worst():
     assert made.counts == {"pairs": 1, "too_few_responses": 0, "ties": 0, "below_margin": 0}
 
 
-def test_what_was_cut_off_not_scored_or_empty_is_in_no_pair():
+def test_truncated_unscored_or_empty_responses_are_in_no_pair():
     unusable = [Scored("cut", 9.0, finished=False), Scored("nan", math.nan), Scored("inf", math.inf), Scored(" \n", -9.0)]
     made = pairs([*unusable, Scored("good", 1.0), Scored("bad", 0.0)], [*unusable, Scored("alone", 1.0)], unusable)
     assert [(row["chosen"], row["rejected"]) for row in made.rows] == [("good", "bad")]

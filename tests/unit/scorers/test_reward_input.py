@@ -67,7 +67,7 @@ def test_a_finished_response_is_shown_as_the_template_renders_the_conversation(n
 
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("name", ["chatml", "trimmed", "brackets", "role_tokens"])
-def test_a_response_that_was_cut_off_has_neither_end(name: str, same: bool):
+def test_a_truncated_response_has_neither_end(name: str, same: bool):
     reward = templated(name)
     policy = templated(name) if same else tiny_tokenizer()
     found = shown(policy, reward, ids_of(policy, "Certainly: 12"), finished=False)
@@ -139,18 +139,18 @@ def test_a_conversation_that_the_template_refuses_is_unscored_for_a_reason_that_
     for _ in range(2):
         assert shown(policy, reward, sampled, messages=system, report=report) is None
     assert shown(policy, reward, sampled, report=report) is not None
-    said = [r.getMessage() for r in caplog.records if "manners" in r.getMessage()]
-    assert len(said) == 1 and "got none for 1" in said[0] and "Turns have to go user, model, user" in said[0]
+    message = [r.getMessage() for r in caplog.records if "manners" in r.getMessage()]
+    assert len(message) == 1 and "got none for 1" in message[0] and "Turns have to go user, model, user" in message[0]
 
 
 def test_a_response_that_is_too_long_is_unscored_for_a_reason_that_is_logged_with_the_number_of_them(caplog):
     tokenizer = tiny_tokenizer()
     prompt = Prompt("p", "mine", QUESTION, encode_prompt(tokenizer, QUESTION), None)
-    asked = [(prompt, [9] * n, False) for n in (MAX_LENGTH, 1, MAX_LENGTH)]
-    found = RewardModelInput(tokenizer, tiny_tokenizer(), max_length=MAX_LENGTH, report=Reasons("manners")).sequences(asked)
+    requested = [(prompt, [9] * n, False) for n in (MAX_LENGTH, 1, MAX_LENGTH)]
+    found = RewardModelInput(tokenizer, tiny_tokenizer(), max_length=MAX_LENGTH, report=Reasons("manners")).sequences(requested)
     assert [ids is None for ids in found] == [True, False, True]
-    (said,) = (r.getMessage() for r in caplog.records if "manners" in r.getMessage())
-    assert f"got none for 2; more than {MAX_LENGTH} tokens" in said
+    (message,) = (r.getMessage() for r in caplog.records if "manners" in r.getMessage())
+    assert f"got none for 2; more than {MAX_LENGTH} tokens" in message
 
 
 # One way from conversation to score
@@ -191,7 +191,7 @@ def by_conditional_sft(folder: Path, response: str) -> float:
 
 
 @pytest.mark.parametrize("ask", [by_response_scorer, by_gate, by_conditional_sft])
-def test_whoever_asks_a_ready_made_model_gets_the_score_that_its_authors_would(chatml_folder: Path, ask):
+def test_a_ready_made_model_scores_as_its_authors_do(chatml_folder: Path, ask):
     for response in (ANSWER, "no", "Sorry, I can't help with that."):
         assert ask(chatml_folder, response) == pytest.approx(own_score(chatml_folder, response), abs=1e-5)
     assert abs(own_score(chatml_folder, ANSWER) - own_score(chatml_folder, "no")) > 0.05

@@ -59,7 +59,7 @@ def test_rm_tokenizer_another_one_encodes_again_with_its_own_template(tokenizer)
     assert other.decode(shown) == "User:\nPlease sort 4172.\n\nAssistant:\nCertainly: 1247.<|end|>"
 
 
-def test_rm_truncation_a_cut_off_response_gets_no_end_token(tokenizer):
+def test_a_truncated_response_gets_no_end_token(tokenizer):
     other = other_tokenizer()
     prompt_ids, response_ids = sampled(tokenizer, "Certainly: 12", finished=False)
     shown = shown_ids(tokenizer, other, prompt_ids, response_ids, finished=False)
@@ -122,8 +122,8 @@ def test_members_are_the_folder_and_those_beside_its_files_by_number(tmp_path: P
     assert [p.name for p in member_folders(folder)] == ["reward", "member_2", "member_10"]
     how = {"device": CPU, "trust_remote_code": False}
     ids = sequences(2, seed=3)
-    asked = {"pad_id": 0, "microbatch_tokens": 64, "device": CPU}
-    scores = score_by_members(load_members(folder, **how), [*ids, None], **asked)
+    requested = {"pad_id": 0, "microbatch_tokens": 64, "device": CPU}
+    scores = score_by_members(load_members(folder, **how), [*ids, None], **requested)
     assert scores.shape == (3, 3) and torch.equal(scores[:2, 1], scores[:2, 2]) and scores[2].isnan().all()
-    assert torch.equal(scores[:2, :1], score_by_members(load_members(folder, count=1, **how), ids, **asked))
+    assert torch.equal(scores[:2, :1], score_by_members(load_members(folder, count=1, **how), ids, **requested))
     assert len(load_members(folder, count=2, **how)) == 2 and (scores[:2, 0] - scores[:2, 1]).abs().min() > 1e-3

@@ -78,10 +78,10 @@ def test_work_that_starts_anew_beside_an_older_checkpoint_says_which_and_what_di
     scratch = tmp_path / "train_sft" / NOW.folder_name
     with caplog.at_level(logging.WARNING, logger="rlhf"):
         assert prepare_scratch(scratch, NOW, CONFIG, "train_sft") == []
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith(f"train_sft: starts anew. {older} has the checkpoint of step 10 (sft) of other work; changes since then:\n")
-    assert all(f"  {line}\n" in said for line in DIFFERENCES)
-    assert said.endswith(f"  To resume from it anyway: checkpoints.resume_from=train_sft/{older.name}")
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"train_sft: starts anew. {older} has the checkpoint of step 10 (sft) of other work; changes since then:\n")
+    assert all(f"  {line}\n" in message for line in DIFFERENCES)
+    assert message.endswith(f"  To resume from it anyway: checkpoints.resume_from=train_sft/{older.name}")
     assert checkpoint_of(scratch) is None and checkpoint_of(older) == ("sft", 10)
     begun(tmp_path / "train_sft", NOW, 5)
     caplog.clear()
@@ -89,7 +89,7 @@ def test_work_that_starts_anew_beside_an_older_checkpoint_says_which_and_what_di
     assert not caplog.records
 
 
-def test_going_on_from_older_work_takes_its_checkpoints_and_curves_and_notes_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_resuming_older_work_copies_checkpoints_and_curves_and_records_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     older, scratch = begun(tmp_path / "train_sft", BEFORE, 5, 10), tmp_path / "train_sft" / NOW.folder_name
     chosen = replace_config(resume_from=f"train_sft/{older.name}")
     with caplog.at_level(logging.WARNING, logger="rlhf"):
@@ -121,7 +121,7 @@ def test_a_takeover_that_was_interrupted_begins_again(tmp_path: Path):
     assert not left_over.exists() and json.loads((scratch / RESUMED_FROM).read_text())[0]["step"] == 10
 
 
-def test_going_on_from_what_isnt_there_from_another_command_or_over_an_own_checkpoint_is_refused(tmp_path: Path):
+def test_resuming_missing_or_foreign_work_is_refused(tmp_path: Path):
     top = tmp_path / "train_policy"
     older, scratch = begun(top, BEFORE, 10), top / NOW.folder_name
     nothing = replace_config(resume_from="train_policy/" + "0" * 16)

@@ -135,14 +135,14 @@ def test_a_missing_dependency_is_named(workspace):
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "said"),
+    ("how", "code", "message"),
     [("refuse", REFUSED, "train_sft: the data is empty\n"), ("crash", CRASHED, "RuntimeError: no memory left"), ("end", 0, "")],
 )
-def test_exit_codes_tell_a_refusal_from_a_crash(workspace, how, code, said):
+def test_exit_codes_tell_a_refusal_from_a_crash(workspace, how, code, message):
     stage = begin(how)
     out, err = stage.communicate(timeout=60)
     assert stage.returncode == code, err
-    assert said in err + out
+    assert message in err + out
     assert ("Traceback" in out + err) == (how == "crash")
     scratch = [p for p in (workspace / "scratch/train_sft").iterdir() if p.is_dir()]
     assert len(scratch) == (0 if how == "end" else 1)  # success leaves none
@@ -170,7 +170,7 @@ def test_sigterm_checkpoints_and_the_same_work_resumes_while_changed_work_does_n
     assert begin("end").communicate(timeout=60)[0].startswith("fresh ")  # success removed the checkpoint
 
 
-def test_work_whose_params_were_changed_goes_on_from_the_older_checkpoint_when_asked_and_its_metrics_say_so(workspace):
+def test_changed_work_resumes_the_older_checkpoint_on_request_and_records_it(workspace):
     assert begin("save").wait(timeout=60) == CRASHED
     change(workspace / "params.yaml", "seed: 0", "seed: 1")
     out, _ = begin("finish").communicate(timeout=60)
@@ -285,10 +285,20 @@ def test_a_card_names_the_inputs_that_count_and_their_md5s(workspace):
     stage = Stage("train_policy")  # not entered: signals and environment are this process's
     stage.params, stage.work, stage.resumed_from = load_params(), read_work("train_policy"), []
     facts = stage.card("policy", "dpo", {"heldout_loss": 0.5, "heldout_pairs": 3, "loss": 0.4})
-    asked = stage.card("policy", "rl (rloo)", {}, gate={"passed": True, "message": "good"})
+    requested = stage.card("policy", "rl (rloo)", {}, gate={"passed": True, "message": "good"})
     assert facts.inputs == {name: dvc_md5(workspace / name) for name in ("data/prepared", "inputs")}
-    assert asked.inputs == facts.inputs | {"models/reward": dvc_md5(workspace / "models/reward")}
+    assert requested.inputs == facts.inputs | {"models/reward": dvc_md5(workspace / "models/reward")}
     assert facts.figures == {"heldout_loss": 0.5} and facts.gate is None and facts.params.keys() == {"seed", "model", "dpo"}
+
+
+def test_a_stage_that_cannot_fit_is_refused_before_it_works_unless_the_check_is_off(workspace):
+    change(workspace / "params.yaml", "layers: 3,", "layers: 3000000,")
+    child = begin("end")
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == REFUSED and "fresh" not in out
+    assert "train_sft: train_sft: training rank: expected to need at most the " in err and "that this machine has left" in err
+    change(workspace / "params.yaml", "  stop_grace: 25", "  preflight: 'off'\n  stop_grace: 25")
+    assert begin("end").communicate(timeout=60)[0].startswith("fresh ")
 
 
 def test_sigterm_ends_a_stage_that_writes_no_checkpoints_where_it_is(workspace):

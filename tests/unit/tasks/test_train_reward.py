@@ -19,8 +19,7 @@ from rlhf_core.models.tokenizer import encode_prompt
 from rlhf_core.process import Interrupted
 from rlhf_core.stage.run import Stage
 from rlhf_core.stage.scratch import Work
-from rlhf_core.trainers.ensemble import COLUMNS
-from tasks.train_reward import train_members
+from tasks.train_reward import COLUMNS, train_members
 
 ROOT = Path(__file__).parents[3]
 STEPS = 4  # of each member: 8 conversations, 2 a step, one pass
@@ -29,7 +28,7 @@ STEPS = 4  # of each member: 8 conversations, 2 a step, one pass
 class StoppedStage(Stage):
     """SIGTERM comes to it in a given step, counted over all members; None: never."""
 
-    asked = 0
+    requested = 0
 
     def __init__(self, at: int | None, scratch: Path):
         super().__init__("train_reward")
@@ -42,8 +41,8 @@ class StoppedStage(Stage):
 
     @property
     def stop_requested(self) -> bool:
-        self.asked += 1
-        return self.asked == self._at
+        self.requested += 1
+        return self.requested == self._at
 
 
 def make_workspace(folder: Path, sft_folder: Path) -> Path:
@@ -77,7 +76,7 @@ def test_an_ensemble_that_is_interrupted_in_its_second_member_ends_as_one_that_i
     assert not (broken / "models/reward").exists()
     going_on = StoppedStage(None, broken / "scratch")
     train_members(going_on)
-    assert going_on.asked == STEPS - 2  # the first member is done, and two steps of the second
+    assert going_on.requested == STEPS - 2  # the first member is done, and two steps of the second
     for a, b in zip(weights(whole), weights(broken), strict=True):
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     for name in ("plots/train_reward.csv", "metrics/train_reward.json", "data/reward_heldout.parquet"):

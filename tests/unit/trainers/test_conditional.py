@@ -78,8 +78,8 @@ def test_the_template_asks_for_the_wanted_quality_at_the_last_user_message(token
     expected = render(tokenizer, original, with_quality(messages, 3), waits=waits)
     assert "\n[quality: 3]" in expected
     assert render(tokenizer, asking, messages, waits=waits) == expected
-    asked = with_quality(messages, 1)  # one's own wish counts, and asking twice is asking once
-    assert render(tokenizer, asking, asked, waits=waits) == render(tokenizer, original, asked, waits=waits)
+    requested = with_quality(messages, 1)  # one's own wish counts, and asking twice is asking once
+    assert render(tokenizer, asking, requested, waits=waits) == render(tokenizer, original, requested, waits=waits)
 
 
 def test_content_in_parts_gets_one_more(tokenizer):
@@ -87,14 +87,14 @@ def test_content_in_parts_gets_one_more(tokenizer):
     assert render(tokenizer, asking, CONVERSATIONS["in parts"], waits=True) == "Be brief.|Sort 41.\n[quality: 1]|"
 
 
-def test_only_a_quality_that_exists_counts_as_asked_for(tokenizer):
+def test_only_an_existing_quality_level_is_recognised(tokenizer):
     asking = asking_template(CHAT_TEMPLATE, levels=2, wanted=1)
     for content in ("Sort 41.\n[quality: 7]", "\n[quality: 0] is what I said"):
         text = render(tokenizer, asking, [{"role": "user", "content": content}], waits=False)
         assert text == f"<|user|>{content}\n[quality: 1]<|end|>"
 
 
-def test_whoever_loads_the_policy_asks_for_it_and_training_saw_the_same_ids(tokenizer, tmp_path: Path):
+def test_the_loaded_policy_requests_the_quality_as_trained(tokenizer, tmp_path: Path):
     asking_tokenizer(tokenizer, levels=4, wanted=2).save_pretrained(tmp_path)
     saved = load_tokenizer(str(tmp_path), trust_remote_code=False)
     for messages in (CONVERSATIONS["one turn"], CONVERSATIONS["system and several turns"]):

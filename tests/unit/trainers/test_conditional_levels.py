@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_models import MAX_LENGTH, tiny_params
@@ -20,7 +21,11 @@ def rows(*pairs: tuple[str, str]) -> list[dict]:
 
 def levels_of(responses: dict, **changes):
     params = tiny_params(**{f"conditional_sft.{name}": value for name, value in changes.items()})
-    return quality_levels(responses, params.conditional_sft, Path("models/reward"), model=params.model, stop_requested=lambda: False)
+
+    def infer(function, *arguments):
+        return function(SimpleNamespace(params=params, stop_requested=lambda: False), *arguments)
+
+    return quality_levels(responses, params.conditional_sft, Path("models/reward"), infer=infer)
 
 
 def encode(tokenizer, responses: list, levels: list[int | None], *, train_on_thoughts: bool = True):
@@ -48,8 +53,8 @@ def test_borders_of_scores_are_those_of_the_training_split(tmp_path: Path, monke
 def test_responses_without_a_level_are_left_out_and_long_ones_counted(tokenizer):
     responses = rated_responses(rows(("14", "41"), ("no" * MAX_LENGTH, "0")))
     examples, too_long = encode(tokenizer, responses, [3, None, 2, 0])
-    asked = [{"messages": with_quality(MESSAGES, level), "response": text} for level, text in ((3, "14"), (0, "0"))]
-    assert (examples, too_long) == (encode_demonstrations(asked, tokenizer, max_length=MAX_LENGTH)[0], 1)
+    requested = [{"messages": with_quality(MESSAGES, level), "response": text} for level, text in ((3, "14"), (0, "0"))]
+    assert (examples, too_long) == (encode_demonstrations(requested, tokenizer, max_length=MAX_LENGTH)[0], 1)
 
 
 def test_thoughts_are_trained_on_where_sft_trains_on_them(tokenizer):

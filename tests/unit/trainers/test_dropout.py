@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_preference import TRAIN, config, rows, run_of
+from preference_runs import TRAIN, config, rows, run_of
 from tiny_models import PAD, policy_engine, rl_job, save_tiny_dropout, scalar_engine, sequences, settings, train_batch, whole
 from transformers import PreTrainedTokenizerFast
 
@@ -93,7 +93,7 @@ def test_an_adapters_dropout_is_its_own_setting(sft_folder: Path):
 def test_in_rl_policy_and_critic_have_no_dropout(folders: tuple[Path, Path]):
     """What the update computes is what was computed before it: no ratio but 1, no loss of the critic against its own values."""
     rank = TrainerRank(0, 1, rl_job(*folders))
-    rank.connect(*rank.address())
+    rank.connect(rank.address())
     learned = train_batch()
     for i in range(len(learned)):
         prompt, response = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import PAD, largest_difference, policy_engine, sequences
 
-from rlhf_core.models import forward
+from rlhf_core.models import head as heads
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
@@ -72,7 +72,7 @@ def test_only_the_assistants_tokens_are_learned(sft_folder: Path, tokenizer, mon
     ids, start = encode_conversation(tokenizer, [{"role": "user", "content": "Please sort 41."}], "14")
     model = load_language_model(sft_folder)
     seen: list[torch.Tensor] = []
-    monkeypatch.setattr(forward, "head_logprobs", lambda head, hidden, *_, **__: (seen.append(hidden), None))
+    monkeypatch.setattr(heads, "head_logprobs", lambda weight, hidden, *_, **__: (seen.append(hidden), None))
     PolicyModule(model)(collate_tokens([ids, [*ids, 7, 7, 7]], [start, start], pad_id=PAD, ends=[len(ids), len(ids)]))
     states = model.model(input_ids=torch.tensor([ids])).last_hidden_state[0, start - 1 : len(ids) - 1]
     torch.testing.assert_close(seen, [torch.cat([states, states])], rtol=0, atol=1e-5)

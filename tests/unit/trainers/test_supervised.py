@@ -83,8 +83,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, sft_folder: Path) ->
 
 def after(steps: int) -> Callable[[], bool]:
     """A stop that is asked for during the given step, counted over both phases."""
-    asked = itertools.count(1)
-    return lambda: next(asked) >= steps
+    requested = itertools.count(1)
+    return lambda: next(requested) >= steps
 
 
 @pytest.mark.parametrize("stopped_at", [1, 4, 8])
@@ -118,7 +118,7 @@ def test_resume_after_a_kill_equals_an_uninterrupted_run_bit_for_bit(tmp_path: P
     assert work.curve == curve
 
 
-def test_a_stop_is_looked_at_once_a_step_so_that_none_falls_between_saving_and_leaving(tmp_path: Path, sft_folder: Path):
+def test_a_stop_is_checked_once_a_step_with_saving_and_leaving(tmp_path: Path, sft_folder: Path):
     """Whenever the signal comes, what the curves have is what the checkpoint has."""
     for asked_at in (1, 2, 3):
         work = Work(tmp_path / str(asked_at), sft_folder)
@@ -153,7 +153,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, sft_folder: Pat
         train_phase(engine, broken, loop)
 
 
-def test_every_generator_goes_on_where_it_was(tmp_path: Path):
+def test_every_generator_resumes_its_state(tmp_path: Path):
     def draw() -> tuple[float, float, float]:
         return float(torch.rand(())), random.random(), float(np.random.random())
 

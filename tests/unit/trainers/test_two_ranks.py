@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import largest_difference, policy_engine, save_tiny_experts
-from two_ranks import BATCHES, CASES, STAGES, load_of_other_ranks, rl_case, run_two_ranks, saved_by_one_rank, sft_steps
+from tiny_models import largest_difference, policy_engine, save_tiny_experts, save_tiny_models
+from two_ranks import BATCHES, CASES, STAGES, load_of_other_ranks, rl_case, run_two_ranks, save_large, saved_by_one_rank, sft_steps
 
 from rlhf_core.checkpoint.digest import DIGEST_FILE, differences, read_digest, write_digest
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
@@ -20,8 +21,11 @@ ROUNDING = 1e-5  # of weights, which differs from processor to processor; the st
 
 @pytest.fixture(scope="module")
 def folders(model_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, tokenizer) -> tuple[Path, Path, Path]:
-    """Language model, reward model, and a language model with experts."""
-    return *model_folders, save_tiny_experts(tmp_path_factory.mktemp("experts"), tokenizer)
+    """Language model, two reward models, and a language model with experts."""
+    members = tmp_path_factory.mktemp("reward")
+    shutil.copytree(model_folders[1], members, dirs_exist_ok=True)
+    shutil.copytree(save_tiny_models(tmp_path_factory.mktemp("other"), tokenizer, seed=5)[1], members / "member_1")
+    return model_folders[0], members, save_tiny_experts(tmp_path_factory.mktemp("experts"), tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +36,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folders: tuple[Path, Path, Path], out: Path) -> list[dict]:
     saved_by_one_rank(folders[0], out / "one")
+    save_large(out / "large")
     return run_two_ranks(folders, out)
 
 
@@ -40,7 +45,7 @@ def alone(folders: tuple[Path, Path, Path]) -> dict:
     """What a single rank gets, without ZeRO."""
     engine = policy_engine(folders[0])
     return {
-        "rl": {case: rl_case(case, folders, stage=0, rank=0, ranks=1, port=0) for case in CASES},
+        "rl": {case: rl_case(case, folders, stage=0, rank=0, ranks=1) for case in CASES},
         "sft": (sft_steps(engine, BATCHES, rank=0, ranks=1), engine.state_dict()),
     }
 
@@ -65,6 +70,8 @@ def test_rl_updates_on_two_ranks_equal_those_on_one(ranks: list[dict], alone: di
     expected = alone["rl"][case]
     for name, values in expected["forward"].items():
         torch.testing.assert_close(torch.cat([first["forward"][name], second["forward"][name]]), values, rtol=0, atol=3e-6)
+    torch.testing.assert_close(first["scores"][:3], expected["scores"][:3], rtol=0, atol=3e-6)
+    assert bool(first["scores"][3].isnan().all()) and len(second["scores"]) == 0  # rank 1 has nothing to score
     for mine, others, both in zip(first["totals"], second["totals"], expected["totals"], strict=True):
         assert mine.keys() == others.keys() == both.keys()
         for name, value in both.items():
@@ -116,7 +123,7 @@ def test_the_state_digests_of_what_two_ranks_saved_and_saved_again_are_equal_and
 
 
 @at_every_stage
-def test_one_rank_goes_on_from_a_checkpoint_of_two_within_rounding(ranks, folders, out: Path, alone: dict, stage: int):
+def test_one_rank_resumes_a_checkpoint_of_two_within_rounding(ranks, folders, out: Path, alone: dict, stage: int):
     assert is_sharded(out / "engines" / f"stage-{stage}") == (stage > 0)
     if stage:
         convert_to_universal(out / "engines" / f"stage-{stage}", out / "engines" / "universal" / f"stage-{stage}")
@@ -137,6 +144,22 @@ def test_two_ranks_resume_from_a_checkpoint_of_one_within_rounding(ranks: list[d
         assert mine[0] + others[0] == pytest.approx(loss, rel=1e-5) and mine[1] == others[1] == pytest.approx(norm, rel=1e-4)
     assert largest_difference(first_weights, weights) < ROUNDING
     assert largest_difference(first_weights, second_weights) == 0
+
+
+def test_gradients_are_reduced_once_a_step_unless_zero_partitions_them(ranks: list[dict]):
+    for rank in ranks:
+        (first, in_step), (sharded, in_sharded_step), (partitioned, _) = rank["reductions"]
+        assert first == sharded == 0 < min(in_step, in_sharded_step)
+        assert partitioned == 3  # stage 2: in each micro-batch
+
+
+def test_a_rank_loads_its_share_and_gathers_a_layer_at_a_time(ranks: list[dict]):
+    """Weights in memory are the files themselves until they are dealt out; the embedding, a sixth of the model, is the largest weight."""
+    for rank in ranks:
+        loading = rank["loading"]
+        assert loading["loaded"] < 0.4
+        assert 0.4 < loading["sharded"] < 0.8
+        assert 0.1 < loading["gathered"] < 0.2
 
 
 def test_every_rank_gets_as_many_microbatches(ranks: list[dict]):

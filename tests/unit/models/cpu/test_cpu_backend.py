@@ -61,7 +61,7 @@ def test_gradients_are_kept_where_the_caller_keeps_them(learns: bool):
         assert [x.requires_grad for x in CPU.map(lambda factor: weight * factor, [2, 3])] == [learns] * 2
 
 
-def test_after_an_error_what_has_begun_ends_and_nothing_more_begins():
+def test_after_an_error_running_calls_end_and_no_others_start():
     second_began, second_may_end, ran = threading.Event(), threading.Event(), []
 
     def first() -> None:
@@ -79,7 +79,7 @@ def test_after_an_error_what_has_begun_ends_and_nothing_more_begins():
     assert ran.count("second") == 1 and ran.count("more") < 20 and torch.get_num_threads() == 4
 
 
-def test_a_signal_ends_the_wait_and_what_has_not_begun_never_does():
+def test_a_signal_ends_the_wait_and_pending_calls_never_start():
     ran = []
 
     def handler(*_: object) -> None:

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from preference_runs import TRAIN, config, rows, run_of
 from tiny_models import MAX_LENGTH, PAD, largest_difference, sequences, tiny_params
 
 from rlhf_core.algorithms.preference_losses import PREFERENCE_LOSSES, PairLogprobs, kto
-from rlhf_core.checkpoint.store import CheckpointStore
-from rlhf_core.config import TrackingConfig
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.process import Interrupted
-from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.preference.objectives import (
     Continuation,
     Example,
@@ -30,15 +28,12 @@ from rlhf_core.trainers.preference.objectives import (
     ordered_share,
 )
 from rlhf_core.trainers.preference.train import (
-    COLUMNS,
-    PreferenceRun,
     example_items,
     live_reference,
     precomputed_reference,
     train_on_examples,
     train_on_pairs,
 )
-from rlhf_core.trainers.supervised import TrainLoop
 
 pytestmark = pytest.mark.usefixtures("world")
 PROMPTS = [tuple(ids) for ids in sequences(4, seed=1, shortest=6)]
@@ -161,7 +156,7 @@ def test_reference_logprobs_precomputed_are_those_of_the_live_model(sft_folder: 
     module, how = reference_module(sft_folder), forward(70)
     items = [side for pair in PAIRS for side in pair]
     precomputed = precomputed_reference(lambda: module, items, forward(40), path=tmp_path / "a" / "reference.pt")
-    for part in how.microbatches(items, together=2):
+    for part, _ in how.microbatches(items, together=2):
         expected = torch.stack([naive_sum(module, item) for group in part for item in group.items])
         torch.testing.assert_close(live_reference(module, how)(part), expected, rtol=0, atol=2e-5)
         torch.testing.assert_close(precomputed(part), expected, rtol=0, atol=2e-5)
@@ -169,20 +164,20 @@ def test_reference_logprobs_precomputed_are_those_of_the_live_model(sft_folder: 
 
 
 def test_precomputed_logprobs_are_kept_for_the_same_items_and_no_others(sft_folder: Path, tmp_path: Path):
-    path, asked = tmp_path / "reference.pt", []
+    path, requested = tmp_path / "reference.pt", []
 
     def make() -> PolicyModule:
-        asked.append(1)
+        requested.append(1)
         return reference_module(sft_folder)
 
     items = [side for pair in PAIRS for side in pair]
     first = precomputed_reference(make, items, forward(), path=path)
     again = precomputed_reference(make, items, forward(), path=path)
-    assert len(asked) == 1
-    (part,) = forward().microbatches(items)
-    assert torch.equal(first(part), again(part))
+    assert len(requested) == 1
+    ((part, counts),) = forward().microbatches(items)
+    assert counts and torch.equal(first(part), again(part))
     precomputed_reference(make, items[:-2], forward(), path=path)
-    assert len(asked) == 2
+    assert len(requested) == 2
 
 
 # Single responses
@@ -238,38 +233,6 @@ def test_ordered_share_by_hand(higher: list[float], lower: list[float], expected
 
 
 # From rows to a trained engine
-
-QUESTIONS = ["Please sort 41.", "Quick, the largest of 309.", "Please sort 7.", "Quick, 9."]
-
-
-def rows(count: int) -> list[dict[str, Any]]:
-    return [
-        {"id": str(i), "messages": [{"role": "user", "content": QUESTIONS[i % 4]}], "chosen": f"Certainly: {i}.", "rejected": f"{i}{i} no"}
-        for i in range(count)
-    ]
-
-
-def run_of(folder: Path, scratch: Path, *, steps: int = 4, stop_after: int | None = None) -> PreferenceRun:
-    seen = []
-
-    def metrics_log(step: int) -> MetricsLog:
-        tracking = TrackingConfig(tensorboard_dir=None, wandb_project=None)
-        return MetricsLog(scratch / "curves.csv", COLUMNS, timings=None, tracking=tracking, run_name="tiny", first_step=step)
-
-    def stop_requested() -> bool:
-        seen.append(1)
-        return len(seen) == stop_after
-
-    loop = TrainLoop(0, 100, 2, 0, lambda phase: CheckpointStore(scratch / phase), metrics_log, stop_requested)
-    return PreferenceRun(folder, steps, tiny_params().model, scratch, loop)
-
-
-def config(method: str, **changes: Any) -> Any:
-    base = {"batch_size": 6, "learning_rate": 3e-3, "microbatch_tokens": 120}
-    return getattr(tiny_params(**{f"{method}__{name}": value for name, value in {**base, **changes}.items()}), method)
-
-
-TRAIN = {"dpo": train_on_pairs, "kto": train_on_examples}
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])

@@ -89,7 +89,7 @@ def test_groups_by_hand():
 )
 def test_microbatches_hold_every_item_once_pairs_together_within_the_budget(prompts, max_tokens: int, shares_prefix: bool):
     items = [Continuation((9 + p,) * (3 + 2 * p), tuple(range(n))) for p, *lengths in prompts for n in lengths]
-    parts = ResponseForward(PAD, shares_prefix, max_tokens).microbatches(items, together=2)
+    parts = [part for part, _ in ResponseForward(PAD, shares_prefix, max_tokens).microbatches(items, together=2)]
     groups = [group for part in parts for group in part]
     assert sorted(i for g in groups for i in g.positions) == list(range(len(items)))
     for group in groups:
@@ -113,9 +113,9 @@ def test_log_probabilities_are_those_of_whole_sequences_alone(sft_folder: Path):
     for shares_prefix in (True, False):
         forward = ResponseForward(PAD, shares_prefix, 60)
         shared = 0
-        for part in forward.microbatches(items):
-            asked = [i for group in part for i in group.items]
-            torch.testing.assert_close(forward.logprobs(module, part), torch.stack([expected[i] for i in asked]), rtol=0, atol=1e-5)
+        for part, _ in forward.microbatches(items):
+            requested = [i for group in part for i in group.items]
+            torch.testing.assert_close(forward.logprobs(module, part), torch.stack([expected[i] for i in requested]), rtol=0, atol=1e-5)
             shared += sum(len(row.branches) > 1 for group in part for row in group.rows)
         assert (shared > 0) == shares_prefix
 
@@ -123,6 +123,6 @@ def test_log_probabilities_are_those_of_whole_sequences_alone(sft_folder: Path):
 @pytest.mark.parametrize("shares_prefix", [True, False])
 def test_each_distinct_response_is_computed_once(sft_folder: Path, shares_prefix: bool):
     items = [item("ppp", "abc"), item("ppp", "def")] * 5
-    (part,) = ResponseForward(PAD, shares_prefix, 1000).microbatches(items)
+    ((part, _),) = ResponseForward(PAD, shares_prefix, 1000).microbatches(items)
     rows = [row for group in part for row in group.rows]
     assert sum(len(row.branches) for row in rows) == 2

@@ -147,7 +147,7 @@ def test_weighted_score_is_raw():
     torch.testing.assert_close(found, torch.tensor([2 * 4.0 - 0.5, NAN, NAN]), equal_nan=True)
 
 
-def test_a_normaliser_goes_on_from_its_moments():
+def test_a_normaliser_resumes_its_moments():
     config = score_config(scorer(normalization="running"), scorer("short", normalization="running"))
     first, second = RewardNormalizer(config), RewardNormalizer(config)
     parts = [{name: torch.randn(5, generator=torch.Generator().manual_seed(k)) for name in ("reward_model", "short")} for k in range(2)]
@@ -200,7 +200,7 @@ def test_kl_in_the_loss_leaves_the_rewards_alone():
     assert metrics["reward_mean"] == 2.0
 
 
-def test_no_eos_a_cut_off_response_is_penalised_in_normalised_units():
+def test_a_truncated_response_is_penalised_in_normalised_units():
     changes = {"rl.reward.scorers": [scorer(normalization="initial")], "rl.reward.no_eos_penalty": 0.75, "rl.reward.clip": None}
     config = rl("ppo", **changes)
     normalizer = RewardNormalizer(config.reward)
@@ -211,7 +211,7 @@ def test_no_eos_a_cut_off_response_is_penalised_in_normalised_units():
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "reinforce_pp"])
-def test_a_response_that_was_cut_off_is_masked_and_in_no_statistic_where_asked(algorithm: str):
+def test_truncated_responses_can_be_masked_and_left_out_of_statistics(algorithm: str):
     """As if it weren't there: row 1 is far from the others in everything."""
     config = rl(
         algorithm,
@@ -371,7 +371,7 @@ def test_remax_in_the_loss_leaves_the_kl_out_of_the_baseline():
     assert train.advantages[0].tolist() == [0.75, 0.75, 0.0]
 
 
-def test_remax_takes_a_cut_off_baseline_for_a_finished_sample_and_learns_nothing_from_a_cut_off_one():
+def test_remax_uses_truncated_baselines_but_no_truncated_samples():
     config = rl("remax", **{"rl.reward.mask_truncated": True, "rl.reward.no_eos_penalty": 0.75})
     batch = rollouts([2.0, 2.0], [2, 2], finished=[True, False], baseline=greedy([1.0, 1.0], finished=[False, True]))
     train, _ = advantages_of(batch, config)

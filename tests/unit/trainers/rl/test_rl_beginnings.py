@@ -75,7 +75,7 @@ def workers(request, model_folders: tuple[Path, Path], tmp_path: Path) -> Worker
     changes = {"rl.algorithm": "rloo", "rl.rollout.one_step_off_policy": True, **request.param}
     job = rl_job(*model_folders, **changes).model_copy(update={"work": str(tmp_path)})
     rank = TrainerRank(0, 1, job)
-    rank.connect("127.0.0.1", 0)
+    rank.connect(None)
     engine = RolloutActor(
         0, backend="pytorch", model_path=job.sft_model, max_length=job.model.max_length, dtype="float32", max_concurrent_sequences=32,
         threads=1, seed=0, trust_remote_code=False, gpu_memory_fraction=0.3,

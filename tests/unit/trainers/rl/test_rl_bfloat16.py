@@ -28,27 +28,27 @@ CASES = {
 
 def connected(folders: tuple[Path, Path], changes: dict, dtype: str) -> TrainerRank:
     rank = TrainerRank(0, 1, rl_job(*folders, **changes | {"model.dtype": dtype}))
-    rank.connect(*rank.address())
+    rank.connect(rank.address())
     return rank
 
 
-def said(rank: TrainerRank, changes: dict) -> dict[str, torch.Tensor]:
+def message(rank: TrainerRank, changes: dict) -> dict[str, torch.Tensor]:
     """What a rank says before an update, of the update itself, and of the weights after it."""
-    asked = sequences(6, seed=3)
-    found = rank.forward(asked, [2] * len(asked))
-    found["score"] = rank.score_by_reward_model("reward_model", [*asked, None])[:-1].flatten()
+    requested = sequences(6, seed=3)
+    found = rank.forward(requested, [2] * len(requested))
+    found["score"] = rank.score_by_reward_model("reward_model", [*requested, None])[:-1].flatten()
     batch = train_batch(8)
     minibatch = whole(batch, demonstrations(4, seed=1)) if "rl.ptx.coef" in changes else whole(batch)
     metrics = rank.update([minibatch], kl_coef=0.1, train_policy=True).totals
     assert all(torch.tensor(value).isfinite() for value in metrics.values())
-    found["probe"] = torch.tensor(rank.probe(asked[0]))
+    found["probe"] = torch.tensor(rank.probe(requested[0]))
     return found
 
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_a_rank_computes_in_bfloat16_what_it_does_in_float32_up_to_its_precision(model_folders, tmp_path, changes):
     rank = connected(model_folders, changes, "bfloat16")
-    half, full = said(rank, changes), said(connected(model_folders, changes, "float32"), changes)
+    half, full = message(rank, changes), message(connected(model_folders, changes, "float32"), changes)
     assert half.keys() == full.keys()
     for name in half:
         assert half[name].dtype == full[name].dtype, name

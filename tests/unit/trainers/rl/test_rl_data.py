@@ -127,12 +127,12 @@ def test_no_prompt_that_fits_is_an_error(tmp_path: Path, sft_folder: Path):
         read_prompts(job, "train")
 
 
-def test_evaluation_asks_validation_prompts_and_only_where_it_is_asked_for(tmp_path: Path, sft_folder: Path):
+def test_evaluation_uses_validation_prompts_if_enabled(tmp_path: Path, sft_folder: Path):
     rows = [*prompt_rows(["a"]), *prompt_rows(list("bcdef"), split="validation")]
-    asked = {"rl.evaluation.every": 2, "rl.evaluation.prompts": 3}
-    chosen = evaluation_prompts(job_with(tmp_path, sft_folder, rows, **asked))
+    requested = {"rl.evaluation.every": 2, "rl.evaluation.prompts": 3}
+    chosen = evaluation_prompts(job_with(tmp_path, sft_folder, rows, **requested))
     assert len({p.id for p in chosen}) == 3 and all(p.id.startswith("validation") for p in chosen)
-    assert [p.id for p in chosen] == [p.id for p in evaluation_prompts(job_with(tmp_path, sft_folder, rows, **asked))]
+    assert [p.id for p in chosen] == [p.id for p in evaluation_prompts(job_with(tmp_path, sft_folder, rows, **requested))]
     assert evaluation_prompts(job_with(tmp_path, sft_folder, rows)) == []
 
 
@@ -204,7 +204,7 @@ def test_demonstrations_are_trained_on_where_sft_trains_on_them(tmp_path: Path, 
     assert whole.skipped == () and tokenizer.decode(d.ids[end:-1]).strip() == "1247." and first == d.start
 
 
-def test_no_demonstrations_where_none_are_asked_for_and_an_error_where_none_fits(tmp_path: Path, sft_folder: Path):
+def test_demonstrations_are_optional_but_must_fit(tmp_path: Path, sft_folder: Path):
     assert demonstrations(tmp_path, sft_folder, ["1247"], **{"rl.ptx.coef": 0.0}).batch(3) == []
     with pytest.raises(ValueError, match=r"rl\.ptx: expected demonstrations of at most model\.max_length tokens, got none of 1"):
         demonstrations(tmp_path, sft_folder, ["x" * 500])

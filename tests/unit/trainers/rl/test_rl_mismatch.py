@@ -53,20 +53,20 @@ STALE = r"policy version 1: expected rollout engine 1 .*largest difference of 1,
 
 
 @pytest.mark.parametrize(
-    ("said", "cause"),
+    ("message", "cause"),
     [
         ([x + 1e-5 for x in BEFORE], "its log-probabilities are unchanged: the weights of version 1 didn't arrive"),
         ([x - 1e-5 for x in BEFORE], "it still has the weights of version 0: those of version 1 didn't arrive"),
         ([-1.5, -2.0, -4.0], "its weights have changed, so the arithmetic differs"),
     ],
 )
-def test_the_message_tells_stale_weights_from_arithmetic(model_folders: tuple[Path, Path], said: list[float], cause: str):
+def test_the_message_tells_stale_weights_from_arithmetic(model_folders: tuple[Path, Path], message: list[float], cause: str):
     with pytest.raises(LogprobMismatch, match=STALE + cause):
-        sync_check(model_folders).check([AFTER, said], AFTER, version=1)
+        sync_check(model_folders).check([AFTER, message], AFTER, version=1)
 
 
 @pytest.mark.parametrize("drift", [0.0, 1e-7], ids=["same_bits", "nearly"])
-def test_stale_weights_are_told_at_the_first_small_update(model_folders: tuple[Path, Path], drift: float):
+def test_stale_weights_are_detected_at_the_first_small_update(model_folders: tuple[Path, Path], drift: float):
     check = sync_check(model_folders)
     nearly = [x + 5e-5 for x in BEFORE]  # within the budget
     with pytest.raises(LogprobMismatch, match=r"engine 0 to follow .*changed by 5e-05.*: the weights of version 1 didn't arrive"):
@@ -111,7 +111,7 @@ ADAPTERS = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-line
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.008], ids=["same_bits", "noise"])
-def test_stale_weights_are_told_in_bfloat16(model_folders: tuple[Path, Path], drift: float):
+def test_stale_weights_are_detected_in_bfloat16(model_folders: tuple[Path, Path], drift: float):
     check = WeightSyncCheck(rl_job(*model_folders, **BFLOAT16), vocabulary=300)
     before, after = spread(1.0, seed=0), spread(1.0, seed=0) + spread(0.1, seed=1)
     check.start([before.tolist()], before.tolist())
@@ -146,13 +146,13 @@ def test_engines_that_start_with_other_numbers_are_refused_unless_the_trainer_ha
 @pytest.mark.parametrize(("dtype", "passes"), [("float32", False), ("bfloat16", True)])
 def test_the_budget_is_the_precisions(model_folders: tuple[Path, Path], dtype: str, passes: bool):
     check = WeightSyncCheck(rl_job(*model_folders, **{"model.dtype": dtype}), vocabulary=300)
-    said = [x + 0.03 for x in BEFORE]
+    message = [x + 0.03 for x in BEFORE]
     if passes:
-        check.start([said], BEFORE)
-        assert check.disagreement(said) is None and check.difference == pytest.approx(0.03)
-        said = [math.nan, *said[1:]]
+        check.start([message], BEFORE)
+        assert check.disagreement(message) is None and check.difference == pytest.approx(0.03)
+        message = [math.nan, *message[1:]]
     with pytest.raises(LogprobMismatch):
-        check.check([said], BEFORE, version=0)
+        check.check([message], BEFORE, version=0)
 
 
 def test_unlikely_tokens_of_the_probe_may_be_further_apart_in_bfloat16(model_folders: tuple[Path, Path]):
@@ -171,7 +171,7 @@ def test_unlikely_tokens_of_the_probe_may_be_further_apart_in_bfloat16(model_fol
 
 def test_the_trainer_says_what_its_model_computes(model_folders: tuple[Path, Path]):
     rank = TrainerRank(0, 1, rl_job(*model_folders))
-    rank.connect("127.0.0.1", 0)
+    rank.connect(None)
     ids = probe_ids(250, longest=64)
     with torch.no_grad():
         logprobs = rank._language_model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)

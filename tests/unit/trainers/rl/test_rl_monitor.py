@@ -74,7 +74,7 @@ def test_what_has_no_value_is_passed_over_and_early_steps_do_not_count():
     assert watch(rl, [{"entropy": 0.5}], state, first=5).stopped.step == 5
 
 
-def test_the_first_limit_that_ends_the_run_does_and_the_others_are_told():
+def test_the_first_limit_ends_the_run_and_others_are_logged():
     ends = {"metric": "entropy", "below": 1.0, "action": "rollback"}
     rl = config(
         {"soft": ends | {"action": "warn"}, "back": ends, "stop": ends | {"action": "stop"}, "entropy": None}, **{"rl.evaluation.every": 5}
@@ -124,7 +124,7 @@ def test_without_a_reference_there_is_no_frontier():
     assert {"frontier_gap", "gap_seen", "agreement_seen"} <= set(curve_columns(rl))
 
 
-def test_a_state_that_was_saved_goes_on_as_if_it_had_not_been():
+def test_a_saved_state_resumes_unchanged():
     rl = config(
         {
             "fall": {"metric": "score_seen", "fall": 0.2, "window": 3, "patience": 2, "action": "stop"},

@@ -34,7 +34,7 @@ ROUNDING, SUMS = 5e-6, 2e-6
 
 def connected(folders: tuple[Path, Path], **overrides) -> TrainerRank:
     rank = TrainerRank(0, 1, rl_job(*folders, **SETTINGS | overrides))
-    rank.connect(*rank.address())
+    rank.connect(rank.address())
     return rank
 
 
@@ -167,15 +167,15 @@ def test_models_that_run_at_the_same_time_compute_the_same_bits(tmp_path: Path, 
         torch.set_num_threads(threads)
         rank = connected(model_folders, **{"rl.trainer.microbatch_tokens": 60})
         assert rank._backend.workers == threads
-        asked = {"scores": rank.score_by_reward_model("reward_model", ids), **rank.forward(ids, [3] * 12)}
-        told = update(rank, [whole(train_batch(8, seed=k)) for k in (1, 2)])
+        requested = {"scores": rank.score_by_reward_model("reward_model", ids), **rank.forward(ids, [3] * 12)}
+        reported = update(rank, [whole(train_batch(8, seed=k)) for k in (1, 2)])
         batch = train_batch(12, seed=3)
         kept = {f"{name}, kept": values for name, values in rank.forward(*sampled(batch), keep_graphs=True).items()}
         assert len(rank._graphs) > 1
-        add_totals(told, update(rank, [whole(batch)]))
-        found.append((told, asked | kept | resident(rank, tmp_path / str(threads))))
-    (told, tensors), (told_alone, tensors_alone) = found
-    assert told == told_alone and tensors.keys() == tensors_alone.keys()
+        add_totals(reported, update(rank, [whole(batch)]))
+        found.append((reported, requested | kept | resident(rank, tmp_path / str(threads))))
+    (reported, tensors), (told_alone, tensors_alone) = found
+    assert reported == told_alone and tensors.keys() == tensors_alone.keys()
     assert all(torch.equal(tensors[name], tensors_alone[name]) for name in tensors)
 
 
@@ -258,7 +258,7 @@ KEEPING = [
 
 
 @pytest.mark.parametrize(("settings", "how", "passes"), KEEPING)
-def test_an_update_goes_on_from_the_passes_before_it(
+def test_an_update_resumes_after_the_passes_before_it(
     tmp_path: Path, model_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, settings: dict, how: dict, passes: int | str
 ):
     """The one optimizer step of a batch, in another order, with a sample unscored and a gap in what is trained on; as if made anew."""
@@ -273,7 +273,7 @@ def test_an_update_goes_on_from_the_passes_before_it(
     found, counts = [], []
     for learn in (False, True):
         rank = connected(model_folders, **settings)
-        asked = rank.forward(*sampled(batch), recomputed=how.get("recomputed"), keep_graphs=learn)
+        requested = rank.forward(*sampled(batch), recomputed=how.get("recomputed"), keep_graphs=learn)
         kept = [
             weakref.ref(values)
             for part in rank._graphs
@@ -285,14 +285,14 @@ def test_an_update_goes_on_from_the_passes_before_it(
         totals = rank.update([learned], **updating).totals
         made = len(called)
         assert all(values() is None for values in kept), "expected what was kept to be given back"
-        found.append((asked, totals, rank.weights() if rank._critic is None else resident(rank, tmp_path / str(learn))))
+        found.append((requested, totals, rank.weights() if rank._critic is None else resident(rank, tmp_path / str(learn))))
         rank.update([learned], **updating)  # has nothing to go on from
         counts.append((made, len(called) - made))
-    (asked, anew, weights), (asked_to_learn, totals, others) = found
+    (requested, anew, weights), (asked_to_learn, totals, others) = found
     every = counts[0][0]
     assert counts == [(every, every), (every if passes == "all" else passes, every)]
-    assert asked.keys() == asked_to_learn.keys()
-    for name, values in asked.items():
+    assert requested.keys() == asked_to_learn.keys()
+    for name, values in requested.items():
         torch.testing.assert_close(asked_to_learn[name], values, rtol=0, atol=3e-6)
         assert not asked_to_learn[name].requires_grad
     assert totals == pytest.approx(anew, rel=1e-5, abs=1e-5)
@@ -754,3 +754,36 @@ def test_a_rank_scores_with_a_ready_made_encoder_beside_a_new_critic(sft_folder:
     rank = connected((sft_folder, folder), **{"rl.algorithm": "ppo", "rl.ppo.critic_init": "sft"})
     expected = own_scores_alone(load_scalar_model(folder), ids)
     torch.testing.assert_close(rank.score_by_reward_model("reward_model", [*ids, None])[:5], expected, rtol=0, atol=1e-5)
+
+
+LORA = {"rank": 2, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"model.dtype": "bfloat16"},
+        {"rl.trainer.zero_stage": 2},
+        {"rl.trainer.zero_stage": 3, "model.dtype": "bfloat16"},
+        {"rl.lora": LORA},
+        {"rl.lora": LORA | {"quantize": "nf4"}},
+        {"rl.ema_decay": 0.9},
+    ],
+    ids=lambda settings: " ".join(key.rpartition(".")[2] for key in settings) or "default",
+)
+def test_the_policy_of_a_checkpoint_exports_the_same_bits_after_further_steps(
+    tmp_path: Path, model_folders: tuple[Path, Path], settings: dict
+):
+    """The best policy is exported from its step's checkpoint."""
+    rank = connected(model_folders, **{"rl.algorithm": "grpo", **settings})
+    update(rank, [whole(train_batch(3))])
+    rank.save(str(tmp_path / "step"))
+    rank.export(str(tmp_path / "then"))
+    update(rank, [whole(train_batch(5))])
+    rank.export(str(tmp_path / "later"))
+    rank.load(str(tmp_path / "step"))
+    rank.export(str(tmp_path / "again"))
+    then, later, again = (read_state_dict(tmp_path / name) for name in ("then", "later", "again"))
+    assert any(not torch.equal(then[name], later[name]) for name in then)
+    assert then.keys() == again.keys() and all(torch.equal(then[name], again[name]) for name in then)

@@ -11,9 +11,13 @@ import pytest
 import torch
 from tiny_models import tiny_params
 
+from rlhf_core.checkpoint.manifest import damage
+from rlhf_core.checkpoint.store import SaveFailed
+from rlhf_core.engines.ray_actors import RoleLost
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.monitor import Finding, MonitorState, Track
 from rlhf_core.trainers.rl.state import Best, Progress, RunStore
+from rlhf_core.trainers.rl.workers import save_lost
 
 RL = tiny_params().rl
 
@@ -33,14 +37,6 @@ def save(store: RunStore, progress: Progress, moments: RewardNormalizer, save_ra
 
 def write_rank(text: str):
     return lambda folder: (folder / "rank").write_text(text)
-
-
-def write_policy(text: str):
-    def export(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "weights").write_text(text)
-
-    return export
 
 
 def test_a_run_starts_with_the_configured_coefficient_and_a_fixed_one_stays():
@@ -82,30 +78,76 @@ def test_a_run_ends_with_its_last_step_or_by_a_limit():
     assert not replace(start, step=7, monitor=MonitorState(warnings=(stopped,))).finished(RL)
 
 
-def test_no_checkpoint_is_no_progress_and_an_abandoned_best_policy_goes(tmp_path: Path):
-    store = RunStore(tmp_path)
-    store.keep_best(write_policy("abandoned"))
+def test_no_checkpoint_is_no_progress(tmp_path: Path):
     assert RunStore(tmp_path).load(normalizer(), write_rank("")) is None
-    assert not store.best_policy.exists()
 
 
-def test_the_best_policy_is_that_of_the_checkpoint_whatever_came_after_it(tmp_path: Path):
-    store = RunStore(tmp_path)
-    store.keep_best(write_policy("of step 2"))
-    save(store, Progress(3, 30, 0.1, Best(2, 1.0)), normalizer(1.0, 2.0), write_rank("three"))
-    store.keep_best(write_policy("of step 4"))  # and then the run is killed
+def steps(folder: Path) -> list[int]:
+    return sorted(int(p.name.removeprefix("step-")) for p in (folder / "checkpoints").iterdir())
+
+
+def run(folder: Path, best: dict[int, int]) -> RunStore:
+    """A run that saves after each of these steps; the policy of the other step is the best by then."""
+    store = RunStore(folder)
+    for step, of in best.items():
+        save(store, Progress(step, 10 * step, 0.1, Best(of, float(of))), normalizer(1.0, 2.0), write_rank(f"step {step}"))
+    return store
+
+
+def test_the_best_policy_is_that_of_a_checkpoint_which_stays_and_has_no_copy(tmp_path: Path):
+    store = run(tmp_path, {0: 0, 2: 2, 3: 2, 4: 2, 5: 2})
+    assert steps(tmp_path) == [2, 4, 5]
+    assert (store.of_step(2).folder / "rank").read_text() == "step 2"
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file() and p.parent.name == "step-5") == [
+        "digest.json",
+        "driver.json",
+        "manifest.json",
+        "rank",
+    ]
+
+
+def test_a_best_checkpoint_stays_while_an_older_checkpoint_needs_it(tmp_path: Path):
+    """That of step 1 is the best one for step 3, to which a run goes back if the newest checkpoint is damaged."""
+    run(tmp_path, {1: 1, 3: 1, 4: 4})
+    assert steps(tmp_path) == [1, 3, 4]
+    (tmp_path / "checkpoints/step-4/rank").write_text("torn")
     loaded = []
     progress = RunStore(tmp_path).load(normalizer(), lambda found: loaded.append((found.folder / "rank").read_text()))
-    assert (progress.step, progress.best, loaded) == (3, Best(2, 1.0), ["three"])
-    assert (store.best_policy / "weights").read_text() == "of step 2"
+    assert (progress.step, progress.best, loaded) == (3, Best(1, 1.0), ["step 3"])
+    run(tmp_path, {5: 4, 6: 4, 7: 4})
+    assert steps(tmp_path) == [4, 6, 7]
 
 
-def test_a_damaged_checkpoint_goes_back_with_its_best_policy_too(tmp_path: Path):
-    store = RunStore(tmp_path)
-    for step, text in ((2, "first"), (4, "second")):
-        store.keep_best(write_policy(text))
-        save(store, Progress(step, 10 * step, 0.1, Best(step, float(step))), normalizer(1.0, 2.0), write_rank(text))
-    (tmp_path / "checkpoints/step-4/best/weights").write_text("torn")
-    progress = RunStore(tmp_path).load(normalizer(), lambda found: None)
-    assert progress == Progress(2, 20, 0.1, Best(2, 2.0))
-    assert (store.best_policy / "weights").read_text() == "first"
+@pytest.mark.parametrize("how", ["damaged", "missing"])
+def test_checkpoints_whose_best_one_is_damaged_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str):
+    store = run(tmp_path, {1: 1, 2: 2, 3: 2})
+    assert steps(tmp_path) == [2, 3]
+    torn = tmp_path / "checkpoints/step-2"
+    (torn / "rank").write_text("torn") if how == "damaged" else torn.rename(tmp_path / "away")
+    assert RunStore(tmp_path).load(normalizer(), lambda found: None) is None
+    assert "checkpoint of step 3: its best checkpoint, of step 2: expected" in caplog.text
+    with pytest.raises(SaveFailed, match=r"checkpoint of step 2: expected .*; run again: the stage resumes from one before it"):
+        store.of_step(2)
+
+
+def test_what_is_checked_by_ranks_together_is_passed_over_when_one_finds_damage(tmp_path: Path):
+    run(tmp_path, {1: 1, 2: 1})
+    checked: list[str] = []
+
+    def check(folder: Path) -> str | None:
+        checked.append(folder.name)
+        return "expected rng-1.pt as it was written, got other content" if folder.name == "step-2" else damage(folder)
+
+    progress = RunStore(tmp_path, check=check).load(normalizer(), lambda found: None)
+    assert (progress.step, checked) == (1, ["step-2", "step-1"])
+
+
+def test_a_rank_lost_during_a_save_is_told_with_folder_bytes_and_remedy(tmp_path: Path):
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "half.pt").write_bytes(b"x" * 1500)
+    found = save_lost(RoleLost("trainer rank 1: expected save to finish, got no answer within 5 s", [1]), tmp_path)
+    assert found.ranks == [1]
+    assert str(found) == (
+        f"trainer rank 1: expected save to finish, got no answer within 5 s; got 1.5 kB of the checkpoint in {tmp_path}; raise "
+        "checkpoints.save_timeout if the rank is late, or use a faster disk"
+    )

@@ -36,8 +36,8 @@ def test_a_signal_ends_what_changes_nothing_at_once_and_a_second_one_does_not_di
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_signal_between_two_ranks_waits_until_all_are_asked_or_the_first_would_wait_for_them_in_a_collective(stop):
-    asked = []
+def test_sigterm_is_deferred_during_rank_submit(stop):
+    requested = []
 
     class Rank:
         """An actor as Ray gives it, whose driver is told to stop while it is asked."""
@@ -50,19 +50,19 @@ def test_a_signal_between_two_ranks_waits_until_all_are_asked_or_the_first_would
 
         def remote(self, *_, **__):
             os.kill(os.getpid(), signal.SIGTERM)
-            asked.append(self)
+            requested.append(self)
 
     group = ActorGroup.__new__(ActorGroup)
     group.role, group.actors = "trainer", [Rank(), Rank()]
     with pytest.raises(StepAbandoned), stop.interrupts():
         group.submit("forward", [(), ()])
         pytest.fail("the step went on")
-    assert asked == group.actors
+    assert requested == group.actors
     assert signal.getsignal(signal.SIGTERM) == stop.request
 
 
-@pytest.mark.parametrize(("asked", "becomes"), [(True, StepAbandoned), (False, KeyboardInterrupt)])
-def test_what_ray_makes_of_a_handlers_exception_is_told_from_ctrl_c(stop, asked, becomes):
+@pytest.mark.parametrize(("requested", "becomes"), [(True, StepAbandoned), (False, KeyboardInterrupt)])
+def test_rays_form_of_a_handlers_exception_is_not_ctrl_c(stop, requested, becomes):
     with pytest.raises(becomes), stop.interrupts():
-        stop._requested = asked
+        stop._requested = requested
         raise KeyboardInterrupt

@@ -16,8 +16,9 @@ import pytest
 from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import write_rows
+from rlhf_core.stage.job import REFUSED, forget_refusal, refusal_of, refuse
 from rlhf_core.stage.run import TAIL, StageFailed
-from rlhf_core.trainers.rl.job import REFUSED, RlJob, forget_refusal, refusal_of, refuse
+from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.submit import check_rewards, describe_job, final_figures
 
 ROOT = Path(__file__).parents[4]
@@ -78,7 +79,7 @@ def test_a_run_that_uses_no_own_reward_model_needs_no_gate(workspace):
         ({"kind": "number"}, "scorers ['number']: expected prompts with labels, got none with one"),
     ],
 )
-def test_what_a_scorer_lacks_is_said_before_anything_starts(workspace, scorer, message):
+def test_missing_scorer_inputs_are_named_before_the_start(workspace, scorer, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check_rewards(params(scorer).rl, PASSED)
 
@@ -99,9 +100,9 @@ def test_demonstrations_in_the_update_need_some(workspace):
         (workspace / "data/prepared/sft.parquet").unlink(missing_ok=True)
 
 
-def test_what_the_driver_refuses_is_told_by_the_stage_in_its_own_words(workspace):
+def test_the_stage_repeats_the_drivers_refusal(workspace):
     """The stage's last line goes into the flow's state and the page of a stopped chain, where there is no log above it."""
-    given = job(workspace, params())
+    given = workspace
     assert refusal_of(given) == "expected to be able to train, got a refusal in its output; change what that names"
     assert (
         refuse(given, ValueError("scorer function mine.py:score: expected an importable module,\n got KeyError ('TABLE'); name it"))
@@ -183,11 +184,11 @@ def test_the_end_of_a_short_run_is_its_last_third(tmp_path):
 
 def test_output_that_nobody_reads_any_more_does_not_end_the_stage():
     """As where the flow was killed: the job's checkpoint is still to come."""
-    told = "from rlhf_core.trainers.rl.submit import print_output; [print_output(f'rl {k}\\n') for k in range(3)]; raise SystemExit(7)"
+    reported = "from rlhf_core.stage.ray_job import print_output; [print_output(f'rl {k}\\n') for k in range(3)]; raise SystemExit(7)"
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = subprocess.run([sys.executable, "-c", told], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", reported], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (7, "")

@@ -1,0 +1,126 @@
+"""One store of checkpoints for all ranks: rank 0 owns the folders, every rank writes into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhf_core.checkpoint.manifest import damage
+from rlhf_core.checkpoint.parts import hand_in
+from rlhf_core.checkpoint.store import CheckpointStore, Found
+from rlhf_core.engines.ranks import from_first, is_first, of_all, on_first, rank, world_size
+
+
+class RankStore:
+    """A CheckpointStore whose methods every rank calls; with one rank it is that store.
+
+    Args:
+        open_store: opens the store; called on rank 0 only, since opening removes what an interrupted save left behind.
+    Raises:
+        RuntimeError: by every method but `close`, on other ranks than the one whose error it tells.
+    """
+
+    def __init__(self, open_store: Callable[[], CheckpointStore]):
+        self._store: CheckpointStore | None = None
+
+        def keep() -> None:
+            self._store = open_store()
+
+        on_first(keep, subject="checkpoints")
+
+    def latest(self) -> Found | None:
+        """As `CheckpointStore.latest`; each rank reads a share of the files."""
+        return self._checked(lambda check: self._store.latest(check))
+
+    def of_step(self, step: int) -> Found:
+        """As `CheckpointStore.of_step`; each rank reads a share of the files."""
+        return self._checked(lambda check: self._store.of_step(step, check))
+
+    def _checked(self, find: Callable[[Callable[[Path], str | None]], Found | None]) -> Found | None:
+        """Call `find(check)` on rank 0; all ranks check the folders that it asks about."""
+        if world_size() == 1:
+            return find(damage)
+        if not is_first():
+            while (folder := from_first(None)) is not None:
+                of_all(damage(folder, rank=rank(), ranks=world_size()))
+            return on_first(lambda: None, subject="checkpoint")
+
+        def check(folder: Path) -> str | None:
+            return next(filter(None, of_all(damage(from_first(folder), ranks=world_size()))), None)
+
+        found, failed = None, None
+        try:
+            found = find(check)
+        except Exception as error:
+            failed = error
+        from_first(None)  # no further folder
+
+        def result() -> Found | None:
+            if failed is not None:
+                raise failed
+            return found
+
+        return on_first(result, subject="checkpoint")
+
+    def write(self, step: int, save: Callable[[Path], list[str]], *, score: float | None = None, best: int | None = None) -> None:
+        """As `CheckpointStore.write`.
+
+        Args:
+            save: called on every rank with the checkpoint's folder. Returns the names of files and folders that it wrote into; a rank
+                hashes its own files in them.
+        """
+        if not is_first():
+            told = from_first(None)
+            if isinstance(told, str):
+                raise RuntimeError(f"checkpoint of step {step}: expected rank 0 to make its folder, got {told}")
+            _save(told, save)
+            return
+        begun = False
+
+        def save_all(folder: Path) -> None:
+            nonlocal begun
+            begun = True
+            _save(from_first(folder), save)
+
+        try:
+            self._store.write(step, save_all, score=score, best=best, ranks=range(world_size()) if world_size() > 1 else ())
+        except Exception as error:
+            if not begun:
+                from_first(f"{type(error).__name__}: {error}")
+            raise
+
+    def publish(self) -> None:
+        """As `CheckpointStore.publish`, on rank 0; other ranks do nothing."""
+        if self._store is not None:
+            self._store.publish()
+
+    def wait(self) -> None:
+        """As `CheckpointStore.wait`; other ranks wait for rank 0."""
+        on_first(lambda: self._store.wait(), subject="checkpoint")
+
+    def close(self) -> None:
+        """As `CheckpointStore.close`, on rank 0. Not a collective: work that failed on one rank closes its store too."""
+        if self._store is not None:
+            self._store.close()
+
+
+def _save(folder: Path, save: Callable[[Path], list[str]]) -> None:
+    """Call `save(folder)` on every rank, and wait for all.
+
+    Raises:
+        RuntimeError: another rank couldn't save its part.
+    """
+    names: list[str] = []
+    failed: Exception | None = None
+    try:
+        names = save(folder)
+    except Exception as error:
+        failed = error
+    outcomes = of_all(None if failed is None else f"{type(failed).__name__}: {failed}")
+    if failed is not None:
+        raise failed
+    for number, problem in enumerate(outcomes):
+        if problem is not None:
+            raise RuntimeError(f"checkpoint: expected rank {number} to save its part, got {problem}")
+    if world_size() > 1:
+        hand_in(folder, rank(), names)

@@ -1,0 +1,147 @@
+"""What ranks share: their micro-batches, sums, decisions and objects. With one rank nothing is sent.
+
+Ranks that share each sequence (rlhf_core/engines/sequence_parallel.py) have the same micro-batches and the same results; the first of them
+contributes to sums.
+
+Every function but `rank`, `world_size`, `threads_of_rank`, `data_parallel_size` and `own_parts` is a collective: all ranks call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rlhf_core.data.batching import Part, spread
+from rlhf_core.engines.deepspeed_engine import sum_over_ranks
+from rlhf_core.engines.sequence_parallel import shared_by
+
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def data_parallel_size() -> int:
+    """Ranks, or groups of ranks that share sequences, which have micro-batches of their own."""
+    return world_size() // shared_by()
+
+
+def is_first() -> bool:
+    return rank() == 0
+
+
+def threads_of_rank(threads: int) -> int:
+    """This rank's part of the CPU cores that all ranks share; at least 1."""
+    return max(1, threads // world_size())
+
+
+def own_parts(lengths: Sequence[int], *, max_tokens: int, rows: Sequence[int] | None = None) -> list[Part]:
+    """This rank's micro-batches of examples that every rank knows: see `spread`."""
+    return spread(lengths, max_tokens=max_tokens, rows=rows, ranks=data_parallel_size())[rank() // shared_by()]
+
+
+def merged(values: torch.Tensor) -> torch.Tensor:
+    """A tensor of which each rank has filled its own part and left the rest 0: the sum over ranks, on the CPU."""
+    return values if world_size() == 1 else sum_over_ranks(_contribution(values)).cpu()
+
+
+def summed(*values: float) -> list[float]:
+    """Each value summed over ranks, or groups of ranks that share sequences, in float64."""
+    if world_size() == 1:
+        return list(values)
+    return sum_over_ranks(_contribution(torch.tensor(values, dtype=torch.float64))).tolist()
+
+
+def _contribution(values: torch.Tensor) -> torch.Tensor:
+    """What this rank adds to a sum: zeros where another rank of its group has the same values and adds them."""
+    return values if rank() % shared_by() == 0 else torch.zeros_like(values)
+
+
+def wait_for_all() -> None:
+    """Until every rank has come here."""
+    summed(0.0)
+
+
+def on_any(flag: bool) -> bool:
+    """Whether the flag is set on at least one rank."""
+    return flag if world_size() == 1 else bool(sum_over_ranks(torch.tensor(float(flag))) > 0)
+
+
+def gathered(columns: Sequence[torch.Tensor], positions: Sequence[int], total: int) -> list[torch.Tensor]:
+    """Rows of all ranks, on the CPU.
+
+    Args:
+        columns: [n] each, this rank's rows; numbers that float64 represents.
+        positions: of this rank's rows among all `total`; no two ranks have the same.
+    Returns:
+        The columns [total] in the order of the positions. With one rank the given columns in their own order.
+    """
+    if world_size() == 1:
+        return [column.cpu() for column in columns]
+    rows = torch.zeros(total, len(columns), dtype=torch.float64)
+    rows[torch.tensor(positions, dtype=torch.long)] = torch.stack([column.cpu().double() for column in columns], 1)
+    return [column.to(given.dtype) for column, given in zip(merged(rows).unbind(1), columns, strict=True)]
+
+
+def from_first(value: Value) -> Value:
+    """Rank 0's value on every rank; others' values are ignored. It is pickled."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def of_all(value: Value) -> list[Value]:
+    """Every rank's value on every rank, rank 0's first. They are pickled."""
+    if world_size() == 1:
+        return [value]
+    values: list = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def in_shares(items: Sequence[Item], compute: Callable[[list[Item]], Sequence[Value]]) -> list[Value]:
+    """One result for each item, on every rank and in the items' order. Of N ranks each computes every Nth item; with one rank all.
+
+    Args:
+        items: the same on every rank.
+        compute: no collective. Returns as many results as it gets items, which are pickled; it gets at least one item.
+    """
+    ranks = world_size()
+    own = list(items[rank() :: ranks])
+    found = of_all(list(compute(own)) if own else [])
+    return [found[i % ranks][i // ranks] for i in range(len(items))]
+
+
+def on_first(call: Callable[[], Value], *, subject: str) -> Value:
+    """Call a function on rank 0 while the other ranks wait. Its result, which is pickled, on every rank.
+
+    Args:
+        subject: of the other ranks' error.
+    Raises:
+        RuntimeError: on other ranks, if the call raised on rank 0; rank 0 raises the error itself.
+    """
+    if world_size() == 1:
+        return call()
+    result, failed = None, None
+    if is_first():
+        try:
+            result = call()
+        except Exception as error:
+            failed = error
+    problem, result = from_first((None if failed is None else f"{type(failed).__name__}: {failed}", result))
+    if failed is not None:
+        raise failed
+    if problem is not None:
+        raise RuntimeError(f"{subject}: expected rank 0 to succeed, got {problem}")
+    return result

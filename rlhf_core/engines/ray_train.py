@@ -1,0 +1,218 @@
+"""Ranks by Ray Train: one process for each rank, placed together, with torch's process group between them.
+
+Ray chooses nodes, devices, addresses and ports, and sets RANK, LOCAL_RANK and WORLD_SIZE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from rlhf_core.environment import passed_on
+from rlhf_core.process import collect_rarely
+
+POLL_SECONDS = 0.5
+PEER_SECONDS = 5.0  # that a rank waits with an error of communication, which a peer's death causes, until that death is known
+START_MISSED = 75  # exit code of a driver whose ranks don't start; EX_TEMPFAIL of sysexits.h
+OUTPUT = "rank-0.log"  # in the folder of the ranks' files: what rank 0 prints
+# Parts of Ray Train: a working folder, metrics, a replacement of `print`, log files, and actors that look for reclaimed nodes and state.
+_SWITCHED_OFF = (
+    "RAY_CHDIR_TO_TRIAL_DIR",
+    "RAY_TRAIN_METRICS_ENABLED",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH",
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING",
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER",
+    "RAY_TRAIN_ENABLE_STATE_ACTOR_RECONCILIATION",
+)
+
+log = logging.getLogger("rlhf")
+
+
+class RankFailed(RuntimeError):
+    """A rank raised an error or died; the message names it.
+
+    cause, traceback: of the rank's own exception; None and empty: its process is gone, or it never started.
+    """
+
+    def __init__(self, message: str, cause: BaseException | None = None, traceback: str = ""):
+        super().__init__(message)
+        self.cause, self.traceback = cause, traceback
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Which ranks are started, and how long they may take.
+
+    gpus: whether each rank gets a GPU; without, each gets a CPU.
+    threads: OMP_NUM_THREADS of each rank.
+    folder: for files of the ranks; on a file system that every node sees.
+    start_timeout: seconds for the cluster to have room for all ranks.
+    rank_timeout: seconds that a rank waits for others: until all have started, in a collective.
+    """
+
+    size: int
+    gpus: bool
+    threads: int
+    folder: Path
+    start_timeout: float
+    rank_timeout: float
+
+
+def run_on_ranks(function: str, argument: Any, group: RankGroup) -> None:
+    """Call a function on every rank within a process group, and print what rank 0 prints. To be called in a Ray job's driver.
+
+    Args:
+        function: "module:name" of what is called with `argument`.
+    Raises:
+        RankFailed: a rank raised an error, died, or didn't start in time.
+    """
+    _configure(group)
+    shutil.rmtree(group.folder, ignore_errors=True)
+    group.folder.mkdir(parents=True)
+    trainer = TorchTrainer(
+        _run_rank,
+        train_loop_config={"function": function, "argument": argument, "folder": str(group.folder)},
+        torch_config=TorchConfig(backend="nccl" if group.gpus else "gloo", timeout_s=max(1, int(group.rank_timeout))),
+        scaling_config=ScalingConfig(
+            num_workers=group.size,
+            use_gpu=group.gpus,
+            resources_per_worker={"CPU": 1, **({"GPU": 1} if group.gpus else {})},
+        ),
+        run_config=RunConfig(
+            name="ranks",
+            storage_path=str(group.folder),
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0),
+            worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": str(group.threads), **passed_on()}},
+            logging_config=LoggingConfig(log_level="ERROR"),
+        ),
+    )
+    with _passing_on(group.folder / OUTPUT), _start_deadline(group):
+        try:
+            trainer.fit()
+        except TrainingFailedError as error:
+            raise _failure(error, group) from error
+
+
+def _configure(group: RankGroup) -> None:
+    """Settings that Ray Train reads from the driver's environment."""
+    os.environ.update(dict.fromkeys(_SWITCHED_OFF, "0"))
+    os.environ.update(
+        RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=str(POLL_SECONDS),
+        RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(group.start_timeout),
+        RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S=str(group.rank_timeout),
+    )
+
+
+def _run_rank(config: dict[str, Any]) -> None:
+    """On each rank, in a thread of its process."""
+    from ray.train import get_context
+
+    rank, folder = get_context().get_world_rank(), Path(config["folder"])
+    (folder / f"started-{rank}").touch()
+    collect_rarely()
+    output = (folder / OUTPUT).open("a", buffering=1, encoding="utf-8") if rank == 0 else None
+    if output is not None:
+        sys.stdout = output
+    module, _, name = config["function"].partition(":")
+    try:
+        getattr(importlib.import_module(module), name)(config["argument"])
+    except Exception as error:
+        (folder / f"traceback-{rank}").write_text(traceback.format_exc(), encoding="utf-8")
+        if isinstance(error, RuntimeError):
+            time.sleep(PEER_SECONDS)
+        raise
+    finally:
+        if output is not None:
+            sys.stdout = sys.__stdout__
+            output.close()
+
+
+def _failure(error: TrainingFailedError, group: RankGroup) -> RankFailed:
+    """What happened first, as far as the ranks' errors show it: a refusal, then a death, which makes other ranks fail, then any other."""
+    if not isinstance(error, WorkerGroupError):
+        cause = getattr(error, "controller_failure", error)
+        return RankFailed(
+            f"ranks: expected room for {group.size} of them within cluster.start_timeout={group.start_timeout:.0f} s and all of them to "
+            f"start, got {type(cause).__name__}: {_first_line(cause)}; lower the number of ranks or add nodes"
+        )
+    failures = error.worker_failures
+    own = {rank: failure for rank, failure in failures.items() if not isinstance(failure, RayError) and not _is_death(failure)}
+    refused = {rank: failure for rank, failure in own.items() if not isinstance(failure, RuntimeError)}
+    dead = sorted(failures.keys() - own.keys())
+    if dead and not refused:
+        return RankFailed(f"rank {', '.join(map(str, dead))}: expected to finish its work, got a dead process; run the stage again")
+    rank, cause = min((refused or own).items())
+    where = group.folder / f"traceback-{rank}"
+    told = where.read_text(encoding="utf-8") if where.exists() else ""
+    return RankFailed(f"rank {rank}: expected to finish its work, got {type(cause).__name__}: {_first_line(cause)}", cause, told)
+
+
+def _is_death(failure: BaseException) -> bool:
+    return type(failure).__name__ in ("WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError")
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+@contextlib.contextmanager
+def _passing_on(path: Path) -> Iterator[None]:
+    """Print what is appended to a file, from a thread."""
+    done = threading.Event()
+
+    def run() -> None:
+        seen = 0
+        ended = False
+        while not ended:
+            ended = done.wait(POLL_SECONDS)  # the file is read once more after the end
+            if path.exists():
+                with path.open(encoding="utf-8", errors="replace") as file:
+                    file.seek(seen)
+                    sys.stdout.write(file.read())
+                    sys.stdout.flush()
+                    seen = file.tell()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def _start_deadline(group: RankGroup) -> Iterator[None]:
+    """End this process, which ends the job, unless every rank starts in time: Ray Train has no deadline between placing and starting."""
+    done = threading.Event()
+
+    def run() -> None:
+        if done.wait(group.start_timeout + group.rank_timeout):
+            return
+        missing = [rank for rank in range(group.size) if not (group.folder / f"started-{rank}").exists()]
+        if missing:
+            seconds = group.start_timeout + group.rank_timeout
+            log.error("rank %s: expected to start within %.0f s, got no sign of it", ", ".join(map(str, missing)), seconds)
+            os._exit(START_MISSED)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()

@@ -1,0 +1,98 @@
+"""What a stage and the driver of its Ray job tell each other: exit codes, heartbeat, and the reason of a refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlhf_core.config import Params
+
+log = logging.getLogger("rlhf")
+
+# Exit codes of the driver, after sysexits.h. Any other code is a crash; a rerun may succeed.
+REFUSED = 65  # EX_DATAERR: the job can't be done as described; a rerun would fail again
+LOST = 75  # EX_TEMPFAIL: an actor that can't be replaced died or missed a deadline; a rerun resumes from the last checkpoint
+FULL = 74  # EX_IOERR: a checkpoint can't be written, such as for lack of space
+STOPPED = 143  # SIGTERM, after the checkpoint is written
+BEAT_SECONDS = 2.0
+
+
+def pulse_file(work: Path) -> Path:
+    """File of the driver's heartbeat in the job's folder."""
+    return work / "pulse"
+
+
+def refuse(work: Path, error: BaseException) -> int:
+    """Log why the job can't be done, and leave the reason for the stage. Returns the exit code."""
+    log.error("%s", error)
+    with contextlib.suppress(OSError):  # the log has the reason
+        _refusal_file(work).write_text(" ".join(str(error).split()), encoding="utf-8")
+    return REFUSED
+
+
+def forget_refusal(work: Path) -> None:
+    """Remove the reason of an earlier driver."""
+    with contextlib.suppress(OSError):
+        _refusal_file(work).unlink(missing_ok=True)
+
+
+def refusal_of(work: Path) -> str:
+    """The reason of a driver that exited with REFUSED, on one line."""
+    with contextlib.suppress(OSError):
+        if reason := _refusal_file(work).read_text(encoding="utf-8"):
+            return reason
+    return "expected to be able to train, got a refusal in its output; change what that names"
+
+
+def _refusal_file(work: Path) -> Path:
+    return work / "refusal.txt"
+
+
+@contextlib.contextmanager
+def beat(path: Path) -> Iterator[None]:
+    """Write a heartbeat file every BEAT_SECONDS from a thread; it stops with the process, not while the main thread waits."""
+    done = threading.Event()
+
+    def run() -> None:
+        for count in itertools.count():
+            with contextlib.suppress(OSError):  # a full disk is reported where it matters
+                path.write_text(str(count))
+            if done.wait(BEAT_SECONDS):
+                return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def check_cluster(stage: str, params: Params, gpus: int) -> None:
+    """In a driver: check that the stage's models fit a cluster that the stage itself can't look at. Nodes that don't answer in time are
+    named in the log, and nothing is checked.
+
+    Args:
+        gpus: of the cluster.
+    Raises:
+        ValueError: naming the role that lacks memory.
+    """
+    from rlhf_core.engines.ray_actors import RoleLost, cluster_memory
+    from rlhf_core.planning.preflight import preflight, runs_elsewhere, smallest
+
+    if params.flow.preflight == "off" or not runs_elsewhere(stage, params):
+        return
+    try:
+        machine = smallest(cluster_memory(params.cluster.start_timeout))
+    except RoleLost as error:
+        log.warning("preflight: can't check the memory of %s: %s", stage, error)
+        return
+    if len(machine.gpus) == gpus and (refusal := preflight(stage, params, machine)) is not None:
+        raise ValueError(refusal)

@@ -1,0 +1,100 @@
+"""A stage whose work is a Ray job: a local head or the configured cluster, submission, output, stop and exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from rlhf_core.config import reordering_shown
+from rlhf_core.environment import passed_on
+from rlhf_core.process import PROCESS_ENVIRONMENT, Interrupted
+from rlhf_core.progress import STATUS
+from rlhf_core.stage.job import REFUSED, pulse_file, refusal_of
+from rlhf_core.stage.run import STOPPED_BY_SIGNAL, Stage, StageFailed
+
+HEAD_GRACE = 5.0  # seconds of the stage's stop_grace in which the Ray head ends, after the job
+
+
+class JobCrashed(RuntimeError):
+    """The job or one of its actors died. A rerun resumes from the last checkpoint."""
+
+
+def submit_job(
+    stage: Stage, *, subject: str, driver: str, description: Path, actors: int, model: Path | None = None, part: str = ""
+) -> None:
+    """Submit the job, or follow it if it already runs, and print its output.
+
+    Args:
+        subject: of messages, such as "RL job".
+        driver: module of the job's driver, which gets the path of the description.
+        actors: CPUs that the job needs.
+        model: folder of the model whose weights the actors exchange; None: they exchange none.
+        part: names one of several jobs of the stage. A stage that runs again follows a live job of the same part.
+    Raises:
+        Interrupted: SIGTERM; the job has written its checkpoint.
+        StageFailed: the job refused its input.
+        JobCrashed: the job failed otherwise.
+    """
+    from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
+    from rlhf_core.models.folder import weight_files
+
+    params = stage.params
+    with contextlib.ExitStack() as stack:
+        address = params.cluster.address
+        if address is None:
+            head = local_head(
+                cpus=max(actors, params.cluster.threads),
+                start_timeout=params.cluster.start_timeout,
+                weights=0 if model is None else sum(path.stat().st_size for path in weight_files(model)),
+                stop_grace=params.flow.stop_grace - HEAD_GRACE,
+                keep_open=(stage.lock_descriptor,),
+            )
+            address = stack.enter_context(head)
+        if stage.stop_requested:
+            raise Interrupted
+        command = [sys.executable, "-m", driver, str(description.resolve())]
+        code = run_job(
+            address,
+            f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}",
+            fingerprint=stage.fingerprint + part,
+            environment={
+                "PYTHONPATH": python_path(Path.cwd()),
+                "PYTHONUNBUFFERED": "1",
+                **{name: os.environ[name] for name in PROCESS_ENVIRONMENT if name in os.environ},  # a node of a cluster inherits nothing
+                **network(params.cluster.network_interface),
+                **passed_on(),
+            },
+            start_timeout=params.cluster.start_timeout,
+            silence_timeout=params.cluster.silence_timeout,
+            pulse=pulse_file(stage.scratch),
+            on_output=print_output,
+            stop_requested=lambda: stage.stop_requested,
+        )
+    print_output("", ended=True)
+    if stage.stop_requested or code == STOPPED_BY_SIGNAL:
+        raise Interrupted
+    if code == REFUSED:
+        raise StageFailed(f"{subject}: {refusal_of(stage.scratch)}")
+    if code != 0:
+        told = "its output above ends with the reason"
+        raise JobCrashed(f"{subject}: expected exit code 0, got {code}; {told}; run the stage again to resume")
+
+
+def network(interface: str | None) -> dict[str, str]:
+    """Environment of a job whose processes connect over a network interface; None: NCCL and gloo choose one."""
+    return {} if interface is None else {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+
+
+def print_output(text: str, *, ended: bool = False) -> None:
+    """Print a piece of the job's output, which may end within a line. Without a reader (the flow was killed) the output is dropped, since
+    the job still has to write its checkpoint.
+    """
+    try:
+        STATUS.pass_on(reordering_shown(text))
+        if ended:
+            STATUS.end()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

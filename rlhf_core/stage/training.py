@@ -1,0 +1,254 @@
+"""Work of a stage on any number of ranks, training or sampling and scoring: one in the stage's own process, several in a Ray job.
+
+Every rank calls the same function with a `TrainRun`. In training all of them read the same rows and know each whole batch; a rank computes
+its share of the micro-batches (rlhf_core/engines/ranks.py). Only rank 0 writes curves, models and results.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.checkpoint.store import StoreSettings
+from rlhf_core.config import Params, TrainingConfig
+from rlhf_core.environment import keep_visible, of_stage
+from rlhf_core.paths import TIMINGS
+from rlhf_core.process import Interrupted, configure_process, show_own_log
+from rlhf_core.progress import name_stage
+from rlhf_core.stage.run import Stage, StageFailed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rlhf_core.tracking import MetricsLog
+    from rlhf_core.trainers.supervised import TrainLoop
+
+Metrics = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """What the ranks need to know of the stage. Paths are relative to `root`, which every node sees under this path.
+
+    function: "module:name", called on every rank with a TrainRun and `arguments`, which are pickled.
+    work: the stage's scratch folder, for checkpoints, curves and the trained model.
+    threads: CPU cores of all ranks together.
+    sequence_parallel: ranks that share each sequence.
+    """
+
+    stage: str
+    function: str
+    arguments: tuple[Any, ...]
+    params: Params
+    ranks: int
+    root: Path
+    work: Path
+    run_name: str
+    checkpoints: StoreSettings
+    threads: int
+    sequence_parallel: int = 1
+
+    @property
+    def threads_of_rank(self) -> int:
+        return max(1, self.threads // self.ranks)
+
+    @property
+    def stop_file(self) -> Path:
+        """Exists once the ranks are to stop."""
+        return self.work / "stop"
+
+    @property
+    def result_file(self) -> Path:
+        """The training function's result on rank 0."""
+        return self.work / "result.json"
+
+    def write(self, path: Path) -> None:
+        path.write_bytes(pickle.dumps(self))
+
+    @staticmethod
+    def read(path: Path) -> TrainJob:
+        return pickle.loads(path.read_bytes())
+
+
+@dataclass(frozen=True)
+class TrainRun:
+    """A training function's view of its stage, on one rank.
+
+    stop_requested: whether the stage was told to stop; on ranks other than 0 always False.
+    """
+
+    job: TrainJob
+    stop_requested: Callable[[], bool]
+
+    @property
+    def params(self) -> Params:
+        return self.job.params
+
+    @property
+    def scratch(self) -> Path:
+        return self.job.work
+
+    def check_stop(self) -> None:
+        """Raise Interrupted on every rank once the stage was told to stop. With several ranks a collective."""
+        from rlhf_core.engines.ranks import on_any
+
+        if on_any(self.stop_requested()):
+            raise Interrupted
+
+    def loop(self, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int, seed: int | None = None) -> TrainLoop:
+        """A training loop with the stage's settings, checkpoints, curves and stop signal.
+
+        Args:
+            first_step: number of the phase's first step in the curves.
+            seed: None: `seed` of params.yaml.
+        """
+        from rlhf_core.checkpoint.digest import write_digest
+        from rlhf_core.checkpoint.store import CheckpointStore
+        from rlhf_core.engines.ranks import is_first
+        from rlhf_core.tracking import MetricsLog, NoLog
+        from rlhf_core.trainers.supervised import TrainLoop
+
+        def metrics_log(step: int) -> MetricsLog | NoLog:
+            if not is_first():
+                return NoLog()
+            return MetricsLog(
+                self.scratch / "curves.csv",
+                columns,
+                timings=TIMINGS / f"{self.job.stage}.csv",
+                tracking=self.params.tracking,
+                run_name=self.job.run_name,
+                first_step=step,
+            )
+
+        return TrainLoop(
+            seed=self.params.seed if seed is None else seed,
+            checkpoint_every=config.checkpoint_every,
+            eval_every=config.eval_every,
+            keep_best=config.keep_best,
+            first_step=first_step,
+            checkpoints=lambda phase: CheckpointStore(self.scratch / phase, self.job.checkpoints, write_digest=write_digest),
+            metrics_log=metrics_log,
+            stop_requested=self.stop_requested,
+        )
+
+    def save_model(self, model: PreTrainedModel, weights: dict[str, Any], tokenizer: PreTrainedTokenizerBase, part: str = "") -> None:
+        """Write a trained model to the folder that the stage publishes, or to its subfolder `part`; on ranks other than 0 do nothing."""
+        from rlhf_core.engines.ranks import is_first
+        from rlhf_core.models.build import save_model
+
+        if is_first():
+            folder = self.scratch / "model" / part
+            shutil.rmtree(folder, ignore_errors=True)
+            save_model(model, weights, tokenizer, folder)
+
+
+def train(stage: Stage, config: TrainingConfig, function: Callable[..., Metrics], *arguments: Any) -> Metrics:
+    """Call `function(run, *arguments)` on `config.ranks` ranks.
+
+    Returns:
+        The result of rank 0, which JSON can hold.
+    Raises:
+        Interrupted: the stage was told to stop; the state is saved.
+    """
+    job = _job(stage, function, arguments, ranks=config.ranks, zero_stage=config.zero_stage, sequence_parallel=config.sequence_parallel)
+    if config.ranks == 1:
+        _join(job)
+        return function(TrainRun(job, lambda: stage.stop_requested), *arguments)
+    return _run_on_ray(stage, job, subject=f"training on {job.ranks} ranks")
+
+
+def infer(stage: Stage, function: Callable[..., Metrics], *arguments: Any) -> Metrics:
+    """Call `function(run, *arguments)`, which samples or scores, on `cluster.inference_ranks` ranks.
+
+    Every rank calls the function with the same arguments; `in_shares` of rlhf_core/engines/ranks.py splits its work.
+
+    Returns:
+        The result of rank 0, which JSON can hold.
+    Raises:
+        Interrupted: the stage was told to stop.
+        ValueError: the function refused its input.
+    """
+    job = _job(stage, function, arguments, ranks=stage.params.cluster.inference_ranks)
+    if job.ranks == 1:
+        return function(TrainRun(job, lambda: stage.stop_requested), *arguments)
+    try:
+        return _run_on_ray(stage, job, subject=f"sampling and scoring on {job.ranks} ranks", part="-inference")
+    except StageFailed as refusal:
+        raise ValueError(str(refusal)) from refusal
+
+
+def _job(
+    stage: Stage,
+    function: Callable[..., Metrics],
+    arguments: tuple[Any, ...],
+    *,
+    ranks: int,
+    zero_stage: int = 0,
+    sequence_parallel: int = 1,
+) -> TrainJob:
+    module = sys.modules["__main__"].__spec__.name if function.__module__ == "__main__" else function.__module__
+    return TrainJob(
+        stage=stage.name,
+        function=f"{module}:{function.__qualname__}",
+        arguments=arguments,
+        params=stage.params,
+        ranks=ranks,
+        root=Path.cwd(),
+        work=stage.scratch,
+        run_name=f"{stage.name}-{stage.fingerprint[:8]}",
+        checkpoints=stage.store_settings(zero_stage=zero_stage, world_size=ranks),
+        threads=stage.params.cluster.threads,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def _join(job: TrainJob) -> None:
+    import torch
+
+    from rlhf_core.engines.deepspeed_engine import join_world
+    from rlhf_core.engines.sequence_parallel import share_sequences
+
+    torch.set_num_threads(job.threads_of_rank)
+    join_world()
+    share_sequences(job.sequence_parallel)
+
+
+def _run_on_ray(stage: Stage, job: TrainJob, *, subject: str, part: str = "") -> Metrics:
+    from rlhf_core.stage.ray_job import submit_job
+
+    description = job.work / f"job{part}.pkl"
+    job.write(description)
+    submit_job(stage, subject=subject, driver="rlhf_core.stage.training_driver", description=description, actors=job.ranks, part=part)
+    return json.loads(job.result_file.read_text(encoding="utf-8"))
+
+
+def run_rank(description: str) -> None:
+    """One rank of the job described in a file; its process group exists. A stop leaves no result."""
+    from rlhf_core.engines.ranks import is_first
+
+    job = TrainJob.read(Path(description))
+    os.chdir(job.root)
+    configure_process()
+    keep_visible(of_stage(job.params, job.stage, os.environ), named=job.params.flow.environment)
+    _join(job)
+    if is_first():
+        show_own_log()
+        name_stage(job.stage)
+    module, _, name = job.function.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    try:
+        result = function(TrainRun(job, lambda: is_first() and job.stop_file.exists()), *job.arguments)
+    except Interrupted:
+        return
+    if is_first():
+        aside = job.result_file.with_suffix(".tmp")
+        aside.write_text(json.dumps(result), encoding="utf-8")
+        aside.replace(job.result_file)

@@ -1,0 +1,92 @@
+"""The driver of a job on ranks, training or sampling and scoring: starts the ranks, passes a stop on to them, and reports how they ended.
+
+python -m rlhf_core.stage.training_driver <job.pkl>
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from rlhf_core.checkpoint.store import SaveFailed
+from rlhf_core.engines.ray_actors import join_cluster, leave_cluster
+from rlhf_core.engines.ray_train import RankFailed, RankGroup, run_on_ranks
+from rlhf_core.environment import keep_visible, of_stage
+from rlhf_core.process import configure_process, show_own_log
+from rlhf_core.progress import name_stage
+from rlhf_core.stage.job import FULL, LOST, STOPPED, beat, check_cluster, forget_refusal, pulse_file, refuse
+from rlhf_core.stage.training import TrainJob
+
+log = logging.getLogger("rlhf")
+
+
+def main() -> int:
+    show_own_log()
+    configure_process()
+    description = Path(sys.argv[1])
+    job = TrainJob.read(description)
+    os.chdir(job.root)
+    forget_refusal(job.work)
+    for left_over in (job.stop_file, job.result_file):
+        left_over.unlink(missing_ok=True)
+    _stop_ranks_on_sigterm(job)
+    name_stage(job.stage)
+    keep_visible(of_stage(job.params, job.stage, os.environ), named=job.params.flow.environment)
+    with beat(pulse_file(job.work)):
+        try:
+            return _run(job, description)
+        except ValueError as refused:
+            return refuse(job.work, refused)
+        except RankFailed as failed:
+            return _code_of(failed, job)
+        finally:
+            leave_cluster()
+
+
+def _stop_ranks_on_sigterm(job: TrainJob) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: job.stop_file.touch())
+
+
+def _run(job: TrainJob, description: Path) -> int:
+    """
+    Raises:
+        ValueError: the cluster has fewer GPUs than ranks, or too little memory.
+        RankFailed: see `run_on_ranks`.
+    """
+    gpus = join_cluster(output=False)
+    _stop_ranks_on_sigterm(job)  # again: connecting to Ray installs Ray's handler, which ends the process
+    if 0 < gpus < job.ranks:
+        raise ValueError(
+            f"ranks (training.ranks, cluster.inference_ranks): expected at most the cluster's {gpus} GPUs, one for each rank, got "
+            f"{job.ranks}; lower it or add nodes"
+        )
+    check_cluster(job.stage, job.params, gpus)
+    cluster = job.params.cluster
+    group = RankGroup(
+        job.ranks,
+        gpus=gpus > 0,
+        threads=job.threads_of_rank,
+        folder=(job.work / "ranks").resolve(),
+        start_timeout=cluster.start_timeout,
+        rank_timeout=cluster.rank_timeout,
+    )
+    run_on_ranks("rlhf_core.stage.training:run_rank", str(description.resolve()), group)
+    return 0 if job.result_file.exists() else STOPPED
+
+
+def _code_of(failed: RankFailed, job: TrainJob) -> int:
+    """The exit code after a rank's failure, which is logged."""
+    if isinstance(failed.cause, ValueError | FileNotFoundError):
+        return refuse(job.work, failed.cause)
+    if isinstance(failed.cause, SaveFailed):
+        log.error("%s", failed.cause)
+        return FULL
+    log.error("%s%s", failed, f"\n{failed.traceback}" if failed.traceback else "")
+    return LOST
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""Ranks as processes of this machine, for tests of collectives."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def run_processes(target: Callable[..., None], arguments: Sequence[tuple[Any, ...]], *, deadline: float) -> None:
+    """Call a function of a module in a process for each rank, rank 0's arguments first, and wait for all.
+
+    Raises:
+        RuntimeError: a process failed, or `deadline` seconds passed. None of them is left.
+    """
+    processes = [SPAWN.Process(target=target, args=args) for args in arguments]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(deadline)
+        codes = [process.exitcode for process in processes]
+        if any(code != 0 for code in codes):
+            raise RuntimeError(f"ranks: expected all to end with 0 within {deadline} s, got {codes}; their tracebacks are above")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
