@@ -19,9 +19,10 @@ from rlhf_core.config import ConfigError
 from rlhf_core.paths import REPORTS
 from rlhf_core.report.comparison import tables, trained
 from rlhf_core.report.comparison_page import Side, cards, render_comparison
-from rlhf_core.report.differences import figures_that_count, headline, outs_that_differ, params_that_differ, read_as
+from rlhf_core.report.differences import Difference, figures_that_count, headline, outs_that_differ, params_that_differ, read_as
 from rlhf_core.report.texts import visible
 
+MARK = "*"  # of a significant change
 MAX_WIDTH = 48  # characters of a value in the terminal
 
 
@@ -56,16 +57,19 @@ def summary(first: Side, second: Side) -> str:
     one, other = first.results, second.results
     rows = figures_that_count(one, other)
     parts = [headline(one, other, rows)[1]]
-    parts.append(
-        tabulate([(r.label, *r.shown) for r in rows], ["", one.name, other.name, "change", "interval", "detectable"], disable_numparse=True)
-    )
-    parts.append("\n".join(read_as(one, other, rows)))
+    parts.append(tabulate([_row(r) for r in rows], ["", one.name, other.name, "change", "interval", "detectable"], disable_numparse=True))
+    parts.append("\n".join(read_as(one, other, rows, mark=MARK)))
     for what, changes in (("parameter", params_that_differ(one.params, other.params)), ("md5 of", outs_that_differ(one, other))):
         lines = [[key, *(_short(value) for value in values)] for key, *values in changes]
         parts.append(tabulate(lines, [what, one.name, other.name], disable_numparse=True) if lines else f"No {what} differs.")
     if first.samples is not None and second.samples is not None:
         parts.append(f"{len(cards(first, second))} answers shown on the page differ.")
     return visible("\n\n".join(parts), limit=None) + "\n"
+
+
+def _row(difference: Difference) -> tuple[str, ...]:
+    first, second, change, *rest = difference.shown
+    return difference.label, first, second, f"{change} {MARK}" if difference.tone else change, *rest
 
 
 def _short(text: str) -> str:

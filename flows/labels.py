@@ -1,4 +1,4 @@
-"""Human labels: export pairs for labelling, and import the labels as preference data.
+"""Human labels: export pairs for annotation, and import the labels as preference data.
 
     python -m flows.labels export --round N [--series NAME] | --pairs FILE  --out DIR [--count K] [--seed S]
     python -m flows.labels import FILE [--export DIR] [--name NAME]
@@ -24,16 +24,15 @@ import pyarrow.parquet as pq
 from flows.chain.worktree import worktree_path
 from rlhf_core.config import shown
 from rlhf_core.data.labels import KEY, LabelPair, decide, export_pairs, read_key, read_labels, sha256
-from rlhf_core.paths import round_folder
+from rlhf_core.paths import LABELS, round_folder
 
-LABELS = Path("data/labels")
 CONFIDENCE = 0.95
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m flows.labels", description="Human labels: export pairs, import labels.")
     commands = parser.add_subparsers(dest="command", required=True)
-    out = commands.add_parser("export", help="pairs for labelling")
+    out = commands.add_parser("export", help="pairs for annotation")
     what = out.add_mutually_exclusive_group(required=True)
     what.add_argument("--round", type=int, metavar="N", help="pairs of a round of iterative DPO")
     what.add_argument("--pairs", type=Path, metavar="FILE", help="a Parquet file with id, messages, chosen and rejected (and their scores)")

@@ -23,8 +23,10 @@ from flows.registry.state import ARTIFACTS, Registry, read_registry
 from flows.registry.tags import Event, Version, who
 from rlhf_core.config import ConfigError
 from rlhf_core.paths import PROMOTED, REWARD_MODEL
+from rlhf_core.provenance.lineage import evaluated_by_reward_model, learned_from_reward_model, named_inputs, trained_from
 
 SHORT = 10  # characters of a hash in a table
+SHORT_INPUT = 12  # of the hash of an external input
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -39,20 +41,20 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     added = command("register", "Make the model of a run's last commit a version.")
     added.add_argument("--run", metavar="NAME", help="the run in runs/NAME; without it the current folder")
     added.add_argument("--round", type=int, metavar="N", help="the policy of this round, if NAME is a series of iterative DPO")
-    added = command("show", "All versions, or all that is known of one.")
+    added = command("show", "All versions, or one in detail.")
     added.add_argument("version", nargs="?", help="for example v2.0.0; `promoted` for the promoted one")
     added.add_argument("--json", action="store_true", help="for programs, with the whole lineage")
-    added = command("promote", "Make a version the one that is used from now on.")
+    added = command("promote", "Make a version the promoted one.")
     added.add_argument("version", nargs="?", help="for example v2.0.0; without it the newest")
     _decision(added)
     added.add_argument(
         "--override", metavar="WHY", help="promote a model that its gate rejected or that was rolled back; kept with the decision"
     )
-    added = command("rollback", "Take the promoted version back; the one before is used again, or none where there is none.")
+    added = command("rollback", "Roll back the promoted version; the one before it is promoted again, if there is one.")
     added.add_argument("--to", metavar="VERSION", help="an earlier promoted version; without it the last one")
     _decision(added)
-    command("history", "Who promoted and took back what, when and why.")
-    added = command("fetch", "A version's files by their hash, from DVC's cache or remote, every file checked.")
+    command("history", "All promotions and rollbacks: who, when and why.")
+    added = command("fetch", "Fetch a version's files by their hash from DVC's cache or remote, and verify each.")
     added.add_argument("--version", help="without it the promoted one")
     added.add_argument("--to", type=Path, metavar="FOLDER", help="without it models/promoted/<artifact>-<version>")
     return parser.parse_args(arguments)
@@ -60,7 +62,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def _decision(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reason", required=True, help="kept with the decision")
-    parser.add_argument("--by", help="who is said to decide; without it the name and address that git knows")
+    parser.add_argument("--by", help="who decides; without it the name and address from git's settings")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,10 +80,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def register(root: Path, options: argparse.Namespace) -> str:
     version = versions.register(root, options.artifact, options.run, options.round)
+    gate = "".join(f"{name.capitalize()}: {text}\n" for name, text in gate_facts(version).items())
     return (
         f"Registered {options.artifact} {version.version}: "
-        f"commit {version.commit[:SHORT]} of {version.lineage['run']}, {version.identity}\n"
-        f"{gate_of(options.artifact).capitalize()}: {_gate_text(version)}\n{share(options.artifact)}"
+        f"commit {version.commit[:SHORT]} of {version.lineage['run']}, {version.identity}\n{gate}{share(options.artifact)}"
     )
 
 
@@ -89,7 +91,7 @@ def show(root: Path, options: argparse.Namespace) -> str:
     found = _read(root, options.artifact)
     if options.version is None:
         problems = gates(root, list(found.versions.values()))
-        texts = {name: problem and problem.says for name, problem in problems.items()}
+        texts = {name: problem and problem.message for name, problem in problems.items()}
         _warn(filter(None, texts.values()))
         if options.json:
             return json.dumps([describe(found, version, texts[version.version]) for version in found.versions.values()], indent=1)
@@ -103,7 +105,7 @@ def show(root: Path, options: argparse.Namespace) -> str:
 
 
 def _read(root: Path, artifact: str) -> Registry:
-    """With a warning of each tag that is left out."""
+    """The registry, with a warning of each tag that was left out."""
     found = read_registry(root, artifact)
     _warn(found.problems())
     return found
@@ -115,12 +117,12 @@ def _warn(problems: Iterable[str]) -> None:
 
 
 def plain(text: str) -> str:
-    """For a terminal, which takes no orders from what somebody wrote into a tag."""
+    """Text that is safe to print, since a tag may contain control sequences."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def problem_of(root: Path, version: Version) -> str | None:
-    """What is wrong with a version's tag by the files of its commit; None: nothing."""
+    """Contradiction between a version's tag and its commit; None: they agree."""
     try:
         check_version(root, version)
     except ConfigError as error:
@@ -167,10 +169,10 @@ COMMANDS = {"register": register, "show": show, "promote": promote, "rollback": 
 
 
 def identity(root: Path) -> str:
-    """Who works here, by git.
+    """git's committer identity, as `name <address>`.
 
     Raises:
-        ConfigError: git doesn't know.
+        ConfigError: git has none.
     """
     try:
         return git(root, "var", "GIT_COMMITTER_IDENT").partition(">")[0] + ">"
@@ -179,8 +181,8 @@ def identity(root: Path) -> str:
 
 
 def decided(artifact: str, event: Event) -> str:
-    """One event for people."""
-    done = f"promoted {event.version}" if event.action == "promote" else f"took {event.previous} back"
+    """A message about a decision."""
+    done = f"promoted {event.version}" if event.action == "promote" else f"rolled back {event.previous}"
     now = f"{event.version} is used from now on" if event.version else "no version is promoted now"
     override = f"\nOverride: {event.override}" if event.override else ""
     return f"{artifact}: {done}, {event.who}; {now}. Why: {event.reason}{override}\n{share(artifact)}"
@@ -195,7 +197,12 @@ def versions_table(found: Registry, problems: dict[str, GateProblem | None]) -> 
     rows = [
         (
             *(v.version, found.known_state(v.version), v.lineage["run"], v.commit[:SHORT], v.md5[:SHORT], (v.sha256 or "md5 only")[:SHORT]),
-            *(_verdict(v, problems[v.version]), _look_number(v), who(v.by, v.signer), v.at),
+            *(
+                _verdict(v, problems[v.version]),
+                (_look(v) or {}).get("number", "") if uses_reward_model(v) else "",
+                who(v.by, v.signer),
+                v.at,
+            ),
         )
         for v in found.versions.values()
     ]
@@ -204,34 +211,58 @@ def versions_table(found: Registry, problems: dict[str, GateProblem | None]) -> 
 
 
 def _verdict(version: Version, problem: GateProblem | None) -> str:
-    return version.verdict if problem is None else f"says {version.verdict}, {problem.short}"
+    if problem is not None:
+        return f"says {version.verdict}, {problem.short}"
+    return version.verdict if uses_reward_model(version) else "no reward model used"
 
 
 def gate_of(artifact: str) -> str:
-    """What a version's gate is called: a policy has none of its own."""
+    """Name of an artifact's gate. A policy has none of its own."""
     return "gate" if artifact == "reward-model" else "gate of its reward model"
 
 
+def uses_reward_model(version: Version) -> bool:
+    """Whether the version is a reward model, or a policy whose training used one."""
+    return version.artifact == "reward-model" or learned_from_reward_model(version.lineage)
+
+
+def gate_facts(version: Version) -> dict[str, str]:
+    """Name -> text of the gate's verdict; of a policy that learned from no reward model, which model the verdict is about."""
+    if uses_reward_model(version):
+        return {gate_of(version.artifact): _gate_text(version)}
+    evaluated = {"gate of the reward model that scored its evaluation": _gate_text(version)}
+    return {"reward model": "none used in training"} | (evaluated if evaluated_by_reward_model(version.lineage) else {})
+
+
 def describe(found: Registry, version: Version, problem: str | None) -> dict[str, Any]:
-    """All that is known of a version, as JSON has it. problem: of its tag, by its commit; None: none was found."""
+    """A version as JSON. problem: contradiction between tag and commit; None: none."""
     events = [asdict(event) for event in found.events if version.version in (event.version, event.previous)]
-    return {**asdict(version), "sha256": version.sha256, "state": found.known_state(version.version), "problem": problem, "events": events}
+    return {
+        **asdict(version),
+        "sha256": version.sha256,
+        "state": found.known_state(version.version),
+        "problem": problem,
+        "events": events,
+        "trained_from": trained_from(version.lineage),
+    }
 
 
 def summary(found: Registry, version: Version, problem: str | None = None) -> str:
-    """All that is known of a version, but for the whole of its params, on some lines. problem: as for `describe`."""
+    """A version as text, without most of its params. problem: as for `describe`."""
     line = version.lineage
+    parents = trained_from(line)
     facts = {
         "state": found.known_state(version.version),
         "registered": f"{version.at}, {who(version.by, version.signer)}",
         "commit": f"{version.commit} ({line['run']})",
         "its commit": problem or "says the same as the tag",
         "files": f"{line['path']}: {line['files']} files, {line['size']} bytes, {version.identity}",
-        gate_of(found.artifact): _gate_text(version),
-        "look": _look_line(version),
+        **gate_facts(version),
+        "look": _look_line(version) if uses_reward_model(version) else "",
         "data": line["data"],
-        "parents": ", ".join(f"{path} {md5}" for path, md5 in line["parents"].items()),
-        "reward model": line["reward_model_version"] or "not registered" if line["parents"].get(REWARD_MODEL) else "",
+        "made from": "\n".join(f"{key} {place} {hash_[:SHORT_INPUT]}" for key, place, hash_ in named_inputs(line.get("inputs") or {})),
+        "parents": ", ".join(f"{path} {md5}" for path, md5 in parents.items()),
+        **({"reward model": line["reward_model_version"] or "not registered"} if str(REWARD_MODEL) in parents else {}),
         "version before": line["previous_version"] or "none",
         "seed, method": f"{line['params']['seed']}, {line['params']['alignment']['method']}",
         "packages": ", ".join(f"{name} {number}" for name, number in line["packages"].items()),
@@ -242,18 +273,13 @@ def summary(found: Registry, version: Version, problem: str | None = None) -> st
     )
 
 
-def _look_number(version: Version) -> int | str:
-    look = _look(version)
-    return look["number"] if look else ""
-
-
 def _look_line(version: Version) -> str:
     look = _look(version)
     return f"{look['number']} at its test pairs, judged at a one-sided level of {100 * look['level']:.3g}%" if look else ""
 
 
 def _look(version: Version) -> dict[str, Any] | None:
-    """None: the version's gate counted none."""
+    """The gate's look; None: its gate didn't count looks."""
     return (version.lineage["gate"] or {}).get("look")
 
 

@@ -23,6 +23,7 @@ NAMES = frozenset(
         *("https_proxy", "all_proxy", "no_proxy", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM"),
         *("LD_LIBRARY_PATH", "LD_PRELOAD", "LIBRARY_PATH", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "CC", "CXX"),
         *("CFLAGS", "CXXFLAGS", "LDFLAGS", "MAX_JOBS", "CUDACXX", "CUDAHOSTCXX", "CONDA_PREFIX", "MASTER_ADDR", "MASTER_PORT"),
+        *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
         *("USE_TORCH", "USE_TF", "MPLCONFIGDIR", "HF_HUB_DISABLE_IMPLICIT_TOKEN"),
         # Settings that engines/ray_cluster.py doesn't override.
         *("DASHBOARD_METRIC_PORT", "REPORTER_UPDATE_INTERVAL_MS", "METRICS_RECORD_INTERVAL_S"),
@@ -63,7 +64,7 @@ def of_stage(params: Params, stage: str | None, environment: Mapping[str, str]) 
         names.add("WANDB_API_KEY")
     if stage in (None, *MODEL_READERS) and _asks_the_hub(params, environment):
         names |= {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
-    if params.cluster.address is not None and stage in (None, "train_policy"):
+    if params.cluster.address is not None and stage in (None, *TRAINING):
         names.add("RAY_AUTH_TOKEN")
     return names
 

@@ -70,6 +70,16 @@ class MetricsLog:
             self._wandb.finish()
 
 
+class NoLog:
+    """A log that keeps nothing, for the ranks that don't write curves."""
+
+    def log(self, row: Row, timings: Row, further: Row | None = None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class _Rows:
     """A CSV file that continues at a given step; without columns the first row defines them.
 

@@ -18,6 +18,7 @@ from flows.registry.state import read_promoted
 from flows.registry.tags import Version
 from flows.runs.results import Read, content, find_commit, known_runs, read_results, show
 from rlhf_core.config import ConfigError, parse_json, read_yaml_text, shown
+from rlhf_core.paths import METRICS, PLOTS
 from rlhf_core.report.differences import Results
 
 BASELINES = Path("baselines.json")
@@ -107,7 +108,7 @@ def whole_run(name: str, read: Read) -> Baseline | None:
     """
     lock = read("dvc.lock")
     stages = {} if lock is None else read_yaml_text(lock.decode(), f"dvc.lock of {name}")["stages"]
-    used = [d for d in stages.get("report", {}).get("deps", []) if d["path"].startswith(("metrics/", "plots/"))]
+    used = [d for d in stages.get("report", {}).get("deps", []) if Path(d["path"]).parts[0] in (str(METRICS), str(PLOTS))]
     if not used or any(_md5(read(d["path"])) != d["md5"] for d in used):
         return None
     return _trimmed(read_results(name, read), stages["report"]["params"]["params.yaml"])

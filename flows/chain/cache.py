@@ -9,7 +9,7 @@ from typing import Any
 
 from flows.chain.stages import LineHandler, StageResult, run_stage
 from rlhf_core.config import read_yaml
-from rlhf_core.provenance.cached_model import cache_folder
+from rlhf_core.provenance.dvc_cache import cache_folder
 from rlhf_core.provenance.file_hashes import dvc_md5
 
 

@@ -42,7 +42,7 @@ def prepare_run(root: Path, name: str | None, overrides: dict[str, Any], *, upda
     check_user_files(root, name, check_run(root, name, overrides))
     workspace = root if name is None else prepare_worktree(root, name, overrides)
     if pin_registry(root, workspace, chosen=overrides, fresh=fresh) and name is not None:
-        refusal = commit(workspace, f"Run {name}: what the registry says", ["params.yaml"])
+        refusal = commit(workspace, f"Run {name}: pin the registry's state", ["params.yaml"])
         if refusal is not None:
             raise ConfigError(f"run {name}: {refusal}; correct what the hook names")
     params = load_params(workspace / "params.yaml")
@@ -60,11 +60,11 @@ def registry_params(root: Path) -> dict[str, Any]:
         ConfigError: a tag was changed, or contradicts its commit.
     """
     found = read_for_decision(root, "reward-model")
-    beside = {INCUMBENT: found.current, ANCHOR: found.anchor}
-    for name in dict.fromkeys([*(v.version for v in beside.values() if v), *found.rolled_back]):
+    promoted = {INCUMBENT: found.current, ANCHOR: found.anchor}
+    for name in dict.fromkeys([*(v.version for v in promoted.values() if v), *found.rolled_back]):
         check_version(root, found.versions[name])
-    taken_back = [{**_pin(found.versions[version]), "reason": event.reason} for version, event in found.rolled_back.items()]
-    return {key: version and _pin(version) for key, version in beside.items()} | {ROLLED_BACK: taken_back}
+    rolled_back = [{**_pin(found.versions[version]), "reason": event.reason} for version, event in found.rolled_back.items()]
+    return {key: version and _pin(version) for key, version in promoted.items()} | {ROLLED_BACK: rolled_back}
 
 
 def _pin(version: Version) -> dict[str, Any]:

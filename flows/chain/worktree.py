@@ -25,7 +25,7 @@ from flows.chain.stages import dvc_environment
 from rlhf_core.config import ConfigError, apply_overrides, shown
 from rlhf_core.paths import RUNS
 from rlhf_core.process import module_command
-from rlhf_core.provenance.cached_model import cache_folder
+from rlhf_core.provenance.dvc_cache import cache_folder
 
 log = logging.getLogger("rlhf.flows")
 

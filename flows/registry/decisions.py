@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import re
 import time
@@ -18,11 +17,11 @@ from flows.registry.signatures import allowed_signers, signing, verify
 from flows.registry.state import STAGE, Registry, read_for_decision, read_registry, version_number, why_not
 from flows.registry.tags import Event, Version
 from rlhf_core.config import MAX_BYTES, ConfigError, credential_in, shown
+from rlhf_core.stage.files import lock_file
 
 _NUMBER = re.compile(r"#([1-9][0-9]{0,8})$")
 MAX_NUMBER = 999_999_999
 PATIENCE = 3.0  # seconds to wait for a clock that is behind
-
 LOCK_DEADLINE = 60.0  # seconds
 
 
@@ -34,21 +33,16 @@ def registry_lock(root: Path) -> Iterator[None]:
         ConfigError: another process holds it for too long.
     """
     common = Path(git(root, "rev-parse", "--path-format=absolute", "--git-common-dir"))
-    until = time.monotonic() + LOCK_DEADLINE
     with (common / "rlhf-registry.lock").open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise ConfigError(f"registry: expected to be free within {LOCK_DEADLINE:.0f} s, got another process at work") from None
-                time.sleep(0.05)
+        try:
+            lock_file(file, LOCK_DEADLINE)
+        except TimeoutError as error:
+            raise ConfigError(f"registry: {error}; wait for it") from error
         yield
 
 
 def add_version(root: Path, artifact: str, lineage: dict[str, Any]) -> Version:
-    """Under the lock: a tag at the lineage's commit.
+    """Tag the lineage's commit as a new version. The caller holds `registry_lock`.
 
     Raises:
         ConfigError: the same model is registered already.
@@ -56,7 +50,7 @@ def add_version(root: Path, artifact: str, lineage: dict[str, Any]) -> Version:
     registry = read_registry(root, artifact)
     if same := next((v for v in registry.versions.values() if v.md5 == lineage["md5"]), None):
         if lineage.get("sha256") and same.lineage.get("sha256") and lineage["sha256"] != same.lineage["sha256"]:
-            raise ConfigError(f"{artifact}: expected another md5 for another content, got that of {same.version}; don't use this model")
+            raise ConfigError(f"{artifact}: expected different content to have a new md5, got that of {same.version}; don't use this model")
         raise ConfigError(f"{artifact}: expected a model that isn't registered yet, got this very model as {same.version}; promote that")
     last = registry.newest_version()
     version = f"v{version_number(last) + 1}.0.0"
@@ -108,8 +102,8 @@ def check_approved(chosen: Version, approved: dict[str, str | None] | None) -> N
     if approved is not None and approved != chosen.model:
         key = next(key for key in chosen.model if approved.get(key) != chosen.model[key])
         raise AnotherModel(
-            f"{chosen.artifact} {chosen.version}: expected the model that was asked about, {key} {approved.get(key)}, got {key} "
-            f"{chosen.model[key]}: its tag was replaced after the question; ask again"
+            f"{chosen.artifact} {chosen.version}: expected the model that was approved, {key} {approved.get(key)}, got {key} "
+            f"{chosen.model[key]}: its tag was replaced after the question; request approval again"
         )
 
 
@@ -139,11 +133,11 @@ def rollback(root: Path, artifact: str, to: str | None, *, by: str, reason: str)
 def _assign(root: Path, registry: Registry, action: str, version: str | None, *, by: str, reason: str, override: str | None) -> Event:
     for name, value in (("by", by), ("reason", reason), *((("override", override),) if override is not None else ())):
         if not value.strip():
-            raise ConfigError(f"{name}: expected some words, got none; it is kept with the decision")
+            raise ConfigError(f"{name}: expected some words, got none; write them, since they are kept with the decision")
         if not value.replace("\n", " ").isprintable():
             raise ConfigError(f"{name}: expected words, got {shown(repr(value))}; write them without control characters")
-        if found := credential_in(value):  # params.yaml of the next runs, which has reasons of rollbacks, would refuse it
-            raise ConfigError(f"{name}: expected words, got {found}; it would be shared with the tag: write it without")
+        if found := credential_in(value):  # later runs copy reasons of rollbacks to params.yaml, which refuses credentials
+            raise ConfigError(f"{name}: expected words, got {found}; remove it, since the tag is shared")
     artifact, previous = registry.artifact, registry.current
     entry = {"action": action, "version": version, "previous": previous and previous.version, "by": by, "reason": reason}
     entry["override"] = override
@@ -184,8 +178,8 @@ def next_number(root: Path, artifact: str) -> int:
     last = max(numbered, default=0)
     if last == MAX_NUMBER:
         raise ConfigError(
-            f"tag {numbered[last]}: expected a number with one above it, got the last one, which nothing here gives; look with `show` and "
-            "`history` what is promoted, remove the tag, and look whether that is still so"
+            f"tag {numbered[last]}: expected a number below {MAX_NUMBER}, got the largest one, which `flows.promote` never writes; note "
+            "what `show` and `history` print, remove the tag, and check that they still print the same"
         )
     return last + 1
 
@@ -194,21 +188,21 @@ def write_tag(root: Path, name: str, commit: str, head: str, content: dict[str, 
     """Make an annotated tag, signed if `promotion.allowed_signers` is set.
 
     Args:
-        head: a line for people; content: becomes JSON.
-        after: seconds since 1970 of the artifact's newest tag. GTO and DVC order tags by their second, so this one gets a later one, unless
-            the clock is far behind.
+        head: first line of the message, for people. content: written below it as JSON.
+        after: Unix time of the artifact's newest tag. GTO and DVC order tags by their second, so the new tag gets a later one, unless the
+            clock is more than PATIENCE behind.
     Returns:
-        The second of the tag.
+        The tag's Unix time.
     Raises:
-        ConfigError: git can't write or sign it, or the key is none of an allowed signer; there is no tag then.
+        ConfigError: git can't write or sign the tag, or the key isn't an allowed signer's. No tag is left.
     """
     try:
         text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"tag {name}: expected content that JSON can hold, got {error}; correct it in the commit") from error
     message = f"{head}\n\n{text}\n".encode()
-    if len(message) > MAX_BYTES // 2:  # a signature and headers come to it
-        raise ConfigError(f"tag {name}: expected at most {MAX_BYTES // 2} bytes, got {len(message)}; has the model that many files?")
+    if len(message) > MAX_BYTES // 2:  # git adds headers and a signature
+        raise ConfigError(f"tag {name}: expected at most {MAX_BYTES // 2} bytes, got {len(message)}; check the number of the model's files")
     signers = allowed_signers(root)
     settings, how = signing(signers)
     identity = () if has_identity(root) else IDENTITY

@@ -14,7 +14,7 @@ from pathlib import Path
 from flows.chain.stages import dvc_environment
 from flows.registry.evidence import read_files
 from rlhf_core.config import ConfigError, shown
-from rlhf_core.provenance.cached_model import cache_folder, listing, missing
+from rlhf_core.provenance.dvc_cache import cache_folder, listing, missing
 
 CONFIG, LOCAL = ".dvc/config", ".dvc/config.local"
 DEADLINE = 24 * 3600.0  # seconds, for files of any size
@@ -44,7 +44,7 @@ def fetch_from_remote(root: Path, commit: str, path: str, md5: str) -> None:
     cache = cache_folder(root)
     failure = _pull(root, [md5])
     try:
-        if not missing_listing(md5, cache):
+        if (cache / md5[:2] / md5[2:]).is_file():  # the listing
             failure = _pull(root, [file for file in listing(md5, cache).values() if not (cache / file[:2] / file[2:]).is_file()]) or failure
         lost = missing(md5, cache)
     except ValueError as error:
@@ -54,10 +54,6 @@ def fetch_from_remote(root: Path, commit: str, path: str, md5: str) -> None:
             f"{path}: expected it in DVC's cache or in the remote, got neither: {failure or shown(lost[0])}; `dvc push` it where it was "
             "made, or set a remote with `dvc remote add`"
         )
-
-
-def missing_listing(md5: str, cache: Path) -> bool:
-    return not (cache / md5[:2] / md5[2:]).is_file()
 
 
 def _pull(root: Path, hashes: list[str]) -> str:

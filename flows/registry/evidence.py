@@ -60,10 +60,10 @@ class _Lock(_Form):
 
 
 def read_files(root: Path, commit: str, names: Iterable[str]) -> dict[str, str | None]:
-    """Text files of a commit; None: it has none of that name.
+    """Text files of a commit by name; None: the commit doesn't have the file.
 
     Raises:
-        ConfigError: the commit isn't here, or a file is larger than a file of this kind can be, or isn't UTF-8.
+        ConfigError: the repository lacks the commit, or a file exceeds MAX_BYTES or isn't UTF-8.
     """
     names = list(names)
     itself, *found = read_objects(root, [commit, *(f"{commit}:{name}" for name in names)])
@@ -99,8 +99,7 @@ def locks_of(files: dict[str, str | None], commit: str) -> dict[str, Any]:
             found |= _stages(text, f"{name} of commit {commit[:10]}")
     if not found:
         raise ConfigError(
-            f"dvc.lock: expected it in commit {commit[:10]}, got none; bring the chain up with `dvc repro`, and commit dvc.lock, metrics "
-            "and plots"
+            f"dvc.lock: expected it in commit {commit[:10]}, got none; run `dvc repro`, and commit dvc.lock, metrics and plots"
         )
     return {"stages": found}
 
@@ -156,12 +155,12 @@ def decision(artifact: str) -> dict[str, Any] | None:
 
 
 def decision_of_round(number: int, verdict: dict[str, Any]) -> dict[str, Any]:
-    """The same of a round's policy. verdict: the round's evaluate.json."""
+    """The decision that accepted a round's policy. verdict: the round's evaluate.json."""
     return {"by": f"evaluate_round@{number}", **verdict.get("promotion", {})}
 
 
 def _check_path(root: Path, version: Version, pipeline: dict[str, Any]) -> dict[str, Any] | None:
-    """The model is the one that the commit has under the artifact's name, or the policy of an accepted round; and what accepted it."""
+    """Check that the model is the artifact of the commit's dvc.yaml or the policy of an accepted round. Returns the decision about it."""
     path = version.lineage["path"]
     artifacts = pipeline.get("artifacts")
     artifact = artifacts.get(version.artifact) if isinstance(artifacts, dict) else None
@@ -196,9 +195,9 @@ def _check_gate_is_of_this_model(version: Version, lock: dict[str, Any], gate: s
 
 @dataclass(frozen=True)
 class GateProblem:
-    """A tag's verdict that contradicts its commit. says: full message; short: for a table."""
+    """A tag's verdict that contradicts its commit. short: for a table."""
 
-    says: str
+    message: str
     short: str
 
 
@@ -234,7 +233,7 @@ def _gate_problem(version: Version, found: Object | None) -> GateProblem | None:
 def _difference(key: str, wanted: Any, got: Any) -> tuple[str, str, str]:
     """The first place where two values differ, and both values there."""
     if isinstance(wanted, dict) and isinstance(got, dict):
-        first = ("passed",) if key == "gate" else ()  # of all that a verdict says
+        first = ("passed",) if key == "gate" else ()  # the most important key of a verdict
         for name in (*first, *sorted(wanted.keys() | got.keys())):
             if wanted.get(name) != got.get(name):
                 return _difference(f"{key}.{name}", wanted.get(name), got.get(name))

@@ -15,7 +15,7 @@ from prefect.input import RunInput
 from pydantic import Field
 
 from flows.chain.console import tell, tell_end
-from flows.promote import decided, gate_of, identity, plain, summary
+from flows.promote import decided, gate_of, identity, plain, summary, uses_reward_model
 from flows.registry import decisions
 from flows.registry.evidence import check_version
 from flows.registry.state import Registry, read_for_decision, why_not
@@ -91,7 +91,7 @@ def version_to_approve(note: Path, found: Registry, version: str | None, *, resu
     """
     if not note.exists():
         if resumed:
-            raise ConfigError(f"promote: expected the note of what was asked, {note.name}, got none; start another run")
+            raise ConfigError(f"promote: expected the file {note.name} from the run's first start, got none; start another run")
         chosen = found.get(version or found.newest_version() or "latest")
         note.parent.mkdir(parents=True, exist_ok=True)
         aside = note.with_name(f"{note.name}.tmp")
@@ -107,10 +107,8 @@ def version_to_approve(note: Path, found: Registry, version: str | None, *, resu
 def question(chosen: Version) -> str:
     """Question with the model's hash, commit and verdict, since a version's name can be given to another model."""
     gate = "its gate" if chosen.artifact == "reward-model" else f"the {gate_of(chosen.artifact)}"
-    return (
-        f"May {chosen.artifact} {chosen.version} be used from now on? It is {chosen.identity}, of commit {chosen.commit}; {gate}: "
-        f"{chosen.verdict}."
-    )
+    verdict = f"{gate}: {chosen.verdict}" if uses_reward_model(chosen) else "its training used no reward model"
+    return f"May {chosen.artifact} {chosen.version} be used from now on? It is {chosen.identity}, of commit {chosen.commit}; {verdict}."
 
 
 def _ask(chosen: Version, details: str, config: RegistryConfig) -> Approval:

@@ -1,4 +1,4 @@
-"""Git's objects by their names, many with one call, and none larger than a limit: a commit's or a tag's content is anybody's."""
+"""Read git objects by name, many in one call, each up to a size limit, since the content of a commit or tag is untrusted."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from flows.chain.worktree import git_environment
 from rlhf_core.config import MAX_BYTES, ConfigError
 
-DEADLINE = 120.0  # seconds for one call of git; a signature may ask a person for a passphrase
+DEADLINE = 120.0  # seconds for one call of git, which may prompt for the passphrase of a signing key
 
 
 @dataclass(frozen=True)
 class Object:
-    """kind: blob, tag, commit or tree; size in bytes; content: None where it is larger than the limit."""
+    """kind: blob, tag, commit or tree; size: bytes; content: None if larger than the limit."""
 
     kind: str
     size: int
@@ -23,13 +23,13 @@ class Object:
 
 
 def read_objects(root: Path, names: Sequence[str], limit: int = MAX_BYTES) -> list[Object | None]:
-    """Two calls of git, however many objects.
+    """Read objects with two calls of git, whatever their number.
 
     Args:
-        names: hashes, or `<commit>:<path>`; without line breaks.
-        limit: in bytes; of a larger object only kind and size are read.
+        names: hashes or `<commit>:<path>`, without line breaks.
+        limit: bytes; of a larger object only kind and size are read.
     Returns:
-        As names; None: there is no such object.
+        One object per name, in order; None: there is no such object.
     """
     if not names:
         return []
@@ -49,7 +49,7 @@ def read_objects(root: Path, names: Sequence[str], limit: int = MAX_BYTES) -> li
 
 
 def _head(line: bytes) -> tuple[str, int] | None:
-    """Kind and size; None: what git says of an object that it doesn't have."""
+    """Kind and size from a line of `git cat-file --batch-check`; None: git doesn't have the object."""
     kind, _, size = line.decode(errors="backslashreplace").rpartition(" ")
     return (kind, int(size)) if size.isdecimal() and kind in ("blob", "tag", "commit", "tree") else None
 
@@ -62,10 +62,10 @@ def _ask(root: Path, how: str, names: Sequence[str]) -> bytes:
 
 
 def run_git(root: Path, *arguments: str, content: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """A call of git with something on its standard input; its messages are English.
+    """Run git with `content` as standard input and English messages.
 
     Raises:
-        ConfigError: it took too long.
+        ConfigError: it exceeded DEADLINE.
     """
     settings = {"cwd": root, "env": {**git_environment(), "LC_ALL": "C"}, "input": content, "timeout": DEADLINE}
     try:
@@ -78,5 +78,5 @@ def run_git(root: Path, *arguments: str, content: bytes = b"") -> subprocess.Com
 
 
 def failure_text(done: subprocess.CompletedProcess[bytes]) -> str:
-    """What a call of git wrote of its failure, on one line."""
+    """git's error output on one line, or its exit code."""
     return " ".join(done.stderr.decode(errors="backslashreplace").split()) or f"exit code {done.returncode}"

@@ -1,6 +1,6 @@
 """Signatures of the registry's tags. A local file lists the allowed signers; git verifies and makes the signatures (SSH keys).
 
-`promotion.allowed_signers` of the params.yaml in the folder that the user works in names the file; never that of a tag's commit.
+`promotion.allowed_signers` in the user's own params.yaml names the file. The params.yaml of a tag's commit is never read for it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from flows.registry.objects import failure_text, run_git
 from rlhf_core.config import ConfigError, RegistryConfig, read_yaml, shown
 
 _GOOD = re.compile(r'Good "git" signature for (?P<signer>\S+) with \S+ key SHA256:\S+')
-AT_ONCE = 8  # checks of signatures
+THREADS = 8  # that verify signatures
 
 
 @dataclass(frozen=True)
 class Signers:
-    """The file of those whose signatures count, in the form of ssh-keygen's ALLOWED SIGNERS, and the sha256 of its content."""
+    """The file of allowed signers, in ssh-keygen's format (ALLOWED SIGNERS), and the sha256 of its content."""
 
     path: Path
     sha256: str
@@ -33,17 +33,17 @@ class Signers:
 
 @dataclass(frozen=True)
 class Signature:
-    """signer: as the file of allowed signers names whoever signed; None: there is no signature that counts, and problem says why."""
+    """signer: the name in the file of allowed signers; None: there is no valid signature, for the reason in `problem`."""
 
     signer: str | None
     problem: str = ""
 
 
 def allowed_signers(root: Path) -> Signers | None:
-    """Whose signatures the user's own params.yaml asks for; None: it asks for none, or there is no params.yaml.
+    """The file of allowed signers that the user's params.yaml names; None: it names none, or there is no params.yaml.
 
     Raises:
-        ConfigError: the file isn't there, or that section of params.yaml isn't as it should be.
+        ConfigError: the file is missing, or section `promotion` of params.yaml is invalid.
     """
     params = root / "params.yaml"
     if not params.is_file():
@@ -56,13 +56,13 @@ def allowed_signers(root: Path) -> Signers | None:
         return Signers(path, hashlib.sha256(path.read_bytes()).hexdigest())
     except OSError as error:
         raise ConfigError(
-            f"promotion.allowed_signers: expected a file of allowed signers, got {error.strerror}: {path}; nothing of the registry is "
-            "believed without it"
+            f"promotion.allowed_signers: expected a file of allowed signers, got {error.strerror}: {path}; correct the path, since no tag "
+            "can be verified without the file"
         ) from error
 
 
 def _promotion(path: Path) -> RegistryConfig:
-    """This section alone: the registry can be read while another section has something wrong."""
+    """Section `promotion` alone, so that the registry can be read while another section is invalid."""
     try:
         return RegistryConfig.model_validate(read_yaml(path).get("promotion"))
     except ValidationError as error:
@@ -72,15 +72,15 @@ def _promotion(path: Path) -> RegistryConfig:
 
 
 def verify(root: Path, tags: Sequence[str], signers: Signers) -> dict[str, Signature]:
-    """Of each tag, by the hash of its object."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    """The signature of each tag, by the hash of the tag's object."""
+    with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip(tags, pool.map(lambda tag: _verify(root, tag, signers), tags), strict=True))
 
 
 @lru_cache(maxsize=4096)
 def _verify(root: Path, tag: str, signers: Signers) -> Signature:
-    """Remembered: a flow reads the registry several times, and each signature takes git 10 ms."""
-    # PGP is switched off: a key in a keyring isn't an allowed signer.
+    """Cached, because a flow reads the registry several times and each signature costs a call of git."""
+    # Without PGP: a key in a keyring isn't an allowed signer.
     settings = (*_ssh(signers), "-c", "gpg.minTrustLevel=fully", "-c", "gpg.program=false", "-c", "gpg.x509.program=false")
     done = run_git(root, *settings, "verify-tag", "--raw", tag)
     found = _GOOD.match(done.stderr.decode(errors="backslashreplace"))
@@ -94,5 +94,5 @@ def _ssh(signers: Signers) -> tuple[str, ...]:
 
 
 def signing(signers: Signers | None) -> tuple[tuple[str, ...], str]:
-    """Settings of git and the option of `git tag` by which a tag is signed, or isn't."""
+    """git's settings and the option of `git tag` for a signed tag; signers None: for an unsigned one."""
     return (_ssh(signers), "--sign") if signers else (("-c", "tag.gpgSign=false"), "--annotate")

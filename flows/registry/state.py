@@ -1,10 +1,10 @@
-"""The registry of models: versions, which of them is promoted, and who decided that and why.
+"""The registry of models: versions, the promoted one, and who decided it and why.
 
-It is GTO's: annotated git tags, `reward-model@v2.0.0` for a version and `reward-model#prod#3` for the third assignment, so that git, GTO
-and DVC show the same. The tags' messages hold, as JSON after a line for people, the lineage of a version or who promoted it and why.
-Read here by the assignments' numbers. A tag that isn't as it was made is left out; where that could change a decision, none is made.
-GTO takes the highest version of those in the stage, and DVC the last tag by the second in which it was made: so the old version leaves the
-stage before the new one enters it, and no two tags are of the same second.
+The format is GTO's: annotated git tags, `reward-model@v2.0.0` for a version and `reward-model#prod#3` for the third assignment, so git, GTO
+and DVC show the same. After a line for people, a tag's message has JSON: a version's lineage, or who promoted it and why.
+Assignments are ordered by their numbers. Invalid tags are left out, and decisions that they could change are refused.
+GTO takes the highest version in the stage, and DVC the tag with the latest second. So the old version leaves the stage before the new one
+enters it, and no two tags have the same second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhf_core.config import ConfigError, shown
 ARTIFACTS = ("reward-model", "policy")  # as in dvc.yaml
 STAGE = "prod"
 State = Literal["promoted", "rolled back", "superseded", "registered"]
-RESTORE = "`git fetch --tags --force` from where it was pushed, or from a backup"
+RESTORE = "`git fetch --tags --force` from the repository that it was pushed to, or from a backup"
 
 log = logging.getLogger("rlhf.flows")
 
@@ -34,9 +34,9 @@ _ASSIGNMENT = re.compile(r"[\w-]+#prod!?#(?P<number>[1-9][0-9]{0,8})")
 
 @dataclass(frozen=True)
 class Registry:
-    """All that is known of one artifact.
+    """Versions and decisions of one artifact.
 
-    versions: by name, oldest first; events: in order; newest: seconds since 1970 of its last tag; bad: tags that were left out.
+    versions: by name, oldest first; events: in order; newest: Unix time of the last tag; bad: tags that were left out.
     """
 
     artifact: str
@@ -52,13 +52,13 @@ class Registry:
 
     @property
     def anchor(self) -> Version | None:
-        """Of the versions that were ever promoted and not taken back the one with its gate's highest accuracy; of equal ones the oldest."""
+        """The version with the highest accuracy at its gate among those promoted and not rolled back; the oldest of equal ones."""
         known = [v for v in self.versions.values() if v.gate_accuracy is not None and self.state(v.version) in ("promoted", "superseded")]
         return max(known, key=lambda v: v.gate_accuracy, default=None)
 
     @property
     def rolled_back(self) -> dict[str, Event]:
-        """Versions that were taken back and not promoted again, and the rollback."""
+        """Versions that were rolled back and not promoted again, with the rollback."""
         found: dict[str, Event] = {}
         for event in self.events:
             if event.action == "rollback" and event.previous is not None:
@@ -74,7 +74,7 @@ class Registry:
         return "superseded" if any(event.version == version for event in self.events) else "registered"
 
     def known_state(self, version: str) -> State | Literal["unknown"]:
-        """For tables: where a decision was left out, nothing is known of what the others say together."""
+        """The state for a table; `unknown` if a decision was left out, since it could change every version's state."""
         return "unknown" if self.bad_decisions else self.state(version)
 
     @property
@@ -89,7 +89,7 @@ class Registry:
         return "none; a clone needs its tags: `git fetch --tags`"
 
     def problems(self) -> list[str]:
-        """What is wrong with the tags that were left out; of those that one bad tag takes with it only the names."""
+        """Problems of the tags that were left out. Tags left out because of another one are named with that one."""
         lines = []
         for tag in self.bad:
             if tag.cause is None:
@@ -115,7 +115,7 @@ class Registry:
         return self.versions[version]
 
     def before(self) -> str | None:
-        """The version to go back to: the last one before the present one that wasn't taken back."""
+        """The version that a rollback promotes: the last one before the current one that wasn't rolled back."""
         rolled_back, current = self.rolled_back, self.current
         for event in reversed(self.events):
             if event.version is not None and event.version not in rolled_back and current and event.version != current.version:
@@ -123,13 +123,13 @@ class Registry:
         return None
 
     def check_decisions(self) -> None:
-        """What is promoted and what was taken back is certain.
+        """Check that every decision was read.
 
         Raises:
-            ConfigError: a tag of a decision was left out, and could have changed that.
+            ConfigError: a decision's tag was left out, so the promoted version isn't certain.
         """
         if bad := self.bad_decisions:
-            raise ConfigError(f"{bad[0].problem}; until then nothing is decided by what {self.artifact} is promoted")
+            raise ConfigError(f"{bad[0].problem}; until then it isn't certain which {self.artifact} is promoted")
 
     def newest_version(self) -> str | None:
         """The name of the newest version; None: there is none.
@@ -141,7 +141,7 @@ class Registry:
         for tag in self.bad:
             found = _VERSION.fullmatch(tag.name)
             if tag.name.startswith(f"{self.artifact}@") and (found is None or int(found["number"]) > version_number(last)):
-                raise ConfigError(f"{tag.problem}; until then it isn't known which version is the newest")
+                raise ConfigError(f"{tag.problem}; until then it isn't certain which version is the newest")
         return last
 
 
@@ -150,10 +150,10 @@ def version_number(version: str | None) -> int:
 
 
 def read_registry(root: Path, artifact: str) -> Registry:
-    """From the tags of a repository; neither GTO nor DVC is imported. For what is shown: see `read_for_decision`.
+    """Read the registry from a repository's tags, for display. Decisions use `read_for_decision`. Imports neither GTO nor DVC.
 
     Raises:
-        ConfigError: there is no such artifact, or the file of allowed signers isn't there.
+        ConfigError: there is no such artifact, or the file of allowed signers is missing.
     """
     if artifact not in ARTIFACTS:
         raise ConfigError(f"artifact: expected one of {', '.join(ARTIFACTS)}, got {artifact}; dvc.yaml has them")
@@ -168,17 +168,17 @@ def read_registry(root: Path, artifact: str) -> Registry:
 
 
 def _with_remedies(found: Registry) -> Registry:
-    """Bad decisions say what helps, and what would be promoted without them: it may be what the decision took back."""
+    """Add a remedy to the problem of each bad decision. Removing its tag is none, since that could promote a rolled-back version."""
     promoted = found.current.version if found.current else "nothing"
-    remedy = f"bring the true one back with {RESTORE}; removing a decision is no remedy: {promoted} would then be promoted"
+    remedy = f"restore it with {RESTORE}; don't remove a decision: {promoted} would then be promoted"
     return replace(found, bad=tuple(replace(t, problem=f"{t.problem}; {remedy}") if is_decision(t.name) else t for t in found.bad))
 
 
 def read_for_decision(root: Path, artifact: str) -> Registry:
-    """As read_registry, for whatever acts by what is promoted or was taken back.
+    """Read the registry for code that depends on the promoted or rolled-back versions. Warns of every bad tag.
 
     Raises:
-        ConfigError: a tag of a decision isn't as it was made.
+        ConfigError: as `read_registry`; or a decision's tag is invalid.
     """
     found = read_registry(root, artifact)
     for problem in found.problems():
@@ -189,15 +189,15 @@ def read_for_decision(root: Path, artifact: str) -> Registry:
 
 @lru_cache(maxsize=1024)
 def _warn(problem: str) -> None:
-    """Once in a process: a flow reads the registry several times."""
+    """Cached, so that a problem is logged once per process although a flow reads the registry several times."""
     log.warning("%s", problem)
 
 
 def read_promoted(root: Path, artifact: str) -> Version | None:
-    """The promoted version, its tag held against its commit; None: nothing is promoted.
+    """The promoted version, its tag verified against its commit; None: nothing is promoted.
 
     Raises:
-        ConfigError: as read_for_decision; or tag and commit say different things.
+        ConfigError: as `read_for_decision`; or the tag contradicts its commit.
     """
     current = read_for_decision(root, artifact).current
     if current is not None:
@@ -206,7 +206,7 @@ def read_promoted(root: Path, artifact: str) -> Version | None:
 
 
 def _versions(artifact: str, tags: list[Tag], bad: list[BadTag]) -> dict[str, Version]:
-    """By name, oldest first; what is no version, or one of a model that has a version already, goes to `bad`."""
+    """Versions by name, oldest first. Appends invalid tags to `bad`, and those of a model that already has a version."""
     numbered: dict[int, Tag] = {}
     for tag in tags:
         if found := _VERSION.fullmatch(tag.name):
@@ -219,7 +219,7 @@ def _versions(artifact: str, tags: list[Tag], bad: list[BadTag]) -> dict[str, Ve
         tag = numbered[number]
         try:
             version = as_version(artifact, tag)
-            if (same := by_md5.setdefault(version.md5, version.version)) != version.version:  # a model that was taken back stays so
+            if (same := by_md5.setdefault(version.md5, version.version)) != version.version:  # else a model could escape its rollback
                 raise not_ours(tag.name, f"one of the model of {same}, md5 {version.md5}")
             versions[version.version] = version
         except ConfigError as error:
@@ -228,7 +228,7 @@ def _versions(artifact: str, tags: list[Tag], bad: list[BadTag]) -> dict[str, Ve
 
 
 def _events(tags: list[Tag], empty: Registry, bad: list[BadTag]) -> list[Event]:
-    """In order; what is none, or doesn't follow from the ones before, goes to `bad`.
+    """Decisions in order. Appends invalid tags to `bad`, and those that don't follow from the decisions before them.
 
     Args:
         empty: the registry without events.
@@ -256,7 +256,7 @@ def _events(tags: list[Tag], empty: Registry, bad: list[BadTag]) -> list[Event]:
 
 
 class LeftOut(ConfigError):
-    """A decision that may be sound, but for another tag. cause: the bad version's tag; None: a decision before it."""
+    """A decision left out because of another tag. cause: the bad version's tag; None: an earlier decision."""
 
     def __init__(self, message: str, cause: str | None = None):
         super().__init__(message)
@@ -264,14 +264,14 @@ class LeftOut(ConfigError):
 
 
 def _cause(number: int, bad: list[BadTag]) -> str | None:
-    """The bad tag behind the last decision before this one that was left out; None: there is none."""
+    """The cause of the last bad decision before decision `number`, or that decision itself; None: all of them are valid."""
     before = [(int(found["number"]), tag) for tag in bad if (found := _ASSIGNMENT.fullmatch(tag.name)) and int(found["number"]) < number]
     last = max(before, key=lambda pair: pair[0], default=(0, None))[1]
     return last and (last.cause or last.name)
 
 
 def _check_event(tag: Tag, event: Event, so_far: Registry) -> None:
-    """A decision is about versions that are there and might have been made; its model is still the one of the version's tag."""
+    """Check that a decision names known versions, follows from the decisions before it, and is about the model in its version's tag."""
     versions, before = so_far.versions, so_far.current
     if unknown := [name for name in (event.version, event.previous) if name is not None and name not in versions]:
         cause = next((b for b in so_far.bad if b.name == f"{so_far.artifact}@{unknown[0]}"), None)
@@ -280,13 +280,13 @@ def _check_event(tag: Tag, event: Event, so_far: Registry) -> None:
         raise LeftOut(refusal, cause.name) if cause else ConfigError(refusal)
     if event.previous != (before and before.version):
         was = before.version if before else "nothing"
-        got = f"one that follows {event.previous or 'nothing'} where {was} was promoted, as if a tag was missing"
+        got = f"one that replaces {event.previous or 'nothing'} while {was} was promoted, as if a tag was missing"
         raise LeftOut(str(not_ours(tag.name, got)))
     if event.version is None and event.previous is None:
-        raise not_ours(tag.name, "one by which nothing takes the place of nothing")
+        raise not_ours(tag.name, "one that names no version")
     chosen = versions[event.version or event.previous]
     if tag.commit != chosen.commit:
-        raise not_ours(tag.name, f"one at commit {tag.commit[:10]}, where its version isn't")
+        raise not_ours(tag.name, f"one at commit {tag.commit[:10]}, which isn't its version's")
     if event.action == "promote" and event.override is None and (refusal := why_not(so_far, chosen)):
         raise not_ours(tag.name, f"a promotion without an override that {chosen.version} needs: {shown(refusal, 1000)}")
     if event.action == "rollback" and event.version is not None and so_far.state(event.version) != "superseded":
@@ -295,7 +295,7 @@ def _check_event(tag: Tag, event: Event, so_far: Registry) -> None:
         key = next(key for key in chosen.model if event.model.get(key) != chosen.model[key])
         raise ConfigError(
             f"tag {tag.name}: expected {chosen.version} to be the model that was decided on, {key} {event.model.get(key)}, got {key} "
-            f"{chosen.model[key]} in that version's tag; one of both was replaced: `git fetch --tags --force` brings the shared ones back"
+            f"{chosen.model[key]} in that version's tag; one of the tags was replaced: `git fetch --tags --force` restores the shared ones"
         )
 
 

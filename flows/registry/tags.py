@@ -24,16 +24,16 @@ from rlhf_core.provenance.file_hashes import folder_sha256
 _TAGGER = re.compile(r"(?P<name>[^<]*)<[^>]*> (?P<second>[0-9]+) (?P<sign>[+-])(?P<hours>[0-9]{2})(?P<minutes>[0-9]{2})")
 _HASH = r"[0-9a-f]{40,64}"
 _HEAD = re.compile(rf"object (?P<commit>{_HASH})\ntype commit\ntag (?P<name>[^\n]+)\ntagger (?P<tagger>[^\n]*)")
-# What git takes for the beginning of a signature: the last line that starts with one of these.
+# A signature begins, for git, at the last line that starts with one of these.
 _SIGNATURE = re.compile(r"^-----BEGIN (?:PGP SIGNATURE|PGP MESSAGE|SIGNED MESSAGE|SSH SIGNATURE)-----", re.MULTILINE)
-MAX_NAME = 300  # characters of a tag's name in a message; git takes no more than a file system does
+MAX_NAME = 300  # characters of a tag's name in a message; file systems limit a name to 255 bytes
 Verdict = Literal["passed", "rejected", "not needed"]
 
 
 @dataclass(frozen=True)
 class Tag:
-    """An annotated tag. oid: its own hash; commit: at which it is; by: the tagger, who may call himself anything; signer: who signed it,
-    None where no signature is required; second: since 1970, when it was made.
+    """An annotated tag. oid: its own hash; commit: the tagged one; by: the tagger's name, which nothing verifies; signer: who signed it,
+    None where no signature is required; second: Unix time of its creation.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Tag:
 
 @dataclass(frozen=True)
 class BadTag:
-    """A tag that is left out, and why. cause: the name of another bad tag, without which this one would not be left out."""
+    """A tag that is left out, and why. cause: the name of another bad tag that alone invalidates this one."""
 
     name: str
     problem: str
@@ -57,7 +57,7 @@ class BadTag:
 
 @dataclass(frozen=True)
 class Version:
-    """lineage: rlhf_core/provenance/lineage.py; at: when it was registered, ISO 8601; by: who says so; signer: who signed it."""
+    """lineage: rlhf_core/provenance/lineage.py; at: time of registration, ISO 8601; by: the tagger's stated name; signer: who signed it."""
 
     artifact: str
     version: str
@@ -73,12 +73,12 @@ class Version:
 
     @property
     def gate_accuracy(self) -> float | None:
-        """Held-out accuracy; None: no reward model was judged."""
+        """Held-out accuracy; None: the gate judged no reward model."""
         return (self.lineage["gate"] or {}).get("accuracy")
 
     @property
     def sha256(self) -> str | None:
-        """Of the folder, as `rlhf_core.provenance.file_hashes.folder_sha256` counts it; None: it was registered by its md5 only."""
+        """sha256 of the folder by `rlhf_core.provenance.file_hashes.folder_sha256`; None: it was registered by its md5 only."""
         files = self.lineage.get("sha256")
         return None if files is None else folder_sha256(files)
 
@@ -93,17 +93,17 @@ class Version:
 
     @property
     def model(self) -> dict[str, str | None]:
-        """What a decision is about, as it is kept with the decision."""
+        """Identity of the model, kept with each decision about it."""
         return {"md5": self.md5, "sha256": self.sha256, "commit": self.commit, "gate": self.verdict}
 
 
 @dataclass(frozen=True)
 class Event:
-    """A promotion or a rollback. version: what is promoted since then, None: nothing; previous: what was before.
+    """A promotion or a rollback. version: promoted from then on, None: nothing; previous: promoted before.
 
-    by: who is said to have decided; signer: who signed the tag, where a signature is required.
-    override: the reason for which a model was promoted that the gate had rejected or that had been rolled back.
-    model: `Version.model` of the version; None: nothing is promoted, or the decision is an older one, which kept the name only.
+    by: stated decider; signer: who signed the tag, where a signature is required.
+    override: reason for promoting a model that its gate rejected or that was rolled back.
+    model: `Version.model` of the version; None: nothing is promoted, or an older decision, which kept only the name.
     """
 
     number: int
@@ -123,14 +123,14 @@ class Event:
 
 
 def who(by: str, signer: str | None) -> str:
-    """Whose a tag is, with how that is known."""
+    """A tag's author, and whether that is stated or signed."""
     if signer is None:
         return f"stated by {by}"
     return f"signed by {signer}" if signer in by else f"signed by {signer}, stated by {by}"
 
 
 class _Form(BaseModel):
-    """What of a tag's JSON is read; there may be more."""
+    """The keys of a tag's JSON that are read; others are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -162,8 +162,15 @@ _Md5 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}\.dir$")]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
+class _Input(_Form):
+    path: str | None = None
+    name: str | None = None
+    sha256: str | None = None
+    commit: str | None = None
+
+
 class _Lineage(_Form):
-    """As rlhf_core.provenance.lineage.lineage makes it."""
+    """Written by rlhf_core.provenance.lineage.lineage."""
 
     path: str
     md5: _Md5
@@ -173,6 +180,7 @@ class _Lineage(_Form):
     commit: str
     run: str
     data: str | None
+    inputs: dict[str, dict[str, _Input | None]] = {}
     parents: dict[str, str]
     params: _Params
     gate: _Gate | None
@@ -205,12 +213,12 @@ class _Unassignment(_Form):
 
 
 def read_tags(root: Path, patterns: Sequence[str], signers: Signers | None = None) -> list[Tag | BadTag]:
-    """The tags of a repository whose refs are like one of the patterns, with a fixed number of calls of git.
+    """Read the tags whose refs match one of the patterns, with a fixed number of calls of git.
 
     Args:
-        signers: who may have signed them; each tag then needs a signature, and git is called for each.
+        signers: allowed signers. Each tag then needs a signature, verified with one call of git per tag. None: signatures are ignored.
     """
-    # Lines end with \n alone, and names come first: a name may hold what Python takes for the end of a line, or for space at its end.
+    # Split at \n alone, and with the name first: a name may contain other line separators and end with a Unicode space.
     listed = git(root, "for-each-ref", "--format=%(refname:strip=2) %(objectname)", *patterns).split("\n")
     refs = [(oid, name) for name, _, oid in (line.partition(" ") for line in listed if line)]
     found = [_read(name, oid, content) for (oid, name), content in zip(refs, read_objects(root, [oid for oid, _ in refs]), strict=True)]
@@ -248,7 +256,7 @@ def _parse(name: str, oid: str, found: Object | None) -> Tag:
     if head is None:
         raise not_ours(name, "one with other headers")
     if head["name"] != name:
-        raise not_ours(name, f"one that was made as {shown(repr(head['name']))} and put there under another name")
+        raise not_ours(name, f"one that was made as {shown(repr(head['name']))} and renamed")
     if ends := [found.start() for found in _SIGNATURE.finditer(message)]:
         message = message[: ends[-1]]
     try:
@@ -262,34 +270,34 @@ def _parse(name: str, oid: str, found: Object | None) -> Tag:
 
 
 def _tagger(tag: str, line: str) -> tuple[str, datetime]:
-    """Who made a tag, and when."""
+    """The tagger's name and the time."""
     found = _TAGGER.fullmatch(line)
     if found is None:
         raise not_ours(tag, "one without a date")
     zone = timedelta(hours=int(found["hours"]), minutes=int(found["minutes"])) * (-1 if found["sign"] == "-" else 1)
     try:
         return found["name"].removesuffix(" "), datetime.fromtimestamp(int(found["second"]), UTC).astimezone(timezone(zone))
-    except (ValueError, OverflowError, OSError) as error:  # a date or a zone that there isn't
-        raise not_ours(tag, "one with a date that there isn't") from error
+    except (ValueError, OverflowError, OSError) as error:  # a date or a time zone out of range
+        raise not_ours(tag, "one with an impossible date") from error
 
 
 def as_version(artifact: str, tag: Tag) -> Version:
-    """Raises: ConfigError: the tag says something else, or is at another commit than it says."""
+    """Raises: ConfigError: the tag's content isn't a lineage, or names another commit than the tagged one."""
     _check(tag, _Lineage)
     if tag.content["commit"] != tag.commit:
         stated = shown(tag.content["commit"])
         raise ConfigError(
             f"tag {tag.name}: expected it at commit {stated}, as its message says, got {tag.commit}; someone moved it: "
-            "`git fetch --tags --force` brings the shared one back"
+            "`git fetch --tags --force` restores the shared one"
         )
     return Version(artifact, tag.name.partition("@")[2], tag.commit, tag.by, tag.at, tag.content, tag.signer)
 
 
 def as_event(number: int, tag: Tag) -> Event | None:
-    """None: the tag only makes room for the version that enters the stage after it.
+    """The decision in a tag; None: the tag only removes a version from the stage before the next one enters.
 
     Raises:
-        ConfigError: the tag says something else.
+        ConfigError: the tag's content isn't a decision.
     """
     leaves = "!#" in tag.name  # GTO's mark
     if leaves and tag.content.get("action") == "unassign":
@@ -311,9 +319,9 @@ def _check(tag: Tag, form: type[_Form]) -> _Form:
 
 
 def not_ours(tag: str, got: str) -> ConfigError:
-    """The refusal of a tag. Its name may be anything that git takes, and the command is there to be copied into a shell.
+    """The error for an invalid tag. The tag's name is quoted, since users copy the command into a shell.
 
-    A decision is not to be removed: the one before it would count. `flows.registry.state` says what helps.
+    No removal is suggested for a decision, since the one before it would become valid; `flows.registry.state` adds the remedy.
     """
     tag = shown(tag, MAX_NAME)
     removal = "" if is_decision(tag) else f"; remove it with `git tag -d {_quoted(tag)}`"
@@ -321,7 +329,7 @@ def not_ours(tag: str, got: str) -> ConfigError:
 
 
 def is_decision(tag: str) -> bool:
-    """Whether a tag of the registry has the name of an assignment, not of a version."""
+    """Whether a registry tag's name is that of an assignment rather than a version."""
     return "#" in tag.partition("@")[0]
 
 

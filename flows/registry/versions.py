@@ -1,11 +1,10 @@
-"""Models as versions: what a run's commit must be like to become one, and getting a version's files back by their hashes."""
+"""Register a run's model as a version, and fetch a version's files by their hashes."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shlex
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from flows.registry.tags import Version
 from rlhf_core.config import ConfigError, parse_json, read_yaml_text
 from rlhf_core.paths import EVALUATION_METRICS, REWARD_MODEL, ROUNDS_PIPELINE, round_folder
 from rlhf_core.process import module_command
-from rlhf_core.provenance.cached_model import cache_folder, checkout, missing, verify
+from rlhf_core.provenance.dvc_cache import cache_folder, checkout, missing, verify
 from rlhf_core.provenance.lineage import hashes_of_outs, history, lineage
 
-LAST_STAGE = {"reward-model": "gate_reward", "policy": "train_policy"}  # up to here DVC must find nothing to do
+LAST_STAGE = {"reward-model": "gate_reward", "policy": "train_policy"}  # the stages up to here must be up to date
 
 log = logging.getLogger("rlhf.flows")
 
@@ -32,10 +31,10 @@ def register(root: Path, artifact: str, run: str | None, round_number: int | Non
     """Make the model of a run's last commit a version.
 
     Args:
-        run: whose worktree, runs/<run>; None: the current folder.
-        round_number: of a series of iterative DPO, whose policy it is then; None: the chain's own model.
+        run: name of the worktree, runs/<run>; None: the current folder.
+        round_number: register the policy of this round of iterative DPO; None: the chain's own model.
     Raises:
-        ConfigError: the commit isn't what made the model, the round was not accepted, or the model isn't in DVC's cache.
+        ConfigError: the commit doesn't reproduce the model, the round was not accepted, or the model isn't in DVC's cache.
     """
     workspace = root if run is None else worktree_path(root, run)
     if not (workspace / "dvc.yaml").is_file():
@@ -65,12 +64,12 @@ def register(root: Path, artifact: str, run: str | None, round_number: int | Non
 
 
 def _check_committed(workspace: Path) -> None:
-    """A version is a commit's. What else lies there untracked may stay.
+    """Check that the results are committed. Other untracked files are ignored.
 
     Raises:
-        ConfigError: git has another content of a file, or not yet the lock or the verdict; naming those and the results beside them.
+        ConfigError: a tracked file has changed, or the lock or the verdict is untracked; names these and other untracked results.
     """
-    from flows.runs.results import result_paths  # pandas comes with it, which the flow's command line is not to wait for
+    from flows.runs.results import result_paths  # imports pandas, which would delay the flow's command line
 
     changed = {line.split()[-1] for line in git(workspace, "status", "--porcelain", "--untracked-files=no").splitlines()}
     results = set(git(workspace, "ls-files", "--others", "--exclude-standard", "--", *result_paths(workspace)).splitlines())
@@ -78,15 +77,15 @@ def _check_committed(workspace: Path) -> None:
         files = sorted(changed | results)
         raise ConfigError(
             f"{workspace.name}: expected all committed, got changes in {', '.join(files)}; commit them (`git add {shlex.join(files)}`, "
-            "`git commit`) in its folder, for a version is a commit's"
+            "`git commit`) in its folder, since a version belongs to a commit"
         )
 
 
 def _of_round(workspace: Path, artifact: str, number: int) -> tuple[str, str, dict[str, Any]]:
-    """Path of a round's policy, the last stage behind it, and what it was accepted by.
+    """Path of a round's policy, DVC's address of the round's last stage, and the decision that accepted the policy.
 
     Raises:
-        ConfigError: there is no such round, or it kept the policy before.
+        ConfigError: there is no such round, or its policy was not accepted.
     """
     if artifact != "policy":
         raise ConfigError(f"{artifact}: expected the policy with a round, got another model; rounds train no reward model")
@@ -98,29 +97,29 @@ def _of_round(workspace: Path, artifact: str, number: int) -> tuple[str, str, di
 
 
 def _read(workspace: Path, name: str) -> Any:
-    """A YAML or JSON file as the last commit has it.
+    """Read a YAML or JSON file of the last commit.
 
     Raises:
-        ConfigError: it isn't in the commit.
+        ConfigError: the commit doesn't have it.
     """
     try:
         text = git(workspace, "show", f"HEAD:{name}")
     except ConfigError:
         raise ConfigError(
-            f"{workspace.name}: expected {name} in the last commit, got none; bring the chain up with `dvc repro`, and commit dvc.lock, "
-            "metrics and plots"
+            f"{workspace.name}: expected {name} in the last commit, got none; run `dvc repro`, and commit dvc.lock, metrics and plots"
         ) from None
     subject = f"{name} in {workspace.name}"
     return parse_json(text, subject) if name.endswith(".json") else read_yaml_text(text, subject)
 
 
 def _check_nothing_to_do(workspace: Path, stage: str) -> None:
-    """DVC finds that params, code and data are those which dvc.lock names.
+    """Check with DVC that params, code and data match dvc.lock.
 
     Raises:
-        ConfigError: naming the stages for which they aren't.
+        ConfigError: they don't; names the outdated stages.
     """
-    done = _dvc(workspace, "status", "--json", "--with-deps", stage)
+    command = module_command("dvc", "status", "--json", "--with-deps", stage)
+    done = run_within(STATUS_DEADLINE, command, workspace, dvc_environment(workspace))
     found = json.loads(done.stdout) if done.returncode == 0 else None
     found = None if found is None else with_something_to_do(workspace, found)
     if found is None:
@@ -129,12 +128,12 @@ def _check_nothing_to_do(workspace: Path, stage: str) -> None:
         why = "; ".join(f"{name}: {', '.join(sorted(_changes(changes)))}" for name, changes in found.items())
         raise ConfigError(
             f"{workspace.name}: expected a commit whose dvc.lock matches its params, code and data, got other ones ({why}); run "
-            f"`dvc repro {stage}` there, and commit what it made"
+            f"`dvc repro {stage}` there, and commit the results"
         )
 
 
 def _changes(changes: list[Any]) -> Iterator[str]:
-    """Names of what `dvc status --json` says of a stage."""
+    """The changes that `dvc status --json` lists for a stage, one text each."""
     for change in changes:
         if isinstance(change, str):
             yield change
@@ -145,33 +144,31 @@ def _changes(changes: list[Any]) -> Iterator[str]:
 
 
 def _check_in_cache(workspace: Path, lock: dict[str, Any], path: str) -> dict[str, str]:
-    """All that led to the model is in DVC's cache, or in git, and the model itself is whole.
+    """Check that the model and everything that it was made from are in DVC's cache or in git, and that the model is intact.
 
     Returns:
-        The sha256 of each of the model's files, by its name.
+        The sha256 of each file of the model, by name.
     Raises:
-        ValueError: something is missing, or a file of the model was changed.
+        ValueError: something is missing, or a file of the model has changed.
     """
     cache = cache_folder(workspace)
     made = dict(hashes_of_outs(lock, history(lock, path)))
     in_git = set(git(workspace, "ls-files").splitlines())
     for out, md5 in made.items():
         if out not in in_git and (lost := missing(md5, cache)):
-            raise ValueError(
-                f"{out}: expected all of it in DVC's cache, got nothing for {lost[0]}; `dvc pull` or `dvc repro` brings it back"
-            )
+            raise ValueError(f"{out}: expected all of it in DVC's cache, got nothing for {lost[0]}; `dvc pull` or `dvc repro` restores it")
     return verify(made[path], root=workspace)
 
 
 def fetch(root: Path, registry: Registry, version: str | None, folder: Path) -> tuple[Version, str]:
-    """A version's files by its hashes: from DVC's cache, or else from the remote, and laid out in `folder`.
+    """Fetch a version's files by their hashes from DVC's cache, or else from its remote, into `folder`.
 
     Args:
         version: None: the promoted one.
     Returns:
-        The version, and where it came from: cache or remote.
+        The version, and `cache` or `remote`.
     Raises:
-        ConfigError: there is no such version, or its tag isn't what its commit says, or the files are in neither or aren't the tag's.
+        ConfigError: there is no such version, its tag contradicts its commit, or its files are in neither or differ from the tag's hashes.
     """
     if version is None:
         registry.check_decisions()
@@ -186,7 +183,3 @@ def fetch(root: Path, registry: Registry, version: str | None, folder: Path) -> 
     except ValueError as error:
         raise ConfigError(f"{chosen.artifact} {chosen.version}: {error}") from error
     return chosen, source
-
-
-def _dvc(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_within(STATUS_DEADLINE, module_command("dvc", *arguments), workspace, dvc_environment(workspace))

@@ -78,7 +78,7 @@ def _other_inputs(workspace: Path, params: Params) -> list[str]:
     """Files from outside the project that have changed since the chain and the rounds read them, a line each."""
     inputs, before = read_inputs(params, workspace), chain_before_rounds(workspace, params)
     locks = (workspace / "dvc.lock", workspace / ROUNDS_PIPELINE.with_suffix(".lock"))
-    return [line for lock in locks for line in changes_since(lock, inputs, workspace, beside=set(stage_order(workspace)) - set(before))]
+    return [line for lock in locks for line in changes_since(lock, inputs, workspace, ignored=set(stage_order(workspace)) - set(before))]
 
 
 def unmade(workspace: Path) -> bool:
@@ -115,10 +115,10 @@ def check_reward_model(workspace: Path, params: Params) -> None:
     gate = _read(workspace / GATE_METRICS)
     usable = gate and (gate["passed"] or gate["override"])
     if any(scorer.is_own_reward_model for scorer in params.iterative.scorers) and not usable:
-        said = gate["message"] if gate else f"{GATE_METRICS} is missing"
+        message = gate["message"] if gate else f"{GATE_METRICS} is missing"
         raise ConfigError(
-            f"iterative.scorers: expected a reward model that passed its gate, got one that didn't ({said}); make it pass, or use scorers "
-            "without a reward model (docs/scorers.md)"
+            f"iterative.scorers: expected a reward model that passed its gate, got one that didn't ({message}); make it pass, or use "
+            "scorers without a reward model (docs/scorers.md)"
         )
 
 

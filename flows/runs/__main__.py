@@ -33,16 +33,16 @@ MAX_TEXT = 60  # characters of a message in the table
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m flows.runs", description="List, show, compare and delete runs.")
     commands = parser.add_subparsers(dest="command", required=True)
-    added = commands.add_parser("list", help="all runs, the one used last first")
+    added = commands.add_parser("list", help="all runs, most recently used first")
     added.add_argument("--json", action="store_true", help="for programs")
-    added = commands.add_parser("show", help="all that is known of a run")
+    added = commands.add_parser("show", help="details of a run")
     added.add_argument("name", metavar="NAME")
     added.add_argument("--json", action="store_true", help="for programs")
     added = commands.add_parser("compare", help="two runs side by side, or configurations over seeds (python -m flows.compare_runs)")
     added.add_argument("names", nargs="+", metavar="NAME")
     added = commands.add_parser("delete", help="worktree and branch of a run, with scratch, models and results")
     added.add_argument("names", nargs="+", metavar="NAME")
-    added.add_argument("--force", action="store_true", help="also files that git doesn't have, and commits that no other branch has")
+    added.add_argument("--force", action="store_true", help="even if files or commits are lost that exist nowhere else")
     return parser.parse_args(arguments)
 
 
@@ -137,9 +137,9 @@ def _params_text(changes: list[dict[str, Any]] | None) -> str:
 
 
 def details(root: Path, state: RunState) -> dict[str, Any]:
-    """What takes longer than a list may: params, lineage, what DVC says of the stages."""
+    """Details that are too slow for a list: params, lineage, and the stages' states by DVC."""
     folder = root / state.folder if state.folder else None
-    ended = state.outcome in ("done", "failed", GATE_REJECTED) and state.until is None  # otherwise a page is of an earlier time
+    ended = state.outcome in ("done", "failed", GATE_REJECTED) and state.until is None  # otherwise the page is an earlier run's
     page = report_of(folder, None if state.outcome == "done" else state.stage) if folder and ended else None
     return {
         "params": _params(root, state),
@@ -151,7 +151,7 @@ def details(root: Path, state: RunState) -> dict[str, Any]:
 
 
 def _params(root: Path, state: RunState) -> list[dict[str, Any]] | None:
-    """None: they can't be compared, without a branch of the run's own or with keys of other code."""
+    """Params that differ from the base commit's; None: the run has no branch, or other code's keys."""
     if state.branch is None:
         return None
     with suppress(ConfigError):
@@ -161,7 +161,7 @@ def _params(root: Path, state: RunState) -> list[dict[str, Any]] | None:
 
 
 def _stages(folder: Path, state: RunState) -> Iterator[dict[str, str]]:
-    """Each stage as DVC has it; of a run at work, whose stage has DVC's lock, as the flow goes through them."""
+    """State and key figure of each stage, by DVC; by the record while a flow is at work, since its stage holds DVC's lock."""
     order = stage_order(folder)
     ended = order[: order.index(state.stage)] if state.process and state.stage in order else unchanged(folder, order)
     for stage in order:

@@ -16,9 +16,9 @@ from flows.runs.state import RunState, read_runs
 from rlhf_core.config import ConfigError, read_yaml, shown
 from rlhf_core.paths import CHECK_MODEL_FIGURES, DATA_DOCS, PROMOTED, ROUNDS_PIPELINE, SCRATCH, STATE_DIGESTS, STOPPED_REPORT, TIMINGS
 
-# Beginnings of what a run itself commits; `{}` is its name.
+# Prefixes of the subjects of a run's own commits; `{}` is its name.
 OF_THE_RUN = ("Run {}: ", "Results of run {}", "Results of round ", "Begin round ", "Take back the beginning of round ")
-# Ignored by git and nobody's work, beside the outs of stages.
+# Ignored by git and not the user's, in addition to the outs of stages.
 OF_THE_PIPELINE = (
     *(".dvc", ".prefect", "wandb", "compare.log"),
     *map(str, (SCRATCH, PROMOTED, STOPPED_REPORT, CHECK_MODEL_FIGURES, TIMINGS, STATE_DIGESTS, DATA_DOCS)),
@@ -34,8 +34,8 @@ def delete(root: Path, names: list[str], *, force: bool) -> str:
     """Delete runs, all or none. Returns a message about what was deleted.
 
     Raises:
-        ConfigError: a flow or another process works on one of them, or there is something in it that is nowhere else and `force` is not
-            given.
+        ConfigError: a flow or another process is at work in one of them; or, without `force`, one has files or commits that exist nowhere
+            else.
     """
     with ExitStack() as held:
         states = read_runs(root, names)
@@ -51,13 +51,13 @@ def delete(root: Path, names: list[str], *, force: bool) -> str:
 
 
 def _at_work(root: Path, state: RunState) -> list[str]:
-    """Whose work would be disturbed."""
+    """Processes in the run's folder, as a problem."""
     users = _users(root / state.folder) if state.folder is not None else []
-    return [f"expected nobody at work in {state.folder}, got {', '.join(users)}"] if users else []
+    return [f"expected no process at work in {state.folder}, got {', '.join(users)}"] if users else []
 
 
 def _lost(root: Path, state: RunState, deleted: list[RunState]) -> list[str]:
-    """What would be lost beside the run's own params and results. deleted: all runs that go at once."""
+    """Files and commits of the user that exist nowhere else, as problems. deleted: all runs deleted together."""
     problems = []
     if state.folder is not None:
         folder = root / state.folder
@@ -75,7 +75,7 @@ def _named(names: list[str]) -> str:
 
 
 def _ignored_files_of_the_users(folder: Path) -> list[str]:
-    """Files that git leaves alone and that neither a stage has made nor a tool keeps."""
+    """Files ignored by git that neither a stage nor a tool wrote."""
     ours = (*OF_THE_PIPELINE, *_outs(folder))
     listed = git(folder, "ls-files", "--others", "--ignored", "--exclude-standard", "-z").split("\0")
     paths = [PurePath(name) for name in listed if name and not CACHES.search(name)]
@@ -83,7 +83,7 @@ def _ignored_files_of_the_users(folder: Path) -> list[str]:
 
 
 def _outs(folder: Path) -> set[str]:
-    """What stages make and DVC's cache keeps, by dvc.yaml and by the locks, which have it of params that were changed since."""
+    """Outs of stages, from dvc.yaml and from the locks, which still name those of earlier params."""
     found: set[str] = set()
     with suppress(ConfigError):  # an unreadable file names no outs, so its outs count as user files
         entries = [entry for stage in read_stages(folder).values() for entry in stage.get("outs") or []]
@@ -96,7 +96,7 @@ def _outs(folder: Path) -> set[str]:
 
 
 def _commits_of_the_users(root: Path, state: RunState, deleted: list[RunState]) -> list[str]:
-    """Commits, as `hash subject`, that only the runs deleted have, on a branch or checked out, and that the pipeline has not made."""
+    """Commits, as `hash subject`, that no other branch or tag has and that the pipeline has not made."""
     tips = [f"refs/heads/{state.branch}"] * (state.branch is not None)
     if state.folder is not None:
         tips.append(git(root / state.folder, "rev-parse", "HEAD"))
@@ -107,7 +107,7 @@ def _commits_of_the_users(root: Path, state: RunState, deleted: list[RunState]) 
 
 
 def _users(folder: Path) -> list[str]:
-    """Processes that work there: DVC by hand, a stage, a shell."""
+    """Processes whose working directory is in the folder, such as DVC, a stage or a shell."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

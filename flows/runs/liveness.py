@@ -24,23 +24,23 @@ from typing import IO, Any
 import psutil
 
 AT_WORK = ["RUNNING", "PENDING", "CANCELLING"]
-REQUEST_SECONDS = 90.0  # on SQLite the server has stood still for sixty
+REQUEST_SECONDS = 90.0  # a server on SQLite can block for a minute
 BUSY = 503
 MESSAGE = "Its process is gone and could not report its end; a retry resumes from the last checkpoint."
 SAME_COMMAND = "Its process is gone and could not report its end; the same command resumes from the last checkpoint."
 SIGNS = "alive"  # folder of PREFECT_HOME
-DATABASES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")  # other than the one in PREFECT_HOME
+DATABASES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")  # instead of the one in PREFECT_HOME
 
 
 def crash_orphaned_runs(url: str, secret: str) -> list[str]:
-    """Set the runs of deployments that no process works on to Crashed. To be called before a worker starts new ones, with a server whose
-    database no other machine shares.
+    """Set the runs of deployments that no process works on to Crashed. Call it before a worker starts new runs, and only with a server
+    whose database no other machine uses.
 
     Args:
         url: of Prefect's API.
         secret: user:password.
     Returns:
-        Their names.
+        The names of these runs.
     Raises:
         OSError: the server does not answer, or has been busy for REQUEST_SECONDS.
     """
@@ -55,12 +55,12 @@ def crash_orphaned_runs(url: str, secret: str) -> list[str]:
 
 @contextmanager
 def liveness_tag(home: Path, given_url: str | None) -> Iterator[str]:
-    """A tag for the flow run that this process works on, and its locked file as long as it does.
+    """Yield a tag for this process's flow run, with the liveness file locked inside the block.
 
-    After an exception the file stays: `crash_orphaned_command_lines` finds out whether Prefect has heard of the end.
+    After an exception the file stays, and `crash_orphaned_command_lines` checks whether Prefect recorded the end.
 
     Args:
-        home: PREFECT_HOME. given_url: of the server, where the user named one.
+        home: PREFECT_HOME. given_url: server address that the user set; None: none.
     """
     tag = f"process:{secrets.token_hex(4)}"
     folder = home / SIGNS
@@ -70,25 +70,26 @@ def liveness_tag(home: Path, given_url: str | None) -> Iterator[str]:
         fcntl.flock(file, fcntl.LOCK_EX)
         json.dump({"database": _database(home, given_url), **_machine()}, file)
         file.flush()
-        aside.replace(path)  # who finds it finds it locked
+        aside.replace(path)  # already locked when it becomes visible
         yield tag
         path.unlink()
 
 
 def crash_orphaned_command_lines(home: Path, url: str, secret: str | None, given_url: str | None) -> list[str]:
-    """Set the runs of command lines whose process is gone to Crashed. A sign that can't be read, on a disk that was full say, is removed.
+    """Set the runs of command lines whose process is gone to Crashed. Unreadable liveness files, for example truncated by a full disk, are
+    removed.
 
     Args:
-        home, given_url: as for `liveness_tag`. url: of Prefect's API. secret: user:password, if it wants one.
+        home, given_url: as for `liveness_tag`. url: of Prefect's API. secret: user:password; None: the API needs none.
     Returns:
-        Their names.
+        The names of these runs.
     Raises:
         OSError: as for `crash_orphaned_runs`.
     """
     ended = []
     for path in sorted((home / SIGNS).glob("*.json")):
         with suppress(FileNotFoundError, BlockingIOError), path.open(encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it lives: BlockingIOError
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: the process is alive
             sign = _read_sign(file)
             if sign is None:
                 path.unlink()
@@ -104,7 +105,7 @@ def crash_orphaned_command_lines(home: Path, url: str, secret: str | None, given
 
 
 def _read_sign(file: IO[str]) -> dict[str, str] | None:
-    """What a sign says of its process; None: it isn't whole."""
+    """Content of a liveness file; None: it is incomplete."""
     with suppress(ValueError):
         sign = json.load(file)
         if isinstance(sign, dict) and sign.keys() >= {"database", "host", "boot"}:
@@ -113,7 +114,7 @@ def _read_sign(file: IO[str]) -> dict[str, str] | None:
 
 
 def _database(home: Path, given_url: str | None) -> str:
-    """Which database has a run, as a hash: addresses may have passwords in them."""
+    """Hash of the address of the database with a run; an address may contain a password."""
     other = next((os.environ[name] for name in DATABASES if name in os.environ), str(home.resolve()))
     return hashlib.sha256((given_url or other).encode()).hexdigest()[:16]
 
@@ -124,8 +125,8 @@ def _machine() -> dict[str, str]:
 
 
 def _is_here(sign: dict[str, str]) -> bool:
-    """Whether a free lock proves the end: the process was on this kernel, or on this machine before it started anew. PREFECT_HOME may lie
-    on a disk that other machines share, and not every such disk shares locks.
+    """Whether the process ran on this machine, so that a free lock proves its end. Other machines may share the disk of PREFECT_HOME, and
+    not every shared disk supports locks.
     """
     here = _machine()
     return sign["host"] == here["host"] or (sign["boot"] == here["boot"] != "")
@@ -140,7 +141,7 @@ def _crash(url: str, secret: str | None, run: str, message: str) -> None:
 
 
 def _at_work() -> set[str]:
-    """Ids of the flow runs that processes of this user work on, as Prefect gives them along."""
+    """Ids of the flow runs in the environments of this user's processes."""
     found = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -160,7 +161,7 @@ def _ask(url: str, secret: str | None, path: str, body: dict[str, Any]) -> Any:
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
                 return json.load(response)
-        except urllib.error.HTTPError as error:  # on SQLite the server's own services may have the database
+        except urllib.error.HTTPError as error:  # the server's own services may hold a SQLite database
             if error.code != BUSY or time.monotonic() > until:
                 raise
             time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""What became of a run, in its worktree: one small file that its flow keeps, and that a list of runs reads without Prefect."""
+"""The record of a run: a small file in its worktree with the run's outcome, written by the flow and read without Prefect."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from rlhf_core.config import ConfigError
 
 RECORD = Path(".dvc/tmp/run.json")
-# Names of states in which a flow says no; of Prefect's type FAILED.
+# Names of Prefect states of type FAILED for refusals.
 GATE_REJECTED, ROUND_REFUSED, REFUSED = "GateRejected", "RoundRefused", "Refused"
 
 
 def note(workspace: Path, **fields: Any) -> None:
-    """Add fields to the record; `at`, when it was last written, comes by itself (UTC, seconds).
+    """Add fields to the record, and `at`, the time of writing (UTC, ISO 8601).
 
-    outcome: running, done, stopped (by a signal), failed, or the name of the state in which the flow said no. stage: the one that was
-    begun last. message: why the run ended. until: of a run that is done, the stage that it was to end after; None: it went through.
+    outcome: running, done, stopped (by a signal), failed, or the name of a refusal's state. stage: the last one that was started.
+    message: why the run ended. until: requested last stage of a finished run; None: the chain's own last stage.
     """
     path, now = workspace / RECORD, datetime.now(UTC).isoformat(timespec="seconds")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def note(workspace: Path, **fields: Any) -> None:
 
 @contextmanager
 def recording(workspace: Path) -> Iterator[None]:
-    """The run is at work, and has been stopped or has failed where the block ends with an exception."""
+    """Record the run as running, and as stopped, refused or failed if the block raises."""
     note(workspace, outcome="running", stage=None, message="", until=None)
     try:
         yield
@@ -44,7 +44,7 @@ def recording(workspace: Path) -> Iterator[None]:
 
 
 def read_record(workspace: Path) -> dict[str, Any]:
-    """Empty where no flow has kept one."""
+    """The record of a workspace; empty if there is none."""
     with suppress(OSError, ValueError):
         found = json.loads((workspace / RECORD).read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""What a run has left, read from its folder or from a commit: for comparisons and for what a run's report is held against."""
+"""Results of a run, read from its folder or from a commit, for comparisons and for a report's baselines."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from rlhf_core.paths import (
     RUNS,
     STAGE_METRICS,
 )
-from rlhf_core.provenance.cached_model import cache_folder
+from rlhf_core.provenance.dvc_cache import cache_folder
 from rlhf_core.report.comparison_page import Side
 from rlhf_core.report.differences import Results
 from rlhf_core.report.inputs import read_times
 from rlhf_core.rounds.pins import read_round_stages, read_rounds
 
-TRACKED = ("data/prepared", "models/")  # data and models; what else DVC keeps are results
+TRACKED = ("data/prepared", "models/")  # data and models; other outs are results
 
 Read = Callable[[str], bytes | None]  # a path inside the run -> its content; None: not there
 
@@ -74,7 +74,7 @@ def _side(name: str, read: Read, samples: bytes | None, *, times: dict) -> Side:
 
 
 def read_results(name: str, read: Read) -> Results:
-    """Raises ConfigError where there are no params, or no stage has left its figures."""
+    """Raises: ConfigError: there is no params.yaml, or no stage has written metrics."""
     params, lock = read("params.yaml"), read("dvc.lock")
     if params is None:
         raise ConfigError(f"{name}: expected a run with params.yaml, got none there; name a run, a folder or a commit of this project")
@@ -91,7 +91,7 @@ def read_results(name: str, read: Read) -> Results:
 
 
 def result_paths(workspace: Path) -> list[str]:
-    """What a run's commit takes: params, locks, and what stages leave that DVC's cache doesn't keep. What else lies there is the user's."""
+    """Paths that a run commits: params, locks, and outs that DVC's cache doesn't keep. Other files are the user's."""
     stages = [*read_stages(workspace).values()]
     found = ["params.yaml", "dvc.lock", "baselines.json"]
     if rounds := read_rounds(workspace) if (workspace / ROUNDS_FILE).is_file() else {}:
@@ -100,13 +100,13 @@ def result_paths(workspace: Path) -> list[str]:
     for stage in stages:
         entries = [entry for kind in ("outs", "metrics", "plots") for entry in stage.get(kind) or []]
         found += [path for entry in entries if isinstance(entry, dict) for path, how in entry.items() if how and how.get("cache") is False]
-        # DVC itself writes there which of its outs git is to leave alone.
+        # DVC lists its outs there, so that git ignores them.
         found += [str(Path(out).parent / ".gitignore") for entry in entries for out in ([entry] if isinstance(entry, str) else entry)]
     return sorted(set(found))
 
 
 def input_paths(workspace: Path) -> list[str]:
-    """What stages depend on: code and data that git may have."""
+    """Paths inside the workspace that stages depend on."""
     stages = read_stages(workspace).values()
     return sorted({path for stage in stages for path in stage.get("deps") or [] if isinstance(path, str) and not Path(path).is_absolute()})
 
@@ -131,7 +131,7 @@ def show(root: Path, commit: str, path: str) -> bytes | None:
 
 
 def _from_cache(root: Path, read: Read) -> bytes | None:
-    """The samples, which git doesn't have: from DVC's cache, where they are in it."""
+    """The evaluation's samples from DVC's cache, since git doesn't have them; None: not in the cache."""
     lock: Any = read("dvc.lock")
     stages = {} if lock is None else read_yaml_text(lock.decode(), "dvc.lock")["stages"]
     md5 = next((out["md5"] for out in stages.get("evaluate", {}).get("outs", []) if out["path"] == str(EVALUATION_SAMPLES)), None)

@@ -1,4 +1,4 @@
-"""What is known of a run, read fast: from its worktree or, where that was removed, from its branch. Without Prefect, DVC or torch."""
+"""State of runs, read from their worktrees or, if those were removed, from their branches. Without Prefect, DVC or torch, so it is fast."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Read = Callable[[str], str | None]  # a path inside the run -> its content; None
 
 @dataclass(frozen=True)
 class RunState:
-    """made: when the worktree was added; used: when a flow or DVC last wrote there, or of a branch alone its last commit (UTC, ISO 8601).
+    """made: when the worktree was added; used: when a flow or DVC last wrote there, or a lone branch's last commit (UTC, ISO 8601).
 
-    folder: None: the worktree was removed, and the branch is left. outcome: as in run_record, or killed, interrupted or not begun; process:
-    whose flow is at work. until: as in run_record. size: bytes on disk of the folder. judge: before and after alignment, sampled; the
-    reward model's mean score where there is no judge (metric says which).
+    folder: None: only the branch is left. outcome: as in flows.runs.record, or killed, interrupted or not begun. until: as in
+    flows.runs.record. process: id of the flow's process. metric: `judge`, or `score` without a judge: the reward model's mean score.
+    before, after: its value for the SFT model and the policy, sampled. size: bytes of the folder on disk.
     """
 
     name: str
@@ -59,7 +59,7 @@ class RunState:
 
     @property
     def outcome_text(self) -> str:
-        """Outcome and stage in few words."""
+        """Outcome and stage for a table."""
         if self.outcome == "done" and self.until is not None:
             return f"done up to {self.until}"
         if self.outcome in ("done", "not begun") or self.stage is None:
@@ -70,13 +70,13 @@ class RunState:
 
 
 def run_names(root: Path) -> list[str]:
-    """Of worktrees in runs/ and of branches run/*."""
+    """Names of the worktrees in runs/ and of the branches run/*."""
     folders = {path.parent.name for path in (root / RUNS).glob("[!.]*/.git") if path.is_file()}
     return sorted(folders | set(_branches(root)))
 
 
 def read_runs(root: Path, names: list[str], *, sizes: bool = True) -> list[RunState]:
-    """Some calls of git, however many runs.
+    """States of runs, in the order of `names`.
 
     Raises:
         ConfigError: there is no run of that name.
@@ -102,7 +102,7 @@ def read_runs(root: Path, names: list[str], *, sizes: bool = True) -> list[RunSt
 
 
 def lock_of(root: Path, state: RunState) -> str | None:
-    """dvc.lock, of the folder or else of the branch; None: it has none yet."""
+    """Text of dvc.lock from the run's folder, or else from its branch; None: there is none yet."""
     if state.folder is not None:
         return _reader(root / state.folder)("dvc.lock")
     (found,) = read_objects(root, [f"{state.commit}:dvc.lock"])
@@ -110,7 +110,7 @@ def lock_of(root: Path, state: RunState) -> str | None:
 
 
 def _branches(root: Path) -> dict[str, tuple[str, int]]:
-    """Run -> commit and its second."""
+    """Run -> commit and the commit's Unix time."""
     listed = git(root, "for-each-ref", "--format=%(refname:lstrip=3) %(objectname) %(committerdate:unix)", "refs/heads/run/")
     return {name: (commit, int(second)) for name, commit, second in map(str.split, listed.splitlines())}
 
@@ -161,7 +161,7 @@ def _state(
 
 
 def _outcome(record: dict[str, Any], process: str | None, done: list[str], gate: dict[str, Any]) -> tuple[str, str | None, str]:
-    """Outcome, stage and message: of the record, or from what the stages have left where DVC alone has run them."""
+    """Outcome, stage and message from the record, or from the stages' results if DVC ran them without a flow."""
     outcome, stage, message = record.get("outcome"), record.get("stage"), str(record.get("message") or "")
     if process is not None:
         return "running", stage, ""
@@ -179,13 +179,13 @@ def _outcome(record: dict[str, Any], process: str | None, done: list[str], gate:
 
 
 def _reached(outcome: str, stage: str | None, until: str | None) -> set[str]:
-    """Stages whose figures are the run's own; those of later ones are of an earlier time, if any.
+    """Stages whose figures are this run's. Figures of later stages are from an earlier run.
 
-    The stage that has said no has its figures, one that was stopped hasn't.
+    A gate that rejected the model has figures; a stage that was stopped has none.
     """
     if outcome == "done":
         return set(ORDER if until is None else ORDER[: ORDER.index(until) + 1] if until in ORDER else ())
-    if stage is None:  # none was begun
+    if stage is None:  # none was started
         return set()
     if stage not in ORDER:  # of a round, which comes after the chain
         return set(ORDER)
@@ -212,7 +212,7 @@ def _json(text: str | None) -> dict[str, Any]:
 
 
 def _method(params: str) -> str:
-    """alignment.method, with the algorithm of RL; by the text, since YAML takes a tenth of a second for each run."""
+    """alignment.method, with the algorithm of RL. Matched in the text, since parsing YAML is slow for a list of many runs."""
     method = _value_in(params, "alignment", "method")
     algorithm = _value_in(params, "rl", "algorithm") if method == "rl" else None
     return f"{method} {algorithm}" if algorithm else method or "?"

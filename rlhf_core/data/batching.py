@@ -5,11 +5,24 @@ All functions are pure: a resumed run gets the same batch for step n as an unint
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 SLACK = 1.05  # over the mean size of parts: examples aren't divided, so equal parts can't be exact
+
+
+class Part(NamedTuple):
+    """A micro-batch: positions of its examples.
+
+    counts: False: the examples belong to another micro-batch too. The pass only keeps a rank in step with the others, since with ZeRO a
+        forward or backward pass is a collective; its results aren't used.
+    """
+
+    positions: list[int]
+    counts: bool = True
 
 
 def batch_indices(step: int, *, batch_size: int, num_examples: int, seed: int) -> list[int]:
@@ -71,3 +84,40 @@ def microbatches(lengths: Sequence[int], *, max_tokens: int, rows: Sequence[int]
             batches.append([i])
             count, width = added, lengths[i]
     return batches
+
+
+def spread(lengths: Sequence[int], *, max_tokens: int, ranks: int, rows: Sequence[int] | None = None) -> list[list[Part]]:
+    """Micro-batches of a batch for each rank: equally many for all, and about as many padded tokens.
+
+    With one rank they are those of `microbatches`. With several they become smaller, until their number is a multiple of the number of
+    ranks; where there are fewer examples than that, the shortest example is repeated in micro-batches that don't count.
+
+    Args:
+        lengths, max_tokens, rows: as in `microbatches`.
+    """
+    parts = microbatches(lengths, max_tokens=max_tokens, rows=rows)
+    if ranks == 1 or not parts:
+        return [[Part(part) for part in parts] for _ in range(ranks)]
+
+    def tokens(part: list[int]) -> int:
+        return lengths[part[0]] * (len(part) if rows is None else sum(rows[i] for i in part))
+
+    number = ranks * math.ceil(len(parts) / ranks)
+    even = min(max_tokens, int(SLACK * sum(map(tokens, parts)) / number))
+    parts = microbatches(lengths, max_tokens=even, rows=rows)
+    while len(parts) % ranks and any(len(part) > 1 for part in parts):
+        largest = max((part for part in parts if len(part) > 1), key=tokens)
+        parts.remove(largest)
+        half = len(largest) // 2
+        parts += [largest[:half], largest[half:]]
+    ordered = [Part(part) for part in sorted(parts, key=tokens, reverse=True)]
+    shortest = min(range(len(lengths)), key=lambda i: tokens([i]))
+    ordered += [Part([shortest], counts=False)] * (-len(parts) % ranks)
+    shares: list[list[Part]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for start in range(0, len(ordered), ranks):  # the largest of these goes to the rank with the fewest tokens so far
+        emptiest = sorted(range(ranks), key=lambda r: loads[r])
+        for receiver, part in zip(emptiest, ordered[start : start + ranks], strict=True):
+            shares[receiver].append(part)
+            loads[receiver] += tokens(part.positions)
+    return shares

@@ -47,7 +47,7 @@ class Example(NamedTuple):
 
 
 class DropCounts(Counter[str]):
-    """Reason -> how many records, or rows where the reason says so, are left out of a source.
+    """Reason -> number of records left out of a source, or of rows for the reasons that are about rows.
 
     Attributes:
         read: records read.
@@ -100,7 +100,7 @@ class Tally:
     """What became of one source's records, by use.
 
     Attributes:
-        left_out: reason -> records, or rows where the reason says so.
+        left_out: reason -> records, or rows for the reasons that are about rows.
         read, dropped: rows that the usable records gave; of these, the rows that the source's `drop` removed while reading.
         mixed, dropped_later: the same after weighting, for what is known only of all rows together or with the tokenizer.
     """

@@ -1,6 +1,6 @@
 """Data files, record by record: JSON lines, JSON and CSV here, Parquet in `tables`; with limits on what a hostile file may hold.
 
-Every error names the file and, where it has one, the line, and says what was there instead. docs/security.md lists the limits.
+Every error names the file, the line if there is one, and what was there instead. docs/security.md lists the limits.
 """
 
 from __future__ import annotations

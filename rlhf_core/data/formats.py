@@ -35,7 +35,7 @@ _HH_TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
 def convert(values: Mapping[str, Any], source: SourceConfig) -> Rows:
-    """The rows of one record; those of the use preference have `slices` beside their columns where the source names some.
+    """The rows of one record. If the source names slices, rows of the use preference also have a key `slices`.
 
     Raises:
         Dropped: the record is left out.
@@ -178,7 +178,7 @@ def _hh_turns(text: str) -> list[Message]:
         raise Misfit(
             f"expected a transcript of 'Human:' and 'Assistant:' turns, got {got}", "no transcript of 'Human:' and 'Assistant:' turns"
         )
-    return [_message(ROLES[who.lower()], said.strip()) for who, said in zip(parts[::2], parts[1::2], strict=True)]
+    return [_message(ROLES[who.lower()], turn.strip()) for who, turn in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def _joined(turns: list[Message]) -> list[Message]:
@@ -241,8 +241,8 @@ def _instruction(record: Record) -> Rows:
     if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
         message = f"column 'history': expected a list of [question, answer], got {kind(turns)} of something else; map another column"
         raise Misfit(message, "history is no list of [question, answer]")
-    said = [read_text(text, "history") for turn in turns for text in turn]
-    history = [_message(("user", "assistant")[number % 2], text) for number, text in enumerate(said)]
+    texts = [read_text(text, "history") for turn in turns for text in turn]
+    history = [_message(("user", "assistant")[number % 2], text) for number, text in enumerate(texts)]
     messages = _answerable(record, [*history, _message("user", question)])
     return {**_prompt_row(messages, record.label()), "sft": [{"messages": messages, "response": record.text("output")}]}
 
@@ -325,8 +325,8 @@ def _contains(turns: list[Message], prompt: list[Message]) -> bool:
     own = turns[1:] if turns[0]["role"] == "system" and prompt[0]["role"] != "system" else turns
     if _starts_with(own, prompt):
         return True
-    said = [turn for turn in turns if turn["role"] == "user"]
-    return len(prompt) == 1 and any(_starts_with([turn], prompt) for turn in (*said[:1], *said[-1:]))
+    of_user = [turn for turn in turns if turn["role"] == "user"]
+    return len(prompt) == 1 and any(_starts_with([turn], prompt) for turn in (*of_user[:1], *of_user[-1:]))
 
 
 def _starts_with(turns: list[Message], prompt: list[Message]) -> bool:

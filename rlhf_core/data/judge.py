@@ -18,7 +18,7 @@ from rlhf_core.environment import hint
 
 MAX_BRIEF_WORDS = 6
 RULE_ARGUMENTS = ("prompt", "response")
-TAKEN = ("n", "ok")  # aspects become metrics judge_<aspect>, beside judge_n and judge_ok
+TAKEN = ("n", "ok")  # aspects become metrics judge_<aspect>, next to judge_n and judge_ok
 _POLITE_START = re.compile(r"(?:" + "|".join(COURTESIES) + r"): |Sorry, ")
 _ASPECT = re.compile(r"[a-z][a-z0-9_]{0,29}")
 

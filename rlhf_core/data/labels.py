@@ -3,7 +3,7 @@
 An export is a folder with
     pairs.jsonl          one pair a line: id, prompt, a, b, choice (to be filled in: a, b or tie) and annotator
     label_studio.json    the same pairs as tasks of Label Studio
-    label_studio.xml     its labelling interface
+    label_studio.xml     Label Studio's interface for these pairs
     key.json             which side is which, and the reward model's scores: hidden from annotators
 Sides are in a seeded random order, so that nothing reveals which response a model preferred.
 """
@@ -28,7 +28,7 @@ from rlhf_core.statistics.intervals import accuracy_with_ties
 
 PAIRS, TASKS, INTERFACE, KEY = "pairs.jsonl", "label_studio.json", "label_studio.xml", "key.json"
 CHOICES = ("a", "b", "tie")
-NOBODY = "unnamed"  # the annotator of a line that names none
+UNNAMED = "unnamed"  # annotator of a line that names none
 _INTERFACE = """\
 <View>
   <Header value="Which answer is better?"/>
@@ -209,7 +209,7 @@ def _studio(path: Path, text: str) -> Iterable[FoundLabel]:
             where = f"{path}: task {shown(str(task.get('id', number)))}"
             annotations = task["annotations"]
             if not annotations:
-                yield where, task["data"], NOBODY, None
+                yield where, task["data"], UNNAMED, None
             for annotation in annotations:
                 choices = [r["value"]["choices"] for r in annotation["result"] if r.get("from_name") == "choice"]
                 choice = None if annotation.get("was_cancelled") or not choices else ",".join(choices[0])
@@ -232,7 +232,7 @@ def _name(value: Any) -> str:
     """
     if value is not None and not isinstance(value, str | int | float):
         raise TypeError(f"an annotator of type {type(value).__name__}")
-    return str(value or NOBODY)
+    return str(value or UNNAMED)
 
 
 def decide(labels: Sequence[Label], key: dict[str, Any], *, confidence: float) -> Labels:

@@ -61,7 +61,7 @@ def is_hub_name(path: str) -> bool:
     return _HUB_NAME.fullmatch(path) is not None and ".." not in path
 
 
-def hub_is_asked() -> bool:
+def hub_is_online() -> bool:
     """Whether the hub may be contacted: HF_HUB_OFFLINE=0. By default it isn't (rlhf_core/process.py)."""
     return os.environ.get("HF_HUB_OFFLINE", "1").upper() not in ("1", "ON", "YES", "TRUE")
 
@@ -111,9 +111,9 @@ def data_set_commit(name: str, revision: str | None, subset: str | None) -> str 
     Raises:
         OSError: the hub doesn't answer or has no such data set.
     """
-    if not hub_is_asked():
+    if not hub_is_online():
         return cached_data_set(name, revision, subset)
-    return cached_commit(_repository("datasets", name), revision) or _asked("dataset_info", name, revision)
+    return cached_commit(_repository("datasets", name), revision) or _commit_on_hub("dataset_info", name, revision)
 
 
 def model_commit(name: str, revision: str | None) -> str | None:
@@ -125,17 +125,17 @@ def model_commit(name: str, revision: str | None) -> str | None:
     snapshot = model_snapshot(name, revision)
     if snapshot is not None:
         return snapshot.name
-    return _asked("model_info", name, revision) if hub_is_asked() else None
+    return _commit_on_hub("model_info", name, revision) if hub_is_online() else None
 
 
-def _asked(what: str, name: str, revision: str | None) -> str:
+def _commit_on_hub(what: str, name: str, revision: str | None) -> str:
     from huggingface_hub import HfApi
 
     try:
         return getattr(HfApi(), what)(name, revision=revision, timeout=HUB_SECONDS).sha
     except Exception as error:  # errors of the hub, of HTTP and of the network have no common base class
-        said = str(error).strip().splitlines() or [""]
-        raise OSError(f"{shown(name)}: expected the hub's answer, got {type(error).__name__}: {shown(said[0], 300)}") from error
+        lines = str(error).strip().splitlines() or [""]
+        raise OSError(f"{shown(name)}: expected the hub's answer, got {type(error).__name__}: {shown(lines[0], 300)}") from error
 
 
 def _repository(kind: str, name: str) -> Path:

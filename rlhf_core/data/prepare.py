@@ -30,7 +30,7 @@ log = logging.getLogger("rlhf")
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` made beside the rows. lengths: in tokens, of texts without the template; see `token_lengths`."""
+    """Results of `prepare` apart from the rows. lengths: in tokens, of texts without the template; see `token_lengths`."""
 
     config: DataConfig
     mixed: Mixed

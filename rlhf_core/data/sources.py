@@ -66,7 +66,7 @@ def read_source(
         writer: the model that writes the texts of a source of kind samples.
         records: read these instead of `records_of(source)`.
     Raises:
-        ValueError: a file, a line or a column is not what the source says, or (after the last row) one of the uses got no row.
+        ValueError: a file, a line or a column doesn't match the source, or (after the last row) one of the uses got no row.
         FileNotFoundError: the path doesn't exist.
     """
     if source.kind == "clerk":
@@ -118,8 +118,8 @@ def _converted(records: Iterable[RawRecord], source: SourceConfig, dropped: Drop
         except Misfit as error:
             dropped.add(error.reason, where, values)
             misfits += 1
-            beside = f"{excerpt(values)}{f'; {note}' if note else ''}"
-            refusal = refusal or ValueError(f"source {source.name}: {where}: {error} (the record: {beside})")
+            record = f"{excerpt(values)}{f'; {note}' if note else ''}"
+            refusal = refusal or ValueError(f"source {source.name}: {where}: {error} (the record: {record})")
             if not fits and misfits == MISFITS:
                 raise refusal from error
             continue

@@ -122,7 +122,7 @@ def _commit(source: SourceConfig) -> str | None:
 
 
 class _Outside(ValueError):
-    """Data of a folder lie outside of it, where stage hash_inputs doesn't watch them."""
+    """A folder's data are outside of it, where stage hash_inputs doesn't track them."""
 
 
 def _saved(folder: Path) -> Dataset | DatasetDict:

@@ -38,12 +38,12 @@ ROLES = {
 }
 CALLS = ("function_call", "tool_call")  # ShareGPT's roles whose content is one or several tool calls as JSON
 ROLE_ORDER = r"^(?:system,)?user(?:,assistant,(?:user|tool(?:,tool)*(?:,user)?))*$"  # of the messages before a response
-FURTHER = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # what a message may have beside role and content
+FURTHER = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # keys that a message may have in addition to role and content
 CONTENT = (  # content that rows have no place for
     *("thinking", "thinking_content", "thought", "thoughts", "reasoning", "reasoning_text", "reasoning_details", "refusal"),
     *("text", "parts", "image", "images", "audio", "audios", "input_audio", "video", "videos", "file", "files", "attachments", "documents"),
 )
-# Spellings of true and false, in lower case. -1 is not among them: beside -1, 0 would be neutral, and here 0 is false.
+# Spellings of true and false, in lower case. -1 is not among them: next to -1, 0 would be neutral, and here 0 is false.
 BOOLEANS = {
     **dict.fromkeys(("true", "1", "yes", "good", "up"), True),
     **dict.fromkeys(("false", "0", "no", "bad", "down"), False),

@@ -65,10 +65,16 @@ class Column:
         numbers = [text for text in map(_mark_text, self.values) if _is_number(text)]
         return len(numbers) > NEARLY_ALL * len(self.values) and 2 <= len(set(numbers)) <= min(FEW_MARKS, len(numbers) - 1)
 
+    @property
+    def is_prose(self) -> bool:
+        """Whether nearly every value is a text of several words, and the values differ."""
+        several = self.share(lambda value: isinstance(value, str) and len(value.split()) > 1) > NEARLY_ALL
+        return several and len(set(map(str, self.values))) > min(FEW_MARKS, len(self.values) / 2)
+
     def _says(self, yes: Collection[str], no: Collection[str]) -> bool:
         """Whether nearly every value is one of these words, and both yes and no occur."""
-        said = Counter("yes" if text in yes else "no" if text in no else "" for text in map(_mark_text, self.values))
-        return said["yes"] > 0 < said["no"] and said["yes"] + said["no"] > NEARLY_ALL * len(self.values)
+        marks = Counter("yes" if text in yes else "no" if text in no else "" for text in map(_mark_text, self.values))
+        return marks["yes"] > 0 < marks["no"] and marks["yes"] + marks["no"] > NEARLY_ALL * len(self.values)
 
     @property
     def ends_with_user(self) -> bool:

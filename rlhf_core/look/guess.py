@@ -1,7 +1,7 @@
 """Readings of a sample of records: the formats and column mappings that fit, with reasons and with what the data can't tell.
 
 Names and kinds of columns propose a reading; it is kept only if `convert`, which prepare_data uses, accepts the records (look.look). If
-several readings fit equally well, the user has to choose.
+several readings fit equally well, the user has to choose (look.settle).
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ OUTPUT = ("output", "response", "answer", "completion", "solution", "target")
 LABEL = ("label", "answer", "ground_truth", "final_answer", "expected", "target", "solution")
 PLAIN = ("text", "content", "document", "story")
 GSM8K = r"####\s*(\S+)"
-FEW_WORDS = 4  # a shorter answer may be for training, or only for checking
-MARKS = ("helpfulness", "correctness", "score", "scores", "rating", "reward", "quality", "overall_score", "fine-grained_score")
 SIDES = (
     ("first", "second"),
     ("response1", "response2"),
@@ -170,7 +168,7 @@ def pick(columns: Columns, names: Iterable[str], kinds: frozenset[str]) -> list[
 
 
 def _pairs(columns: Columns) -> Iterator[Reading]:
-    sides = [side for pair in PAIRS for end in ("", ".messages", ".content", ".value") if (side := _side(columns, pair, end))]
+    sides = [side for pair in PAIRS for end in ("", ".messages", ".content", ".value") if (side := side_columns(columns, pair, end))]
     for chosen, rejected in sides[:1] or _nested_sides(columns):
         texts = columns[chosen].holds(TEXT)
         if texts and columns[chosen].share(_is_transcript) > 0.5:
@@ -190,7 +188,7 @@ def _pairs(columns: Columns) -> Iterator[Reading]:
             yield replace(reading, unsure=(unsure,), options={"implicit_prompt": True} if texts else {})
 
 
-def _side(columns: Columns, pair: tuple[str, str], end: str) -> tuple[str, str] | None:
+def side_columns(columns: Columns, pair: tuple[str, str], end: str) -> tuple[str, str] | None:
     names = tuple(f"{side}{end}" for side in pair)
     fits = all(name in columns and columns[name].holds(TALK) for name in names)
     return (names[0], names[1]) if fits else None
@@ -198,8 +196,9 @@ def _side(columns: Columns, pair: tuple[str, str], end: str) -> tuple[str, str] 
 
 def _nested_sides(columns: Columns) -> list[tuple[str, str]]:
     """Pairs of sides that are keys of one object."""
-    heads = {path.rpartition(".")[0] for path in columns if "." in path}
-    return [side for head in sorted(heads) for pair in PAIRS if (side := _side(columns, (f"{head}.{pair[0]}", f"{head}.{pair[1]}"), ""))]
+    heads = sorted({path.rpartition(".")[0] for path in columns if "." in path})
+    pairs = ((f"{head}.{chosen}", f"{head}.{rejected}") for head in heads for chosen, rejected in PAIRS)
+    return [side for pair in pairs if (side := side_columns(columns, pair, ""))]
 
 
 def _graded(columns: Columns) -> Iterator[Reading]:
@@ -230,7 +229,7 @@ def _inner(objects: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
 
 
 def _compared(columns: Columns) -> Iterator[Reading]:
-    sides = [side for side in SIDES if _side(columns, side, "")]
+    sides = [side for side in SIDES if side_columns(columns, side, "")]
     numbers = pick(columns, COMPARED, frozenset({"number"}))
     for (first, second), number in product(sides[:1], numbers[:1]):
         why = f"{first} and {second} are two responses, and {number} a number"
@@ -306,68 +305,6 @@ _PROPOSALS: tuple[Callable[[Columns], Iterator[Reading]], ...] = (
     _prompts,
     _plain,
 )
-# Lower ranks read the whole record; higher ones would read a part of the same columns.
-_RANK = {"hh": 0, "preference": 0, "graded": 0, "compared": 0, "unpaired": 1, "messages": 2, "instruction": 2, "prompt": 3, "text": 2}
-
-
-def settle(readings: Sequence[Reading], columns: Columns) -> list[Reading]:
-    """The readings that remain: one is the guess, several are a choice for the user."""
-    sure = [reading for reading in readings if not reading.doubtful]
-    if not sure:
-        return list(readings)
-    best = min(_RANK[reading.format] for reading in sure)
-    left = [reading for reading in sure if _RANK[reading.format] == best]
-    if best <= 1:
-        return left
-    left = [reading for reading in _with_answers(left, sure, columns) if not _is_derived(reading, left, columns)]
-    learns = any(reading.format in ("instruction", "messages") for reading in left)
-    return [*left, *(reading for reading in readings if reading.doubtful and learns)]
-
-
-def _with_answers(left: list[Reading], readings: Sequence[Reading], columns: Columns) -> list[Reading]:
-    """Adds the reading as prompts with labels if answers have a few words: they may be for training, or only for checking."""
-    first = left[0]
-    if first.format != "instruction" or "label_pattern" in first.options or "label" in first.columns:
-        return left
-    output = str(first.columns.get("output", "output"))
-    if output in LABEL and columns[output].share(lambda text: len(str(text).split()) <= FEW_WORDS) > 0.9:
-        return [*left, *(reading for reading in readings if reading.format == "prompt" and "label" in reading.columns)]
-    return left
-
-
-def _is_derived(reading: Reading, others: Sequence[Reading], columns: Columns) -> bool:
-    """Whether plain text repeats the texts of other columns, as Alpaca's does."""
-    if reading.format != "text" or len(others) == 1:
-        return False
-    text = columns[str(reading.columns.get("text", "text"))]
-    outputs = [columns[str(r.columns.get("output", "output"))] for r in others if r.format == "instruction"]
-    return any(
-        sum(str(o) in str(t) for t, o in zip(text.values, output.values, strict=False)) > 0.9 * len(output.values) for output in outputs
-    )
-
-
-def unread_columns(reading: Reading, columns: Columns) -> list[str]:
-    """Filled top-level columns that the reading doesn't read."""
-    ours = {*FORMATS[reading.format][1]} - {"system", "history"} - {*reading.columns}
-    read = {path.split(".")[0] for path in (*reading.theirs(), *ours)}
-    return [path for path, column in columns.items() if "." not in path and path not in read and column.values]
-
-
-def unread_marks(reading: Reading, columns: Columns) -> list[str]:
-    """Unread columns that may mark some of the learned responses as bad."""
-    learns = "sft" in reading.uses and "preference" not in reading.uses
-    return [path for path in unread_columns(reading, columns) if columns[path].may_mark] if learns else []
-
-
-def unreadable_marks(columns: Columns, readings: Iterable[Reading]) -> str | None:
-    """A message about responses with marks, if no reading reads the marks; else None."""
-    marks = [name for name in MARKS if name in columns and columns[name].holds({"number"}) and not columns[name].is_flag]
-    marks += [path for path in dict.fromkeys(path for r in readings for path in unread_marks(r, columns)) if path not in marks]
-    sides = [side for side in SIDES if _side(columns, side, "")]
-    if sides:
-        return f"{sides[0][0]} and {sides[0][1]} are two responses, and which one is better stands in a column that no format reads"
-    named = ", ".join(shown(path, 60) for path in marks)
-    return f"{named}: values that may mark a response, which no format reads as they are" if marks else None
 
 
 def _unlike(paths: list[str], *others: str) -> list[str]:

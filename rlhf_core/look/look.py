@@ -23,7 +23,8 @@ from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.sources import read_source, records_of
 from rlhf_core.data.values import RawRecord
 from rlhf_core.look.columns import Column, columns_of
-from rlhf_core.look.guess import Reading, known_as, propose, settle, unread_columns, unread_marks, unreadable_marks
+from rlhf_core.look.guess import Reading, known_as, propose
+from rlhf_core.look.settle import settle, unread_answers, unread_columns, unread_marks, unreadable_marks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -165,14 +166,17 @@ def guess(place: Place, records: list[RawRecord], *, whole: bool, format_: str |
     readings = _chosen(propose(found, named), format_, columns)
     tried = [attempt(place, reading, records) for reading in readings]
     fits = [t for t in tried if t.refused is None]
+    if whole or not fits:
+        _check_columns(columns, found)
     best = max((t.taken for t in fits), default=0)
     fits = [t for t in fits if t.taken >= MOSTLY * best]
     kept = settle([t.reading for t in fits], found) if format_ is None else [t.reading for t in fits]
     fitting = [_with_warnings(t, found) for t in sorted(fits, key=lambda t: t.reading.doubtful) if t.reading in kept]
     others = [t for t in tried if t.reading not in kept]
     judged = any("preference" in t.source.uses for t in fitting)
-    unreadable = None if judged else unreadable_marks(found, [t.reading for t in fitting])
-    known = known_as(found, [t.reading for t in fitting])
+    read = [t.reading for t in fitting]
+    unreadable = None if judged else unreadable_marks(found, read) or (None if columns else unread_answers(found, read))
+    known = known_as(found, read)
     return Guess(known, found, records, whole, fitting, others, None if format_ is not None else unreadable, format_)
 
 
@@ -192,6 +196,18 @@ def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, 
         if all(mapped.columns != other.columns or mapped.format != other.format for other in chosen):
             chosen.append(mapped)
     return chosen
+
+
+def _check_columns(columns: Mapping[str, Any], found: Mapping[str, Column]) -> None:
+    """Raises: ConfigError: the user named a column that no record of the sample has."""
+    for ours, theirs in columns.items():
+        for path in theirs if isinstance(theirs, list) else [theirs]:
+            if path not in found and path.partition(".")[0] not in found:
+                there = ", ".join(name for name in found if "." not in name)
+                raise ConfigError(
+                    f"--columns {shown(ours)}={shown(path)}: expected a column of the data, got none named {shown(path)}; "
+                    f"the columns are: {shown(there, 400)}"
+                )
 
 
 def attempt(place: Place, reading: Reading, records: list[RawRecord]) -> Tried:

@@ -45,7 +45,7 @@ def guessed(guess: Guess, path: str) -> Iterator[str]:
         yield from _reading("guess", guess.fitting[0])
         return
     if guess.unreadable:
-        yield f"unsure: {guess.unreadable}; docs/data.md says how to make pairs or true and false of them"
+        yield f"unsure: {guess.unreadable}"
     if guess.fitting:
         yield _choice(guess)
         for number, tried in enumerate(guess.fitting, start=1):
@@ -59,6 +59,8 @@ def guessed(guess: Guess, path: str) -> Iterator[str]:
 
 
 def _choice(guess: Guess) -> str:
+    if guess.unreadable and all(tried.reading.format == "prompt" for tried in guess.fitting):
+        return "otherwise only the prompts are used; if you want that, choose it with --format prompt:"
     if guess.unreadable:
         return "without these every response would be learned, good or bad; if you want that, choose it with --format:"
     return f"unsure: {len(guess.fitting)} readings fit; choose with --format or --columns"
@@ -117,15 +119,15 @@ def _record(sequences: list[Sequence | str], found: Looked, params: Params, *, c
 
 def _title(sequence: Sequence, found: Looked, params: Params) -> str:
     trained, length = sum(sequence.trained), len(sequence.ids)
-    said = f"  {sequence.name}: {length} tokens, {f'{trained} trained' if trained else 'continued by the policy'}"
-    said += f"; {shown(sequence.remark, 300)}" if sequence.remark else ""
+    line = f"  {sequence.name}: {length} tokens, {f'{trained} trained' if trained else 'continued by the policy'}"
+    line += f"; {shown(sequence.remark, 300)}" if sequence.remark else ""
     if length <= params.model.max_length:
-        return said
+        return line
     use = {"kto": "preference"}.get(sequence.name.split(",")[0], sequence.name.split(",")[0])
     counts = found.counts[use]
     stops = counts.found["too_long"] > params.validation.max_too_long_fraction * counts.rows
     fate = f"validate_data stops at {counts.found['too_long']} such rows" if stops else LEFT_OUT
-    return f"{said}; TOO LONG, model.max_length is {params.model.max_length}: {fate}"
+    return f"{line}; TOO LONG, model.max_length is {params.model.max_length}: {fate}"
 
 
 def _tokens(sequence: Sequence, parts: list[tuple[str, bool, int, int]]) -> Iterator[str]:
@@ -206,9 +208,9 @@ def _reasons(dropped: DropCounts, reasons: list[str]) -> Iterator[str]:
 
 def _length_bias(values: Mapping[str, Any], limit: float) -> str:
     longer = values["chosen_is_longer"] / values["pairs"]
-    said = f"  the chosen response is the longer one in {longer:.0%} of {values['pairs']} pairs, ties as half"
-    said += f"; validation.max_length_bias, {limit:g}, allows {0.5 - limit:.0%} to {0.5 + limit:.0%}"
-    return f"{said}: validate_data stops, since training would learn length" if abs(longer - 0.5) > limit else said
+    line = f"  the chosen response is the longer one in {longer:.0%} of {values['pairs']} pairs, ties as half"
+    line += f"; validation.max_length_bias, {limit:g}, allows {0.5 - limit:.0%} to {0.5 + limit:.0%}"
+    return f"{line}: validate_data stops, since training would learn length" if abs(longer - 0.5) > limit else line
 
 
 def _too_many(found: Looked, params: Params) -> str:
@@ -222,15 +224,15 @@ def objection(kind: str, count: int, rows: int, params: Params) -> str:
     """A line about rows of a kind: share, limit, and whether validate_data would stop."""
     limit = LIMITS.get(kind)
     share = count / rows
-    said = f"{count} {kind.replace('_', ' ')} ({share:.1%})"
+    line = f"{count} {kind.replace('_', ' ')} ({share:.1%})"
     if limit is None:
-        return said
+        return line
     allowed = getattr(params.validation, limit)
     if share <= allowed:
-        return f"{said}; validation.{limit} is {allowed:g}{f': {LEFT_OUT}' if kind == 'too_long' else ''}"
+        return f"{line}; validation.{limit} is {allowed:g}{f': {LEFT_OUT}' if kind == 'too_long' else ''}"
     longer = "; raise model.max_length" if kind == "too_long" else ""
     advice = f"; with drop: [{kind}] the source leaves them out" if kind in get_args(DropKind) else ""
-    return f"{said}; validation.{limit} is {allowed:g}: validate_data stops{longer}{advice}"
+    return f"{line}; validation.{limit} is {allowed:g}: validate_data stops{longer}{advice}"
 
 
 def as_json(guess: Guess, found: list[Looked], params: Params) -> dict[str, Any]:

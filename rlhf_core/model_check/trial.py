@@ -250,6 +250,8 @@ class Trial:
                 max_grad_norm=1.0,
                 zero_stage=self._settings.zero_stage,
                 offload_optimizer=False,
+                offload_parameters=False,
+                gradient_checkpointing=False,
                 disable_dropout=True,
                 dtype="float32",
                 seed=self._settings.seed,

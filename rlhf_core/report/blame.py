@@ -34,12 +34,12 @@ UNLEARNING = 0.9  # share of responses with an advantage of zero
 
 @dataclass(frozen=True)
 class Blame:
-    """stage: of dvc.yaml. figure: the measurement and its limit. sentence: what happened. look_at: what to check, most likely first."""
+    """stage: of dvc.yaml. figure: the measurement and its limit. sentence: what happened. checks: what to check, most likely first."""
 
     stage: str
     figure: str
     sentence: str
-    look_at: tuple[str, ...]
+    checks: tuple[str, ...]
 
 
 def blame(inputs: ReportInputs) -> Blame | None:
@@ -216,7 +216,7 @@ def _too_close(inputs: ReportInputs) -> Blame:
             "evaluate",
             figure,
             f"No figure of an earlier stage explains this: {apart.sentence}",
-            ("samples of both modes beside the SFT model’s", "rl.kl.coef and the steps, if it is worse in one mode", "evaluation.prompts"),
+            ("samples of both modes next to the SFT model’s", "rl.kl.coef and the steps, if it is worse in one mode", "evaluation.prompts"),
         )
     if min(gains) > 0:
         return Blame(
@@ -229,7 +229,7 @@ def _too_close(inputs: ReportInputs) -> Blame:
         "train_policy",
         figure,
         "No earlier stage explains it: the training did not make the policy better.",
-        ("samples of the policy beside the SFT model’s", "learning rate, steps and KL divergence of the policy’s training", "the reward"),
+        ("samples of the policy next to the SFT model’s", "learning rate, steps and KL divergence of the policy’s training", "the reward"),
     )
 
 
@@ -238,13 +238,13 @@ def _overfitted(heldout: pd.Series) -> bool:
     return len(known) > 1 and bool(known.iloc[-1] > OVERFITTED * known.min())
 
 
-def _overfit(stage: str, model: str, heldout: pd.Series, look_at: str) -> Blame:
+def _overfit(stage: str, model: str, heldout: pd.Series, check: str) -> Blame:
     known = heldout.dropna()
     return Blame(
         stage,
         f"held-out loss {known.iloc[-1]:.3g} at the end, {known.min():.3g} at its best",
         f"The {model} is overfitted: it was trained past its best step.",
-        (look_at,),
+        (check,),
     )
 
 

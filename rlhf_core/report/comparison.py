@@ -93,13 +93,13 @@ def _mean(values: list[float], confidence: float) -> str:
 
 
 def _note(runs: Sequence[Trained], confidence: float) -> str:
-    said = []
+    remarks = []
     groups = _grouped(runs).values()
     if any(len(of_seed) > 1 for of_seed in groups):
-        said.append(f"In brackets: {confidence:.0%} t interval over seeds.")
+        remarks.append(f"In brackets: {confidence:.0%} t interval over seeds.")
     if any(len(of_seed) == 1 for of_seed in groups):
-        said.append("A row of one seed describes that checkpoint; another seed would give other figures.")
-    return " ".join(said)
+        remarks.append("A row of one seed describes that checkpoint; another seed would give other figures.")
+    return " ".join(remarks)
 
 
 def _differences(runs: Sequence[Trained], confidence: float) -> str:
@@ -218,7 +218,7 @@ def draw(runs: list[Run], path: Path) -> None:
     for axis in axes[-1]:
         axis.set_xlabel("training samples")
     for axis in axes[:, 0]:
-        axis.set_ylabel("judge satisfied")
+        axis.set_ylabel("judge accepts")
     axes.flat[0].legend(loc="lower right", fontsize=8)
     figure.tight_layout()
     figure.savefig(path)

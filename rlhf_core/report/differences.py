@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from rlhf_core.paths import REWARD_MODEL
 from rlhf_core.report.texts import measured, number, signed
 from rlhf_core.statistics.intervals import (
     detectable_difference,
@@ -120,7 +121,7 @@ def outs_that_differ(first: Results, second: Results) -> list[tuple[str, str, st
 def same_rewards(first: Results, second: Results) -> bool:
     """Whether both runs' scores are comparable: the same scorers with the same reward model."""
     scorers = [r.params["rl"]["reward"]["scorers"] for r in (first, second)]
-    return scorers[0] == scorers[1] and first.outs.get("models/reward") == second.outs.get("models/reward")
+    return scorers[0] == scorers[1] and first.outs.get(str(REWARD_MODEL)) == second.outs.get(str(REWARD_MODEL))
 
 
 def figures_that_count(first: Results, second: Results) -> list[Difference]:
@@ -129,7 +130,7 @@ def figures_that_count(first: Results, second: Results) -> list[Difference]:
     gates = _gate(first, _confidence(second)), _gate(second, _confidence(second))
     rows = [
         _plain(first, second, "SFT: held-out loss", ("train_sft", "heldout_loss"), "number"),
-        _apart(first, second, "Reward model: accuracy on test pairs", "share", gates, more_is_better=True),
+        _apart(second, "Reward model: accuracy on test pairs", "share", gates, more_is_better=True),
         *(row for mode in ("greedy", "sampled") for row in _evaluated(first, second, mode, tables)),
     ]
     return judged_together([row for row in rows if row.first is not None or row.second is not None], _confidence(second))
@@ -144,13 +145,13 @@ def judged_together(rows: list[Difference], confidence: float) -> list[Differenc
     corrected = dict(zip(tested, holm([rows[i].p_value for i in tested]), strict=True))  # type: ignore[misc]
     unclear = sum(p >= 1 - confidence for p in corrected.values())
 
-    def told(row: Difference, p_value: float) -> Difference:
+    def judged(row: Difference, p_value: float) -> Difference:
         if p_value < 1 - confidence:
             return replace(row, tone="good" if (row.change > 0) == row.more_is_better else "bad")  # type: ignore[operator]
         found = detectable_difference(row.low, row.high, confidence, tests=unclear)  # type: ignore[arg-type]
         return replace(row, detectable=found if 0 < found < math.inf else None)
 
-    return [told(row, corrected[i]) if i in corrected else row for i, row in enumerate(rows)]
+    return [judged(row, corrected[i]) if i in corrected else row for i, row in enumerate(rows)]
 
 
 def _paired_tables(first: Results, second: Results) -> Tables | None:
@@ -167,17 +168,21 @@ def _by_prompt(results: Results) -> pd.DataFrame | None:
 
 def _evaluated(first: Results, second: Results, mode: str, tables: Tables | None) -> Iterator[Difference]:
     comparable = same_rewards(first, second)
-    note, better = ("", True) if comparable else (" (other reward)", None)
 
     def row(label: str, form: Form, column: str, both: tuple[Interval | None, Interval | None], more_is_better: bool | None) -> Difference:
         found = None if tables is None or None in both else _paired(label, form, both, tables, column, _confidence(second), more_is_better)
-        return _apart(first, second, label, form, both, more_is_better=more_is_better) if found is None else found
+        return _apart(second, label, form, both, more_is_better=more_is_better) if found is None else found
+
+    def scored(label: str, form: Form, column: str, both: tuple[Interval | None, Interval | None]) -> Difference:
+        if comparable:
+            return row(label, form, column, both, True)
+        return Difference(f"{label} (other reward)", form, *(None if v is None else v[0] for v in both), None, None, None, None)
 
     yield row(f"Judge accepts, {mode}", "share", f"{mode}_judge_ok", (_judged(first, mode), _judged(second, mode)), True)
     scores = tuple(_interval(r, "evaluate", (mode, "policy"), "score_") for r in (first, second))
-    yield row(f"Score, {mode}{note}", "score", f"{mode}_score", scores, better)
+    yield scored(f"Score, {mode}", "score", f"{mode}_score", scores)
     rates = tuple(_interval(r, "evaluate", ("win_rate", mode), "") for r in (first, second))
-    yield row(f"Win rate over its SFT model, {mode}{note}", "share", f"{mode}_points", rates, better)
+    yield scored(f"Win rate over its SFT model, {mode}", "share", f"{mode}_points", rates)
     yield _plain(first, second, f"KL to its SFT model, {mode}, nats", ("evaluate", "kl", mode), "number")
     yield _plain(first, second, f"Tokens per answer, {mode}", ("evaluate", mode, "policy", "length_mean"), "length")
     yield _plain(first, second, f"Truncated, {mode}", ("evaluate", mode, "policy", "truncated_fraction"), "share")
@@ -219,7 +224,7 @@ def _confidence(results: Results) -> float:
 
 
 def _apart(
-    first: Results, second: Results, label: str, form: Form, both: tuple[Interval | None, Interval | None], *, more_is_better: bool | None
+    second: Results, label: str, form: Form, both: tuple[Interval | None, Interval | None], *, more_is_better: bool | None
 ) -> Difference:
     """The difference from both intervals, taking the runs as independent."""
     values = tuple(None if v is None else v[0] for v in both)
@@ -305,22 +310,22 @@ def headline(first: Results, second: Results, rows: list[Difference]) -> tuple[L
     return "good" if tones == {"good"} else "bad", f"{better} has the better policy by the {name}."
 
 
-def read_as(first: Results, second: Results, rows: list[Difference]) -> list[str]:
-    """How to read the table of differences, one sentence each."""
+def read_as(first: Results, second: Results, rows: list[Difference], *, mark: str = "Green and red") -> list[str]:
+    """How to read the table of differences, one sentence each. mark: how the table shows a significant change."""
     tested = sum(r.p_value is not None for r in rows)
-    said = [
+    remarks = [
         f"Intervals are {_confidence(second):.0%} intervals for these two checkpoints; another seed would give other figures.",
-        "Green and red: significant in the table’s only test."
+        f"{mark}: significant in the table’s only test."
         if tested == 1
-        else f"Green and red: significant after Holm’s correction for the table’s {tested} tests.",
+        else f"{mark}: significant after Holm’s correction for the table’s {tested} tests.",
         "Detectable: the true difference that an insignificant row would detect with a probability of 80%.",
     ]
     tables = _paired_tables(first, second)
     if tables is not None:
-        return [*said, f"Evaluation figures are compared by prompt, on the {len(tables[0]):,} prompts that both runs answered."]
+        return [*remarks, f"Evaluation figures are compared by prompt, on the {len(tables[0]):,} prompts that both runs answered."]
     if all("evaluate" in r.metrics for r in (first, second)):
-        said.append("The runs answered different prompts, or one has no results by prompt, so they count as independent.")
-    return said
+        remarks.append("The runs answered different prompts, or one has no results by prompt, so they count as independent.")
+    return remarks
 
 
 def samples_that_differ(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:

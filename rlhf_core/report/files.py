@@ -11,6 +11,7 @@ import pandas as pd
 
 from rlhf_core.config import STAGE_SECTIONS, Params, read_yaml
 from rlhf_core.paths import CURVES, EVALUATION_PROMPTS, EVALUATION_SAMPLES, MODELS, PREPARED, REWARD_HELDOUT, STAGE_METRICS, TOKEN_LENGTHS
+from rlhf_core.provenance.lineage import external_inputs, named_inputs
 from rlhf_core.report.differences import Results
 from rlhf_core.report.inputs import ReportInputs, Stopped, sha256
 from rlhf_core.stage.files import read_json
@@ -51,16 +52,13 @@ def read_inputs(params: Params, fingerprint: str, stopped: Stopped | None = None
         method_scorers=[scorer.model_dump() for scorer in (params.method_scorers or ("", []))[1]],
         files={path.as_posix(): sha256(path) for path in sorted(files.values())},
         outs=read_outs(LOCK, reached),
+        external=read_external(LOCK, reached),
         packages=dict(read_versions()),
         fingerprint=fingerprint,
         stopped=stopped,
-        baselines={} if stopped is not None else read_baselines(),
+        baselines={} if stopped is not None else {name: Results(**run) for name, run in read_json(BASELINES).items() if run is not None},
         **content | {name: path.read_text() if name == "prompts" else READERS[path.suffix](path) for name, path in files.items()},
     )
-
-
-def read_baselines() -> dict[str, Results]:
-    return {name: Results(**found) for name, found in read_json(BASELINES).items() if found is not None}
 
 
 def read_outs(lock: Path, stages: Iterable[str]) -> dict[str, str]:
@@ -70,9 +68,15 @@ def read_outs(lock: Path, stages: Iterable[str]) -> dict[str, str]:
     return {out["path"]: out["md5"] for out in outs if out["path"].startswith((str(PREPARED), f"{MODELS}/"))}
 
 
+def read_external(lock: Path, stages: Iterable[str]) -> list[tuple[str, str, str]]:
+    """(key in params, path or name, sha256 or commit), by dvc.lock, of each external input of these stages."""
+    locked = read_yaml(lock)["stages"] if lock.is_file() else {}
+    return list(named_inputs(external_inputs({"stages": locked}, [stage for stage in stages if stage in locked])))
+
+
 def read_versions() -> Iterable[tuple[str, str]]:
     for package in PACKAGES:
         try:
             yield package, version(package)
         except PackageNotFoundError:
-            continue  # vllm comes under one of two names
+            continue  # vllm has one of two names

@@ -62,6 +62,7 @@ class ReportInputs:
     evaluation_scorers: scorers that scored the answers of the evaluation. method_scorers: those the policy was trained on.
     files: path -> sha256 of every file that the report is made from.
     outs: path -> md5 of data and models, from dvc.lock.
+    external: key in params, path or name, and sha256 or commit of data and models from outside the project, from dvc.lock.
     packages: name -> version.
     baselines: previous, promoted -> the run to compare with, if there is one.
     fingerprint: sha256 over all inputs, the params and the report's code.
@@ -74,6 +75,7 @@ class ReportInputs:
     method_scorers: Sequence[Tree]
     files: Mapping[str, str]
     outs: Mapping[str, str]
+    external: Sequence[tuple[str, str, str]]
     packages: Mapping[str, str]
     fingerprint: str
     stopped: Stopped | None

@@ -47,7 +47,7 @@ def outcome(
     if judge is None and reward is None:
         return NOT_COMPARED
     details = [NO_SCORE if reward is None else _win_rates(evaluation, rewarder, confidence)]
-    if shared := evaluation.get("prompts_of_gate"):
+    if (shared := evaluation.get("prompts_of_gate")) and any(s["weight"] and _is_of_the_chain(s) for s in scorers):
         details.append(f"{shared} of the prompts were also used by the gate: a reward model selected on them looks better here than it is.")
     tone: Tone
     if judge is None:
@@ -71,6 +71,11 @@ def outcome(
         headline = f"{_HACKED if reward == 'better' and judge == 'worse' else ''} By the judge, {apart.sentence}".lstrip()
         details += apart.details
     return Verdict(tone, headline.format(rewarder), tuple(details))
+
+
+def _is_of_the_chain(scorer: Mapping[str, Any]) -> bool:
+    """Whether a scorer is the reward model that the chain trained and its gate judged."""
+    return scorer["kind"] == "reward_model" and scorer.get("path") is None
 
 
 NO_SCORE = "Nothing scored the answers: there is no reward model and no other scorer with a weight in rl.reward.scorers."
@@ -110,13 +115,13 @@ def by_mode(evaluation: Mapping[str, Any], who: str, confidence: float) -> ByMod
     if len(set(signs.values())) == 1:
         return None
     words = {1: "better", 0: "not clearly different", -1: "worse"}
-    told = [f"{words[signs[mode]]} {mode} ({_figure(evaluation, who, mode)})" for mode in reversed(MODES)]
+    results = [f"{words[signs[mode]]} {mode} ({_figure(evaluation, who, mode)})" for mode in reversed(MODES)]
     details = [_scores(evaluation)] if is_scored(evaluation) else []
     if 0 not in signs.values():
         details.append("The two modes disagree: RL trains on sampled answers; greedy ones take the most likely token at each step.")
         if signs["greedy"] < 0:
             details.append("A greedy answer counts as a loss however small the difference in score: check the mean scores too.")
-    return ByMode(1 not in signs.values(), f"the policy is {' and '.join(told)}.", tuple(details))
+    return ByMode(1 not in signs.values(), f"the policy is {' and '.join(results)}.", tuple(details))
 
 
 def _figure(evaluation: Mapping[str, Any], who: str, mode: str) -> str:
@@ -145,20 +150,20 @@ def judge_selects(params: Mapping[str, Any]) -> list[str]:
     names = {s["name"] for s in rl["reward"]["scorers"] if s["kind"] == "judge" or (s["kind"] == "function" and s["path"] in rules)}
     limits = {name: limit for name, limit in need(rl, "monitor").items() if limit is not None and limit["action"] != "warn"}
     columns = {f"{kind}_{name}" for kind in ("score", "eval", "gap", "agreement") for name in names}
-    said = []
+    sentences = []
     if rl["evaluation"]["metric"] in names:
         if rl["evaluation"]["keep_best"]:
-            said.append(
+            sentences.append(
                 "The judge selected this policy during training (rl.evaluation.metric, keep_best), so its acceptance rates are biased."
             )
         elif back := [name for name, limit in limits.items() if limit["action"] == "rollback"]:
-            said.append(
+            sentences.append(
                 f"If the limit {' or '.join(back)} ends the training, the judge selects the policy (rl.evaluation.metric), and its "
                 "acceptance rates are then biased."
             )
     if watching := [name for name, limit in limits.items() if limit["metric"] in columns]:
-        said.append(f"The judge influences when the training ends (rl.monitor: {', '.join(watching)}).")
-    return said
+        sentences.append(f"The judge influences when the training ends (rl.monitor: {', '.join(watching)}).")
+    return sentences
 
 
 def rewarded_by(scorers: Sequence[Mapping[str, Any]]) -> str:
@@ -290,5 +295,5 @@ _STOPPED = {
 def stopped_verdict(stopped: Stopped) -> Verdict:
     """The verdict on a chain that stopped before the evaluation."""
     headline = f"Stopped at {stopped.stage}: {_STOPPED.get(stopped.stage, 'the stage ended with an error.')}"
-    said = (stopped.because,) if stopped.because else ()
-    return Verdict("bad", headline, (*said, "There is no final result; this page shows what was completed before the chain stopped."))
+    reasons = (stopped.because,) if stopped.because else ()
+    return Verdict("bad", headline, (*reasons, "There is no final result; this page shows what was completed before the chain stopped."))

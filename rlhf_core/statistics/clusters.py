@@ -1,4 +1,4 @@
-"""Intervals over pairs that come in clusters: those of one prompt share responses, so that they are no independent trials."""
+"""Intervals over pairs in clusters: pairs of one prompt share responses, so they aren't independent."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from scipy.special import ndtri, stdtrit
 from rlhf_core.statistics.intervals import paired_interval, wilson_interval
 
 DRAWS = 400  # of a bootstrap: its 95% ends then rest on 10 draws each
-OUTERMOST = 10 / DRAWS  # the outermost quantile that is read off the draws
+OUTERMOST = 10 / DRAWS  # the outermost quantile that is read from the draws
 
 
 @dataclass(frozen=True)
 class ShareInterval:
     """Interval of a share over clusters.
 
-    design_effect: how many times the variance of independent trials; NaN where it can't be seen.
-    n_effective: independent trials that would know as much.
-    clusters: how many there are.
+    design_effect: variance relative to that of independent trials; NaN where it can't be estimated.
+    n_effective: number of independent trials with the same precision.
+    clusters: their number.
     """
 
     low: float
@@ -42,7 +42,7 @@ def share_interval(points: np.ndarray, clusters: np.ndarray, confidence: float) 
     With y_i the points of cluster i, n_i its trials, m clusters, p = sum y_i / n:
     v = m / (m - 1) * sum (y_i - n_i p)^2 / n^2,  d = max(1, v n / (p (1 - p))),  n_effective = n / d * (z / t)^2
     z is the normal quantile and t Student's with m - 1 degrees of freedom. Where every cluster has one trial it is Wilson's own. At p = 0
-    and 1 nothing varies and the clusters count as one trial each. One cluster alone tells nothing of the spread: so does it count.
+    and 1 nothing varies and the clusters count as one trial each, as does a single cluster, which shows no spread.
     Source: Rao and Scott 1992, Biometrics 48, 577-585; the degrees of freedom: Korn and Graubard 1998, Survey Methodology 24, 193-201
 
     Args:
@@ -90,7 +90,7 @@ def difference_interval(differences: np.ndarray, clusters: np.ndarray, confidenc
     """Score interval of a mean of differences between -1 and 1 over clusters: `paired_interval` with the effective number of trials.
 
     n_effective is as in `share_interval`, with the variance of the differences in the place of p (1 - p). Where all differences are equal
-    the clusters count as one trial each. A difference of a half counts half for the side that is ahead. Student's interval would not do:
+    the clusters count as one trial each. A difference of a half counts half for the side that is ahead. Student's interval is unsuitable:
     its width goes to 0 with the number of pairs on which the two differ. (-inf, inf) with fewer than two clusters.
 
     Args:
@@ -131,9 +131,9 @@ def bootstrap(statistic: Callable[[np.ndarray], float], clusters: np.ndarray, *,
 
 
 def percentile_interval(drawn: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Of a bootstrap, the quantiles of what was drawn; draws that are no numbers are left out.
+    """Interval (low, high) between quantiles of a bootstrap's draws. Draws that aren't finite are left out.
 
-    Beyond the quantile OUTERMOST, of which few draws are left, the distance from the median grows as a normal quantile does.
+    Beyond the quantile OUTERMOST few draws are left, and the distance from the median grows like a normal quantile.
     """
     known = drawn[np.isfinite(drawn)]
     if not len(known):

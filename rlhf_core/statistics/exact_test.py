@@ -35,12 +35,8 @@ def p_value(ahead: int, behind: int, n: int, *, margin: float = 0.0) -> float:
     if not -1 < margin < 1:
         raise ValueError(f"margin: expected a number between -1 and 1, got {margin}; it is a difference of shares")
     if margin == 0:
-        return _at_least(ahead, ahead + behind, 0.5)
+        return float(bdtrc(ahead - 1, ahead + behind, 0.5)) if ahead else 1.0
     return min(1.0, _largest_tail(ahead - behind, ahead + behind, n, margin) + UNCERTAIN)
-
-
-def _at_least(successes: int, trials: int, share: float) -> float:
-    return float(bdtrc(successes - 1, trials, share)) if successes > 0 else 1.0
 
 
 def _largest_tail(lead: int, decided: int, n: int, margin: float) -> float:

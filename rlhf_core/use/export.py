@@ -16,15 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import ConfigError, read_yaml_text
-from rlhf_core.models.card import CARD, split_card, table, verdict, with_metadata
+from rlhf_core.models.card import CARD, GATE_HEADING, split_card, table, verdict, with_metadata
+from rlhf_core.paths import EVALUATION_METRICS, GATE_METRICS, POLICY_MODEL, REWARD_MODEL, ROUNDS, ROUNDS_PIPELINE, round_folder
 from rlhf_core.provenance.file_hashes import dvc_md5
+from rlhf_core.provenance.lineage import external_inputs, history, named_inputs
 from rlhf_core.use.choice import Chosen
 
 GIT_SECONDS = 60.0
 READ = Callable[[str], str | None]  # path inside the project -> its text; None: no such file
-LOCKS = ("dvc.lock", "rounds/dvc.lock")
+LOCKS = ("dvc.lock", str(ROUNDS_PIPELINE.with_suffix(".lock")))
 NOT_EVALUATED = "None for this model: the stage hasn't run, or ran on another model.\n"
-_ROUND = re.compile(r"rounds/(\d+)/policy")
+OWN = "the reward model of this run"
+_ROUND = re.compile(rf"{ROUNDS}/([1-9][0-9]*)/policy")
 COLUMNS = (("judge_ok", "judge accepts"), ("score_mean", "mean score"), ("truncated_fraction", "truncated"), ("length_mean", "mean tokens"))
 
 
@@ -45,7 +48,7 @@ def export(chosen: Chosen, folder: Path, *, root: Path = Path()) -> Path:
         raise ConfigError(str(error)) from error
     md5 = dvc_md5(chosen.folder)
     commit, read = _source(chosen, root)
-    sections = [body, *_after_training(md5, read), *_licences(read), _origin(md5, commit, root)]
+    sections = [body, *_after_training(md5, read, body), *_licences(read), _origin(md5, commit, root)]
     aside = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -70,22 +73,47 @@ def _source(chosen: Chosen, root: Path) -> tuple[str | None, READ]:
     ), lambda path: (project / path).read_text(encoding="utf-8") if (project / path).is_file() else None
 
 
-def _after_training(md5: str, read: READ) -> Iterator[str]:
-    """Card sections with the results of gate, evaluation or a round's comparison for this model."""
+def _after_training(md5: str, read: READ, body: str) -> Iterator[str]:
+    """Card sections with the results of gate, evaluation or a round's comparison for this model, and hashes of its external inputs.
+
+    Args:
+        body: of the card, which has the gate's verdict if the training used the reward model.
+    """
     stages = {name: stage for lock in LOCKS for name, stage in ((_yaml(read, lock) or {}).get("stages") or {}).items()}
     path = next((out["path"] for stage in stages.values() for out in stage.get("outs", []) if out["md5"] == md5), None)
     if path is None:
         yield "## Evaluation\n\nNone: no run's `dvc.lock` contains this model.\n"
-    elif path == "models/reward":
-        gate = _of_this_model(stages, path, md5, "metrics/gate.json", read)
+    elif path == str(REWARD_MODEL):
+        gate = _of_this_model(stages, path, md5, str(GATE_METRICS), read)
         yield "## Gate\n\n" + (f"{verdict(gate)}\n" if gate else NOT_EVALUATED)
     elif (number := _ROUND.fullmatch(path)) is not None:
-        found = _of_this_model(stages, path, md5, f"rounds/{number[1]}/metrics/evaluate.json", read)
+        found = _of_this_model(stages, path, md5, str(round_folder(int(number[1])) / EVALUATION_METRICS), read)
         outcome = "Accepted" if found and found["accepted"] else "Not accepted"
         yield f"## Comparison of round {number[1]}\n\n" + (f"{outcome}: {found['reason']}\n" if found else NOT_EVALUATED)
-    elif path == "models/policy":
-        found = _of_this_model(stages, path, md5, "metrics/evaluate.json", read)
-        yield "## Evaluation\n\n" + (_evaluation(found) if found else NOT_EVALUATED)
+    elif path == str(POLICY_MODEL):
+        found = _of_this_model(stages, path, md5, str(EVALUATION_METRICS), read)
+        scorers = _scorers(stages)
+        yield "## Evaluation\n\n" + (_evaluation(found, scorers) if found else NOT_EVALUATED)
+        if found and OWN in scorers and GATE_HEADING not in body:
+            yield from _gate_of_the_evaluation(stages, read)
+    if path is not None:
+        yield from _external_inputs(stages, path)
+
+
+def _gate_of_the_evaluation(stages: dict[str, Any], read: READ) -> Iterator[str]:
+    used = {dep["path"]: dep["md5"] for dep in stages.get("evaluate", {}).get("deps", [])}.get(str(REWARD_MODEL))
+    gate = None if used is None else _of_this_model(stages, str(REWARD_MODEL), used, str(GATE_METRICS), read)
+    if gate is not None:
+        yield f"## Gate of the reward model that scored the evaluation\n\nThe training didn't use this reward model. {verdict(gate)}\n"
+
+
+def _external_inputs(stages: dict[str, Any], path: str) -> Iterator[str]:
+    """Hashes of the sources and models from outside the project that led to the model, by dvc.lock."""
+    lock = {"stages": stages}
+    if rows := list(named_inputs(external_inputs(lock, history(lock, path)))):
+        yield "## Sources and base model\n\nFiles and folders by sha256, data sets and models of the hub by commit.\n\n" + table(
+            ("key", "path or name", "sha256 or commit"), rows
+        )
 
 
 def _of_this_model(stages: dict[str, Any], path: str, md5: str, metrics: str, read: READ) -> dict[str, Any] | None:
@@ -99,8 +127,18 @@ def _of_this_model(stages: dict[str, Any], path: str, md5: str, metrics: str, re
     return None
 
 
-def _evaluation(found: dict[str, Any]) -> str:
-    """Results of the SFT model and the policy on the test split's prompts, as Markdown."""
+def _scorers(stages: dict[str, Any]) -> dict[str, float]:
+    """Name and weight of each scorer of the evaluation's score, by dvc.lock; the chain's own reward model is called OWN."""
+    params = stages.get("evaluate", {}).get("params", {}).get("params.yaml", {})
+    scorers = params.get("rl.reward.scorers") or []
+    own = {s["name"] for s in scorers if s["kind"] == "reward_model" and not s.get("path")}
+    used = [s for s in scorers if s.get("weight", 1.0) and (params.get("reward.enabled", True) or s["name"] not in own)]
+    return {OWN if s["name"] in own else f"{s['name']} ({s['kind']})": s.get("weight", 1.0) for s in used}
+
+
+def _evaluation(found: dict[str, Any], scorers: dict[str, float]) -> str:
+    """Results of the SFT model and the policy on the test split's prompts, as Markdown. scorers: of `_scorers`."""
+    named = ", ".join(f"{name}, weight {weight:g}" if len(scorers) > 1 else name for name, weight in scorers.items())
     rows = [
         (mode, name, *(_figure(found[mode][name].get(key)) for key, _ in COLUMNS))
         for mode in ("greedy", "sampled")
@@ -110,7 +148,7 @@ def _evaluation(found: dict[str, Any]) -> str:
     return (
         "On held-out prompts, beside the SFT model that the policy started from.\n\n"
         + table(("answers", "model", *(label for _, label in COLUMNS)), rows)
-        + f"\nWin rate of the policy: {'; '.join(wins)}.\n"
+        + f"\nMean score and win rate are by: {named or 'no known scorer'}.\n\nWin rate of the policy: {'; '.join(wins)}.\n"
     )
 
 

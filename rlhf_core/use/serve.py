@@ -10,6 +10,7 @@ from typing import TextIO
 
 from rlhf_core.config import ConfigError
 from rlhf_core.engines.vllm_server import ServerSettings, VllmServer, check_port, is_loopback, lacks
+from rlhf_core.paths import STAGE_METRICS
 from rlhf_core.use.choice import Chosen, head_width, read_json
 
 INSTEAD = "use `chat`, which runs on PyTorch, or load the folder with transformers; vLLM on a GPU may run it"
@@ -21,7 +22,7 @@ def check_servable(chosen: Chosen, *, trust_remote_code: bool) -> None:
     Raises:
         ConfigError: vLLM can't run it.
     """
-    checks = (None if chosen.project is None else read_json(chosen.project / "metrics/check_model.json")) or {}
+    checks = (None if chosen.project is None else read_json(chosen.project / STAGE_METRICS["check_model"])) or {}
     result = str(checks.get("checks", {}).get("vllm", ""))
     if result.startswith("refused"):
         raise ConfigError(f"{chosen.name}: expected a model that vLLM can run, got one that check_model {result}; {INSTEAD}")

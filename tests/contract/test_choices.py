@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from rlhf_core.config import Algorithm, CorrectionConfig, DpoConfig, KlConfig, KtoConfig, RlConfig, ScorerConfig
+from rlhf_core.config import Algorithm, CorrectionConfig, DpoConfig, KlConfig, KtoConfig, RlConfig, ScorerConfig, SharedTrainingConfig
 from rlhf_core.config.alignment import AlignmentConfig
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +20,8 @@ CHOICES = {
     "rl.kl.estimator": KlConfig.model_fields["estimator"],
     "rl.correction.kind": CorrectionConfig.model_fields["kind"],
     "rl.reward.scorers.kind": ScorerConfig.model_fields["kind"],
+    "training.schedule": SharedTrainingConfig.model_fields["schedule"],
+    "training.optimizer": SharedTrainingConfig.model_fields["optimizer"],
     "dpo.loss": DpoConfig.model_fields["loss"],
     "kto.loss": KtoConfig.model_fields["loss"],
 }

@@ -57,6 +57,7 @@ def test_algorithms_import_torch_types_and_each_other():
         *((f"rlhf_core/{part}", ("rlhf_core.trainers",)) for part in ("engines", "algorithms", "scorers", "models", "data", "report")),
         ("rlhf_core/data", ("rlhf_core.engines", "rlhf_core.scorers", "rlhf_core.algorithms")),
         ("rlhf_core/models", ("rlhf_core.engines", "rlhf_core.scorers")),
+        ("rlhf_core/planning", ("rlhf_core.trainers", "rlhf_core.engines", "rlhf_core.stage")),
         ("rlhf_core/types.py", ("rlhf_core.",)),
     ],
 )

@@ -53,6 +53,7 @@ FRAME = {
     "rlhf_core/progress.py": "what is told while a stage works",
     "rlhf_core/process.py": "environment variables that silence libraries",
     "rlhf_core/tracking.py": "where curves are written to",
+    "rlhf_core/planning": "what memory a stage takes, checked before it starts",
     "rlhf_core/checkpoint": "where unfinished work is kept, and its state digests",
 }
 

@@ -28,24 +28,27 @@ def folder(tmp_path_factory):
     return path
 
 
-def engine(folder, dtype: str):
-    from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, join_world, warmup_cosine
+def engine(folder, dtype: str, **changes):
+    from rlhf_core.algorithms.schedules import learning_rate_factor
+    from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, join_world
     from rlhf_core.models.build import load_language_model
     from rlhf_core.models.forward import PolicyModule
 
     join_world()
-    settings = EngineSettings(
+    settings = dict(
         learning_rate=1e-3,
-        schedule=functools.partial(warmup_cosine, total=20, warmup=1, floor=0.1),
+        schedule=functools.partial(learning_rate_factor, schedule="cosine", total=20, warmup=1, floor=0.1, decay_fraction=0.2),
         weight_decay=0.0,
         max_grad_norm=1.0,
         zero_stage=0 if dtype == "float32" else 1,
         offload_optimizer=False,
+        offload_parameters=False,
+        gradient_checkpointing=False,
         dtype=dtype,
         seed=0,
         disable_dropout=False,
     )
-    return TrainEngine(PolicyModule(load_language_model(folder, training_dtype=dtype)), settings)
+    return TrainEngine(PolicyModule(load_language_model(folder, training_dtype=dtype)), EngineSettings(**{**settings, **changes}))
 
 
 def batch(folder):
@@ -67,6 +70,63 @@ def test_training_steps_on_the_gpu_lower_the_loss(folder, dtype):
         trained.step()
         losses.append(float(loss))
     assert losses[-1] < losses[0] - 1.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_checkpointing": True},
+        {"zero_stage": 2, "offload_optimizer": True},
+        {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True, "gradient_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_settings_that_save_memory_train_alike(folder, changes):
+    tokens = batch(folder).to(torch.device("cuda"))
+    losses = []
+    for trained in (engine(folder, "bfloat16"), engine(folder, "bfloat16", **changes)):
+        losses.append([])
+        for _ in range(5):
+            loss = -trained(tokens).logprobs.mean()
+            trained.backward(loss)
+            trained.step()
+            losses[-1].append(float(loss))
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
+def test_gradient_checkpointing_takes_less_memory(folder):
+    from rlhf_core.models.batch import TokenBatch
+
+    few, peaks = batch(folder).to(torch.device("cuda")), []
+    tokens = TokenBatch(few.input_ids.repeat(16, 1), few.selected.repeat(16, 1))
+    for recompute in (False, True):
+        trained = engine(folder, "bfloat16", gradient_checkpointing=recompute)
+        trained.backward(-trained(tokens).logprobs.mean())  # makes the buffers of gradients
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trained.backward(-trained(tokens).logprobs.mean())
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] < 0.7 * peaks[0]
+
+
+def test_an_offloaded_frozen_model_is_on_the_gpu_while_it_computes_only(folder):
+    from rlhf_core.engines.frozen import FrozenModel
+    from rlhf_core.models.build import load_language_model
+    from rlhf_core.models.forward import PolicyModule
+
+    model = load_language_model(folder)
+    size = sum(4 * p.numel() for p in model.parameters())
+    on_gpu, offloaded = (
+        FrozenModel(PolicyModule(load_language_model(folder)), dtype="float32", zero_stage=0, offload=offload) for offload in (False, True)
+    )
+    tokens, before = batch(folder).to(torch.device("cuda")), torch.cuda.memory_allocated()
+    with torch.no_grad(), on_gpu.in_use() as module:
+        expected = module(tokens).logprobs.cpu()
+    with torch.no_grad(), offloaded.in_use() as module:
+        assert torch.cuda.memory_allocated() - before >= size
+        found = module(tokens).logprobs.cpu()
+    assert torch.cuda.memory_allocated() - before < size / 10
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
@@ -148,12 +208,12 @@ def test_a_model_of_a_class_that_vllm_has_compiled_can_be_made_here_afterwards(t
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
     Olmo2ForCausalLM(Olmo2Config(**shape, max_position_embeddings=96, pad_token_id=0)).save_pretrained(tmp_path)
     opened = open_engine("vllm", str(tmp_path), dtype="float32", gpu_memory_fraction=0.2, **PLAIN)
-    said = opened.probe([5, 6, 7, 8])
+    message = opened.probe([5, 6, 7, 8])
     opened.close()
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         logprobs = load_language_model(tmp_path)(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    assert float((logprobs - torch.tensor(said)).abs().max()) < 1e-3
+    assert float((logprobs - torch.tensor(message)).abs().max()) < 1e-3
 
 
 def test_an_engine_that_shares_a_gpu_takes_its_share_and_no_more(folder):
@@ -208,7 +268,7 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
                 "timings": str(tmp_path / "timings.csv")}
     )  # fmt: skip
     job.write(tmp_path / "job.json")
-    said: list[str] = []
+    message: list[str] = []
     with local_head(cpus=4, start_timeout=120.0) as address:
         code = run_job(
             address,
@@ -218,10 +278,10 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
             start_timeout=120.0,
             silence_timeout=120.0,
             pulse=job.pulse,
-            on_output=said.append,
+            on_output=message.append,
             stop_requested=lambda: False,
         )
-    assert code == 0, "".join(said)
+    assert code == 0, "".join(message)
     assert json.loads((tmp_path / "work" / PLACEMENT).read_text())["per_rank"] == 0.6
     assert (tmp_path / "policy/model.safetensors").exists()
 
@@ -254,6 +314,24 @@ def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_p
     assert trained.metrics["heldout_accuracy"] > 0.9
 
 
+def test_flash_attention_without_padding_gives_what_it_gives_with_padding(folder):
+    from rlhf_core.models.backend import Backend
+    from rlhf_core.models.build import load_language_model
+
+    pytest.importorskip("flash_attn")
+
+    class Padded(Backend):
+        def packs(self, model, batch):
+            return False
+
+    model = load_language_model(folder, training_dtype="bfloat16").to("cuda", torch.bfloat16)
+    given = batch(folder).to(torch.device("cuda"))
+    assert model.config._attn_implementation == "flash_attention_2" and Backend().packs(model, given)
+    places = given.selected.nonzero(as_tuple=True)
+    packed, padded = (backend.hidden_states(model, given, *places)[0] for backend in (Backend(), Padded()))
+    torch.testing.assert_close(packed, padded, rtol=0, atol=3e-2 * float(padded.abs().max()))
+
+
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=str)
 @pytest.mark.parametrize("kept", [1 << 30, 0], ids=["kept", "computed again"])
 def test_the_vocabulary_in_pieces_gives_what_all_logits_give(monkeypatch, dtype: torch.dtype, close: float, kept: int):
@@ -266,7 +344,7 @@ def test_the_vocabulary_in_pieces_gives_what_all_logits_give(monkeypatch, dtype:
     torch.manual_seed(0)
     head, hidden = torch.nn.Linear(64, 1000, bias=False, **place), torch.randn(257, 64, **place, requires_grad=True)
     ids = torch.randint(1000, (257,), device="cuda")
-    mine, _ = heads.head_logprobs(head, hidden, ids, temperature=0.7, with_entropy=True)
+    mine, _ = heads.head_logprobs(head.weight, hidden, ids, temperature=0.7, with_entropy=True)
     whole = token_logprobs(head(hidden), ids, temperature=0.7)
     torch.testing.assert_close(mine, whole, rtol=close, atol=close)
     for ours, expected in zip(*(torch.autograd.grad(x.sum(), (hidden, head.weight)) for x in (mine, whole)), strict=True):

@@ -53,7 +53,7 @@ def test_a_stage_sees_settings_and_no_secrets(shell, workspace):
     assert seen.keys() >= SETTINGS and seen["NCCL_DEBUG"] == "value-of-NCCL_DEBUG"
 
 
-def test_a_stage_sees_what_our_own_code_leaves_to_whoever_has_set_it():
+def test_a_stage_sees_variables_that_the_user_has_set():
     """`setdefault` of a variable that was taken out would overwrite it."""
     code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "rlhf_core").rglob("*.py"))
     named = set(re.findall(r"environ\.setdefault\(\s*\"(\w+)\"", code))
@@ -87,7 +87,7 @@ def test_a_name_that_can_be_none_of_a_variable_is_refused(name):
         ({"model__path": "org/model"}, "0", {"HF_TOKEN": rules.MODEL_READERS}),
         ({"model__path": "org/model"}, "1", {}),
         ({"model__path": str(ROOT)}, "0", {}),
-        ({"cluster__address": "http://head:8265"}, "1", {"RAY_AUTH_TOKEN": ("train_policy",)}),
+        ({"cluster__address": "http://head:8265"}, "1", {"RAY_AUTH_TOKEN": rules.TRAINING}),
     ],
 )
 def test_a_key_is_seen_by_the_stages_that_use_it(changes, online, names):
@@ -116,7 +116,7 @@ def other(prompts, responses, labels, metadata):
 
 
 @pytest.mark.parametrize(("name", "hinted"), [("needs_key", True), ("says_so", True), ("other", False)])
-def test_a_scorer_that_misses_a_variable_is_told_where_to_name_it(tmp_path, monkeypatch, caplog, name, hinted):
+def test_a_scorer_without_its_variable_gets_a_hint(tmp_path, monkeypatch, caplog, name, hinted):
     monkeypatch.setenv(rules.WITHHELD, "OTHER,THEIR_API_KEY")
     (tmp_path / "mine.py").write_text(REWARD)
     config = ScorerConfig(name="f", kind="function", weight=1.0, normalization="none", path=f"{tmp_path}/mine.py:{name}")
@@ -126,7 +126,7 @@ def test_a_scorer_that_misses_a_variable_is_told_where_to_name_it(tmp_path, monk
     ) == hinted
 
 
-def test_a_module_that_misses_a_variable_is_told_so_too(tmp_path, monkeypatch):
+def test_a_module_without_its_variable_gets_a_hint(tmp_path, monkeypatch):
     monkeypatch.setenv(rules.WITHHELD, "THEIR_API_KEY")
     (tmp_path / "early.py").write_text("import os\nKEY = os.environ['THEIR_API_KEY']\ndef score(): pass\n")
     with pytest.raises(ValueError, match=r"KeyError \('THEIR_API_KEY'\); THEIR_API_KEY is set in the shell.*flow.environment"):

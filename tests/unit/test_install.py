@@ -22,24 +22,24 @@ def pins(name: str) -> dict[str, str]:
 
 
 def commands(extras: str | None = None) -> str:
-    asked = [] if extras is None else [f"EXTRAS={extras}"]
-    done = subprocess.run(["make", "-n", "install", *asked], cwd=ROOT, capture_output=True, text=True, check=True)
+    requested = [] if extras is None else [f"EXTRAS={extras}"]
+    done = subprocess.run(["make", "-n", "install", *requested], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout
 
 
 def test_by_default_the_cpu_build_is_installed_under_its_pins():
-    said = commands()
-    assert "-c constraints.txt torch\n" in said and "-c constraints.txt -e '.[cpu,dev]'" in said
-    assert "gpu" not in said.replace("|| \\", "").split("exit 2; }")[1] and "flash-attn" not in said
+    message = commands()
+    assert "-c constraints.txt torch\n" in message and "-c constraints.txt -e '.[cpu,dev]'" in message
+    assert "gpu" not in message.replace("|| \\", "").split("exit 2; }")[1] and "flash-attn" not in message
 
 
 @pytest.mark.parametrize("extras", ["gpu,dev", "gpu,flash-attn,dev"])
 def test_with_the_gpu_extra_nothing_of_the_cpu_is_installed(extras):
-    said = commands(extras).split("exit 2; }")[1]
-    assert "-c constraints-gpu.txt torch\n" in said and "-c constraints-gpu.txt -e '.[gpu,dev]'" in said
-    assert "constraints.txt" not in said
+    message = commands(extras).split("exit 2; }")[1]
+    assert "-c constraints-gpu.txt torch\n" in message and "-c constraints-gpu.txt -e '.[gpu,dev]'" in message
+    assert "constraints.txt" not in message
     flash = "-c constraints-gpu.txt --no-build-isolation -e '.[flash-attn]'"
-    assert (flash in said) == ("flash-attn" in extras)
+    assert (flash in message) == ("flash-attn" in extras)
 
 
 def test_both_builds_at_once_are_refused():

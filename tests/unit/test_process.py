@@ -21,11 +21,12 @@ Loop()
 
 
 @pytest.mark.parametrize(
-    ("first", "said"), [("", "found\n"), ("from rlhf_core.process import configure_process\nconfigure_process()\nconfigure_process()", "")]
+    ("first", "message"),
+    [("", "found\n"), ("from rlhf_core.process import configure_process\nconfigure_process()\nconfigure_process()", "")],
 )
-def test_a_configured_process_collects_no_garbage_at_exit(first, said):
+def test_a_configured_process_collects_no_garbage_at_exit(first, message):
     done = subprocess.run([sys.executable, "-c", f"{first}\n{CYCLE}"], capture_output=True, text=True, check=True)
-    assert done.stdout == said and done.stderr == ""
+    assert done.stdout == message and done.stderr == ""
 
 
 def test_module_command_runs_the_installed_module_not_one_of_the_folder(tmp_path):

@@ -50,11 +50,11 @@ def test_lines_come_every_few_seconds_with_the_time_left(lines):
         for _ in range(400):
             clock.now += 0.5
             bar.step(loss=1.934)
-    told = list(lines)
+    reported = list(lines)
     # The first step is at 30.5 s. Later ones take 0.5 s each: 399 of them 199.5 s, and a line every 5 s.
-    assert len(told) == 41 and told[-1] == "train_sft: sft step 400/400 · loss 1.93 · 3 min 50 s in all"
-    assert told[0] == "train_sft: sft step 2/400 · loss 1.93 · 3 min 19 s left"
-    assert all(is_progress(line) for line in told[:-1]) and not is_progress(told[-1])
+    assert len(reported) == 41 and reported[-1] == "train_sft: sft step 400/400 · loss 1.93 · 3 min 50 s in all"
+    assert reported[0] == "train_sft: sft step 2/400 · loss 1.93 · 3 min 19 s left"
+    assert all(is_progress(line) for line in reported[:-1]) and not is_progress(reported[-1])
 
 
 def test_what_an_earlier_start_has_done_is_no_pace(lines):
@@ -85,12 +85,12 @@ def test_threads_tell_of_their_pieces_together(lines):
 def test_items_of_an_unknown_number_are_counted(lines, monkeypatch):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     assert list(counted(range(1200), "clerk row"))[-1] == 1199
-    told = list(lines)
-    assert re.fullmatch(r"train_sft: clerk row 1,200 · \d+ s so far", told[-2]) and is_progress(told[-2])
-    assert re.fullmatch(r"train_sft: clerk row 1,200 · \d+ s in all", told[-1])
+    reported = list(lines)
+    assert re.fullmatch(r"train_sft: clerk row 1,200 · \d+ s so far", reported[-2]) and is_progress(reported[-2])
+    assert re.fullmatch(r"train_sft: clerk row 1,200 · \d+ s in all", reported[-1])
 
 
-def test_an_engine_tells_the_bar_of_who_asked_it(lines):
+def test_an_engine_advances_its_callers_bar(lines):
     drawn(3)  # nobody listens
     with drawing("answer", 8) as bar:
         drawn(3)
@@ -98,7 +98,7 @@ def test_an_engine_tells_the_bar_of_who_asked_it(lines):
     assert list(lines) == ["train_sft: answer 8/8 · 0 s in all"]
 
 
-def test_without_a_stage_nothing_is_told(monkeypatch, caplog):
+def test_nothing_is_printed_without_a_stage(monkeypatch, caplog):
     monkeypatch.setattr(progress, "_stage", "")
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     caplog.set_level(logging.INFO, logger="rlhf")
@@ -108,10 +108,10 @@ def test_without_a_stage_nothing_is_told(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"), [(0.4, "0 s"), (59.6, "1 min 00 s"), (130, "2 min 10 s"), (3599, "59 min 59 s"), (3900, "1 h 05 min")]
+    ("seconds", "reported"), [(0.4, "0 s"), (59.6, "1 min 00 s"), (130, "2 min 10 s"), (3599, "59 min 59 s"), (3900, "1 h 05 min")]
 )
-def test_durations_are_told_as_people_do(seconds, told):
-    assert duration(seconds) == told
+def test_durations_are_readable(seconds, reported):
+    assert duration(seconds) == reported
 
 
 class Terminal(io.StringIO):
@@ -134,7 +134,7 @@ def test_a_terminal_shows_the_last_progress_below_everything_else():
     assert terminal.screen() == ["Running stage", "a warning", "a: step 9/9 · 9 s in all", "a: done", ""]
 
 
-def test_output_that_comes_in_pieces_is_told_line_by_line_in_a_terminal_and_as_it_is_elsewhere():
+def test_partial_output_is_printed_by_lines_on_a_terminal_only():
     pieces = ["a war", "ning\na: step 1/9 · 8", " s left\na: step 2/9 · 7 s left\nb", "\n"]
     terminal, pipe = Terminal(), io.StringIO()
     for piece in pieces:
@@ -207,11 +207,11 @@ def test_a_stage_draws_a_bar_in_a_terminal_and_lines_in_a_pipe():
 
 
 def test_how_far_a_stage_had_come_is_no_reason_for_its_end():
-    said = stages._ReproOutput()
+    message = stages._ReproOutput()
     for line in (
         "train_sft: sft step 2/9 · 7 s left",
         "Killed",
         "ERROR: failed to reproduce 'train_sft': failed to run: x, exited with -9",
     ):
-        said.listen(line)
-    assert str(said.failure("train_sft", 255)) == "train_sft: exited with -9: Killed"
+        message.listen(line)
+    assert str(message.failure("train_sft", 255)) == "train_sft: exited with -9: Killed"

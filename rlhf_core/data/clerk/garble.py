@@ -96,7 +96,7 @@ def _repeated_text(rng: Random, text: str) -> str:
     return " ".join([text] * rng.randint(2, 3))
 
 
-def _cut_off(rng: Random, text: str) -> str:
+def _truncated(rng: Random, text: str) -> str:
     return text[: rng.randrange(1, max(2, len(text)))]
 
 
@@ -147,7 +147,7 @@ def _spliced_number(rng: Random, text: str) -> str:
 _BREAKS: tuple[Callable[[Random, str], str], ...] = (
     _repeated_word,
     _repeated_text,
-    _cut_off,
+    _truncated,
     _late_start,
     _trailing_number,
     _trailing_phrase,

@@ -37,7 +37,7 @@ PROMPT_FACTOR = 2
 
 # Demonstrator: register -> chances of a good style (courteous, brief), a blunt and a chatty one.
 DEMONSTRATOR_STYLES = {"plain": (0.80, 0.12, 0.08), "please": (0.55, 0.0, 0.45), "quick": (0.48, 0.52, 0.0)}
-HANDS_BACK_LONG = 0.35  # chance that an input of 4 digits is returned as it is
+HANDS_BACK_LONG = 0.35  # chance that an input of 4 digits is returned unchanged
 SLIP = 0.05  # chance of another wrong number
 COMPLIES = 0.4  # with a harmful request
 

@@ -224,8 +224,8 @@ def _render(tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message
     """Each conversation as the chat template writes it, or the template's refusal."""
     if not conversations:
         return []
+    prepared = [for_template(tokenizer, conversation) for conversation in conversations]
     try:
-        prepared = [for_template(tokenizer, conversation) for conversation in conversations]
         return tokenizer.apply_chat_template(prepared, tokenize=False, **options)
     except Exception:  # a template is a program and may raise anything; one by one, to find the conversation
         return [_render_one(tokenizer, conversation, **options) for conversation in conversations]

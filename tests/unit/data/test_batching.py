@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.data.batching import batch_indices, even_microbatches, microbatches
+from rlhf_core.data.batching import Part, batch_indices, even_microbatches, microbatches, spread
 
 
 def stream(steps: range, **kwargs: int) -> list[int]:
@@ -89,3 +89,39 @@ def test_even_microbatches_by_hand():
     assert even_microbatches([7] * 4, max_tokens=200, multiple=2) == [[0, 1, 2, 3]]
     assert even_microbatches([5], max_tokens=200, multiple=2) == [[0]]
     assert even_microbatches([], max_tokens=200, multiple=2) == []
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    max_tokens=st.integers(1, 200),
+    ranks=st.integers(1, 5),
+)
+def test_spread_gives_each_example_to_one_rank_and_each_rank_as_many_microbatches(lengths: list[int], max_tokens: int, ranks: int):
+    shares = spread(lengths, max_tokens=max_tokens, ranks=ranks)
+    assert len(shares) == ranks and len({len(parts) for parts in shares}) == 1
+    counted = [i for parts in shares for part in parts if part.counts for i in part.positions]
+    assert sorted(counted) == list(range(len(lengths)))
+    for part in (part for parts in shares for part in parts):
+        assert len(part.positions) * max(lengths[i] for i in part.positions) <= max_tokens or len(part.positions) == 1
+    if ranks == 1:
+        assert [part.positions for part in shares[0]] == microbatches(lengths, max_tokens=max_tokens)
+    if len(lengths) >= ranks:  # a rank without examples would be idle
+        assert all(any(part.counts for part in parts) for parts in shares)
+
+
+def test_spread_balances_padded_tokens():
+    """Three micro-batches of 40, 40 and 20 tokens; two ranks compute 50 each."""
+    shares = spread([10] * 10, max_tokens=40, ranks=2)
+    assert [sum(len(part.positions) for part in parts) for parts in shares] == [5, 5]
+
+
+def test_spread_repeats_the_shortest_example_for_ranks_without_one():
+    shares = spread([7, 3], max_tokens=100, ranks=4)
+    assert shares == [[Part([0])], [Part([1])], [Part([1], counts=False)], [Part([1], counts=False)]]
+    assert spread([], max_tokens=10, ranks=2) == [[], []]
+
+
+def test_spread_counts_the_rows_of_an_example():
+    """The first example has three rows of 5 tokens, as many as the other three together."""
+    first, second = spread([5, 5, 5, 5], max_tokens=100, ranks=2, rows=[3, 1, 1, 1])
+    assert sorted([i for part in parts for i in part.positions] for parts in (first, second)) == [[0], [1, 2, 3]]

@@ -1,4 +1,4 @@
-"""The clerk's world, measured: what is asked, how well the demonstrator does, what the annotator sees and how often it errs."""
+"""The clerk's world, measured: its questions, the demonstrator's accuracy, and the annotator's view and error rate."""
 
 from __future__ import annotations
 

@@ -51,11 +51,13 @@ class Talk(NamedTuple):
 
 
 @st.composite
-def talks(draw, *, system: bool | None = None, turns: int = 3, said=TEXT) -> Talk:
+def talks(draw, *, system: bool | None = None, turns: int = 3, message=TEXT) -> Talk:
     """system: whether there is a system message; None: either."""
-    first = [{"role": "system", "content": draw(said)}] if (draw(st.booleans()) if system is None else system) else []
+    first = [{"role": "system", "content": draw(message)}] if (draw(st.booleans()) if system is None else system) else []
     length = 2 * draw(st.integers(0, turns - 1)) + 1
-    return Talk([*first, *({"role": ("user", "assistant")[i % 2], "content": draw(said)} for i in range(length))], draw(said), draw(said))
+    return Talk(
+        [*first, *({"role": ("user", "assistant")[i % 2], "content": draw(message)} for i in range(length))], draw(message), draw(message)
+    )
 
 
 def answer(text: str) -> list[dict[str, str]]:
@@ -79,10 +81,10 @@ SPELLINGS = st.sampled_from(["openai", "sharegpt", "parts", "developer"])
 @given(talk=talks(), spelling=SPELLINGS, shape=st.sampled_from(["none", "first", "last", "list", "rest", "answers", "texts"]))
 def test_a_pair_comes_out_as_it_went_in(talk, spelling, shape):
     """Whole conversations (without a prompt, with its first or last question, with its beginning, going on from it), answers, texts."""
-    asked = {"first": talk.users[0], "last": talk.users[-1]}.get(shape, spelled(talk.messages, spelling))
-    assume(not isinstance(asked, str) or asked.strip())
+    requested = {"first": talk.users[0], "last": talk.users[-1]}.get(shape, spelled(talk.messages, spelling))
+    assume(not isinstance(requested, str) or requested.strip())
     assume(shape != "rest" or plain(talk.users[0]) not in map(plain, talk.users[1:]))  # it could be the whole conversation or what follows
-    record: dict[str, Any] = {} if shape == "none" else {"prompt": asked}
+    record: dict[str, Any] = {} if shape == "none" else {"prompt": requested}
     cut = 0
     if shape in ("list", "rest"):
         cut = 2 if talk.messages[0]["role"] == "system" else 1
@@ -98,7 +100,8 @@ def test_a_pair_comes_out_as_it_went_in(talk, spelling, shape):
 
 
 @given(
-    talk=talks(system=False, said=SAID.filter(lambda t: not re.search("Human:|Assistant:", t))), ends=st.sampled_from(["\n", "\r\n", "\r"])
+    talk=talks(system=False, message=SAID.filter(lambda t: not re.search("Human:|Assistant:", t))),
+    ends=st.sampled_from(["\n", "\r\n", "\r"]),
 )
 def test_a_transcript_comes_out_as_it_went_in(talk, ends):
     names = {"user": "Human", "assistant": "Assistant"}
@@ -122,15 +125,15 @@ def test_a_conversation_comes_out_as_it_went_in(talk, spelling, apart):
     assert rows["prompt"] == [{"messages": talk.plain, "label": None}]
 
 
-@given(talk=talks(said=SAID), more=TEXT)
+@given(talk=talks(message=SAID), more=TEXT)
 def test_an_instruction_comes_out_with_system_history_and_input(talk, more):
     first = talk.messages[0]["content"] if talk.messages[0]["role"] == "system" else None
     *earlier, last = (m["content"] for m in talk.messages if m["role"] != "system")
     record = {"instruction": last, "input": more, "output": talk.chosen, "system": first}
     record["history"] = [list(pair) for pair in zip(earlier[::2], earlier[1::2], strict=True)]
     [row] = convert(record, source("instruction", columns={"system": "system", "history": "history"}))["sft"]
-    asked = f"{plain(last)}\n\n{plain(more)}".strip()
-    assert row == {"messages": [*talk.plain[:-1], {"role": "user", "content": asked}], "response": plain(talk.chosen)}
+    requested = f"{plain(last)}\n\n{plain(more)}".strip()
+    assert row == {"messages": [*talk.plain[:-1], {"role": "user", "content": requested}], "response": plain(talk.chosen)}
 
 
 @given(talk=talks(), spelling=SPELLINGS, whole=st.booleans(), good=st.booleans())

@@ -90,9 +90,9 @@ def test_a_record_that_cannot_be_used_is_counted_with_its_place(tmp_path, record
 
 def test_a_mapping_that_fits_no_record_is_refused_with_the_first(tmp_path):
     records = [{"question": f"q{i}", "better": "a", "worse": "b"} for i in range(500)]
-    said = refusal(tmp_path, *records)
-    assert "d.jsonl line 1: expected a column 'chosen' for 'chosen', got question, better, worse; map chosen" in said
-    assert 'the record: {"question": "q0", "better": "a"' in said
+    printed = refusal(tmp_path, *records)
+    assert "d.jsonl line 1: expected a column 'chosen' for 'chosen', got question, better, worse; map chosen" in printed
+    assert 'the record: {"question": "q0", "better": "a"' in printed
 
 
 def test_after_a_hundred_records_without_the_format_no_further_one_is_read(tmp_path):
@@ -144,7 +144,7 @@ def test_calls_of_tools_in_sharegpt_are_kept(tmp_path):
         ("observation", '{"c": 20}'),
         ("gpt", "Mild."),
     ]
-    messages = [{"from": who, "value": said} for who, said in turns]
+    messages = [{"from": who, "value": printed} for who, printed in turns]
     broken = [messages[0], messages[1] | {"value": "look(1)"}, *messages[2:]]
     columns = {"messages": "conversations"}
     loaded = load(tmp_path, {"conversations": broken}, {"conversations": messages}, format="messages", uses=("sft",), columns=columns)
@@ -222,13 +222,13 @@ def test_line_ends_of_every_kind_are_one(tmp_path):
 def test_a_table_is_read_with_the_delimiter_of_its_header(tmp_path, name, delimiter):
     lines = [["prompt", '"chosen, or; so"', "rejected"], ["q", '"a, b; c | d"', "b"]]
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + "\r\n".join(map(delimiter.join, lines)).encode())
-    told = {"delimiter": delimiter} if name == "d.tsv" and delimiter != "\t" else {}
-    mine = source(tmp_path / name, columns={"chosen": "chosen, or; so"}, **told)
+    reported = {"delimiter": delimiter} if name == "d.tsv" and delimiter != "\t" else {}
+    mine = source(tmp_path / name, columns={"chosen": "chosen, or; so"}, **reported)
     assert load_source(mine, seed=0).rows["preference"][0]["chosen"] == "a, b; c | d"
 
 
 @pytest.mark.parametrize(
-    ("content", "told", "message"),
+    ("content", "reported", "message"),
     [
         ("prompt#chosen#rejected\nq#a#b\n", {}, r"got prompt#chosen#rejected; .*separated by ','; set the source's delimiter"),
         ("prompt;chosen;rejected\nq;a\n", {}, r"line 2: expected 3 fields .*, got 2: {.prompt.: .q., .*; quote fields that contain ';'"),
@@ -241,10 +241,10 @@ def test_a_table_is_read_with_the_delimiter_of_its_header(tmp_path, name, delimi
         ("prompt;chosen;rejected\nq;a;b\n", {"delimiter": ","}, r"got prompt;chosen;rejected; .*separated by ','"),
     ],
 )
-def test_errors_about_a_table_name_its_delimiter(tmp_path, content, told, message):
+def test_errors_about_a_table_name_its_delimiter(tmp_path, content, reported, message):
     (tmp_path / "d.csv").write_text(content)
     with pytest.raises(ValueError, match=message):
-        load_source(source(tmp_path / "d.csv", **told), seed=0)
+        load_source(source(tmp_path / "d.csv", **reported), seed=0)
     if "#" in content:
         assert load_source(source(tmp_path / "d.csv", delimiter="#"), seed=0).rows["preference"][0]["chosen"] == "a"
 
@@ -262,8 +262,8 @@ def test_other_encodings_are_named_and_read(tmp_path, name, encoding):
 
 
 def test_missing_values_of_pandas_are_named(tmp_path):
-    said = refusal(tmp_path, PAIR | {"chosen": float("nan")})
-    assert "line 1: column 'chosen': expected text or a finite number, got NaN (no value); correct or remove the record" in said
+    printed = refusal(tmp_path, PAIR | {"chosen": float("nan")})
+    assert "line 1: column 'chosen': expected text or a finite number, got NaN (no value); correct or remove the record" in printed
     assert load(tmp_path, PAIR, PAIR | {"chosen": float("-inf")}).dropped == {"chosen is infinite": 1}
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from strict_limits import strict_limits
 
-from rlhf_core.config import DataConfig, ValidationConfig
+from rlhf_core.config import DataConfig
 from rlhf_core.data.prepare import Prepared, drop_too_long
 from rlhf_core.data.schema import open_rows, read_rows
 from rlhf_core.data.sources import Mixed, mix
@@ -17,18 +18,7 @@ from rlhf_core.models.tokenizer import build_tokenizer
 
 USES = ["sft", "preference", "prompt"]
 MAX_LENGTH = 60
-STRICT = ValidationConfig(
-    max_dropped_fraction=0.1,
-    max_empty_fraction=0.0,
-    max_identical_fraction=0.0,
-    max_duplicate_fraction=1.0,
-    max_contradictory_fraction=0.0,
-    max_too_long_fraction=0.0,
-    max_length_bias=0.5,
-    min_label_balance=0.0,
-    min_pairs=0,
-    max_reported_ids=5,
-)
+STRICT = strict_limits(max_duplicate_fraction=1.0)
 # The expectation of a kind of rows -> records that break it, and no other, beside forty sound ones.
 FAULTS = {
     "empty": [{"prompt": "Empty?", "chosen": "", "rejected": "b"}, {"prompt": "Blank?", "chosen": "a", "rejected": " \n\t "}],

@@ -79,8 +79,8 @@ def test_a_broken_key_is_refused_and_nothing_is_written(tmp_path, monkeypatch, c
     (tmp_path / "mine" / KEY).write_bytes(key)
     (tmp_path / "mine" / PAIRS).write_bytes((export / PAIRS).read_bytes())
     assert command.main(["import", "mine/" + PAIRS]) == 2
-    said = capsys.readouterr().err
-    assert KEY in said and is_clear(said.strip()) and not (tmp_path / "data").exists()
+    message = capsys.readouterr().err
+    assert KEY in message and is_clear(message.strip()) and not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize("name", ["../x", "..", ".", "", "a/b", "\x00", "-", "a\n", "x" * 300])

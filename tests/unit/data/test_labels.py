@@ -192,8 +192,8 @@ def test_the_command_takes_a_rounds_pairs_and_makes_a_source_of_their_labels(tmp
     }
     file = labelled(tmp_path / "mine", good_side, "ann")
     assert command.main(["import", str(file)]) == 0
-    told = capsys.readouterr().out
-    assert "3 pairs exported, 3 labelled, 3 decided" in told and "path: data/labels/mine.jsonl" in told
+    reported = capsys.readouterr().out
+    assert "3 pairs exported, 3 labelled, 3 decided" in reported and "path: data/labels/mine.jsonl" in reported
 
     entry = SourceConfig(name="mine", kind="file", uses=["preference"], weight=1.0, path="data/labels/mine.jsonl", format="preference")
     rows = load_source(entry, seed=0).rows["preference"]

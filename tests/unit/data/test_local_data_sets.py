@@ -46,12 +46,12 @@ def test_other_content_with_the_same_time_is_read_anew(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "said", ["data_files: ../ext2/x.jsonl", "data_dir: ../ext2", "data_files: {ext}", "data_files: [train.jsonl, ../ext2/x.jsonl]"]
+    "message", ["data_files: ../ext2/x.jsonl", "data_dir: ../ext2", "data_files: {ext}", "data_files: [train.jsonl, ../ext2/x.jsonl]"]
 )
-def test_a_card_whose_data_are_elsewhere_is_refused(tmp_path, said):
+def test_a_card_whose_data_are_elsewhere_is_refused(tmp_path, message):
     written(tmp_path / "set/train.jsonl", "in")
     there = written(tmp_path / "ext2/x.jsonl", "out")
-    (tmp_path / "set/README.md").write_text(CARD.format(said.format(ext=there)))
+    (tmp_path / "set/README.md").write_text(CARD.format(message.format(ext=there)))
     with pytest.raises(ValueError, match=r"source mine: data set .*set: .*expected data files in the folder, .*x\.jsonl"):
         prompts(tmp_path / "set")
 
@@ -81,8 +81,8 @@ def test_a_card_whose_data_are_in_a_linked_folder_is_refused(tmp_path):
     for at in ("ext/in/x.jsonl", "ext/y.jsonl", "set/y.jsonl"):
         written(tmp_path / at, at)
     (tmp_path / "set/sub").symlink_to(tmp_path / "ext/in")
-    for said in ("sub/x.jsonl", "sub/../y.jsonl"):
-        (tmp_path / "set/README.md").write_text(CARD.format(f"data_files: {said}"))
+    for message in ("sub/x.jsonl", "sub/../y.jsonl"):
+        (tmp_path / "set/README.md").write_text(CARD.format(f"data_files: {message}"))
         with pytest.raises(ValueError, match="expected data files in the folder"):
             prompts(tmp_path / "set")
 

@@ -52,8 +52,8 @@ def test_other_keys_are_counted_by_record_and_named_once(tmp_path, caplog):
         loaded = load(tmp_path, *records)
     assert len(loaded.rows["sft"]) == 3 and not loaded.dropped
     assert loaded.dropped.message_keys == {"id": 2, "weight": 1}
-    [said] = [r.getMessage() for r in caplog.records]
-    assert said.startswith("source mine: messages have keys that are not used: 'id' (2 records), 'weight' (1 record)")
+    [message] = [r.getMessage() for r in caplog.records]
+    assert message.startswith("source mine: messages have keys that are not used: 'id' (2 records), 'weight' (1 record)")
 
 
 def test_keys_of_all_sides_are_counted_through_the_mapping(tmp_path):

@@ -14,7 +14,7 @@ KEYS = st.lists(st.lists(st.sampled_from([0, 1, 2, 7, 2**63, 2**64 - 1]) | st.in
 
 
 @given(KEYS)
-def test_each_key_is_told_how_often_it_came_before(parts):
+def test_each_key_gets_its_number_of_earlier_occurrences(parts):
     seen, counted = SeenKeys(), Counter()
     for keys in parts:
         expected = []

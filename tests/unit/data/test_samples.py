@@ -98,7 +98,7 @@ def test_label_noise_flips_its_share_of_the_pairs(tmp_path):
     assert again == found
 
 
-def test_only_the_uses_that_are_asked_for(tmp_path):
+def test_only_the_declared_uses_get_rows(tmp_path):
     found, _ = rows(source(tmp_path, uses=("prompt",), opening_tokens=0, openings=["a."]), KnownWriter([], [cut("Stop!")]))
     assert list(found) == ["prompt"] and len(found["prompt"]) == 1
 

@@ -45,7 +45,7 @@ def test_without_rows_there_is_no_file_and_a_wrong_type_is_refused(tmp_path):
         write(tmp_path / "wrong", [ROWS[0] | {"response": 3.5}])
 
 
-def test_a_damaged_page_is_told_with_what_to_do(tmp_path):
+def test_a_damaged_page_is_refused_with_advice(tmp_path):
     rows = [{"id": str(i), "source": "s", "split": "train", "text": f"line {i * 7919 % 1000} of many"} for i in range(5000)]
     write_rows(tmp_path, "pretrain", rows)
     path = tmp_path / "pretrain.parquet"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from strict_limits import strict_limits
 
-from rlhf_core.config import ValidationConfig
 from rlhf_core.data import schema
 from rlhf_core.data.schema import SCHEMAS, write_rows
 from rlhf_core.data.validation import measures
@@ -20,18 +20,7 @@ from rlhf_core.data.validation.measures import measure_table
 from rlhf_core.data.validation.validate import Finding, validate
 from rlhf_core.models.tokenizer import build_tokenizer
 
-CONFIG = ValidationConfig(
-    max_dropped_fraction=0.1,
-    max_empty_fraction=0.0,
-    max_identical_fraction=0.0,
-    max_duplicate_fraction=0.0,
-    max_contradictory_fraction=0.0,
-    max_too_long_fraction=0.0,
-    max_length_bias=0.01,
-    min_label_balance=0.5,
-    min_pairs=1000,
-    max_reported_ids=3,
-)
+CONFIG = strict_limits(max_length_bias=0.01, min_label_balance=0.5, min_pairs=1000, max_reported_ids=3)
 ROWS = 120
 OF_THE_RUN = re.compile(r"[0-9a-f]{32}|[0-9a-f]{8}-[0-9a-f]{4}|20\d\d-\d\d-\d\d|20\d{6}T")  # hashes, identifiers, times
 

@@ -79,9 +79,9 @@ def test_calls_results_and_parts_arrive_in_the_rendering(tmp_path):
     by_response = {r["response"]: r["messages"] for r in read_rows(tmp_path / "data", "sft")}
     for name in ("thinks", "dated"):
         tokenizer = templated(name)
-        asked = [dict(m) for m in WITH_TOOL["messages"][:-1]]
-        asked[1] |= {"content": "", "tool_calls": [{**CALL, "function": {"name": "sort", "arguments": {"digits": "4172"}}}]}
-        expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        requested = [dict(m) for m in WITH_TOOL["messages"][:-1]]
+        requested[1] |= {"content": "", "tool_calls": [{**CALL, "function": {"name": "sort", "arguments": {"digits": "4172"}}}]}
+        expected = tokenizer.apply_chat_template(requested, add_generation_prompt=True, return_dict=False)
         assert encode_prompt(tokenizer, by_response["Sorted: 1247."]) == expected
     parts = templated("parts")
     assert encode_prompt(parts, by_response["1247."]) == parts.apply_chat_template(

@@ -13,26 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import TEMPLATES, templated
+from strict_limits import strict_limits
 
-from rlhf_core.config import ValidationConfig
 from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.validation.measures import measure
 from rlhf_core.data.validation.validate import NO_ID, Finding, summary, validate
 from rlhf_core.models.tokenizer import build_tokenizer, encode_conversation, turn_end
 from tasks.rounds.validate_round import with_advice
 
-CONFIG = ValidationConfig(
-    max_dropped_fraction=0.1,
-    max_empty_fraction=0.0,
-    max_identical_fraction=0.0,
-    max_duplicate_fraction=0.0,
-    max_contradictory_fraction=0.0,
-    max_too_long_fraction=0.0,
-    max_length_bias=0.25,
-    min_label_balance=0.2,
-    min_pairs=10,
-    max_reported_ids=3,
-)
+CONFIG = strict_limits(max_length_bias=0.25, min_label_balance=0.2, min_pairs=10, max_reported_ids=3)
 MAX_LENGTH = 60
 SPLIT = ("train", "train", "train", "validation", "test")
 LONG_NO = "No" + ", no" * 9 + "."
@@ -136,7 +125,7 @@ def test_each_violation_is_caught_alone(rows, tokenizer, use, name, changes, ids
     assert failures(check(rows, tokenizer, only=use)) == [(use, name, len(found), found)]
 
 
-def test_columns_that_are_missing_wrong_or_too_many_break_the_schema_and_nothing_else_is_looked_at(rows, tokenizer):
+def test_wrong_columns_break_the_schema_and_skip_other_checks(rows, tokenizer):
     prepared = tables(rows)
     prepared["sft"] = parquet(prepared["sft"].read().drop_columns(["response"]).append_column("answer", pa.array(["x"] * 20)))
     prepared["prompt"] = parquet(prepared["prompt"].read().set_column(4, "label", pa.array(range(20))))
@@ -300,7 +289,7 @@ def test_tokens_are_those_that_the_trainers_count(tokenizer, response):
     assert frame["response_decoded"].tolist() == [response, response]
 
 
-def test_rows_that_are_looked_at_in_parts_give_the_same_findings(rows, tokenizer, monkeypatch):
+def test_measuring_in_parts_gives_the_same_findings(rows, tokenizer, monkeypatch):
     whole = check(rows, tokenizer)
     monkeypatch.setattr("rlhf_core.models.tokenizer.TEXTS_AT_ONCE", 7)
     assert check(rows, tokenizer) == whole
@@ -408,8 +397,8 @@ def test_tokens_of_any_template_are_those_that_the_trainers_count(name, use):
     texts = {"response": text} if use == "sft" else {"chosen": text, "rejected": "No."}
     made = [row(use, 0, messages=user("Double 3."), **texts)]
     frame = measure(use, made, tokenizer)
-    asked = made[0]["messages"]
-    ids = encode_conversation(tokenizer, asked, text)[0]
+    requested = made[0]["messages"]
+    ids = encode_conversation(tokenizer, requested, text)[0]
     assert frame["tokens"].tolist() == [len(ids) + (len(turn_end(tokenizer).after) if use == "preference" else 0)]
     column = "response" if use == "sft" else "chosen"
     assert frame[f"{column}_decoded"].tolist() == [text] and frame["template_error"].isna().all()

@@ -20,8 +20,10 @@ def registry(accuracies: list[float | None], *events: tuple[str, str | None, str
         lineage["gate"] = lineage["gate"] | ({} if accuracy is None else {"accuracy": accuracy})
         name = f"v{number}.0.0"
         versions[name] = Version("reward-model", name, "c" * 40, "ann", "2026-01-01", lineage)
-    told = [Event(k, action, version, previous, "ann", "so", None, "2026-01-01") for k, (action, version, previous) in enumerate(events)]
-    return Registry("reward-model", versions, told, 0)
+    decisions = [
+        Event(k, action, version, previous, "ann", "so", None, "2026-01-01") for k, (action, version, previous) in enumerate(events)
+    ]
+    return Registry("reward-model", versions, decisions, 0)
 
 
 V1, V2, V3, V4 = (f"v{k}.0.0" for k in range(1, 5))
@@ -34,7 +36,7 @@ V1, V2, V3, V4 = (f"v{k}.0.0" for k in range(1, 5))
         ([0.88, 0.875, 0.87, 0.95], [("promote", V1, None), ("promote", V2, V1), ("promote", V3, V2)], V1),
         ([0.88, 0.89], [("promote", V1, None), ("promote", V2, V1)], V2),
         ([0.88, 0.88], [("promote", V2, None), ("promote", V1, V2)], V1),  # of equal ones the oldest
-        ([0.88, 0.99], [("promote", V1, None), ("promote", V2, V1), ("rollback", V1, V2)], V1),  # taken back
+        ([0.88, 0.99], [("promote", V1, None), ("promote", V2, V1), ("rollback", V1, V2)], V1),  # rolled back
         ([0.88, 0.99], [("promote", V1, None), ("promote", V2, V1), ("rollback", V1, V2), ("promote", V2, V1)], V2),
         ([None, 0.7], [("promote", V1, None), ("promote", V2, V1)], V2),  # a tag without the figure
         ([None], [("promote", V1, None)], None),

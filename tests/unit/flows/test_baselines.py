@@ -104,7 +104,7 @@ def test_a_promoted_policy_whose_tag_is_not_what_its_commit_says_is_no_baseline(
 
 
 @pytest.mark.parametrize(
-    ("path", "content", "said"),
+    ("path", "content", "message"),
     [
         (
             "metrics/train_sft.json",
@@ -119,7 +119,7 @@ def test_a_promoted_policy_whose_tag_is_not_what_its_commit_says_is_no_baseline(
         ("metrics/evaluate.json", "[]", r"metrics/evaluate\.json of commit \w+: expected a mapping of names to figures, got list"),
     ],
 )
-def test_a_promoted_commit_is_read_within_limits(tmp_path, path, content, said):
+def test_a_promoted_commit_is_read_within_limits(tmp_path, path, content, message):
     root = finish(make_workspace(tmp_path / "root"))
     git(root, "init", "-q")
     (root / path).write_bytes(content.encode(errors="surrogateescape"))
@@ -128,7 +128,7 @@ def test_a_promoted_commit_is_read_within_limits(tmp_path, path, content, said):
     version = add_version(root, "policy", made)
     promote(root, "policy", version.version, by="me", reason="it is better")
     (root / path).write_bytes((make_workspace(tmp_path / "sound") / path).read_bytes())
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         pin_baselines(root, root)
 
 

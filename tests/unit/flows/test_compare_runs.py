@@ -15,9 +15,10 @@ import pytest
 from report_workspace import HOSTILE, answer_otherwise, edit_metrics, make_workspace, prompts
 from scipy.stats import ttest_1samp
 
-from flows.compare_runs import main
+from flows.compare_runs import main, summary
 from rlhf_core.config import TrackingConfig, apply_overrides
 from rlhf_core.gate.looks import look_level
+from rlhf_core.report.comparison_page import Side
 from rlhf_core.report.differences import (
     Difference,
     Results,
@@ -109,8 +110,8 @@ def test_runs_that_answered_the_same_prompts_are_compared_prompt_by_prompt():
     assert alone.tone == "" and alone.prompts is None and alone.high - alone.low > 2 * (judged.high - judged.low)
     others = replace(pair[1], prompts=by_prompt(greedy_judge_ok=after).replace("0000000000000007", "another"))
     assert row(figures_that_count(pair[0], others), "Judge accepts, greedy").prompts is None
-    said = " ".join(read_as(*pair, figures_that_count(*pair)))
-    assert "on the 400 prompts that both runs answered" in said and "another seed" in said
+    text = " ".join(read_as(*pair, figures_that_count(*pair)))
+    assert "on the 400 prompts that both runs answered" in text and "another seed" in text
 
 
 def test_win_rates_and_scores_are_paired_means():
@@ -147,18 +148,28 @@ def test_the_rows_of_one_table_are_corrected_together():
 def test_two_seeds_of_one_configuration_are_two_checkpoints():
     worse, better = results(ok=0.5), results(ok=0.9, name="two")
     seeds = [replace(r, params=PARAMS | {"seed": seed}) for seed, r in enumerate((worse, better))]
-    said = headline(*seeds, figures_that_count(*seeds))
-    assert said == ("open", "two has the better checkpoint by the judge; both are of one configuration, with seeds 0 and 1.")
+    text = headline(*seeds, figures_that_count(*seeds))
+    assert text == ("open", "two has the better checkpoint by the judge; both are of one configuration, with seeds 0 and 1.")
     changed = replace(seeds[1], params=seeds[1].params | {"rl": PARAMS["rl"] | {"steps": 90}})
     assert headline(seeds[0], changed, figures_that_count(seeds[0], changed))[0] == "good"
 
 
 def test_scores_of_two_reward_models_are_not_called_better_or_worse():
     one, other = results(score=1.0), results(score=9.0, reward_model="b")
-    assert row(figures_that_count(one, other), "Score, greedy (other reward)").tone == ""
+    for label in ("Score, greedy (other reward)", "Win rate over its SFT model, greedy (other reward)"):
+        found = row(figures_that_count(one, other), label)
+        assert found.first is not None and found.second is not None
+        assert (found.change, found.low, found.high, found.p_value, found.tone) == (None, None, None, None, "")
     one, other = results(judge=False), results(score=9.0, reward_model="b", judge=False)
-    said = headline(one, other, figures_that_count(one, other))
-    assert said == ("open", "There is no judge, and the rewards differ: nothing says which policy is better.")
+    text = headline(one, other, figures_that_count(one, other))
+    assert text == ("open", "There is no judge, and the rewards differ: nothing says which policy is better.")
+
+
+def test_the_terminal_marks_significant_changes_without_colour():
+    text = summary(Side(results(ok=0.5), {}, None, {}), Side(results(ok=0.9, name="two"), {}, None, {}))
+    marked = [line for line in text.splitlines() if line.startswith("Judge accepts") and " *" in line]
+    assert len(marked) == 2 and "*: significant after Holm" in text and "Green" not in text
+    assert not any(line.endswith("*") or " * " in line for line in text.splitlines() if line.startswith("Tokens per answer"))
 
 
 def test_the_judge_says_which_policy_is_better():
@@ -167,10 +178,10 @@ def test_the_judge_says_which_policy_is_better():
     assert headline(better, worse, figures_that_count(better, worse)) == ("bad", "two has the better policy by the judge.")
     assert headline(worse, worse, figures_that_count(worse, worse))[0] == "open"
     greedy, sampled = [r for r in figures_that_count(worse, better) if r.label.startswith("Judge")]
-    said = headline(worse, better, [greedy, replace(sampled, tone="")])
-    assert said == ("open", "The judge sees a clear difference in one of the two modes only.")
-    said = headline(worse, better, [greedy, replace(sampled, tone="bad")])
-    assert said == ("open", "The judge sees a clear difference in both modes, in opposite directions.")
+    text = headline(worse, better, [greedy, replace(sampled, tone="")])
+    assert text == ("open", "The judge sees a clear difference in one of the two modes only.")
+    text = headline(worse, better, [greedy, replace(sampled, tone="bad")])
+    assert text == ("open", "The judge sees a clear difference in both modes, in opposite directions.")
 
 
 def test_only_params_that_a_run_has_used_count():

@@ -58,7 +58,7 @@ def test_a_verdict_that_the_commit_does_not_have_decides_nothing(root):
     """Whoever may push tags could promote: the tag says "passed", gate.json of its commit says "rejected"."""
     lineage = sound_commit(root, gate=REJECTED)
     promoted(root, {**lineage, "gate": GATE})
-    said = (
+    message = (
         rf"tag {NAME}@v1\.0\.0: expected what metrics/gate\.json of its commit {lineage['commit'][:10]} says, gate\.passed: false, got "
         "true; don't use it"
     )
@@ -68,12 +68,12 @@ def test_a_verdict_that_the_commit_does_not_have_decides_nothing(root):
         lambda: fetch(root, found, "v1.0.0", root / "there"),
     )
     for act in acts:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             act()
     git(root, "tag", "-d", f"{NAME}#prod#1")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         decisions.promote(root, NAME, "v1.0.0", by="Ann", reason="good")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         decisions.promote(root, NAME, "v1.0.0", by="Ann", reason="good", override="it is fine")
     assert read_registry(root, NAME).events == []
 
@@ -91,7 +91,7 @@ def test_a_rollback_to_a_version_whose_tag_lies_is_refused(root):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("md5", "f" * 32 + ".dir", r"dvc\.lock of its commit \w+ says, md5: \"0{32}\.dir\", got \"f{32}\.dir\""),
         ("size", 5, r"dvc\.lock of its commit \w+ says, size: 1, got 5"),
@@ -105,10 +105,10 @@ def test_a_rollback_to_a_version_whose_tag_lies_is_refused(root):
         ("path", "rounds/1/policy", r"the model that dvc\.yaml of its commit names"),
     ],
 )
-def test_each_part_of_a_lineage_is_held_against_the_commit(root, key, value, said):
+def test_each_part_of_a_lineage_is_held_against_the_commit(root, key, value, message):
     lineage = sound_commit(root)
     write_tag(root, f"{NAME}@v1.0.0", lie(lineage, key, value), lineage["commit"])
-    with pytest.raises(ConfigError, match=rf"tag {NAME}@v1\.0\.0: expected .*{said}.*don't use it"):
+    with pytest.raises(ConfigError, match=rf"tag {NAME}@v1\.0\.0: expected .*{message}.*don't use it"):
         check_version(root, read_registry(root, NAME).versions["v1.0.0"])
 
 
@@ -153,7 +153,7 @@ NESTED = "[" * 600 + "]" * 600
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "message"),
     [
         ({"dvc_lock": NESTED}, r"dvc\.lock of commit \w+: expected YAML, got more than 200 nested brackets"),
         ({"dvc_lock": "stages: [1]"}, r"dvc\.lock of commit \w+: expected what DVC writes, got another value of stages"),
@@ -166,10 +166,10 @@ NESTED = "[" * 600 + "]" * 600
         ({"dvc_yaml": NESTED}, r"dvc\.yaml of commit \w+: expected YAML, got more than 200 nested brackets"),
     ],
 )
-def test_files_of_a_commit_are_read_within_limits(root, files, said):
+def test_files_of_a_commit_are_read_within_limits(root, files, message):
     lineage = sound_commit(root, **files)
     write_tag(root, f"{NAME}@v1.0.0", lineage, lineage["commit"])
-    with pytest.raises(ConfigError, match=rf"^tag {NAME}@v1\.0\.0: {said}"):
+    with pytest.raises(ConfigError, match=rf"^tag {NAME}@v1\.0\.0: {message}"):
         check_version(root, read_registry(root, NAME).versions["v1.0.0"])
 
 
@@ -211,8 +211,8 @@ def test_the_gate_of_a_policy_is_that_of_its_reward_model(root, monkeypatch, cap
     monkeypatch.chdir(root)
     for command in (["show", "policy", "v1.0.0"], ["show", "policy"]):
         assert promote.main(command) == 0
-        told = capsys.readouterr().out
-        assert "gate of its reward model" in told.lower() and "\nGate: " not in told and "\ngate  " not in told
+        reported = capsys.readouterr().out
+        assert "gate of its reward model" in reported.lower() and "\nGate: " not in reported and "\ngate  " not in reported
     assert "the gate of its reward model: passed" in question(version)
 
 
@@ -248,8 +248,8 @@ def test_a_terminal_takes_no_orders_from_a_tag(root, monkeypatch, capsys):
     monkeypatch.chdir(root)
     for command in (["show", NAME], ["show", NAME, "v1.0.0"], ["history", NAME]):
         assert promote.main(command) == 0
-        told = "".join(capsys.readouterr())
-        assert "\\x1b" in told and told.replace("\n", "").isprintable()
+        reported = "".join(capsys.readouterr())
+        assert "\\x1b" in reported and reported.replace("\n", "").isprintable()
 
 
 def test_a_terminal_takes_no_orders_from_a_refusal(root, monkeypatch, capsys):
@@ -259,14 +259,16 @@ def test_a_terminal_takes_no_orders_from_a_refusal(root, monkeypatch, capsys):
     write_tag(root, f"{NAME}#prod!#2", event, lineage["commit"])
     monkeypatch.chdir(root)
     assert promote.main(["promote", NAME, "v1.0.0", "--by", "Ann", "--reason", "again"]) == 2
-    told = "".join(capsys.readouterr())
-    assert "got one that was, stated by \\x1b]0;Ann: bad\\x1b[2J" in told and told.replace("\n", "").isprintable()
+    reported = "".join(capsys.readouterr())
+    assert "got one that was, stated by \\x1b]0;Ann: bad\\x1b[2J" in reported and reported.replace("\n", "").isprintable()
 
 
 def test_a_reason_with_a_credential_is_refused_before_it_is_shared(root):
     """The params of the next run repeat it, and would be refused."""
     promoted(root, sound_commit(root))
-    with pytest.raises(ConfigError, match="reason: expected words, got a password in an address; it would be shared") as refusal:
+    with pytest.raises(
+        ConfigError, match="reason: expected words, got a password in an address; remove it, since the tag is shared"
+    ) as refusal:
         decisions.rollback(root, NAME, None, by="Ann", reason="see https://ann:hunter2@host/issue/1")
     assert "hunter2" not in str(refusal.value)
     decisions.rollback(root, NAME, None, by="Ann <ann@example.org>", reason="see https://host/issue/1")

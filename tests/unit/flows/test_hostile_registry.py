@@ -64,7 +64,7 @@ def event(**changes) -> bytes:
 
 
 def refusal(root: Path) -> str:
-    """What is wrong with the only tag that is left out."""
+    """The problem of the only tag that is left out."""
     (bad,) = read_registry(root, NAME).bad
     assert is_clear(bad.problem) and bad.name in bad.problem, bad
     return bad.problem
@@ -193,7 +193,7 @@ def taken_or_refused(root: Path) -> None:
         found.state(name)
     found.before()
     if any("#" in bad.name for bad in found.bad):
-        with pytest.raises(ConfigError, match="until then nothing is decided"):
+        with pytest.raises(ConfigError, match="until then it isn't certain which"):
             read_for_decision(root, NAME)
 
 
@@ -215,7 +215,7 @@ def test_one_bad_version_leaves_the_others_readable(root):
         lambda: promote(root, NAME, None, by="a", reason="b"),
         lambda: add_version(root, NAME, sound_lineage("c" * 40, md5="1" * 32 + ".dir")),
     ):
-        with pytest.raises(ConfigError, match=rf"tag {NAME}@v2\.0\.0: .*it isn't known which version is the newest"):
+        with pytest.raises(ConfigError, match=rf"tag {NAME}@v2\.0\.0: .*it isn't certain which version is the newest"):
             act()
     with pytest.raises(ConfigError, match=rf"tag {NAME}@v2\.0\.0: expected one made by"):
         found.get("v2.0.0")
@@ -232,7 +232,7 @@ def test_a_bad_assignment_stops_decisions_and_no_reading(root, name):
     how = {"by": "ann", "reason": "none"}
     acts = (lambda: read_for_decision(root, NAME), lambda: promote(root, NAME, "v1.0.0", **how), lambda: rollback(root, NAME, None, **how))
     for act in acts:
-        with pytest.raises(ConfigError, match=rf"tag {NAME}{name}: .*until then nothing is decided"):
+        with pytest.raises(ConfigError, match=rf"tag {NAME}{name}: .*until then it isn't certain which"):
             act()
 
 
@@ -242,14 +242,14 @@ def test_a_tag_under_another_name_is_refused(root):
     write_tag(root, f"{NAME}@v1.0.0", version(root))
     write_tag(root, f"{NAME}#prod#1", event())
     git(root, "update-ref", f"refs/tags/{NAME}#prod#5", git(root, "rev-parse", f"refs/tags/{NAME}#prod#1"))
-    assert f"tag {NAME}#prod#5: " in refusal(root) and f"made as '{NAME}#prod#1'" in refusal(root)
+    assert f"tag {NAME}#prod#5: " in refusal(root) and f"made as '{NAME}#prod#1' and renamed" in refusal(root)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "printed"),
     [
-        ({"previous": "v2.0.0"}, "one that follows v2.0.0 where nothing was promoted"),
-        ({"action": "rollback"}, "one that follows nothing|a rollback to v1.0.0, which is registered"),
+        ({"previous": "v2.0.0"}, "one that replaces v2.0.0 while nothing was promoted"),
+        ({"action": "rollback"}, "one that replaces nothing|a rollback to v1.0.0, which is registered"),
         ({"version": "v2.0.0"}, "a promotion without an override that v2.0.0 needs: expected one that passed its gate"),
         ({"version": None, "action": "rollback"}, "None enters the stage"),
         (
@@ -258,24 +258,24 @@ def test_a_tag_under_another_name_is_refused(root):
         ),
     ],
 )
-def test_a_promotion_that_could_not_have_been_made_is_refused(root, changes, said):
+def test_a_promotion_that_could_not_have_been_made_is_refused(root, changes, printed):
     clear(root)
     rejected = {"needed": True, "passed": False, "message": "rejected: bad", "override": None}
     write_tag(root, f"{NAME}@v1.0.0", version(root))
     write_tag(root, f"{NAME}@v2.0.0", version(root, gate=rejected, md5=OTHER))
     write_tag(root, f"{NAME}#prod#1", event(**changes))
-    assert re.search(said, refusal(root)), refusal(root)
+    assert re.search(printed, refusal(root)), refusal(root)
 
 
 def test_a_rollback_of_nothing_to_nothing_is_refused(root):
     clear(root)
     write_tag(root, f"{NAME}@v1.0.0", version(root))
     write_tag(root, f"{NAME}#prod!#1", event(action="rollback", version=None))
-    assert "one by which nothing takes the place of nothing" in refusal(root)
+    assert "one that names no version" in refusal(root)
 
 
 def test_a_removed_decision_is_noticed_by_the_next_one(root):
-    """Without the rollback in between, v1.0.0 would not be known as one that was taken back."""
+    """Without the rollback in between, v1.0.0 would not be known as rolled back."""
     clear(root)
     write_tag(root, f"{NAME}@v1.0.0", version(root))
     write_tag(root, f"{NAME}@v2.0.0", version(root, md5=OTHER))
@@ -288,11 +288,11 @@ def test_a_removed_decision_is_noticed_by_the_next_one(root):
     write_tag(root, f"{NAME}#prod#3", event(version="v2.0.0"))
     assert set(read_for_decision(root, NAME).rolled_back) == {"v1.0.0"}
     git(root, "tag", "-d", f"{NAME}#prod!#2")
-    assert "where v1.0.0 was promoted, as if a tag was missing" in refusal(root)
+    assert "while v1.0.0 was promoted, as if a tag was missing" in refusal(root)
 
 
 def test_a_model_has_one_version(root):
-    """Under another name one that was taken back would be a fresh one."""
+    """Under another name a rolled-back version would be a new one."""
     clear(root)
     write_tag(root, f"{NAME}@v1.0.0", version(root))
     write_tag(root, f"{NAME}@v2.0.0", version(root))
@@ -308,7 +308,7 @@ def test_two_tags_with_one_number_are_refused(root):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "printed"),
     [
         (b'{"a": ' + b"[" * 600 + b"]" * 600 + b"}", "more than 200 nested brackets"),
         (b'{"commit": "' + b"x" * (1 << 20) + b'"}', "bytes, which is more than 1048576"),
@@ -316,14 +316,14 @@ def test_two_tags_with_one_number_are_refused(root):
         (b'{"a": NaN}', "NaN, which JSON doesn't have"),
     ],
 )
-def test_a_tag_is_read_within_limits(root, content, said):
+def test_a_tag_is_read_within_limits(root, content, printed):
     clear(root)
     write_tag(root, f"{NAME}@v1.0.0", b"head\n\n" + content)
-    assert said in refusal(root)
+    assert printed in refusal(root)
 
 
 def rolled_back_registry(root: Path) -> None:
-    """v1.0.0 and v2.0.0 were promoted, and v2.0.0 was taken back by decision 3."""
+    """v1.0.0 and v2.0.0 were promoted, and decision 3 rolled back v2.0.0."""
     clear(root)
     write_tag(root, f"{NAME}@v1.0.0", version(root))
     write_tag(root, f"{NAME}@v2.0.0", version(root, md5=OTHER))
@@ -333,15 +333,15 @@ def rolled_back_registry(root: Path) -> None:
 
 
 def test_removing_a_bad_decision_is_not_advised(root):
-    """Without the rollback the version that it took back is promoted, and nothing could notice."""
+    """Without the rollback the rolled-back version would be promoted, and no check could notice."""
     rolled_back_registry(root)
     write_tag(root, f"{NAME}#prod#3", event(action="rollback", version="v7.0.0", previous="v2.0.0"))
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         read_for_decision(root, NAME)
-    for problem in (refusal(root), str(told.value)):
+    for problem in (refusal(root), str(reported.value)):
         assert "git tag -d" not in problem and "remove it with" not in problem
-        assert "bring the true one back with `git fetch --tags --force` from where it was pushed, or from a backup" in problem
-        assert "removing a decision is no remedy: v2.0.0 would then be promoted" in problem
+        assert "restore it with `git fetch --tags --force` from the repository that it was pushed to, or from a backup" in problem
+        assert "don't remove a decision: v2.0.0 would then be promoted" in problem
 
 
 @pytest.mark.parametrize(
@@ -352,12 +352,12 @@ def test_a_bad_decision_says_what_would_be_promoted_without_it(root, name, promo
     rolled_back_registry(root)
     write_tag(root, f"{NAME}{name}", b"garbage")
     problem = next(bad.problem for bad in read_registry(root, NAME).bad if bad.name == f"{NAME}{name}")
-    assert "git tag -d" not in problem and f"removing a decision is no remedy: {promoted} would then be promoted" in problem
+    assert "git tag -d" not in problem and f"don't remove a decision: {promoted} would then be promoted" in problem
     assert is_clear(problem)
 
 
 def test_a_moved_version_is_warned_of_once_and_states_are_unknown(root, monkeypatch, capsys):
-    """Its decisions are left out with it: v2.0.0, which was taken back, may not look like one that never was promoted."""
+    """A version's decisions are left out with it: v2.0.0, which was rolled back, must not look as if it was never promoted."""
     rolled_back_registry(root)
     write_tag(root, f"{NAME}@v1.0.0", version(root, commit="0" * 40))
     monkeypatch.chdir(root)
@@ -367,7 +367,7 @@ def test_a_moved_version_is_warned_of_once_and_states_are_unknown(root, monkeypa
     assert f"left out with it: {NAME}#prod#1, {NAME}#prod#2, {NAME}#prod#3" in warned
     assert re.search(r"v2\.0\.0 +unknown ", table) and "registered " not in table.splitlines()[2].split("main")[0]
     assert command.main(["show", NAME, "promoted"]) == 2
-    assert "until then nothing is decided" in capsys.readouterr().err
+    assert "until then it isn't certain which" in capsys.readouterr().err
 
 
 def test_show_with_bad_tags_only_names_them(root, monkeypatch, capsys):
@@ -376,7 +376,7 @@ def test_show_with_bad_tags_only_names_them(root, monkeypatch, capsys):
     write_tag(root, f"{NAME}@v2.0.0", b"garbage")
     monkeypatch.chdir(root)
     assert command.main(["show", NAME]) == 0
-    told = capsys.readouterr().out
-    assert f"all its tags are bad: {NAME}@v1.0.0, {NAME}@v2.0.0" in told and "a clone needs its tags" not in told
+    reported = capsys.readouterr().out
+    assert f"all its tags are bad: {NAME}@v1.0.0, {NAME}@v2.0.0" in reported and "a clone needs its tags" not in reported
     assert command.main(["show", NAME, "v3.0.0"]) == 2
     assert f"all its tags are bad: {NAME}@v1.0.0, {NAME}@v2.0.0" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Signs of life that say nothing. The server that is asked answers every question with an empty list."""
+"""Liveness where nothing is known: the server answers every request with an empty list."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def asked_elsewhere(root, run: str) -> str:
     return subprocess.run([sys.executable, "-c", ASK, str(root), run], capture_output=True, text=True, check=False).stderr
 
 
-def test_a_second_flow_is_refused_and_told_whom_it_met(tmp_path):
+def test_a_second_flow_is_refused_with_the_first_ones_process(tmp_path):
     with only_flow(tmp_path, "one"), only_flow(tmp_path, "one"), only_flow(tmp_path, None):
         met = f"expected no other flow at work on it, got one, process {os.getpid()}; wait for it or stop it"
         assert f"run one: {met}" in asked_elsewhere(tmp_path, "one")

@@ -12,7 +12,7 @@ from collision import FIRST, SECOND
 
 from rlhf_core.config import ConfigError
 from rlhf_core.config.gate import IncumbentConfig
-from rlhf_core.provenance.cached_model import cache_folder, checkout, folder_sha256, listing, missing, sha256_of_files, verify
+from rlhf_core.provenance.dvc_cache import cache_folder, checkout, folder_sha256, listing, missing, sha256_of_files, verify
 from rlhf_core.provenance.file_hashes import dvc_md5
 
 FILES = {"config.json": b"{}", "shards/weights.bin": bytes(range(256)) * 5000}  # more than one chunk of a megabyte

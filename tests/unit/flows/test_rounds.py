@@ -162,7 +162,7 @@ def test_the_rounds_file_is_read_as_it_was_written_and_a_broken_one_refused(work
         read_rounds()
 
 
-def test_a_series_goes_on_after_its_ninth_round(workspace):
+def test_a_series_continues_after_its_ninth_round(workspace):
     """YAML sorts names as text: 10 stands before 2."""
     params = load_params("params.yaml")
     for number in range(1, 13):
@@ -208,7 +208,7 @@ def test_a_comparison_spends_its_level_unless_it_accepts_and_a_refused_round_spe
     assert [b.spent for b in budgets()] == pytest.approx([0, even, even, even, even, 4 * even])
 
 
-def test_a_verdict_that_changed_after_later_rounds_were_begun_is_refused(workspace):
+def test_a_verdict_changed_after_later_rounds_started_is_refused(workspace):
     params = load_params("params.yaml")
     for number in (1, 2):
         series.current_round(workspace, params, start=SFT, last=9)
@@ -258,7 +258,7 @@ def test_a_judge_that_decides_must_know_every_promotion_prompt_before_the_round_
     series.check_promotion_split(workspace, load_params("params.yaml"))
 
 
-def test_a_first_round_that_has_made_nothing_is_begun_anew_with_other_params(workspace):
+def test_an_empty_first_round_restarts_with_other_params(workspace):
     """A stage may refuse what the round began with: prompts too long for the policy's template, say."""
     series.current_round(workspace, load_params("params.yaml"), start=SFT, last=1)
     series.forget_unmade(workspace)
@@ -409,7 +409,7 @@ def test_scorers_of_rounds_that_lack_what_they_need_are_refused_before_anything_
     assert not (workspace / "runs").exists()
 
 
-def test_a_series_whose_data_have_changed_is_not_gone_on_with(workspace):
+def test_a_series_with_changed_data_is_not_continued(workspace):
     for name in ("dvc.yaml", ".dvc/config"):
         (workspace / name).parent.mkdir(exist_ok=True)
         (workspace / name).write_text((ROOT / name).read_text())

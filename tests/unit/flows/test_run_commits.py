@@ -173,13 +173,13 @@ def test_a_run_whose_params_a_hook_refuses_does_not_begin(project):
     assert git(project / "runs/one", "log", "-1", "--format=%s") == 'Run one: {"seed": 7}'
 
 
-@pytest.mark.parametrize(("script", "said"), [("sleep 600 & wait", "got none within 1 s"), ("echo no room; exit 1", "no room")])
-def test_a_hook_of_a_new_worktree_has_a_deadline_and_leaves_nothing_half_made(project, monkeypatch, script, said):
+@pytest.mark.parametrize(("script", "message"), [("sleep 600 & wait", "got none within 1 s"), ("echo no room; exit 1", "no room")])
+def test_a_hook_of_a_new_worktree_has_a_deadline_and_leaves_nothing_half_made(project, monkeypatch, script, message):
     monkeypatch.setattr(worktree, "HOOK_SECONDS", 1.0)
     monkeypatch.setattr(worktree, "HOOK_GRACE", 2.0)
     add_hook(project, script, "post-checkout")
     started = time.monotonic()
-    with pytest.raises(ConfigError, match=f"run one: git worktree add: expected the repository's hooks to accept it.*{said}"):
+    with pytest.raises(ConfigError, match=f"run one: git worktree add: expected the repository's hooks to accept it.*{message}"):
         prepare_worktree(project, "one", {"seed": 7})
     assert time.monotonic() - started < 30
     assert not (project / "runs/one").exists() and git(project, "branch", "--list", "run/one") == ""

@@ -64,8 +64,8 @@ def test_a_list_says_what_became_of_each_run(project, capsys):
         found = listed(capsys)
         runs.main(["list"])
         table = capsys.readouterr().out
-    told = {"done": "done", "rejected": GATE_REJECTED, "killed": "killed", "working": "running", "branch": "done"}
-    assert {name: run["outcome"] for name, run in found.items()} == told
+    reported = {"done": "done", "rejected": GATE_REJECTED, "killed": "killed", "working": "running", "branch": "done"}
+    assert {name: run["outcome"] for name, run in found.items()} == reported
     assert found["working"]["process"] == str(os.getpid()) and found["killed"]["stage"] == "train_policy"
     assert [found[name]["method"] for name in ("done", "branch")] == ["dpo", "rl ppo"]
     assert {name: (run["gate_accuracy"], run["before"], run["after"]) for name, run in found.items()} == {
@@ -89,7 +89,7 @@ def test_a_list_says_what_became_of_each_run(project, capsys):
         (STAGES, {"passed": False, "override": "a demonstration"}, "done", "report"),
     ],
 )
-def test_a_run_without_a_record_is_told_by_what_dvc_has_left(project, capsys, stages, gate, outcome, stage):
+def test_a_run_without_a_record_gets_its_state_from_dvc(project, capsys, stages, gate, outcome, stage):
     run = pins.prepare_run(project, "one", {"seed": 7})
     if stages:
         finish(run, stages, **gate)
@@ -121,9 +121,9 @@ def test_show_has_params_stages_and_registered_versions(project, capsys):
     assert {(c["key"], c["default"], c["run"]) for c in found["params"]} == {("seed", 0, 7), ("rl.algorithm", "ppo", "grpo")}
     assert [s["state"] for s in found["stages"] if s["stage"] == "train_policy"] == ["failed"]
     assert runs.main(["show", "one"]) == 0
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     for words in ("failed at train_policy: train_policy: no room", "rl.algorithm", '"ppo"', '"grpo"', "run/one at ", "runs/one, "):
-        assert words in told
+        assert words in reported
     assert runs.main(["show", "two"]) == REFUSED and "there are one" in capsys.readouterr().err
 
 
@@ -134,8 +134,8 @@ def test_delete_takes_worktree_branch_and_lock_and_says_what_stays(project, caps
     with only_flow(project, "one"):
         pass
     assert runs.main(["delete", "one"]) == 0
-    said = capsys.readouterr().out
-    assert "Deleted run one: runs/one and run/one" in said and "dvc gc --workspace --all-branches --all-tags" in said
+    printed = capsys.readouterr().out
+    assert "Deleted run one: runs/one and run/one" in printed and "dvc gc --workspace --all-branches --all-tags" in printed
     assert sorted(path.name for path in (project / "runs").iterdir()) == ["two"]
     assert git(project, "branch", "--list", "run/*").split()[-1] == "run/two"
     with only_flow(project, "one"):  # a run of that name may begin anew
@@ -149,8 +149,12 @@ def test_delete_is_refused_where_a_flow_works_or_something_would_be_lost(project
     (run / "mine.py").write_text("mine = 1\n")
     with subprocess.Popen([sys.executable, "-c", "input()"], cwd=run, stdin=subprocess.PIPE) as user:
         assert runs.main(["delete", "two", "one"]) == REFUSED and run.exists() and other.exists()
-        said = capsys.readouterr().err
-        assert "run one: expected all committed, got params.yaml, mine.py" in said and f"process {user.pid}" in said and "--force" in said
+        printed = capsys.readouterr().err
+        assert (
+            "run one: expected all committed, got params.yaml, mine.py" in printed
+            and f"process {user.pid}" in printed
+            and "--force" in printed
+        )
         user.communicate(b"\n")
     commit(run, "Work of mine")
     assert runs.main(["delete", "one"]) == REFUSED and "Work of mine" in capsys.readouterr().err
@@ -189,12 +193,12 @@ def test_a_run_that_ended_early_has_no_figures_and_no_report_of_an_earlier_time(
     (run / "reports/report.html").write_text("<p>of an earlier time</p>")
     expected = {None: (0.87, 0.7, "done"), "gate_reward": (0.87, None, "done up to gate_reward")}
     expected |= {name: (None, None, f"done up to {name}") for name in ("train_sft", "hash_inputs")}
-    for until, (gate, after, told) in expected.items():
+    for until, (gate, after, reported) in expected.items():
         with recording(run):
             note(run, **outcome_of(None, until))
         found = listed(capsys)["one"]
         assert (found["gate_accuracy"], found["after"], found["until"], found["outcome"]) == (gate, after, until, "done")
-        assert runs.main(["list"]) == 0 and told in capsys.readouterr().out
+        assert runs.main(["list"]) == 0 and reported in capsys.readouterr().out
         assert runs.main(["show", "one", "--json"]) == 0
         assert (json.loads(capsys.readouterr().out)["report"] is None) == (until is not None)
     with recording(run):
@@ -253,8 +257,8 @@ def test_delete_spares_a_commit_that_only_runs_deleted_with_it_have(project, cap
     commit(one, "Shared work")
     git(two, "reset", "--quiet", "--hard", "run/one")  # with commits that the pipeline has made for the other run
     assert runs.main(["delete", "one", "two"]) == REFUSED and one.exists() and two.exists()
-    said = capsys.readouterr().err
-    assert said.count("Shared work") == 2 and "got 1 that" in said and "Results of run" not in said
+    printed = capsys.readouterr().err
+    assert printed.count("Shared work") == 2 and "got 1 that" in printed and "Results of run" not in printed
     git(project, "branch", "kept", "run/two")
     assert runs.main(["delete", "one", "two"]) == 0
 
@@ -291,7 +295,7 @@ def test_delete_with_force_still_spares_processes_at_work(project, capsys):
     run = pins.prepare_run(project, "one", {"seed": 7})
     with subprocess.Popen([sys.executable, "-c", "input()"], cwd=run, stdin=subprocess.PIPE) as user:
         assert runs.main(["delete", "--force", "one"]) == REFUSED and run.exists()
-        said = capsys.readouterr().err
-        assert f"process {user.pid}" in said and "end it" in said and "--force" not in said
+        printed = capsys.readouterr().err
+        assert f"process {user.pid}" in printed and "end it" in printed and "--force" not in printed
         user.communicate(b"\n")
     assert runs.main(["delete", "--force", "one"]) == 0

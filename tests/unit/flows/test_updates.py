@@ -35,8 +35,8 @@ def test_other_params_are_refused_with_both_values_and_taken_with_update(project
     run = pins.prepare_run(project, "one", {"seed": 7, "sft.steps": 50})
     assert pins.prepare_run(project, "one", {"seed": 7}) == run  # some of its own, again
     assert pins.prepare_run(project, "one", {}) == run
-    said = r"run one: expected its own params, got: seed 7 -> 8, sft.steps 50 -> 60; add --update .*another name"
-    with pytest.raises(ConfigError, match=said):
+    message = r"run one: expected its own params, got: seed 7 -> 8, sft.steps 50 -> 60; add --update .*another name"
+    with pytest.raises(ConfigError, match=message):
         pins.prepare_run(project, "one", {"seed": 8, "sft.steps": 60})
     assert seed_of(run) == 7 and git(run, "status", "--porcelain") == ""
     with caplog.at_level(logging.WARNING, "rlhf"):
@@ -70,7 +70,7 @@ def test_a_run_that_was_killed_before_its_params_were_written_begins_with_those_
 
 
 @pytest.mark.parametrize("trace", ["record", "result"])
-def test_a_run_without_params_of_its_own_that_has_begun_is_one_that_exists(project, trace):
+def test_a_started_run_without_own_params_exists(project, trace):
     run = pins.prepare_run(project, "one", {})
     if trace == "record":
         note(run, outcome="done")
@@ -81,7 +81,7 @@ def test_a_run_without_params_of_its_own_that_has_begun_is_one_that_exists(proje
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_what_a_run_keeps_beside_the_params_given_is_said(project, caplog, merged):
+def test_params_that_a_run_keeps_are_logged(project, caplog, merged):
     pins.prepare_run(project, "one", {"seed": 7, "sft.steps": 50, "data.sources.0.weight": 2.0})
     if merged:
         git(project, "merge", "--quiet", "run/one")

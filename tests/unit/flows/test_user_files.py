@@ -150,7 +150,7 @@ def data_folder(root: Path, name: str, **files: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "printed"),
     [
         ({"path": "no.jsonl"}, "data.sources.own: expected a data file or folder at no.jsonl, got nothing there; correct the path"),
         ({"path": "rows.txt"}, "data.sources.own: expected a name that ends in .jsonl, "),
@@ -166,7 +166,7 @@ def data_folder(root: Path, name: str, **files: str) -> str:
         ({"kind": "huggingface", "path": "notes", "revision": "v1"}, "expected no revision of the local folder notes, got v1"),
     ],
 )
-def test_data_that_cannot_be_read_is_told_before_a_worktree_is_made(root, monkeypatch, source, said):
+def test_unreadable_data_is_named_before_a_worktree_is_made(root, monkeypatch, source, printed):
     monkeypatch.setenv("HF_HOME", str(root / "nowhere"))
     data_folder(root, "notes", readme_md="no data")
     data_folder(root, "part", a_jsonl="{}", b_jsonl="")
@@ -174,13 +174,13 @@ def test_data_that_cannot_be_read_is_told_before_a_worktree_is_made(root, monkey
     (root / "empty.csv").touch()
     (root / "loose.jsonl").symlink_to(root / "nothing")
     for name in (None, "new"):
-        with refused(said):
+        with refused(printed):
             check_user_files(root, name, parse_params(with_source(**source)))
     assert not (root / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "printed"),
     [
         ("models/torn", "model.path: "),
         ("models/bare", "expected weights in model.safetensors, got none"),
@@ -189,26 +189,26 @@ def test_data_that_cannot_be_read_is_told_before_a_worktree_is_made(root, monkey
         ("some/name", "model.path: expected a folder, or model some/name in the hub's cache, got neither"),
     ],
 )
-def test_a_model_that_cannot_be_read_is_told_too(root, monkeypatch, path, said):
+def test_an_unreadable_model_is_named(root, monkeypatch, path, printed):
     monkeypatch.setenv("HF_HOME", str(root / "nowhere"))
     (lay_out_model(root / "models/bare") / "model.safetensors").unlink()
     with (lay_out_model(root / "models/torn") / "model.safetensors").open("ab") as file:
         file.write(b"more")
     tree = read_yaml(ROOT / "params.yaml")
     tree["model"]["path"] = path
-    with refused(said):
+    with refused(printed):
         check_user_files(root, "new", parse_params(tree))
 
 
-def test_all_that_is_wrong_is_told_at_once(root):
+def test_all_problems_are_listed_together(root):
     tree = with_source(path="no.jsonl", judge="nowhere.py:rule")
     tree["model"]["path"] = "./nowhere"
     scorer = {"name": "old", "kind": "reward_model", "path": "models/gone", "weight": 1.0, "normalization": "none"}
     tree["rl"]["reward"]["scorers"] = [*tree["rl"]["reward"]["scorers"], scorer]
     with pytest.raises(ConfigError) as caught:
         check_user_files(root, "new", parse_params(tree))
-    told = [line.partition(":")[0] for line in str(caught.value).splitlines()]
-    assert told == ["data.sources.own.judge", "data.sources.own", "rl.reward.scorers.old.path", "model.path"]
+    reported = [line.partition(":")[0] for line in str(caught.value).splitlines()]
+    assert reported == ["data.sources.own.judge", "data.sources.own", "rl.reward.scorers.old.path", "model.path"]
 
 
 def test_the_chains_own_models_need_not_be_there_yet(root):

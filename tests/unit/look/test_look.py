@@ -191,6 +191,31 @@ def test_two_readings_are_both_shown_with_their_yaml_and_end_with_2(tmp_path, ca
     assert capsys.readouterr().out == ""  # nothing that a script would take for YAML
 
 
+def test_a_misspelt_column_is_named_with_those_of_the_data(tmp_path, capsys):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"query": "2 + 2?", "nice": "It is 4.", "nasty": "4, of course."}) + "\n")
+    options = ["--format", "preference", "--columns", "prompt=query", "rejected=nasty"]
+    assert main([str(path), "--yaml-only", *options, "chosen=nicer"]) == 2
+    expected = "--columns chosen=nicer: expected a column of the data, got none named nicer; the columns are: query, nice, nasty"
+    assert expected in capsys.readouterr().err
+    assert main([str(path), "--yaml-only", *options, "chosen=nice"]) == 0
+
+
+def test_two_texts_beside_a_prompt_may_be_a_pair(tmp_path, capsys):
+    path = tmp_path / "pairs.jsonl"
+    rows = [
+        {"query": f"{i} + 1?", "nice": f"It is {i + 1}.", "nasty": f"Ugh, {i + 1}.", "topic": "sum", "by": "Ann Lee"} for i in range(30)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([str(path), "--yaml-only"]) == 2
+    found = capsys.readouterr()
+    assert found.out == "" and "--format preference --columns prompt=query chosen=nice rejected=nasty," in found.err
+    assert "otherwise only the prompts are used; if you want that, choose it with --format prompt:" in found.err
+    assert main([str(path), "--yaml-only", "--format", "prompt", "--columns", "prompt=query"]) == 0
+    path.write_text("".join(json.dumps({key: row[key] for key in ("query", "nice", "topic", "by")}) + "\n" for row in rows))
+    assert main([str(path), "--yaml-only"]) == 0
+
+
 def test_what_cannot_be_read_ends_with_2_and_says_where(tmp_path, capsys):
     path = tmp_path / "broken.jsonl"
     path.write_text('{"prompt": "a", "chosen": \n')
@@ -204,14 +229,14 @@ def test_what_cannot_be_read_ends_with_2_and_says_where(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [(["--encoding", "no\x1bsuch"], "expected a name such as utf-8"), (["--delimiter", ";;"], "delimiter: ")]
+    ("options", "message"), [(["--encoding", "no\x1bsuch"], "expected a name such as utf-8"), (["--delimiter", ";;"], "delimiter: ")]
 )
-def test_options_that_mean_nothing_are_refused(options, said, tmp_path, capsys):
+def test_options_that_mean_nothing_are_refused(options, message, tmp_path, capsys):
     path = tmp_path / "a.csv"
     path.write_text("prompt,chosen,rejected\na,b,c\n")
     assert main([str(path), *options]) == 2
     err = capsys.readouterr().err
-    assert said in err and "\x1b" not in err and err.count("\n") == 1
+    assert message in err and "\x1b" not in err and err.count("\n") == 1
 
 
 def test_only_the_first_records_are_read_unless_all_are_wanted(tmp_path, capsys):
@@ -303,7 +328,7 @@ def test_params_may_be_a_recipe_or_a_whole_file(tmp_path, capsys, monkeypatch):
     assert main([str(path), "--params", str(whole)]) == 0
 
 
-def test_length_bias_is_told_with_its_limit_and_what_it_does(tmp_path):
+def test_length_bias_is_printed_with_limit_and_effect(tmp_path):
     """4 of 5 chosen responses are longer, one ties: (4 + 0.5) / 5 = 0.9, 0.4 from one half."""
     pairs = [
         *({"prompt": f"Sort {i}.", "chosen": "1 2 3 4", "rejected": "1"} for i in range(4)),
@@ -316,7 +341,7 @@ def test_length_bias_is_told_with_its_limit_and_what_it_does(tmp_path):
         assert (f"{allowed}: validate_data stops" in text) == verdict
 
 
-def test_rows_that_repeat_are_told_apart_from_the_records_left_out(tmp_path):
+def test_repeated_rows_are_counted_apart_from_dropped_records(tmp_path):
     found = looked(
         tmp_path, [PAIRS[1], {**PAIRS[1], "chosen": "7"}, {"prompt": None, "chosen": "1", "rejected": "2"}], tiny_tokenizer(), tiny_params()
     )

@@ -199,7 +199,7 @@ def test_a_choice_of_format_or_column_settles_it(tmp_path):
         ({"question": "2 + 2?", "response_a": "4", "response_b": "5", "winner": "a"}, "response_a"),
     ],
 )
-def test_marks_and_comparisons_without_a_format_are_told_and_not_passed_over(record, named, tmp_path):
+def test_marks_and_comparisons_without_a_format_are_named(record, named, tmp_path):
     found = guessed(written(tmp_path, record))
     assert found.unreadable is not None and named in found.unreadable
 

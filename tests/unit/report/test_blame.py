@@ -1,4 +1,4 @@
-"""One hand-made run for each thing that can be to blame, and the order in which stages are asked."""
+"""One hand-made run for each possible cause, and the order in which stages are considered."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(*, judge: bool = True, sft: float = 0.45, policy: float = 0.88, win: flo
     params["alignment"]["method"] = method
     empty = {name: pd.DataFrame(columns=columns) for name, columns in REQUIRED_COLUMNS.items() if name in ("lengths", "heldout", "samples")}
     inputs = ReportInputs(
-        title="", params=params, written_params={}, files={}, outs={}, packages={}, fingerprint="", stopped=None, baselines={},
+        title="", params=params, written_params={}, files={}, outs={}, external=[], packages={}, fingerprint="", stopped=None, baselines={},
         evaluation_scorers=scorers, method_scorers=scorers,
         data=found["prepare_data"], validation=found["validation"], model_check=found["check_model"],
         sft=found["train_sft"], reward=found["train_reward"], gate=found["gate"], policy=found["train_policy"], evaluation=result,
@@ -66,7 +66,7 @@ def test_an_sft_loss_that_did_not_fall():
     still = curve.assign(loss=curve["loss"].where(curve["phase"] == "pretrain", 10.4))
     found = blame(failed_run(sft_curves=still))
     assert (found.stage, found.figure) == ("train_sft", "SFT loss 10.4 in its first steps, 10.4 in its last")
-    assert found.look_at[0] == "sft.learning_rate and sft.steps"
+    assert found.checks[0] == "sft.learning_rate and sft.steps"
     assert blame(run(sft_curves=still)) is None, "a suspicion is no fault of a run that came out well"
     broken = curve.assign(loss=curve["loss"].where(curve["phase"] == "pretrain", np.nan))
     assert blame(failed_run(sft_curves=broken)).stage == "train_sft"
@@ -141,7 +141,7 @@ def test_rl_that_did_not_raise_its_reward_or_had_nothing_to_learn_from():
 def test_other_ways_to_the_policy_are_judged_by_their_loss():
     inputs = failed_run(method="dpo")
     still = blame(replace(inputs, policy_curves=inputs.policy_curves.assign(loss=0.693)))
-    assert (still.stage, still.look_at) == ("train_policy", ("dpo.learning_rate and dpo.steps",))
+    assert (still.stage, still.checks) == ("train_policy", ("dpo.learning_rate and dpo.steps",))
     assert blame(inputs).figure == "share that the judge accepts: +0.0 points greedy, +0.0 sampled, on 400 prompts"
 
 
@@ -167,7 +167,7 @@ def test_a_policy_that_is_better_in_one_mode_is_not_called_no_better():
     assert blame(inputs).stage == "train_policy"
 
 
-def test_a_limit_that_ended_the_training_is_told_of_a_good_run_too():
+def test_a_limit_that_ended_training_is_named_for_a_good_run():
     policy = metrics(judge=True)["train_policy"] | {"monitor": {"stopped": STOPPED, "warnings": [], "chosen_step": 20}}
     assert blame(replace(run(), policy=policy)) == Blame(
         "train_policy",

@@ -18,7 +18,7 @@ from rlhf_core.look.look import guess, place_of, sample_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
-QUESTION, GOOD, BAD = "What is 2 + 2?", "4", "5"  # in every record, so that it is known what has to come out
+QUESTION, GOOD, BAD = "2+2?", "4", "5"  # in every record, so that it is known what has to come out
 
 
 def written(block: str, folder: Path) -> tuple[Path, list[dict], dict[str, Any]]:
@@ -108,9 +108,9 @@ class TestBlock:
 def test_each_format_has_a_section_with_its_uses_and_columns(format_):
     section = re.search(rf"^### {format_}\n(.*?)^##", PAGE, flags=re.DOTALL | re.MULTILINE)[1]
     uses, columns = FORMATS[format_]
-    said = re.search(r"^Uses (.*?)\. Columns? (.*?)\.(?:\s|$)", section, flags=re.DOTALL | re.MULTILINE)
-    assert set(re.findall(r"\b(?:pretrain|sft|preference|prompt)\b", re.sub(r"\(.*?\)", "", said[1]))) == set(uses)
-    assert all(re.search(rf"\b{column}\b", said[2]) for column in columns), said[2]
+    message = re.search(r"^Uses (.*?)\. Columns? (.*?)\.(?:\s|$)", section, flags=re.DOTALL | re.MULTILINE)
+    assert set(re.findall(r"\b(?:pretrain|sft|preference|prompt)\b", re.sub(r"\(.*?\)", "", message[1]))) == set(uses)
+    assert all(re.search(rf"\b{column}\b", message[2]) for column in columns), message[2]
     assert f"format: {format_}\n" in section
 
 

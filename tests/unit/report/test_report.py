@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 import re
 import subprocess
@@ -103,12 +104,12 @@ def with_win_rates(*, greedy: float, sampled: float) -> dict:
         (0.37, 0.5, "bad", "not clearly different sampled (win rate 50.0%) and worse greedy (win rate 37.0%)."),
     ],
 )
-def test_modes_of_which_not_the_same_can_be_said_are_both_told(greedy, sampled, tone, words):
+def test_different_results_of_the_modes_are_both_named(greedy, sampled, tone, words):
     verdict = outcome(with_win_rates(greedy=greedy, sampled=sampled), [REWARD_MODEL], confidence=0.95)
     assert (verdict.tone, verdict.headline) == (tone, f"By the reward model, the policy is {words}")
-    said = " ".join(verdict.details)
-    assert "Mean score: sampled " in said and ("The two modes disagree" in said) is (0.5 not in (greedy, sampled))
-    assert ("however small" in said) is (greedy < 0.5 < sampled)
+    printed = " ".join(verdict.details)
+    assert "Mean score: sampled " in printed and ("The two modes disagree" in printed) is (0.5 not in (greedy, sampled))
+    assert ("however small" in printed) is (greedy < 0.5 < sampled)
 
 
 def test_the_judge_decides_about_modes_that_differ_too():
@@ -133,17 +134,36 @@ def test_without_a_judge_the_win_rate_decides_and_says_who_speaks(win, tone):
 def test_a_judge_that_scores_a_policy_of_pairs_was_no_part_of_its_reward():
     results = with_results(sft=0.5, policy=0.9, win=ABOVE)
     config = load_params(Path(__file__).parents[3] / "params.yaml")
-    for method, said in (("rl", True), ("dpo", False)):
+    for method, printed in (("rl", True), ("dpo", False)):
         of_method = config.model_copy(update={"alignment": config.alignment.model_copy(update={"method": method})}).method_scorers
         verdict = outcome(results, [JUDGE], confidence=0.95, trained_on=[] if of_method is None else [JUDGE])
-        assert any("trained to satisfy it" in detail for detail in verdict.details) is said
+        assert any("trained to satisfy it" in detail for detail in verdict.details) is printed
 
 
-def test_prompts_that_the_gate_has_read_are_told():
+def test_prompts_that_the_gate_has_read_are_reported():
     results = with_results(sft=0.5, policy=0.9, win=ABOVE)
-    said = "12 of the prompts were also used by the gate"
-    assert any(said in detail for detail in outcome(results | {"prompts_of_gate": 12}, [REWARD_MODEL], confidence=0.95).details)
+    printed = "12 of the prompts were also used by the gate"
+    assert any(printed in detail for detail in outcome(results | {"prompts_of_gate": 12}, [REWARD_MODEL], confidence=0.95).details)
     assert not any("used by the gate" in detail for detail in outcome(results, [REWARD_MODEL], confidence=0.95).details)
+    own = {"name": "own", "kind": "function", "weight": 1.0, "path": "my_rewards:own"}
+    for others in ([own], [own, REWARD_MODEL | {"weight": 0.0}], [REWARD_MODEL | {"path": "models/other"}]):
+        assert not any("used by the gate" in d for d in outcome(results | {"prompts_of_gate": 12}, others, confidence=0.95).details)
+
+
+def test_the_report_has_all_params_and_the_hashes_of_sources_and_base_model(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    inputs = {
+        "sources": {"data.sources.pairs": {"path": "../pairs.jsonl", "size": 1, "sha256": "a" * 64}},
+        "model": {"model.path": {"name": "some/model", "commit": "b" * 40}},
+        "judges": {},
+    }
+    stages = {name: {"outs": [], "params": {"data/inputs.json": inputs}} for name in ("prepare_data", "train_sft")}
+    (workspace / "dvc.lock").write_text(json.dumps({"schema": "2.0", "stages": stages}))
+    page = render_in(workspace, monkeypatch)
+    rows = re.findall(r'<tr><th scope="row">([^<]*)</th><td>([^<]*)</td><td><code>([^<]*)</code></td></tr>', page)
+    assert rows == [("model.path", "some/model", "b" * 40), ("data.sources.pairs", "../pairs.jsonl", "a" * 64)]
+    shown = re.search(r"All parameters</summary><pre>(.*?)</pre>", page, re.DOTALL)[1]
+    assert json.loads(html.unescape(shown)).keys() == set(STAGE_SECTIONS["report"]) and "more characters" not in shown
 
 
 def test_a_reward_that_is_no_reward_model_is_not_called_one():
@@ -181,8 +201,8 @@ def unscored(*, sft: float = 0.0, policy: float = 0.0, judge: bool) -> dict:
 def test_the_judge_decides_without_a_score(sft, policy, tone, headline):
     verdict = outcome(unscored(sft=sft, policy=policy, judge=True), [], confidence=0.95)
     assert (verdict.tone, verdict.headline) == (tone, headline)
-    said = " ".join(verdict.details)
-    assert "Nothing scored the answers" in said and "prefers" not in said and "The judge accepts" in said
+    printed = " ".join(verdict.details)
+    assert "Nothing scored the answers" in printed and "prefers" not in printed and "The judge accepts" in printed
 
 
 @pytest.mark.parametrize("judge", [False, True])
@@ -247,6 +267,7 @@ def test_nothing_in_a_page_changes_the_direction_of_reading(tmp_path, monkeypatc
         title=f"title {MARKS}",
         packages={f"torch{MARKS}": f"2{MARKS}"},
         outs={f"models/{MARKS}": f"md5{MARKS}"},
+        external=[(f"data.sources.{MARKS}", f"{MARKS}.jsonl", f"0{MARKS}")],
         files={f"metrics/{MARKS}": "0" * 64},
         gate=json.loads(
             json.dumps(inputs.gate).replace('"sort"', json.dumps(f"sort{MARKS}")).replace('"category"', json.dumps(f"cat{MARKS}"))
@@ -401,7 +422,7 @@ def test_expectations_that_found_something_stand_first():
     assert [e["name"] for e in sorted_out["plain"]] == ["schema", "null", "empty", "identical"]
 
 
-def test_a_rejected_gate_and_failed_data_are_said_first(tmp_path, monkeypatch):
+def test_a_rejected_gate_and_failed_data_come_first(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path)
     nothing = {"accuracy": None, "by_source": {}, "slices": [], "worst_slice": None, "calibration": None, "checks": []}
     edit_metrics(workspace, "gate", {"passed": False, "message": "rejected: expected finite scores."} | nothing)
@@ -618,15 +639,15 @@ LIMIT = {"metric": "score_judge", "above": None, "below": 0.3, "fall": None, "wi
 def test_a_judge_that_chose_the_policy_is_no_stranger_to_it():
     assert judge_selects(params_with()) == []
     assert judge_selects(params_with(evaluation__keep_best=True)) == []  # by the score
-    (said,) = judge_selects(params_with(evaluation__keep_best=True, evaluation__metric="judge"))
-    assert said.startswith("The judge selected this policy during training")
-    verdict = outcome(with_results(sft=0.5, policy=0.9, win=ABOVE), [REWARD_MODEL], confidence=0.95, selected=[said])
-    assert verdict.details[-1] == said
-    (said,) = judge_selects(params_with(monitor__low=LIMIT))
-    assert "influences when the training ends (rl.monitor: low)" in said
+    (printed,) = judge_selects(params_with(evaluation__keep_best=True, evaluation__metric="judge"))
+    assert printed.startswith("The judge selected this policy during training")
+    verdict = outcome(with_results(sft=0.5, policy=0.9, win=ABOVE), [REWARD_MODEL], confidence=0.95, selected=[printed])
+    assert verdict.details[-1] == printed
+    (printed,) = judge_selects(params_with(monitor__low=LIMIT))
+    assert "influences when the training ends (rl.monitor: low)" in printed
     assert judge_selects(params_with(monitor__low=LIMIT | {"action": "warn"})) == []
-    (said,) = judge_selects(params_with(evaluation__metric="judge", monitor__back=LIMIT | {"metric": "kl_mean", "action": "rollback"}))
-    assert "If the limit back ends the training, the judge selects" in said
+    (printed,) = judge_selects(params_with(evaluation__metric="judge", monitor__back=LIMIT | {"metric": "kl_mean", "action": "rollback"}))
+    assert "If the limit back ends the training, the judge selects" in printed
     rule = params_with(evaluation__keep_best=True, evaluation__metric="mine")
     rule["rl"]["reward"]["scorers"].append({"name": "mine", "kind": "function", "path": "rules.py:good", "weight": 0.0})
     assert judge_selects(rule) == []

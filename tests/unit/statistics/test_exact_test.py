@@ -46,7 +46,7 @@ def test_more_wins_never_raise_the_p_value():
 
 
 @pytest.mark.parametrize("margin", [0.0, 0.05])
-def test_the_smallest_gain_is_found_with_the_power_that_is_said(margin):
+def test_the_smallest_gain_is_detected_with_the_stated_power(margin):
     gain = smallest_gain(100, 200, 0.00133, margin=margin, power=0.8)
     ahead = (1 + gain / 0.5) / 2  # of a decided comparison
     power = sum(binom.pmf(a, 100, ahead) for a in range(101) if p_value(a, 100 - a, 200, margin=margin) <= 0.00133)
@@ -68,7 +68,7 @@ def test_counts_and_margins_that_cannot_be_are_refused(counts, margin):
 
 @pytest.mark.parametrize("margin", [0.0, 0.02])
 @pytest.mark.parametrize("gain", [0.06, 0.15])
-def test_so_many_prompts_find_the_gain_that_they_are_said_to_find(margin, gain):
+def test_the_stated_number_of_prompts_detects_the_gain(margin, gain):
     needed = prompts_needed(gain, 0.5, 0.00133, margin=margin, power=0.8)
     assert smallest_gain(round(0.5 * needed), needed, 0.00133, margin=margin, power=0.8) == pytest.approx(gain, rel=0.02)
 

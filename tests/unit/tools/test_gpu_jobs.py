@@ -33,13 +33,13 @@ def test_a_case_is_a_job_of_one_engine_and_one_rank_with_room_for_its_sequences(
     assert case.warmup < case.steps
 
 
-def test_trl_is_asked_for_the_same_batch_in_micro_batches_of_whole_groups():
+def test_trl_gets_the_same_batch_in_micro_batches_of_whole_groups():
     for case in (rl.GRPO, rl.REHEARSED):
-        asked = arguments(case)
-        size = asked["per_device_train_batch_size"]
-        assert size * asked["gradient_accumulation_steps"] == case.samples and size % case.group == 0
+        requested = arguments(case)
+        size = requested["per_device_train_batch_size"]
+        assert size * requested["gradient_accumulation_steps"] == case.samples and size % case.group == 0
         assert size * case.max_length <= case.microbatch_tokens
-        assert (asked["num_generations"], asked["max_completion_length"], asked["beta"]) == (
+        assert (requested["num_generations"], requested["max_completion_length"], requested["beta"]) == (
             case.group,
             case.response,
             case.params.rl.kl.coef,
@@ -60,7 +60,7 @@ def test_float32_weights_are_twice_as_many_bytes():
     assert weight_bytes(replace(case, dtype="float32")) == 2 * weight_bytes(case)
 
 
-def test_a_lively_model_has_logits_as_far_apart_as_said_and_is_the_same_otherwise(tmp_path):
+def test_a_lively_model_has_the_requested_spread_of_logits(tmp_path):
     from safetensors.torch import load_file
 
     assert norm_weight(1536) == pytest.approx(3.0 / (0.02 * 39.19), rel=1e-3)
@@ -89,7 +89,7 @@ def test_warm_up_steps_do_not_count(tmp_path):
     assert found["most GPU memory of all processes"].values == (5.0,)
 
 
-def test_roles_are_told_by_the_names_that_ray_gives_its_processes():
+def test_roles_follow_from_rays_process_names():
     assert role_of("ray::RolloutActor.__init__   ") == role_of("ray::RolloutActor") == "engine"
     assert role_of("ray::TrainerRank") == "trainer"
     assert role_of("ray::TextScorers") is role_of("python -m tools.bench.gpu.rl TrainerRank") is None
@@ -103,7 +103,7 @@ def test_prompts_of_a_plan_have_lengths_from_the_first_to_the_second():
     assert plan.settings("model", 2).max_length == 512 + 1024 and plan.settings("model", 2).sequences == 256
 
 
-def test_of_what_fails_the_reason_is_kept_and_the_rest_goes_on(tmp_path):
+def test_a_failure_keeps_its_reason_and_the_rest_continues(tmp_path):
     record, failures = Record(tmp_path / "found.json"), []
     with noted(record, "this", failures):
         raise RuntimeError("first\nand last")

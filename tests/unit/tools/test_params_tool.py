@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,6 +30,11 @@ def test_overrides_and_a_key_select_what_is_printed(monkeypatch, capsys):
     changed = ["--set", "training.zero_stage=2", "--params", str(ROOT / "recipes/hacking.yaml")]
     assert printed(monkeypatch, capsys, "kto.zero_stage", *changed) == 2
     assert printed(monkeypatch, capsys, "data.sources.0.clerk.garbled_fraction", *changed) == 0.0
+
+
+def test_a_closed_pipe_is_no_error():
+    done = subprocess.run(f"{sys.executable} -m tools.params | true", shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("arguments", [["sft.stepz"], ["--set", "sft.stepz=1"]])

@@ -61,7 +61,7 @@ def test_drawn_answers_depend_on_seed_and_turn(sft_folder):
     assert answers[0] == answers[1] and len(set(answers[0])) > 1
 
 
-def test_the_limits_are_said_in_words(sft_folder):
+def test_limits_are_explained(sft_folder):
     talk = partner(sft_folder, max_length=24)
     assert (
         "policy" not in introduction([talk], GREEDY)
@@ -83,9 +83,9 @@ def test_two_models_answer_one_after_the_other_and_refusals_end_nothing(sft_fold
     out, notes = io.StringIO(), io.StringIO()
     lines = ["a\n", "\n", "b" * 40 + "\n", "/reset\n", "a\n", "/quit\n", "a\n"]
     chat([partner(sft_folder, max_length=24), partner(sft_folder, SamplingSettings(3, 0.0))], lines, out, notes)
-    said = [line for line in out.getvalue().split("sft: ") if line]
-    assert len(said) == 4 + 1  # the second model has room for the long message
-    assert said[0] == said[3] and said[1] == said[4] and said[0] != said[1]
+    message = [line for line in out.getvalue().split("sft: ") if line]
+    assert len(message) == 4 + 1  # the second model has room for the long message
+    assert message[0] == message[3] and message[1] == message[4] and message[0] != message[1]
     assert "the message was ignored" in notes.getvalue() and "a new conversation" in notes.getvalue()
 
 

@@ -34,7 +34,7 @@ def test_a_run_a_folder_and_this_folders_policy_are_found(project, sft_folder):
     assert (choose().name, choose().folder) == ("policy", Path("models/policy"))
 
 
-def test_what_is_not_there_is_said_with_what_is(project, sft_folder):
+def test_missing_names_are_reported_with_known_ones(project, sft_folder):
     with pytest.raises(ConfigError, match=r"--run: expected a run with a policy, got two, and nothing at .*; runs with one: one"):
         choose(run="two")
     with pytest.raises(ConfigError, match=r"--run: expected a run with a policy, got ../runs/one"):

@@ -75,6 +75,39 @@ def test_the_card_has_evaluation_licences_commit_and_tags(project):
         assert (folder / name).read_bytes() == (project / "models/policy" / name).read_bytes()
 
 
+def test_the_card_names_the_scorers_their_gate_and_the_hashes_of_sources(project):
+    policy, reward = (
+        {"path": "models/policy", "md5": dvc_md5(project / "models/policy")},
+        {"path": "models/reward", "md5": "e" * 32 + ".dir"},
+    )
+    Path("metrics/gate.json").write_text(json.dumps({"passed": True, "message": "passed: accuracy 0.8", "override": None}))
+    made = {name: {"path": name, "md5": dvc_md5(Path(name))} for name in ("metrics/evaluate.json", "metrics/gate.json")}
+    sources = {"sources": {"data.sources.pairs": {"path": "../pairs.jsonl", "sha256": "a" * 64}}}
+    own = {"name": "trained", "kind": "reward_model"}
+    other = {"name": "mine", "kind": "function", "path": "my_rewards:mine", "weight": 0.5}
+
+    def card(*scorers: dict, name: str) -> str:
+        stages = {
+            "train_policy": {"outs": [policy], "params": {"data/inputs.json": sources}},
+            "gate_reward": {"deps": [reward], "outs": [made["metrics/gate.json"]]},
+            "evaluate": {"deps": [policy, reward], "outs": [made["metrics/evaluate.json"]]},
+        }
+        stages["evaluate"]["params"] = {"params.yaml": {"rl.reward.scorers": list(scorers), "reward.enabled": True}}
+        write("dvc.lock", {"stages": stages})
+        return (export(choose(), project / name) / "README.md").read_text()
+
+    text = card(own, other | {"weight": 0.0}, name="a")
+    assert "Mean score and win rate are by: the reward model of this run.\n" in text
+    assert "The training didn't use this reward model. Passed: accuracy 0.8" in text
+    assert f"| data.sources.pairs | ../pairs.jsonl | {'a' * 64} |" in text
+    assert "by: the reward model of this run, weight 1, mine (function), weight 0.5.\n" in card(own, other, name="b")
+    text = card(other, name="c")
+    assert "by: mine (function).\n" in text and "Gate of the reward model" not in text
+    write_card(Path("models/policy"), dataclasses.replace(FACTS, gate={"passed": True, "message": "passed: it", "override": None}))
+    policy["md5"] = dvc_md5(project / "models/policy")
+    assert card(own, name="d").count("Gate of the reward model") == 1
+
+
 def test_an_evaluation_of_another_model_and_a_changed_one_are_left_out(project):
     lock("0" * 32 + ".dir")
     assert "None for this model" in (export(choose(), project / "a") / "README.md").read_text()
