@@ -1,4 +1,4 @@
-"""Prints params.yaml with every key, those that the file leaves at their default included.
+"""Print params.yaml with every key, including those left at their defaults.
 
 python -m tools.params rl.rollout
 python -m tools.params --params recipes/gsm8k.yaml --set rl.algorithm=grpo
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,14 @@ from rlhf_core.config import ConfigError, keys_of, read_recipe
 
 
 def main() -> None:
+    try:
+        run()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def run() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.params", description=__doc__.partition("\n")[0])
     parser.add_argument("key", nargs="?", help="a section or key, such as rl.rollout; left out: all")
     parser.add_argument("--params", type=Path, help="recipe laid over params.yaml")

@@ -35,11 +35,12 @@ from small_chain import SMALL, SMALL_CLERK, change_params, make_chain, run
 
 from rlhf_core.checkpoint.digest import differences, read_digest
 from rlhf_core.config import Algorithm
+from rlhf_core.paths import GATE_METRICS, POLICY_MODEL, REWARD_MODEL, SFT_MODEL, STATE_DIGESTS
 
 TABLE = Path(__file__).parents[1] / "docs/tables/resume.csv"
 LIMIT = 400.0  # seconds for one run of a stage
 LINKED = ("rlhf_core", "tasks", "rewards", "flows", "rounds", "dvc.yaml", "baselines.json")
-OUTS = {"train_sft": ("models/sft",), "train_reward": ("models/reward",), "train_policy": ("models/policy",)}
+OUTS = {"train_sft": str(SFT_MODEL), "train_reward": str(REWARD_MODEL), "train_policy": str(POLICY_MODEL)}
 ALGORITHMS = get_args(Algorithm)
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
 RL = {  # everything that has a state is on: an adaptive coefficient, running statistics, the best policy, monitors
@@ -67,7 +68,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """What a cell has shown. problems: empty where nothing differs."""
+    """Result of a cell. problems: empty if nothing differs."""
 
     cell: str
     killed_after: int
@@ -78,7 +79,7 @@ class Row:
 
 
 def all_cells() -> list[Cell]:
-    """What covers most stands first."""
+    """All cells, those that cover most first."""
     supervised = []
     for zero in (0, 2, 3):
         section = {"zero_stage": zero}
@@ -117,7 +118,7 @@ def rl_cell(algorithm: str, ranks: int, zero: int, *, lora: bool = False, ahead:
 
 
 def make_workspace(base: Path, folder: Path, cell: Cell, address: str | None) -> Path:
-    """The finished chain's code, data and models as links, and room for what the stage makes."""
+    """A workspace with links to the finished chain's code, data and models, and folders for the stage's own outs."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shutil.copy(base / "params.yaml", folder)
@@ -127,15 +128,15 @@ def make_workspace(base: Path, folder: Path, cell: Cell, address: str | None) ->
     for top in ("data", "models", "metrics"):
         (folder / top).mkdir()
         for path in (base / top).iterdir():
-            if f"{top}/{path.name}" not in OUTS[cell.stage] and path.stem != cell.stage:
+            if f"{top}/{path.name}" != OUTS[cell.stage] and path.stem != cell.stage:
                 (folder / top / path.name).symlink_to(path)
     return folder
 
 
 def run_stage(workspace: Path, module: str, watch: Callable[[Path], bool] = lambda _: False) -> int:
-    """Run a stage until it ends, or until `watch` has killed it. Returns its exit code, or minus the signal's number.
+    """Run a stage until it ends, or until `watch` returns True, which kills it. Returns its exit code, or minus the signal's number.
 
-    RL has a process from the start: the client of a Ray head doesn't outlive a fork.
+    RL starts a fresh process, because the client of a Ray head doesn't survive a fork.
     """
     if module == "train_rl":
         with (workspace / "log").open("a") as log:
@@ -178,7 +179,7 @@ def rows_done(workspace: Path) -> int:
 
 
 class Killer:
-    """Kills the stage, or an RL job's driver, some time after a row of the curves was written: before, in or after a checkpoint."""
+    """Kills the stage, or an RL job's driver, `delay` seconds after row `after` of the curves: before, during or after a checkpoint."""
 
     def __init__(self, after: int, delay: float, *, driver: bool):
         self._after, self._delay, self._driver = after, delay, driver
@@ -214,18 +215,18 @@ def try_out(cell: Cell, base: Path, folder: Path, seed: int, address: str | None
     killer = Killer(after, drawn.uniform(0, 1.0 if cell.module == "train_rl" else 0.1), driver=cell.module == "train_rl")
     if not problems:
         if run_stage(killed, cell.module, killer) == 0:
-            problems.append("it ended before it was killed")
+            problems.append("the stage ended before it was killed")
         reached = rows_done(killed)
         problems += [f"run again: exit code {code}"] if (code := run_stage(killed, cell.module)) else []
-    said = (killed / "log").read_text(errors="replace") if (killed / "log").exists() else ""
-    went_on = re.findall(r"(\w+): resuming from the checkpoint of step (\d+)", said)
+    printed = (killed / "log").read_text(errors="replace") if (killed / "log").exists() else ""
+    resumed = re.findall(r"(\w+): resuming from the checkpoint of step (\d+)", printed)
     number, differing = (0, []) if problems else compare(whole, killed, cell.stage)
-    where = f"{went_on[-1][0]} {went_on[-1][1]}" if went_on else "the start"
+    where = f"{resumed[-1][0]} {resumed[-1][1]}" if resumed else "the start"
     return Row(cell.name, after if problems else reached, where, number, round(time.monotonic() - started), problems + differing)
 
 
 def compare(whole: Path, killed: Path, stage: str) -> tuple[int, list[str]]:
-    """How many state digests both have, and what differs in them, in weights, curves and metrics."""
+    """Number of state digests, and the differences between the runs' digests, weights, curves and metrics."""
     found, problems = state_digests(whole, stage), []
     if found.keys() != state_digests(killed, stage).keys():
         problems.append(f"state digests of {sorted(found)} and of {sorted(state_digests(killed, stage))}")
@@ -233,14 +234,14 @@ def compare(whole: Path, killed: Path, stage: str) -> tuple[int, list[str]]:
         for name, path in found.items():
             differing = differences(read_digest(path), read_digest(state_digests(killed, stage)[name]))
             problems += [f"{name}: {differing[0]}"] if differing else []
-    for name in (*OUTS[stage], f"plots/{stage}.csv", f"metrics/{stage}.json"):
+    for name in (OUTS[stage], f"plots/{stage}.csv", f"metrics/{stage}.json"):
         if content(whole / name) != content(killed / name):
             problems.append(f"{name} differs")
     return len(found), problems
 
 
 def state_digests(workspace: Path, stage: str) -> dict[str, Path]:
-    top = workspace / "reports/digests" / stage
+    top = workspace / STATE_DIGESTS / stage
     return {str(path.parent.relative_to(top)): path for path in sorted(top.rglob("digest.json"))}
 
 
@@ -256,7 +257,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.resume_matrix", description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="words that a cell's name must have")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="of the chain and of the results; kept, and gone on with")
+    parser.add_argument("--folder", type=Path, help="of the chain and the results; kept, and continued if it exists")
     parser.add_argument("--list", action="store_true")
     chosen = parser.parse_args()
     cells = [cell for cell in all_cells() if all(word in cell.name for word in chosen.only)]
@@ -285,8 +286,8 @@ def main() -> int:
 
 
 def prepare(base: Path) -> Path:
-    """The small chain up to the gate; and everything imported that a stage will need."""
-    if not (base / "metrics/gate.json").exists():
+    """Run the small chain up to the gate, and import what the stages need."""
+    if not (base / GATE_METRICS).exists():
         shutil.rmtree(base, ignore_errors=True)
         base.mkdir(parents=True)
         code, printed = run(make_chain(base, SMALL, {"data": {"sources": {0: {"clerk": SMALL_CLERK}}}}), "dvc", "repro", "gate_reward")
@@ -305,7 +306,7 @@ def prepare(base: Path) -> Path:
 
 
 def write_table(rows: dict[str, Row], seed: int) -> None:
-    """A line for each cell that was run, in the order of all cells."""
+    """One row per cell that was run, in the order of `all_cells`."""
     with TABLE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["cell", "seed", "killed after row", "resumed from", "digests compared", "result"])

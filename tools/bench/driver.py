@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_core.trainers.rl.job import RlJob, beat
+from rlhf_core.stage.job import beat
+from rlhf_core.trainers.rl.job import RlJob
 from tools.bench.work import Work
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Speed beside this machine's limits: python -m tools.bench.limits [--models small medium] [--rounds N] ...
+"""Speed compared with this machine's limits: python -m tools.bench.limits [--models small medium] [--rounds N] ...
 
 Comparisons, each in a fresh process:
 
@@ -161,11 +161,11 @@ def train(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
     def end_step() -> bool:
         """Called once a step by the loop; a step's time is the interval between two calls."""
         nonlocal left
-        asked = time.perf_counter()
-        stage_seconds.append(asked - left)
+        called = time.perf_counter()
+        stage_seconds.append(called - left)
         tokens.append(bare.step(len(tokens)))
         left = time.perf_counter()
-        bare_seconds.append(left - asked)
+        bare_seconds.append(left - called)
         return False
 
     with tempfile.TemporaryDirectory() as folder:

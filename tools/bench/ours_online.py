@@ -10,8 +10,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rlhf_core.checkpoint.store import StoreSettings
+from rlhf_core.config import Params
 from rlhf_core.data.schema import write_rows
 from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
 from rlhf_core.trainers.rl.job import RlJob
@@ -28,7 +30,7 @@ def train(work: Work, folder: Path, *, threads: int) -> Run:
 
 def timings(work: Work, folder: Path, *options: str, threads: int) -> list[dict[str, float]]:
     """Per step: seconds, and seconds_<phase> of its phases. options: of tools.bench.driver."""
-    job = describe(work, folder, threads=threads)
+    job = describe(work.params, work.read_rows(), folder, model=work.model, name=work.method, threads=threads)
     job.write(folder / "job.json")
     (folder / "work.json").write_text(json.dumps(asdict(work)))
     driver = [sys.executable, "-m", "tools.bench.driver", str(folder / "job.json"), str(folder / "work.json"), *options]
@@ -61,12 +63,13 @@ def submit(work: Work, folder: Path, driver: list[str], *, threads: int) -> Iter
         yield
 
 
-def describe(work: Work, folder: Path, *, threads: int) -> RlJob:
-    """A job with the rows' conversations as prompts."""
-    params, prepared = work.params, folder / "prepared"
+def describe(
+    params: Params, rows: list[dict[str, Any]], folder: Path, *, model: str, name: str, threads: int, reward_model: str | None = None
+) -> RlJob:
+    """A job with the rows' conversations as prompts. model, reward_model: folders. name: of the run."""
+    prepared = folder / "prepared"
     prompts = [
-        {"id": str(i), "source": "bench", "split": "train", "messages": row["messages"], "label": None}
-        for i, row in enumerate(work.read_rows())
+        {"id": str(i), "source": "bench", "split": "train", "messages": row["messages"], "label": None} for i, row in enumerate(rows)
     ]
     write_rows(prepared, "prompt", prompts)
     return RlJob(
@@ -77,11 +80,11 @@ def describe(work: Work, folder: Path, *, threads: int) -> RlJob:
         rl=params.rl,
         tracking=params.tracking,
         threads=threads,
-        run_name=work.method,
+        run_name=name,
         prepared=str(prepared),
-        sft_model=work.model,
-        reward_model=None,
-        scorer_models={},
+        sft_model=model,
+        reward_model=reward_model,
+        scorer_models={} if reward_model is None else {"reward_model": reward_model},
         source_judges={},
         work=str(folder),
         checkpoints=StoreSettings(),

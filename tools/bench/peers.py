@@ -1,4 +1,4 @@
-"""Speed beside TRL's: python -m tools.bench.peers [--cases ...] [--models small medium] [--rounds N] ...
+"""Speed compared with TRL's: python -m tools.bench.peers [--cases ...] [--models small medium] [--rounds N] ...
 
 Both sides do the same work (work.py) in alternating fresh processes: ours, theirs, ours, theirs. The time counts from the end of the
 warm-up to the end of the last step; loading, tokenizing and precomputed references are excluded. A round whose losses differ stops the run.
@@ -256,7 +256,7 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     axis.axvline(1, color="black", linewidth=1)
     axis.set_yticks(range(len(found)), labels=[f"{row['case']}, {row['model']}" for row in found])
     axis.invert_yaxis()
-    axis.set(xlabel="samples per second, ours over TRL's: ratio of the medians, and of each round", xlim=(0, None))
+    axis.set(xlabel="samples per second over TRL's: ratio of the medians (bar) and of each round (dot)", xlim=(0, None))
     with matplotlib.rc_context({"svg.hashsalt": "peers", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

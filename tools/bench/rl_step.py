@@ -29,7 +29,7 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
 
     with tempfile.TemporaryDirectory() as folder:
         work = make_inputs(Path(folder), ["small"]).work("rloo", "small", steps=STEPS, batch_size=4 * prompts)
-        job = describe(work, Path(folder) / "job", threads=1)
+        job = describe(work.params, work.read_rows(), Path(folder) / "job", model=work.model, name=work.method, threads=1)
         rl, tokenizer = job.rl, load_tokenizer(job.sft_model, trust_remote_code=False)
         engine = PytorchEngine(
             job.sft_model, max_length=job.model.max_length, dtype=job.model.dtype, kv_cache_gib=rl.rollout.kv_cache_gib,
@@ -37,17 +37,17 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
             gpu_memory_fraction=rl.rollout.gpu_memory_fraction,
         )  # fmt: skip
         rank = TrainerRank(0, 1, job)
-        rank.connect(*rank.address())
+        rank.connect(rank.address())
         stream, demonstrations = PromptStream(read_prompts(job, "train"), rl.prompt_weights, seed=job.seed), DemonstrationStream(job)
         seconds = []
         for step in range(STEPS):
             began = time.process_time()
-            asked = stream.take(step * prompts, prompts)
+            taken = stream.take(step * prompts, prompts)
             how = {"stop_ids": stop_ids(tokenizer, job.sft_model), "group_size": rl.group_size}
-            groups = engine.generate([p.prompt_ids for p in asked], list(range(prompts)), sampling_settings(rl), **how)
+            groups = engine.generate([p.prompt_ids for p in taken], list(range(prompts)), sampling_settings(rl), **how)
             rollouts = [
                 Rollout(prompt, s.response_ids, s.logprobs, s.finished, group_id=i, policy_version=step)
-                for i, (prompt, group) in enumerate(zip(asked, groups, strict=True))
+                for i, (prompt, group) in enumerate(zip(taken, groups, strict=True))
                 for s in group
             ]
             scores = of_texts(tokenizer.batch_decode([r.response_ids for r in rollouts]))

@@ -17,6 +17,9 @@ from tools.bench.work import Run, Work
 
 datasets.disable_progress_bars()
 
+# TRL's arguments that switch off what takes time and isn't part of the work.
+UNTIMED = {"gradient_checkpointing": False, "logging_strategy": "no", "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+
 
 class Watch(TrainerCallback):
     def __init__(self, run: Run):
@@ -95,7 +98,7 @@ def common(work: Work) -> dict[str, Any]:
 
 
 def optimization(work: Work, learning_rate: float, weight_decay: float, max_grad_norm: float) -> dict[str, Any]:
-    """TRL's arguments, with everything off that isn't part of the work and takes time."""
+    """TRL's arguments for the same optimizer."""
     params = work.params
     return {
         "per_device_train_batch_size": work.batch_size,
@@ -108,12 +111,8 @@ def optimization(work: Work, learning_rate: float, weight_decay: float, max_grad
         "seed": params.seed,
         "use_cpu": not torch.cuda.is_available(),
         "bf16": params.model.dtype == "bfloat16",
-        "gradient_checkpointing": False,
         "dataloader_pin_memory": torch.cuda.is_available(),
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
+        **UNTIMED,
     }
 
 

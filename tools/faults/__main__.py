@@ -1,4 +1,4 @@
-"""The fault matrix: python -m tools.faults [--only WORD ...] [--seed N] [--list]; docs/faults.md says what it does.
+"""The fault matrix: python -m tools.faults [--only WORD ...] [--seed N] [--list]; docs/faults.md describes it.
 
 Each cell is a separate small chain in which one stage is disturbed and then run again. Needs root for the small and read-only disks, and
 gcc for the clock. Cells run one at a time. Exit code 1: a cell has a problem.
@@ -19,19 +19,19 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from small_chain import DEADLINE, begin, change_params, log_of, run, said
+from small_chain import DEADLINE, begin, change_params, log_of, output_of, run
 
 from tools.faults.cells import Cell, all_cells
-from tools.faults.lab import VARIANTS, Laboratory, Scene, Watch, locks_held, same_result, what_is_left
+from tools.faults.lab import VARIANTS, Laboratory, Scene, Watch, leftovers, locks_held, same_result
 from tools.faults.server import ServerCell, end_all, server_cells, try_out_server
 
 log = logging.getLogger("faults")
-EXCERPT = 220  # characters of what was said
+EXCERPT = 220  # characters of a printed line
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a cell has shown. problems: empty where all was as it should be."""
+    """Result of a cell. printed: the expected message. left: leftovers. problems: empty if the cell passed."""
 
     cell: str
     stage: str
@@ -39,7 +39,7 @@ class Row:
     fault: str
     seed: int
     exit_code: int
-    said: str
+    printed: str
     left: str
     result: str
     seconds: float
@@ -62,21 +62,21 @@ def try_out(cell: Cell, laboratory: Laboratory, seed: int) -> Row:
             code = child.wait(timeout=DEADLINE)
             if cell.ends_first:
                 prepared.close()
-            left = what_is_left(workspace, watch)
+            left = leftovers(workspace, watch)
             undo()
         again, _ = run(workspace, *repro)
     problems = [
-        *([] if (code == 0) == cell.survives else [f"expected it {'to end well' if cell.survives else 'to fail'}, got exit code {code}"]),
+        *([] if (code == 0) == cell.survives else [f"expected it to {'succeed' if cell.survives else 'fail'}, got exit code {code}"]),
         *(f"left: {line}" for line in left),
         *([] if again == 0 else [f"run again: exit code {again}"]),
         *(f"more than one {role} at once: {count}" for role, count in watch.trainers.items() if count > allowed(role, cell)),
         *(f"lock: {name}" for name in locks_held(workspace)),
-        *([] if not what_is_left(workspace, watch) else ["left after the second run"]),
+        *([] if not leftovers(workspace, watch) else ["left after the second run"]),
     ]
     differs = same_result(workspace, laboratory.undisturbed(cell.variant), cell.stage)
-    line = spoken(workspace, cell.said)
+    line = first_match(workspace, cell.message)
     problems += [differs] if differs else []
-    problems += [] if line else [f"expected a line with {cell.said!r}"]
+    problems += [] if line else [f"expected a line with {cell.message!r}"]
     result = "the same" if differs is None else differs
     return Row(
         *(cell.name, cell.stage, cell.process, cell.fault, seed, code, line or "", "; ".join(left) or "nothing", result),
@@ -93,8 +93,8 @@ def try_out_server_cell(cell: ServerCell, folder: Path, seed: int) -> Row:
         outcome = try_out_server(cell, workspace)
     finally:
         end_all(workspace)
-    line = spoken(workspace, cell.said) if cell.said else "nothing: it continues"
-    problems = outcome.problems + ([] if line else [f"expected a line with {cell.said!r}"])
+    line = first_match(workspace, cell.message) if cell.message else "nothing: it continues"
+    problems = outcome.problems + ([] if line else [f"expected a line with {cell.message!r}"])
     result = "not the same" if any("models/sft" in p for p in problems) else "the same"
     left = "; ".join(outcome.left) or "nothing"
     seconds = round(time.monotonic() - started, 1)
@@ -105,9 +105,9 @@ def allowed(role: str, cell: Cell) -> int:
     return VARIANTS[cell.variant].get("rl", {}).get("trainer", {}).get("ranks", 1) if role == "trainer" else 1
 
 
-def spoken(workspace: Path, pattern: str) -> str | None:
-    """The first printed line that matches, without what differs from run to run."""
-    for line in said(workspace).splitlines():
+def first_match(workspace: Path, pattern: str) -> str | None:
+    """The first printed line that matches, without the workspace's path and colours."""
+    for line in output_of(workspace).splitlines():
         if re.search(pattern, line):
             plain = line.replace(f"{workspace}/", "").replace(str(workspace), ".")
             return re.sub(r"\x1b\[[0-9;]*m", "", plain).strip()[:EXCERPT]
@@ -121,24 +121,27 @@ def write_table(results: Path, table: Path, cells: list[str]) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["stage", "process or file", "fault", "exit code", "printed", "left", "next run", "problems"])
         for row in (rows[name] for name in cells if name in rows):
-            printed = re.sub(r"process \d+ on [0-9.]+", "process N on HOST", re.sub(r"rlhf-[0-9a-f]{12}-[0-9a-f]{8}", "ID", row["said"]))
+            printed = re.sub(r"process \d+ on [0-9.]+", "process N on HOST", re.sub(r"rlhf-[0-9a-f]{12}-[0-9a-f]{8}", "ID", row["printed"]))
             shown = [row[key] for key in ("stage", "process", "fault", "exit_code")]
             writer.writerow([*shown, printed, row["left"], row["result"], "; ".join(row["problems"])])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.faults", description="Try out the fault matrix.")
+    parser = argparse.ArgumentParser(prog="python -m tools.faults", description="Run the fault matrix.")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="cells whose name has each of these words")
-    parser.add_argument("--seed", type=int, default=0, help="decides when a fault comes, and which of several processes it hits")
-    parser.add_argument("--list", action="store_true", help="names of the cells, and nothing else")
+    parser.add_argument("--seed", type=int, default=0, help="decides when a fault happens, and in which of several processes")
+    parser.add_argument("--list", action="store_true", help="print the cells' names and end")
     parser.add_argument("--folder", type=Path, default=Path("scratch/faults"), help="for the workspaces (default: %(default)s)")
-    parser.add_argument("--table", type=Path, help="write the newest results of all cells in the folder into this CSV file")
-    parser.add_argument("--keep", action="store_true", help="keep the workspaces of cells that are as they should be")
+    parser.add_argument("--table", type=Path, help="run no cell; write the newest results in --folder into this CSV file")
+    parser.add_argument("--keep", action="store_true", help="keep the workspaces of cells that passed")
     arguments = parser.parse_args()
     cells = [cell for cell in [*all_cells(), *server_cells()] if all(word in cell.name for word in arguments.only)]
     if arguments.list:
         sys.stdout.write("\n".join(cell.name for cell in cells) + "\n")
         return 0
+    results = arguments.folder.resolve() / "results.jsonl"
+    if arguments.table and not results.is_file():
+        parser.error(f"--table: expected results of earlier runs in {results}, got no such file; run cells first, without --table")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     folder = arguments.folder.resolve()
     laboratory, failed = Laboratory(folder), 0
@@ -148,8 +151,8 @@ def main() -> int:
                 row = try_out_server_cell(cell, folder, arguments.seed)
             else:
                 row = try_out(cell, laboratory, arguments.seed)
-        except Exception as error:  # of the harness: the cell says nothing, the next one may
-            log.error("%s: could not be tried out", cell.name, exc_info=error)
+        except Exception as error:  # a failure of this harness; the next cell may run
+            log.error("%s: could not be run", cell.name, exc_info=error)
             failed += 1
             continue
         with (folder / "results.jsonl").open("a") as file:

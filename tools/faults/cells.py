@@ -1,4 +1,4 @@
-"""The cells of the matrix: the stage, the process that is hit, the fault, and the expected message."""
+"""The cells of the matrix: stage, affected process, fault, and the expected message."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ RESUMABLE = ("train_sft", "train_reward", "train_policy")
 class Cell:
     """One fault.
 
-    said: a regular expression; a line that was printed has to match it, the culprit's name in it.
-    survives: the command that was disturbed ends well by itself.
-    flow: the command is the flow; otherwise `dvc repro` of the one stage.
-    prepare: what has to be there before the stage starts.
-    again: the stage is to be done again; False: it is up to date when the fault comes.
+    message: regular expression that a printed line must match; it names the process or file at fault.
+    survives: the disturbed command succeeds.
+    flow: run the flow; False: `dvc repro` of the stage alone.
+    prepare: set-up before the stage starts.
+    again: the stage has to run; False: it is up to date when the fault happens.
     """
 
     stage: str
     process: str
     fault: str
-    said: str
+    message: str
     strike: Strike
     survives: bool = False
     flow: bool = False
@@ -40,7 +40,7 @@ class Cell:
     prepare: Callable[[Path, str], Undo] | None = None
     again: bool = True
     timeout: float | None = None  # flow.stage_timeout
-    ends_first: bool = False  # what was prepared is undone before anybody looks for what is left
+    ends_first: bool = False  # undo `prepare` before the search for leftovers
 
     @property
     def name(self) -> str:
@@ -53,12 +53,12 @@ def of_stages() -> list[Cell]:
     for stage in STAGES:
         resumes, kept = stage in RESUMABLE, " to resume from its checkpoint" if stage in RESUMABLE else ""
         module = "train_rl" if stage == "train_policy" else stage
-        said = f"failed to run: exec python -m tasks.{module}, exited with -9"
-        cells.append(Cell(stage, "stage", "SIGKILL", said, faults.send(SIGKILL, checkpointed=resumes)))
-        told = f"{stage}: stopped by a signal; run it again{kept}"
-        if not resumes:  # it may still be importing, when nobody listens to signals yet, and has nothing to lose
-            told += f"|exec python -m tasks.{module}, exited with -15"
-        cells.append(Cell(stage, "stage", "SIGTERM", told, faults.send(SIGTERM, checkpointed=resumes)))
+        killed = f"failed to run: exec python -m tasks.{module}, exited with -9"
+        cells.append(Cell(stage, "stage", "SIGKILL", killed, faults.send(SIGKILL, checkpointed=resumes)))
+        stopped = f"{stage}: stopped by a signal; run it again{kept}"
+        if not resumes:  # SIGTERM may arrive during imports, before the handler is installed
+            stopped += f"|exec python -m tasks.{module}, exited with -15"
+        cells.append(Cell(stage, "stage", "SIGTERM", stopped, faults.send(SIGTERM, checkpointed=resumes)))
     return cells
 
 
@@ -71,7 +71,7 @@ def around_stages() -> list[Cell]:
         Cell(sft, "dvc", "SIGTERM", stopped, faults.send(SIGTERM, "dvc")),
         Cell(
             sft, "flow", "SIGKILL", r"resuming from the checkpoint of step \d+", faults.send_to_command(SIGKILL), flow=True
-        ),  # no one hears it
+        ),  # DVC and the stage end without a message
         Cell(sft, "flow", "SIGTERM", stopped, faults.send_to_command(SIGTERM), flow=True),
         Cell(sft, "flow", "SIGSTOP for 8 s", "Report: ", faults.send_to_command(SIGSTOP, seconds=8), flow=True, survives=True),
         Cell(sft, "stage", "SIGSTOP", late, faults.send(SIGSTOP), flow=True, survives=True, timeout=45),
@@ -163,7 +163,7 @@ def of_clocks() -> list[Cell]:
 
 
 def of_nodes() -> list[Cell]:
-    """A cluster of several nodes that was there before (cluster.address); each actor has a node of its own."""
+    """An existing cluster (cluster.address) of several nodes, with one actor per node."""
     rl, dead = "train_policy", "rank 0: expected [a-z_ ]+ to finish, got a dead process"
     return [
         Cell(

@@ -1,4 +1,4 @@
-"""What is done to a stage at work. Each function waits for its moment, strikes, and returns what undoes it before the stage runs again."""
+"""Faults in a running stage. Each function waits for its moment, causes the fault, and returns a function that undoes it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ CLOCK_LIBRARY = Path(__file__).with_name("clock_jump.c")
 
 
 def nothing() -> None:
-    """There is nothing to undo."""
+    """For a fault that needs no undoing."""
 
 
 def send(number: signal.Signals, role: str | None = None, *, checkpointed: bool = True) -> Strike:
-    """A signal to one process of a role (None: of the stage itself), after its first checkpoint or at any moment."""
+    """Send a signal to a process of a role (None: the stage itself), after its next checkpoint or at any moment."""
 
     def strike(scene: Scene) -> Undo:
         scene.after_checkpoint() if checkpointed else scene.at_work()
@@ -44,17 +44,17 @@ def send(number: signal.Signals, role: str | None = None, *, checkpointed: bool 
         if number != signal.SIGSTOP:
             return nothing
 
-        def go_on() -> None:
+        def resume() -> None:
             with suppress(psutil.Error):
                 process.send_signal(signal.SIGCONT)
 
-        return go_on
+        return resume
 
     return strike
 
 
 def send_to_command(number: signal.Signals, *, seconds: float = 0.0) -> Strike:
-    """A signal to the process that was started, such as the flow; SIGSTOP for so many seconds."""
+    """Send a signal to the started command, such as the flow. SIGSTOP lasts `seconds`."""
 
     def strike(scene: Scene) -> Undo:
         scene.after_checkpoint()
@@ -68,7 +68,7 @@ def send_to_command(number: signal.Signals, *, seconds: float = 0.0) -> Strike:
 
 
 def full_disk(scene: Scene) -> Undo:
-    """The disk that the stage's checkpoints are on has no byte left. `small_disk` has to be there."""
+    """Fill the disk of the stage's checkpoints. Needs `small_disk`."""
     scene.after_checkpoint()
     filler = scene.workspace / "scratch" / scene.stage / "filler"
     with suppress(OSError), filler.open("wb", buffering=0) as file:
@@ -78,12 +78,12 @@ def full_disk(scene: Scene) -> Undo:
 
 
 def just_run(scene: Scene) -> Undo:
-    """What was prepared is the fault."""
+    """For a fault that `prepare` has caused."""
     return nothing
 
 
 def corrupt_checkpoint(change: Callable[[Path], None]) -> Strike:
-    """The stage is killed, and its newest checkpoint is not what it was."""
+    """Kill the stage and damage its newest checkpoint."""
 
     def strike(scene: Scene) -> Undo:
         scene.after_checkpoint()
@@ -96,9 +96,8 @@ def corrupt_checkpoint(change: Callable[[Path], None]) -> Strike:
 
 
 def flip_a_bit(folder: Path) -> None:
-    """In the middle of the largest file."""
-    path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    flip(path)
+    """Flip a bit in the middle of the largest file."""
+    flip(max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size))
 
 
 def flip(path: Path) -> None:
@@ -118,13 +117,13 @@ def tear_manifest(folder: Path) -> None:
 
 
 def jump(scene: Scene) -> Undo:
-    """The clock of every process jumps; `preload_clock` has to be there."""
+    """Change the clock of every process. Needs `preload_clock`."""
     scene.after_checkpoint()
     (scene.workspace.with_suffix(".jump")).touch()
     return nothing
 
 
-# What has to be there before the stage starts
+# Set-up before the stage starts
 
 
 def small_disk(workspace: Path, stage: str) -> Undo:
@@ -139,7 +138,7 @@ def unmount(folder: Path) -> None:
 
 
 def read_only(*names: str) -> Callable[[Path, str], Undo]:
-    """Folders of the workspace that nobody can write to, root neither."""
+    """Mount folders of the workspace read-only, for root too."""
 
     def prepare(workspace: Path, _: str) -> Undo:
         for name in names:
@@ -153,7 +152,7 @@ def read_only(*names: str) -> Callable[[Path, str], Undo]:
 
 
 def full_models(workspace: Path, _: str) -> Undo:
-    """The disk that finished models go to has room for those that are there, and for no other."""
+    """Mount a disk on models/ that has room for the existing models and no other."""
     folder, aside = workspace / "models", workspace.with_suffix(".models")
     shutil.copytree(folder, aside)
     blocks = sum(-(-p.stat().st_size // 4096) + 1 for p in aside.rglob("*")) + 8
@@ -164,7 +163,7 @@ def full_models(workspace: Path, _: str) -> Undo:
 
 
 def preload_clock(seconds: int) -> Callable[[Path, str], Undo]:
-    """A library before all others that gives another time of day once a file is there."""
+    """Preload a library that shifts the time of day by `seconds` once a file exists."""
 
     def prepare(workspace: Path, _: str) -> Undo:
         library = workspace.with_suffix(".so")
@@ -183,7 +182,7 @@ def preload_clock(seconds: int) -> Callable[[Path, str], Undo]:
 
 
 def corrupt_cache(workspace: Path, stage: str) -> Undo:
-    """A bit has flipped in DVC's copy of the largest file that the stage made, and the file itself is gone from the workspace."""
+    """Flip a bit in the cached copy of the stage's largest file, and delete the stage's output from the workspace."""
     folder = max(made_by(workspace, stage), key=lambda path: sum(p.stat().st_size for p in path.rglob("*")) if path.is_dir() else 0)
     largest = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     md5 = hashlib.md5(largest.read_bytes(), usedforsecurity=False).hexdigest()
@@ -193,7 +192,7 @@ def corrupt_cache(workspace: Path, stage: str) -> Undo:
 
 
 def nodes(count: int) -> Callable[[Path, str], Undo]:
-    """A cluster of so many nodes with one CPU each, and a head without any, that the job is sent to."""
+    """Start a cluster of `count` nodes with one CPU each and a head without CPUs, and set cluster.address to it."""
 
     def prepare(workspace: Path, _: str) -> Undo:
         folder = Path(tempfile.mkdtemp(prefix="rn"))
@@ -207,7 +206,7 @@ def nodes(count: int) -> Callable[[Path, str], Undo]:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=where["token"])
         change_params(workspace, {"cluster": {"address": "ADDRESS"}})
         params = workspace / "params.yaml"
-        params.write_text(params.read_text().replace("ADDRESS", json.dumps(where["address"])))  # DVC wants a colon in quotes
+        params.write_text(params.read_text().replace("ADDRESS", json.dumps(where["address"])))  # DVC needs quotes around a colon
 
         def undo() -> None:
             cluster.terminate()
@@ -226,7 +225,7 @@ def nodes(count: int) -> Callable[[Path, str], Undo]:
 
 
 def lose_node_of(role: str) -> Strike:
-    """The node that an actor of a role works on is gone: SIGKILL for its raylet, whose workers end with it."""
+    """Kill the raylet of an actor's node; the node's workers end with it."""
 
     def strike(scene: Scene) -> Undo:
         scene.after_checkpoint()

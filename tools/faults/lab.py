@@ -1,4 +1,4 @@
-"""Where a fault is tried out: a copy of a finished small chain in which one stage is to be done again, and what is looked at afterwards."""
+"""Workspaces for faults, each a copy of a finished small chain in which one stage has to run, and the checks after a fault."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from small_chain import (
     copy_chain,
     log_of,
     make_chain,
+    output_of,
     ray_folders,
     results,
     run,
-    said,
     temporary,
 )
 from small_workspace import command_line, git, processes_in
 
-FAULTS = {  # over the small chain: deadlines short enough to be waited for, and a scorer that has an actor of its own
+FAULTS = {  # changes to the small chain: short deadlines, and a scorer with its own actor
     "rl": {
         "steps": 30,
         "checkpoint_every": 4,
@@ -54,7 +54,7 @@ FAULTS = {  # over the small chain: deadlines short enough to be waited for, and
     "reward": {"epochs": 1.0},
     "cluster": {"silence_timeout": 20},
 }
-VARIANTS: dict[str, dict[str, Any]] = {  # of train_policy; each has its own undisturbed run
+VARIANTS: dict[str, dict[str, Any]] = {  # params of train_policy; each variant has its own undisturbed run
     "one": {},
     "two": {"rl": {"trainer": {"ranks": 2}, "rollout": {"engines": 2}}},
     "none": {"rl": {"max_replacements": 0}},
@@ -67,7 +67,7 @@ class Laboratory:
     """Makes the undisturbed chain once, and a workspace for each cell.
 
     Args:
-        folder: where all of it lies; the undisturbed chains there are used again.
+        folder: of all workspaces. Undisturbed chains that exist there are reused.
     """
 
     def __init__(self, folder: Path):
@@ -99,13 +99,13 @@ class Laboratory:
             raise RuntimeError(f"undisturbed chain: expected to end with 0, got {code}:\n{printed[-3000:]}")
 
     def workspace(self, name: str, stage: str, variant: str) -> Path:
-        """A copy in which `stage` is to be done again and everything before it is there."""
+        """A copy in which `stage` has to run and the stages before it are up to date."""
         workspace = self.copy(name, variant)
         forget(workspace, stage)
         return workspace
 
     def copy(self, name: str, variant: str) -> Path:
-        """A copy in which everything is up to date."""
+        """A copy in which every stage is up to date."""
         workspace = self._folder / name
         shutil.rmtree(workspace, ignore_errors=True)
         log_of(workspace).unlink(missing_ok=True)
@@ -121,7 +121,7 @@ def made_by(workspace: Path, stage: str) -> list[Path]:
 
 
 def forget(workspace: Path, stage: str) -> None:
-    """As if a stage had never run: no outs, no entry, no run cache."""
+    """Remove all traces of a stage: its outs, its entry in dvc.lock, the run cache and the scratch folder."""
     for path in made_by(workspace, stage):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     yaml = YAML(typ="safe", pure=True)
@@ -134,7 +134,7 @@ def forget(workspace: Path, stage: str) -> None:
 
 
 def same_result(workspace: Path, undisturbed: Path, stage: str) -> str | None:
-    """What differs between a stage's entry in dvc.lock, and its files, and those of the undisturbed run; None: nothing."""
+    """First difference from the undisturbed run in a stage's entry of dvc.lock or its files; None: they are the same."""
     got, expected = lock_of(workspace).get(stage), lock_of(undisturbed)[stage]
     if got != expected:
         return "dvc.lock has another entry"
@@ -144,17 +144,17 @@ def same_result(workspace: Path, undisturbed: Path, stage: str) -> str | None:
     return f"{differ[0]} differs" if differ else None
 
 
-ROLES = {  # what the command line of a process of each role has in it, as a regular expression
+ROLES = {  # regular expression that matches the command line of each role's processes
     "dvc": " dvc repro",
     "keeper": "rlhf_core.engines.ray_head",
     "driver": "-m rlhf_core.trainers.rl.driver ",
     **ACTOR_TITLES,
 }
-SYSTEM = {"raylet": "raylet/raylet ", "gcs": "gcs/gcs_server ", "dashboard": "dashboard/dashboard.py "}  # of Ray; they work elsewhere
+SYSTEM = {"raylet": "raylet/raylet ", "gcs": "gcs/gcs_server ", "dashboard": "dashboard/dashboard.py "}  # Ray's, outside the workspace
 
 
 def processes(workspace: Path, role: str) -> list[psutil.Process]:
-    """The living processes of a role that belong to a workspace, oldest first."""
+    """Living processes of a role in a workspace, oldest first."""
     if role in SYSTEM:
         found = [p for p in psutil.process_iter() if SYSTEM[role] in (line := _line(p)) and f"{temporary(workspace)}/" in line]
     else:
@@ -176,7 +176,7 @@ def _age(process: psutil.Process) -> float:
 
 @dataclass
 class Watch:
-    """Looks at a workspace all the time: how many trainers there were at once, and which segments of shared memory its processes had."""
+    """Polls a workspace's processes. trainers: role -> largest number at once. segments: shared memory that any of them has mapped."""
 
     workspace: Path
     trainers: dict[str, int] = field(default_factory=dict)
@@ -208,7 +208,7 @@ class Watch:
 
 
 def alive_processes(workspace: Path) -> list[psutil.Process]:
-    """All that came of what was started in a workspace, wherever it works now: it has the folder for temporary files in its environment."""
+    """Living processes that descend from a workspace's commands, recognised by TMPDIR in their environments."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -217,8 +217,8 @@ def alive_processes(workspace: Path) -> list[psutil.Process]:
     return found
 
 
-def what_is_left(workspace: Path, watch: Watch) -> list[str]:
-    """Processes, folders and shared memory that are still there after SECONDS_TO_END."""
+def leftovers(workspace: Path, watch: Watch) -> list[str]:
+    """Processes, folders and shared memory that still exist after SECONDS_TO_END."""
     until = time.monotonic() + SECONDS_TO_END
     while True:
         orphans = [_line(process) for process in alive_processes(workspace)]
@@ -229,8 +229,8 @@ def what_is_left(workspace: Path, watch: Watch) -> list[str]:
 
 
 def locks_held(workspace: Path) -> list[str]:
-    """Locks of stages that somebody holds, and the entries of living processes in DVC's own file of locks, or what it is if it can't be
-    read. DVC takes a dead one's entry away when it meets it, and a flow before it starts DVC.
+    """Locked lock files of stages, and entries of living processes in DVC's rwlock, or a note if that file is truncated. DVC itself removes
+    the entries of dead processes.
     """
     held = []
     for path in (workspace / "scratch").glob("*/lock"):
@@ -246,13 +246,13 @@ def locks_held(workspace: Path) -> list[str]:
             entries = locks.get("read", {}) | {name: [entry] for name, entry in locks.get("write", {}).items()}
             held += [f"rwlock: {name}" for name, found in entries.items() if any(psutil.pid_exists(e["pid"]) for e in found)]
         except json.JSONDecodeError:
-            held.append("rwlock, torn")
+            held.append("rwlock, truncated")
     return held
 
 
 @dataclass
 class Scene:
-    """A stage at work in its workspace, for a fault to be brought upon it."""
+    """A running stage in its workspace, the target of a fault."""
 
     workspace: Path
     stage: str
@@ -260,7 +260,7 @@ class Scene:
     chance: random.Random
 
     def at_work(self) -> None:
-        """Wait until the stage has begun, and a moment more that chance decides."""
+        """Wait until the stage runs, and for a random moment more."""
         self._until(lambda: processes(self.workspace, self.stage), f"{self.stage} at work")
         time.sleep(self.chance.uniform(0.0, 1.5))
 
@@ -269,7 +269,7 @@ class Scene:
         time.sleep(self.chance.uniform(0.0, 0.5))
 
     def process(self, role: str) -> psutil.Process:
-        """One of a role; chance decides which where there are more."""
+        """A random process of a role."""
         self._until(lambda: processes(self.workspace, role), f"a process of role {role}")
         return self.chance.choice(processes(self.workspace, role))
 
@@ -281,5 +281,7 @@ class Scene:
         until = time.monotonic() + DEADLINE
         while not condition():
             if self.child.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"{what}: expected before the end, got exit code {self.child.poll()}:\n{said(self.workspace)[-2000:]}")
+                raise RuntimeError(
+                    f"{what}: expected before the end, got exit code {self.child.poll()}:\n{output_of(self.workspace)[-2000:]}"
+                )
             time.sleep(0.05)

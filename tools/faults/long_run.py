@@ -1,7 +1,7 @@
 """Memory and disk over a long RL run: python -m tools.faults.long_run [--steps 500] [--figure FILE].
 
-Every few seconds: the resident memory of all processes by role, what of /dev/shm Ray's object store has, the size of the stage's scratch
-folder and of Ray's own. Prints the slope of each over the second half of the run, and draws them.
+Measures every few seconds: resident memory of all processes by role, the share of Ray's object store in /dev/shm, and the size of the
+stage's scratch folder and Ray's folder. Prints the slope of each over the second half of the run, and plots them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import linear_regression
 
 import pandas as pd
 import psutil
-from small_chain import begin, change_params, said, temporary
+from small_chain import begin, change_params, output_of, temporary
 
 from tools.faults.lab import Laboratory, alive_processes, processes
 
@@ -27,13 +27,13 @@ TINY = {
     "checkpoint_every": 25,
     "rollout": {"max_new_tokens": 8, "max_concurrent_sequences": 16},
     "evaluation": {"every": 50, "prompts": 16, "metric": "score", "keep_best": True},
-    "monitor": {"kl": None, "entropy": None, "repetition": None},  # nothing may end it early
+    "monitor": {"kl": None, "entropy": None, "repetition": None},  # no early end
 }
 ROLES = ("train_policy", "driver", "trainer", "rollout", "scorer", "raylet", "gcs")
 
 
 def measure(workspace: Path) -> dict[str, float]:
-    """MiB of everything, and how many steps are done."""
+    """MiB of each quantity, and the number of finished steps."""
     found, known = {}, set()
     for role in ROLES:
         members = processes(workspace, role)
@@ -53,7 +53,7 @@ def _resident(process: psutil.Process) -> float:
 
 
 def _object_store(raylet: psutil.Process) -> float:
-    """Of /dev/shm, in use: the file has no name any more, only a descriptor."""
+    """MiB of the object store in /dev/shm, found by its descriptor since the file is unlinked."""
     folder = Path(f"/proc/{raylet.pid}/fd")
     inodes = {}
     with suppress(OSError):
@@ -80,7 +80,7 @@ def _steps(workspace: Path) -> int:
 
 
 def slopes(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of each column over the second half of the steps: MiB at its beginning and end, and MiB per 100 steps by least squares."""
+    """For each column over the second half of the steps: MiB at the start and the end, and MiB per 100 steps by least squares."""
     late = rows[rows["step"] >= rows["step"].max() / 2]
     found = {
         name: (late[name].iloc[0], late[name].iloc[-1], 100 * linear_regression(late["step"], late[name]).slope)
@@ -121,15 +121,15 @@ def main() -> int:
     stage, started, rows = begin(workspace, "tasks.train_rl"), time.monotonic(), []
     while stage.poll() is None:
         row = measure(workspace)
-        if row["step"] and row["memory of trainer"] and row["memory of rollout"]:  # at the end they go before the stage does
+        if row["step"] and row["memory of trainer"] and row["memory of rollout"]:  # the actors end before the stage
             rows.append({"seconds": time.monotonic() - started, **row})
         time.sleep(EVERY_SECONDS)
     if stage.returncode:
-        sys.stderr.write(said(workspace)[-3000:])
+        sys.stderr.write(output_of(workspace)[-3000:])
         return 1
     table = pd.DataFrame(rows)
     table.to_csv(workspace.with_suffix(".csv"), index=False)
-    sys.stdout.write(f"{len(table)} looks in {table['seconds'].iloc[-1]:.0f} s; MiB:\n{slopes(table).to_string()}\n")
+    sys.stdout.write(f"{len(table)} measurements in {table['seconds'].iloc[-1]:.0f} s; MiB:\n{slopes(table).to_string()}\n")
     if arguments.figure is not None:
         draw(table, arguments.figure)
     return 0

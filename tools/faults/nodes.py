@@ -1,6 +1,6 @@
 """A Ray cluster of several nodes on this machine: python -m tools.faults.nodes <folder> <nodes with one CPU>; ends by SIGTERM.
 
-The head has no CPU for actors. <folder>/cluster.json says where it is to be reached, once it is up.
+The head has no CPU for actors. <folder>/cluster.json has the cluster's address once the cluster is up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     configure_process()
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
-    (folder / "ray").mkdir()  # where it notes the address of the newest cluster, which for others would be this one
+    (folder / "ray").mkdir()  # for Ray's note of the newest cluster, which other programs must not read
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_TMPDIR=str(folder))
     os.environ.update(RAY_enable_worker_prestart="0", RAY_prestart_worker_first_driver="0")
     from ray.cluster_utils import Cluster  # reads the environment when it is imported

@@ -1,5 +1,4 @@
-"""Cells of Prefect's server and worker: a deployment's run is in the middle of its training, on four cheap stages; then `make server` again
-and a retry of the run."""
+"""Cells of Prefect's server and worker: a fault during a deployment's run on four cheap stages, then `make server` again and a retry."""
 
 from __future__ import annotations
 
@@ -36,12 +35,12 @@ MODULES = {"Prefect worker": "prefect --no-prompt worker start", "Prefect server
 
 @dataclass(frozen=True)
 class ServerCell:
-    """said: by `make server` when it ended; None: the run ends well, and `make server` goes on."""
+    """message: regular expression of what `make server` prints when it ends; None: the run succeeds, and `make server` continues."""
 
     process: str
     fault: str
     number: Signals
-    said: str | None
+    message: str | None
 
     stage = "train_sft"
 
@@ -70,8 +69,8 @@ def try_out_server(cell: ServerCell, workspace: Path) -> Outcome:
     make_workspace(workspace, steps=STEPS)
     worktree, problems = workspace / "runs" / RUN, []
     with serving(workspace) as (server, url):
-        asked = prefect(workspace, "deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"run": RUN}))
-        assert asked.returncode == 0, asked.stderr
+        created = prefect(workspace, "deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"run": RUN}))
+        assert created.returncode == 0, created.stderr
         wait_until(training_has_begun(worktree, 20), END_SECONDS, "training")
         (process,) = [p for p in processes_in(workspace) if MODULES[cell.process] in " ".join(command_line(p))]
         process.send_signal(cell.number)
@@ -90,14 +89,14 @@ def try_out_server(cell: ServerCell, workspace: Path) -> Outcome:
     weights = worktree / "models/sft/weights"
     done = [step for _, step in steps_done(worktree)]
     if not weights.exists() or weights.read_text() != f"0 {STEPS}":
-        problems.append("models/sft is not what an undisturbed run makes")
+        problems.append("models/sft differs from an undisturbed run's")
     if sorted(set(done)) != list(range(STEPS)) or len(done) > STEPS + 1:
         problems.append(f"steps: expected each once, got {len(done)}")
     return Outcome(code, left, problems + [f"left: {line}" for line in left])
 
 
 def retry(workspace: Path) -> list[str]:
-    """`make server` again, and what a person does about the run: a retry; problems, if there are any."""
+    """Start `make server` again and retry the run, as a user would. Returns the problems."""
     with serving(workspace) as (_, url):
         (run,) = runs(workspace, url)
         retried = prefect(workspace, "flow-run", "retry", run["id"])
@@ -122,7 +121,7 @@ def final_state(workspace: Path, url: str) -> str:
 
 @contextmanager
 def serving(workspace: Path) -> Iterator[tuple[subprocess.Popen, str]]:
-    """`make server`; its address. What it prints goes to <workspace>.log."""
+    """Run `make server`, with output in <workspace>.log. Yields the process and its address."""
     ready = workspace / ".prefect/server.json"
     ready.unlink(missing_ok=True)
     with workspace.with_name(workspace.name + ".log").open("a") as log:
@@ -146,7 +145,7 @@ def prefect(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 
 def end_all(workspace: Path) -> None:
-    """What a cell that was not ok has left."""
+    """Kill the processes that a failed cell has left."""
     for process in processes_in(workspace):
         with suppress(psutil.Error):
             process.kill()

@@ -58,10 +58,10 @@ def _child(module: str, cases: list[Case], seconds: float) -> tuple[list[Case], 
         output.seek(0)
         lines = output.read().splitlines()
     found = [json.loads(line.removeprefix(RESULT)) for line in lines if line.startswith(RESULT)]
-    said = [line for line in lines if line.strip() and not line.startswith(RESULT)]
+    printed = [line for line in lines if line.strip() and not line.startswith(RESULT)]
     if len(found) < len(cases):
-        print("\n".join(said[-40:]), file=sys.stderr, flush=True)
-    return found, f"{reason}: {' / '.join(said[-TAIL:])[-600:]}"
+        print("\n".join(printed[-40:]), file=sys.stderr, flush=True)
+    return found, f"{reason}: {' / '.join(printed[-TAIL:])[-600:]}"
 
 
 def run_or_die(part: Callable[[], list[str]]) -> int:

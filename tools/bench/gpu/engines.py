@@ -228,9 +228,9 @@ class _Ours:
         loaded = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         samples = [sample for (sample,) in self._sample(prompts, response)]
         model.to(device())
-        said = torch.tensor([x for sample in samples for x in sample.logprobs])
+        reported = torch.tensor([x for sample in samples for x in sample.logprobs])
         expected = torch.cat([_logprobs(model, ids, sample.response_ids) for ids, sample in zip(prompts, samples, strict=True)])
-        return {"seconds": seconds, "bytes": loaded, "apart": sizes(said - expected)}
+        return {"seconds": seconds, "bytes": loaded, "apart": sizes(reported - expected)}
 
 
 def inspect_here(model: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.planning.shape import ModelShape
+from rlhf_core.planning.shape import ModelShape
 
 # FLOP/s of dense bfloat16 matrix products by the device's exact name; other boards of the same chip differ. The vendor's
 # pages give twice as much, for sparse matrices: https://www.nvidia.com/en-us/data-center/h100/, .../h200/ and .../a100/.

@@ -37,7 +37,7 @@ class Part:
     """module: takes --out FILE.json, --models FOLDER and --rehearse. needs, limit: seconds; not started with less than `needs` left."""
 
     name: str
-    tells: str
+    title: str
     needs: float
     limit: float
     module: str = ""
@@ -125,8 +125,8 @@ def _watch(part: Part, path: Path, *, seconds: float, rehearse: bool, models: Pa
         command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace", start_new_session=True, preexec_fn=KILL_WITH_PARENT,
     )  # fmt: skip
-    said: deque[str] = deque(maxlen=200)
-    reader = threading.Thread(target=_pass_on, args=(process, said), daemon=True)
+    lines: deque[str] = deque(maxlen=200)
+    reader = threading.Thread(target=_pass_on, args=(process, lines), daemon=True)
     reader.start()
     try:
         code = process.wait(timeout=seconds)
@@ -137,15 +137,15 @@ def _watch(part: Part, path: Path, *, seconds: float, rehearse: bool, models: Pa
         reader.join(timeout=5)
     if code == 0:
         return RAN, ""
-    last = " / ".join([line.strip() for line in said if line.strip()][-REASON_LINES:])[-400:]
+    last = " / ".join([line.strip() for line in lines if line.strip()][-REASON_LINES:])[-400:]
     return (STOPPED, f"after {seconds:.0f} s; last: {last}") if code is None else (FAILED, f"exit code {code}; last: {last}")
 
 
-def _pass_on(process: subprocess.Popen, said: deque[str]) -> None:
+def _pass_on(process: subprocess.Popen, lines: deque[str]) -> None:
     assert process.stdout is not None
     with contextlib.suppress(ValueError):  # closed at the end
         for line in process.stdout:
-            said.append(line)
+            lines.append(line)
             print(line, end="", flush=True)
 
 

@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.planning.hardware import GIB, Cluster, Gpu
+from rlhf_core.planning.plan import CRITIC, POLICY, REFERENCE, REWARD, Group, Placement, Workload, group_memory
 from rlhf_core.process import configure_process
 from tools.bench.gpu.cases import Case, measure_apart, measure_here, run_or_die
 from tools.bench.gpu.record import Record
 from tools.bench.gpu.shapes import SHAPES, TINY, argument_parser, models_folder, shape_name
-from tools.planning.hardware import GIB, Cluster, Gpu
-from tools.planning.plan import CRITIC, POLICY, REFERENCE, REWARD, Group, Placement, Workload, group_memory
 
 CASE_SECONDS = 200.0
-PASSES = "one pass: activations, logits"  # the planner's name
+PASSES = "one pass or optimizer step"  # the planner's name
 ON_GPU: Case = {"shape": "0.5B", "prompt": (64, 512), "response": (64, 512), "samples": 64, "microbatch_tokens": 8192, "steps": 3}
 REHEARSED: Case = {"shape": TINY, "prompt": (4, 12), "response": (4, 24), "samples": 8, "microbatch_tokens": 128, "steps": 2}
 
@@ -102,7 +102,10 @@ def planned_parts(case: Case) -> dict[str, float]:
     )
     group = Group(1, (POLICY, CRITIC, REFERENCE, REWARD))
     any_gpu = Gpu("here", memory=80 * GIB, flops=1.0, bandwidth=1.0, link=1.0)  # the parts don't depend on any of them
-    return group_memory(work, group, Placement((group,), zero_stage=2), Cluster(any_gpu, gpus=1)).parts
+    parts = group_memory(work, group, Placement((group,), zero_stage=2), Cluster(any_gpu, gpus=1)).parts
+    for role in (POLICY, CRITIC):  # one figure is measured for both
+        parts[f"{role}: optimizer"] += parts.pop(f"{role}: float32 weights")
+    return parts
 
 
 def add_engine(record: Record, name: str, case: Case, found: dict[str, Any]) -> None:
@@ -112,8 +115,8 @@ def add_engine(record: Record, name: str, case: Case, found: dict[str, Any]) -> 
     note = f"{found['tokens']} tokens" if found["tokens"] else "made for each batch, and gone after it"
     record.add(f"{name}: cache of keys and values", "GiB", cache, note)
     for what in ("started", "held"):
-        said = {"started": "after its start", "held": "after sampling"}[what]
-        record.add(f"{name}: in use {said}", "GiB", [found[what] / GIB])
+        when = {"started": "after its start", "held": "after sampling"}[what]
+        record.add(f"{name}: in use {when}", "GiB", [found[what] / GIB])
     for kind, size in found["bytes"].items():
         record.add(f"{name}: highest, {kind}", "GiB", [size / GIB])
 

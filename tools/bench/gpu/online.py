@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import DEFAULT_LIMITS, Params, parse_params, read_yaml, set_key
-from rlhf_core.data.schema import write_rows
 from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
 from rlhf_core.trainers.rl.job import RlJob
 from tools.bench.gpu.job import SEEN
 from tools.bench.gpu.lively import lively_folder
 from tools.bench.gpu.processes import Budget, Peaks, actor_processes, watch_memory
 from tools.bench.gpu.shapes import SHAPES, Lengths, model_folder, prompts, shape_name
-from tools.bench.ours_online import ROOT, read_csv
+from tools.bench.ours_online import ROOT, describe, read_csv
 from tools.bench.work import DEFAULTS, PLAIN_ONLINE
 
 # Trainer and engine share a GPU; the engine has this share of its memory, TRL's too.
@@ -139,7 +137,10 @@ def run(case: Case, models: Path, folder: Path, address: str, budget: Budget) ->
     Raises:
         RuntimeError: the job failed, or the budget ran out.
     """
-    job, cluster, output = describe(case, models, folder), case.params.cluster, []
+    reward_model = str(model_folder(case.shape, models, "reward")) if case.algorithm == "ppo" else None
+    model = str(lively_folder(case.shape, models))
+    job = describe(case.params, case.rows(), folder, model=model, name=folder.name, threads=case.threads, reward_model=reward_model)
+    cluster, output = case.params.cluster, []
     job.write(folder / "job.json")
     driver = [sys.executable, "-m", "tools.bench.gpu.job", str(folder / "job.json")]
     began = time.perf_counter()
@@ -182,34 +183,6 @@ def read(case: Case, job: RlJob, began: float, peaks: Peaks) -> Outcome:
         entropy=[row["entropy"] for row in curves],
         mismatch=seen["mismatch"],
         peaks=peaks,
-    )
-
-
-def describe(case: Case, models: Path, folder: Path) -> RlJob:
-    params, prepared = case.params, folder / "prepared"
-    rows = [
-        {"id": str(i), "source": "bench", "split": "train", "messages": row["messages"], "label": None} for i, row in enumerate(case.rows())
-    ]
-    write_rows(prepared, "prompt", rows)
-    reward_model = str(model_folder(case.shape, models, "reward")) if case.algorithm == "ppo" else None
-    return RlJob(
-        seed=params.seed,
-        model=params.model,
-        train_on=params.sft.train_on,
-        train_on_thoughts=params.sft.train_on_thoughts,
-        rl=params.rl,
-        tracking=params.tracking,
-        threads=case.threads,
-        run_name=folder.name,
-        prepared=str(prepared),
-        sft_model=str(lively_folder(case.shape, models)),
-        reward_model=reward_model,
-        scorer_models={} if reward_model is None else {"reward_model": reward_model},
-        source_judges={},
-        work=str(folder),
-        checkpoints=StoreSettings(),
-        output=str(folder / "policy"),
-        timings=str(folder / "timings.csv"),
     )
 
 

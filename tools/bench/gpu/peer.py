@@ -96,9 +96,9 @@ def theirs(case: Case, models: Path, folder: Path, budget: Budget) -> Side:
         raise RuntimeError(f"TRL: expected its steps within the time that was left, got none; {str(late.stderr)[-2000:]}") from late
     if done.returncode:
         raise RuntimeError(f"TRL: expected exit code 0, got {done.returncode}:\n{done.stderr[-4000:]}")
-    said = json.loads(found.read_text())
-    steps = list(zip(said["tokens"], said["seconds"], strict=True))[case.warmup :]
-    return Side(said["start"], [tokens / seconds for tokens, seconds in steps], said["note"])
+    result = json.loads(found.read_text())
+    steps = list(zip(result["tokens"], result["seconds"], strict=True))[case.warmup :]
+    return Side(result["start"], [tokens / seconds for tokens, seconds in steps], result["note"])
 
 
 if __name__ == "__main__":

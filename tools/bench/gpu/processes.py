@@ -28,17 +28,12 @@ def begin(description: str | None) -> argparse.Namespace:
     """Set up a part's process. Returns its arguments with absolute paths, because jobs have other working directories."""
     arguments = argument_parser(description).parse_args()
     configure_process()
-    end_tidily()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exception, so that children and folders are removed
     arguments.out = arguments.out.resolve()
     if arguments.models is not None:
         arguments.models = arguments.models.resolve()
         arguments.models.mkdir(parents=True, exist_ok=True)
     return arguments
-
-
-def end_tidily() -> None:
-    """Turn SIGTERM into an exception, so that children are ended and temporary folders removed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def cores(most: int) -> int:
@@ -135,10 +130,12 @@ class _Device:
         """None: no GPU, or no such library."""
         try:
             import pynvml
-
+        except ImportError:
+            return None
+        try:
             pynvml.nvmlInit()
             return cls(pynvml, pynvml.nvmlDeviceGetHandleByIndex(0))
-        except Exception:  # the module is missing, or raises its own errors without a driver
+        except pynvml.NVMLError:
             return None
 
     def used(self) -> tuple[dict[int, int], int]:

@@ -46,7 +46,7 @@ def measure_trainer(case: dict[str, Any]) -> dict[str, Any]:
     watch = Watch()
     rank = TrainerRank(0, 1, job)
     with watch.phase("load"):
-        rank.connect(*rank.address())
+        rank.connect(rank.address())
     rollouts = drawn(job, case)
     for step in range(case["steps"]):
         one_step(rank, job, rollouts, watch, step)
@@ -140,8 +140,8 @@ def held_by(rank: TrainerRank) -> Bytes:
         tensors += [value for values in state for value in values.values() if isinstance(value, torch.Tensor)]
         found[f"{name}: optimizer"] = storage_bytes(tensors, seen)
     if rank._reference is not None:
-        found["reference: weights"] = storage_bytes(whole(rank._reference), seen)
-    found["reward: weights"] = storage_bytes((t for members in rank._scorers.values() for m in members for t in whole(m)), seen)
+        found["reference: weights"] = storage_bytes(whole(rank._reference.module), seen)
+    found["reward: weights"] = storage_bytes((t for members in rank._scorers.values() for m in members for t in whole(m.module)), seen)
     return found
 
 
@@ -201,7 +201,7 @@ class Watch:
             name = names[id(engine)]
             self._keep(f"{name}: {PASSES}", now() - at_forward[id(engine)])
             if not self.stacks:
-                self.stacks = largest_stacks()
+                self.stacks = by_place(torch.cuda.memory._snapshot()) if torch.cuda.is_available() else []
             backward(engine, loss)
 
         def watched_step(engine: TrainEngine) -> float:
@@ -221,11 +221,6 @@ class Watch:
 def now() -> float:
     """Bytes allocated by torch on the GPU; without one the resident set."""
     return float(torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss)
-
-
-def largest_stacks() -> list[tuple[str, float]]:
-    """From the allocator's snapshot; empty without a GPU."""
-    return by_place(torch.cuda.memory._snapshot()) if torch.cuda.is_available() else []
 
 
 def by_place(snapshot: dict[str, Any]) -> list[tuple[str, float]]:
@@ -259,14 +254,14 @@ def measure_engine(case: dict[str, Any]) -> dict[str, Any]:
 
     folder = model_folder(case["shape"], Path(case["models"]))
     tokenizer = load_tokenizer(str(folder), trust_remote_code=False)
-    asked = [
+    encoded = [
         encode_prompt(tokenizer, row["messages"])
         for row in prompts(case["samples"], Lengths(tuple(case["prompt"]), tuple(case["response"])))
     ]
     engine = open_here(case["backend"], str(folder), sequences=max(64, case["samples"]))
     started = now()
     settings = SamplingSettings(case["response"][1], 1.0, min_new_tokens=case["response"][0])
-    engine.generate(asked, request_seeds(0, 0, len(asked)), settings, stop_ids=(tokenizer.eos_token_id,), group_size=1)
+    engine.generate(encoded, request_seeds(0, 0, len(encoded)), settings, stop_ids=(tokenizer.eos_token_id,), group_size=1)
     synchronize()
     tokens = cache_tokens(engine)
     from transformers import AutoConfig

@@ -46,12 +46,12 @@ class Plan:
         return f"{shape_name(self.shape)}, {self.dtype}"
 
     def settings(self, model: Path, threads: int) -> EngineSettings:
-        asked = (*self.cases, *([self.reloaded] if self.reloaded else []))
+        sampled = (*self.cases, *([self.reloaded] if self.reloaded else []))
         return EngineSettings(
             str(model),
             self.dtype,
-            max_length=self.prompt[1] + max(response for _, response in asked),
-            sequences=max(count for count, _ in asked),
+            max_length=self.prompt[1] + max(response for _, response in sampled),
+            sequences=max(count for count, _ in sampled),
             memory=MEMORY,
             threads=threads,
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tools.planning.shape import ModelShape
+from rlhf_core.planning.shape import ModelShape
 
 Kind = Literal["language", "reward"]
 TINY = "tiny"

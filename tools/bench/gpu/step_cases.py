@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.planning.hardware import GIB
 from rlhf_core.process import configure_process
 from tools.bench.gpu.cases import Case, measure_apart, measure_here, run_or_die
 from tools.bench.gpu.expected import RESERVE, adapted_bytes, step_bytes, trained_bytes
 from tools.bench.gpu.flops import Passed, step_flops, utilization
 from tools.bench.gpu.record import Record
 from tools.bench.gpu.shapes import SHAPES, TINY, argument_parser, model_folder, models_folder, shape_name
-from tools.planning.hardware import GIB
 
 CASE_SECONDS = 240.0
 METHODS = {"sft": "SFT", "reward": "reward model", "dpo": "DPO"}
@@ -93,8 +93,8 @@ def part(module: str, choices: Sequence[Choice], record: Record, *, models: Path
             record.add(choice.name, "tokens/s", [], f"failed: {found}")
             failures.append(f"{choice.name}: {found}")
         elif "room" in found:
-            says = f"{choice.needed / GIB:.1f} GiB, by the planner {choice.planned / GIB:.1f}"
-            record.add(choice.name, "tokens/s", [], f"not run: it takes {says}, and the GPU has room for {found['room'] / GIB:.1f}")
+            size = f"{choice.needed / GIB:.1f} GiB, by the planner {choice.planned / GIB:.1f}"
+            record.add(choice.name, "tokens/s", [], f"not run: it takes {size}, and the GPU has room for {found['room'] / GIB:.1f}")
         else:
             add_figures(record, choice, found)
     return failures
@@ -133,8 +133,8 @@ def add_figures(record: Record, choice: Choice, found: Case) -> None:
     passed, shape = Passed(**found["passed"]), SHAPES[choice.shape]
     what = f"{choice.name}, {found['attention']}"
     seconds = found["seconds"]
-    told = f"{passed.sequences} tokens a step, {passed.tokens} of them computed, in passes of at most {choice.microbatch_tokens}; "
-    record.add(what, "tokens/s", [passed.sequences / s for s in seconds], told + f"{1 - passed.tokens / passed.padded:.0%} padding on top")
+    note = f"{passed.sequences} tokens a step, {passed.tokens} of them computed, in passes of at most {choice.microbatch_tokens}; "
+    record.add(what, "tokens/s", [passed.sequences / s for s in seconds], note + f"{1 - passed.tokens / passed.padded:.0%} padding on top")
     flops = step_flops(shape, passed, adapters=choice.lora is not None)
     shares = [utilization(flops, s, found["device"]) for s in seconds]
     known = [share for share in shares if share is not None]

@@ -20,8 +20,9 @@ from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import Params, TrackingConfig, parse_params, read_yaml, set_key
 from rlhf_core.engines.deepspeed_engine import TrainEngine, join_world
 from rlhf_core.models.batch import TokenBatch
-from rlhf_core.models.build import new_scalar_model
+from rlhf_core.models.build import load_language_model, new_scalar_model
 from rlhf_core.models.forward import PolicyModule, ScalarModule
+from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import can_share_prefixes
 from rlhf_core.models.score_head import probe_score_head
 from rlhf_core.models.tokenizer import load_tokenizer
@@ -29,7 +30,7 @@ from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.demonstrations import encode_demonstrations
 from rlhf_core.trainers.preference.train import PreferenceRun, train_on_pairs
 from rlhf_core.trainers.reward import encode_comparisons, reward_phase
-from rlhf_core.trainers.sft import finetune
+from rlhf_core.trainers.sft import sft_phase
 from rlhf_core.trainers.supervised import TrainLoop, engine_settings, train_phase
 from tools.bench.gpu.flops import Passed
 from tools.bench.gpu.shapes import MAX_LENGTH, Lengths, demonstrations, pairs
@@ -193,8 +194,12 @@ def sft(steps: Steps, folder: Path, loop: TrainLoop) -> None:
     rows = demonstrations(steps.rows, steps.lengths)
     train, dropped = encode_demonstrations(rows, tokenizer, max_length=MAX_LENGTH)
     assert not dropped
-    config = params.sft.model_copy(update={"steps": total(steps)})
-    finetune(Path(steps.model), train, [], config, pad_id=tokenizer.pad_token_id, model=params.model, loop=loop)
+    section, sizes = params.sft, {"steps": total(steps), "batch_size": steps.rows, "microbatch_tokens": params.sft.microbatch_tokens}
+    phase = sft_phase("sft", train, [], pad_id=tokenizer.pad_token_id, **sizes)
+    model = load_language_model(Path(steps.model), training_dtype=params.model.dtype)
+    add_adapters(model, section.lora, seed=0)
+    settings = engine_settings(section, steps=total(steps), learning_rate=section.learning_rate, dtype=params.model.dtype, seed=0)
+    train_phase(TrainEngine(PolicyModule(model), settings), phase, loop)
 
 
 def reward(steps: Steps, folder: Path, loop: TrainLoop) -> None:

@@ -29,7 +29,7 @@ def _machine(result: Result) -> str:
 
 
 def _section(part: Part, result: Result) -> list[str]:
-    lines = [f"### {part.name}: {part.tells}", "", _outcome(result), ""]
+    lines = [f"### {part.name}: {part.title}", "", _outcome(result), ""]
     if not result.figures:
         return lines
     lines += ["| figure | median | min to max | unit | note |", "|---|---|---|---|---|"]

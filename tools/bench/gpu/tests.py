@@ -27,8 +27,8 @@ class Outcomes:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid.rpartition("::")[2]
         if report.failed:
-            said = report.longreprtext.strip().splitlines() or [""]
-            reason = " / ".join(line.strip() for line in said if line.startswith("E"))[:REASON] or said[-1][:REASON]
+            lines = report.longreprtext.strip().splitlines() or [""]
+            reason = " / ".join(line.strip() for line in lines if line.startswith("E"))[:REASON] or lines[-1][:REASON]
             self._record.add(name, "s", [], f"failed in its {report.when}: {reason}")
             self.failures.append(f"{name}: {reason}")
         elif report.skipped:

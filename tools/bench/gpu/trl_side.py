@@ -77,6 +77,8 @@ def arguments(case: Case) -> dict:
     """The case in TRL's terms. The model has float32 weights and computes in the case's dtype, as in TRL's scripts."""
     import torch
 
+    from tools.bench.theirs import UNTIMED
+
     rl = case.params.rl
     size = max(case.group, case.microbatch_tokens // case.max_length // case.group * case.group)
     size = next(n for n in range(min(size, case.samples), 0, -1) if case.samples % n == 0)
@@ -101,12 +103,8 @@ def arguments(case: Case) -> dict:
         "vllm_importance_sampling_correction": False,  # rl.correction.kind is none
         "bf16": case.dtype == "bfloat16" and torch.cuda.is_available(),
         "use_cpu": not torch.cuda.is_available(),
-        "gradient_checkpointing": False,
         "dataloader_pin_memory": torch.cuda.is_available(),
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
+        **UNTIMED,
         "seed": case.params.seed,
     }
 
