@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
-from tiny_models import PAD, largest_difference, negative_logprob_step, policy_engine, sequences, settings
+from tiny_models import PAD, assert_weights_agree, largest_difference, negative_logprob_step, policy_engine, sequences, settings
 
 from rlhf_core.config import LoraConfig
 from rlhf_core.config.model import Optimizer
@@ -115,8 +115,10 @@ def test_every_zero_stage_equals_stage_0_with_other_optimizers(sft_folder: Path,
     for (loss, norm), (sharded_loss, sharded_norm) in zip(train(plain, BATCHES), train(sharded, BATCHES), strict=True):
         assert sharded_loss == pytest.approx(loss, rel=1e-3 if optimizer == "adamw_8bit" else 1e-5)
         assert sharded_norm == pytest.approx(norm, rel=1e-2 if optimizer == "adamw_8bit" else 1e-4)
-    # The 8 bits of a moment are those of its block, and with ZeRO a block may have numbers of several parameters.
-    assert largest_difference(plain.state_dict(), sharded.state_dict()) < (3e-3 if optimizer == "adamw_8bit" else 3e-5)
+    if optimizer == "adamw_8bit":  # the 8 bits of a moment are those of its block; with ZeRO a block may have numbers of several parameters
+        assert largest_difference(plain.state_dict(), sharded.state_dict()) < 3e-3
+    else:
+        assert_weights_agree(plain.state_dict(), sharded.state_dict())
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
@@ -204,8 +206,8 @@ def test_on_the_host_steps_and_average_are_the_same(sft_folder: Path, tmp_path: 
     device, host, resumed = (policy_engine(sft_folder, **changes) for changes in (how, offloaded, offloaded))
     for on_device, on_host in zip(train(device, BATCHES), train(host, BATCHES), strict=True):
         assert on_host == pytest.approx(on_device, rel=1e-5)
-    assert largest_difference(average(device), average(host)) < 1e-5
-    assert largest_difference(device.state_dict(), host.state_dict()) < 1e-5
+    assert_weights_agree(average(device), average(host))
+    assert_weights_agree(device.state_dict(), host.state_dict())
     assert {state[AVERAGE].device.type for state in host._torch_optimizer.state.values()} == {"cpu"}
     host.save(tmp_path, "engine")
     resumed.load(tmp_path, "engine")
@@ -260,4 +262,4 @@ def test_the_average_of_adapters_is_the_same_at_every_zero_stage(sft_folder: Pat
     plain, sharded = with_adapters(sft_folder), with_adapters(sft_folder, zero_stage=zero_stage)
     for engine in (plain, sharded):
         train(engine, BATCHES[:3])
-    assert largest_difference(average(plain), average(sharded)) < 3e-5
+    assert_weights_agree(average(plain), average(sharded))

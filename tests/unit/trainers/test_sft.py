@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import PAD, largest_difference, policy_engine, sequences
+from tiny_models import PAD, assert_weights_agree, policy_engine, sequences
 
 from rlhf_core.models import head as heads
 from rlhf_core.models.batch import collate_tokens
@@ -42,7 +42,7 @@ def test_token_mean_loss_is_the_same_for_any_microbatches(sft_folder: Path):
     for microbatch_tokens in (45, 1):
         cut_losses, cut_weights = three_steps(sft_folder, microbatch_tokens)
         assert cut_losses == pytest.approx(losses, rel=1e-5)
-        assert largest_difference(cut_weights, weights) < 1e-5
+        assert_weights_agree(cut_weights, weights)
 
 
 def hugging_face_loss(model, examples: list[Demonstration]) -> float:
