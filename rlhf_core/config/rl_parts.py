@@ -113,6 +113,8 @@ class RolloutConfig(Section):
     bfloat16_mean_difference, bfloat16_p999_difference: with model.dtype bfloat16 these limits count instead, for the mean and the quantile
     0.999 over a step's tokens; both are about twice the measured values (docs/rl.md).
     recomputed_fraction: share of the samples whose log-probabilities the trainer computes before the update; the others keep the engine's.
+    dispatch: equal hands each engine its share of the prompts at once; dynamic hands prompts out as engines become free, so that their
+    batches, and with them rounding, depend on time; auto: dynamic on GPUs.
     """
 
     backend: RolloutBackend
@@ -132,6 +134,7 @@ class RolloutConfig(Section):
     bfloat16_p999_difference: float = Field(default=0.8, gt=0)
     recomputed_fraction: float = Field(gt=0, le=1)
     one_step_off_policy: bool
+    dispatch: Literal["auto", "equal", "dynamic"] = "auto"
 
     @property
     def samples_any_token(self) -> bool:
@@ -149,6 +152,11 @@ class RolloutConfig(Section):
             yield (
                 f"recomputed_fraction: expected 1 with top_p, top_k or min_new_tokens, got {self.recomputed_fraction}; "
                 "set it to 1, because the engine then samples from another distribution than the policy's"
+            )
+        if self.dispatch == "dynamic" and self.one_step_off_policy:
+            yield (
+                "dispatch: expected auto or equal with one_step_off_policy, got dynamic; change one, because the driver, which would hand "
+                "out prompts, waits for the update at that time"
             )
         if self.min_new_tokens >= self.max_new_tokens:
             yield (

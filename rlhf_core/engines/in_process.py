@@ -78,6 +78,10 @@ class RolloutActor:
         """As the engine does."""
         return self._engine.generate(*args, **kwargs)
 
+    def serve(self, *args: Any, **kwargs: Any) -> dict[int, list[Sample]]:
+        """As the engine does."""
+        return self._engine.serve(*args, **kwargs)
+
     def probe(self, ids: Sequence[int]) -> list[float]:
         """As the engine does."""
         return self._engine.probe(ids)

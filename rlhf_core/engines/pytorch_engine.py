@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,6 +96,10 @@ class PytorchEngine:
         if self._shares_gpu:
             torch.cuda.empty_cache()
         return [found[i] for i in range(len(prompts))]
+
+    def serve(self, numbers: list[int], *args: Any, leave: int, **kwargs: Any) -> dict[int, list[Sample]]:
+        """`generate`, by the caller's numbers of the prompts. Responses can't join a running batch, so none is left."""
+        return dict(zip(numbers, self.generate(*args, **kwargs), strict=True))
 
     @torch.inference_mode()
     def probe(self, ids: Sequence[int]) -> list[float]:

@@ -187,6 +187,10 @@ class ActorGroup:
     def __len__(self) -> int:
         return len(self.actors)
 
+    @property
+    def has_gpus(self) -> bool:
+        return self._resources["num_gpus"] > 0
+
     def wait_ready(self, what: str = "start") -> None:
         """Wait until every rank has finished its start and all calls so far.
 
@@ -204,9 +208,10 @@ class ActorGroup:
     def submit(self, method: str, per_rank: list[tuple], **kwargs: Any) -> list[Pending]:
         """Call a method on each rank with that rank's arguments, without waiting. All or none are submitted, for collectives."""
         with held(signal.SIGTERM):
-            return [self._submit_one(rank, method, *args, **kwargs) for rank, args in zip(range(len(self)), per_rank, strict=True)]
+            return [self.submit_one(rank, method, *args, **kwargs) for rank, args in zip(range(len(self)), per_rank, strict=True)]
 
-    def _submit_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Pending:
+    def submit_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """Call a method of one rank, without waiting."""
         return self.actors[rank].call.options(name=f"{self.role}.{method}").remote(method, *args, **kwargs)
 
     def call(self, method: str, per_rank: list[tuple] | None = None, *, deadline: float, **kwargs: Any) -> list[Any]:
@@ -215,7 +220,7 @@ class ActorGroup:
 
     def call_one(self, rank: int, method: str, *args: Any, deadline: float, **kwargs: Any) -> Any:
         """Call a method of one rank."""
-        reference = self._submit_one(rank, method, *args, **kwargs)
+        reference = self.submit_one(rank, method, *args, **kwargs)
         (answer,) = self.wait([reference], deadline=deadline, what=method, ranks=[rank])
         return answer
 
@@ -252,7 +257,7 @@ class ActorGroup:
     def submit_again(self, ranks: Sequence[int], references: list[Pending], method: str, per_rank: list[tuple], **kwargs: Any) -> None:
         """Replace some of the references returned by `submit`."""
         for rank in ranks:
-            references[rank] = self._submit_one(rank, method, *per_rank[rank], **kwargs)
+            references[rank] = self.submit_one(rank, method, *per_rank[rank], **kwargs)
 
     def attempt(self, method: str, *args: Any, deadline: float) -> Any:
         """Call a method of the only actor; an exception in it counts as a loss of the role too.
@@ -282,13 +287,7 @@ class ActorGroup:
             late = [rank for rank, reference in zip(ranks, references, strict=True) if reference not in done]
             if not late:
                 return self.wait(references, deadline=deadline, what=what, ranks=ranks)
-            self._late.update(late)
-            states = "; ".join(f"rank {rank}: {self._look(rank)}" for rank in late)
-            raise RoleLost(
-                f"{self.role} rank {_listed(late)}: expected {what} to finish, got no answer within {deadline:.0f} s ({states}); "
-                "its log is in the Ray session's folder",
-                late,
-            ) from error
+            raise self._overdue(late, what, deadline) from error
         except (RayActorError, RayTaskError, ObjectLostError) as error:
             # A rank whose peer died fails in their collective, and its error may arrive first.
             patience = PEER_SECONDS if isinstance(error, RayTaskError) else 0
@@ -300,6 +299,32 @@ class ActorGroup:
                 "its log is in the Ray session's folder",
                 dead,
             ) from error
+
+    def _overdue(self, late: list[int], what: str, deadline: float) -> RoleLost:
+        """The loss of ranks that didn't answer by the deadline."""
+        self._late.update(late)
+        states = "; ".join(f"rank {rank}: {self._look(rank)}" for rank in late)
+        return RoleLost(
+            f"{self.role} rank {_listed(late)}: expected {what} to finish, got no answer within {deadline:.0f} s ({states}); "
+            "its log is in the Ray session's folder",
+            late,
+        )
+
+    def wait_any(self, references: dict[int, Pending], *, deadline: float, what: str) -> dict[int, Any]:
+        """Results of the ranks that have answered, by rank, as soon as one has.
+
+        Args:
+            references: by rank.
+            deadline: seconds until the first answer.
+        Raises:
+            RoleLost: see `wait`.
+        """
+        ranks = {reference: rank for rank, reference in references.items()}
+        done, _ = ray.wait(list(ranks), num_returns=1, timeout=deadline)
+        if not done:
+            raise self._overdue(list(references), what, deadline)
+        chosen = [ranks[reference] for reference in done]
+        return dict(zip(chosen, self.wait(done, deadline=deadline, what=what, ranks=chosen), strict=True))
 
     def replace(self, ranks: Sequence[int]) -> None:
         """Start new actors for the lost ranks and end the old processes.

@@ -85,6 +85,7 @@ class VllmEngine:
 
         self.version = 0
         self._on_cpu = on_cpu
+        self._unfinished: dict[str, int] = {}  # vLLM's id of a request -> the caller's number
         settings = dict(
             model=model_path,
             skip_tokenizer_init=not reads_text,
@@ -132,6 +133,28 @@ class VllmEngine:
         Args:
             stop_ids: tokens of which each ends a response.
         """
+        numbers = range(len(prompts))
+        found = self.serve(list(numbers), prompts, seeds, settings, stop_ids=stop_ids, group_size=group_size, leave=0)
+        return [found[number] for number in numbers]
+
+    def serve(
+        self,
+        numbers: list[int],
+        prompts: list[list[int]],
+        seeds: list[int],
+        settings: SamplingSettings,
+        *,
+        stop_ids: tuple[int, ...],
+        group_size: int,
+        leave: int,
+    ) -> dict[int, list[Sample]]:
+        """Take further prompts, and generate until at most `leave` of all the taken ones are unfinished; those stay for the next call.
+
+        Args:
+            numbers: by which the caller knows the prompts.
+        Returns:
+            Number of each prompt that finished in this call -> its responses.
+        """
         from vllm import SamplingParams
 
         parameters = [
@@ -153,10 +176,17 @@ class VllmEngine:
             )
             for seed in seeds
         ]
-        if not prompts:  # this engine's share where there are fewer prompts than engines
-            return []
-        outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
-        return [[_sample(o) for o in sorted(request.outputs, key=lambda o: o.index)] for request in outputs]
+        if prompts:  # there may be fewer than engines
+            ids = self._llm.enqueue([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+            # An output has the id's number without the suffix that vLLM adds.
+            self._unfinished.update(zip((i.partition("-")[0] for i in ids), numbers, strict=True))
+        finished = {}
+        while len(self._unfinished) > leave:
+            for request in self._llm.llm_engine.step():
+                if request.finished:
+                    samples = [_sample(o) for o in sorted(request.outputs, key=lambda o: o.index)]
+                    finished[self._unfinished.pop(request.request_id)] = samples
+        return finished
 
     def probe(self, ids: Sequence[int]) -> list[float]:
         """The log-probability of each token but the first given those before it, at temperature 1. [len(ids) - 1]"""

@@ -124,6 +124,7 @@ def look(folder: Path, tied: bool) -> dict:
         "at_1_taken_for_0.7": difference(first, hot, temperature=0.7),
         "again": ids(sample()) == ids(hot),
         "alone": [ids(sample(rows=slice(i, i + 1))) == ids(hot[i : i + 1]) for i in range(len(PROMPTS))],
+        "in_parts": in_parts(engine) == hot,
         "of_nothing": engine.generate([], [], plain, stop_ids=(EOS,), group_size=2),
         "siblings_differ": sum(a.response_ids != b.response_ids for a, b in hot),
         "greedy_is_argmax": all(is_argmax(first, p, group[0]) for p, group in zip(PROMPTS, greedy, strict=True)),
@@ -158,6 +159,19 @@ def look(folder: Path, tied: bool) -> dict:
     seen["back"] = ids(sample()) == ids(hot)
     seen["compiled_graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return seen
+
+
+def in_parts(engine: VllmEngine) -> list[list[Sample]]:
+    """Two responses to each prompt, of which the engine gets new ones whenever three are left."""
+    found, how = {}, {"stop_ids": (EOS,), "group_size": 2}
+    for start in range(0, len(PROMPTS), 5):
+        numbers = list(range(len(PROMPTS)))[start : start + 5]
+        prompts, seeds = [PROMPTS[n] for n in numbers], [SEEDS[n] for n in numbers]
+        finished = engine.serve(numbers, prompts, seeds, SamplingSettings(NEW, 1.0), **how, leave=3)
+        assert len(found) + len(finished) >= min(start + 5, len(PROMPTS)) - 3
+        found |= finished
+    found |= engine.serve([], [], [], SamplingSettings(NEW, 1.0), **how, leave=0)
+    return [found[n] for n in range(len(PROMPTS))]
 
 
 def replaces(engine: VllmEngine, state_dict: dict[str, torch.Tensor]) -> bool:

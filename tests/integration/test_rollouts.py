@@ -93,6 +93,10 @@ def test_the_seed_alone_decides_what_is_drawn(seen):
     assert seen["siblings_differ"] >= len(rollout_probe.PROMPTS) - 1  # two of one prompt are two draws
 
 
+def test_prompts_that_join_a_running_batch_get_the_same_samples(seen):
+    assert seen["in_parts"]
+
+
 def test_an_engine_without_a_prompt_has_no_samples(seen):
     assert seen["of_nothing"] == []
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rlhf_core.config import RlConfig
 from rlhf_core.engines.ray_actors import ActorGroup, Pending
-from rlhf_core.sampling.requests import SamplingSettings, request_seeds
+from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
+from rlhf_core.trainers.rl.dispatch import Dispatcher, Requests
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
 from rlhf_core.trainers.rl.recovery import EngineCall, Replacements, RolloutRecovery
@@ -88,16 +89,37 @@ class RolloutEngines:
         if prefetched is not None and prefetched.step == step and [r.prompt.id for r in prefetched.rollouts] == wanted:
             return prefetched.rollouts
         seeds = request_seeds(self._job.seed, step, len(prompts), turn=turn)
-        return self._wait(self._submit(prompts, seeds, self._sampling, group_size=group_size))
+        return self._generate(prompts, seeds, self._sampling, group_size=group_size)
 
     def generate_for_calibration(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """One rollout of each prompt."""
         seeds = request_seeds(self._job.seed, CALIBRATION_STEP, len(prompts))
-        return self._wait(self._submit(prompts, seeds, self._sampling, group_size=1))
+        return self._generate(prompts, seeds, self._sampling, group_size=1)
 
     def generate_greedy(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """The policy's greedy response to each prompt."""
-        return self._wait(self._submit(prompts, [0] * len(prompts), self._sampling.greedy, group_size=1))
+        return self._generate(prompts, [0] * len(prompts), self._sampling.greedy, group_size=1)
+
+    def _generate(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings, *, group_size: int) -> list[Rollout]:
+        """Rollouts of each prompt, in order."""
+        if not self._hands_out_prompts:
+            return self._wait(self._submit(prompts, seeds, sampling, group_size=group_size))
+        rl, how = self._job.rl, {"settings": sampling, "stop_ids": self._stop_ids, "group_size": group_size}
+        dispatcher = Dispatcher(
+            self._engines,
+            self.recovery.replace,
+            Requests([p.prompt_ids for p in prompts], seeds, how),
+            at_a_time=max(1, rl.rollout.max_concurrent_sequences // group_size),
+            deadline=rl.deadlines.step,
+        )
+        return self._rollouts(prompts, dispatcher.run())
+
+    @property
+    def _hands_out_prompts(self) -> bool:
+        """Whether engines get prompts as they become free; see rl.rollout.dispatch."""
+        rollout = self._job.rl.rollout
+        wanted = rollout.dispatch == "dynamic" or (rollout.dispatch == "auto" and self._engines.has_gpus)
+        return wanted and len(self._engines) > 1 and not rollout.one_step_off_policy
 
     def _submit(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings, *, group_size: int) -> Generation:
         """Prompts are dealt out in turn, so that each engine gets its share of long and short ones."""
@@ -111,11 +133,14 @@ class RolloutEngines:
         results = self.recovery.wait_with_weights(generation.call)
         pairs = zip(generation.shards, results, strict=True)
         by_prompt = {i: samples for shard, result in pairs for i, samples in zip(shard, result, strict=True)}
+        return self._rollouts(generation.prompts, [by_prompt[i] for i in range(len(generation.prompts))])
+
+    def _rollouts(self, prompts: Sequence[Prompt], by_prompt: list[list[Sample]]) -> list[Rollout]:
         version = self.recovery.version
         return [
             Rollout(prompt, s.response_ids, s.logprobs, s.finished, group_id=i, policy_version=version)
-            for i, prompt in enumerate(generation.prompts)
-            for s in by_prompt[i]
+            for i, (prompt, samples) in enumerate(zip(prompts, by_prompt, strict=True))
+            for s in samples
         ]
 
     # One step off policy

@@ -97,7 +97,7 @@ class LosesOneAtFirst(ActorGroup):
     def __init__(self):
         self.actors, self.lost, self.replaced = [None, None], True, []
 
-    def _submit_one(self, rank: int, method: str, *args, **_) -> tuple[int, str]:
+    def submit_one(self, rank: int, method: str, *args, **_) -> tuple[int, str]:
         return rank, method
 
     def wait(self, references: list[tuple[int, str]], **_) -> list[list[float]]:
