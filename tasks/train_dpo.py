@@ -21,9 +21,11 @@ def train_dpo(run: TrainRun) -> dict[str, Any]:
 
     params = run.params
     loop = run.loop(params.dpo, COLUMNS, first_step=0)
-    rows = {split: read_rows(PREPARED, "preference", split) for split in ("train", "validation")}
     trained = train_on_pairs(
-        rows["train"], rows["validation"], params.dpo, PreferenceRun(SFT_MODEL, params.dpo.steps, params.model, run.scratch, loop)
+        read_rows(PREPARED, "preference", "train"),
+        read_rows(PREPARED, "preference", "validation"),
+        params.dpo,
+        PreferenceRun(SFT_MODEL, params.dpo.steps, params.model, run.scratch, loop),
     )
     run.save_model(trained.model, trained.engine.state_dict(), trained.tokenizer)
     return {"method": "dpo", **trained.metrics}

@@ -21,9 +21,11 @@ def train_kto(run: TrainRun) -> dict[str, Any]:
 
     params = run.params
     loop = run.loop(params.kto, COLUMNS, first_step=0)
-    rows = {split: read_rows(PREPARED, "preference", split) for split in ("train", "validation")}
     trained = train_on_examples(
-        rows["train"], rows["validation"], params.kto, PreferenceRun(SFT_MODEL, params.kto.steps, params.model, run.scratch, loop)
+        read_rows(PREPARED, "preference", "train"),
+        read_rows(PREPARED, "preference", "validation"),
+        params.kto,
+        PreferenceRun(SFT_MODEL, params.kto.steps, params.model, run.scratch, loop),
     )
     run.save_model(trained.model, trained.engine.state_dict(), trained.tokenizer)
     return {"method": "kto", **trained.metrics}

@@ -21,10 +21,14 @@ def train_sft(run: TrainRun) -> dict[str, Any]:
     from rlhf_core.engines.deepspeed_engine import release_memory
     from rlhf_core.models.build import new_language_model
     from rlhf_core.models.tokenizer import load_tokenizer
-    from rlhf_core.trainers.sft import COLUMNS, pretrain, train_on_demonstrations
+    from rlhf_core.trainers.sft import COLUMNS, begin_demonstrations, pretrain, train_on_demonstrations
 
     params, config = run.params, run.params.sft
     tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=params.model.trust_remote_code)
+    begun = [
+        begin_demonstrations(read_rows(PREPARED, "sft", split), tokenizer, config, max_length=params.model.max_length)
+        for split in ("train", "validation")
+    ]
     model = new_language_model(params.model, tokenizer, seed=params.seed)
     first_step = 0
     if params.model.path is None and (PREPARED / "pretrain.parquet").exists() and config.pretrain.steps > 0:
@@ -37,8 +41,7 @@ def train_sft(run: TrainRun) -> dict[str, Any]:
     engine, metrics = train_on_demonstrations(
         model,
         tokenizer,
-        read_rows(PREPARED, "sft", "train"),
-        read_rows(PREPARED, "sft", "validation"),
+        begun,
         config,
         loop=run.loop(config, COLUMNS, first_step=first_step),
         model_config=params.model,

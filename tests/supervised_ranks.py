@@ -25,7 +25,7 @@ from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.process import Interrupted
 from rlhf_core.trainers.ensemble import train_ensemble
 from rlhf_core.trainers.preference.train import PreferenceRun, train_on_examples, train_on_pairs
-from rlhf_core.trainers.sft import train_on_demonstrations
+from rlhf_core.trainers.sft import begin_demonstrations, train_on_demonstrations
 from rlhf_core.trainers.supervised import TrainLoop
 
 DEADLINE = 240  # seconds
@@ -115,7 +115,9 @@ def run_case(case: Case, start: Path) -> dict[str, Any]:
 def _sft(case: Case, config: Any, start: Path, loop: Callable[..., TrainLoop], saved: dict[str, torch.Tensor]) -> dict[str, Any]:
     data = [{**row, "response": row["chosen"]} for row in rows(16 + case.heldout)]
     model, tokenizer = load_language_model(start), load_tokenizer(str(start), trust_remote_code=False)
-    engine, metrics = train_on_demonstrations(model, tokenizer, data[:16], data[16:], config, model_config=tiny_params().model, loop=loop())
+    how = tiny_params().model
+    begun = [begin_demonstrations(part, tokenizer, config, max_length=how.max_length) for part in (data[:16], data[16:])]
+    engine, metrics = train_on_demonstrations(model, tokenizer, begun, config, model_config=how, loop=loop())
     saved.update(engine.state_dict(every_rank=True))
     return metrics
 

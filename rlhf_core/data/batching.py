@@ -5,6 +5,7 @@ All functions are pure: a resumed run gets the same batch for step n as an unint
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -40,10 +41,14 @@ def stream_indices(start: int, count: int, *, num_examples: int, seed: int) -> l
         raise ValueError("training data: expected at least 1 example, got 0; see what prepare_data kept and what was too long")
     positions = range(start, start + count)
     permutations = {
-        epoch: np.random.default_rng([seed, epoch]).permutation(num_examples)
-        for epoch in range(start // num_examples, (start + count - 1) // num_examples + 1)
+        epoch: _permutation(num_examples, seed, epoch) for epoch in range(start // num_examples, (start + count - 1) // num_examples + 1)
     }
     return [int(permutations[p // num_examples][p % num_examples]) for p in positions]
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(num_examples: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_examples)
 
 
 def even_microbatches(lengths: Sequence[int], *, max_tokens: int, multiple: int, rows: Sequence[int] | None = None) -> list[list[int]]:

@@ -182,8 +182,8 @@ def copies_response(tokenizer: PreTrainedTokenizerBase) -> bool:
     return _copies(tokenizer, tokenizer.chat_template)
 
 
-def written_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: Message) -> Turn:
-    """The turn that follows the prompt of `messages`, for the assistant's message `answer`.
+def written_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: Message, prompt: str) -> Turn:
+    """The turn that follows `prompt`, the rendered `messages`, for the assistant's message `answer`.
 
     It is the template's own rendering, unless that doesn't continue the prompt: some templates drop thoughts that their generation prompt
     opens. Then it is the response with its thoughts, which may be empty.
@@ -194,7 +194,7 @@ def written_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
     response, calls = answer["content"], "tool_calls" in extras(answer)
     if copies_response(tokenizer) and not calls:
         return _with_thoughts(Turn("", response))
-    prompt, whole = render(tokenizer, messages, waits=True), render(tokenizer, [*messages, answer], waits=False)
+    whole = render(tokenizer, [*messages, answer], waits=False)
     if whole.startswith(prompt):
         written, end = whole.removeprefix(prompt), _end(tokenizer, tokenizer.chat_template)[0]
         body = written.removesuffix(end)

@@ -6,17 +6,19 @@ Templated text is tokenized without adding special tokens: only the template wri
 from __future__ import annotations
 
 import bisect
+import contextlib
+import itertools
 import json
 import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_core.config import ModelConfig, shown
 from rlhf_core.data.schema import TEXTS, Message
+from rlhf_core.data.tokens import EncodedTurns
 from rlhf_core.models.folder import check_model_folder, locate_model
 from rlhf_core.models.template import (
     CLOSE,
@@ -25,7 +27,6 @@ from rlhf_core.models.template import (
     Turn,
     TurnEnd,
     Unrenderable,
-    conversation_key,
     copies_response,
     named_template,
     render,
@@ -42,13 +43,16 @@ if TYPE_CHECKING:
 __all__ = [
     "TurnEnd",
     "Unrenderable",
+    "all_cores",
     "build_tokenizer",
     "copies_response",
     "encode_conversation",
     "encode_prompt",
+    "encode_prompts",
     "encode_scored",
+    "encode_scored_turns",
     "encode_texts",
-    "encode_turn",
+    "encode_turns",
     "load_tokenizer",
     "stop_ids",
     "turn_end",
@@ -59,7 +63,7 @@ __all__ = [
 log = logging.getLogger("rlhf")
 
 T = TypeVar("T")
-TEXTS_AT_ONCE = 8192
+TEXTS_AT_ONCE = 4096
 PLAIN_CLASS = "TokenizersBackend"  # what a tokenizer without a class of its own is saved as
 GENERATION_CONFIG = "generation_config.json"
 PAD, END = "<pad>", "<|end|>"
@@ -142,6 +146,18 @@ def use_all_cores() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
 
+@contextlib.contextmanager
+def all_cores(threads: int) -> Iterator[None]:
+    """`use_all_cores` for a while, with at most `threads` threads, whose number is fixed by the process's first call."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
+    use_all_cores()
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false" if before is None else before
+
+
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: bool) -> Iterator[tuple[str, list[int]]]:
     """Each text and its token ids, without special tokens. Texts are tokenized in parts, since a tokenizer's output also holds offsets and
     masks.
@@ -151,10 +167,11 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **opt
         yield from zip(part, tokenizer(part, **options)["input_ids"], strict=True)
 
 
-def in_parts(items: Sequence[T]) -> Iterator[list[T]]:
+def in_parts(items: Iterable[T]) -> Iterator[list[T]]:
     """The items in parts of TEXTS_AT_ONCE, in order."""
-    for start in range(0, len(items), TEXTS_AT_ONCE):
-        yield list(items[start : start + TEXTS_AT_ONCE])
+    rest = iter(items)
+    while part := list(itertools.islice(rest, TEXTS_AT_ONCE)):
+        yield part
 
 
 def load_tokenizer(
@@ -252,8 +269,17 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     Raises:
         Unrenderable: the template refuses the conversation. The functions below raise it too.
     """
-    state = tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
-    return list(_prompt_ids(tokenizer, state, conversation_key(messages)))
+    return encode_prompts(tokenizer, [messages])[0]
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[Sequence[Message]]) -> list[list[int]]:
+    """`encode_prompt` of many conversations."""
+    found = []
+    for part in in_parts(conversations):
+        texts = _prompt_texts(tokenizer, part)
+        ids = dict(encode_texts(tokenizer, list(dict.fromkeys(texts))))
+        found += [ids[text] for text in texts]
+    return found
 
 
 def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str) -> tuple[list[int], int]:
@@ -263,17 +289,24 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
     samples. The response is the template's rendering of it (`written_turn`), in which special tokens stay plain text. The end is the
     template's (`TurnEnd.trained`).
     """
-    ids, start, _ = encode_turn(tokenizer, messages, {"role": "assistant", "content": response})
-    return ids, start
+    turns = encode_turns(tokenizer, [(messages, {"role": "assistant", "content": response})])
+    return turns.ids(0), turns.start(0)
 
 
-def encode_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: Message) -> tuple[list[int], int, int]:
-    """`encode_conversation` for a message that may call tools; also the position of its answer, which comes after any thoughts."""
-    prompt, turn = encode_prompt(tokenizer, messages), written_turn(tokenizer, messages, answer)
-    ids = _turn_ids(tokenizer, turn)
-    thoughts = _tokens_of(tokenizer, ids, turn.thoughts) if turn.thoughts else 0
-    end = () if turn.ended else turn_end(tokenizer).trained
-    return one_object_each([*prompt, *ids, *end]), len(prompt), len(prompt) + thoughts
+def encode_turns(tokenizer: PreTrainedTokenizerBase, asked: Iterable[tuple[Sequence[Message], Message]]) -> EncodedTurns:
+    """`encode_conversation` of many conversations and the messages that follow them, which may call tools. Each distinct text of some
+    thousand conversations is tokenized once.
+    """
+    found = EncodedTurns()
+    for part in in_parts(asked):
+        texts = _prompt_texts(tokenizer, [messages for messages, _ in part])
+        turns = [written_turn(tokenizer, messages, answer, prompt) for (messages, answer), prompt in zip(part, texts, strict=True)]
+        prompts = {text: found.tokens.add(ids) for text, ids in encode_texts(tokenizer, list(dict.fromkeys(texts)))}
+        trained = turn_end(tokenizer).trained
+        for text, turn, ids in zip(texts, turns, _turn_ids(tokenizer, turns), strict=True):
+            thoughts = _tokens_of(tokenizer, ids, turn.thoughts) if turn.thoughts else 0
+            found.add(prompts[text], [*ids, *(() if turn.ended else trained)], thoughts)
+    return found
 
 
 def encode_scored(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str) -> list[int]:
@@ -282,13 +315,25 @@ def encode_scored(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     They are those of `encode_conversation` and what the template writes after the turn's end. A template that drops thoughts drops them
     here too, so that the answer alone is scored.
     """
-    end = turn_end(tokenizer)
-    if not copies_response(tokenizer):
-        before, answer = written_conversation(tokenizer, messages, response)
-        if not before.startswith(render(tokenizer, messages, waits=True)):
-            ids = tokenizer(before, add_special_tokens=False)["input_ids"]
-            return one_object_each([*ids, *_response_ids(tokenizer, answer), *end.trained, *end.after])
-    return [*encode_conversation(tokenizer, messages, response)[0], *end.after]
+    return encode_scored_turns(tokenizer, [(messages, response)]).ids(0)
+
+
+def encode_scored_turns(tokenizer: PreTrainedTokenizerBase, asked: Iterable[tuple[Sequence[Message], str]]) -> EncodedTurns:
+    """`encode_scored` of many conversations and responses."""
+    found = EncodedTurns()
+    for part in in_parts(asked):
+        end, texts = turn_end(tokenizer), _prompt_texts(tokenizer, [messages for messages, _ in part])
+        before, bodies = list(texts), [Turn("", "")] * len(part)
+        for i, (messages, response) in enumerate(part):
+            whole, answer = (texts[i], "") if copies_response(tokenizer) else written_conversation(tokenizer, messages, response)
+            if whole.startswith(texts[i]):
+                bodies[i] = written_turn(tokenizer, messages, {"role": "assistant", "content": response}, texts[i])
+            else:
+                before[i], bodies[i] = whole, Turn("", answer)
+        prompts = {text: found.tokens.add(ids) for text, ids in encode_texts(tokenizer, list(dict.fromkeys(before)))}
+        for text, ids in zip(before, _turn_ids(tokenizer, bodies), strict=True):
+            found.add(prompts[text], [*ids, *end.trained, *end.after])
+    return found
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> tuple[int, ...]:
@@ -324,33 +369,50 @@ def _generation_ends(folder: Path, vocabulary: int) -> list[int]:
     return [token for token in ids if token < vocabulary]  # one that the tokenizer doesn't have is never sampled
 
 
-@lru_cache(maxsize=1024)
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, state: tuple[str | None, ...], conversation: str) -> tuple[int, ...]:
-    """`encode_prompt` of a conversation's key, cached, since pairs of one prompt follow each other. `state` holds what can be set on a
-    tokenizer, and is only part of the cache's key.
+def _prompt_texts(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]) -> list[str]:
+    """Each conversation as the template writes it before an answer. An object that is there several times, such as the prompt of a pair,
+    is rendered once.
     """
-    text = render(tokenizer, json.loads(conversation), waits=True)
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    distinct = {id(messages): messages for messages in conversations}
+    texts = {key: render(tokenizer, messages, waits=True) for key, messages in distinct.items()}
+    return [texts[id(messages)] for messages in conversations]
 
 
-def _turn_ids(tokenizer: PreTrainedTokenizerBase, turn: Turn) -> list[int]:
-    """Token ids of a turn. The template's own text and the response are tokenized together, unless the response contains special tokens."""
-    ids = _response_ids(tokenizer, turn.text)
-    if not turn.before:
-        return list(ids)
-    if ids == tuple(tokenizer(turn.text, add_special_tokens=False)["input_ids"]):
-        return tokenizer(turn.before + turn.text, add_special_tokens=False)["input_ids"]
-    return [*tokenizer(turn.before, add_special_tokens=False)["input_ids"], *ids]
+def _turn_ids(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn]) -> list[list[int]]:
+    """Token ids of turns without their end. The template's own text and the response are tokenized together, unless the response contains
+    special tokens.
+    """
+    responses = _response_ids(tokenizer, dict.fromkeys(turn.text for turn in turns))
+    begun = [turn for turn in turns if turn.before]
+    whole = dict.fromkeys(text for turn in begun for text in (turn.text, turn.before + turn.text))
+    ids_of = dict(encode_texts(tokenizer, list(whole)))
+    apart = dict.fromkeys(turn.before for turn in begun if responses[turn.text] != ids_of[turn.text])
+    before = dict(encode_texts(tokenizer, list(apart)))
+
+    def ids(turn: Turn) -> list[int]:
+        if not turn.before:
+            return responses[turn.text]
+        if responses[turn.text] == ids_of[turn.text]:
+            return ids_of[turn.before + turn.text]
+        return before[turn.before] + responses[turn.text]
+
+    return [ids(turn) for turn in turns]
 
 
-@lru_cache(maxsize=1 << 14)
-def _response_ids(tokenizer: PreTrainedTokenizerBase, response: str) -> tuple[int, ...]:
-    """Ids of a response, cached for responses in several pairs. Tags of thoughts are special tokens, other special tokens plain text."""
-    parts = [response]
-    if CLOSE in response and tokenizer.convert_tokens_to_ids(CLOSE) in tokenizer.added_tokens_decoder:
-        parts = [part for part in re.split(f"({OPEN}|{CLOSE})", response) if part]
-    encoded = (tokenizer(p, add_special_tokens=False, split_special_tokens=p not in (OPEN, CLOSE)) for p in parts)
-    return tuple(token for part in encoded for token in part["input_ids"])
+def _response_ids(tokenizer: PreTrainedTokenizerBase, responses: Iterable[str]) -> dict[str, list[int]]:
+    """Ids of each response. Tags of thoughts are special tokens where the tokenizer has them, other special tokens plain text."""
+    pieces = {response: [response] for response in responses}
+    thoughtful = [response for response in pieces if CLOSE in response]
+    if thoughtful and tokenizer.convert_tokens_to_ids(CLOSE) in tokenizer.added_tokens_decoder:
+        pieces |= {response: [p for p in re.split(f"({OPEN}|{CLOSE})", response) if p] for response in thoughtful}
+    distinct = dict.fromkeys(piece for of_response in pieces.values() for piece in of_response)
+    tags = [piece for piece in distinct if piece in (OPEN, CLOSE)]
+    plain = [piece for piece in distinct if piece not in (OPEN, CLOSE)]
+    ids = dict([*encode_texts(tokenizer, plain, split_special_tokens=True), *encode_texts(tokenizer, tags, split_special_tokens=False)])
+    return {
+        response: ids[parts[0]] if len(parts) == 1 else [token for part in parts for token in ids[part]]
+        for response, parts in pieces.items()
+    }
 
 
 def _tokens_of(tokenizer: PreTrainedTokenizerBase, ids: list[int], characters: int) -> int:

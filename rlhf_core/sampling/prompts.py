@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.batching import batch_indices
-from rlhf_core.models.tokenizer import encode_prompt
+from rlhf_core.models.tokenizer import encode_prompts
 from rlhf_core.types import Prompt
 
 
@@ -19,7 +19,8 @@ def fitting_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, lon
     Raises:
         ValueError: every prompt is longer.
     """
-    prompts = [Prompt(r["id"], r["source"], r["messages"], encode_prompt(tokenizer, r["messages"]), r["label"]) for r in rows]
+    ids = encode_prompts(tokenizer, [r["messages"] for r in rows])
+    prompts = [Prompt(r["id"], r["source"], r["messages"], i, r["label"]) for r, i in zip(rows, ids, strict=True)]
     fitting = [p for p in prompts if len(p.prompt_ids) <= longest]
     if not fitting:
         raise ValueError(f"{what}: expected some of at most {longest} tokens, got none of {len(rows)}; raise model.max_length")

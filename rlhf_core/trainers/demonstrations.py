@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rlhf_core.data.schema import Message
-from rlhf_core.models.tokenizer import encode_turn, one_object_each
+from rlhf_core.data.tokens import EncodedTurns, Examples
+from rlhf_core.models.tokenizer import encode_turns, one_object_each
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from rlhf_core.models.batch import TokenBatch
 
 TrainOn = Literal["last_turn", "all_turns"]
+Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Demonstration:
 
     ids: list[int]
     start: int
-    skipped: tuple[tuple[int, int], ...] = ()
+    skipped: Spans = ()
 
     @property
     def num_trained(self) -> int:
@@ -36,7 +39,7 @@ def encode_demonstrations(
     max_length: int,
     train_on: TrainOn = "last_turn",
     train_on_thoughts: bool = True,
-) -> tuple[list[Demonstration], int]:
+) -> tuple[Sequence[Demonstration], int]:
     """Demonstrations from rows with messages and response, and how many were dropped because they were too long.
 
     Args:
@@ -45,20 +48,36 @@ def encode_demonstrations(
             doesn't, as a template that drops earlier thoughts, the next turn begins a new demonstration.
         train_on_thoughts: False: train on a turn's answer only, which comes after its thoughts.
     """
-    encoded = [
-        demonstration
-        for row in rows
-        for demonstration in _of_conversation(
-            tokenizer, [*row["messages"], {"role": "assistant", "content": row["response"]}], train_on, thoughts=train_on_thoughts
-        )
-    ]
-    return _drop_long(encoded, max_length)
+    turns = encode_turns(tokenizer, [turn for row in rows for turn in trained_turns(row, train_on)])
+    counts = [len(trained_turns(row, train_on)) for row in rows]
+    return demonstrations_of(turns, counts, max_length=max_length, train_on_thoughts=train_on_thoughts)
+
+
+def trained_turns(row: dict, train_on: TrainOn) -> list[tuple[list[Message], Message]]:
+    """The row's turns to be trained on: the messages before each, and the assistant's message."""
+    messages, last = row["messages"], (row["messages"], {"role": "assistant", "content": row["response"]})
+    if train_on == "last_turn":
+        return [last]
+    return [*((messages[:i], m) for i, m in enumerate(messages) if m["role"] == "assistant"), last]
+
+
+def demonstrations_of(
+    turns: EncodedTurns, counts: list[int], *, max_length: int, train_on_thoughts: bool
+) -> tuple[Sequence[Demonstration], int]:
+    """`encode_demonstrations` from encoded turns. counts: `trained_turns` of each row."""
+    found, at = [], 0
+    for count in counts:
+        found += _of_conversation(turns, range(at, at + count), thoughts=train_on_thoughts)
+        at += count
+    kept = [parts for parts in found if turns.length(parts[0]) <= max_length]
+    return Examples(lambda i, start, skipped: Demonstration(turns.ids(i), start, skipped), kept), len(found) - len(kept)
 
 
 def encode_texts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[list[Demonstration], int]:
     """Plain texts for pretraining: every token but the first is trained on, including the end token."""
     batch = tokenizer([row["text"] for row in rows], add_special_tokens=False)["input_ids"] if rows else []
-    return _drop_long([Demonstration(one_object_each([*ids, tokenizer.eos_token_id]), 1) for ids in batch], max_length)
+    kept = [Demonstration(one_object_each([*ids, tokenizer.eos_token_id]), 1) for ids in batch if len(ids) < max_length]
+    return kept, len(batch) - len(kept)
 
 
 def collate_demonstrations(examples: list[Demonstration], *, pad_id: int) -> TokenBatch:
@@ -72,29 +91,27 @@ def collate_demonstrations(examples: list[Demonstration], *, pad_id: int) -> Tok
     return batch
 
 
-def _of_conversation(
-    tokenizer: PreTrainedTokenizerBase, conversation: list[Message], train_on: TrainOn, *, thoughts: bool
-) -> list[Demonstration]:
-    """
+def _of_conversation(turns: EncodedTurns, numbers: range, *, thoughts: bool) -> list[tuple[int, int, Spans]]:
+    """Demonstrations from a conversation's turns: the turn with which each ends, `start` and `skipped`.
+
     Args:
         thoughts: train on them too.
     """
-    turns = [i for i, message in enumerate(conversation) if message["role"] == "assistant"]
-    found: list[Demonstration] = []
-    for turn in turns if train_on == "all_turns" else turns[-1:]:
-        ids, start, answer = encode_turn(tokenizer, conversation[:turn], conversation[turn])
-        before = found[-1] if found else None
-        continues = before is not None and ids[: len(before.ids)] == before.ids and len(before.ids) <= start
-        skipped = () if thoughts or answer == start else ((start, answer),)
-        if continues:
-            between = (len(before.ids), answer if skipped else start)
-            skipped = (*before.skipped, *([between] if between[0] < between[1] else []))
-            found[-1] = Demonstration(ids, before.start, skipped)
+    found: list[tuple[int, int, Spans]] = []
+    before: list[int] = []
+    for i in numbers:
+        ids = turns.ids(i) if len(numbers) > 1 else []
+        start, skipped = turns.start(i), () if thoughts else _thoughts(turns, i)
+        if before and ids[: len(before)] == before and len(before) <= start:
+            _, first, spans = found[-1]
+            between = (len(before), skipped[0][1] if skipped else start)
+            found[-1] = (i, first, (*spans, *([between] if between[0] < between[1] else [])))
         else:
-            found.append(Demonstration(ids, start, skipped))
+            found.append((i, start, skipped))
+        before = ids
     return found
 
 
-def _drop_long(examples: list[Demonstration], max_length: int) -> tuple[list[Demonstration], int]:
-    kept = [e for e in examples if len(e.ids) <= max_length]
-    return kept, len(examples) - len(kept)
+def _thoughts(turns: EncodedTurns, i: int) -> Spans:
+    """The span of a turn's thoughts, if it has any."""
+    return ((turns.start(i), turns.start(i) + turns.thoughts[i]),) if turns.thoughts[i] else ()

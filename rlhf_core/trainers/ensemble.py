@@ -5,11 +5,10 @@ Members differ in the order of their pairs, in the initial weights of their adap
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,17 @@ from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.models.score_head import filler_id, probe_score_head
-from rlhf_core.models.tokenizer import encode_prompt
+from rlhf_core.models.tokenizer import encode_prompts
 from rlhf_core.scorers.members import combine_members
-from rlhf_core.trainers.reward import Comparison, encode_comparisons, reward_phase, score_heldout
+from rlhf_core.trainers.encoding import in_background
+from rlhf_core.trainers.reward import Comparison, begin_comparisons, reward_phase, score_heldout
 from rlhf_core.trainers.supervised import TrainLoop, engine_settings, train_phase
 
 MEMBER_SEEDS = 1_000_003  # between the seeds of two members, so that none has the seed of another run's first member
+HELDOUT_SPLITS = ("validation", "test")
 MEASURED = ("heldout_loss", "heldout_accuracy", "best_step")  # of each member
 
 Rows = list[dict[str, Any]]
-Encoder = Callable[[Rows], tuple[list[Comparison], int]]
 Scores = dict[str, tuple[torch.Tensor, torch.Tensor]]  # split -> scores of its pairs, chosen and rejected, [N] each
 
 log = logging.getLogger("rlhf")
@@ -58,7 +58,7 @@ def train_ensemble(
 
     Args:
         start: Hugging Face folder of the SFT model.
-        read_pairs: the pairs of a split; read once a member, so that only one split is in memory.
+        read_pairs: the pairs of a split.
         loop: the stage's training loop, given `first_step` (the number of a member's first step in the curves) and its `seed`.
         save: saves a model with its weights and tokenizer, given the subfolder as `part` (`TrainRun.save_model`).
     Returns:
@@ -68,6 +68,9 @@ def train_ensemble(
     """
     metrics: dict[str, Any] = {}
     scores: list[Scores] = []
+    how = {"max_length": model.max_length, "begin": in_background}
+    begun = {split: begin_comparisons(read_pairs(split), tokenizer, **how) for split in ("train", *HELDOUT_SPLITS)}
+    encoded: dict[str, tuple[Sequence[Comparison], int]] = {}
     for member in range(config.ensemble):
         if member:
             engine = scalar_model = None  # frees the member before
@@ -77,35 +80,36 @@ def train_ensemble(
         if member:  # instead of zeros
             head = scalar_head(scalar_model).weight
             torch.nn.init.normal_(head, std=head.shape[1] ** -0.5, generator=torch.Generator().manual_seed(member_seed))
-        encoder = comparison_encoder(scalar_model, tokenizer, config, max_length=model.max_length)
+        if not encoded:
+            shared = shared_tokens(scalar_model, config, max_length=model.max_length)
+            encoded = {split: encode(shared) for split, encode in begun.items()}
+            heldout = {split: list(encoded[split][0]) for split in HELDOUT_SPLITS}  # as objects, since they are read at every evaluation
         engine, of_member = train_member(
-            scalar_model, encoder, read_pairs, config, member=member, dtype=model.dtype, seed=member_seed, loop=loop
+            scalar_model, encoded["train"], heldout["validation"], config, member=member, dtype=model.dtype, seed=member_seed, loop=loop
         )
         metrics |= of_member if member == 0 else {f"{name}_member_{member}": of_member[name] for name in MEASURED if name in of_member}
         engine.eval()
-        how = {"pad_id": filler_id(engine.module.model), "microbatch_tokens": config.microbatch_tokens}
-        heldout = heldout_comparisons(encoder, read_pairs)
-        scores.append({split: score_heldout(engine, comparisons, **how) for split, _, comparisons in heldout})
+        parts = {"pad_id": filler_id(engine.module.model), "microbatch_tokens": config.microbatch_tokens}
+        scores.append({split: score_heldout(engine, heldout[split], **parts) for split in HELDOUT_SPLITS if heldout[split]})
         save(scalar_model, engine.state_dict(), tokenizer, part=f"member_{member}" if member else "")
     if not is_first():
         return metrics, None
-    table = heldout_table(scores, encoder, read_pairs, tokenizer)
+    table = heldout_table(scores, heldout, read_pairs, tokenizer)
     return metrics | {"heldout_pairs": len(table)}, table
 
 
-def comparison_encoder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: RewardConfig, *, max_length: int) -> Encoder:
-    """Encodes pairs as comparisons and counts those that are too long. A common prompt is computed once if the model can."""
-    shares = probe_score_head(model).per_token and shares_prefixes(model, device=device(), max_length=max_length)
-    if not shares:
-        log.info("train_reward: prompts are computed for each response: prefix sharing takes a CPU and a model with scores of tokens")
-    tokens = config.microbatch_tokens if shares else 0
-    return functools.partial(encode_comparisons, tokenizer=tokenizer, max_length=max_length, max_shared_tokens=tokens)
+def shared_tokens(model: PreTrainedModel, config: RewardConfig, *, max_length: int) -> int:
+    """The longest row in which responses share their prompt, which is computed once if the model can; 0: it can't."""
+    if probe_score_head(model).per_token and shares_prefixes(model, device=device(), max_length=max_length):
+        return config.microbatch_tokens
+    log.info("train_reward: prompts are computed for each response: prefix sharing takes a CPU and a model with scores of tokens")
+    return 0
 
 
 def train_member(
     model: PreTrainedModel,
-    encoder: Encoder,
-    read_pairs: Callable[[str], Rows],
+    encoded: tuple[Sequence[Comparison], int],
+    heldout: Sequence[Comparison],
     config: RewardConfig,
     *,
     member: int,
@@ -113,9 +117,12 @@ def train_member(
     seed: int,
     loop: Callable[..., TrainLoop],
 ) -> tuple[TrainEngine, dict[str, Any]]:
-    """Train one member. Its steps in the curves follow those of the members before it."""
-    comparisons, dropped = encoder(read_pairs("train"))
-    heldout, _ = encoder(read_pairs("validation"))
+    """Train one member. Its steps in the curves follow those of the members before it.
+
+    Args:
+        encoded: comparisons, and the number of pairs dropped as too long.
+    """
+    comparisons, dropped = encoded
     phase = reward_phase(
         comparisons,
         heldout,
@@ -135,22 +142,17 @@ def train_member(
     return engine, metrics | found
 
 
-def heldout_comparisons(encoder: Encoder, read_pairs: Callable[[str], Rows]) -> Iterator[tuple[str, Rows, list[Comparison]]]:
-    """Split, its rows and their comparisons, for each held-out split with comparisons."""
-    for split in ("validation", "test"):
-        rows = read_pairs(split)
-        comparisons, _ = encoder(rows)
-        if comparisons:
-            yield split, rows, comparisons
-
-
 def heldout_table(
-    members: list[Scores], encoder: Encoder, read_pairs: Callable[[str], Rows], tokenizer: PreTrainedTokenizerBase
+    members: list[Scores], heldout: dict[str, list[Comparison]], read_pairs: Callable[[str], Rows], tokenizer: PreTrainedTokenizerBase
 ) -> pd.DataFrame:
     """Each validation and test pair with the mean and standard deviation of the members' scores; without members no rows."""
     found = []
-    for split, rows, comparisons in heldout_comparisons(encoder, read_pairs):
-        by_id = {row["id"]: row for row in rows}
+    for split, comparisons in heldout.items():
+        if not comparisons:
+            continue
+        by_id = {row["id"]: row for row in read_pairs(split)}
+        rows = [by_id[row_id] for c in comparisons for row_id in c.row_ids]
+        prompt_tokens = map(len, encode_prompts(tokenizer, [row["messages"] for row in rows]))
         sides = (torch.stack([scores[split][side] for scores in members], 1) for side in (0, 1))
         (chosen, chosen_std), (rejected, rejected_std) = (combine_members(side, std_coef=0.0) for side in sides)
         scores = zip(*(values.tolist() for values in (chosen, rejected, chosen_std, rejected_std)), strict=True)
@@ -159,6 +161,6 @@ def heldout_table(
                 row = by_id[row_id]
                 prompt = hashlib.sha256(conversation_text(row["messages"]).encode("utf-8", "surrogatepass")).hexdigest()[:16]
                 of_chosen, of_rejected, *stds = next(scores)
-                tokens = len(c.sequences[a]), len(c.sequences[b]), prompt, len(encode_prompt(tokenizer, row["messages"]))
+                tokens = len(c.sequences[a]), len(c.sequences[b]), prompt, next(prompt_tokens)
                 found.append((row_id, row["source"], split, of_chosen, of_rejected, *tokens, *stds))
     return as_heldout_table(found)

@@ -7,6 +7,7 @@ Source: Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, section 3.5.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -16,10 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.algorithms.preference_losses import bradley_terry
 from rlhf_core.data.batching import Part
+from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens import Examples
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.engines.ranks import merged, own_parts, summed
 from rlhf_core.models.batch import Branches, collate_branches, share_prefix
-from rlhf_core.models.tokenizer import encode_scored
+from rlhf_core.models.tokenizer import encode_scored_turns
+from rlhf_core.trainers.encoding import Begin, at_once
 from rlhf_core.trainers.supervised import Metrics, Phase
 
 
@@ -51,39 +55,55 @@ class Comparison:
 
 def encode_comparisons(
     rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int, max_shared_tokens: int
-) -> tuple[list[Comparison], int]:
+) -> tuple[Sequence[Comparison], int]:
     """Group rows with messages, chosen and rejected by conversation.
 
     Returns the comparisons, in order of first appearance, and the number of pairs dropped because a response is too long: truncated, it
     would look complete. Unpaired rows (one side null) are left out.
     """
-    comparisons: dict[str, Comparison] = {}
-    positions: dict[tuple[str, str], int | None] = {}
-    dropped = 0
+    return begin_comparisons(rows, tokenizer, max_length=max_length)(max_shared_tokens)
+
+
+def begin_comparisons(
+    rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int, begin: Begin = at_once
+) -> Callable[[int], tuple[Sequence[Comparison], int]]:
+    """Begin `encode_comparisons`; the function returned waits for its result, and takes `max_shared_tokens`."""
+    asked: dict[tuple[str, str], int] = {}  # conversation and response -> number
+    messages: list[tuple[list[Message], str]] = []
+    pairs: dict[str, list[tuple[str, int, int]]] = {}  # conversation -> row's id, chosen, rejected
     for row in rows:
         if row["chosen"] is None or row["rejected"] is None:
             continue
         key = json.dumps(row["messages"])
-        comparison = comparisons.setdefault(key, Comparison(max_shared_tokens))
-        sides = []
         for text in (row["chosen"], row["rejected"]):
-            if (key, text) not in positions:
-                ids = encode_scored(tokenizer, row["messages"], text)
-                positions[key, text] = None if len(ids) > max_length else len(comparison.sequences)
-                if len(ids) <= max_length:
-                    comparison.sequences.append(ids)
-            sides.append(positions[key, text])
-        if None in sides:
-            dropped += 1
-            continue
-        comparison.pairs.append((sides[0], sides[1]))
-        comparison.row_ids.append(row["id"])
-    return [c for c in comparisons.values() if c.pairs], dropped
+            if (key, text) not in asked:
+                asked[key, text] = len(messages)
+                messages.append((row["messages"], text))
+        pairs.setdefault(key, []).append((row["id"], asked[key, row["chosen"]], asked[key, row["rejected"]]))
+    of_conversations = list(pairs.values())
+    encoded = begin(encode_scored_turns, tokenizer, messages)
+
+    def result(max_shared_tokens: int) -> tuple[Sequence[Comparison], int]:
+        turns, parts, dropped = encoded(), [], 0
+        for of_conversation in of_conversations:
+            kept = [pair for pair in of_conversation if max(map(turns.length, pair[1:])) <= max_length]
+            dropped += len(of_conversation) - len(kept)
+            sides = sorted({i for pair in of_conversation for i in pair[1:] if turns.length(i) <= max_length})
+            position = {i: number for number, i in enumerate(sides)}
+            if kept:
+                parts.append((tuple(sides), [(position[a], position[b]) for _, a, b in kept], [row_id for row_id, _, _ in kept]))
+
+        def comparison(sides: tuple[int, ...], pairs: list[tuple[int, int]], row_ids: list[str]) -> Comparison:
+            return Comparison(max_shared_tokens, [turns.ids(i) for i in sides], pairs, row_ids)
+
+        return Examples(comparison, parts), dropped
+
+    return result
 
 
 def reward_phase(
-    train: list[Comparison],
-    heldout: list[Comparison],
+    train: Sequence[Comparison],
+    heldout: Sequence[Comparison],
     *,
     steps: int,
     batch_size: int,
@@ -128,7 +148,7 @@ def score_pairs(engine: TrainEngine, comparisons: list[Comparison], *, pad_id: i
 
 
 def score_heldout(
-    engine: TrainEngine, comparisons: list[Comparison], *, pad_id: int, microbatch_tokens: int
+    engine: TrainEngine, comparisons: Sequence[Comparison], *, pad_id: int, microbatch_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores [pairs] of chosen and rejected on the CPU, in the order of the comparisons and their pairs; on every rank those of all."""
     starts = [0, *accumulate(len(c.pairs) for c in comparisons)]
@@ -142,7 +162,7 @@ def score_heldout(
     return chosen, rejected
 
 
-def _own_parts(comparisons: list[Comparison], microbatch_tokens: int) -> list[Part]:
+def _own_parts(comparisons: Sequence[Comparison], microbatch_tokens: int) -> list[Part]:
     """This rank's micro-batches of comparisons, whose padded rows fit the budget; a larger comparison has its own micro-batch."""
     return own_parts([c.longest for c in comparisons], max_tokens=microbatch_tokens, rows=[len(c.rows) for c in comparisons])
 

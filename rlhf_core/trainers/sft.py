@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,9 @@ from rlhf_core.engines.ranks import own_parts, summed
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters
-from rlhf_core.trainers.demonstrations import Demonstration, collate_demonstrations, encode_demonstrations, encode_texts
+from rlhf_core.models.tokenizer import encode_turns
+from rlhf_core.trainers.demonstrations import Demonstration, collate_demonstrations, demonstrations_of, encode_texts, trained_turns
+from rlhf_core.trainers.encoding import in_background
 from rlhf_core.trainers.supervised import Metrics, Phase, TrainLoop, engine_settings, train_phase
 
 if TYPE_CHECKING:
@@ -28,8 +31,8 @@ Rows = list[dict[str, Any]]
 
 def sft_phase(
     name: str,
-    train: list[Demonstration],
-    heldout: list[Demonstration],
+    train: Sequence[Demonstration],
+    heldout: Sequence[Demonstration],
     *,
     steps: int,
     batch_size: int,
@@ -53,13 +56,13 @@ def sft_phase(
     return Phase(name, steps, batch_size, len(train), train_batch, evaluate if heldout else None)
 
 
-def heldout_loss(engine: TrainEngine, examples: list[Demonstration], *, pad_id: int, microbatch_tokens: int) -> float:
+def heldout_loss(engine: TrainEngine, examples: Sequence[Demonstration], *, pad_id: int, microbatch_tokens: int) -> float:
     """Mean negative log-probability per trained token, in nats."""
     total = sum(float(_negative_logprob(engine, part, pad_id)) * counts for part, counts in _own_parts(examples, microbatch_tokens))
     return summed(total)[0] / sum(e.num_trained for e in examples)
 
 
-def _own_parts(examples: list[Demonstration], microbatch_tokens: int) -> list[tuple[list[Demonstration], bool]]:
+def _own_parts(examples: Sequence[Demonstration], microbatch_tokens: int) -> list[tuple[list[Demonstration], bool]]:
     """This rank's micro-batches, and whether each counts."""
     parts = own_parts([len(e.ids) for e in examples], max_tokens=microbatch_tokens)
     return [([examples[i] for i in part.positions], part.counts) for part in parts]
@@ -73,8 +76,8 @@ def _negative_logprob(engine: TrainEngine, examples: list[Demonstration], pad_id
 def finetune(
     run: TrainRun,
     start: Path,
-    train: list[Demonstration],
-    heldout: list[Demonstration],
+    train: Sequence[Demonstration],
+    heldout: Sequence[Demonstration],
     config: RejectionSamplingConfig | ConditionalSftConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
@@ -124,22 +127,33 @@ def pretrain(
     return engine.state_dict(every_rank=True), steps
 
 
+def begin_demonstrations(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, config: SftConfig, *, max_length: int
+) -> Callable[[], tuple[Sequence[Demonstration], int]]:
+    """Begin to encode demonstrations in the background; the function returned, a collective, waits for `encode_demonstrations`' result."""
+    asked = [trained_turns(row, config.train_on) for row in rows]
+    counts = list(map(len, asked))
+    encoded = in_background(encode_turns, tokenizer, [turn for of_row in asked for turn in of_row])
+    return lambda: demonstrations_of(encoded(), counts, max_length=max_length, train_on_thoughts=config.train_on_thoughts)
+
+
 def train_on_demonstrations(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    train_rows: Rows,
-    heldout_rows: Rows,
+    begun: Sequence[Callable[[], tuple[Sequence[Demonstration], int]]],
     config: SftConfig,
     *,
     model_config: ModelConfig,
     loop: TrainLoop,
 ) -> tuple[TrainEngine, dict[str, Any]]:
-    """SFT with adapters, if configured. Returns the engine and the stage's metrics."""
-    how = {"max_length": model_config.max_length, "train_on": config.train_on, "train_on_thoughts": config.train_on_thoughts}
-    train, dropped = encode_demonstrations(train_rows, tokenizer, **how)
-    heldout, _ = encode_demonstrations(heldout_rows, tokenizer, **how)
+    """SFT with adapters, if configured. Returns the engine and the stage's metrics.
+
+    Args:
+        begun: from `begin_demonstrations`, of the training rows and of the held-out ones.
+    """
+    (train, dropped), (heldout, _) = (encoded() for encoded in begun)
     parts = {"pad_id": tokenizer.pad_token_id, "microbatch_tokens": config.microbatch_tokens}
-    phase = sft_phase("sft", train, heldout, steps=config.steps, batch_size=config.batch_size, **parts)
+    phase = sft_phase("sft", train, list(heldout), steps=config.steps, batch_size=config.batch_size, **parts)
     settings = engine_settings(config, steps=phase.steps, learning_rate=config.learning_rate, dtype=model_config.dtype, seed=loop.seed)
     parameters = sum(p.numel() for p in model.parameters())
     add_adapters(model, config.lora, seed=loop.seed)

@@ -6,7 +6,9 @@ baseline, the number of chosen tokens) are computed before the first micro-batch
 
 from __future__ import annotations
 
+import hashlib
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +34,12 @@ class Continuation(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for equal continuations."""
+        ids = array("i", (len(self.prompt_ids), *self.prompt_ids, *self.response_ids))
+        return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
 
 
 class Pair(NamedTuple):

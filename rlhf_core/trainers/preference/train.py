@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config import REFERENCE_FREE, DpoConfig, KtoConfig, ModelConfig
 from rlhf_core.data.batching import batch_indices
+from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens import EncodedTurns, Examples
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.engines.frozen import FrozenModel
 from rlhf_core.engines.ranks import data_parallel_size, merged, on_first
@@ -25,8 +28,9 @@ from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters, quantize_base
 from rlhf_core.models.probe import shares_prefixes
-from rlhf_core.models.tokenizer import encode_conversation, load_tokenizer
+from rlhf_core.models.tokenizer import encode_turns, load_tokenizer, one_object_each
 from rlhf_core.progress import Bar
+from rlhf_core.trainers.encoding import Begin, at_once, in_background
 from rlhf_core.trainers.preference.objectives import (
     Continuation,
     Example,
@@ -48,6 +52,8 @@ COLUMNS = (
     *("reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob"),
     *("kl", "heldout_loss", "heldout_accuracy", "heldout_margin", "learning_rate", "grad_norm"),
 )
+
+SIDES = ("chosen", "rejected")
 
 log = logging.getLogger("rlhf")
 
@@ -102,18 +108,21 @@ def train_on_pairs(train_rows: list[dict], heldout_rows: list[dict], config: Dpo
         ValueError: no pair is left to train on.
     """
     tokenizer = load_tokenizer(str(run.start), trust_remote_code=run.model.trust_remote_code)
-    train, dropped = encode_pairs(train_rows, tokenizer, max_length=run.model.max_length)
-    heldout, _ = encode_pairs(heldout_rows, tokenizer, max_length=run.model.max_length)
+    begun = [begin_pairs(rows, tokenizer, max_length=run.model.max_length, begin=in_background) for rows in (train_rows, heldout_rows)]
+    num_rows = len(train_rows)
+    del train_rows, heldout_rows  # their texts' memory
+    model = run.load_model()
+    (train, dropped), (heldout, _) = (encoded() for encoded in begun)
     if not train:
         raise ValueError(
             f"preference data: expected rows with a chosen and a rejected response of at most {run.model.max_length} tokens with their "
-            f"prompt, got none of {len(train_rows)}; raise model.max_length, or take the method kto for single responses"
+            f"prompt, got none of {num_rows}; raise model.max_length, or take the method kto for single responses"
         )
-    batches = run.batches(config.batch_size, len(train))
-    items = [side for pairs in (*([train[i] for i in batch] for batch in batches), heldout) for pair in pairs for side in pair]
+    used = dict.fromkeys(i for batch in run.batches(config.batch_size, len(train)) for i in batch)
+    items = (side for pairs in ((train[i] for i in used), heldout) for pair in pairs for side in pair)
     kind = "none" if config.loss in REFERENCE_FREE else config.reference
-    model, forward, reference = _policy_and_reference(kind, items, tokenizer, config, run)
-    trained = _train(model, PairObjective(config, forward, reference), train, heldout, run)
+    forward, reference = _forward_and_reference(model, kind, items, tokenizer, config, run)
+    trained = _train(model, PairObjective(config, forward, reference), train, list(heldout), run)
     counts = {"loss": config.loss, "steps": run.steps, "pairs": len(train), "dropped_too_long": dropped}
     return Trained(trained[0], model, tokenizer, counts | trained[1])
 
@@ -121,77 +130,107 @@ def train_on_pairs(train_rows: list[dict], heldout_rows: list[dict], config: Dpo
 def train_on_examples(train_rows: list[dict], heldout_rows: list[dict], config: KtoConfig, run: PreferenceRun) -> Trained:
     """Train with a loss of UNPAIRED_LOSSES on single responses; a pair is two of them. Otherwise as `train_on_pairs`."""
     tokenizer = load_tokenizer(str(run.start), trust_remote_code=run.model.trust_remote_code)
-    train, dropped = encode_examples(train_rows, tokenizer, max_length=run.model.max_length)
-    heldout, _ = encode_examples(heldout_rows, tokenizer, max_length=run.model.max_length)
+    begun = [begin_examples(rows, tokenizer, max_length=run.model.max_length, begin=in_background) for rows in (train_rows, heldout_rows)]
+    num_rows = len(train_rows)
+    del train_rows, heldout_rows  # their texts' memory
+    model = run.load_model()
+    (train, dropped), (heldout, _) = (encoded() for encoded in begun)
     if not train:
         raise ValueError(
             f"preference data: expected responses of at most {run.model.max_length} tokens with their prompt, got none in "
-            f"{len(train_rows)} rows; raise model.max_length"
+            f"{num_rows} rows; raise model.max_length"
         )
+    heldout = list(heldout)
     items = example_items(train, heldout, run.batches(config.batch_size, len(train)), config, max_length=run.model.max_length)
-    model, forward, reference = _policy_and_reference(config.reference, items, tokenizer, config, run)
+    forward, reference = _forward_and_reference(model, config.reference, items, tokenizer, config, run)
     trained = _train(model, ResponseObjective(config, forward, reference, run.model.max_length), train, heldout, run)
     counts = {"loss": config.loss, "steps": run.steps, "examples": len(train), "dropped_too_long": dropped}
     return Trained(trained[0], model, tokenizer, counts | trained[1])
 
 
-def encode_pairs(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[list[Pair], int]:
+def encode_pairs(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[Sequence[Pair], int]:
     """Pairs from rows with messages, chosen and rejected, and the number of pairs dropped because a side has too many tokens.
 
     Sides are not cut: a cut response would look finished. Unpaired rows (one side null) are left out.
     """
-    pairs = []
-    for row in rows:
-        if row["chosen"] is not None and row["rejected"] is not None:
-            chosen, rejected = (_encode(tokenizer, row, side) for side in ("chosen", "rejected"))
-            if rejected.prompt_ids == chosen.prompt_ids:  # keep one tuple in memory
-                rejected = rejected._replace(prompt_ids=chosen.prompt_ids)
-            pairs.append(Pair(chosen, rejected))
-    kept = [pair for pair in pairs if all(side.num_tokens <= max_length for side in pair)]
-    return kept, len(pairs) - len(kept)
+    return begin_pairs(rows, tokenizer, max_length=max_length)()
 
 
-def encode_examples(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[list[Example], int]:
+def begin_pairs(
+    rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int, begin: Begin = at_once
+) -> Callable[[], tuple[Sequence[Pair], int]]:
+    """Begin `encode_pairs`; the function returned waits for its result."""
+    encoded = begin(encode_turns, tokenizer, [turn for row in rows if None not in (row["chosen"], row["rejected"]) for turn in _turns(row)])
+
+    def result() -> tuple[Sequence[Pair], int]:
+        turns = encoded()
+        kept = [(i,) for i in range(0, len(turns), 2) if max(turns.length(i), turns.length(i + 1)) <= max_length]
+        return Examples(lambda i: Pair(*_continuations(turns, i, i + 1)), kept), len(turns) // 2 - len(kept)
+
+    return result
+
+
+def encode_examples(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[Sequence[Example], int]:
     """Single responses from rows with messages, chosen and rejected, of which one may be null, and the number dropped as too long.
 
     A pair is one desirable and one undesirable response.
     """
-    examples = [
-        Example(_encode(tokenizer, row, side), side == "chosen") for row in rows for side in ("chosen", "rejected") if row[side] is not None
-    ]
-    kept = [e for e in examples if e.continuation.num_tokens <= max_length]
-    return kept, len(examples) - len(kept)
+    return begin_examples(rows, tokenizer, max_length=max_length)()
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, row: dict, side: str) -> Continuation:
-    ids, start = encode_conversation(tokenizer, row["messages"], row[side])
-    return Continuation(tuple(ids[:start]), tuple(ids[start:]))
+def begin_examples(
+    rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int, begin: Begin = at_once
+) -> Callable[[], tuple[Sequence[Example], int]]:
+    """Begin `encode_examples`; the function returned waits for its result."""
+    desirable = [side == "chosen" for row in rows for side in SIDES if row[side] is not None]
+    encoded = begin(encode_turns, tokenizer, [turn for row in rows for turn in _turns(row)])
+
+    def result() -> tuple[Sequence[Example], int]:
+        turns = encoded()
+        kept = [(i, desirable[i]) for i in range(len(turns)) if turns.length(i) <= max_length]
+        return Examples(lambda i, good: Example(*_continuations(turns, i), good), kept), len(turns) - len(kept)
+
+    return result
+
+
+def _turns(row: dict) -> Iterator[tuple[list[Message], Message]]:
+    """A row's conversation with each of its responses."""
+    return ((row["messages"], {"role": "assistant", "content": row[side]}) for side in SIDES if row[side] is not None)
+
+
+def _continuations(turns: EncodedTurns, *numbers: int) -> list[Continuation]:
+    """Of one prompt."""
+    prompt = tuple(one_object_each(turns.tokens[turns.prompts[numbers[0]]]))
+    return [Continuation(prompt, tuple(one_object_each(turns.tokens[turns.turns[i]]))) for i in numbers]
 
 
 def example_items(
-    train: list[Example], heldout: list[Example], batches: list[list[int]], config: KtoConfig, *, max_length: int
-) -> list[Continuation]:
+    train: Sequence[Example], heldout: Sequence[Example], batches: list[list[int]], config: KtoConfig, *, max_length: int
+) -> Iterator[Continuation]:
     """All items whose reference log-probabilities training on these batches, and evaluation, will need."""
-    items: list[Continuation] = []
-    for examples, shift in (*(([train[i] for i in batch], 1) for batch in batches), (heldout, len(heldout) // 2)):
-        items += [e.continuation for e in examples]
-        items += mismatched(examples, config, shift=shift, max_length=max_length)
-    return items
+    steps = (([train[i] for i in batch], 1) for batch in batches)
+    for examples, shift in itertools.chain(steps, [(heldout, len(heldout) // 2)]):
+        yield from (e.continuation for e in examples)
+        yield from mismatched(examples, config, shift=shift, max_length=max_length)
 
 
 # Policy and reference
 
 
-def _policy_and_reference(
-    kind: str, items: list[Continuation], tokenizer: PreTrainedTokenizerBase, config: DpoConfig | KtoConfig, run: PreferenceRun
-) -> tuple[PreTrainedModel, ResponseForward, Reference]:
-    """The model to be trained, how responses go through it, and the reference.
+def _forward_and_reference(
+    model: PreTrainedModel,
+    kind: str,
+    items: Iterable[Continuation],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DpoConfig | KtoConfig,
+    run: PreferenceRun,
+) -> tuple[ResponseForward, Reference]:
+    """How responses go through the model to be trained, and the reference.
 
     Args:
         kind: precomputed | live | none.
         items: all items that the reference will be evaluated on.
     """
-    model = run.load_model()
     shares = shares_prefixes(model, device=device(), max_length=run.model.max_length)
     forward = ResponseForward(tokenizer.pad_token_id, shares, config.microbatch_tokens)
 
@@ -201,10 +240,10 @@ def _policy_and_reference(
         return FrozenModel(PolicyModule(start), dtype=run.model.dtype, zero_stage=config.zero_stage, offload=False).module
 
     if kind == "none":
-        return model, forward, no_reference
+        return forward, no_reference
     if kind == "live":
-        return model, forward, live_reference(load_reference(), forward)
-    return model, forward, precomputed_reference(load_reference, items, forward, path=run.scratch / "reference.pt")
+        return forward, live_reference(load_reference(), forward)
+    return forward, precomputed_reference(load_reference, items, forward, path=run.scratch / "reference.pt")
 
 
 def live_reference(module: nn.Module, forward: ResponseForward) -> Reference:
@@ -227,11 +266,10 @@ def precomputed_reference(
         load_module: called only if there is something to compute.
         path: in a folder for one reference model only: the file identifies its items, not its model.
     """
-    distinct = list(dict.fromkeys(items))
-    hashed = hashlib.sha256()
-    for item in distinct:
-        hashed.update(repr(item).encode())
-    of_items = hashed.hexdigest()
+    distinct: dict[bytes, Continuation] = {}
+    for item in items:
+        distinct.setdefault(item.digest, item)
+    of_items = hashlib.sha256(b"".join(distinct)).hexdigest()
 
     def read() -> dict[str, Any] | None:
         found = torch.load(path, weights_only=True) if path.exists() else {"items": None}
@@ -247,12 +285,13 @@ def precomputed_reference(
     if kept is not None:
         log.info("reference: reusing the log-probabilities of %d responses from an earlier start", len(distinct))
     else:
-        kept = {"items": of_items, "logprobs": _compute(load_module(), distinct, forward)}
+        kept = {"items": of_items, "logprobs": _compute(load_module(), list(distinct.values()), forward)}
         on_first(write, subject="reference")
     table = dict(zip(distinct, kept["logprobs"].tolist(), strict=True))
+    del distinct  # the table's keys are all that is needed of it
 
     def logprobs(part: list[PromptGroup]) -> torch.Tensor:
-        return torch.tensor([table[item] for group in part for item in group.items], device=device())
+        return torch.tensor([table[item.digest] for group in part for item in group.items], device=device())
 
     return logprobs
 
@@ -278,7 +317,7 @@ def _compute(module: PolicyModule, items: list[Continuation], forward: ResponseF
 
 
 def _train(
-    model: PreTrainedModel, objective: PairObjective | ResponseObjective, train: list[Any], heldout: list[Any], run: PreferenceRun
+    model: PreTrainedModel, objective: PairObjective | ResponseObjective, train: Sequence[Any], heldout: list[Any], run: PreferenceRun
 ) -> tuple[TrainEngine, dict[str, float]]:
     """The trained engine, and the metrics of `train_phase`."""
     config, seed = objective.config, run.loop.seed

@@ -15,7 +15,7 @@ from rlhf_core.models.tokenizer import (
     encode_conversation,
     encode_prompt,
     encode_scored,
-    encode_turn,
+    encode_turns,
     load_tokenizer,
     stop_ids,
     turn_end,
@@ -151,7 +151,8 @@ def test_calls_of_tools_and_their_results_arrive_in_the_prompt_and_a_call_can_be
     ids, start = encode_conversation(tokenizer, STORED, RESPONSE)
     assert ids[:start] == rendered(tokenizer, TOOLS)
     assert '"digits": "4172"' in tokenizer.decode(ids[:start]) and "1247" in tokenizer.decode(ids[:start])
-    call, start, _ = encode_turn(tokenizer, STORED[:1], STORED[1])
+    turns = encode_turns(tokenizer, [(STORED[:1], STORED[1])])
+    call, start = turns.ids(0), turns.start(0)
     assert [*call, *turn_end(tokenizer).after] == tokenizer.apply_chat_template(TOOLS[:2], return_dict=False)
     assert call[:start] == rendered(tokenizer, QUESTION)
 
