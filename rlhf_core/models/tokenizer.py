@@ -13,6 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -277,7 +278,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[S
     found = []
     for part in in_parts(conversations):
         texts = _prompt_texts(tokenizer, part)
-        ids = dict(encode_texts(tokenizer, list(dict.fromkeys(texts))))
+        ids = _distinct_ids(tokenizer, texts)
         found += [ids[text] for text in texts]
     return found
 
@@ -301,7 +302,7 @@ def encode_turns(tokenizer: PreTrainedTokenizerBase, asked: Iterable[tuple[Seque
     for part in in_parts(asked):
         texts = _prompt_texts(tokenizer, [messages for messages, _ in part])
         turns = [written_turn(tokenizer, messages, answer, prompt) for (messages, answer), prompt in zip(part, texts, strict=True)]
-        prompts = {text: found.tokens.add(ids) for text, ids in encode_texts(tokenizer, list(dict.fromkeys(texts)))}
+        prompts = {text: found.tokens.add(ids) for text, ids in _distinct_ids(tokenizer, texts).items()}
         trained = turn_end(tokenizer).trained
         for text, turn, ids in zip(texts, turns, _turn_ids(tokenizer, turns), strict=True):
             thoughts = _tokens_of(tokenizer, ids, turn.thoughts) if turn.thoughts else 0
@@ -330,7 +331,7 @@ def encode_scored_turns(tokenizer: PreTrainedTokenizerBase, asked: Iterable[tupl
                 bodies[i] = written_turn(tokenizer, messages, {"role": "assistant", "content": response}, texts[i])
             else:
                 before[i], bodies[i] = whole, Turn("", answer)
-        prompts = {text: found.tokens.add(ids) for text, ids in encode_texts(tokenizer, list(dict.fromkeys(before)))}
+        prompts = {text: found.tokens.add(ids) for text, ids in _distinct_ids(tokenizer, before).items()}
         for text, ids in zip(before, _turn_ids(tokenizer, bodies), strict=True):
             found.add(prompts[text], [*ids, *end.trained, *end.after])
     return found
@@ -376,6 +377,19 @@ def _prompt_texts(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Se
     distinct = {id(messages): messages for messages in conversations}
     texts = {key: render(tokenizer, messages, waits=True) for key, messages in distinct.items()}
     return [texts[id(messages)] for messages in conversations]
+
+
+def _distinct_ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> dict[str, list[int]]:
+    """Token ids of each distinct text. A single one is cached: a prompt whose samples are scored one by one comes again and again."""
+    distinct = list(dict.fromkeys(texts))
+    if len(distinct) == 1:
+        return {distinct[0]: list(_ids_of_one(tokenizer, distinct[0]))}
+    return dict(encode_texts(tokenizer, distinct))
+
+
+@lru_cache(maxsize=1024)
+def _ids_of_one(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    return tuple(next(encode_texts(tokenizer, [text]))[1])
 
 
 def _turn_ids(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn]) -> list[list[int]]:

@@ -213,9 +213,8 @@ def test_kto_is_that_of_responses_one_by_one_with_the_baseline_of_the_whole_step
 def test_a_loss_without_a_baseline_has_none(sft_folder: Path):
     metrics = response_objective(sft_folder, forward(45), loss="apo_zero_unpaired").train_batch(Recorder(sft_folder), EXAMPLES)
     assert metrics["kl"] == 0.0
-    assert example_items(
-        EXAMPLES, [], [[0, 1]], response_objective(sft_folder, forward(), loss="apo_zero_unpaired").config, max_length=64
-    ) == [e.continuation for e in EXAMPLES[:2]]
+    config = response_objective(sft_folder, forward(), loss="apo_zero_unpaired").config
+    assert list(example_items(EXAMPLES, [], [[0, 1]], config, max_length=64)) == [e.continuation for e in EXAMPLES[:2]]
 
 
 def test_a_step_without_bad_responses_has_no_accuracy_and_a_loss_all_the_same(sft_folder: Path):
