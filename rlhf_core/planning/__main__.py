@@ -20,6 +20,7 @@ from rlhf_core.planning.describe import assumed, stages_text, stages_values, tex
 from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency
 from rlhf_core.planning.machine import Gpu, Machine, here
 from rlhf_core.planning.models import base_model, of_shape
+from rlhf_core.planning.online import RlTraining
 from rlhf_core.planning.phases import predict
 from rlhf_core.planning.plan import Placement, Prediction, Workload
 from rlhf_core.planning.preflight import plan_stages
@@ -131,6 +132,7 @@ def requested(work: Workload, params: Params, arguments: argparse.Namespace, at_
         checkpointing=bool(arguments.checkpointing),
         sleep=arguments.sleep,
         max_concurrent=at_a_time,
+        sequence_parallel=RlTraining(params.rl).sequence_parallel,
     )
 
 

@@ -33,7 +33,7 @@ def element_bytes(dtype: str) -> int:
 class Training:
     """How an engine trains, as a section of params.yaml says.
 
-    ranks: that share a model by ZeRO.
+    ranks: that share a model by ZeRO. sequence_parallel: of them, that share each sequence.
     on_gpu: buffers are allocated in full; on a CPU only what is written to takes memory.
     packed: the CPU backend for plain float32 Llamas computes the trunk (rlhf_core/models/cpu).
     adapters: trained parameters of LoRA; None: all parameters are trained. quantized: linear layers are rounded to 4 bits.
@@ -41,6 +41,7 @@ class Training:
 
     dtype: str = "bfloat16"
     ranks: int = 1
+    sequence_parallel: int = 1
     zero_stage: int = 0
     offload_optimizer: bool = False
     offload_parameters: bool = False
@@ -137,6 +138,7 @@ def training_states(parameters: float, how: Training, *, linear: float = 0.0) ->
         passing = e * min(parameters, LIVE_PARAMETERS) if n > 1 or how.offload_parameters else 0.0
     if how.offload_optimizer:
         host += master + optimizer + (4 + e) * part  # and the partition's gradients
+        host += e * part if stage < 3 else 0.0  # weights on their way back
         master = optimizer = 0.0
         gradients = gradients if stage == 1 else 0.0
         step = how.bucket(trained) if stage == 1 else 0.0
@@ -167,7 +169,7 @@ def frozen_model(parameters: float, how: Training, *, offload: bool = False) -> 
     return Frozen(0.0, size, size) if offload else Frozen(size, 0.0, 0.0)
 
 
-def layer_activations(shape: ModelShape, tokens: float, dtype: str = "bfloat16") -> float:
+def layer_activations(shape: ModelShape, tokens: float, dtype: str = "bfloat16", *, sequence_parallel: int = 1) -> float:
     """Bytes that one layer stores for its backward pass in transformers' Llama.
 
     Per token, in elements: of each norm its output and the normalized input, and the input itself (in bfloat16 as float32: 8 hidden in
@@ -175,9 +177,12 @@ def layer_activations(shape: ModelShape, tokens: float, dtype: str = "bfloat16")
     gate, its activation, up and their product (4 intermediate). Attention scores aren't stored (flash attention recomputes them), and
     there is no dropout.
     Source: the count of Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, section 4.1, adapted from GPT
+    Args:
+        tokens: of this rank. sequence_parallel: ranks that share them; more than there are heads of keys and values copy these.
     """
     norms = 8 if dtype == "bfloat16" else 6
-    elements = norms * shape.hidden + 2 * shape.attention_width + 2 * shape.kv_width + 4 * shape.active_experts * shape.intermediate
+    kv_width = shape.kv_width * max(1, sequence_parallel / shape.kv_heads)
+    elements = norms * shape.hidden + 2 * shape.attention_width + 2 * kv_width + 4 * shape.active_experts * shape.intermediate
     return tokens * elements * element_bytes(dtype)
 
 
@@ -196,9 +201,11 @@ def trunk_activations(shape: ModelShape, tokens: float, how: Training) -> float:
 
     With gradient checkpointing each layer stores its input, and one layer at a time is recomputed.
     Source: Korthikanti et al. 2022, section 5 (full recomputation)
+    Args:
+        tokens: of this rank.
     """
     backward = how.element * tokens * 3 * shape.active_experts * shape.intermediate  # gradients of up, of gate and of its activation
-    one = layer_activations(shape, tokens, how.dtype)
+    one = layer_activations(shape, tokens, how.dtype, sequence_parallel=how.sequence_parallel)
     if how.gradient_checkpointing:
         return shape.layers * tokens * shape.hidden * how.element + one + backward
     if how.packed:
@@ -214,18 +221,32 @@ def piece_rows(shape: ModelShape) -> int:
 def head_training(shape: ModelShape, tokens: float, how: Training) -> float:
     """Bytes of the language-model head in a forward and backward pass over N selected tokens, with V words:
 
-    hidden states e N H; probabilities 4 N V, if they take 1 GiB at most and layers aren't recomputed; the gradient of the head's weight in
-    float32 and the product that is added to it, (4 + e) V H. Of R rows at a time, in float32, their logits' gradient and that of the rows
-    before, and in bfloat16 its copy: 8 R V or 10 R V; where probabilities are recomputed also these, of both pieces: 16 R V or 20 R V.
+    what is kept between the passes, and the more of the two passes:
+    forward     of the R rows of a piece scaled logits and log-probabilities in float32, 8 R V; of several pieces also the last one's
+                log-probabilities, and its own logits e
+    backward    the gradient of the head's weight in float32 and the product that is added to it, (4 + e) V H; of a piece the logits'
+                gradient in float32 and, in bfloat16, its copy: 4 R V or 6 R V; of several pieces also the last one's gradient, 8 R V or
+                10 R V; where probabilities are recomputed also these, 12 R V, of several pieces 16 R V or 20 R V
     """
     rows, e = min(tokens, piece_rows(shape)), how.element
     half = e if e < 4 else 0
-    probabilities = 4 * tokens * shape.vocab
-    keeps = probabilities <= KEPT_PROBABILITIES and not how.gradient_checkpointing
-    recomputed = 16 + 2 * half if tokens > rows else 12
-    piece = 8 + half if keeps else recomputed
+    several, keeps = tokens > rows, _keeps_probabilities(shape, tokens, how)
+    forward = 8 + 2 * several
+    recomputed = 16 + 2 * half if several else 12
+    backward = 4 + half + 4 * several if keeps else recomputed
     weight = (4 + e) * shape.embedding if how.adapters is None else 0.0
-    return e * tokens * shape.hidden + keeps * probabilities + rows * shape.vocab * piece + weight
+    passes = max(forward * rows * shape.vocab, backward * rows * shape.vocab + weight)
+    return head_kept(shape, tokens, how) + passes
+
+
+def head_kept(shape: ModelShape, tokens: float, how: Training) -> float:
+    """Bytes between a forward and a backward pass: hidden states e N H and, if they are kept, probabilities 4 N V."""
+    return tokens * (how.element * shape.hidden + 4 * shape.vocab * _keeps_probabilities(shape, tokens, how))
+
+
+def _keeps_probabilities(shape: ModelShape, tokens: float, how: Training) -> bool:
+    """They take 1 GiB at most, and layers aren't recomputed."""
+    return 4 * tokens * shape.vocab <= KEPT_PROBABILITIES and not how.gradient_checkpointing
 
 
 def head_forward(shape: ModelShape, tokens: float, dtype: str = "bfloat16") -> float:

@@ -24,6 +24,7 @@ from rlhf_core.planning.shape import ModelShape
 from rlhf_core.planning.timing import (
     Requests,
     compute_seconds,
+    exchange_traffic,
     forward_flops,
     gather_traffic,
     generation,
@@ -59,6 +60,11 @@ def _check(work: Workload, placement: Placement, cluster: Cluster) -> None:
         raise ValueError(
             f"tensor_parallel: expected a divisor of {engines} GPUs and {work.policy.heads} heads, got {placement.tensor_parallel}; "
             "change it"
+        )
+    shared, trained = placement.sequence_parallel, [g.gpus for g in placement.groups if g.roles != (ENGINE,)]
+    if any(gpus % shared for gpus in trained) or work.policy.heads % shared:
+        raise ValueError(
+            f"sequence_parallel: expected a divisor of {trained} GPUs and {work.policy.heads} heads, got {shared}; change one of them"
         )
     if placement.offload and placement.zero_stage == 0:
         raise ValueError("offload: expected zero_stage 1 to 3 with it, got 0; DeepSpeed moves only a split optimizer to the host")
@@ -105,21 +111,23 @@ def _scored(work: Workload, group: Group) -> list[tuple[ModelShape, bool, int]]:
 
 def score_seconds(group: Group, work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> float:
     """Seconds of old and reference log-probabilities, values and rewards: one forward pass of each over all samples."""
-    tokens = work.samples * work.sequence
-    passes = work.micro_batches(work.samples, group.gpus)
+    tokens, shared = work.samples * work.sequence, placement.sequence_parallel
+    passes = work.micro_batches(work.samples, group.gpus / shared)
     seconds = 0.0
     for shape, head, parameters in _scored(work, group):
         seconds += compute_seconds(forward_flops(shape, tokens, work.sequence, head=head), group.gpus, cluster, efficiency)
         traffic = gather_traffic(parameters, ranks=group.gpus, zero_stage=placement.zero_stage, micro_batches=passes, dtype=work.dtype)
         seconds += traffic_seconds(traffic, group.gpus, cluster, efficiency)
+        exchanged = exchange_traffic(shape, tokens / group.gpus, sequence_parallel=shared, dtype=work.dtype)
+        seconds += traffic_seconds(exchanged, shared, cluster, efficiency)
     return seconds
 
 
 def update_seconds(group: Group, work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> float:
     """Seconds of forward and backward passes of policy and critic over all epochs, with communication in each optimizer step."""
-    tokens = work.epochs * work.samples * work.sequence
+    tokens, shared = work.epochs * work.samples * work.sequence, placement.sequence_parallel
     steps = work.epochs * math.ceil(work.samples / work.minibatch)
-    passes = work.micro_batches(min(work.minibatch, work.samples), group.gpus)
+    passes = work.micro_batches(min(work.minibatch, work.samples), group.gpus / shared)
     seconds = 0.0
     for role, shape in ((POLICY, work.policy), (CRITIC, work.critic)):
         if role not in group.roles or shape is None:
@@ -130,6 +138,8 @@ def update_seconds(group: Group, work: Workload, placement: Placement, cluster: 
         traffic = gradient_traffic(parameters, ranks=group.gpus, zero_stage=placement.zero_stage, micro_batches=passes, dtype=work.dtype)
         seconds += compute_seconds(flops, group.gpus, cluster, efficiency)
         seconds += steps * traffic_seconds(traffic, group.gpus, cluster, efficiency)
+        exchanged = exchange_traffic(shape, tokens / group.gpus, sequence_parallel=shared, dtype=work.dtype)
+        seconds += (3 if placement.checkpointing else 2) * traffic_seconds(exchanged, shared, cluster, efficiency)
         if placement.offload:
             seconds += steps * offload_seconds(parameters, group.gpus, cluster, efficiency, work.dtype)
     return seconds

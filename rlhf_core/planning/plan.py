@@ -60,8 +60,8 @@ class Workload:
         there = {CRITIC: self.critic is not None, REFERENCE: self.reference, REWARD: bool(self.reward_models)}
         return (ENGINE, POLICY, *(role for role, is_there in there.items() if is_there))
 
-    def micro_batches(self, samples: float, ranks: int) -> int:
-        """Forward passes per rank for so many samples of all ranks."""
+    def micro_batches(self, samples: float, ranks: float) -> int:
+        """Forward passes of each rank, or group of ranks that share sequences, for so many samples of all."""
         return max(1, math.ceil(samples * self.sequence / ranks / self.pass_tokens))
 
 
@@ -79,7 +79,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Placement:
-    """sleep: engines that share GPUs free their memory while others compute. max_concurrent: concurrent responses per engine."""
+    """sleep: engines that share GPUs free their memory while others compute. max_concurrent: concurrent responses per engine.
+    sequence_parallel: GPUs that share each sequence in training and scoring.
+    """
 
     groups: tuple[Group, ...]
     zero_stage: int = 0
@@ -88,6 +90,7 @@ class Placement:
     checkpointing: bool = False
     sleep: bool = True
     max_concurrent: int = 256
+    sequence_parallel: int = 1
 
     def group_of(self, role: str) -> Group:
         return next(group for group in self.groups if role in group.roles)
@@ -158,6 +161,7 @@ def _training(work: Workload, group: Group, placement: Placement) -> Training:
     return Training(
         dtype=work.dtype,
         ranks=group.gpus,
+        sequence_parallel=placement.sequence_parallel,
         zero_stage=placement.zero_stage,
         offload_optimizer=placement.offload,
         gradient_checkpointing=placement.checkpointing,
@@ -174,7 +178,8 @@ def _training_parts(parts: dict[str, float], work: Workload, role: str, group: G
     for kind, size in zip(("weights", "float32 weights", "optimizer", "gradients", "buffers"), states, strict=False):
         if size:
             parts[f"{role}: {kind}"] = size
-    one_pass = trunk_activations(shape, work.pass_tokens, how) + (head_training(shape, work.pass_tokens, how) if role == POLICY else 0.0)
+    tokens = work.pass_tokens / placement.sequence_parallel
+    one_pass = trunk_activations(shape, tokens, how) + (head_training(shape, tokens, how) if role == POLICY else 0.0)
     return max(states.one_pass(one_pass), states.step)
 
 
@@ -184,9 +189,10 @@ def _frozen_parts(parts: dict[str, float], work: Workload, role: str, group: Gro
     sizes = [shape.parameters if role == REFERENCE else shape.scalar_parameters for shape in shapes]
     models = [frozen_model(size, _training(work, group, placement)) for size in sizes]
     parts[f"{role}: weights"] = sum(model.weights for model in models)
-    passes = [forward_activations(shape, work.pass_tokens, work.dtype) for shape in shapes]
+    tokens = work.pass_tokens / placement.sequence_parallel
+    passes = [forward_activations(shape, tokens, work.dtype) for shape in shapes]
     one_pass = max(model.passing + of_pass for model, of_pass in zip(models, passes, strict=True))
-    return one_pass + (head_forward(work.policy, work.pass_tokens, work.dtype) if role == REFERENCE else 0.0)
+    return one_pass + (head_forward(work.policy, tokens, work.dtype) if role == REFERENCE else 0.0)
 
 
 def _engine_minimum(work: Workload, placement: Placement) -> float:

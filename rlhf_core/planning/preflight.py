@@ -17,6 +17,7 @@ from rlhf_core.paths import POLICY_MODEL, REWARD_MODEL, SFT_MODEL
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.machine import Gpu, Machine, here
 from rlhf_core.planning.models import Model, base_model, read_model
+from rlhf_core.planning.online import rl_engine, rl_rank
 from rlhf_core.planning.placement import place
 from rlhf_core.planning.stages import (
     ALLOCATOR,
@@ -27,8 +28,6 @@ from rlhf_core.planning.stages import (
     Moments,
     Process,
     Unpredictable,
-    rl_engine,
-    rl_rank,
 )
 
 ERROR = 0.1  # of a prediction
@@ -212,10 +211,16 @@ def _changes(stage: str, params: Params, machine: Machine) -> Iterator[dict[str,
     while tokens // 2 >= params.model.max_length:
         tokens //= 2
         yield {f"{trainer}.microbatch_tokens": tokens}
-    if section.ranks > 1:
+    spread, ranks = {}, section.ranks
+    if ranks > 1:
         yield from ({f"{trainer}.zero_stage": stage} for stage in range(section.zero_stage + 1, 4))
     elif len(machine.gpus) > 1:
-        yield {f"{trainer}.ranks": len(machine.gpus), f"{trainer}.zero_stage": 3}
+        ranks = len(machine.gpus)
+        spread = {f"{trainer}.ranks": ranks, f"{trainer}.zero_stage": 3}
+        yield spread
+    if hasattr(section, "sequence_parallel"):
+        shared = (size for size in range(section.sequence_parallel + 1, ranks + 1) if ranks % size == 0)
+        yield from (spread | {f"{trainer}.sequence_parallel": size} for size in shared)
     if is_rl:
         yield {"rl.trainer.offload_frozen": True}
     if machine.gpus:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from rlhf_core.config import REFERENCE_FREE, LoraConfig, ModelConfig, Params, RlConfig, TrainingConfig
+from rlhf_core.config import REFERENCE_FREE, LoraConfig, ModelConfig, Params, TrainingConfig
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.memory import (
     ENGINE_PROCESS,
@@ -24,6 +24,7 @@ from rlhf_core.planning.memory import (
     trunk_activations,
 )
 from rlhf_core.planning.models import Model
+from rlhf_core.planning.shape import ModelShape
 
 # Bytes of private memory of a process without models: PyTorch, transformers and DeepSpeed, measured on a CPU; vLLM, and all of Ray's
 # processes, estimated. Pages of libraries are shared by processes and can be evicted.
@@ -92,10 +93,12 @@ class Unpredictable(Exception):
 
 def training(section: TrainingConfig, model: Model, dtype: str, *, ranks: int, on_gpu: bool, scalar: bool = False) -> Training:
     """How a section of params.yaml trains a model."""
+    check_heads(shape_of(model), section.sequence_parallel)
     packed = model.plain_llama and dtype == "float32" and not on_gpu and section.zero_stage < 3 and not section.gradient_checkpointing
     return Training(
         dtype=dtype,
         ranks=ranks,
+        sequence_parallel=section.sequence_parallel,
         zero_stage=section.zero_stage,
         offload_optimizer=section.offload_optimizer,
         offload_parameters=section.offload_parameters,
@@ -103,7 +106,7 @@ def training(section: TrainingConfig, model: Model, dtype: str, *, ranks: int, o
         optimizer=section.optimizer,
         average=section.ema_decay is not None,
         on_gpu=on_gpu,
-        packed=packed and section.lora is None,
+        packed=packed and section.lora is None and section.sequence_parallel == 1,
         **_adapters(section.lora, model, scalar=scalar),
     )
 
@@ -112,19 +115,40 @@ def _adapters(lora: LoraConfig | None, model: Model, *, scalar: bool) -> dict:
     """Trained parameters with adapters. For a list of layers the count is that of all linear layers, an upper bound."""
     if lora is None:
         return {}
-    shape = _shape(model)
+    shape = shape_of(model)
     return {"adapters": adapter_parameters(shape, lora.rank) + (shape.hidden if scalar else 0), "quantized": lora.quantize is not None}
 
 
-def _shape(model: Model):
+def shape_of(model: Model) -> ModelShape:
     if model.shape is None:
         raise Unpredictable("its architecture isn't a decoder with gated MLPs")
     return model.shape
 
 
-def pass_tokens(microbatch_tokens: int, max_length: int, sequences: int) -> int:
-    """Tokens of the largest micro-batch: of the budget, or of the longest sequence; no more than a rank's sequences have."""
-    return max(max_length, min(microbatch_tokens, sequences * max_length))
+def check_heads(shape: ModelShape, ranks: int) -> None:
+    """
+    Raises:
+        ValueError: attention's heads can't be divided among ranks that share each sequence.
+    """
+    if shape.heads % ranks or (shape.kv_heads % ranks and ranks % shape.kv_heads):
+        raise ValueError(
+            f"sequence_parallel: expected a divisor of the model's {shape.heads} heads, and a divisor or a multiple of its "
+            f"{shape.kv_heads} heads of keys and values, got {ranks}; change it"
+        )
+
+
+def pass_tokens(microbatch_tokens: int, max_length: int, sequences: float, how: Training) -> tuple[int, int]:
+    """Tokens of the largest micro-batch, and a rank's part of them: of the budget, or of the longest sequence; no more than the sequences
+    have.
+
+    Padding counts in the budget, so that leaving it out, on a GPU or by the CPU's fast path, never takes more.
+
+    Args:
+        sequences: of an optimizer step.
+    """
+    of_group = math.ceil(sequences * how.sequence_parallel / how.ranks)
+    tokens = max(max_length, min(microbatch_tokens, of_group * max_length))
+    return tokens, math.ceil(tokens / how.sequence_parallel)
 
 
 def trained_role(role: str, model: Model, how: Training, tokens: int, *, scalar: bool = False) -> tuple[Parts, Parts, float]:
@@ -133,10 +157,10 @@ def trained_role(role: str, model: Model, how: Training, tokens: int, *, scalar:
     Weights whose file has the training's dtype are mapped from the file; others are converted in the host memory of each rank.
 
     Args:
-        tokens: of a micro-batch, all of them selected.
+        tokens: of a micro-batch, all of them selected; those of this rank.
         scalar: it has a head with scores in place of the vocabulary's.
     """
-    shape = _shape(model)
+    shape = shape_of(model)
     parameters = model.scalar_parameters if scalar else model.parameters
     states = training_states(parameters, how, linear=shape.linear)
     parts = {
@@ -161,7 +185,7 @@ def trained_role(role: str, model: Model, how: Training, tokens: int, *, scalar:
 
 def frozen_pass(model: Model, tokens: int, dtype: str, *, scalar: bool = False) -> float:
     """Activations of a forward pass, and of the head."""
-    shape = _shape(model)
+    shape = shape_of(model)
     return forward_activations(shape, tokens, dtype) + (0.0 if scalar else head_forward(shape, tokens, dtype))
 
 
@@ -187,11 +211,11 @@ def supervised(
     """
     dtype, ranks = params.model.dtype, section.ranks
     how = training(section, model, dtype, ranks=ranks, on_gpu=on_gpu, scalar=scalar)
-    tokens = pass_tokens(section.microbatch_tokens, params.model.max_length, math.ceil(sequences / ranks))
+    of_group, tokens = pass_tokens(section.microbatch_tokens, params.model.max_length, sequences, how)
     parts, phases, host = trained_role("model", model, how, tokens, scalar=scalar)
     if shares_prompts and not on_gpu and not how.packed:
         name_of_pass = next(iter(phases))
-        phases[name_of_pass] += mask_bytes(tokens, tokens, dtype)
+        phases[name_of_pass] += mask_bytes(of_group, of_group, dtype)
     if reference == "live":
         frozen = frozen_model(model.parameters, how)
         parts["reference: weights"] = frozen.weights
@@ -229,7 +253,7 @@ def engine(
     """
     several = {"count": count, "ranks_key": ranks_key}
     base = ENGINE_HOST + (TRAINER_HOST if ranks_key is not None and count > 1 else 0)
-    shape, dtype, length = _shape(model), config.dtype, config.max_length
+    shape, dtype, length = shape_of(model), config.dtype, config.max_length
     e, per_token = element_bytes(dtype), kv_bytes_per_token(shape, dtype)
     weights = e * model.parameters
     one = per_token * BLOCK * (math.ceil(length / BLOCK) + 1)
@@ -265,79 +289,7 @@ def scorer(name: str, key: str, members: list[Model], params: Params, *, dtype: 
     return Process(name, key, parts, phases, **_inference(params))
 
 
-# Online RL
-
-
-def rl_rank(rl: RlConfig, config: ModelConfig, models: Models, *, on_gpu: bool) -> Process:
-    """A rank of RL training: policy, critic, reference and reward models, as rlhf_core/trainers/rl/rank.py holds them."""
-    policy, dtype, max_length = _known(models.start, "the policy"), config.dtype, config.max_length
-    trainer, ranks, ppo = rl.trainer, rl.trainer.ranks, rl.algorithm == "ppo"
-    settings = _RlTraining(rl)
-    how = training(settings, policy, dtype, ranks=ranks, on_gpu=on_gpu)
-    how = replace(how, packed=how.packed and ranks == 1 and trainer.zero_stage == 0)
-    tokens = pass_tokens(trainer.microbatch_tokens, max_length, math.ceil(rl.minibatch_size / ranks))
-    parts, phases, host = trained_role("policy", policy, how, tokens)
-    plain = replace(how, adapters=None, quantized=False)
-    if rl.group_size > 1 and not ppo and not on_gpu and not how.packed:
-        phases[next(iter(phases))] += mask_bytes(tokens, tokens, dtype)
-    if rl.entropy_coef or not rl.rollout.samples_any_token:  # all logits exist at once (rlhf_core/models/head.py)
-        phases[next(iter(phases))] += tokens * _shape(policy).vocab * (how.element + 16)
-    if ppo:
-        critic = _known(models.reward if rl.ppo.starts_from_reward_model else models.start, "the critic")
-        more, critic_phases, more_host = trained_role("critic", critic, plain, tokens, scalar=True)
-        own, theirs = next(iter(phases)), next(iter(critic_phases))
-        if how.packed:  # both are computed at the same time
-            phases["policy and critic: " + own.partition(": ")[2]] = phases[own] + critic_phases[theirs]
-        parts, phases, host = parts | more, phases | critic_phases, host + more_host
-    scored = max(SCORED_TOKENS if not on_gpu else 0, tokens)
-    moves = rl.kl.refresh_reference_every is not None
-    if rl.kl.keeps_reference and (rl.lora is None or moves):
-        one = frozen_pass(policy, tokens, dtype)
-        host += _add_frozen(parts, phases, "reference", policy.parameters, plain, one, offload=trainer.offload_frozen)
-    for number, found in enumerate(models.scorers):
-        model = _known(found, "a reward model")
-        one = frozen_pass(model, scored, dtype, scalar=True)
-        host += _add_frozen(parts, phases, f"reward model {number}", model.scalar_parameters, plain, one, offload=trainer.offload_frozen)
-    once = 2 * how.element * policy.parameters if on_gpu else 0.0  # gathered, and in Ray's object store
-    return Process("train_policy: trainer rank", "rl.trainer", parts, phases, host=host, once=once, count=ranks)
-
-
-def _add_frozen(parts: Parts, phases: Parts, role: str, parameters: int, how: Training, one_pass: float, *, offload: bool) -> float:
-    """Add a model without training. Returns its bytes in the host memory of a GPU."""
-    frozen = frozen_model(parameters, how, offload=offload and how.on_gpu)
-    if frozen.weights:
-        parts[f"{role}: weights"] = frozen.weights
-    phases[f"{role}: a pass"] = frozen.passing + one_pass
-    return frozen.host
-
-
-class _RlTraining:
-    """Keys of `rl` and of `rl.trainer` under the names of a supervised section."""
-
-    def __init__(self, rl: RlConfig):
-        trainer = rl.trainer
-        self.zero_stage, self.gradient_checkpointing = trainer.zero_stage, trainer.gradient_checkpointing
-        self.offload_optimizer, self.offload_parameters = trainer.offload_optimizer, trainer.offload_parameters
-        self.optimizer, self.ema_decay, self.lora = rl.optimizer, rl.ema_decay, rl.lora
-
-
-def rl_engine(rl: RlConfig, config: ModelConfig, models: Models, *, on_gpu: bool, per_engine: float) -> Process:
-    rollout = rl.rollout
-    return engine(
-        "train_policy: rollout engine",
-        "rl.rollout",
-        _known(models.start, "the policy"),
-        config,
-        backend=rollout.backend,
-        on_gpu=on_gpu,
-        sequences=rollout.max_concurrent_sequences,
-        fraction=rollout.gpu_memory_fraction * (per_engine or 1.0),
-        kv_cache_gib=rollout.kv_cache_gib,
-        count=rollout.engines,
-    )
-
-
-def _known(model: Model | None, what: str) -> Model:
+def known(model: Model | None, what: str) -> Model:
     if model is None:
         raise Unpredictable(f"the size of {what} isn't known yet")
     return model
@@ -349,7 +301,7 @@ Moments = list[list[Process]]
 
 
 def plan_sft(params: Params, models: Models, *, on_gpu: bool) -> Moments:
-    model = _known(models.start, "the model")
+    model = known(models.start, "the model")
     return [[supervised("train_sft", "sft", params.sft, model, params, on_gpu=on_gpu, sequences=params.sft.batch_size)]]
 
 
@@ -357,7 +309,7 @@ def plan_reward(params: Params, models: Models, *, on_gpu: bool) -> Moments:
     """The members of an ensemble are trained in turn."""
     if not params.reward.enabled:
         return []
-    model, how = _known(models.start, "the SFT model"), {"scalar": True, "shares_prompts": True}
+    model, how = known(models.start, "the SFT model"), {"scalar": True, "shares_prompts": True}
     tokens = params.reward.microbatch_tokens  # a conversation may have many pairs
     return [[supervised("train_reward", "reward", params.reward, model, params, on_gpu=on_gpu, sequences=tokens, **how)]]
 
@@ -365,53 +317,53 @@ def plan_reward(params: Params, models: Models, *, on_gpu: bool) -> Moments:
 def plan_gate(params: Params, models: Models, *, on_gpu: bool) -> Moments:
     if not params.reward.enabled:
         return []
-    members = [_known(models.reward, "the reward model")] * params.reward.ensemble
+    members = [known(models.reward, "the reward model")] * params.reward.ensemble
     return [[scorer("gate_reward: reward models", "reward", members, params, dtype="float32")]]
 
 
 def plan_dpo(params: Params, models: Models, *, on_gpu: bool) -> Moments:
     reference = "none" if params.dpo.loss in REFERENCE_FREE else params.dpo.reference
     how = {"sequences": 2 * params.dpo.batch_size, "reference": reference, "shares_prompts": True}
-    return [[supervised("train_policy", "dpo", params.dpo, _known(models.start, "the SFT model"), params, on_gpu=on_gpu, **how)]]
+    return [[supervised("train_policy", "dpo", params.dpo, known(models.start, "the SFT model"), params, on_gpu=on_gpu, **how)]]
 
 
 def plan_kto(params: Params, models: Models, *, on_gpu: bool) -> Moments:
     how = {"sequences": params.kto.batch_size, "reference": params.kto.reference, "shares_prompts": True}
-    return [[supervised("train_policy", "kto", params.kto, _known(models.start, "the SFT model"), params, on_gpu=on_gpu, **how)]]
+    return [[supervised("train_policy", "kto", params.kto, known(models.start, "the SFT model"), params, on_gpu=on_gpu, **how)]]
 
 
 def plan_rejection(params: Params, models: Models, *, on_gpu: bool) -> Moments:
     """Sampling, scoring, training, one after the other."""
-    model, section = _known(models.start, "the SFT model"), params.rejection_sampling
+    model, section = known(models.start, "the SFT model"), params.rejection_sampling
     sampling = section.sampling
     how = {"backend": sampling.backend, "sequences": sampling.max_concurrent_sequences, "fraction": sampling.gpu_memory_fraction}
     how |= _inference(params)
     moments = [[engine("train_policy: rollout engine", "rejection_sampling.sampling", model, params.model, on_gpu=on_gpu, **how)]]
     if models.scorers:
-        members = [_known(found, "a reward model") for found in models.scorers]
+        members = [known(found, "a reward model") for found in models.scorers]
         moments.append([scorer("train_policy: reward models", "rejection_sampling", members, params)])
     training_rank = supervised("train_policy", "rejection_sampling", section, model, params, on_gpu=on_gpu, sequences=section.batch_size)
     return [*moments, [training_rank]]
 
 
 def plan_conditional(params: Params, models: Models, *, on_gpu: bool) -> Moments:
-    model, section = _known(models.start, "the SFT model"), params.conditional_sft
+    model, section = known(models.start, "the SFT model"), params.conditional_sft
     moments: Moments = []
     if section.label_by == "scores":
-        members = [_known(models.reward, "the reward model")] * params.reward.ensemble
+        members = [known(models.reward, "the reward model")] * params.reward.ensemble
         moments.append([scorer("train_policy: reward models", "conditional_sft", members, params)])
     return [*moments, [supervised("train_policy", "conditional_sft", section, model, params, on_gpu=on_gpu, sequences=section.batch_size)]]
 
 
 def plan_evaluate(params: Params, models: Models, *, on_gpu: bool) -> Moments:
     """An engine for each model in turn, then the reward models, then each model's log-probabilities."""
-    model, dtype = _known(models.start, "the model"), params.model.dtype
+    model, dtype = known(models.start, "the model"), params.model.dtype
     config = params.evaluation
     how = {"backend": params.rl.rollout.backend, "sequences": 256, "fraction": config.gpu_memory_fraction}
     how |= _inference(params)
     moments = [[engine("evaluate: rollout engine", "evaluation", model, params.model, on_gpu=on_gpu, **how)]]
     if models.scorers:
-        members = [_known(found, "a reward model") for found in models.scorers]
+        members = [known(found, "a reward model") for found in models.scorers]
         moments.append([scorer("evaluate: reward models", "evaluation", members, params)])
     tokens = max(SCORED_TOKENS, params.model.max_length)
     parts, phases = {"model: weights": element_bytes(dtype) * model.parameters}, {"a pass": frozen_pass(model, tokens, dtype)}
@@ -419,7 +371,7 @@ def plan_evaluate(params: Params, models: Models, *, on_gpu: bool) -> Moments:
 
 
 def plan_sampling_round(params: Params, models: Models, *, on_gpu: bool) -> Moments:
-    model, sampling = _known(models.start, "the policy"), params.iterative.sampling
+    model, sampling = known(models.start, "the policy"), params.iterative.sampling
     how = {"backend": sampling.backend, "sequences": sampling.max_concurrent_sequences, "fraction": sampling.gpu_memory_fraction}
     how |= _inference(params)
     return [[engine("sample_round: rollout engine", "iterative.sampling", model, params.model, on_gpu=on_gpu, **how)]]

@@ -50,6 +50,16 @@ def gather_traffic(parameters: int, *, ranks: int, zero_stage: int, micro_batche
     return micro_batches * parameters * element_bytes(dtype) * (ranks - 1) / ranks if zero_stage == 3 else 0.0
 
 
+def exchange_traffic(shape: ModelShape, tokens: float, *, sequence_parallel: int, dtype: str = "bfloat16") -> float:
+    """Bytes that each GPU sends in a forward pass over `tokens` of its own: of each layer queries, keys, values and attention's output,
+    less its own part. A backward pass sends as many.
+
+    Source: Jacobs et al. 2023 (Ulysses), https://arxiv.org/abs/2309.14509, section 3.2
+    """
+    width = 2 * shape.attention_width + 2 * shape.kv_width * max(1, sequence_parallel / shape.kv_heads)
+    return shape.layers * tokens * width * element_bytes(dtype) * (sequence_parallel - 1) / sequence_parallel
+
+
 def traffic_seconds(traffic: float, ranks: int, cluster: Cluster, efficiency: Efficiency) -> float:
     """Seconds of communication, without overlap with computation."""
     return traffic / (cluster.bandwidth_between(ranks) * efficiency.network)

@@ -26,6 +26,7 @@ from rlhf_core.planning.memory import (
 from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture, from_folder
 from rlhf_core.planning.timing import (
     Requests,
+    exchange_traffic,
     forward_flops,
     gather_traffic,
     generation,
@@ -125,7 +126,7 @@ def test_on_a_gpu_buckets_are_allocated_in_full():
 def test_offload_moves_masters_and_the_optimizer_and_gradients_to_the_host():
     states = training_states(100, Training(ranks=4, zero_stage=2, offload_optimizer=True))
     assert (states.weights, states.master, states.optimizer, states.gradients) == (200, 0, 0, 0)
-    assert states.host == 25 * (4 + 8 + 4 + 2)
+    assert states.host == 25 * (4 + 8 + 4 + 2 + 2)
     everything = training_states(100, Training(ranks=4, zero_stage=3, offload_optimizer=True, offload_parameters=True))
     assert everything.weights == 0 and everything.host == 25 * 18 + 50
 
@@ -153,6 +154,8 @@ def test_frozen_models_are_split_by_zero_3_or_kept_on_the_host():
 def test_activations_with_and_without_checkpointing():
     # bfloat16: per token and layer 8 * 4 + 2 * 4 + 2 * 2 + 4 * 8 = 76 elements of 2 bytes; 3 tokens, 2 layers; backward 3 * 8 * 2 * 3
     assert trunk_activations(TINY, 3, CPU) == 2 * 3 * 152 + 144
+    # 4 ranks that share 12 tokens have 4 copies of the one head of keys and values: 6 * 2 more elements a token
+    assert trunk_activations(TINY, 3, replace(CPU, ranks=4, sequence_parallel=4)) == 2 * 3 * (152 + 24) + 144
     # each layer's input 3 * 4 * 2 bytes, and one layer whole
     assert trunk_activations(TINY, 3, replace(CPU, gradient_checkpointing=True)) == 2 * 24 + 456 + 144
     # float32: 6 * 4 in place of 8 * 4, 4 bytes each
@@ -169,6 +172,9 @@ def test_the_head_projects_some_rows_at_a_time():
     kept, logits = 600 * 4 << 18, 512 * 10 << 18
     assert head_training(widest, 600, CPU) == 2 * 600 * 4 + kept + logits + (6 * 4 << 18)
     assert head_training(widest, 2000, CPU) == 2 * 2000 * 4 + 2 * logits + (6 * 4 << 18)  # 1.95 GiB are not kept
+    # one piece: the forward pass's 8 bytes, or the backward pass's 6 and the weight's gradient
+    assert head_training(widest, 500, CPU) == 2 * 500 * 4 + (500 * (4 + 8) << 18)
+    assert head_training(widest, 5, CPU) == 2 * 5 * 4 + (5 * (4 + 6) << 18) + (6 * 4 << 18)
     recomputed = replace(CPU, gradient_checkpointing=True)
     assert head_training(widest, 500, recomputed) == 2 * 500 * 4 + (500 * 12 << 18) + (6 * 4 << 18)  # one piece
     assert head_training(widest, 600, replace(recomputed, dtype="float32")) == 4 * 600 * 4 + (512 * 16 << 18) + (8 * 4 << 18)
@@ -204,6 +210,9 @@ def test_traffic_of_the_stages():
     assert gradient_traffic(100, ranks=4, zero_stage=0, micro_batches=7) == 2 * 150
     assert gradient_traffic(100, ranks=4, zero_stage=3, micro_batches=2) == 3 * 2 * 150
     assert gradient_traffic(100, ranks=1, zero_stage=3, micro_batches=2) == 0
+    # 2 layers, 3 tokens; queries and output 2 * 4, keys and values 2 * 2, which two ranks copy; 2 bytes; the other half is sent
+    assert exchange_traffic(TINY, 3, sequence_parallel=2) == 2 * 3 * (8 + 8) * 2 / 2
+    assert exchange_traffic(TINY, 3, sequence_parallel=1) == 0
     assert gather_traffic(100, ranks=4, zero_stage=3, micro_batches=2) == 2 * 150
     assert gather_traffic(100, ranks=4, zero_stage=2, micro_batches=2) == 0
 

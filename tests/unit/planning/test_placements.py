@@ -31,7 +31,7 @@ def test_a_colocated_group_holds_everything():
     # policy 388 parameters, critic 352: weights 2 bytes, gradients 2/4, masters and Adam 12/4; reference 2 * 388, reward 2 * 352
     static = 388 * 5.5 + 352 * 5.5 + 776 + 704
     # policy's pass of 14 tokens: the trunk, the head and the two buckets of ZeRO 2
-    working = 2 * 14 * 152 + 2 * 14 * 24 + 2 * 14 * 4 + 4 * 14 * 10 + 14 * 10 * 10 + 6 * 40 + 2 * 10**9
+    working = 2 * 14 * 152 + 2 * 14 * 24 + 2 * 14 * 4 + 4 * 14 * 10 + 14 * 10 * 8 + 2 * 10**9
     engine = 776 + 14 * 16
     assert memory.needed == static + max(working, engine)
     assert memory.missing == memory.needed - 20_000 and memory.cache == 20_000 - static - 776
@@ -41,7 +41,7 @@ def test_without_sleep_the_engine_adds_to_the_pass():
     placement = Placement(colocated(GRPO, 4), zero_stage=0, sleep=False)
     memory = group_memory(GRPO, placement.groups[0], placement, replace(CLUSTER, gpu=replace(CLUSTER.gpu, memory=7000)))
     # 16 bytes a parameter, pass, engine
-    needed = 388 * 16 + 2 * 14 * 152 + 2 * 14 * 24 + 2 * 14 * 4 + 4 * 14 * 10 + 14 * 10 * 10 + 6 * 40 + 776 + 14 * 16
+    needed = 388 * 16 + 2 * 14 * 152 + 2 * 14 * 24 + 2 * 14 * 4 + 4 * 14 * 10 + 14 * 10 * 8 + 776 + 14 * 16
     assert memory.needed == needed
     assert memory.missing == needed - 7000
 
@@ -76,6 +76,7 @@ def test_weights_travel_over_the_link_or_stay_on_the_gpu():
         (Placement((Group(4, ("engine",)), Group(1, ("policy",)))), "groups: expected at least one GPU each and 4 in all"),
         (Placement(colocated(GRPO, 4), tensor_parallel=3), "tensor_parallel: expected a divisor"),
         (Placement(colocated(GRPO, 4), offload=True), "offload: expected zero_stage"),
+        (Placement(colocated(GRPO, 4), sequence_parallel=3), "sequence_parallel: expected a divisor"),
     ],
 )
 def test_what_makes_no_sense_is_refused(placement, message):

@@ -66,6 +66,28 @@ def test_settings_are_the_fewest_that_fit():
         assert lacks("train_sft", changed(params(), rest), NODE)
 
 
+def test_sequence_parallelism_divides_activations_and_logits_but_no_states():
+    sharded = {"sft__ranks": 8, "sft__zero_stage": 3, "sft__microbatch_tokens": 16384}
+    ((whole,),), ((parts,),) = (check("train_sft", params(**sharded, sft__sequence_parallel=size), MODELS, NODE).moments for size in (1, 4))
+    assert whole.parts == parts.parts and "4,096 tokens" in parts.peak
+    # 10^9 gathered parameters; the gradient of the head's weight in float32, and a product; 523 rows of logits at a time
+    fixed = 2e9 + 6 * 128256 * 4096 + 523 * 128256 * 20
+    assert parts.phases[parts.peak] - fixed == pytest.approx((whole.phases[whole.peak] - fixed) / 4)
+
+
+def test_long_sequences_that_fit_no_rank_are_shared_by_several():
+    long = params(model__max_length=131072, sft__batch_size=8)
+    found = remedy("train_sft", long, MODELS, NODE)
+    assert found["sft.ranks"] == 8 and found["sft.sequence_parallel"] in (2, 4, 8)
+    assert not lacks("train_sft", changed(long, found), NODE)
+    assert lacks("train_sft", changed(long, found | {"sft.sequence_parallel": 1}), NODE)
+
+
+def test_heads_that_ranks_cannot_divide_are_refused():
+    with pytest.raises(ValueError, match="sequence_parallel: expected a divisor of the model's 32 heads"):
+        check("train_sft", params(sft__ranks=6, sft__sequence_parallel=6), MODELS, NODE)
+
+
 def test_nothing_fits_says_so():
     tiny = Machine(2 * GIB, (Gpu(GIB, GIB),))
     assert remedy("train_sft", params(), MODELS, tiny) == {}
@@ -176,10 +198,10 @@ def test_a_cluster_is_as_large_as_its_smallest_gpu_and_host():
 def test_offloaded_states_and_whole_weights_need_a_hosts_memory():
     settings = {"sft__zero_stage": 2, "sft__offload_optimizer": True, "sft__gradient_checkpointing": True}
     plan = check("train_sft", params(**settings), MODELS, Machine(150 * GIB, (H100,)))
-    # 18 bytes of 8.03 billion parameters, the weights once more when they are saved, and 3 GiB
+    # 20 bytes of 8.03 billion parameters, the weights once more when they are saved, and 3 GiB
     (shortage,) = plan.shortages
-    assert shortage.where == "a host of the GPUs" and shortage.needed == pytest.approx(20 * 8.03e9 + 3 * GIB, rel=1e-3)
-    assert not lacks("train_sft", params(**settings), Machine(170 * GIB, (H100,)))
+    assert shortage.where == "a host of the GPUs" and shortage.needed == pytest.approx(22 * 8.03e9 + 3 * GIB, rel=1e-3)
+    assert not lacks("train_sft", params(**settings), Machine(185 * GIB, (H100,)))
 
 
 def test_each_host_of_a_cluster_holds_its_ranks():

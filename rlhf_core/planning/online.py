@@ -1,0 +1,88 @@
+"""What each process of online RL takes: a trainer rank with its models, and a rollout engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlhf_core.config import ModelConfig, RlConfig
+from rlhf_core.planning.memory import Training, frozen_model, head_kept, mask_bytes, trunk_activations
+from rlhf_core.planning.stages import Models, Parts, Process, engine, frozen_pass, known, pass_tokens, shape_of, trained_role, training
+
+
+def rl_rank(rl: RlConfig, config: ModelConfig, models: Models, *, on_gpu: bool) -> Process:
+    """A rank of RL training: policy, critic, reference and reward models, as rlhf_core/trainers/rl/rank.py holds them."""
+    policy, dtype, length = known(models.start, "the policy"), config.dtype, config.max_length
+    trainer, ppo = rl.trainer, rl.algorithm == "ppo"
+    how = training(RlTraining(rl), policy, dtype, ranks=trainer.ranks, on_gpu=on_gpu)
+    how = replace(how, packed=how.packed and trainer.ranks == 1 and trainer.zero_stage == 0)
+    of_group, tokens = pass_tokens(trainer.microbatch_tokens, length, rl.minibatch_size, how)
+    _, scored = pass_tokens(trainer.microbatch_tokens, length, rl.samples_per_step, how)
+    parts, phases, host = trained_role("policy", policy, how, tokens)
+    plain, own = replace(how, adapters=None, quantized=False), next(iter(phases))
+    if rl.group_size > 1 and not ppo and not on_gpu and not how.packed:
+        phases[own] += mask_bytes(of_group, of_group, dtype)
+    if rl.entropy_coef or not rl.rollout.samples_any_token:  # all logits exist at once (rlhf_core/models/head.py)
+        phases[own] += tokens * shape_of(policy).vocab * (how.element + 16)
+    more_graphs = _graphs_at_once(rl, length, tokens) - 1 if how.packed else 0
+    phases[own] += more_graphs * (trunk_activations(shape_of(policy), tokens, how) + head_kept(shape_of(policy), tokens, how))
+    if ppo:
+        critic = known(models.reward if rl.ppo.starts_from_reward_model else models.start, "the critic")
+        more, critic_phases, more_host = trained_role("critic", critic, plain, tokens, scalar=True)
+        if how.packed:  # both are computed at the same time
+            phases[f"policy and critic: {own.partition(': ')[2]}"] = (
+                phases[own] + (1 + more_graphs) * critic_phases[next(iter(critic_phases))]
+            )
+        parts, phases, host = parts | more, phases | critic_phases, host + more_host
+    moves = rl.kl.refresh_reference_every is not None
+    if rl.kl.keeps_reference and (rl.lora is None or moves):
+        one = frozen_pass(policy, scored, dtype)
+        host += _add_frozen(parts, phases, "reference", policy.parameters, plain, one, offload=trainer.offload_frozen)
+    for number, found in enumerate(models.scorers):
+        model = known(found, "a reward model")
+        one = frozen_pass(model, scored, dtype, scalar=True)
+        host += _add_frozen(parts, phases, f"reward model {number}", model.scalar_parameters, plain, one, offload=trainer.offload_frozen)
+    once = 2 * how.element * policy.parameters if on_gpu else 0.0  # gathered, and in Ray's object store
+    return Process("train_policy: trainer rank", "rl.trainer", parts, phases, host=host, once=once, count=trainer.ranks)
+
+
+def _graphs_at_once(rl: RlConfig, length: int, tokens: int) -> int:
+    """Micro-batches whose graphs the CPU's fast path keeps from before the update until then: at most two, or one without them."""
+    everything = rl.samples_per_step * length
+    keeps = rl.one_optimizer_step and rl.rollout.samples_any_token and everything <= 2 * rl.trainer.microbatch_tokens
+    return 2 if keeps and everything > tokens else 1
+
+
+def _add_frozen(parts: Parts, phases: Parts, role: str, parameters: int, how: Training, one_pass: float, *, offload: bool) -> float:
+    """Add a model without training. Returns its bytes in the host memory of a GPU."""
+    frozen = frozen_model(parameters, how, offload=offload and how.on_gpu)
+    if frozen.weights:
+        parts[f"{role}: weights"] = frozen.weights
+    phases[f"{role}: a pass"] = frozen.passing + one_pass
+    return frozen.host
+
+
+class RlTraining:
+    """Keys of `rl` and of `rl.trainer` under the names of a supervised section."""
+
+    def __init__(self, rl: RlConfig):
+        trainer = rl.trainer
+        self.zero_stage, self.gradient_checkpointing = trainer.zero_stage, trainer.gradient_checkpointing
+        self.sequence_parallel = getattr(trainer, "sequence_parallel", 1)
+        self.offload_optimizer, self.offload_parameters = trainer.offload_optimizer, trainer.offload_parameters
+        self.optimizer, self.ema_decay, self.lora = rl.optimizer, rl.ema_decay, rl.lora
+
+
+def rl_engine(rl: RlConfig, config: ModelConfig, models: Models, *, on_gpu: bool, per_engine: float) -> Process:
+    rollout = rl.rollout
+    return engine(
+        "train_policy: rollout engine",
+        "rl.rollout",
+        known(models.start, "the policy"),
+        config,
+        backend=rollout.backend,
+        on_gpu=on_gpu,
+        sequences=rollout.max_concurrent_sequences,
+        fraction=rollout.gpu_memory_fraction * (per_engine or 1.0),
+        kv_cache_gib=rollout.kv_cache_gib,
+        count=rollout.engines,
+    )
