@@ -50,6 +50,7 @@ CASES = {
         "rl.kl.estimator": "k3",
     },
 }
+SHARED = {"ppo": 0, "gspo": 1, "adapters": 3}  # cases of two ranks that share each sequence -> their ZeRO stage
 FORWARD, STARTS = sequences(6, seed=11), [1, 2, 3, 1, 2, 3]
 
 
@@ -67,17 +68,27 @@ def alone(address: Address) -> Address:
 
 
 def rl_case(
-    case: str, folders: tuple[Path, Path, Path], *, stage: int, rank: int, ranks: int, agree: Callable[[Address], Address] = alone
+    case: str,
+    folders: tuple[Path, Path, Path],
+    *,
+    stage: int,
+    rank: int,
+    ranks: int,
+    sharing: int = 1,
+    agree: Callable[[Address], Address] = alone,
 ) -> dict:
     """A rank's results of a forward pass, of scores by the reward model and of two updates, and its weights after them.
 
     Args:
+        sharing: ranks that share each sequence.
         agree: gives every rank the address of rank 0.
     """
     sft, reward, experts = folders
     options = {"rl.trainer.zero_stage": stage, "rl.trainer.microbatch_tokens": 30, **CASES[case]}
+    options |= {"rl.trainer.ranks": ranks, "rl.trainer.sequence_parallel": sharing}
     trainer = TrainerRank(rank, ranks, rl_job(experts if case == "experts" else sft, reward, **options))
     trainer.connect(agree(trainer.address()))
+    rank, ranks = rank // sharing, ranks // sharing
     size = len(FORWARD) // ranks
     mine = slice(size * rank, size * (rank + 1))
     forward = trainer.forward(FORWARD[mine], STARTS[mine])
@@ -189,6 +200,9 @@ def rank_main(rank: int, addresses: multiprocessing.Queue, folders: tuple[Path, 
         results["grown"][stage] = (sft_steps(grown, BATCHES[2:], rank=rank, ranks=2), grown.state_dict(every_rank=True))
     results["reductions"] = [reductions(folders[0], stage=stage, rank=rank) for stage in range(3)]
     results["loading"] = sharded_loading(out / "large")
+    results["shared"] = {
+        case: rl_case(case, folders, stage=stage, rank=rank, ranks=2, sharing=2, agree=agree) for case, stage in SHARED.items()
+    }
     results["equal_count"] = equal_count([[0, 1, 2, 3, 4]] if rank == 0 else [[0], [1], [2]])
     try:
         equal_count([[0]] if rank == 0 else [[0], [1]])

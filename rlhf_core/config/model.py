@@ -83,6 +83,21 @@ def offload_conflicts(zero_stage: int, *, offload_optimizer: bool, offload_param
         )
 
 
+def sequence_conflicts(ranks: int, sequence_parallel: int) -> Iterator[str]:
+    if ranks % sequence_parallel:
+        yield f"sequence_parallel: expected a divisor of ranks={ranks}, got {sequence_parallel}; change one of them"
+
+
+def takers(ranks: int, sequence_parallel: int, *, section: str = "") -> str:
+    """What takes different examples, ranks or groups of them that share sequences, by its keys.
+
+    Args:
+        section: prefix of the keys.
+    """
+    own = f"{section}ranks={ranks}"
+    return own if sequence_parallel == 1 else f"{own} / {section}sequence_parallel={sequence_parallel}"
+
+
 class OptimizerConfig(Section):
     """The optimizer and its learning rate, of the supervised stages and of rl.
 
@@ -150,13 +165,11 @@ class SharedTrainingConfig(OptimizerConfig):
         return self.ranks // self.sequence_parallel
 
     @property
-    def _sharers(self) -> str:
-        own = f"ranks={self.ranks}"
-        return own if self.sequence_parallel == 1 else f"{own} / sequence_parallel={self.sequence_parallel}"
+    def _takers(self) -> str:
+        return takers(self.ranks, self.sequence_parallel)
 
     def conflicts(self) -> Iterator[str]:
-        if self.ranks % self.sequence_parallel:
-            yield f"sequence_parallel: expected a divisor of ranks={self.ranks}, got {self.sequence_parallel}; change one of them"
+        yield from sequence_conflicts(self.ranks, self.sequence_parallel)
         yield from offload_conflicts(self.zero_stage, offload_optimizer=self.offload_optimizer, offload_parameters=self.offload_parameters)
         yield from self.warmup_conflicts("warmup_fraction", self.warmup_fraction)
         yield from self.offload_conflicts("offload_optimizer", offload_optimizer=self.offload_optimizer)
@@ -171,7 +184,7 @@ class TrainingConfig(SharedTrainingConfig):
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
         if self.batch_size < self.data_parallel_size:
-            yield f"batch_size: expected at least {self._sharers}, got {self.batch_size}; raise it, so that each rank has an example"
+            yield f"batch_size: expected at least {self._takers}, got {self.batch_size}; raise it, so that each rank has an example"
 
 
 class PretrainConfig(Section):
@@ -190,7 +203,7 @@ class SftConfig(TrainingConfig):
         yield from super().conflicts()
         if self.pretrain.steps and self.pretrain.batch_size < self.data_parallel_size:
             got = self.pretrain.batch_size
-            yield f"pretrain.batch_size: expected at least {self._sharers}, got {got}; raise it, so that each rank has an example"
+            yield f"pretrain.batch_size: expected at least {self._takers}, got {got}; raise it, so that each rank has an example"
 
 
 class RewardConfig(TrainingConfig):

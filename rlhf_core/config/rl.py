@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, did_you_mean
-from rlhf_core.config.model import LoraConfig, OptimizerConfig, Schedule
+from rlhf_core.config.model import LoraConfig, OptimizerConfig, Schedule, takers
 from rlhf_core.config.rl_parts import (
     DEFAULT_LIMITS,
     CorrectionConfig,
@@ -150,6 +150,10 @@ class RlConfig(OptimizerConfig):
         yield from self._critic_conflicts()
         yield from self._limit_conflicts()
 
+    @property
+    def _takers(self) -> str:
+        return takers(self.trainer.ranks, self.trainer.sequence_parallel, section="trainer.")
+
     def _batch_conflicts(self) -> Iterator[str]:
         for what, divisor in (
             (f"{self.algorithm}.group_size", self.group_size),
@@ -161,8 +165,8 @@ class RlConfig(OptimizerConfig):
             ("minibatch_size", self.minibatch_size),
             *((("ptx.batch_size", self.ptx.batch_size),) if self.ptx.coef else ()),
         ):
-            if divided % self.trainer.ranks:
-                yield f"{what}: expected a multiple of trainer.ranks={self.trainer.ranks}, got {divided}; change one of them"
+            if divided % self.trainer.data_parallel_size:
+                yield f"{what}: expected a multiple of {self._takers}, got {divided}; change one of them"
 
     def _combination_conflicts(self) -> Iterator[str]:
         yield from self.warmup_conflicts("warmup_steps", min(1.0, self.warmup_steps / max(1, self.policy_steps)))
@@ -191,10 +195,15 @@ class RlConfig(OptimizerConfig):
                 f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; raise it, because a "
                 "group of one has no variance"
             )
-        if self.algorithm == "remax" and self.kl.in_reward and self.rollout_batch_size < self.trainer.ranks:
+        if self.algorithm == "remax" and self.kl.in_reward and self.rollout_batch_size < self.trainer.data_parallel_size:
             yield (
-                f"remax.group_size: expected at least trainer.ranks={self.trainer.ranks} prompts a step, got {self.rollout_batch_size}; "
+                f"remax.group_size: expected at least {self._takers} prompts a step, got {self.rollout_batch_size}; "
                 "lower it, because each rank computes the KL of some greedy responses"
+            )
+        if self.moe_aux_coef and self.trainer.sequence_parallel > 1:
+            yield (
+                f"moe_aux_coef: expected 0 with trainer.sequence_parallel={self.trainer.sequence_parallel}, got {self.moe_aux_coef}; "
+                "change one of them, because a rank routes its own positions only"
             )
         if self.reward.overlong is not None and self.reward.overlong.buffer > self.rollout.max_new_tokens:
             yield (

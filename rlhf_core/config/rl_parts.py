@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from rlhf_core.config.base import Fraction, RolloutBackend, Section
-from rlhf_core.config.model import offload_conflicts
+from rlhf_core.config.model import offload_conflicts, sequence_conflicts
 
 # The share of a GPU for one actor; rlhf_core/planning/placement.py resolves auto.
 GpuShare = Literal["auto"] | Annotated[float, Field(gt=0)]
@@ -229,9 +229,12 @@ def share_conflicts(key: str, share: float | str, actor: str, count: str) -> Ite
 
 
 class TrainerConfig(Section):
-    """offload_frozen: the weights of reference and reward models are on the host while they compute nothing."""
+    """sequence_parallel: ranks of a group that shares each sequence.
+    offload_frozen: the weights of reference and reward models are on the host while they compute nothing.
+    """
 
     ranks: int = Field(ge=1)
+    sequence_parallel: int = Field(default=1, ge=1)
     gpus_per_rank: GpuShare
     zero_stage: Literal[0, 1, 2, 3]
     offload_optimizer: bool
@@ -240,7 +243,21 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     microbatch_tokens: int = Field(gt=0)
 
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks, or groups of ranks that share sequences, which take different rollouts."""
+        return self.ranks // self.sequence_parallel
+
+    def of_ranks(self, shares: Sequence[Any]) -> list[Any]:
+        """What each rank gets of shares for each group."""
+        return [share for share in shares for _ in range(self.sequence_parallel)]
+
+    def of_groups(self, results: Sequence[Any]) -> list[Any]:
+        """Each group's results, which all of its ranks have."""
+        return list(results[:: self.sequence_parallel])
+
     def conflicts(self) -> Iterator[str]:
+        yield from sequence_conflicts(self.ranks, self.sequence_parallel)
         yield from offload_conflicts(self.zero_stage, offload_optimizer=self.offload_optimizer, offload_parameters=self.offload_parameters)
         yield from share_conflicts("gpus_per_rank", self.gpus_per_rank, "a rank", "ranks")
         if self.ranks > 1 and self.gpus_per_rank != "auto" and self.gpus_per_rank <= 0.5:

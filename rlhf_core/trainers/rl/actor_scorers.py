@@ -32,6 +32,7 @@ class ActorScorers(Scorers):
     def __init__(self, job: RlJob, trainers: ActorGroup, replacements: Replacements):
         super().__init__(job.rl.reward.scorers, {name: Path(folder) for name, folder in job.scorer_models.items()}, job.model)
         self._trainers, self._replacements, self._deadline = trainers, replacements, job.rl.deadlines.step
+        self._trainer = job.rl.trainer
         by_text = [config for config in self.configs if config.kind != "reward_model"]
         self._text_scorers: ActorGroup | None = None
         if by_text:
@@ -53,11 +54,17 @@ class ActorScorers(Scorers):
 
     def submit_sequences(self, name: str, sequences: list[list[int] | None]) -> Callable[[], torch.Tensor]:
         """Sequences are dealt out in turn, so that each rank gets its share of long and short ones."""
-        ranks = len(self._trainers)
-        shards = [list(range(len(sequences)))[rank::ranks] for rank in range(ranks)]
-        pending = self._trainers.submit("score_by_reward_model", [(name, [sequences[i] for i in shard]) for shard in shards])
+        trainer = self._trainer
+        shards = [list(range(len(sequences)))[group :: trainer.data_parallel_size] for group in range(trainer.data_parallel_size)]
+        per_rank = trainer.of_ranks([(name, [sequences[i] for i in shard]) for shard in shards])
+        pending = self._trainers.submit("score_by_reward_model", per_rank)
         order = torch.argsort(torch.tensor([i for shard in shards for i in shard]))
-        return lambda: torch.cat(self._trainers.wait(pending, deadline=self._deadline, what=f"score by {name}"))[order]
+
+        def scores() -> torch.Tensor:
+            found = self._trainers.wait(pending, deadline=self._deadline, what=f"score by {name}")
+            return torch.cat(trainer.of_groups(found))[order]
+
+        return scores
 
     def score_texts(self, config: ScorerConfig, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
         for can_retry in (True, False):

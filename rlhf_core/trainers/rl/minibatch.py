@@ -42,23 +42,24 @@ def plan_update(batch: TrainBatch, demonstrations: DemonstrationStream, rl: RlCo
     """For each rank its share of each optimizer step, all epochs.
 
     The contents of a minibatch don't depend on the number of ranks. Samples of a prompt share a minibatch if group_size divides
-    minibatch_size, and a rank if the prompts can be dealt out evenly, so that the prompt is computed once.
+    minibatch_size, and a rank if the prompts can be dealt out evenly, so that the prompt is computed once. Ranks that share sequences have
+    the same shares.
     """
-    ranks = rl.trainer.ranks
+    groups = rl.trainer.data_parallel_size
     unit = rl.group_size if rl.minibatch_size % rl.group_size == 0 else 1
-    plans: list[list[Minibatch]] = [[] for _ in range(ranks)]
+    plans: list[list[Minibatch]] = [[] for _ in range(groups)]
     steps = len(batch) // rl.minibatch_size * rl.epochs
     order_seed = int(np.random.SeedSequence([seed, step, 1]).generate_state(1)[0])
     for k in range(steps):
         units = batch_indices(k, batch_size=rl.minibatch_size // unit, num_examples=len(batch) // unit, seed=order_seed)
-        shares = _deal_out([list(range(u * unit, (u + 1) * unit)) for u in units], ranks)
+        shares = _deal_out([list(range(u * unit, (u + 1) * unit)) for u in units], groups)
         mask = batch.response_mask[[row for share in shares for row in share]]
         tokens, sequences = int(mask.sum()), int(mask.any(1).sum())
         ptx = demonstrations.batch(step * steps + k)
         ptx_tokens = sum(d.num_trained for d in ptx)
-        for rank, share in enumerate(shares):
-            plans[rank].append(Minibatch(batch.select(share), share, tokens, sequences, ptx[rank::ranks], ptx_tokens))
-    return plans
+        for group, share in enumerate(shares):
+            plans[group].append(Minibatch(batch.select(share), share, tokens, sequences, ptx[group::groups], ptx_tokens))
+    return rl.trainer.of_ranks(plans)
 
 
 def _deal_out(groups: list[list[int]], ranks: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""One data-parallel rank of RL training: policy, critic, reference and reward models in one process.
+"""One rank of RL training: policy, critic, reference and reward models in one process.
 
 Batches, denominators and advantages come from the driver.
 """
@@ -23,6 +23,7 @@ from rlhf_core.data.batching import even_microbatches
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device, equal_count, join_world, most_over_ranks
 from rlhf_core.engines.frozen import FrozenModel
 from rlhf_core.engines.rendezvous import join_store, open_store
+from rlhf_core.engines.sequence_parallel import share_sequences
 from rlhf_core.engines.universal import convert_engines, load_converted
 from rlhf_core.engines.weights import PackedTensor, pack
 from rlhf_core.models.backend import Backend
@@ -88,6 +89,7 @@ class TrainerRank:
             self._store = join_store(*address, self._world_size, timeout=self._job.rl.deadlines.start)
         join_world(rank=self._rank, world_size=self._world_size, store=self._store)
         job = self._job
+        share_sequences(job.rl.trainer.sequence_parallel)
         how = {"trust_remote_code": job.model.trust_remote_code, "training_dtype": job.model.dtype}
         self._device = device()
         self._language_model = load_language_model(job.sft_model, **how)

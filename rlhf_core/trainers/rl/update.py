@@ -16,6 +16,7 @@ from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, aggregate, expert_
 from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
+from rlhf_core.engines.ranks import summed
 from rlhf_core.models.backend import Backend
 from rlhf_core.models.batch import Branches, TokenBatch
 from rlhf_core.models.forward import PolicyOutput
@@ -238,8 +239,8 @@ class RlUpdate:
         limit = self.rl.max_approx_kl
         if limit is None:
             return False
-        total = sum_over_ranks(torch.tensor(approx_kl_sum, dtype=torch.float64))
-        return not float(total) / max(num_loss_tokens, 1) <= limit
+        (total,) = summed(approx_kl_sum)
+        return not total / max(num_loss_tokens, 1) <= limit
 
     @torch.no_grad()
     def _expert_counts(self, batch: TrainBatch, parts: list[Microbatch]) -> torch.Tensor:

@@ -40,8 +40,8 @@ log = logging.getLogger("rlhf")
 class PendingForward:
     """Forward passes of the trainer ranks that may still be running.
 
-    shards: for each rank, positions of its rollouts.
-    recomputed: for so many of each rank's rollouts, from the first on, the policy's log-probabilities are computed.
+    shards: positions of the rollouts of each rank, or group of ranks that share sequences.
+    recomputed: for so many of each shard's rollouts, from the first on, the policy's log-probabilities are computed.
     pending: each rank's outputs.
     """
 
@@ -120,10 +120,10 @@ class Workers:
             recomputed_fraction: of each rank's rollouts, from the first on, for which the policy's log-probabilities are computed.
             keep_graphs: the next update takes all of these rollouts in one optimizer step, and may continue from these passes.
         """
-        sequences, starts = sequences_of(rollouts)
-        shards = [list(map(int, part)) for part in np.array_split(np.arange(len(sequences)), len(self._trainers))]
+        (sequences, starts), trainer = sequences_of(rollouts), self._job.rl.trainer
+        shards = [list(map(int, part)) for part in np.array_split(np.arange(len(sequences)), trainer.data_parallel_size)]
         recomputed = math.ceil(recomputed_fraction * max(map(len, shards)))
-        per_rank = [([sequences[i] for i in s], [starts[i] for i in s]) for s in shards]
+        per_rank = trainer.of_ranks([([sequences[i] for i in s], [starts[i] for i in s]) for s in shards])
         pending = self._trainers.submit("forward", per_rank, recomputed=recomputed, keep_graphs=keep_graphs)
         return PendingForward(rollouts, shards, recomputed, pending)
 
@@ -133,6 +133,7 @@ class Workers:
         old_logprobs are the engine's where they are not recomputed, and absent where none is.
         """
         outputs = self._trainers.wait(forward.pending, deadline=self._job.rl.deadlines.step, what="forward")
+        outputs = self._job.rl.trainer.of_groups(outputs)
         if forward.recomputed:
             for shard, of_rank in zip(forward.shards, outputs, strict=True):
                 rest = [x for i in shard[forward.recomputed :] for x in forward.rollouts[i].rollout_logprobs]
@@ -151,6 +152,7 @@ class Workers:
         pending = self._trainers.submit("update", [(plan,) for plan in plans], kl_coef=kl_coef, train_policy=train_policy)
         self._updated = self._packed_weights()  # rank 0 packs them while the results are transferred
         results = self._trainers.wait(pending, deadline=self._job.rl.deadlines.step, what="update")
+        results, plans = map(self._job.rl.trainer.of_groups, (results, plans))
         totals: Totals = {}
         for result in results:
             add_totals(totals, result.totals)

@@ -248,6 +248,18 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             "rl.ptx.batch_size: expected a multiple of trainer.ranks=2, got 31",
         ),
         (
+            {"rl.trainer.ranks": 3, "rl.trainer.sequence_parallel": 2},
+            "rl.trainer.sequence_parallel: expected a divisor of ranks=3, got 2; change one of them",
+        ),
+        (
+            {"rl.trainer.ranks": 12, "rl.trainer.sequence_parallel": 4},
+            "rl.minibatch_size: expected a multiple of trainer.ranks=12 / trainer.sequence_parallel=4, got 256",
+        ),
+        (
+            {"rl.trainer.ranks": 2, "rl.trainer.sequence_parallel": 2, "rl.moe_aux_coef": 0.1},
+            "rl.moe_aux_coef: expected 0 with trainer.sequence_parallel=2, got 0.1",
+        ),
+        (
             {"rl.policy_loss": "gspo", "rl.loss_aggregation": "token_mean"},
             "rl.loss_aggregation: expected sequence_mean or auto with policy_loss gspo, got token_mean",
         ),

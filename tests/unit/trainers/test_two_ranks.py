@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import assert_weights_agree, largest_difference, policy_engine, save_tiny_experts, save_tiny_models
-from two_ranks import BATCHES, CASES, STAGES, load_of_other_ranks, rl_case, run_two_ranks, save_large, saved_by_one_rank, sft_steps
+from two_ranks import BATCHES, CASES, SHARED, STAGES, load_of_other_ranks, rl_case, run_two_ranks, save_large, saved_by_one_rank, sft_steps
 
 from rlhf_core.checkpoint.digest import DIGEST_FILE, differences, read_digest, write_digest
 from rlhf_core.engines.universal import convert_to_universal, is_sharded
@@ -82,6 +82,20 @@ def test_rl_updates_on_two_ranks_equal_those_on_one(ranks: list[dict], alone: di
                 assert mine[name] + others[name] == pytest.approx(value, rel=1e-4, abs=1e-5)
     assert_weights_agree(first["weights"], expected["weights"])
     assert second["weights"] is None
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_rl_updates_on_two_ranks_that_share_sequences_equal_those_on_one(ranks: list[dict], alone: dict, case: str):
+    """Each rank has the outputs, scores and sums of all tokens, of which it computed its own."""
+    expected = alone["rl"][case]
+    for found in (rank["shared"][case] for rank in ranks):
+        assert found["forward"].keys() == expected["forward"].keys()
+        for name, values in expected["forward"].items():
+            torch.testing.assert_close(found["forward"][name], values, rtol=0, atol=3e-6)
+        torch.testing.assert_close(found["scores"], expected["scores"], rtol=0, atol=3e-6, equal_nan=True)
+        for totals, both in zip(found["totals"], expected["totals"], strict=True):
+            assert totals == pytest.approx(both, rel=1e-4, abs=1e-5)
+    assert_weights_agree(ranks[0]["shared"][case]["weights"], expected["weights"])
 
 
 def test_both_ranks_end_a_step_by_the_mean_of_all_their_tokens(ranks: list[dict]):

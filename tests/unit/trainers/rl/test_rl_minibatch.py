@@ -15,7 +15,7 @@ class NoDemonstrations:
         return []
 
 
-def plans(ranks: int, *, group_size: int, minibatch_size: int, epochs: int = 1) -> list[list[Minibatch]]:
+def plans(ranks: int, *, group_size: int, minibatch_size: int, epochs: int = 1, sharing: int = 1) -> list[list[Minibatch]]:
     rl = tiny_params(
         **{
             "rl.algorithm": "rloo" if group_size > 1 else "reinforce_pp",
@@ -24,6 +24,7 @@ def plans(ranks: int, *, group_size: int, minibatch_size: int, epochs: int = 1) 
             "rl.minibatch_size": minibatch_size,
             "rl.epochs": epochs,
             "rl.trainer.ranks": ranks,
+            "rl.trainer.sequence_parallel": sharing,
         }
     ).rl
     return plan_update(train_batch(SAMPLES, unscored=(3, 4)), NoDemonstrations(), rl, seed=7, step=5)
@@ -48,6 +49,12 @@ def test_optimizer_steps_have_the_same_rows_and_denominators_on_any_number_of_ra
         parts = [plan[k] for plan in planned]
         assert {(m.num_loss_tokens, m.num_sequences) for m in parts} == {(whole.num_loss_tokens, whole.num_sequences)}
         assert sum(int(m.batch.response_mask.sum()) for m in parts) == whole.num_loss_tokens
+
+
+def test_ranks_that_share_sequences_have_the_same_plan():
+    planned, unshared = (plans(ranks, group_size=4, minibatch_size=8, sharing=ranks // 2) for ranks in (4, 2))
+    assert [[m.rows for m in plan] for plan in planned[::2]] == [[m.rows for m in plan] for plan in unshared]
+    assert planned[0] is planned[1] and planned[2] is planned[3]
 
 
 @pytest.mark.parametrize(("group_size", "minibatch_size"), SIZES)
