@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from model_families import FAMILIES, VOCABULARY
 from rank_processes import run_processes
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
 
 from rlhf_core.engines.deepspeed_engine import join_world
 from rlhf_core.engines.ports import free_ports
 from rlhf_core.engines.sequence_parallel import share_sequences, split_sequences
 from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens
-from rlhf_core.models.forward import PolicyModule
+from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.probe import can_share_prefixes
 
 DEADLINE = 500  # seconds
@@ -63,6 +63,22 @@ def compared(model: PreTrainedModel) -> dict[str, Any]:
     return found
 
 
+def new_scores() -> ScalarModule:
+    """A reward model with eager attention that scores everything 0."""
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCABULARY}
+    model = LlamaForSequenceClassification(LlamaConfig(num_labels=1, pad_token_id=0, attn_implementation="eager", **shape)).eval()
+    torch.nn.init.zeros_(model.score.weight)
+    return ScalarModule(model)
+
+
+def refusal(module: ScalarModule) -> dict[str, str]:
+    try:
+        split_sequences(module)
+    except ValueError as error:
+        return {"refused": str(error)}
+    return {}
+
+
 def _rank_main(rank: int, port: int, out: Path) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=timedelta(seconds=DEADLINE))
@@ -70,7 +86,7 @@ def _rank_main(rank: int, port: int, out: Path) -> None:
     results = {name: compared(make()) for name, make in FAMILIES.items()}
     eager = FAMILIES["llama"]()
     eager.set_attn_implementation("eager")
-    torch.save(results | {"eager": compared(eager)}, out / f"families-{rank}.pt")
+    torch.save(results | {"eager": compared(eager), "eager, new head": refusal(new_scores())}, out / f"families-{rank}.pt")
 
 
 def run_families(out: Path) -> list[dict[str, dict[str, Any]]]:

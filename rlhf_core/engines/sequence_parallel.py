@@ -16,7 +16,8 @@ Source: Jacobs et al. 2023, https://arxiv.org/abs/2309.14509, and Bekman et al. 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlhf_core.config.base import shown
 from rlhf_core.models.batch import TokenBatch
+from rlhf_core.models.build import scalar_head
 from rlhf_core.models.forward import PolicyModule, ScalarModule
-from rlhf_core.models.probe import PROBE_ERRORS, agree, probing
+from rlhf_core.models.probe import HALF_TOLERANCE, PROBE_ERRORS, TOLERANCE, agree, probing
 
 EXCHANGE = "sequence_exchange"  # attribute of a layer's modules
 PROBE_ROWS, PROBE_COLUMNS = 2, 3  # columns on each rank but the last, which has one of padding
@@ -165,14 +167,15 @@ def split_sequences(module: PolicyModule | ScalarModule) -> None:
     if isinstance(module, ScalarModule):
         module.check_scores_tokens("sequence_parallel", "set sequence_parallel to 1")
     batch = _probe_batch(model, _shared_by)
-    with torch.no_grad(), probing(model):
+    with torch.no_grad(), probing(model), _states_as_scores(module):
         whole = _output(module, batch)
         _attach(module, SequenceGroup(_shared_by))
         try:
             parts, why = _output(module, batch), "other numbers"
         except PROBE_ERRORS as error:
             parts, why = None, f"{type(error).__name__}: {shown(str(error))}"
-    if parts is None or not agree(parts, whole):
+    tolerance = TOLERANCE if model.dtype == torch.float32 else HALF_TOLERANCE  # outputs are float32
+    if parts is None or not agree(parts, whole, tolerance=tolerance):
         raise ValueError(
             f"sequence_parallel: expected a model that computes parts of a sequence as it does the whole, got {why} from "
             f"{type(model).__name__} with attention {model.config._attn_implementation}; set sequence_parallel to 1"
@@ -205,6 +208,24 @@ def _probe_batch(model: PreTrainedModel, size: int) -> TokenBatch:
 def _output(module: PolicyModule | ScalarModule, batch: TokenBatch) -> torch.Tensor:
     output = module(batch)
     return output if isinstance(output, torch.Tensor) else output.logprobs
+
+
+@contextmanager
+def _states_as_scores(module: PolicyModule | ScalarModule) -> Iterator[None]:
+    """Within it a score is a sum over the hidden state: a new head is 0, and would give the same score to everything."""
+    if isinstance(module, PolicyModule):
+        yield
+        return
+
+    def summed(_: torch.nn.Module, inputs: tuple[torch.Tensor], scores: torch.Tensor) -> torch.Tensor:
+        states = inputs[0].float()
+        return (states @ torch.linspace(-1, 1, states.shape[-1], device=states.device))[..., None].expand_as(scores)
+
+    hook = scalar_head(module.model).register_forward_hook(summed)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _attach(module: PolicyModule | ScalarModule, split: SequenceGroup) -> None:

@@ -37,6 +37,11 @@ def test_a_model_that_differs_in_parts_is_refused_on_every_rank(ranks, name: str
         assert REFUSED.get(name, "got other numbers from LlamaForCausalLM with attention eager") in rank[name]["refused"]
 
 
+def test_scores_that_are_all_0_hide_no_difference(ranks):
+    for rank in ranks:
+        assert "got other numbers from LlamaForSequenceClassification" in rank["eager, new head"]["refused"]
+
+
 @pytest.mark.parametrize(
     ("heads", "key_heads", "size", "message"),
     [(6, 6, 4, "the model's 6 attention heads, got 4"), (12, 3, 2, "the model's 3 heads of keys and values, got 2")],
