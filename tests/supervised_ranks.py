@@ -150,6 +150,7 @@ def _preference(case: Case, config: Any, start: Path, loop: Callable[..., TrainL
     return trained.metrics
 
 
+Run = Callable[[Case, Path], dict[str, Any]]
 TRAINERS = {"sft": _sft, "reward": _reward, "dpo": _preference, "kto": _preference}
 
 
@@ -185,7 +186,7 @@ def store_outcomes(folder: Path) -> list[str]:
     return outcomes
 
 
-def _rank_main(number: int, ranks: int, port: int, start: Path, cases: Sequence[Case], out: Path) -> None:
+def _rank_main(number: int, ranks: int, port: int, start: Path, cases: Sequence[Case], out: Path, run: Run) -> None:
     torch.set_num_threads(1)
     join_world(
         rank=number,
@@ -195,13 +196,15 @@ def _rank_main(number: int, ranks: int, port: int, start: Path, cases: Sequence[
     results = []
     for case in cases:
         try:
-            results.append({"outcomes": store_outcomes(Path(case.scratch))} if case.kind == "store" else run_case(case, start))
+            results.append({"outcomes": store_outcomes(Path(case.scratch))} if case.kind == "store" else run(case, start))
         except ValueError as error:
             results.append({"refused": str(error)})
     torch.save(results, out / f"rank-{number}.pt")
 
 
-def run_ranks(ranks: int, start: Path, cases: Sequence[Case], out: Path, *, deadline: float = DEADLINE) -> list[list[dict[str, Any]]]:
+def run_ranks(
+    ranks: int, start: Path, cases: Sequence[Case], out: Path, *, deadline: float = DEADLINE, run: Run = run_case
+) -> list[list[dict[str, Any]]]:
     """The results of the cases, one after the other, on each rank.
 
     Raises:
@@ -209,7 +212,7 @@ def run_ranks(ranks: int, start: Path, cases: Sequence[Case], out: Path, *, dead
     """
     out.mkdir(parents=True, exist_ok=True)
     (port,) = free_ports(1)
-    run_processes(_rank_main, [(rank, ranks, port, start, cases, out) for rank in range(ranks)], deadline=deadline)
+    run_processes(_rank_main, [(rank, ranks, port, start, cases, out, run) for rank in range(ranks)], deadline=deadline)
     return [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 

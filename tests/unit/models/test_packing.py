@@ -1,15 +1,17 @@
 """Rows without padding: the same hidden states, losses and gradients as padded rows, of every family whose layers are attention.
 
-FlashAttention needs a GPU. In its place stands an attention function for the CPU that takes the same arguments, computes each sequence
-apart, and has a name that transformers and `takes_lengths` treat alike.
+FlashAttention needs a GPU; attention_by_lengths.py stands in its place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from attention_by_lengths import BY_LENGTHS, attend_by_lengths, registered
 from model_families import FAMILIES, OTHERS, VOCABULARY
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from rlhf_core.models.attention import attention_arguments
@@ -19,47 +21,20 @@ from rlhf_core.models.build import trunk
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.packing import pack, packs
 
-BY_LENGTHS = "flash_attention_by_lengths_on_a_cpu"
 STATEFUL = ("falcon_h1", "jamba", "bamba", "recurrent_gemma")
 OTHER_LAYERS = ("llama4",)  # chunks
 ALL = FAMILIES | OTHERS
 PACKED = [name for name in ALL if name not in (*STATEFUL, *OTHER_LAYERS)]
 
 
-def by_lengths(
-    module, query, key, value, attention_mask, *, scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None, **kwargs
-):
-    """Attention [1, N, heads, width] of sequences end to end; `cu_seq_lens_q` says where they end."""
-    assert attention_mask is None and query.shape[0] == 1
-    width, groups = query.shape[-1], query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    outputs = []
-    for start, end in kwargs["cu_seq_lens_q"].unfold(0, 2, 1).tolist():
-        logits = query[0, :, start:end] @ key[0, :, start:end].transpose(1, 2) * (width**-0.5 if scaling is None else scaling)
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
-        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
-        seen = (distance >= 0) & (distance < (sliding_window or end))
-        logits = logits.masked_fill(~seen, -torch.inf)
-        if s_aux is not None:
-            logits = torch.cat([logits, s_aux[:, None, None].expand(-1, end - start, 1)], -1)
-        outputs.append(logits.softmax(-1)[..., : end - start] @ value[0, :, start:end])
-    assert end == query.shape[2] and kwargs["max_length_q"] == kwargs["cu_seq_lens_q"].diff().max()
-    return torch.cat(outputs, 1).transpose(0, 1)[None], None
-
-
 @pytest.fixture
-def flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    AttentionInterface.register(BY_LENGTHS, by_lengths)
-    yield
-    del AttentionInterface._global_mapping[BY_LENGTHS]
+def flash() -> Iterator[None]:
+    with registered():
+        yield
 
 
 def with_lengths(name: str) -> PreTrainedModel:
-    model = ALL[name]()
-    model.config.get_text_config()._attn_implementation = BY_LENGTHS  # not set_attn_implementation, which looks for a GPU
-    model.config._attn_implementation = BY_LENGTHS
-    return model
+    return attend_by_lengths(ALL[name]())
 
 
 def with_padding(name: str) -> PreTrainedModel:
