@@ -67,7 +67,7 @@ class RlTraining:
     def __init__(self, rl: RlConfig):
         trainer = rl.trainer
         self.zero_stage, self.gradient_checkpointing = trainer.zero_stage, trainer.gradient_checkpointing
-        self.sequence_parallel = getattr(trainer, "sequence_parallel", 1)
+        self.sequence_parallel = trainer.sequence_parallel
         self.offload_optimizer, self.offload_parameters = trainer.offload_optimizer, trainer.offload_parameters
         self.optimizer, self.ema_decay, self.lora = rl.optimizer, rl.ema_decay, rl.lora
 

@@ -218,9 +218,8 @@ def _changes(stage: str, params: Params, machine: Machine) -> Iterator[dict[str,
         ranks = len(machine.gpus)
         spread = {f"{trainer}.ranks": ranks, f"{trainer}.zero_stage": 3}
         yield spread
-    if hasattr(section, "sequence_parallel"):
-        shared = (size for size in range(section.sequence_parallel + 1, ranks + 1) if ranks % size == 0)
-        yield from (spread | {f"{trainer}.sequence_parallel": size} for size in shared)
+    shared = (size for size in range(section.sequence_parallel + 1, ranks + 1) if ranks % size == 0)
+    yield from (spread | {f"{trainer}.sequence_parallel": size} for size in shared)
     if is_rl:
         yield {"rl.trainer.offload_frozen": True}
     if machine.gpus:
