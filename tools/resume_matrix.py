@@ -1,8 +1,9 @@
 """The resume matrix: python -m tools.resume_matrix [--only WORD ...] [--seed N] [--folder F] [--list]; docs/resume.md describes it.
 
 Each cell runs a real training stage of a small chain twice: once undisturbed, and once killed by SIGKILL after a step that the seed draws
-and then run again. All state digests, the final weights, curves and metrics of both must be the same. Supervised stages are forked from one
-process that has imported everything; RL stages share one Ray head, and what is killed is the job's driver. Exits with 1 when a cell fails.
+and then run again. All state digests, the final weights, curves and metrics of both must be the same. Stages on one rank are forked from
+one process that has imported everything, and killed. Ray jobs (RL, other stages on two ranks) share one Ray head, and both runs of a cell
+start at the same time; a stage that is killed has a head of its own, which ends with it. Exits with 1 when a cell fails.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ import csv
 import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import psutil
 
@@ -38,7 +40,7 @@ from rlhf_core.config import Algorithm
 from rlhf_core.paths import GATE_METRICS, POLICY_MODEL, REWARD_MODEL, SFT_MODEL, STATE_DIGESTS
 
 TABLE = Path(__file__).parents[1] / "docs/tables/resume.csv"
-LIMIT = 400.0  # seconds for one run of a stage
+LIMIT = 600.0  # seconds for one run of a stage
 LINKED = ("rlhf_core", "tasks", "rewards", "flows", "rounds", "dvc.yaml", "baselines.json")
 OUTS = {"train_sft": str(SFT_MODEL), "train_reward": str(REWARD_MODEL), "train_policy": str(POLICY_MODEL)}
 ALGORITHMS = get_args(Algorithm)
@@ -53,17 +55,23 @@ RL = {  # everything that has a state is on: an adaptive coefficient, running st
     "evaluation": {"every": 2, "prompts": 8, "keep_best": True},
 }
 SHORT = {"steps": 14, "batch_size": 8, "checkpoint_every": 3, "eval_every": 4}
+PRETRAIN = {"pretrain": {"steps": 8, "batch_size": 8}}
+AVERAGED = {"gradient_checkpointing": True, "ema_decay": 0.9, "keep_best": True}
+Victim = Literal["stage", "driver", "rank"]
+JOB_PROCESSES = {"driver": r"-m rlhf_core\.(trainers\.rl\.driver|stage\.training_driver) ", "rank": "RayTrainWorker"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """changes: over the small chain's params. steps: rows of its curves."""
+    """changes: over the small chain's params. steps: rows of its curves. victim: what is killed. job: the stage is a Ray job."""
 
     name: str
     stage: str
     module: str
     changes: dict[str, Any]
     steps: int
+    victim: Victim = "stage"
+    job: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ class Row:
     """Result of a cell. problems: empty if nothing differs."""
 
     cell: str
+    killed: str
     killed_after: int
     resumed_from: str
     digests: int
@@ -83,15 +92,18 @@ def all_cells() -> list[Cell]:
     supervised = []
     for zero in (0, 2, 3):
         section = {"zero_stage": zero}
-        sft = SHORT | section | {"pretrain": {"steps": 8, "batch_size": 8}}
-        supervised.append(Cell(f"sft, ZeRO {zero}", "train_sft", "train_sft", {"sft": sft}, 22))
-        reward = {"epochs": 1.0, "checkpoint_every": 3, "eval_every": 4} | section
-        supervised.append(Cell(f"reward, ZeRO {zero}", "train_reward", "train_reward", {"reward": reward}, 0))
-        for method in ("dpo", "kto"):
-            changes = {"alignment": {"method": method}, method: SHORT | section}
-            supervised.append(Cell(f"{method}, ZeRO {zero}", "train_policy", f"train_{method}", changes, 14))
-    lora = SHORT | {"lora": LORA | {"dropout": 0.1}, "pretrain": {"steps": 4, "batch_size": 8}}
-    supervised.append(Cell("sft, LoRA", "train_sft", "train_sft", {"sft": lora}, 18))
+        supervised.append(sft_cell(f"ZeRO {zero}", section))
+        supervised.append(reward_cell(f"ZeRO {zero}", section))
+        supervised += [policy_cell(method, f"ZeRO {zero}", section) for method in ("dpo", "kto")]
+    lora = {"lora": LORA | {"dropout": 0.1}, "pretrain": {"steps": 4, "batch_size": 8}}
+    supervised.append(replace(sft_cell("LoRA", lora), steps=18))
+    supervised.append(sft_cell("recomputed layers, averaged weights, keep_best", AVERAGED))
+    supervised.append(sft_cell("ZeRO 2, optimizer on the host", {"zero_stage": 2, "offload_optimizer": True}))
+    ensemble, members = reward_cell("ensemble of 2", {"ensemble": 2}), {"rl": {"reward": {"scorers": {0: {"members": 2}}}}}
+    supervised.append(replace(ensemble, changes=ensemble.changes | members, steps=2 * ensemble.steps))
+    supervised.append(policy_cell("conditional_sft", "by preference", {"label_by": "preference", "levels": 2, "wanted": 1}))
+    sampling = {"backend": "pytorch", "prompts": 64, "samples_per_prompt": 2, "max_new_tokens": 16}
+    supervised.append(policy_cell("rejection_sampling", "keep_best", {"sampling": sampling, "keep_best": True}))
     rl = [rl_cell("ppo", 2, 2), rl_cell("grpo", 1, 0), rl_cell("ppo", 1, 0), rl_cell("ppo", 2, 0), rl_cell("ppo", 2, 3)]
     rl += [rl_cell(name, 1, 0) for name in ALGORITHMS[2:]]
     rl += [rl_cell("grpo", 1, 0, lora=True), rl_cell("grpo", 2, 2), rl_cell("grpo", 1, 3), rl_cell("ppo", 1, 2)]
@@ -101,7 +113,42 @@ def all_cells() -> list[Cell]:
     scores = {"ppo": {"critic_init": "reward_model"}, "reward": {"scorers": {0: {"normalization": "initial"}}}}
     alone = rl_cell("ppo", 1, 0)
     rl += [replace(alone, name=f"{alone.name}, the critic from scores", changes={"rl": alone.changes["rl"] | scores})]
-    return supervised + rl
+    return [*supervised, *on_two_ranks(), *rl]
+
+
+def on_two_ranks() -> list[Cell]:
+    """Supervised stages as Ray jobs; each process of a job is the victim of some."""
+    zero = {number: {"ranks": 2, "zero_stage": number} for number in (0, 2, 3)}
+    cells: list[tuple[Victim, Cell]] = [
+        ("rank", sft_cell("ZeRO 0", zero[0])),
+        ("driver", sft_cell("ZeRO 2", zero[2])),
+        ("stage", sft_cell("ZeRO 3", zero[3])),
+        ("rank", sft_cell("ZeRO 3, recomputed layers, averaged weights, keep_best", zero[3] | AVERAGED)),
+        ("driver", sft_cell("ZeRO 3, optimizer on the host", zero[3] | {"offload_optimizer": True})),
+        ("rank", sft_cell("ZeRO 2, shared sequences", zero[2] | {"sequence_parallel": 2})),
+        ("stage", reward_cell("ZeRO 2", zero[2])),
+        ("rank", reward_cell("ZeRO 3", zero[3])),
+        ("driver", policy_cell("dpo", "ZeRO 3", zero[3])),
+        ("rank", policy_cell("dpo", "ZeRO 2", zero[2])),
+        ("rank", policy_cell("kto", "ZeRO 2", zero[2])),
+        ("stage", policy_cell("kto", "ZeRO 3", zero[3])),
+    ]
+    return [replace(c, name=c.name.replace(", ", ", 2 ranks, ", 1), victim=victim, job=True) for victim, c in cells]
+
+
+def sft_cell(name: str, section: dict[str, Any]) -> Cell:
+    return Cell(f"sft, {name}", "train_sft", "train_sft", {"sft": SHORT | PRETRAIN | section}, 22)
+
+
+def reward_cell(name: str, section: dict[str, Any]) -> Cell:
+    """One epoch over the small chain's pairs."""
+    changes = {"reward": {"epochs": 1.0, "checkpoint_every": 3, "eval_every": 4} | section}
+    return Cell(f"reward, {name}", "train_reward", "train_reward", changes, 12)
+
+
+def policy_cell(method: str, name: str, section: dict[str, Any]) -> Cell:
+    changes = {"alignment": {"method": method}, method: SHORT | section}
+    return Cell(f"{method}, {name}", "train_policy", f"train_{method}", changes, SHORT["steps"])
 
 
 def rl_cell(algorithm: str, ranks: int, zero: int, *, lora: bool = False, ahead: bool = False, one_step: bool = False) -> Cell:
@@ -111,7 +158,7 @@ def rl_cell(algorithm: str, ranks: int, zero: int, *, lora: bool = False, ahead:
         changes["minibatch_size"] = RL["samples_per_step"]
     name = f"{algorithm}, {ranks} rank{'s' * (ranks > 1)}, ZeRO {zero}{', LoRA' * lora}{', one step off policy' * ahead}"
     name += ", one optimizer step a batch" * one_step
-    return Cell(name, "train_policy", "train_rl", {"rl": changes}, RL["steps"])
+    return Cell(name, "train_policy", "train_rl", {"rl": changes}, RL["steps"], victim="driver", job=True)
 
 
 # A run of a stage
@@ -133,26 +180,25 @@ def make_workspace(base: Path, folder: Path, cell: Cell, address: str | None) ->
     return folder
 
 
-def run_stage(workspace: Path, module: str, watch: Callable[[Path], bool] = lambda _: False) -> int:
+def run_stage(workspace: Path, cell: Cell, watch: Callable[[Path], bool] = lambda _: False) -> int:
     """Run a stage until it ends, or until `watch` returns True, which kills it. Returns its exit code, or minus the signal's number.
 
-    RL starts a fresh process, because the client of a Ray head doesn't survive a fork.
+    A Ray job starts a fresh process, because the client of a Ray head doesn't survive a fork.
     """
-    if module == "train_rl":
+    if cell.job:
         with (workspace / "log").open("a") as log:
-            command = [sys.executable, "-m", f"tasks.{module}"]
-            child = subprocess.Popen(command, cwd=workspace, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT).pid
+            command = [sys.executable, "-m", f"tasks.{cell.module}"]
+            child = subprocess.Popen(command, cwd=workspace, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
     else:
-        child = os.fork()
-        if child == 0:
-            _be_stage(workspace, module)
+        child = multiprocessing.get_context("fork").Process(target=_be_stage, args=(workspace, cell.module))
+        child.start()
     until = time.monotonic() + LIMIT
     while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
+        code = child.poll() if isinstance(child, subprocess.Popen) else child.exitcode
+        if code is not None:
+            return code
         if time.monotonic() > until or watch(workspace):
-            os.kill(child, signal.SIGKILL)
+            child.kill()
         time.sleep(0.004)
 
 
@@ -179,10 +225,13 @@ def rows_done(workspace: Path) -> int:
 
 
 class Killer:
-    """Kills the stage, or an RL job's driver, `delay` seconds after row `after` of the curves: before, during or after a checkpoint."""
+    """Kills a process of the stage `delay` seconds after row `after` of the curves: before, during or after a checkpoint.
 
-    def __init__(self, after: int, delay: float, *, driver: bool):
-        self._after, self._delay, self._driver = after, delay, driver
+    chance: chooses a rank.
+    """
+
+    def __init__(self, victim: Victim, after: int, delay: float, chance: random.Random):
+        self._victim, self._after, self._delay, self._chance = victim, after, delay, chance
         self._at: float | None = None
         self.done = False
 
@@ -193,36 +242,50 @@ class Killer:
             self._at = time.monotonic() + self._delay
         if self._at is None or time.monotonic() < self._at:
             return False
-        if self._driver:
-            for process in psutil.process_iter(["cmdline"]):
-                line = process.info["cmdline"] or []
-                if "rlhf_core.trainers.rl.driver" in line and str(workspace) in " ".join(line):
-                    process.kill()
+        if self._victim != "stage":
+            found = job_processes(workspace, JOB_PROCESSES[self._victim])
+            if not found:  # the job has just ended, and the stage will
+                return False
+            self._chance.choice(found).kill()
         self.done = True
-        return not self._driver
+        return self._victim == "stage"
+
+
+def job_processes(workspace: Path, pattern: str) -> list[psutil.Process]:
+    """Processes of a workspace's job whose command line matches."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if re.search(pattern, " ".join(process.cmdline())) and process.cwd() == str(workspace):
+                found.append(process)
+    return found
 
 
 # A cell
 
 
 def try_out(cell: Cell, base: Path, folder: Path, seed: int, address: str | None) -> Row:
+    """
+    Args:
+        address: of the head that jobs share.
+    """
     started, drawn = time.monotonic(), random.Random(f"{seed} {cell.name}")
     whole = make_workspace(base, folder / "whole", cell, address)
-    problems = [f"undisturbed: exit code {code}"] if (code := run_stage(whole, cell.module)) else []
-    steps = (whole / f"plots/{cell.stage}.csv").read_bytes().count(b"\n") - 1 if not problems else cell.steps
-    after = drawn.randrange(1, steps)
-    killed = make_workspace(base, folder / "killed", cell, address)
-    killer = Killer(after, drawn.uniform(0, 1.0 if cell.module == "train_rl" else 0.1), driver=cell.module == "train_rl")
-    if not problems:
-        if run_stage(killed, cell.module, killer) == 0:
-            problems.append("the stage ended before it was killed")
+    killed = make_workspace(base, folder / "killed", cell, None if cell.victim == "stage" else address)
+    after = drawn.randrange(1, cell.steps)
+    killer = Killer(cell.victim, after, drawn.uniform(0, 1.0 if cell.module == "train_rl" else 0.1), drawn)
+    with ThreadPoolExecutor() as aside:
+        undisturbed = aside.submit(run_stage, whole, cell).result if cell.job else lambda: run_stage(whole, cell)
+        problems = ["the stage ended before it was killed"] if run_stage(killed, cell, killer) == 0 else []
         reached = rows_done(killed)
-        problems += [f"run again: exit code {code}"] if (code := run_stage(killed, cell.module)) else []
+        problems += [f"run again: exit code {code}"] if (code := run_stage(killed, cell)) else []
+        problems += [f"undisturbed: exit code {code}"] if (code := undisturbed()) else []
     printed = (killed / "log").read_text(errors="replace") if (killed / "log").exists() else ""
     resumed = re.findall(r"(\w+): resuming from the checkpoint of step (\d+)", printed)
     number, differing = (0, []) if problems else compare(whole, killed, cell.stage)
     where = f"{resumed[-1][0]} {resumed[-1][1]}" if resumed else "the start"
-    return Row(cell.name, after if problems else reached, where, number, round(time.monotonic() - started), problems + differing)
+    seconds = round(time.monotonic() - started)
+    return Row(cell.name, cell.victim, reached, where, number, seconds, problems + differing)
 
 
 def compare(whole: Path, killed: Path, stage: str) -> tuple[int, list[str]]:
@@ -272,11 +335,12 @@ def main() -> int:
         with ExitStack() as stack:
             address = None
             for cell in (c for c in cells if c.name not in rows):
-                if cell.module == "train_rl" and address is None:
+                if cell.job and address is None:
                     from rlhf_core.engines.ray_cluster import local_head
 
-                    address = stack.enter_context(local_head(cpus=4, start_timeout=120))
-                row = try_out(cell, base, folder / "cells" / cell.name.replace(", ", "-").replace(" ", ""), chosen.seed, address)
+                    address = stack.enter_context(local_head(cpus=16, start_timeout=120))
+                place = folder / "cells" / cell.name.replace(", ", "-").replace(" ", "")
+                row = try_out(cell, base, place, chosen.seed, address)
                 rows[cell.name] = row
                 results.write_text(json.dumps([asdict(r) for r in rows.values()], indent=1))
                 sys.stdout.write(f"{row.cell}: {'; '.join(row.problems) or 'the same'} ({row.seconds:.0f} s)\n")
@@ -309,10 +373,10 @@ def write_table(rows: dict[str, Row], seed: int) -> None:
     """One row per cell that was run, in the order of `all_cells`."""
     with TABLE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["cell", "seed", "killed after row", "resumed from", "digests compared", "result"])
+        writer.writerow(["cell", "seed", "killed", "after row", "resumed from", "digests compared", "result"])
         for row in (rows[cell.name] for cell in all_cells() if cell.name in rows):
             result = "; ".join(row.problems) or "same bits"
-            writer.writerow([row.cell, seed, row.killed_after, row.resumed_from, row.digests, result])
+            writer.writerow([row.cell, seed, row.killed, row.killed_after, row.resumed_from, row.digests, result])
 
 
 if __name__ == "__main__":

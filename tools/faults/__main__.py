@@ -102,7 +102,7 @@ def try_out_server_cell(cell: ServerCell, folder: Path, seed: int) -> Row:
 
 
 def allowed(role: str, cell: Cell) -> int:
-    return VARIANTS[cell.variant].get("rl", {}).get("trainer", {}).get("ranks", 1) if role == "trainer" else 1
+    return 1 if role == "driver" else VARIANTS[cell.variant].ranks
 
 
 def first_match(workspace: Path, pattern: str) -> str | None:

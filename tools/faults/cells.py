@@ -36,7 +36,7 @@ class Cell:
     strike: Strike
     survives: bool = False
     flow: bool = False
-    variant: Literal["one", "two", "none"] = "one"
+    variant: Literal["one", "two", "none", "ranks", "inference"] = "one"
     prepare: Callable[[Path, str], Undo] | None = None
     again: bool = True
     timeout: float | None = None  # flow.stage_timeout
@@ -125,6 +125,22 @@ def of_ray() -> list[Cell]:
     ]
 
 
+def of_ranks() -> list[Cell]:
+    """The Ray job of a stage other than RL on two ranks."""
+    sft, dead = "train_sft", "rank [01]: expected to finish its work, got a dead process"
+    crashed, silent = "training on 2 ranks: expected exit code 0", "expected a sign of life of its driver within"
+    stopped = "train_sft: stopped by a signal; run it again to resume from its checkpoint"
+    return [
+        Cell(sft, "rank", "SIGKILL", dead, faults.send(SIGKILL, "rank"), variant="ranks"),
+        Cell(sft, "rank", "SIGTERM", dead, faults.send(SIGTERM, "rank"), variant="ranks"),
+        Cell(sft, "rank", "SIGSTOP", dead, faults.send(SIGSTOP, "rank"), variant="ranks"),
+        Cell(sft, "driver of ranks", "SIGKILL", crashed, faults.send(SIGKILL, "driver"), variant="ranks"),
+        Cell(sft, "driver of ranks", "SIGSTOP", silent, faults.send(SIGSTOP, "driver"), variant="ranks"),
+        Cell(sft, "stage on ranks", "SIGTERM", stopped, faults.send(SIGTERM), variant="ranks"),
+        Cell("evaluate", "rank", "SIGKILL", dead, faults.send(SIGKILL, "rank", checkpointed=False), variant="inference"),
+    ]
+
+
 def of_files() -> list[Cell]:
     """Disks, checkpoints, DVC's cache."""
     no_space, read_only = "No space left on device|free on the disk of", "Read-only file system"
@@ -192,4 +208,4 @@ def of_nodes() -> list[Cell]:
 
 
 def all_cells() -> list[Cell]:
-    return [*of_stages(), *around_stages(), *of_ray(), *of_nodes(), *of_files(), *of_clocks()]
+    return [*of_stages(), *around_stages(), *of_ray(), *of_ranks(), *of_nodes(), *of_files(), *of_clocks()]

@@ -38,7 +38,7 @@ def send(number: signal.Signals, role: str | None = None, *, checkpointed: bool 
     """Send a signal to a process of a role (None: the stage itself), after its next checkpoint or at any moment."""
 
     def strike(scene: Scene) -> Undo:
-        scene.after_checkpoint() if checkpointed else scene.at_work()
+        scene.after_checkpoint() if checkpointed else scene.at_work(role or scene.stage)
         process = scene.process(role or scene.stage)
         process.send_signal(number)
         if number != signal.SIGSTOP:

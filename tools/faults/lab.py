@@ -54,10 +54,23 @@ FAULTS = {  # changes to the small chain: short deadlines, and a scorer with its
     "reward": {"epochs": 1.0},
     "cluster": {"silence_timeout": 20},
 }
-VARIANTS: dict[str, dict[str, Any]] = {  # params of train_policy; each variant has its own undisturbed run
-    "one": {},
-    "two": {"rl": {"trainer": {"ranks": 2}, "rollout": {"engines": 2}}},
-    "none": {"rl": {"max_replacements": 0}},
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Changes to the params of one stage, which has its own undisturbed run. ranks: of that stage's job."""
+
+    stage: str
+    changes: dict[str, Any]
+    ranks: int = 1
+
+
+VARIANTS = {
+    "one": Variant("train_policy", {}),
+    "two": Variant("train_policy", {"rl": {"trainer": {"ranks": 2}, "rollout": {"engines": 2}}}, ranks=2),
+    "none": Variant("train_policy", {"rl": {"max_replacements": 0}}),
+    "ranks": Variant("train_sft", {"sft": {"ranks": 2, "zero_stage": 2}, "cluster": {"rank_timeout": 40}}, ranks=2),
+    "inference": Variant("evaluate", {"cluster": {"inference_ranks": 2, "rank_timeout": 40}}, ranks=2),
 }
 SECONDS_TO_END = 60.0
 POLL_SECONDS = 1.0
@@ -86,8 +99,9 @@ class Laboratory:
             self._run(workspace, "repro")
         else:
             copy_chain(self.undisturbed("one"), workspace)
-            change_params(workspace, VARIANTS[variant])
-            self._run(workspace, "repro", "--single-item", "train_policy")
+            change_params(workspace, VARIANTS[variant].changes)
+            forget(workspace, VARIANTS[variant].stage)
+            self._run(workspace, "repro", "--single-item", VARIANTS[variant].stage)
         git(workspace, "add", "--all")
         git(workspace, "-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "--quiet", "-m", "Undisturbed")
         whole.touch()
@@ -147,7 +161,8 @@ def same_result(workspace: Path, undisturbed: Path, stage: str) -> str | None:
 ROLES = {  # regular expression that matches the command line of each role's processes
     "dvc": " dvc repro",
     "keeper": "rlhf_core.engines.ray_head",
-    "driver": "-m rlhf_core.trainers.rl.driver ",
+    "driver": r"-m rlhf_core\.(trainers\.rl\.driver|stage\.training_driver) ",
+    "rank": "RayTrainWorker",
     **ACTOR_TITLES,
 }
 SYSTEM = {"raylet": "raylet/raylet ", "gcs": "gcs/gcs_server ", "dashboard": "dashboard/dashboard.py "}  # Ray's, outside the workspace
@@ -161,7 +176,7 @@ def processes(workspace: Path, role: str) -> list[psutil.Process]:
         module = "train_rl" if role == "train_policy" else role
         pattern = ROLES.get(role, f"-m tasks.{module} ")
         found = [p for p in processes_in(workspace) if re.search(pattern, f"{_line(p)} ")]
-    return sorted((p for p in found if "python" in p.name() or role in (*SYSTEM, *ACTOR_TITLES)), key=_age)
+    return sorted((p for p in found if "python" in p.name() or role in (*SYSTEM, *ACTOR_TITLES, "rank")), key=_age)
 
 
 def _line(process: psutil.Process) -> str:
@@ -196,7 +211,7 @@ class Watch:
     def _watch(self, done: threading.Event) -> None:
         while not done.wait(POLL_SECONDS):
             with suppress(psutil.Error):
-                for role in ("trainer", "driver"):
+                for role in ("trainer", "rank", "driver"):
                     self.trainers[role] = max(self.trainers.get(role, 0), len(processes(self.workspace, role)))
             for process in processes_in(self.workspace):
                 with suppress(OSError, psutil.Error):
@@ -259,9 +274,9 @@ class Scene:
     child: Popen
     chance: random.Random
 
-    def at_work(self) -> None:
-        """Wait until the stage runs, and for a random moment more."""
-        self._until(lambda: processes(self.workspace, self.stage), f"{self.stage} at work")
+    def at_work(self, role: str) -> None:
+        """Wait until a process of a role runs, and for a random moment more."""
+        self._until(lambda: processes(self.workspace, role), f"{role} at work")
         time.sleep(self.chance.uniform(0.0, 1.5))
 
     def after_checkpoint(self) -> None:
