@@ -159,7 +159,7 @@ def run_job(
     address: str,
     entrypoint: str,
     *,
-    fingerprint: str,
+    name: str,
     environment: dict[str, str],
     start_timeout: float,
     silence_timeout: float,
@@ -167,10 +167,11 @@ def run_job(
     on_output: Callable[[str], None],
     stop_requested: Callable[[], bool],
 ) -> int:
-    """Submit a job, or find the running one with this fingerprint, and follow it to its end.
+    """Submit a job, or find the running one with this entrypoint, and follow it to its end.
 
     Args:
-        entrypoint: the shell command of the driver.
+        entrypoint: the shell command of the driver. It names the job's folder: other folders may do the same work on the cluster.
+        name: with which the job's id begins.
         silence_timeout: seconds without an answer of the head, or without a change of `pulse`, after which it counts as lost.
         pulse: a file that the driver changes regularly (rlhf_core/stage/job.py: beat).
         on_output: gets the driver's output in chunks.
@@ -184,14 +185,13 @@ def run_job(
 
     patience = _Patience(silence_timeout)
     client = patience.ask(lambda: JobSubmissionClient(address), f"Ray head at {address}")
-    job = _live_job(client, fingerprint, patience)
+    job = _live_job(client, entrypoint, patience)
     if job is None:
         job = _submit(
             client,
             time.monotonic() + start_timeout,
-            submission_id=f"rlhf-{fingerprint[:12]}-{secrets.token_hex(4)}",
+            submission_id=f"rlhf-{name}-{secrets.token_hex(4)}",
             entrypoint=entrypoint,
-            metadata={"rlhf_fingerprint": fingerprint},
             runtime_env={"env_vars": environment},
         )
     else:
@@ -217,9 +217,9 @@ def _submit(client, deadline: float, **job: Any) -> str:
             time.sleep(0.3)
 
 
-def _live_job(client, fingerprint: str, patience: _Patience) -> str | None:
+def _live_job(client, entrypoint: str, patience: _Patience) -> str | None:
     for details in patience.ask(client.list_jobs, "Ray head"):
-        if (details.metadata or {}).get("rlhf_fingerprint") == fingerprint and not details.status.is_terminal():
+        if details.submission_id and details.entrypoint == entrypoint and not details.status.is_terminal():
             return details.submission_id
     return None
 

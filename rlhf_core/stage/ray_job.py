@@ -22,17 +22,14 @@ class JobCrashed(RuntimeError):
     """The job or one of its actors died. A rerun resumes from the last checkpoint."""
 
 
-def submit_job(
-    stage: Stage, *, subject: str, driver: str, description: Path, actors: int, model: Path | None = None, part: str = ""
-) -> None:
+def submit_job(stage: Stage, *, subject: str, driver: str, description: Path, actors: int, model: Path | None = None) -> None:
     """Submit the job, or follow it if it already runs, and print its output.
 
     Args:
         subject: of messages, such as "RL job".
-        driver: module of the job's driver, which gets the path of the description.
+        driver: module of the job's driver, which gets the path of the description. A stage that runs again follows a live job of that path.
         actors: CPUs that the job needs.
         model: folder of the model whose weights the actors exchange; None: they exchange none.
-        part: names one of several jobs of the stage. A stage that runs again follows a live job of the same part.
     Raises:
         Interrupted: SIGTERM; the job has written its checkpoint.
         StageFailed: the job refused its input.
@@ -59,7 +56,7 @@ def submit_job(
         code = run_job(
             address,
             f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}",
-            fingerprint=stage.fingerprint + part,
+            name=stage.fingerprint[:12],
             environment={
                 "PYTHONPATH": python_path(Path.cwd()),
                 "PYTHONUNBUFFERED": "1",

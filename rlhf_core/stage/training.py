@@ -226,7 +226,7 @@ def _run_on_ray(stage: Stage, job: TrainJob, *, subject: str, part: str = "") ->
 
     description = job.work / f"job{part}.pkl"
     job.write(description)
-    submit_job(stage, subject=subject, driver="rlhf_core.stage.training_driver", description=description, actors=job.ranks, part=part)
+    submit_job(stage, subject=subject, driver="rlhf_core.stage.training_driver", description=description, actors=job.ranks)
     return json.loads(job.result_file.read_text(encoding="utf-8"))
 
 

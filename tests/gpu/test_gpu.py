@@ -273,7 +273,7 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
         code = run_job(
             address,
             f"cd {os.getcwd()} && exec {sys.executable} -m rlhf_core.trainers.rl.driver {tmp_path / 'job.json'}",
-            fingerprint="gpu",
+            name="gpu",
             environment={"PYTHONPATH": os.environ.get("PYTHONPATH", os.getcwd())},
             start_timeout=120.0,
             silence_timeout=120.0,

@@ -50,7 +50,7 @@ def submit(work: Work, folder: Path, driver: list[str], *, threads: int) -> Iter
         code = run_job(
             address,
             shlex.join(driver),
-            fingerprint=folder.name,
+            name=folder.name,
             environment={"PYTHONPATH": python_path(ROOT)},
             start_timeout=cluster.start_timeout,
             silence_timeout=cluster.silence_timeout,

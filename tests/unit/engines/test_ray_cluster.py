@@ -12,10 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
+from ray.job_submission import JobDetails, JobStatus, JobType
 
 from rlhf_core.engines.ray_cluster import (
     SMALLEST_STORE,
     ClusterError,
+    _live_job,
     _Patience,
     _Pulse,
     _submit,
@@ -44,6 +46,19 @@ class BusyHead:
         if self._failures:
             raise self._failures.pop(0)
         return "answer"
+
+
+class Jobs:
+    """Runs one driver in each folder."""
+
+    def list_jobs(self) -> list[JobDetails]:
+        running = {"type": JobType.SUBMISSION, "status": JobStatus.RUNNING}
+        return [JobDetails(entrypoint=f"cd {name} && exec driver", submission_id=name, **running) for name in ("a", "b")]
+
+
+def test_a_stage_follows_the_job_of_its_own_folder():
+    assert _live_job(Jobs(), "cd b && exec driver", _Patience(10)) == "b"
+    assert _live_job(Jobs(), "cd c && exec driver", _Patience(10)) is None
 
 
 def soon() -> float:
@@ -79,7 +94,7 @@ def test_an_address_that_nobody_answers_is_named(tmp_path):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and doesn't listen
         address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        unused = {"fingerprint": "", "environment": {}, "pulse": tmp_path / "pulse", "on_output": print, "stop_requested": bool}
+        unused = {"name": "", "environment": {}, "pulse": tmp_path / "pulse", "on_output": print, "stop_requested": bool}
         with pytest.raises(ClusterError, match=f"Ray head at {address}: expected the head to answer within"):
             run_job(address, "true", start_timeout=1, silence_timeout=1, **unused)
 

@@ -148,7 +148,7 @@ def run(case: Case, models: Path, folder: Path, address: str, budget: Budget) ->
         code = run_job(
             address,
             f"exec {shlex.join(driver)}",
-            fingerprint=folder.name,
+            name=folder.name,
             environment={"PYTHONPATH": python_path(ROOT)},
             start_timeout=cluster.start_timeout,
             silence_timeout=cluster.silence_timeout,
