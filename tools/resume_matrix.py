@@ -104,15 +104,16 @@ def all_cells() -> list[Cell]:
     supervised.append(policy_cell("conditional_sft", "by preference", {"label_by": "preference", "levels": 2, "wanted": 1}))
     sampling = {"backend": "pytorch", "prompts": 64, "samples_per_prompt": 2, "max_new_tokens": 16}
     supervised.append(policy_cell("rejection_sampling", "keep_best", {"sampling": sampling, "keep_best": True}))
-    rl = [rl_cell("ppo", 2, 2), rl_cell("grpo", 1, 0), rl_cell("ppo", 1, 0), rl_cell("ppo", 2, 0), rl_cell("ppo", 2, 3)]
-    rl += [rl_cell(name, 1, 0) for name in ALGORITHMS[2:]]
-    rl += [rl_cell("grpo", 1, 0, lora=True), rl_cell("grpo", 2, 2), rl_cell("grpo", 1, 3), rl_cell("ppo", 1, 2)]
-    rl += [rl_cell(name, 2, 0) for name in ALGORITHMS[1:]]
-    rl += [rl_cell(name, 1, 0, ahead=True) for name in ("grpo", "ppo")]
-    rl += [rl_cell(name, 1, 0, one_step=True) for name in ("grpo", "ppo")]
     scores = {"ppo": {"critic_init": "reward_model"}, "reward": {"scorers": {0: {"normalization": "initial"}}}}
     alone = rl_cell("ppo", 1, 0)
+    rl = [rl_cell("ppo", 2, 2), rl_cell("grpo", 1, 0), alone, rl_cell("ppo", 2, 0), rl_cell("ppo", 2, 3)]
+    rl += [rl_cell("grpo", 1, 0, lora=True), rl_cell("grpo", 2, 2), rl_cell("ppo", 1, 0, ahead=True)]
     rl += [replace(alone, name=f"{alone.name}, the critic from scores", changes={"rl": alone.changes["rl"] | scores})]
+    rl += [rl_cell(name, 1 + number % 2, 0, backend="pytorch") for number, name in enumerate(ALGORITHMS[2:])]
+    rl += [rl_cell("grpo", 1, 3), rl_cell("ppo", 1, 2), rl_cell("grpo", 1, 0, ahead=True)]
+    rl += [rl_cell(name, 1, 0, one_step=True, backend="pytorch") for name in ("grpo", "ppo")]
+    rl += [rl_cell(name, 2 - number % 2, 0, backend="pytorch") for number, name in enumerate(ALGORITHMS[2:])]
+    rl += [rl_cell("grpo", 2, 0, backend="pytorch")]
     return [*supervised, *on_two_ranks(), *rl]
 
 
@@ -127,11 +128,8 @@ def on_two_ranks() -> list[Cell]:
         ("driver", sft_cell("ZeRO 3, optimizer on the host", zero[3] | {"offload_optimizer": True})),
         ("rank", sft_cell("ZeRO 2, shared sequences", zero[2] | {"sequence_parallel": 2})),
         ("stage", reward_cell("ZeRO 2", zero[2])),
-        ("rank", reward_cell("ZeRO 3", zero[3])),
         ("driver", policy_cell("dpo", "ZeRO 3", zero[3])),
-        ("rank", policy_cell("dpo", "ZeRO 2", zero[2])),
         ("rank", policy_cell("kto", "ZeRO 2", zero[2])),
-        ("stage", policy_cell("kto", "ZeRO 3", zero[3])),
     ]
     return [replace(c, name=c.name.replace(", ", ", 2 ranks, ", 1), victim=victim, job=True) for victim, c in cells]
 
@@ -151,13 +149,15 @@ def policy_cell(method: str, name: str, section: dict[str, Any]) -> Cell:
     return Cell(f"{method}, {name}", "train_policy", f"train_{method}", changes, SHORT["steps"])
 
 
-def rl_cell(algorithm: str, ranks: int, zero: int, *, lora: bool = False, ahead: bool = False, one_step: bool = False) -> Cell:
+def rl_cell(
+    algorithm: str, ranks: int, zero: int, *, lora: bool = False, ahead: bool = False, one_step: bool = False, backend: str = "vllm"
+) -> Cell:
     changes = RL | {"algorithm": algorithm, "trainer": {"ranks": ranks, "zero_stage": zero}, "lora": LORA if lora else None}
-    changes["rollout"] = changes.get("rollout", {}) | {"one_step_off_policy": ahead}
+    changes["rollout"] = {"one_step_off_policy": ahead, "backend": backend}
     if one_step:
         changes["minibatch_size"] = RL["samples_per_step"]
     name = f"{algorithm}, {ranks} rank{'s' * (ranks > 1)}, ZeRO {zero}{', LoRA' * lora}{', one step off policy' * ahead}"
-    name += ", one optimizer step a batch" * one_step
+    name += ", one optimizer step a batch" * one_step + ", PyTorch's rollouts" * (backend == "pytorch")
     return Cell(name, "train_policy", "train_rl", {"rl": changes}, RL["steps"], victim="driver", job=True)
 
 
