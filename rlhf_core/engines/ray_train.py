@@ -152,11 +152,14 @@ def _failure(error: TrainingFailedError, group: RankGroup) -> RankFailed:
             f"start, got {type(cause).__name__}: {_first_line(cause)}; lower the number of ranks or add nodes"
         )
     failures = error.worker_failures
+    silent = sorted(rank for rank, failure in failures.items() if type(failure).__name__ == "WorkerHealthCheckTimeoutError")
     own = {rank: failure for rank, failure in failures.items() if not isinstance(failure, RayError) and not _is_death(failure)}
     refused = {rank: failure for rank, failure in own.items() if not isinstance(failure, RuntimeError)}
-    dead = sorted(failures.keys() - own.keys())
-    if dead and not refused:
-        return RankFailed(f"rank {', '.join(map(str, dead))}: expected to finish its work, got a dead process; run the stage again")
+    dead = sorted(failures.keys() - own.keys() - set(silent))
+    if (dead or silent) and not refused:
+        which = ", ".join(map(str, dead or silent))
+        late = f"no answer within cluster.rank_timeout={group.rank_timeout:.0f} s; it was stopped, or its node is overloaded"
+        return RankFailed(f"rank {which}: expected to finish its work, got {'a dead process' if dead else late}; run the stage again")
     rank, cause = min((refused or own).items())
     where = group.folder / f"traceback-{rank}"
     told = where.read_text(encoding="utf-8") if where.exists() else ""

@@ -71,7 +71,10 @@ class TrainJob:
         return self.work / "result.json"
 
     def write(self, path: Path) -> None:
-        path.write_bytes(pickle.dumps(self))
+        """Also while the ranks of a live job read it, which the stage then follows."""
+        aside = path.with_name(path.name + ".tmp")
+        aside.write_bytes(pickle.dumps(self))
+        aside.replace(path)
 
     @staticmethod
     def read(path: Path) -> TrainJob:

@@ -128,12 +128,13 @@ def of_ray() -> list[Cell]:
 def of_ranks() -> list[Cell]:
     """The Ray job of a stage other than RL on two ranks."""
     sft, dead = "train_sft", "rank [01]: expected to finish its work, got a dead process"
+    hanging = r"rank [01]: expected to finish its work, got no answer within cluster.rank_timeout=\d+ s"
     crashed, silent = "training on 2 ranks: expected exit code 0", "expected a sign of life of its driver within"
     stopped = "train_sft: stopped by a signal; run it again to resume from its checkpoint"
     return [
         Cell(sft, "rank", "SIGKILL", dead, faults.send(SIGKILL, "rank"), variant="ranks"),
         Cell(sft, "rank", "SIGTERM", dead, faults.send(SIGTERM, "rank"), variant="ranks"),
-        Cell(sft, "rank", "SIGSTOP", dead, faults.send(SIGSTOP, "rank"), variant="ranks"),
+        Cell(sft, "rank", "SIGSTOP", hanging, faults.send(SIGSTOP, "rank"), variant="ranks"),
         Cell(sft, "driver of ranks", "SIGKILL", crashed, faults.send(SIGKILL, "driver"), variant="ranks"),
         Cell(sft, "driver of ranks", "SIGSTOP", silent, faults.send(SIGSTOP, "driver"), variant="ranks"),
         Cell(sft, "stage on ranks", "SIGTERM", stopped, faults.send(SIGTERM), variant="ranks"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import ActorDiedError
 from ray.train import ControllerError, WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckTimeoutError
 
 from rlhf_core.config import ConfigError, parse_params, read_yaml, set_key
 from rlhf_core.engines.ray_train import RankGroup, _failure
@@ -24,6 +25,11 @@ def test_a_rank_that_died_is_named_rather_than_those_whose_connection_broke(tmp_
     failed = _failure(WorkerGroupError("", lost), group(tmp_path))
     assert str(failed) == "rank 2: expected to finish its work, got a dead process; run the stage again"
     assert failed.cause is None
+
+
+def test_a_stopped_rank_is_not_called_dead(tmp_path):
+    failed = _failure(WorkerGroupError("", {1: WorkerHealthCheckTimeoutError("hanging")}), group(tmp_path))
+    assert "rank 1: expected to finish its work, got no answer within cluster.rank_timeout=60 s; it was stopped" in str(failed)
 
 
 def test_a_refusal_counts_before_its_consequences_on_other_ranks(tmp_path):
