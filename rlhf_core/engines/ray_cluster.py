@@ -84,7 +84,12 @@ def local_head(
                 if not any(words in str(error) for words in TAKEN) or head.poll() is None or attempt == HEAD_STARTS:
                     raise
                 log.warning("Ray head: a free port was taken meanwhile; starting again with other ports")
-        yield f"http://127.0.0.1:{dashboard}"
+        try:
+            yield f"http://127.0.0.1:{dashboard}"
+        except ClusterError:
+            if head.poll() is not None:
+                log.error("Ray head: ended by itself; its output ends with:\n%s", _end_of(folder / "head.log"))
+            raise
     finally:
         if head is not None:
             _stop_head(head, folder)
@@ -131,8 +136,12 @@ def _wait_until_up(address: str, head: subprocess.Popen, output: Path, timeout: 
             time.sleep(0.3)
     raise ClusterError(
         f"Ray head: expected it up within {timeout:.0f} s, got {'no answer' if head.poll() is None else f'exit code {head.returncode}'}; "
-        f"its output ends with:\n{output.read_text()[-1500:] if output.exists() else 'nothing'}"
+        f"its output ends with:\n{_end_of(output)}"
     )
+
+
+def _end_of(output: Path) -> str:
+    return output.read_text(errors="replace")[-1500:] if output.exists() else "nothing"
 
 
 def _stop_head(keeper: subprocess.Popen, folder: Path) -> None:
@@ -213,7 +222,7 @@ def _submit(client, deadline: float, **job: Any) -> str:
             dropped = dropped or isinstance(error, OSError)
             passing = isinstance(error, OSError) or "No available agent" in str(error)
             if not passing or time.monotonic() > deadline:
-                raise ClusterError(f"Ray job: expected the cluster to accept it, got {error}; see the head's log") from error
+                raise ClusterError(f"Ray job: expected the cluster to accept it, got {error}; is the head still running?") from error
             time.sleep(0.3)
 
 
