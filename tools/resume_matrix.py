@@ -354,7 +354,9 @@ def prepare(base: Path) -> Path:
     if not (base / GATE_METRICS).exists():
         shutil.rmtree(base, ignore_errors=True)
         base.mkdir(parents=True)
-        code, printed = run(make_chain(base, SMALL, {"data": {"sources": {0: {"clerk": SMALL_CLERK}}}}), "dvc", "repro", "gate_reward")
+        code, printed = run(
+            make_chain(base, SMALL, {"data": {"sources": {0: {"clerk": SMALL_CLERK}}}}), "dvc", "repro", "gate_reward", deadline=LIMIT
+        )
         if code:
             raise RuntimeError(f"small chain: expected to reach the gate, got exit code {code}:\n{printed[-3000:]}")
     for name in (

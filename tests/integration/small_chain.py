@@ -138,12 +138,12 @@ def begin(workspace: Path, *command: str) -> subprocess.Popen:
         )
 
 
-def run(workspace: Path, *command: str) -> tuple[int, str]:
+def run(workspace: Path, *command: str, deadline: float = DEADLINE) -> tuple[int, str]:
     """Run a Python module to its end: exit code and output. It is ended in any case."""
     start = len(output_of(workspace))
     child = begin(workspace, *command)
     try:
-        code = child.wait(timeout=DEADLINE)
+        code = child.wait(timeout=deadline)
     finally:
         child.kill()
     return code, output_of(workspace)[start:]

@@ -52,7 +52,7 @@ FAULTS = {  # changes to the small chain: short deadlines, and a scorer with its
     },
     "sft": {"steps": 60, "checkpoint_every": 10},
     "reward": {"epochs": 1.0},
-    "cluster": {"silence_timeout": 20},
+    "cluster": {"silence_timeout": 20, "start_timeout": 300},
 }
 
 
@@ -70,7 +70,7 @@ VARIANTS = {
     "two": Variant("train_policy", {"rl": {"trainer": {"ranks": 2}, "rollout": {"engines": 2}}}, ranks=2),
     "none": Variant("train_policy", {"rl": {"max_replacements": 0}}),
     "ranks": Variant("train_sft", {"sft": {"ranks": 2, "zero_stage": 2}, "cluster": {"rank_timeout": 40}}, ranks=2),
-    "inference": Variant("evaluate", {"cluster": {"inference_ranks": 2, "rank_timeout": 40}}, ranks=2),
+    "inference": Variant("evaluate", {"cluster": {"inference_ranks": 2, "rank_timeout": 120}}, ranks=2),
 }
 SECONDS_TO_END = 60.0
 POLL_SECONDS = 1.0
@@ -108,7 +108,7 @@ class Laboratory:
         return workspace
 
     def _run(self, workspace: Path, *command: str) -> None:
-        code, printed = run(workspace, "dvc", *command)
+        code, printed = run(workspace, "dvc", *command, deadline=3 * DEADLINE)
         if code:
             raise RuntimeError(f"undisturbed chain: expected to end with 0, got {code}:\n{printed[-3000:]}")
 
